@@ -1,0 +1,59 @@
+"""Which dtypes mixed precision touches, and the one way to round to half."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+FLOAT32 = jnp.dtype(jnp.float32)
+HALF_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+MODEL_DTYPES = (FLOAT32, *HALF_DTYPES)
+# float8 and float4 carry scales of their own: casting them here would lose those.
+CASTABLE_DTYPES = (*MODEL_DTYPES, jnp.dtype(jnp.float64))
+
+
+class PrecisionWarning(UserWarning):
+    """Something runs, but in a precision that is unlikely to be meant."""
+
+
+def is_castable(x: object) -> bool:
+    """Whether `x` is an array (or its shape) of 16, 32 or 64-bit floats."""
+    return getattr(x, "dtype", None) in CASTABLE_DTYPES
+
+
+def is_half(x: object) -> bool:
+    """Whether `x` is an array (or its shape) in float16 or bfloat16."""
+    return getattr(x, "dtype", None) in HALF_DTYPES
+
+
+def is_differentiable(x: object) -> bool:
+    """Whether `jax.grad` takes `x`: floats and complex numbers, arrays or Python's."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, float | complex)
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Half as float32; all else as it is."""
+    return x.astype(FLOAT32) if is_half(x) else x
+
+
+def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
+    """Rounds `x` to `dtype`; to half, values out of range become its largest finite.
+
+    A half parameter at infinity would stay NaN for ever, a clamped one comes back.
+    """
+    x = jnp.asarray(x)
+    if jnp.dtype(dtype) in HALF_DTYPES and x.dtype not in HALF_DTYPES:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)
+
+
+def cast_floats[T](tree: T, dtype: DTypeLike) -> T:
+    """Casts the float arrays of a tree of inputs or outputs; leaves all else alone."""
+
+    def leaf(x):
+        return jnp.asarray(x, dtype) if is_castable(x) else x
+
+    return jax.tree.map(leaf, tree)

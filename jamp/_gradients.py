@@ -1,0 +1,108 @@
+"""What `apply_gradients` accepts, as parts: one loss's gradients, unscaled in float32."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from jamp import _groups
+from jamp._dtypes import widen
+from jamp._groups import Key
+from jamp._scaled_grad import HasLossScales, ScaledGrads
+from jamp._tree import all_finite, check_like, differentiable, split_overwrite
+
+_REMEDY = (
+    "pass what jamp.scaled_grad returned, or a tree of gradients like `state.params`."
+)
+
+
+class Part(NamedTuple):
+    """The gradients of one loss.
+
+    Attributes:
+        trees: per group that the loss covers, gradients in float32.
+        finite: whether all were finite; None if nobody looked.
+        loss_id: whose scale moves; None for no one's.
+    """
+
+    trees: dict[Key, PyTree]
+    finite: Bool[Array, ""] | None
+    loss_id: int | None
+
+
+def parts(grads: Any, state: HasLossScales) -> list[Part]:
+    """Unscales ScaledGrads, several of them, or takes a plain tree as it is.
+
+    Raises:
+        TypeError: a sequence holds ScaledGrads and other things.
+        ValueError: a tree differs from its params in structure or shape.
+    """
+    keys = _groups.group_keys(state.tx)
+    if isinstance(grads, ScaledGrads):
+        return [_scaled(grads, state, keys)]
+    if isinstance(grads, Sequence) and any(isinstance(g, ScaledGrads) for g in grads):
+        return [_scaled(g, state, keys) for g in grads]
+    return [_plain(grads, state, keys)]
+
+
+def clean_flag(parts: list[Part], key: Key | None = None) -> Bool[Array, ""] | None:
+    """Whether the parts that cover a group are finite; None if nobody looked."""
+    flags = [p.finite for p in parts if key in p.trees and p.finite is not None]
+    return functools.reduce(jnp.logical_and, flags) if flags else None
+
+
+def total(parts: list[Part], key: Key) -> tuple[PyTree, Any]:
+    """A group's gradients, summed over the losses, and its fp8 values if any."""
+    trees = [split_overwrite(part.trees[key]) for part in parts if key in part.trees]
+    summed = functools.reduce(
+        lambda a, b: jax.tree.map(jnp.add, a, b), [tree for tree, _ in trees]
+    )
+    return summed, trees[-1][1]
+
+
+def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
+    if not isinstance(grads, ScaledGrads):
+        raise TypeError(
+            f"grads hold ScaledGrads and a {type(grads).__name__}: "
+            "pass a sequence of ScaledGrads, one per loss."
+        )
+    tree, finite = grads.unscale()
+    trees = _groups.by_group(tree, grads.groups, keys)
+    _check(trees, state)
+    checks = state.loss_scale_rules[grads.loss_id].checks
+    return Part(trees, finite if checks else None, grads.loss_id)
+
+
+def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
+    """Gradients that the user unscaled: inf is still inf, so they can be checked."""
+    if keys != (_groups.SINGLE,):
+        _check_container(grads, state.params)
+    trees = {key: differentiable(_groups.get(grads, key)) for key in keys}
+    _check(trees, state)
+    trees = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
+    checks = any(rule.checks for rule in state.loss_scale_rules)
+    finite = all_finite([split_overwrite(tree)[0] for tree in trees.values()])
+    # Of several losses nobody can tell whose scale should move.
+    loss_id = 0 if len(state.loss_scale_rules) == 1 else None
+    return Part(trees, finite if checks else None, loss_id)
+
+
+def _check_container(grads: Any, params: Any) -> None:
+    same = type(grads) is type(params) and len(grads) == len(params)
+    if isinstance(params, Mapping):
+        same = same and set(grads) == set(params)
+    if not same:
+        raise ValueError(
+            f"gradients of several groups come in the container of `state.params`, got "
+            f"{type(grads).__name__}: {_REMEDY}"
+        )
+
+
+def _check(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+    for key, tree in trees.items():
+        what = "gradients" if key is _groups.SINGLE else f"gradients of group {key!r}"
+        expected = differentiable(_groups.get(state.params, key))
+        check_like(tree, expected, what, _REMEDY)

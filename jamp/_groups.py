@@ -1,0 +1,107 @@
+"""One model or several: the groups of a state, and the containers that hold them.
+
+A group is a params tree with an optimizer of its own. A state has one group, whose key is
+None, or several in a list, tuple or dict, with the keys of that container.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from flax.core import FrozenDict
+
+type Key = Hashable | None
+
+SINGLE: Key = None
+
+
+def is_transformation(tx: object) -> bool:
+    """Whether `tx` is an optax transformation: which is itself a tuple."""
+    return hasattr(tx, "init") and hasattr(tx, "update")
+
+
+def group_keys(tx: Any) -> tuple[Key, ...]:
+    """The keys of the groups, given a state's `tx`."""
+    if tx is None or is_transformation(tx):
+        return (SINGLE,)
+    return tuple(tx) if isinstance(tx, Mapping) else tuple(range(len(tx)))
+
+
+def get(container: Any, key: Key) -> Any:
+    """The entry of one group."""
+    return container if key is SINGLE else container[key]
+
+
+def pack(values: Mapping[Key, Any], like: Any) -> Any:
+    """The values of all groups in a container of the kind of `like`."""
+    if SINGLE in values:
+        return values[SINGLE]
+    if isinstance(like, Mapping):
+        packed = {key: values[key] for key in like}
+        return packed if isinstance(like, dict) else type(like)(packed)  # pyright: ignore[reportCallIssue]
+    return type(like)(values[key] for key in range(len(like)))
+
+
+def hashable(values: Mapping[Key, Any], like: Any) -> Any:
+    """Like `pack`, in a container that hashes by value: a tuple or a FrozenDict."""
+    if SINGLE in values:
+        return values[SINGLE]
+    if isinstance(like, Mapping):
+        return FrozenDict({key: values[key] for key in like})
+    return tuple(values[key] for key in range(len(like)))
+
+
+def each(keys: tuple[Key, ...], fn: Callable[[Key], Any], like: Any) -> Any:
+    """`pack` of `fn(key)` for every group."""
+    return pack({key: fn(key) for key in keys}, like)
+
+
+def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
+    """Whether `value` holds one entry per group."""
+    if keys == (SINGLE,):
+        return False
+    if isinstance(value, Mapping):
+        return set(value) == set(keys)
+    return isinstance(value, list | tuple) and tuple(range(len(value))) == keys
+
+
+def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    """The groups that `wrt` names: a key, a sequence of keys, or None for all.
+
+    Raises:
+        ValueError: a key is not a group's.
+    """
+    if wrt is None:
+        return keys
+    named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
+    for key in named:
+        if keys == (SINGLE,):
+            raise ValueError(
+                f"wrt={wrt!r}, but the state has one group: leave wrt out."
+            )
+        if key not in keys:
+            raise ValueError(
+                f"wrt={wrt!r}: {key!r} is none of the groups {list(keys)}."
+            )
+    return named
+
+
+def shape_like_wrt(values: Mapping[Key, Any], wrt: Any, like: Any) -> Any:
+    """The trees of some groups in the form that `wrt` asks for.
+
+    Returns:
+        A key's tree, a tuple of trees for a sequence, for None all in their container.
+    """
+    if wrt is None:
+        return pack(values, like)
+    if isinstance(wrt, tuple):
+        return tuple(values[key] for key in wrt)
+    return values[wrt]
+
+
+def by_group(tree: Any, wrt: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
+    """The inverse of `shape_like_wrt`."""
+    if wrt is None:
+        return {key: get(tree, key) for key in keys}
+    if isinstance(wrt, tuple):
+        return dict(zip(wrt, tree, strict=True))
+    return {wrt: tree}

@@ -1,0 +1,319 @@
+"""The front end: params and an optimizer in, a state that trains at an opt level out.
+
+After apex/amp/frontend.py and _initialize.py, without their global state.
+"""
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jamp import _groups
+from jamp._amp_state import AmpState
+from jamp._cast import cast_params, check_keep_fp32, keep_rule
+from jamp._dtypes import FLOAT32
+from jamp._forward import patched_forward
+from jamp._groups import Key
+from jamp._loss_scale import loss_scale_rule
+from jamp._master_weights import (
+    ALREADY_WRAPPED,
+    MasterWeights,
+    MasterWeightsState,
+)
+from jamp._master_weights import (
+    master_weights as with_master_weights,
+)
+from jamp._opt_level import BRIEFS, LEVELS, Properties
+from jamp._state_class import state_class_with
+from jamp._step import init_optimizer
+from jamp._tree import differentiable, join_overwrite, path_string, split_overwrite
+
+
+def initialize(
+    params: Any,
+    tx: Any = None,
+    opt_level: str = "O1",
+    *,
+    enabled: bool = True,
+    cast_model_type: Any = None,
+    patch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: Any = None,
+    cast_model_outputs: DTypeLike | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    apply_fn: Any = None,
+    keep_fp32: Any = None,
+    allow_incoming_model_not_fp32: bool = False,
+    state_class: type[AmpState] = AmpState,
+    **fields: Any,
+) -> Any:
+    """Prepares params and an optimizer for training at an opt level.
+
+    | level | params | optimizer | loss scale |
+    |---|---|---|---|
+    | O0 | float32 | float32 | 1 |
+    | O1 | float32, autocast to float16 | float32 | dynamic |
+    | O2 | float16, BatchNorm float32 | float32 masters | dynamic |
+    | O3 | float16 | float32, no masters | 1 |
+    | O4 | float32, autocast to bfloat16 | float32 | 1 |
+    | O5 | bfloat16, BatchNorm float32 | float32 masters | 1 |
+
+    Every override that is not None replaces the level's value. Arrays are copied, so
+    donating the state never deletes yours. Works under `jit` and `eval_shape`.
+
+    Args:
+        params: float32 params, any pytree. Leaves that are no floats are kept out of
+            gradients and optimizer. Several models with an optimizer each: a list, tuple
+            or dict of them, with `tx` in the same container.
+        tx: an optax transformation, or the container of them; None for inference.
+        opt_level: "O0" to "O5".
+        enabled: False leaves everything as it is.
+        cast_model_type: dtype of params and inputs; False casts nothing.
+        patch_functions: apex's `patch_torch_functions`.
+        keep_batchnorm_fp32: also as "True" or "False". `batch_stats=` makes the
+            recognition of BatchNorm exact, see `cast_model`.
+        master_weights: whether to keep float32 masters of half params.
+        loss_scale: "dynamic", a number (also as a string), or a rule such as
+            `jamp.DynamicLossScale(window=500)`.
+        cast_model_outputs: dtype of the model's outputs.
+        num_losses: how many losses get a scale of their own.
+        verbosity: 1 prints the level and its properties, once, on process 0.
+        min_loss_scale: floor of a dynamic scale.
+        max_loss_scale: ceiling of a dynamic scale.
+        apply_fn: the model's forward, `model.apply` or `(variables, *args) -> outputs`;
+            `state.apply_fn` runs it under the policy.
+        keep_fp32: more leaves to keep in float32: regex, predicate, or a list of them.
+        allow_incoming_model_not_fp32: whether half params may come in.
+        state_class: AmpState, or a subclass that declares extra fields.
+        **fields: extra fields of the state, such as `batch_stats`.
+
+    Returns:
+        An AmpState.
+
+    Raises:
+        OptLevelError: unknown level, or overrides that contradict it.
+        ValueError: params that are not float32; `params` and `tx` in different
+            containers; a `keep_fp32` regex that matches nothing.
+        TypeError: params or tx of the wrong kind; an unknown keyword close to a known one.
+
+    >>> import jax.numpy as jnp, jamp, optax
+    >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}}
+    >>> state = jamp.initialize(params, optax.adam(1e-3), "O2", verbosity=0)
+    >>> print(state.params["Dense_0"]["kernel"].dtype, state.loss_scale)
+    float16 65536.0
+    """
+    properties = Properties.from_opt_level(
+        opt_level,
+        enabled=enabled,
+        cast_model_type=cast_model_type,
+        patch_functions=patch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        keep_fp32=keep_fp32,
+    )
+    _check_containers(params, tx)
+    _check_fields(fields, state_class)
+    rules = _rules(properties, num_losses, min_loss_scale, max_loss_scale)
+    _print(opt_level, properties, verbosity)
+
+    keys = _groups.group_keys(tx)
+    params, fields = jax.tree.map(_own_copy, (params, fields))
+    if enabled and not allow_incoming_model_not_fp32:
+        _check_float32(params)
+    groups = {k: _groups.get(params, k) for k in keys}
+    txs = {k: _groups.get(tx, k) for k in keys}
+    if tx is not None:
+        for key in keys:
+            _check_bare(txs[key], groups[key])
+    cast_groups = _cast_groups(groups, properties, fields.get("batch_stats"))
+    if properties.master_weights and tx is not None:
+        txs = {k: with_master_weights(t) for k, t in txs.items()}
+    opt_states = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
+    # Arrays, or step 2 would retrace; copies, or a donated buffer would occur twice.
+    opt_states = jax.tree.map(_own_copy, opt_states)
+    state_class = state_class_with(state_class, fields)
+    return state_class(
+        step=jnp.zeros((), jnp.int32),
+        apply_fn=_patch(apply_fn, properties),
+        params=_groups.pack(cast_groups, params),
+        tx=_groups.hashable(txs, tx),
+        opt_state=_groups.pack(opt_states, params),
+        loss_scales=tuple(rule.init() for rule in rules),
+        skipped_steps=_groups.each(keys, lambda _: jnp.zeros((), jnp.int32), params),
+        last_step_skipped=_groups.each(keys, lambda _: jnp.zeros((), bool), params),
+        properties=properties,
+        loss_scale_rules=rules,
+        **fields,
+    )
+
+
+def _cast_groups(
+    groups: Mapping[Key, PyTree], properties: Properties, batch_stats: Any
+) -> dict[Key, PyTree]:
+    several = _groups.SINGLE not in groups
+    dtype = properties.cast_model_type
+    if properties.keep_fp32:
+        check_keep_fp32(
+            properties.keep_fp32,
+            list(groups.values()) if several else groups[_groups.SINGLE],
+        )
+    if not dtype:
+        return dict(groups)
+
+    def cast_group(key):
+        params, overwrite = split_overwrite(groups[key])
+        stats = batch_stats[key] if several and batch_stats is not None else batch_stats
+        keep = keep_rule(properties.keep_batchnorm_fp32, stats, properties.keep_fp32)
+        return join_overwrite(cast_params(params, dtype, keep), overwrite)
+
+    return {key: cast_group(key) for key in groups}
+
+
+def _own_copy(x: Any) -> Any:
+    """A copy of an array, or the array that a Python number stands for."""
+    if isinstance(x, bool | int | float | complex):
+        return jnp.asarray(x)
+    return jnp.array(x, copy=True) if hasattr(x, "dtype") else x
+
+
+def _rules(
+    properties: Properties,
+    num_losses: int,
+    min_loss_scale: float | None,
+    max_loss_scale: float | None,
+) -> tuple[Any, ...]:
+    if (
+        isinstance(num_losses, bool)
+        or not isinstance(num_losses, int)
+        or num_losses < 1
+    ):
+        raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
+    scale = properties.loss_scale
+    if min_loss_scale is not None and scale != "dynamic":
+        raise ValueError(
+            f"min_loss_scale={min_loss_scale} needs a dynamic loss scale, this one is "
+            f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule."
+        )
+    return (loss_scale_rule(scale, min_loss_scale, max_loss_scale),) * num_losses
+
+
+def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
+    if verbosity < 1 or not properties.enabled or jax.process_index() != 0:
+        return
+    lines = [
+        f"Selected optimization level {BRIEFS[opt_level]}",
+        "Defaults for this optimization level are:",
+        *LEVELS[opt_level].describe(),
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+        *properties.describe(),
+    ]
+    print("\n".join(lines))
+
+
+def _patch(apply_fn: Any, properties: Properties) -> Any:
+    if apply_fn is None:
+        return None
+    if isinstance(apply_fn, list | tuple | Mapping):
+        keys = (
+            tuple(apply_fn) if isinstance(apply_fn, Mapping) else range(len(apply_fn))
+        )
+        patched = {k: patched_forward(apply_fn[k], properties) for k in keys}
+        return _groups.hashable(patched, apply_fn)
+    return patched_forward(apply_fn, properties)
+
+
+def _check_containers(params: Any, tx: Any) -> None:
+    if isinstance(params, AmpState):
+        raise TypeError(
+            "params is an AmpState: it has been through jamp.initialize already. Pass "
+            "the float32 params, jamp.master_params(state)."
+        )
+    if tx is None or _groups.is_transformation(tx):
+        return
+    if not isinstance(tx, list | tuple | Mapping):
+        raise TypeError(
+            f"tx must be an optax transformation, or a list, tuple or dict of them, got {tx!r}."
+        )
+    entries = tx.values() if isinstance(tx, Mapping) else tx
+    for entry in entries:
+        if not _groups.is_transformation(entry):
+            raise TypeError(f"tx holds {entry!r}, which is no optax transformation.")
+    if isinstance(tx, Mapping):
+        matches = isinstance(params, Mapping) and set(params) == set(tx)
+    else:
+        matches = type(params) is type(tx) and len(params) == len(tx)
+    if not matches:
+        raise ValueError(
+            f"params and tx must be in the same container, with the same keys: got "
+            f"{_kind(params)} of params and {_kind(tx)} of transformations. For one model "
+            "with several transformations one after another, pass optax.chain(...)."
+        )
+
+
+def _kind(container: Any) -> str:
+    if isinstance(container, Mapping):
+        return f"a dict with the keys {list(container)}"
+    if isinstance(container, list | tuple):
+        return f"a {type(container).__name__} of length {len(container)}"
+    return f"one {type(container).__name__}"
+
+
+def _check_float32(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == FLOAT32:
+            continue
+        if "_overwrite_with_gradient" in path_string(path).split("/"):
+            continue
+        raise ValueError(
+            f"Found params{jax.tree_util.keystr(path)} with dtype {dtype}, expected "
+            "float32. You do not need to cast your model before jamp.initialize, no matter "
+            "what opt level you choose. If the model is meant to be mixed, pass "
+            "allow_incoming_model_not_fp32=True."
+        )
+
+
+def _check_bare(tx: Any, params: PyTree) -> None:
+    """Raises if a transformation holds master_weights anywhere."""
+    if isinstance(tx, MasterWeights):
+        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
+    shapes = jax.eval_shape(tx.init, differentiable(split_overwrite(params)[0]))
+    nodes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, MasterWeightsState))
+    if any(isinstance(node, MasterWeightsState) for node in nodes):
+        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
+
+
+_BARE = (
+    "Pass the bare transformation to jamp.initialize, or choose "
+    "master_weights=False at a level that casts."
+)
+
+
+def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
+    known = inspect.signature(initialize).parameters
+    options = [name for name in known if name not in ("params", "tx", "fields")]
+    for name in fields:
+        if name == "patch_torch_functions":
+            close = ["patch_functions"]
+        else:
+            close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+        if close and name not in state_class.__dataclass_fields__:
+            raise TypeError(
+                f"initialize got an unknown keyword {name!r}. Did you mean {close[0]!r}?"
+            )
+        if name in AmpState.__dataclass_fields__ or hasattr(AmpState, name):
+            raise TypeError(
+                f"initialize cannot take an extra field {name!r}: AmpState has its own."
+            )

@@ -1,0 +1,43 @@
+"""AmpState's subclasses for extra fields that nobody declared."""
+
+import functools
+import re
+from collections.abc import Collection
+from typing import Any
+
+from jamp._amp_state import AmpState
+
+_NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
+
+
+def state_class_with(
+    state_class: type[AmpState], fields: Collection[str]
+) -> type[AmpState]:
+    """`state_class`, with the fields that it does not declare.
+
+    Raises:
+        TypeError: a subclass of the user's does not declare a field.
+    """
+    undeclared = sorted(set(fields) - set(state_class.__dataclass_fields__))
+    if not undeclared:
+        return state_class
+    if state_class is not AmpState:
+        raise TypeError(
+            f"{state_class.__name__} declares no field {undeclared[0]!r}: add "
+            f"`{undeclared[0]}: Any` to it."
+        )
+    return __getattr__(f"AmpState[{','.join(undeclared)}]")
+
+
+@functools.cache
+def __getattr__(name: str) -> Any:
+    """Makes `AmpState[batch_stats]` once: a fresh class per call would retrace.
+
+    A function of the module, so that pickle finds the class under its name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    annotations = dict.fromkeys(match[1].split(","), Any)
+    body = {"__annotations__": annotations, "__module__": __name__}
+    return type(name, (AmpState,), body)
