@@ -12,6 +12,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
 from jamp._dtypes import FLOAT32, cast, is_castable
+from jamp._opt_level import parse_keep_fp32, parse_model_type
 from jamp._tree import KeyPath, map_with_path, path_parts, path_string
 
 # A module's own name where no batch_stats tell: BatchNorm_3, bn1, batch_norm, SyncBatchNorm.
@@ -48,7 +49,8 @@ def cast_model(
         The same tree with other dtypes. Leaves that have their dtype are not copied.
 
     Raises:
-        ValueError: a regex of `keep_fp32` matches no leaf.
+        ValueError: `dtype` is none of these, or a regex of `keep_fp32` matches no leaf.
+        TypeError: `keep_fp32` is of another type.
 
     >>> import jax.numpy as jnp
     >>> params = {"bn1": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 2))}}
@@ -56,27 +58,24 @@ def cast_model(
     >>> print(half["bn1"]["scale"].dtype, half["head"]["kernel"].dtype)
     float32 float16
     """
-    if keep_fp32 is None:
-        keep_fp32 = ()
-    elif not isinstance(keep_fp32, list | tuple):
-        keep_fp32 = (keep_fp32,)
+    keep_fp32 = () if keep_fp32 is None else parse_keep_fp32(keep_fp32)
+    dtype = parse_model_type(dtype)
     if not _is_variables(tree):
         keep = keep_rule(keep_batchnorm_fp32, batch_stats, keep_fp32)
         check_keep_fp32(keep_fp32, tree)
         return cast_params(tree, dtype, keep)
-    stats = tree.get("batch_stats", batch_stats if batch_stats is not None else {})
-    keep = keep_rule(keep_batchnorm_fp32, stats, keep_fp32)
+    keep = keep_rule(
+        keep_batchnorm_fp32, tree.get("batch_stats", batch_stats), keep_fp32
+    )
     check_keep_fp32(keep_fp32, tree["params"])
-    cast_tree = {
-        name: collection
-        if name == OVERWRITE_WITH_GRADIENT
-        else cast_params(
-            collection,
-            FLOAT32 if name == "batch_stats" else dtype,
-            keep if name == "params" else _keep_nothing,
-        )
-        for name, collection in tree.items()
-    }
+
+    def cast_collection(name, collection):
+        if name == "params":
+            return cast_params(collection, dtype, keep)
+        half = FLOAT32 if name == "batch_stats" else dtype
+        return cast_params({name: collection}, half, _keep_nothing)[name]
+
+    cast_tree = {name: cast_collection(name, tree[name]) for name in tree}
     return cast_tree if isinstance(tree, dict) else type(tree)(cast_tree)
 
 
@@ -108,10 +107,13 @@ def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
 
 
 def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
-    """Casts the float leaves to `dtype`, the kept ones to float32."""
+    """Casts the float leaves to `dtype`, the kept ones to float32.
+
+    Flax's fp8 scales, in a collection of their own, are no weights: left alone.
+    """
 
     def leaf(path, x):
-        if not is_castable(x):
+        if not is_castable(x) or OVERWRITE_WITH_GRADIENT in path_parts(path):
             return x
         return cast(x, FLOAT32 if keep(path, x) else dtype)
 

@@ -1,5 +1,7 @@
 """Which dtypes mixed precision touches, and the one way to round to half."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -11,18 +13,14 @@ MODEL_DTYPES = (FLOAT32, *HALF_DTYPES)
 CASTABLE_DTYPES = (*MODEL_DTYPES, jnp.dtype(jnp.float64))
 
 
-class PrecisionWarning(UserWarning):
-    """Something runs, but in a precision that is unlikely to be meant."""
-
-
 def is_castable(x: object) -> bool:
     """Whether `x` is an array (or its shape) of 16, 32 or 64-bit floats."""
-    return getattr(x, "dtype", None) in CASTABLE_DTYPES
+    return _has_dtype(x, CASTABLE_DTYPES)
 
 
 def is_half(x: object) -> bool:
     """Whether `x` is an array (or its shape) in float16 or bfloat16."""
-    return getattr(x, "dtype", None) in HALF_DTYPES
+    return _has_dtype(x, HALF_DTYPES)
 
 
 def is_differentiable(x: object) -> bool:
@@ -57,3 +55,8 @@ def cast_floats[T](tree: T, dtype: DTypeLike) -> T:
         return jnp.asarray(x, dtype) if is_castable(x) else x
 
     return jax.tree.map(leaf, tree)
+
+
+def _has_dtype(x: object, dtypes: tuple[Any, ...]) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and dtype in dtypes  # NumPy says None == float64

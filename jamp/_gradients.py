@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, PyTree
 from jamp import _groups
 from jamp._dtypes import widen
 from jamp._groups import Key
-from jamp._scaled_grad import HasLossScales, ScaledGrads
+from jamp._scale_loss import HasLossScales
+from jamp._scaled_grads import ScaledGrads
 from jamp._tree import all_finite, check_like, differentiable, split_overwrite
 
 _REMEDY = (

@@ -5,11 +5,14 @@ After apex/amp/frontend.py and _initialize.py, without their global state.
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -18,20 +21,18 @@ from jamp._amp_state import AmpState
 from jamp._cast import cast_params, check_keep_fp32, keep_rule
 from jamp._dtypes import FLOAT32
 from jamp._forward import patched_forward
-from jamp._groups import Key
 from jamp._loss_scale import loss_scale_rule
 from jamp._master_weights import (
     ALREADY_WRAPPED,
     MasterWeights,
     MasterWeightsState,
-)
-from jamp._master_weights import (
     master_weights as with_master_weights,
 )
 from jamp._opt_level import BRIEFS, LEVELS, Properties
 from jamp._state_class import state_class_with
 from jamp._step import init_optimizer
-from jamp._tree import differentiable, join_overwrite, path_string, split_overwrite
+from jamp._tree import differentiable, path_string, split_overwrite
+from jamp._warnings import UnusedOptionWarning
 
 
 def initialize(
@@ -131,12 +132,14 @@ def initialize(
     params, fields = jax.tree.map(_own_copy, (params, fields))
     if enabled and not allow_incoming_model_not_fp32:
         _check_float32(params)
+    check_keep_fp32(properties.keep_fp32, params)
+    model_params = _cast(params, properties, fields.get("batch_stats"))
     groups = {k: _groups.get(params, k) for k in keys}
     txs = {k: _groups.get(tx, k) for k in keys}
     if tx is not None:
         for key in keys:
             _check_bare(txs[key], groups[key])
-    cast_groups = _cast_groups(groups, properties, fields.get("batch_stats"))
+    cast_groups = {k: _groups.get(model_params, k) for k in keys}
     if properties.master_weights and tx is not None:
         txs = {k: with_master_weights(t) for k, t in txs.items()}
     opt_states = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
@@ -146,7 +149,7 @@ def initialize(
     return state_class(
         step=jnp.zeros((), jnp.int32),
         apply_fn=_patch(apply_fn, properties),
-        params=_groups.pack(cast_groups, params),
+        params=model_params,
         tx=_groups.hashable(txs, tx),
         opt_state=_groups.pack(opt_states, params),
         loss_scales=tuple(rule.init() for rule in rules),
@@ -158,33 +161,19 @@ def initialize(
     )
 
 
-def _cast_groups(
-    groups: Mapping[Key, PyTree], properties: Properties, batch_stats: Any
-) -> dict[Key, PyTree]:
-    several = _groups.SINGLE not in groups
+def _cast(params: PyTree, properties: Properties, batch_stats: Any) -> PyTree:
     dtype = properties.cast_model_type
-    if properties.keep_fp32:
-        check_keep_fp32(
-            properties.keep_fp32,
-            list(groups.values()) if several else groups[_groups.SINGLE],
-        )
     if not dtype:
-        return dict(groups)
-
-    def cast_group(key):
-        params, overwrite = split_overwrite(groups[key])
-        stats = batch_stats[key] if several and batch_stats is not None else batch_stats
-        keep = keep_rule(properties.keep_batchnorm_fp32, stats, properties.keep_fp32)
-        return join_overwrite(cast_params(params, dtype, keep), overwrite)
-
-    return {key: cast_group(key) for key in groups}
+        return params
+    keep = keep_rule(properties.keep_batchnorm_fp32, batch_stats, properties.keep_fp32)
+    return cast_params(params, dtype, keep)
 
 
 def _own_copy(x: Any) -> Any:
     """A copy of an array, or the array that a Python number stands for."""
-    if isinstance(x, bool | int | float | complex):
-        return jnp.asarray(x)
-    return jnp.array(x, copy=True) if hasattr(x, "dtype") else x
+    x = jnp.array(x, copy=True)
+    # A weakly typed leaf would make step 2 retrace.
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _rules(
@@ -201,9 +190,11 @@ def _rules(
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
     scale = properties.loss_scale
     if min_loss_scale is not None and scale != "dynamic":
-        raise ValueError(
-            f"min_loss_scale={min_loss_scale} needs a dynamic loss scale, this one is "
-            f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule."
+        warnings.warn(
+            f"min_loss_scale={min_loss_scale} has no effect: the loss scale is "
+            f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule.",
+            UnusedOptionWarning,
+            stacklevel=3,
         )
     return (loss_scale_rule(scale, min_loss_scale, max_loss_scale),) * num_losses
 
@@ -234,12 +225,23 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
     return patched_forward(apply_fn, properties)
 
 
+_ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
 def _check_containers(params: Any, tx: Any) -> None:
-    if isinstance(params, AmpState):
-        raise TypeError(
-            "params is an AmpState: it has been through jamp.initialize already. Pass "
-            "the float32 params, jamp.master_params(state)."
-        )
+    is_state = lambda x: isinstance(x, TrainState)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_state):
+        where = f"params{jax.tree_util.keystr(path)}"
+        if is_state(leaf):
+            raise TypeError(
+                f"{where} is a {type(leaf).__name__}. Pass float32 params: state.params, "
+                "or jamp.master_params(state) if it has been through jamp.initialize."
+            )
+        if not isinstance(leaf, _ARRAY_LIKE):
+            raise TypeError(
+                f"{where} is {leaf!r}, which is no array. Pass the params, such as "
+                '`model.init(key, x)["params"]`, and the model as `apply_fn=model.apply`.'
+            )
     if tx is None or _groups.is_transformation(tx):
         return
     if not isinstance(tx, list | tuple | Mapping):
@@ -301,17 +303,29 @@ _BARE = (
 )
 
 
+_APEX_NAMES = {
+    "patch_torch_functions": "patch_functions",
+    "model": "params",
+    "models": "params",
+    "optimizer": "tx",
+    "optimizers": "tx",
+}
+
+
 def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
+    if not (isinstance(state_class, type) and issubclass(state_class, AmpState)):
+        raise TypeError(
+            f"state_class must be jamp.AmpState or a subclass of it, got {state_class!r}."
+        )
     known = inspect.signature(initialize).parameters
     options = [name for name in known if name not in ("params", "tx", "fields")]
     for name in fields:
-        if name == "patch_torch_functions":
-            close = ["patch_functions"]
-        else:
-            close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+        close = _APEX_NAMES.get(name) or next(
+            iter(difflib.get_close_matches(name, options, n=1, cutoff=0.75)), None
+        )
         if close and name not in state_class.__dataclass_fields__:
             raise TypeError(
-                f"initialize got an unknown keyword {name!r}. Did you mean {close[0]!r}?"
+                f"initialize got an unknown keyword {name!r}. Did you mean {close!r}?"
             )
         if name in AmpState.__dataclass_fields__ or hasattr(AmpState, name):
             raise TypeError(

@@ -178,6 +178,8 @@ class StaticLossScale:
     check: bool = False
 
     def __post_init__(self):
+        if isinstance(self.scale, bool):
+            raise ValueError(f"`scale` must be a number, got {self.scale}.")
         object.__setattr__(self, "scale", float(self.scale))
         _check_scale("scale", self.scale)
 

@@ -110,10 +110,14 @@ class _Update:
                 "master_weights needs the params: call `update(grads, state, params)`."
             )
         _check(updates, state, params)
-        inner_updates, masters, state = step_masters(
-            self.inner, updates, state, params, extra_args
+        masters = full_masters(state.masters, params)
+        updates, inner_state = self.inner.update(
+            jax.tree.map(widen, updates), state.inner_state, masters, **extra_args
         )
-        return jax.tree.map(_landing_update, inner_updates, masters, params), state
+        masters = optax.apply_updates(masters, updates)
+        updates = jax.tree.map(_landing_update, updates, masters, params)
+        masters = keep_holes(masters, state.masters)
+        return updates, MasterWeightsState(masters, inner_state)
 
 
 def init_masters(
@@ -123,30 +127,11 @@ def init_masters(
     return MasterWeightsState(masters, inner.init(full_masters(masters, params)))
 
 
-def step_masters(
-    inner: optax.GradientTransformationExtraArgs,
-    grads: PyTree,
-    state: MasterWeightsState,
-    params: PyTree,
-    extra_args: dict[str, Any],
-) -> tuple[PyTree, PyTree, MasterWeightsState]:
-    """Steps the masters.
-
-    Returns:
-        The inner updates, the new masters without holes, and the new state.
-    """
-    masters = full_masters(state.masters, params)
-    updates, inner_state = inner.update(
-        jax.tree.map(widen, grads), state.inner_state, masters, **extra_args
+def keep_holes(masters: PyTree, like: PyTree) -> PyTree:
+    """`masters`, with the holes that `like` has."""
+    return jax.tree.map(
+        lambda old, new: old if _is_hole(old) else new, like, masters, is_leaf=_is_hole
     )
-    masters = optax.apply_updates(masters, updates)
-    kept = jax.tree.map(
-        lambda old, new: old if _is_hole(old) else new,
-        state.masters,
-        masters,
-        is_leaf=_is_hole,
-    )
-    return updates, masters, MasterWeightsState(kept, inner_state)
 
 
 def full_masters(masters: PyTree, params: PyTree) -> PyTree:

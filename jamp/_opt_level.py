@@ -221,7 +221,8 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _parse_model_type(value: Any) -> Any:
+def parse_model_type(value: Any) -> Any:
+    """A dtype that a model can be cast to, or False."""
     if value is False:
         return False
     return _parse_dtype("cast_model_type", value, MODEL_DTYPES, " or False")
@@ -233,10 +234,10 @@ def _parse_outputs(value: Any) -> Any:
 
 def _parse_dtype(name: str, value: Any, legal: tuple[Any, ...], also: str) -> Any:
     try:
-        dtype = None if value is True else jnp.dtype(value)
+        dtype = None if isinstance(value, bool) else jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype not in legal:
+    if dtype is None or dtype not in legal:  # NumPy says None == float64
         names = ", ".join(str(d) for d in legal)
         raise ValueError(f"{name} must be one of {names}{also}, found {name}={value!r}")
     return dtype
@@ -264,21 +265,26 @@ def _parse_bool(name: str) -> Callable[[Any], bool]:
 
 
 def _parse_loss_scale(value: Any) -> Any:
-    if value == "dynamic" or hasattr(value, "update"):  # a rule object, see _loss_scale
+    if isinstance(value, str) and value == "dynamic":
+        return value
+    if hasattr(value, "scale_loss") and not isinstance(value, type):  # a rule object
         return value
     try:
-        scale = 0.0 if isinstance(value, bool) else float(value)
+        scale = 0.0 if isinstance(value, bool | bytes) else float(value)
     except (TypeError, ValueError):
         scale = 0.0
-    if not 0 < scale < float("inf"):
+    limits = jnp.finfo(jnp.float32)
+    if not float(limits.tiny) <= scale <= float(limits.max):
         raise ValueError(
-            "loss_scale must be 'dynamic', a positive finite number (also as a string), "
-            f"or a rule such as jamp.DynamicLossScale(), found loss_scale={value!r}"
+            "loss_scale must be 'dynamic', a positive finite float32 number (also as a "
+            "string), or a rule such as jamp.DynamicLossScale(), found "
+            f"loss_scale={value!r}"
         )
     return scale
 
 
-def _parse_keep_fp32(value: Any) -> tuple[Any, ...]:
+def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
+    """The rules of `keep_fp32` as a tuple of regexes and predicates."""
     rules = tuple(value) if isinstance(value, list | tuple) else (value,)
     for rule in rules:
         if isinstance(rule, str):
@@ -295,11 +301,11 @@ def _parse_keep_fp32(value: Any) -> tuple[Any, ...]:
 
 
 _PARSERS = {
-    "cast_model_type": _parse_model_type,
+    "cast_model_type": parse_model_type,
     "patch_functions": _parse_bool("patch_functions"),
     "keep_batchnorm_fp32": _parse_batchnorm,
     "master_weights": _parse_bool("master_weights"),
     "loss_scale": _parse_loss_scale,
     "cast_model_outputs": _parse_outputs,
-    "keep_fp32": _parse_keep_fp32,
+    "keep_fp32": parse_keep_fp32,
 }

@@ -1,24 +1,21 @@
-"""Gradients of a scaled loss: `scaled_grad`, `scaled_value_and_grad`, `ScaledGrads`.
+"""Gradients of a scaled loss: `scaled_grad`, `scaled_value_and_grad`, `zero_grads`.
 
 After apex/amp/handle.py:scale_loss. The loss is multiplied in float32, so it is never NaN
 because it left the range of float16.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jamp import _groups
-from jamp._dtypes import HALF_DTYPES, PrecisionWarning, is_differentiable, widen
 from jamp._forward import forward_policy
-from jamp._loss_scale import LossScaleRule, LossScaleState, unscale_tree
-from jamp._opt_level import Properties
+from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
+from jamp._scaled_grads import ScaledGrads, widen_tree
 from jamp._tree import (
     all_finite,
     differentiable,
@@ -26,112 +23,6 @@ from jamp._tree import (
     merge,
     split_overwrite,
 )
-
-_NOT_A_TREE = (
-    "ScaledGrads are not a tree of gradients: they are scaled, and may be inf. Pass them "
-    "whole to `AmpState.apply_gradients(grads=grads)`, or take float32 gradients out with "
-    "`tree, finite = grads.unscale()`."
-)
-_WANTS_A_STATE = (
-    "{name} takes the AmpState that `jamp.initialize` returned as its first argument, got "
-    "{given}. Write `{name}(loss_fn)(state, batch)`."
-)
-
-
-class HasLossScales(Protocol):
-    """What this file needs of an `AmpState`."""
-
-    params: Any
-    tx: Any
-    loss_scales: Any
-    loss_scale_rules: Any
-    properties: Any
-
-
-@flax.struct.dataclass
-class ScaledGrads:
-    """Gradients of a scaled loss, with what it takes to unscale and check them.
-
-    `a + b` sums micro-batches of one loss in float32 (begin a scan with
-    `jamp.zero_grads`); `* k` and `/ k` act on the tree. To clip by hand, keep the flag:
-
-        tree, finite = grads.unscale()
-        grads = grads.replace(tree=clip(tree), scale=jnp.float32(1))
-
-    Attributes:
-        tree: the raw scaled gradients, in the dtypes of the params. None where a param
-            is no float.
-        scale: what the loss was multiplied by, shape (), float32.
-        finite: whether all raw gradients are finite, shape (), bool; always True where
-            the rule does not check.
-        loss_id: which loss scale it was.
-        groups: the `wrt` that it was taken for; None for all groups.
-    """
-
-    tree: Any
-    scale: Float[Array, ""]
-    finite: Bool[Array, ""]
-    loss_id: int = flax.struct.field(pytree_node=False, default=0)
-    groups: Any = flax.struct.field(pytree_node=False, default=None)
-
-    def unscale(self) -> tuple[PyTree, Bool[Array, ""]]:
-        """The gradients in float32 divided by the scale, and whether they are finite.
-
-        Fp8 values of Flax's `_overwrite_with_gradient` are no gradients: left alone.
-        """
-        params, overwrite = split_overwrite(self.tree)
-        return join_overwrite(unscale_tree(params, self.scale), overwrite), self.finite
-
-    def __add__(self, other: Self) -> Self:
-        """Sums two gradients of one loss, in float32, at the scale of the first.
-
-        Raises:
-            TypeError: `other` is no ScaledGrads.
-            ValueError: it belongs to another loss or other groups.
-        """
-        if not isinstance(other, ScaledGrads):
-            raise TypeError(
-                f"ScaledGrads add to ScaledGrads, got {type(other).__name__}. Begin a "
-                "sum with `jamp.zero_grads(state)`."
-            )
-        if (self.loss_id, self.groups) != (other.loss_id, other.groups):
-            raise ValueError(
-                "ScaledGrads of different losses or groups do not add: loss_id "
-                f"{self.loss_id} and {other.loss_id}, groups {self.groups} and "
-                f"{other.groups}. Pass both: `apply_gradients(grads=(a, b))`."
-            )
-        # One, unless the scale moved between the two.
-        ratio = self.scale / other.scale
-        mine, overwrite = split_overwrite(self.tree)
-        theirs, newer = split_overwrite(other.tree)
-        total = jax.tree.map(
-            lambda a, b: a + b * ratio.astype(b.dtype), _widen(mine), _widen(theirs)
-        )
-        del overwrite  # the later values replace the earlier ones
-        return self.replace(  # pyright: ignore[reportAttributeAccessIssue]
-            tree=join_overwrite(total, newer), finite=self.finite & other.finite
-        )
-
-    def __mul__(self, factor: Any) -> Self:
-        """Multiplies the tree, in float32; the scale stays."""
-        return self._map(lambda x: x * factor)
-
-    def __truediv__(self, divisor: Any) -> Self:
-        """Divides the tree, in float32; the scale stays."""
-        return self._map(lambda x: x / divisor)
-
-    __rmul__ = __mul__
-
-    def _map(self, fn: Callable[[Array], Array]) -> Self:
-        params, overwrite = split_overwrite(self.tree)
-        tree = join_overwrite(jax.tree.map(fn, _widen(params)), overwrite)
-        return self.replace(tree=tree)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise TypeError(_NOT_A_TREE)
-
-    # Flax's TrainState asks `"..." in grads`; people index. Both would go on silently.
-    __getitem__ = __contains__ = __iter__ = __len__ = _refuse
 
 
 def scaled_value_and_grad(
@@ -177,7 +68,9 @@ def scaled_value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):
-        rule, scale_state = _loss_scale(state, loss_id, "jamp.scaled_value_and_grad")
+        rule, scale_state = find_loss_scale(
+            state, loss_id, "jamp.scaled_value_and_grad"
+        )
         every = _groups.group_keys(state.tx)
         keys = _groups.resolve_wrt(wrt, every)
         trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
@@ -260,7 +153,7 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
     >>> print((total / 4).unscale()[0])
     [1. 1.]
     """
-    rule, scale_state = _loss_scale(state, loss_id, "jamp.zero_grads")
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads")
     keys = _groups.resolve_wrt(wrt, _groups.group_keys(state.tx))
     named = tuple(wrt) if isinstance(wrt, list) else wrt
     zeros = {}
@@ -269,7 +162,7 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
             differentiable(_groups.get(state.params, key))
         )
         zeros[key] = join_overwrite(
-            _widen(jax.tree.map(jnp.zeros_like, params)), overwrite
+            widen_tree(jax.tree.map(jnp.zeros_like, params)), overwrite
         )
     return ScaledGrads(
         tree=_groups.shape_like_wrt(zeros, named, state.params),
@@ -280,117 +173,18 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
     )
 
 
-def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
-    """The loss in float32 times a loss scale, for people who call `jax.grad` themselves.
-
-    Args:
-        loss: a float scalar.
-        state: an AmpState.
-        loss_id: which of the state's loss scales to use.
-
-    Returns:
-        The scaled loss, shape (), float32.
-
-    Raises:
-        TypeError: the loss is no float scalar.
-        IndexError: `loss_id` is out of range.
-
-    >>> import jax.numpy as jnp, jamp, optax
-    >>> state = jamp.initialize(
-    ...     jnp.ones(2), optax.sgd(1.0), "O2", loss_scale=4, verbosity=0
-    ... )
-    >>> loss_fn = lambda w: scale_loss(w.sum(dtype="float32"), state)
-    >>> grads = jax.grad(loss_fn)(state.params)
-    >>> print(grads, jamp.unscale(grads, state))
-    [4. 4.] [1. 1.]
-    """
-    rule, scale_state = _loss_scale(state, loss_id, "jamp.scale_loss")
-    return rule.scale_loss(_checked_loss(loss), scale_state)
-
-
-def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
-    """Gradients of a loss from `scale_loss`, in float32, divided by the scale.
-
-    Inf stays inf, so `state.apply_gradients(grads=unscale(grads, state))` still sees an
-    overflow and skips; clip after the check only, or inside the optimizer.
-
-    Args:
-        grads: a tree of gradients.
-        state: the AmpState that scaled the loss, before it is updated.
-        loss_id: which of the state's loss scales was used.
-
-    Returns:
-        The tree in float32.
-
-    Raises:
-        TypeError: `grads` are ScaledGrads.
-        IndexError: `loss_id` is out of range.
-    """
-    if isinstance(grads, ScaledGrads):
-        raise TypeError(_NOT_A_TREE)
-    rule, scale_state = _loss_scale(state, loss_id, "jamp.unscale")
-    params, overwrite = split_overwrite(grads)
-    return join_overwrite(rule.unscale(params, scale_state), overwrite)
-
-
-def _loss_scale(
-    state: Any, loss_id: int, name: str
-) -> tuple[LossScaleRule, LossScaleState]:
-    if not isinstance(getattr(state, "properties", None), Properties):
-        raise TypeError(_WANTS_A_STATE.format(name=name, given=type(state).__name__))
-    count = len(state.loss_scale_rules)
-    if isinstance(loss_id, bool) or loss_id not in range(count):
-        raise IndexError(
-            f"loss_id={loss_id!r} is out of range: the state has {count} loss scale(s). "
-            "Pass num_losses to jamp.initialize."
-        )
-    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
-
-
 def _split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
     if not has_aux:
-        return _checked_loss(out), None
+        return checked_loss(out), None
     if not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
             f"With has_aux=True the loss function must return (loss, aux), got {out!r}."
         )
-    return _checked_loss(out[0]), out[1]
-
-
-def _checked_loss(loss: Any) -> Array:
-    """The loss in float32, if it is a float scalar."""
-    if isinstance(loss, tuple):
-        raise TypeError(
-            "The loss function returned a tuple: pass has_aux=True for (loss, aux)."
-        )
-    if not is_differentiable(loss) or jnp.iscomplexobj(loss) or jnp.shape(loss) != ():
-        given = (
-            f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
-            if hasattr(loss, "dtype")
-            else type(loss).__name__
-        )
-        raise TypeError(
-            f"The loss must be a float scalar, got {given}. Reduce it, with `.mean()` "
-            "for example."
-        )
-    loss = jnp.asarray(loss)
-    if loss.dtype in HALF_DTYPES:
-        warnings.warn(
-            f"The loss is {loss.dtype}: its gradient, the loss scale, overflows float16 "
-            "above 65504, and the value is rounded. Compute the loss in float32: "
-            "`logits.astype(jnp.float32)` before it.",
-            PrecisionWarning,
-            stacklevel=4,
-        )
-    return loss.astype(jnp.float32)
+    return checked_loss(out[0]), out[1]
 
 
 def _finite(grads: dict[Any, PyTree]) -> Bool[Array, ""]:
     return all_finite([split_overwrite(tree)[0] for tree in grads.values()])
-
-
-def _widen(tree: PyTree) -> PyTree:
-    return jax.tree.map(widen, tree)
 
 
 def _varying(x: Array, axis_name: Any) -> Array:
@@ -401,6 +195,6 @@ def _varying(x: Array, axis_name: Any) -> Array:
 
 
 def _averaged(grads: Any, loss: Array, finite: Array, axis_name: Any) -> Any:
-    grads = jax.tree.map(lambda g: jax.lax.pmean(g, axis_name), _widen(grads))
+    grads = jax.tree.map(lambda g: jax.lax.pmean(g, axis_name), widen_tree(grads))
     agreed = jax.lax.pmin(finite.astype(jnp.int32), axis_name)
     return grads, jax.lax.pmean(loss, axis_name), agreed > 0

@@ -26,18 +26,19 @@ def state_class_with(
             f"{state_class.__name__} declares no field {undeclared[0]!r}: add "
             f"`{undeclared[0]}: Any` to it."
         )
-    return __getattr__(f"AmpState[{','.join(undeclared)}]")
+    return _subclass(tuple(undeclared))
 
 
-@functools.cache
 def __getattr__(name: str) -> Any:
-    """Makes `AmpState[batch_stats]` once: a fresh class per call would retrace.
-
-    A function of the module, so that pickle finds the class under its name.
-    """
+    """Where pickle finds `AmpState[batch_stats]`."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    annotations = dict.fromkeys(match[1].split(","), Any)
-    body = {"__annotations__": annotations, "__module__": __name__}
-    return type(name, (AmpState,), body)
+    return _subclass(tuple(match[1].split(",")))
+
+
+@functools.cache
+def _subclass(names: tuple[str, ...]) -> type[AmpState]:
+    """Made once per set of names: a fresh class per call would retrace."""
+    body = {"__annotations__": dict.fromkeys(names, Any), "__module__": __name__}
+    return type(f"AmpState[{','.join(names)}]", (AmpState,), body)

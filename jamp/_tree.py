@@ -65,8 +65,9 @@ def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
     """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
 
     def leaf(n, o):
-        o = jnp.asarray(o)
-        return jnp.where(take_new, n, o).astype(o.dtype)
+        if jnp.issubdtype(o.dtype, jax.dtypes.prng_key):
+            return jnp.where(take_new, n, o)
+        return jnp.where(take_new, jnp.asarray(n, o.dtype), o)
 
     return jax.tree.map(leaf, new, old)
 

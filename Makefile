@@ -1,0 +1,43 @@
+# Each target does its own set-up: a virtual environment and the extras that it needs.
+# ARGS adds flags: make demo ARGS="--epochs 1", make test ARGS="-k loss_scale".
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+ON_CPU := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+
+demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2
+	$(PYTHON) examples/digits.py --opt-level O2 $(ARGS)
+
+test: $(VENV)/.test ## run the tests and the doctests
+	$(PYTHON) -m pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.test ## check format, style and types
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+bench: $(VENV)/.test ## time training steps on the CPU
+	$(ON_CPU) $(PYTHON) -m pytest benchmarks $(ARGS)
+
+gpu: $(VENV)/.test $(VENV)/.cuda ## run the tests that need a GPU, then time on it
+	JAMP_GPU=1 $(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m pytest benchmarks
+
+docs: $(VENV)/.docs ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
+
+# One stamp file per extra: it is installed once, and again when pyproject.toml changes.
+$(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
+	$(PYTHON) -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+# Made anew where its Python has gone, as after an upgrade.
+$(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
+	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
+FORCE:
+
+.PHONY: help demo test lint bench gpu docs
+.NOTPARALLEL:
+.DELETE_ON_ERROR:

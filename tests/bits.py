@@ -1,0 +1,30 @@
+"""Comparing trees bit for bit, with the path of the leaf that differs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def bits(x) -> bytes:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x).tobytes()
+
+
+def assert_same_bits(a, b) -> None:
+    """Structures, shapes, dtypes and every bit; so NaN equals NaN and 0 is not -0."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
+    for (path, x), y in pairs:
+        where = jax.tree_util.keystr(path)
+        assert x.dtype == y.dtype, where
+        assert x.shape == y.shape, where
+        assert bits(x) == bits(y), f"{where}: {x} != {y}"
+
+
+def copy(tree):
+    """Host copies, which no donation can delete."""
+    return jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x),
+        tree,
+    )

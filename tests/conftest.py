@@ -1,0 +1,36 @@
+"""What all tests share: the CPU, strict dtype promotion, skips that say why."""
+
+import importlib.util
+import os
+
+# Before JAX is imported; otherwise its CUDA plugin looks for a GPU, cuDNN and cuPTI.
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "JAMP_GPU" in os.environ else "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+import hypothesis
+import jax
+import pytest
+
+# Compiling takes longer than any deadline, and CI must not depend on luck.
+hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jamp")
+
+ON_GPU = "JAMP_GPU" in os.environ
+CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not ON_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
+        if item.get_closest_marker("h200") and not CUDA_COMPILER:
+            reason = "needs jax-cuda13-plugin, which the extra `test` installs"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def dtype_promotion(request):
+    """A library of mixed precision writes its casts; optax promotes half parameters."""
+    standard = request.node.get_closest_marker("standard_promotion")
+    with jax.numpy_dtype_promotion("standard" if standard else "strict"):
+        yield

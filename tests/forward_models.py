@@ -1,0 +1,284 @@
+"""Models for the tests of the forward patch, and the tools that look at what it did.
+
+Each model has one habit that makes Flax fall back to float32 without help. The tools do
+not depend on jamp's internals: they read jaxprs, and what a module saw of its input.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+import jamp
+from tests.models import CNN, Transformer
+
+HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+class Recurrent(nn.Module):
+    """A cell of Flax unrolled by nn.RNN; its first carry is float32, from Flax."""
+
+    cell: Callable[..., nn.RNNCellBase]
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        carry, y = nn.RNN(self.cell(4, dtype=self.dtype), return_carry=True)(x)
+        return carry, nn.Dense(3, dtype=self.dtype)(y)
+
+
+class Residual(nn.Module):
+    """The body of a scan over layers."""
+
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        return x + nn.Dense(x.shape[-1], dtype=self.dtype)(y), None
+
+
+class Scanned(nn.Module):
+    """nn.scan over nn.remat over layers."""
+
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4, dtype=self.dtype)(x)
+        layers = nn.scan(
+            nn.remat(Residual),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return layers(self.dtype)(x, None)[0]
+
+
+class Jitted(nn.Module):
+    """nn.jit around a class, and around a method."""
+
+    @nn.compact
+    def __call__(self, x):
+        return self.head(nn.jit(nn.Dense)(4)(x))
+
+    @nn.jit
+    @nn.compact
+    def head(self, x):
+        return nn.Dense(3, dtype=jnp.float32)(x)
+
+
+class Tied(nn.Module):
+    """Setup style, methods other than __call__, and logits tied to an embedding."""
+
+    dtype: DTypeLike | None = None
+
+    def setup(self):
+        self.embed = nn.Embed(6, 4, dtype=self.dtype)
+        self.layers = [nn.Dense(4, dtype=self.dtype) for _ in range(2)]
+        self.norm = nn.LayerNorm(dtype=self.dtype)
+
+    def encode(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = nn.relu(layer(x))
+        return self.norm(x)
+
+    def decode(self, x):
+        return self.embed.attend(x)
+
+    def __call__(self, tokens):
+        return self.decode(self.encode(tokens))
+
+
+class Repeated(nn.Module):
+    """One Dense and one BatchNorm, called three times."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense, norm = nn.Dense(4), nn.BatchNorm(use_running_average=False)
+        for _ in range(3):
+            x = nn.relu(norm(dense(x)))
+        return x
+
+
+class Homemade(nn.Module):
+    """Owns its kernel, and is called on float32 by a parent that wants it so."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("kernel", nn.initializers.ones, (x.shape[-1], 3))
+
+
+class AfterIsland(nn.Module):
+    """A float32 island of the user's in front of a product."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4)(x)
+        return Homemade()(jnp.tanh(x.astype(jnp.float32)))
+
+
+class Headed(nn.Module):
+    """A body, and logits that tests keep in float32 by keep_fp32="head"."""
+
+    dtype: DTypeLike | None = None
+    head_dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(4, dtype=self.dtype, name="body")(x))
+        return nn.Dense(3, dtype=self.head_dtype, name="head")(x)
+
+
+class Explicit(nn.Module):
+    """Layers of every kind with dtype=float32, as many published models have them."""
+
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (2,), dtype=self.dtype)(x)
+        x = nn.ConvTranspose(4, (2,), dtype=self.dtype)(x)
+        x = nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(x)
+        x = nn.Einsum((4, 4), "bsc,cd->bsd", dtype=self.dtype)(x)
+        x = nn.GroupNorm(2, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        return nn.DenseGeneral((2, 2), dtype=self.dtype)(x)
+
+
+class Witness(nn.Module):
+    """Says in an integer, which no policy casts, how wide its product's result is.
+
+    The number is a constant of the trace: a stale trace gives itself away.
+    """
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(2)(x)
+        return y, jnp.asarray(y.dtype.itemsize)
+
+
+class Case(NamedTuple):
+    """A model, inputs that it takes, and whether it updates batch_stats."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    mutable: bool = False
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+IMAGES, SEQUENCE = normal(2, 6, 6, 3), normal(2, 3, 4)
+TOKENS = jnp.asarray([[1, 5, 0], [2, 2, 4]])
+SMALL = {"width": 4, "heads": 2, "depth": 1, "length": 3, "vocabulary": 6}
+
+CASES = {
+    "cnn": Case(CNN((4, 8), 1), (IMAGES,), True),
+    "cnn-float32": Case(CNN((4, 8), 1, dtype=jnp.float32), (IMAGES,), True),
+    "transformer": Case(Transformer(**SMALL), (TOKENS,)),
+    "transformer-float32": Case(Transformer(**SMALL, dtype=jnp.float32), (TOKENS,)),
+    "explicit-float32": Case(Explicit(), (SEQUENCE,)),
+    "lstm": Case(Recurrent(nn.LSTMCell), (SEQUENCE,)),
+    "lstm-float32": Case(Recurrent(nn.LSTMCell, dtype=jnp.float32), (SEQUENCE,)),
+    "optimized-lstm": Case(Recurrent(nn.OptimizedLSTMCell), (SEQUENCE,)),
+    "gru": Case(Recurrent(nn.GRUCell), (SEQUENCE,)),
+    "scan-remat": Case(Scanned(), (SEQUENCE,)),
+    "nn.jit": Case(Jitted(), (SEQUENCE,)),
+    "setup": Case(Tied(), (TOKENS,)),
+    "setup-float32": Case(Tied(dtype=jnp.float32), (TOKENS,)),
+    "repeated": Case(Repeated(), (SEQUENCE,), True),
+    "own-param": Case(AfterIsland(), (SEQUENCE,)),
+}
+
+
+def fill(shapes: Any, seed: int = 0) -> Any:
+    """Variables of these shapes, none of them 0 or 1, without running any initializer."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(s):
+        if not jnp.issubdtype(s.dtype, jnp.floating):
+            return jnp.zeros(s.shape, s.dtype)
+        if len(s.shape) > 1:
+            return jnp.asarray(rng.normal(size=s.shape) / s.shape[-2] ** 0.5, s.dtype)
+        return jnp.asarray(rng.uniform(0.5, 1.5, s.shape), s.dtype)
+
+    return jax.tree.map(leaf, shapes)
+
+
+def variables_of(model: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:
+    init = lambda *args: model.init(jax.random.key(0), *args, **kwargs)  # noqa: E731
+    return fill(jax.eval_shape(init, *inputs), seed)
+
+
+def state_of(model: nn.Module, variables: Any, level: str, **overrides: Any) -> Any:
+    """An AmpState whose gradients stay in range: the tests here are not about scales."""
+    options = {"loss_scale": 8.0, "apply_fn": model.apply} | overrides
+    stats = variables.get("batch_stats", {})
+    params, tx = variables["params"], optax.sgd(1.0)
+    return jamp.initialize(
+        params, tx, level, verbosity=0, batch_stats=stats, **options
+    )
+
+
+def loss_of(case: Case, state: Any, route: str) -> Callable[..., Any]:
+    """`params -> (loss, (outputs, batch_stats))`, through the state or the model."""
+    apply = state.apply_fn if route == "state.apply_fn" else case.model.apply
+
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        if case.mutable:
+            out, new = apply(variables, *case.inputs, mutable=["batch_stats"])
+        else:
+            out, new = apply(variables, *case.inputs), {"batch_stats": {}}
+        return mean_square(out), (out, new["batch_stats"])
+
+    return loss_fn
+
+
+def mean_square(out: Any) -> Any:
+    leaves = [jnp.asarray(y, jnp.float32) for y in jax.tree.leaves(out)]
+    return sum(jnp.mean(y * y) for y in leaves)
+
+
+def under_policy(state: Any, fn: Callable[[], Any]) -> Any:
+    """What `fn` returns when a loss under the state's policy calls it, traced eagerly."""
+
+    def loss_fn(params):
+        del params
+        return jnp.float32(0), fn()
+
+    (_, out), _ = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
+    return out
+
+
+def products(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The dtypes that each dot and convolution of `fn` multiplies: "float16,float16"."""
+    return list(_products(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+def _products(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in PRODUCTS:
+            yield ",".join(str(v.aval.dtype) for v in eqn.invars)
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, tuple | list) else (value,):
+                sub = getattr(sub, "jaxpr", sub)  # of a ClosedJaxpr
+                if hasattr(sub, "eqns"):
+                    yield from _products(sub)
+
+
+def dtypes(tree: Any) -> list[str]:
+    return [str(x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def bits(tree: Any) -> list[Any]:
+    """Leaves as (dtype, bytes): equal only if bitwise equal."""
+    return [(str(x.dtype), np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]

@@ -1,0 +1,60 @@
+"""What a program computes, whatever compiles it: the matrix products of its jaxpr."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+PRODUCTS = frozenset(
+    "conv_general_dilated dot_general ragged_dot_general".split()
+)
+WIDE = frozenset(("float32", "float64"))
+
+
+class Product(NamedTuple):
+    """A matrix product or convolution, and the types of its two factors."""
+
+    op: str
+    lhs: str
+    rhs: str
+    where: str
+
+    @property
+    def is_wide(self) -> bool:
+        return not WIDE.isdisjoint((self.lhs, self.rhs))
+
+
+def products(fn: Callable, *args: Any) -> list[Product]:
+    """Every product that `fn` computes, in any sub-program; `args` may be shapes.
+
+    A custom derivative counts where it is taken: give a function that differentiates.
+    """
+    equations = walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return [_product(e) for e in equations if e.primitive.name in PRODUCTS]
+
+
+def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of all jaxprs among their parameters."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in _jaxprs(equation.params):
+            yield from walk(inner)
+
+
+def _jaxprs(value: Any) -> Iterator[Jaxpr]:
+    if isinstance(value, ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, Jaxpr):
+        yield value
+    elif isinstance(value, dict):
+        yield from _jaxprs(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def _product(equation: JaxprEqn) -> Product:
+    lhs, rhs = (str(factor.aval.dtype) for factor in equation.invars[:2])
+    name, where = equation.primitive.name, equation.source_info.name_stack
+    return Product(name, lhs, rhs, str(where))

@@ -1,0 +1,117 @@
+"""The architecture, as a test: each module imports only from rows above its own."""
+
+import ast
+import pathlib
+
+import pytest
+
+import jamp
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGES = ("pallas_kernels", "jamp")
+
+# Foundation first. A name covers what is inside it too, but for the two packages: a new
+# file needs a row, or a folder that has one.
+LAYERS = (
+    ("pallas_kernels",),
+    ("jamp._dtypes", "jamp._warnings"),
+    ("jamp._tree",),
+    ("jamp._opt_level",),
+    ("jamp._loss_scale",),
+    ("jamp._cast",),
+    ("jamp._forward",),
+    ("jamp._master_weights",),
+    ("jamp._groups",),
+    ("jamp._scaled_grads",),
+    ("jamp._scale_loss",),
+    ("jamp._scaled_grad", "jamp._gradients"),
+    ("jamp._step",),
+    ("jamp._amp_state",),
+    ("jamp._state_class", "jamp._check"),
+    ("jamp._initialize",),
+    ("jamp.linen",),
+    ("jamp",),
+)
+
+
+def modules():
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts).removesuffix(".__init__"), path
+
+
+MODULES = dict(modules())
+
+
+def row(module):
+    name = module
+    while True:
+        for index, names in enumerate(LAYERS):
+            if name in names:
+                return index
+        name = name.rpartition(".")[0]
+        assert name and name not in PACKAGES, f"{module} is in no row of LAYERS"
+
+
+def imports(path):
+    """The modules that a file imports, with the line; inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module, node.lineno
+
+
+def public_names():
+    """What `jamp/__init__.py` imports or assigns, but for dunders."""
+    for node in ast.parse((ROOT / "jamp" / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.TypeAlias):
+            names = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+        else:
+            names = [getattr(node, "name", "__doc__")]
+        yield from (name for name in names if not name.startswith("__"))
+
+
+each_module = pytest.mark.parametrize("module", MODULES)
+
+
+@each_module
+def test_imports_point_one_way(module):
+    path = MODULES[module]
+    for target, line in imports(path):
+        where = f"{path.relative_to(ROOT)}:{line}"
+        assert not target.startswith("jax._src"), f"{where}: private part of JAX"
+        if target.partition(".")[0] in PACKAGES:
+            assert row(target) < row(module), f"{where}: may not import {target}"
+
+
+@each_module
+def test_module_is_in_a_layer(module):
+    assert row(module) >= 0
+
+
+def test_every_layer_has_a_module():
+    assert {name for names in LAYERS for name in names} <= MODULES.keys()
+
+
+@each_module
+def test_file_is_one_idea(module):
+    source = MODULES[module].read_text()
+    assert len(source.splitlines()) <= 400
+    assert ast.get_docstring(ast.parse(source)), "the first line says the idea"
+
+
+def test_public_surface_is_the_one_on_file():
+    on_file = (ROOT / "tests" / "public_surface.txt").read_text().split()
+    assert sorted(public_names()) == on_file
+
+
+def test_public_names_are_importable_and_documented():
+    for name in public_names():
+        assert getattr(jamp, name).__doc__, f"jamp.{name} has no docstring"
