@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from jamp import _groups
 from jamp._forward import forward_policy
+from jamp._layout import row_major_on_cuda
 from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
 from jamp._scaled_grads import ScaledGrads, widen_tree
 from jamp._tree import (
@@ -86,6 +87,7 @@ def scaled_value_and_grad(
 
         with forward_policy(state.properties):
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
+        grads = row_major_on_cuda(grads)
         finite = _finite(grads) if rule.checks else jnp.asarray(True)
         if axis_name is not None:
             grads, loss, finite = _averaged(grads, loss, finite, axis_name)

@@ -99,7 +99,11 @@ class _Patch:
     def __call__(self, next_fun, args, kwargs, context):
         module = context.module
         innermost = active_policy() == self.properties
-        if not innermost or module.scope is None or module.is_initializing():
+        # nn.scan and nn.RNN pass functions of their own through here, with the carry.
+        is_method = hasattr(type(module), context.method_name)
+        if not innermost or not is_method or module.scope is None:
+            return next_fun(*args, **kwargs)
+        if module.is_initializing():
             return next_fun(*args, **kwargs)
         facts = _facts(module, self.properties.cast_model_type)
         if context.method_name == "setup":  # comes before the call that it belongs to
@@ -122,9 +126,7 @@ class _Patch:
     def _call(self, next_fun, args, kwargs, context, facts, enters):
         """A call inside a model. `enters` is False for a module's calls of itself."""
         module, half = context.module, self.properties.half_dtype
-        # nn.scan and nn.RNN pass functions of their own through here, with the carry.
-        is_method = hasattr(type(module), context.method_name)
-        if half is None or not enters or not is_method:
+        if half is None or not enters:
             return next_fun(*args, **kwargs)
         batchnorm = _is_batchnorm(module)
         dtype = half if facts.owns_half else FLOAT32 if facts.owns else None

@@ -164,6 +164,21 @@ class Witness(nn.Module):
         return y, jnp.asarray(y.dtype.itemsize)
 
 
+class Normed(nn.Module):
+    """BatchNorm on the input itself: what it does can be computed by hand."""
+
+    dtype: DTypeLike | None = None
+    momentum: float = 0.9
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        norm = nn.BatchNorm(
+            use_running_average=not train, momentum=self.momentum, dtype=self.dtype
+        )
+        y = norm(x)
+        return nn.Dense(3)(y), jnp.asarray(y.dtype.itemsize)
+
+
 class Case(NamedTuple):
     """A model, inputs that it takes, and whether it updates batch_stats."""
 

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,11 +126,22 @@ def test_no_array_object_occurs_twice(level, twins):
     assert not theirs & {x.unsafe_buffer_pointer() for x in leaves}
 
 
-def test_a_value_beyond_half_is_clamped_and_not_inf():
-    tree = {"w": jnp.array([1e6, -1e6, 2.0], jnp.float32)}
-    state = make("O2", tree)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_value_beyond_half_is_clamped_and_not_inf(dtype):
+    tree = {"w": jnp.array([2.0**20, -(2.0**20), 2.0], dtype)}
+    state = make("O2", tree, allow_incoming_model_not_fp32=True)
     np.testing.assert_array_equal(np.float32(state.params["w"]), [65504, -65504, 2])
-    np.testing.assert_array_equal(jamp.master_params(state)["w"], tree["w"])
+    np.testing.assert_array_equal(jamp.master_params(state)["w"], np.float32(tree["w"]))
+
+
+@pytest.mark.parametrize("level", RUNNING)
+def test_an_optimizer_state_made_of_the_params_is_copied(level):
+    def init(tree):
+        return {"start": tree, "again": tree}
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    leaves = jax.tree.leaves(make(level, tx=tx))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
 def test_everything_static_hashes_by_value():
@@ -256,6 +268,12 @@ def test_disabled_does_not_scale_and_does_not_cast():
     assert set(seen) == {jnp.dtype(jnp.float32)}
     assert loss == 6.0
     np.testing.assert_array_equal(grads.tree["w"], [3.0, 3.0])
+
+
+def test_disabled_has_nothing_to_say_about_other_arguments():
+    # Warnings are errors here.
+    state = make("O2", enabled=False, min_loss_scale=1.0, max_loss_scale=2.0**20)
+    assert state.loss_scale == 1.0
 
 
 def test_disabled_accepts_half_params():
@@ -602,6 +620,25 @@ def test_a_declared_class_declares_all_its_fields():
 def test_a_declared_field_left_out_is_an_error():
     with pytest.raises(TypeError, match="batch_stats"):
         make("O2", state_class=Mine)
+
+
+class Named(jamp.AmpState):
+    schedule: Any = flax.struct.field(pytree_node=False, default=None)
+
+
+def test_a_declared_static_field_takes_any_value():
+    # Common on a TrainState; only fields of the pytree are arrays.
+    state = make("O2", state_class=Named, schedule=optax.constant_schedule(0.5))
+    assert state.schedule(0) == 0.5
+    assert (
+        jax.tree.leaves(state) and jax.tree.map(lambda x: x, state).schedule(0) == 0.5
+    )
+
+
+@pytest.mark.parametrize("value", ["text", len], ids=["text", "function"])
+def test_a_field_that_is_no_array_is_named(value):
+    with pytest.raises(TypeError, match="note"):
+        make("O2", note=value)
 
 
 @pytest.mark.parametrize("bad", [TrainState, dict, 3], ids=["TrainState", "dict", "3"])

@@ -58,21 +58,21 @@ def cast(master, dtype):
     return np.clip(np.asarray(master, np.float32), -largest, largest).astype(dtype)
 
 
-def assert_invariant(params, state, at=slice(None)):
+def assert_invariant(params, state):
     """Each half leaf has one master, of which it is the rounding; the rest have none."""
+    # A wrapper around a part of the params has one hole for all of the rest.
     trees = [x for _, x in optax.tree.get_all_with_path(state, "masters")]
-    trees = [jax.tree.leaves(x, is_leaf=is_hole) for x in trees]
+    trees = [dict(jax.tree.leaves_with_path(x)) for x in trees]
     assert trees
-    for i, (path, p) in enumerate(jax.tree.leaves_with_path(params)):
+    for path, p in jax.tree.leaves_with_path(params):
         where = jax.tree_util.keystr(path)
-        masters = [x[i] for x in trees if not is_hole(x[i])]
+        masters = [x[path] for x in trees if path in x]
         if p.dtype == jnp.float32:
             assert not masters, where
             continue
         (master,) = masters
         assert master.dtype == jnp.float32, where
-        expected = cast(master, p.dtype)[at]
-        assert np.asarray(p)[at].tobytes() == expected.tobytes(), where
+        assert np.asarray(p).tobytes() == cast(master, p.dtype).tobytes(), where
 
 
 def chained(learning_rate):
@@ -275,9 +275,9 @@ def test_limit_apply_if_finite_outside_refuses_half_gradients():
     tx = optax.apply_if_finite(jamp.master_weights(optax.sgd(1.0)), 5)
     params = {"w": jnp.ones(2, jnp.float16)}
     grads = {"w": jnp.ones(2, jnp.float16)}
+    # Its lax.cond finds zeros in half on one side and our fp32 updates on the other.
     with pytest.raises(TypeError, match="float16.*float32|float32.*float16"):
         tx.update(grads, tx.init(params), params)
-    assert "apply_if_finite" in jamp.master_weights.__doc__
 
 
 # What it computes
@@ -340,6 +340,7 @@ def test_updates_are_the_difference_of_two_halves_in_fp32(dtype):
     np.testing.assert_array_equal(updates["w"], rounded - np.float32([1, 2]))
 
 
+@pytest.mark.standard_promotion
 def test_gradients_are_widened_before_the_inner_transformation_sees_them():
     # 300^2 is beyond fp16, 1e-4^2 below it.
     params = {"w": jnp.zeros(2, jnp.float16)}
@@ -362,6 +363,7 @@ def test_the_inner_transformation_steps_the_masters_and_not_the_rounded_params()
     np.testing.assert_array_equal(state.masters["w"], [0.0])
 
 
+@pytest.mark.standard_promotion
 def test_fp32_leaves_get_the_inner_update_itself():
     params = tree(jnp.float16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -373,6 +375,7 @@ def test_fp32_leaves_get_the_inner_update_itself():
     assert_same_bits(updates["norm"], expected["norm"])
 
 
+@pytest.mark.standard_promotion
 def test_a_tree_without_half_leaves_is_the_inner_transformation():
     params = {"w": jnp.asarray([1.0, 2.0], jnp.float32)}
     grads = {"w": jnp.asarray([0.1, -0.1], jnp.float32)}
@@ -489,6 +492,7 @@ def test_it_is_a_transformation_with_extra_args():
     assert updates["w"].shape == (2,)
 
 
+@pytest.mark.standard_promotion
 def test_extra_args_reach_the_inner_transformation():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
     tx = jamp.master_weights(optax.chain(optax.sgd(1.0), plateau))
@@ -544,7 +548,7 @@ def test_gradients_of_another_structure_are_an_error_with_the_path(kind):
         del grads["dense"]["bias"]
     else:
         grads["dense"]["bias2"] = jnp.ones(3, jnp.float16)
-    with pytest.raises((TypeError, ValueError), match="dense/bias"):
+    with pytest.raises((TypeError, ValueError), match=r"dense\W+bias"):
         tx.update(grads, state, params)
 
 
@@ -554,7 +558,7 @@ def test_params_of_another_structure_are_an_error_with_the_path():
     state = tx.init(params)
     other = tree()
     other["dense"]["gain"] = jnp.ones(3, jnp.float16)
-    with pytest.raises((TypeError, ValueError), match="dense/gain"):
+    with pytest.raises((TypeError, ValueError), match="(?s)dense.*gain"):
         tx.update(other, state, other)
 
 
@@ -563,12 +567,12 @@ def test_a_gradient_of_another_shape_is_an_error_with_the_path():
     tx = jamp.master_weights(optax.sgd(0.1))
     grads = tree()
     grads["dense"]["bias"] = jnp.ones(1, jnp.float16)  # would broadcast
-    with pytest.raises((TypeError, ValueError), match="dense/bias"):
+    with pytest.raises((TypeError, ValueError), match=r"dense\W+bias"):
         tx.update(grads, tx.init(params), params)
 
 
 def test_wrapping_twice_is_refused():
-    with pytest.raises((TypeError, ValueError), match="master_weights"):
+    with pytest.raises((TypeError, ValueError), match="master.weights"):
         jamp.master_weights(jamp.master_weights(optax.sgd(0.1)))
 
 
@@ -618,6 +622,7 @@ def test_tree_get_and_set_find_masters_and_the_inner_state():
     assert optax.tree.get(state, "count") == 3
 
 
+@pytest.mark.standard_promotion
 def test_step_2_does_not_retrace():
     traces = []
     params = tree()
