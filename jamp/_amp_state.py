@@ -36,7 +36,8 @@ class AmpState(TrainState, kw_only=True):
         tx: the transformation, wrapped in `master_weights` at O2 and O5. Static.
         opt_state: its state, in float32.
         loss_scales: one LossScaleState per loss.
-        skipped_steps: skipped steps, shape (), int32; per group where there are several.
+        skipped_steps: skipped steps, shape (), int32; per group where there are
+            several.
         last_step_skipped: whether the last step was skipped, shape (), bool; likewise.
         properties: what the opt level means. Static.
         loss_scale_rules: one rule per loss. Static.
@@ -85,7 +86,8 @@ class AmpState(TrainState, kw_only=True):
 
         Raises:
             TypeError: there is no `tx`; a field is not declared.
-            ValueError: gradients or a field differ from the state in structure or shape.
+            ValueError: gradients or a field differ from the state in structure or
+                shape.
         """
         if self.tx is None:
             raise TypeError(
@@ -177,8 +179,8 @@ def _next_field(
     extra = [field for field in state.__dataclass_fields__ if field not in own]
     if name not in extra:
         raise TypeError(
-            f"apply_gradients cannot set {name!r}; the state's extra fields are {extra}. "
-            f"Declare one with `jamp.initialize(..., name=value)`."
+            f"apply_gradients cannot set {name!r}; the state's extra fields are "
+            f"{extra}. Declare one with `jamp.initialize(..., name=value)`."
         )
     old = getattr(state, name)
     check_like(new, old, name, _FIELD_REMEDY)

@@ -15,7 +15,7 @@ from jamp._dtypes import FLOAT32, cast, is_castable
 from jamp._opt_level import parse_keep_fp32, parse_model_type
 from jamp._tree import KeyPath, map_with_path, path_parts, path_string
 
-# A module's own name where no batch_stats tell: BatchNorm_3, bn1, batch_norm, SyncBatchNorm.
+# A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
 
 type Keep = Callable[[KeyPath, Any], bool]
@@ -101,8 +101,8 @@ def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
         if not callable(rule) and not any(re.search(rule, path) for path in paths):
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise ValueError(
-                f"keep_fp32={rule!r} matches no leaf. It is searched as a regex in these "
-                f"paths: {shown}."
+                f"keep_fp32={rule!r} matches no leaf. It is searched as a regex in "
+                f"these paths: {shown}."
             )
 
 

@@ -6,16 +6,16 @@ from jamp._amp_state import AmpState
 def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     """Raises, on the host, when a loss scale has collapsed: the run is lost.
 
-    A skip now and then is how dynamic scaling works. Nothing raises under `jit`, so call
-    this outside of it, every few hundred steps: it waits for the step.
+    A skip now and then is how dynamic scaling works. Nothing raises under `jit`, so
+    call     this outside of it, every few hundred steps: it waits for the step.
 
     Args:
         state: an AmpState with concrete arrays.
         max_consecutive_skips: how many skips in a row are too many.
 
     Raises:
-        FloatingPointError: a dynamic scale sits at its floor after a skip, or there were
-            `max_consecutive_skips` in a row.
+        FloatingPointError: a dynamic scale sits at its floor after a skip, or there
+            were `max_consecutive_skips` in a row.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
@@ -33,7 +33,8 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
         at_floor = rule.moves and skips > 0 and scale <= rule.floor
         if skips >= max_consecutive_skips or at_floor:
             raise FloatingPointError(
-                f"Loss {loss_id} skipped {skips} steps in a row, its scale is {scale:g}: "
-                "the gradients are not finite at any scale. Look for inf or NaN in the "
-                "data and the loss, lower the learning rate, or train at O5."
+                f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
+                f"{scale:g}: the gradients are not finite at any scale. Look for inf "
+                "or NaN in the data and the loss, lower the learning rate, or train "
+                "at O5."
             )

@@ -1,4 +1,4 @@
-"""What `apply_gradients` accepts, as parts: one loss's gradients, unscaled in float32."""
+"""What `apply_gradients` accepts, as parts: the float32 gradients of one loss each."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """One model or several: the groups of a state, and the containers that hold them.
 
-A group is a params tree with an optimizer of its own. A state has one group, whose key is
-None, or several in a list, tuple or dict, with the keys of that container.
+A group is a params tree with an optimizer of its own. A state has one group, whose key
+is None, or several in a list, tuple or dict, with the keys of that container.
 """
 
 from collections.abc import Callable, Hashable, Mapping

@@ -21,6 +21,7 @@ from jamp._amp_state import AmpState
 from jamp._cast import cast_params, check_keep_fp32, keep_rule
 from jamp._dtypes import FLOAT32
 from jamp._forward import patched_forward
+from jamp._groups import Key
 from jamp._loss_scale import loss_scale_rule
 from jamp._master_weights import (
     ALREADY_WRAPPED,
@@ -73,8 +74,8 @@ def initialize(
 
     Args:
         params: float32 params, any pytree. Leaves that are no floats are kept out of
-            gradients and optimizer. Several models with an optimizer each: a list, tuple
-            or dict of them, with `tx` in the same container.
+            gradients and optimizer. Several models with an optimizer each: a list,
+            tuple or dict of them, with `tx` in the same container.
         tx: an optax transformation, or the container of them; None for inference.
         opt_level: "O0" to "O5".
         enabled: False leaves everything as it is.
@@ -104,7 +105,8 @@ def initialize(
         OptLevelError: unknown level, or overrides that contradict it.
         ValueError: params that are not float32; `params` and `tx` in different
             containers; a `keep_fp32` regex that matches nothing.
-        TypeError: params or tx of the wrong kind; an unknown keyword close to a known one.
+        TypeError: params or tx of the wrong kind; an unknown keyword close to a known
+            one.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}}
@@ -217,10 +219,12 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
     if apply_fn is None:
         return None
     if isinstance(apply_fn, list | tuple | Mapping):
-        keys = (
-            tuple(apply_fn) if isinstance(apply_fn, Mapping) else range(len(apply_fn))
+        items = (
+            apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)
         )
-        patched = {k: patched_forward(apply_fn[k], properties) for k in keys}
+        patched: dict[Key, Any] = {
+            k: patched_forward(fn, properties) for k, fn in items
+        }
         return _groups.hashable(patched, apply_fn)
     return patched_forward(apply_fn, properties)
 
@@ -234,19 +238,20 @@ def _check_containers(params: Any, tx: Any) -> None:
         where = f"params{jax.tree_util.keystr(path)}"
         if is_state(leaf):
             raise TypeError(
-                f"{where} is a {type(leaf).__name__}. Pass float32 params: state.params, "
-                "or jamp.master_params(state) if it has been through jamp.initialize."
+                f"{where} is a {type(leaf).__name__}. Pass float32 params: "
+                "state.params, or jamp.master_params(state) of an AmpState."
             )
         if not isinstance(leaf, _ARRAY_LIKE):
             raise TypeError(
-                f"{where} is {leaf!r}, which is no array. Pass the params, such as "
-                '`model.init(key, x)["params"]`, and the model as `apply_fn=model.apply`.'
+                f"{where} is {leaf!r}, which is no array. Pass the params, "
+                '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
             )
     if tx is None or _groups.is_transformation(tx):
         return
     if not isinstance(tx, list | tuple | Mapping):
         raise TypeError(
-            f"tx must be an optax transformation, or a list, tuple or dict of them, got {tx!r}."
+            "tx must be an optax transformation, or a list, tuple or dict of them, "
+            f"got {tx!r}."
         )
     entries = tx.values() if isinstance(tx, Mapping) else tx
     for entry in entries:
@@ -259,8 +264,8 @@ def _check_containers(params: Any, tx: Any) -> None:
     if not matches:
         raise ValueError(
             f"params and tx must be in the same container, with the same keys: got "
-            f"{_kind(params)} of params and {_kind(tx)} of transformations. For one model "
-            "with several transformations one after another, pass optax.chain(...)."
+            f"{_kind(params)} of params and {_kind(tx)} of transformations. For one "
+            "model with several transformations in a row, pass optax.chain(...)."
         )
 
 
@@ -281,8 +286,8 @@ def _check_float32(params: Any) -> None:
             continue
         raise ValueError(
             f"Found params{jax.tree_util.keystr(path)} with dtype {dtype}, expected "
-            "float32. You do not need to cast your model before jamp.initialize, no matter "
-            "what opt level you choose. If the model is meant to be mixed, pass "
+            "float32. You do not need to cast your model before jamp.initialize, no "
+            "matter what opt level you choose. If the model is meant to be mixed, pass "
             "allow_incoming_model_not_fp32=True."
         )
 
@@ -315,7 +320,7 @@ _APEX_NAMES = {
 def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
     if not (isinstance(state_class, type) and issubclass(state_class, AmpState)):
         raise TypeError(
-            f"state_class must be jamp.AmpState or a subclass of it, got {state_class!r}."
+            f"state_class must be jamp.AmpState or a subclass, got {state_class!r}."
         )
     known = inspect.signature(initialize).parameters
     options = [name for name in known if name not in ("params", "tx", "fields")]

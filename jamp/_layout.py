@@ -1,9 +1,9 @@
 """Gradients of convolution kernels, laid out as the params are.
 
 cuDNN writes the gradient of an HWIO kernel as OHWI. XLA then runs the optimizer in that
-layout, and transposes the params, masters, moments and half params back: compiled for an
-H200, 64 bytes per parameter of an Adam step instead of 32. Transposing the gradient alone
-is cheaper, and the finite check fuses into that.
+layout, and transposes the params, masters, moments and half params back: compiled for
+an H200, 64 bytes per parameter of an Adam step instead of 32. Transposing the gradient
+alone is cheaper, and the finite check fuses into that.
 """
 
 import jax

@@ -233,7 +233,7 @@ type LossScaleRule = DynamicLossScale | StaticLossScale
 def loss_scale_rule(
     loss_scale: Any, min_loss_scale: float | None, max_loss_scale: float | None
 ) -> LossScaleRule:
-    """The rule that `initialize`'s arguments ask for: "dynamic", a number, or a rule."""
+    """The rule for `initialize`'s arguments: "dynamic", a number, or a rule itself."""
     if loss_scale == "dynamic":
         return DynamicLossScale(min_scale=min_loss_scale, max_scale=max_loss_scale)
     if isinstance(loss_scale, float):

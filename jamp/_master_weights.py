@@ -36,7 +36,7 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     @property
     def inner(self) -> optax.GradientTransformationExtraArgs:
         """The transformation that steps the masters."""
-        return self.init.inner  # pyright: ignore[reportFunctionMemberAccess]
+        return self.init.inner  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def master_weights(tx: optax.GradientTransformation) -> MasterWeights:

@@ -270,7 +270,7 @@ def _parse_loss_scale(value: Any) -> Any:
     if hasattr(value, "scale_loss") and not isinstance(value, type):  # a rule object
         return value
     try:
-        scale = 0.0 if isinstance(value, bool | bytes) else float(value)
+        scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
     except (TypeError, ValueError):
         scale = 0.0
     limits = jnp.finfo(jnp.float32)
@@ -294,8 +294,8 @@ def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
                 raise ValueError(f"keep_fp32={rule!r} is no regex: {error}") from None
         elif not (isinstance(rule, re.Pattern) or callable(rule)):
             raise TypeError(
-                "keep_fp32 must be a regex, a predicate (path, leaf) -> bool, or a list "
-                f"of them, found {rule!r}"
+                "keep_fp32 must be a regex, a predicate (path, leaf) -> bool, or a "
+                f"list of them, found {rule!r}"
             )
     return rules
 

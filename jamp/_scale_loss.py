@@ -14,8 +14,8 @@ from jamp._tree import join_overwrite, split_overwrite
 from jamp._warnings import PrecisionWarning
 
 _WANTS_A_STATE = (
-    "{name} takes the AmpState that `jamp.initialize` returned as its first argument, got "
-    "{given}. Write `{name}(loss_fn)(state, batch)`."
+    "{name} takes the AmpState that `jamp.initialize` returned as its first argument, "
+    "got {given}. Write `{name}(loss_fn)(state, batch)`."
 )
 
 
@@ -30,7 +30,8 @@ class HasLossScales(Protocol):
 
 
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
-    """The loss in float32 times a loss scale, for people who call `jax.grad` themselves.
+    """The loss in float32 times a loss scale, for people who call `jax.grad`
+    themselves.
 
     Args:
         loss: a float scalar.
@@ -90,8 +91,8 @@ def find_loss_scale(
     count = len(state.loss_scale_rules)
     if isinstance(loss_id, bool) or loss_id not in range(count):
         raise IndexError(
-            f"loss_id={loss_id!r} is out of range: the state has {count} loss scale(s). "
-            "Pass num_losses to jamp.initialize."
+            f"loss_id={loss_id!r} is out of range: the state has {count} loss "
+            "scale(s). Pass num_losses to jamp.initialize."
         )
     return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
 
@@ -115,9 +116,9 @@ def checked_loss(loss: Any) -> Array:
     loss = jnp.asarray(loss)
     if loss.dtype in HALF_DTYPES:
         warnings.warn(
-            f"The loss is {loss.dtype}: its gradient, the loss scale, overflows float16 "
-            "above 65504, and the value is rounded. Compute the loss in float32: "
-            "`logits.astype(jnp.float32)` before it.",
+            f"The loss is {loss.dtype}: its gradient, the loss scale, overflows "
+            "float16 above 65504, and the value is rounded. Compute the loss in "
+            "float32: `logits.astype(jnp.float32)` before it.",
             PrecisionWarning,
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
 """Gradients of a scaled loss: `scaled_grad`, `scaled_value_and_grad`, `zero_grads`.
 
-After apex/amp/handle.py:scale_loss. The loss is multiplied in float32, so it is never NaN
-because it left the range of float16.
+After apex/amp/handle.py:scale_loss. The loss is multiplied in float32, so it is never
+NaN because it left the range of float16.
 """
 
 import functools
@@ -48,9 +48,9 @@ def scaled_value_and_grad(
             Under `jit` with sharded arrays leave it out: nothing is needed.
 
     Returns:
-        `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the loss
-        unscaled in float32, the gradients as `ScaledGrads` in the dtypes of the params
-        (float32 with `axis_name`).
+        `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the
+        loss unscaled in float32, the gradients as `ScaledGrads` in the dtypes of the
+        params (float32 with `axis_name`).
 
     Raises (when called):
         TypeError: `state` is no AmpState; the loss is no float scalar.

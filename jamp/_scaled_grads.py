@@ -12,9 +12,9 @@ from jamp._loss_scale import unscale_tree
 from jamp._tree import join_overwrite, split_overwrite
 
 NOT_A_TREE = (
-    "ScaledGrads are not a tree of gradients: they are scaled, and may be inf. Pass them "
-    "whole to `AmpState.apply_gradients(grads=grads)`, or take float32 gradients out with "
-    "`tree, finite = grads.unscale()`."
+    "ScaledGrads are not a tree of gradients: they are scaled, and may be inf. Pass "
+    "them whole to `AmpState.apply_gradients(grads=grads)`, or take float32 gradients "
+    "out with `tree, finite = grads.unscale()`."
 )
 
 

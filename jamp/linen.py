@@ -1,7 +1,8 @@
 """Flax Linen under O2, O3 and O5: every module of a half model computes in half.
 
-Flax promotes: one float32 value, such as the output of a BatchNorm kept in float32, pulls
-all that follows up to float32. So an interceptor acts at each module, see `_Patch`.
+Flax promotes: one float32 value, such as the output of a BatchNorm kept in float32,
+pulls all that follows up to float32. So an interceptor acts at each module, see
+`_Patch`.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def batchnorm_paths(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[str,
     >>> class Net(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, x):
-    ...         return nn.BatchNorm(use_running_average=True, name="norm")(nn.Dense(4)(x))
+    ...         return nn.BatchNorm(use_running_average=True, name="norm")(x)
     >>> batchnorm_paths(Net(), jnp.ones((1, 3)))
     ('norm',)
     """
@@ -80,9 +81,9 @@ class _Call(NamedTuple):
 class _Patch:
     """The interceptor: one object per policy entered, so one per thread.
 
-    The outermost call of a model that has leaves of the cast dtype gets its float inputs
-    in that dtype, and gives float32 back. (An fp32 teacher in the loss has none.) Inside,
-    under a half dtype, a module
+    The outermost call of a model that has leaves of the cast dtype gets its float
+    inputs in that dtype, and gives float32 back. (An fp32 teacher in the loss has no
+    such leaf.) Inside, under a half dtype, a module
 
     - that directly owns half leaves gets its float inputs in half;
     - that is kept in float32 gets them in float32, and keeps its float32 output,
