@@ -3,82 +3,64 @@
     python examples/digits.py                        # O2: float16, float32 masters
     python examples/digits.py --opt-level O3 --keep-batchnorm-fp32 True
     python examples/digits.py --loss-scale 128.0     # instead of a dynamic scale
-    python examples/digits.py --init-scale 1e12      # far too high: watch it recover
+    python examples/digits.py --init-scale 1e12      # far too high: it recovers
     python examples/digits.py --compare              # O0, O2, O3 and O5, side by side
 
-The data are scikit-learn's 1,797 real images of 8 x 8 pixels; nothing is downloaded. The
-first three flags have the names of apex's imagenet example, and their values go to
-`jamp.initialize` as the strings that they are. Read from top to bottom.
+The data are scikit-learn's 1,797 real images of 8 x 8 pixels; nothing is downloaded.
+`--opt-level`, `--loss-scale` and `--keep-batchnorm-fp32` are those of apex's imagenet
+example, and go to `jamp.initialize` as the strings that they are.
 """
 
 import argparse
-import functools
 import time
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tqdm
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jamp
 
-# Data
-TEST_FRACTION = 0.2  # 360 images, so one image is 0.28 % of the test accuracy
-# Model
+TEST_SIZE = 0.2  # 360 images: each is 0.28 % of the test accuracy
 FEATURES = (16, 32, 64)  # channels per convolution; each but the first halves the image
 BATCHNORM_MOMENTUM = 0.9  # Flax's 0.99 lags behind in a run of 440 steps
-# Optimizer: AdamW, with a cosine that ends at 0
 WEIGHT_DECAY = 1e-4
-# Levels that --compare trains, and the colors of all
-LEVELS = ("O0", "O2", "O3", "O5")
-COLORS = {"O0": "#777777", "O2": "#0072b2", "O3": "#d55e00", "O5": "#009e73"}
+LEVELS = {"O0": "#777777", "O2": "#0072b2", "O3": "#d55e00", "O5": "#009e73"}
 
 
-# ---- Model: nothing in it knows about half ------------------------------------------
-
-
+# ---- The model: nothing in it knows about half ---------------------------------------
 class CNN(nn.Module):
-    """Convolution, BatchNorm, relu, a few times; then a mean over pixels."""
-
     @nn.compact
-    def __call__(self, x, *, train):
+    def __call__(self, x, train=False):
         for i, features in enumerate(FEATURES):
             x = nn.Conv(features, (3, 3), strides=2 if i else 1, use_bias=False)(x)
-            x = nn.BatchNorm(not train, momentum=BATCHNORM_MOMENTUM)(x)
-            x = nn.relu(x)
+            x = nn.relu(nn.BatchNorm(not train, momentum=BATCHNORM_MOMENTUM)(x))
         return nn.Dense(10)(x.mean((1, 2)))
 
 
-# ---- One step, for all levels: the state knows which ---------------------------------
-
-
-@functools.partial(
-    jax.jit, donate_argnums=0
-)  # the new state takes the old one's memory
+# ---- One step: the same at every level, the state knows which it is ------------------
+@jax.jit(donate_argnums=0)  # the new state takes over the memory of the old one
 def train_step(state, images, labels):
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
-        # At O2 the images enter in float16, and the logits come out in float32.
+        # At O2 the images go in as float16, and the logits come out as float32.
         logits, updated = state.apply_fn(
             variables, images, train=True, mutable=["batch_stats"]
         )
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), updated["batch_stats"]
 
-    # Multiplies the loss by the loss scale; `loss` itself comes back unscaled.
-    grad_fn = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
-    (loss, batch_stats), grads = grad_fn(state)
+    # Differentiates the loss times the loss scale; `loss` comes back without it.
+    (loss, stats), grads = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
     # Unscales the gradients, steps the float32 masters and rounds them to half. If a
-    # gradient is inf or NaN: skips all of it, batch_stats too, and halves the scale.
-    state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+    # gradient is inf or NaN it skips all that, batch_stats too, and halves the scale.
+    state = state.apply_gradients(grads=grads, batch_stats=stats)
     skipped = state.last_step_skipped
     return state, {"loss": loss, "scale": grads.scale, "skipped": skipped}
 
@@ -86,167 +68,123 @@ def train_step(state, images, labels):
 @jax.jit
 def accuracy(state, images, labels):
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    logits = state.apply_fn(variables, images, train=False)
-    return (logits.argmax(-1) == labels).mean()
+    return (state.apply_fn(variables, images).argmax(-1) == labels).mean()
 
 
-# ---- The training loop -----------------------------------------------------------------
-
-
-class Run(NamedTuple):
-    """What a run leaves behind."""
-
-    opt_level: str
-    loss: np.ndarray  # one per step, as the two below
-    scale: np.ndarray
-    skipped: np.ndarray
-    accuracy: dict[int, float]  # on the test images, after so many steps
-    final_loss: float  # mean over the last epoch
-    final_scale: float
-    skipped_steps: int
-    seconds: float
-
-
-def train(opt_level, options, *, verbosity=1):
+# ---- The training loop ---------------------------------------------------------------
+def train(opt_level, options):
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    seed, batch_size = options.seed, options.batch_size
     images, test_images, labels, test_labels = train_test_split(
-        images,
-        labels,
-        test_size=TEST_FRACTION,
-        stratify=labels,
-        random_state=options.seed,
+        images, labels, test_size=TEST_SIZE, stratify=labels, random_state=seed
     )
-    epoch = max(1, len(images) // options.batch_size)  # in steps
-    steps = options.steps or options.epochs * epoch
+    steps_per_epoch = max(1, len(images) // batch_size)  # the odd images wait
+    steps = options.steps or options.epochs * steps_per_epoch
 
     start = time.perf_counter()
     model = CNN()
-    variables = model.init(jax.random.key(options.seed), images[:1], train=False)
+    variables = jax.jit(model.init)(jax.random.key(seed), images[:1])
     schedule = optax.cosine_decay_schedule(options.lr, steps)
-    loss_scale = options.loss_scale
-    if options.init_scale:
-        ceiling = max(options.init_scale, 2.0**24)
-        loss_scale = jamp.DynamicLossScale(options.init_scale, max_scale=ceiling)
     state = jamp.initialize(
         variables["params"],
         optax.adamw(schedule, weight_decay=WEIGHT_DECAY),
         opt_level,
         keep_batchnorm_fp32=options.keep_batchnorm_fp32,
-        loss_scale=loss_scale,
+        loss_scale=options.loss_scale,
         apply_fn=model.apply,
-        batch_stats=variables["batch_stats"],  # an extra field; it tells BatchNorm too
-        verbosity=verbosity,
+        batch_stats=variables["batch_stats"],  # says which params are BatchNorm's, too
+        verbosity=0 if options.compare else 1,
     )
-
-    shuffle = np.random.default_rng(options.seed)
     history, test_accuracy = [], {}
+    shuffle = np.random.default_rng(seed)
     bar = tqdm.trange(1, steps + 1, desc=opt_level, unit="step")
     for step in bar:
-        first = (step - 1) % epoch * options.batch_size
+        first = (step - 1) % steps_per_epoch * batch_size
         if first == 0:
             order = shuffle.permutation(len(images))
-        batch = order[first : first + options.batch_size]
+        batch = order[first : first + batch_size]
         state, metrics = train_step(state, images[batch], labels[batch])
-        history.append(metrics)  # still on the device: nothing here waits for the step
-        if step % epoch == 0 or step == steps:
+        history.append(metrics)  # stays on the device, so the loop does not wait for it
+        if step % steps_per_epoch == 0 or step == steps:
             test_accuracy[step] = float(accuracy(state, test_images, test_labels))
             bar.set_postfix_str(f"test accuracy {test_accuracy[step]:.1%}")
             jamp.check(state)  # raises if the loss scale has collapsed
 
-    seconds = time.perf_counter() - start
-    history = {k: np.stack([m[k] for m in jax.device_get(history)]) for k in metrics}
-    return Run(
-        opt_level,
-        **history,
-        accuracy=test_accuracy,
-        final_loss=float(history["loss"][-epoch:].mean()),
-        final_scale=float(state.loss_scale),
-        skipped_steps=int(state.skipped_steps),
-        seconds=seconds,
-    )
+    history = {k: np.array([float(m[k]) for m in history]) for k in metrics}
+    return {
+        "level": opt_level,
+        **history,  # loss, scale, skipped: one value per step
+        "test_accuracy": test_accuracy,  # by step
+        "accuracy": test_accuracy[steps],
+        "final_loss": history["loss"][-steps_per_epoch:].mean(),
+        "final_scale": float(state.loss_scale),
+        "skipped_steps": int(state.skipped_steps),
+        "seconds": time.perf_counter() - start,
+    }
 
 
-# ---- What came out ---------------------------------------------------------------------
-
-
+# ---- What came out -------------------------------------------------------------------
 def table(runs):
-    table = Table(title=f"Handwritten digits, {len(runs[0].loss)} steps")
-    table.add_column("level")
-    for name in ("test accuracy", "final loss", "skipped", "final scale", "seconds"):
-        table.add_column(name, justify="right")
+    names = "level", "test accuracy", "final loss", "skipped", "final scale", "seconds"
+    columns = [Column(name, justify="right") for name in names]
+    table = Table(*columns, title=f"Handwritten digits, {len(runs[0]['loss'])} steps")
     for run in runs:
-        table.add_row(
-            run.opt_level,
-            f"{100 * list(run.accuracy.values())[-1]:.2f} %",
-            f"{run.final_loss:.4f}",
-            f"{run.skipped_steps}",
-            f"{run.final_scale:g}",
-            f"{run.seconds:.1f}",
-        )
+        numbers = [f"{run['final_loss']:.4f}", f"{run['skipped_steps']}"]
+        numbers += [f"{run['final_scale']:g}", f"{run['seconds']:.1f}"]
+        table.add_row(run["level"], f"{100 * run['accuracy']:.2f} %", *numbers)
     return table
 
 
 def figure(runs):
     figure = Figure(figsize=(7, 8), dpi=120, layout="constrained")
     losses, accuracies, scales = figure.subplots(3, sharex=True)
+    steps = np.arange(1, len(runs[0]["loss"]) + 1)
+    window = max(1, len(steps) // 40)
     for i, run in enumerate(runs):
-        steps = np.arange(1, len(run.loss) + 1)
-        # Where levels agree, wide lines below and narrow ones above show all of them.
-        style = {"color": COLORS.get(run.opt_level), "lw": 1.5 * (len(runs) - i)}
-        window = max(1, len(steps) // 40)
-        smooth = np.convolve(run.loss, np.ones(window) / window, mode="valid")
-        losses.plot(steps[window - 1 :], smooth, label=run.opt_level, **style)
-        tested = {step: 100 * value for step, value in run.accuracy.items()}
+        # Where levels agree, narrow lines lie on wide ones, and all can be seen.
+        style = {"color": LEVELS.get(run["level"]), "lw": 1.5 * (len(runs) - i)}
+        smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
+        losses.plot(steps[window - 1 :], smooth, label=run["level"], **style)
+        tested = {step: 100 * value for step, value in run["test_accuracy"].items()}
         accuracies.plot(tested.keys(), tested.values(), marker=".", **style)
-        scales.step(steps, run.scale, where="mid", **style)
-        if run.skipped.any():
-            label = f"{run.opt_level}: {run.skipped_steps} skipped steps"
-            where = steps[run.skipped], run.scale[run.skipped]
-            scales.plot(*where, "x", color="black", label=label, zorder=3)
+        scales.step(steps, run["scale"], where="mid", **style)
+        if run["skipped_steps"]:
+            label = f"{run['level']}: {run['skipped_steps']} skipped steps"
+            where = run["skipped"] > 0
+            scales.plot(steps[where], run["scale"][where], "kx", label=label)
             scales.legend(frameon=False)
     losses.set(ylabel=f"training loss, mean of {window} steps", yscale="log")
     losses.legend(frameon=False)
     accuracies.set(ylabel="test accuracy in %")
     scales.set(ylabel="loss scale", xlabel="step")
     scales.set_yscale("log", base=2)
-    for axes in (losses, accuracies, scales):
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-# ---- Command line ----------------------------------------------------------------------
-
-
-def positive(text):
-    if (value := int(text)) < 1:
-        raise ValueError
-    return value
-
-
-def parse(argv):
+# ---- The command line ----------------------------------------------------------------
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--opt-level", default="O2", help="O0, O2, O3 or O5 (default: %(default)s)")
     add("--keep-batchnorm-fp32", metavar="BOOL", help="True or False")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
-    add("--init-scale", type=float, help="dynamic, from this scale on")
+    add("--init-scale", type=float, help="a dynamic scale that starts here")
     add("--compare", action="store_true", help=f"train {', '.join(LEVELS)}")
-    add("--epochs", type=positive, default=20)
-    add("--steps", type=positive, help="overrides --epochs")
-    add("-b", "--batch-size", type=positive, default=64)
-    add("--lr", type=float, default=3e-3, help="the first learning rate")
+    add("--epochs", type=int, default=20)
+    add("--steps", type=int, help="instead of --epochs")
+    add("-b", "--batch-size", type=int, default=64)
+    add("--lr", type=float, default=3e-3, help="at the first step; a cosine ends at 0")
     add("--seed", type=int, default=0, help="of the split, the params and the order")
     add("--plot", default="digits.png", metavar="PATH", help="default: %(default)s")
-    return parser.parse_args(argv)
-
-
-def main(argv=None):
-    options = parse(argv)
+    options = parser.parse_args(argv)
+    if scale := options.init_scale:
+        ceiling = max(scale, 2.0**24)
+        options.loss_scale = jamp.DynamicLossScale(scale, max_scale=ceiling)
     levels = LEVELS if options.compare else (options.opt_level,)
-    verbosity = 0 if options.compare else 1
-    runs = [train(level, options, verbosity=verbosity) for level in levels]
+    runs = [train(level, options) for level in levels]
     console = Console()
     console.print(table(runs))
     if options.compare:

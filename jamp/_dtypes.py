@@ -42,9 +42,9 @@ def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     A half parameter at infinity would stay NaN for ever, a clamped one comes back.
     """
     x = jnp.asarray(x)
-    if jnp.dtype(dtype) in HALF_DTYPES and x.dtype not in HALF_DTYPES:
+    if jnp.dtype(dtype) in HALF_DTYPES and x.dtype != dtype:
         limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -limit, limit)
+        x = jnp.clip(widen(x), -limit, limit)
     return x.astype(dtype)
 
 

@@ -131,7 +131,8 @@ def initialize(
     _print(opt_level, properties, verbosity)
 
     keys = _groups.group_keys(tx)
-    params, fields = jax.tree.map(_own_copy, (params, fields))
+    fields = {name: _field(name, x, state_class) for name, x in fields.items()}
+    params = jax.tree.map(_strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
         _check_float32(params)
     check_keep_fp32(properties.keep_fp32, params)
@@ -145,15 +146,12 @@ def initialize(
     if properties.master_weights and tx is not None:
         txs = {k: with_master_weights(t) for k, t in txs.items()}
     opt_states = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
-    # Arrays, or step 2 would retrace; copies, or a donated buffer would occur twice.
-    opt_states = jax.tree.map(_own_copy, opt_states)
-    state_class = state_class_with(state_class, fields)
-    return state_class(
+    state = state_class_with(state_class, fields)(
         step=jnp.zeros((), jnp.int32),
         apply_fn=_patch(apply_fn, properties),
         params=model_params,
         tx=_groups.hashable(txs, tx),
-        opt_state=_groups.pack(opt_states, params),
+        opt_state=jax.tree.map(_strong_array, _groups.pack(opt_states, params)),
         loss_scales=tuple(rule.init() for rule in rules),
         skipped_steps=_groups.each(keys, lambda _: jnp.zeros((), jnp.int32), params),
         last_step_skipped=_groups.each(keys, lambda _: jnp.zeros((), bool), params),
@@ -161,6 +159,7 @@ def initialize(
         loss_scale_rules=rules,
         **fields,
     )
+    return _unshared(state, (params, fields))
 
 
 def _cast(params: PyTree, properties: Properties, batch_stats: Any) -> PyTree:
@@ -171,11 +170,37 @@ def _cast(params: PyTree, properties: Properties, batch_stats: Any) -> PyTree:
     return cast_params(params, dtype, keep)
 
 
-def _own_copy(x: Any) -> Any:
-    """A copy of an array, or the array that a Python number stands for."""
-    x = jnp.array(x, copy=True)
-    # A weakly typed leaf would make step 2 retrace.
+def _strong_array(x: Any) -> Any:
+    """An array without weak type, with which step 2 would retrace."""
+    x = x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
+    """An extra field as arrays, unless a class of the user's declares it static."""
+    declared = state_class.__dataclass_fields__.get(name)
+    if declared is not None and not declared.metadata.get("pytree_node", True):
+        return value
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        if not isinstance(leaf, _ARRAY_LIKE):
+            raise TypeError(
+                f"The extra field {name}{jax.tree_util.keystr(path)} is {leaf!r}, which "
+                "is no array. Declare a static field on a subclass of AmpState: "
+                f"`{name}: Any = flax.struct.field(pytree_node=False)`."
+            )
+    return jax.tree.map(_strong_array, value)
+
+
+def _unshared[T](state: T, given: Any) -> T:
+    """Copies arrays that are the user's too or occur twice, as a state may be donated."""
+    seen = {id(x) for x in jax.tree.leaves(given)}
+
+    def leaf(x):
+        x = jnp.array(x, copy=True) if id(x) in seen else x
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(leaf, state)
 
 
 def _rules(
@@ -191,7 +216,7 @@ def _rules(
     ):
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
     scale = properties.loss_scale
-    if min_loss_scale is not None and scale != "dynamic":
+    if min_loss_scale is not None and scale != "dynamic" and properties.enabled:
         warnings.warn(
             f"min_loss_scale={min_loss_scale} has no effect: the loss scale is "
             f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule.",

@@ -35,7 +35,7 @@ CASES = {
         jax.ShapeDtypeStruct((64,), jnp.int32),
     ),
     "transformer": Case(
-        models.Transformer(vocabulary=4096, width=256, depth=2, length=256),
+        models.Transformer(1024, width=1024, heads=16, depth=1, length=256),
         jax.ShapeDtypeStruct((16, 256), jnp.int32),
         jax.ShapeDtypeStruct((16, 256), jnp.int32),
     ),

@@ -1,6 +1,7 @@
 """Every way to call a Linen model under a policy: methods, containers, collections."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -43,22 +44,25 @@ class Graph:
 
 
 class Inputs(nn.Module):
-    """Records what it is called with, and returns what it is told to."""
+    """Hands its inputs to a function of the test, and its outputs back."""
 
-    seen: list[Any]
-    returns: Any = None
+    body: Callable[..., Any]
 
     @nn.compact
     def __call__(self, *args, **kwargs):
         nn.Dense(1)(jnp.zeros((1, 1)))  # makes it a model with half params
-        self.seen.append((args, kwargs))
-        return self.returns
+        return self.body(*args, **kwargs)
 
 
 def call(*args, level="O2", returns=None, **kwargs):
     """What a model sees of its inputs, and what comes back of its outputs."""
     seen = []
-    model = Inputs(seen, returns)
+
+    def body(*args, **kwargs):
+        seen.append((args, kwargs))
+        return returns
+
+    model = Inputs(body)
     state = state_of(model, variables_of(model), level)
     seen.clear()
     out = state.apply_fn({"params": state.params}, *args, **kwargs)
