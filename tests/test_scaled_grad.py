@@ -1,0 +1,733 @@
+"""Scaled gradients: the shapes of jax.value_and_grad, and what ScaledGrads can do."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jamp
+from tests.bits import assert_same_bits
+
+ROOT = pathlib.Path(__file__).parents[1]
+RUNNING = ("O0", "O2", "O3", "O5")
+HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
+REFUSED = (TypeError, ValueError)
+
+
+def params():
+    return {
+        "w": jnp.asarray([1.0, -2.0, 0.5], jnp.float32),
+        "norm": {"scale": jnp.asarray(3.0, jnp.float32)},
+    }
+
+
+def make(level="O2", tree=None, tx=None, **kwargs):
+    tree = params() if tree is None else tree
+    tx = optax.sgd(1.0) if tx is None else tx
+    kwargs.setdefault("keep_fp32", "norm" if level in HALF and "norm" in tree else None)
+    return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
+
+
+def wide(x):
+    return x.astype(jnp.float32)
+
+
+def loss_fn(p, x):
+    """Its gradient is `x * scale` for w and `(w * x).sum()` for scale."""
+    return (wide(p["w"]) * x).sum() * p["norm"]["scale"]
+
+
+X = np.float32([0.5, 0.25, -2.0])
+LOSS = -3.0  # (1 * 0.5 - 2 * 0.25 - 0.5 * 2) * 3
+GRADS = {"w": [1.5, 0.75, -6.0], "norm": {"scale": -1.0}}
+
+
+def assert_grads(tree, scale=1.0):
+    np.testing.assert_array_equal(wide(tree["w"]), np.float32(GRADS["w"]) * scale)
+    np.testing.assert_array_equal(tree["norm"]["scale"], -1.0 * scale)
+
+
+# The shapes of jax.value_and_grad
+
+
+@pytest.mark.parametrize("level", RUNNING)
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_loss_and_gradients_of_every_level(level, transform):
+    state = make(level, loss_scale=8.0)
+    f = transform(jamp.scaled_value_and_grad(loss_fn))
+    loss, grads = f(state, X)
+    assert (loss.dtype, loss.shape) == (jnp.float32, ())
+    assert loss == LOSS
+    assert isinstance(grads, jamp.ScaledGrads)
+    assert jax.tree.structure(grads.tree) == jax.tree.structure(state.params)
+    assert grads.tree["w"].dtype == HALF.get(level, jnp.float32)
+    assert grads.tree["norm"]["scale"].dtype == jnp.float32
+    assert_grads(grads.tree, 8.0)
+    assert (grads.scale, grads.finite, grads.loss_id) == (8.0, True, 0)
+
+
+def test_scaled_grad_leaves_out_the_value():
+    state = make(loss_scale=8.0)
+    grads = jamp.scaled_grad(loss_fn)(state, X)
+    assert isinstance(grads, jamp.ScaledGrads)
+    assert_grads(grads.tree, 8.0)
+
+
+def test_aux_comes_where_jax_puts_it():
+    def with_aux(p, x):
+        return loss_fn(p, x), {"x": x}
+
+    state = make()
+    (loss, aux), grads = jamp.scaled_value_and_grad(with_aux, has_aux=True)(state, X)
+    assert loss == LOSS
+    np.testing.assert_array_equal(aux["x"], X)
+    grads2, aux2 = jamp.scaled_grad(with_aux, has_aux=True)(state, X)
+    np.testing.assert_array_equal(aux2["x"], X)
+    assert_same_bits(grads2, grads)
+
+
+def test_aux_may_hold_what_is_no_array():
+    class Opaque:
+        pass
+
+    opaque = Opaque()
+
+    def with_aux(p, x):
+        return loss_fn(p, x), ("text", None, 3, opaque, print)
+
+    _, aux = jamp.scaled_grad(with_aux, has_aux=True)(make(), X)
+    assert aux == ("text", None, 3, opaque, print)
+    assert isinstance(aux[2], int)
+
+
+def test_aux_keeps_its_dtypes():
+    def with_aux(p, x):
+        return loss_fn(p, x), {"half": jnp.float16(1.5), "int": jnp.int32(7)}
+
+    _, aux = jamp.scaled_grad(with_aux, has_aux=True)(make(), X)
+    assert (aux["half"].dtype, aux["int"].dtype) == (jnp.float16, jnp.int32)
+
+
+def test_static_arguments_and_python_branches():
+    def branching(p, x, mode, *, times=1):
+        assert isinstance(mode, str)
+        total = loss_fn(p, x)
+        for _ in range(times - 1):
+            total = total + loss_fn(p, x)
+        return -total if mode == "minus" else total
+
+    state = make(loss_scale=1.0)
+    f = jamp.scaled_value_and_grad(branching)
+    assert f(state, X, "plus")[0] == LOSS
+    assert f(state, X, "minus", times=2)[0] == -2 * LOSS
+    jitted = jax.jit(f, static_argnums=2, static_argnames="times")
+    loss, grads = jitted(state, X, "minus", times=2)
+    assert loss == -2 * LOSS
+    assert_grads(grads.tree, -2.0)
+
+
+def test_the_state_is_the_first_argument_and_x_may_come_by_name():
+    loss, _ = jamp.scaled_value_and_grad(loss_fn)(make(), x=X)
+    assert loss == LOSS
+
+
+def test_the_loss_function_sees_the_params_of_the_state():
+    seen = []
+
+    def look(p, x):
+        seen.append((p["w"].dtype, p["norm"]["scale"].dtype))
+        return loss_fn(p, x)
+
+    jamp.scaled_grad(look)(make("O5"), X)
+    assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))}
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("wrapper", [jamp.scaled_grad, jamp.scaled_value_and_grad])
+def test_levels_that_need_autocast_say_so(level, wrapper):
+    with pytest.raises(NotImplementedError, match="autocast"):
+        wrapper(loss_fn)(make(level), X)
+
+
+def test_without_patching_o1_is_scaled_fp32():
+    state = make("O1", patch_functions=False)
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
+    assert loss == LOSS
+    assert_grads(grads.tree, 2.0**16)
+
+
+# The loss
+
+
+def test_the_loss_is_the_fp32_loss_bit_for_bit():
+    # x * 3 / 3 and x * (1 / 3) * 3 are not x for all of these.
+    values = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    assert (values * np.float32(3) / np.float32(3) != values).any()
+    state = make(loss_scale=3.0)
+
+    def constant(p, x):
+        return x + 0.0 * loss_fn(p, jnp.asarray(X))
+
+    f = jax.jit(jax.vmap(jamp.scaled_value_and_grad(constant), (None, 0)))
+    np.testing.assert_array_equal(f(state, values)[0], values)
+
+
+@pytest.mark.parametrize("level", RUNNING)
+def test_a_scaled_loss_beyond_fp16_is_no_nan_on_step_1(level):
+    # 3 * 2^16 is inf in fp16; so is 1 * 2^16.
+    state = make(level, loss_scale="dynamic")
+    assert state.loss_scale == 2.0**16
+    tiny = X * np.float32(2.0**-10)
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, tiny)
+    assert loss == LOSS * 2.0**-10
+    assert grads.finite
+    assert_grads(grads.tree, 2.0**6)
+    loss, _ = jamp.scaled_value_and_grad(loss_fn)(state, X * 1e30)
+    assert np.isfinite(loss)
+
+
+def test_a_loss_whose_product_overflows_fp32_is_returned_as_it_is():
+    def huge(p, x):
+        return loss_fn(p, x) * 1e35
+
+    loss, grads = jamp.scaled_value_and_grad(huge)(make("O0", loss_scale="dynamic"), X)
+    np.testing.assert_allclose(loss, LOSS * 1e35, rtol=1e-6)
+    assert not grads.finite
+
+
+def test_only_gradients_decide_and_not_the_loss():
+    # apex_semantics 4.5: "Inf in the loss itself is not examined".
+    def shifted(p, x):
+        return loss_fn(p, x) + jnp.inf
+
+    loss, grads = jamp.scaled_value_and_grad(shifted)(make(), X * 2.0**-10)
+    assert loss == jnp.inf
+    assert grads.finite
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_loss_in_half_warns(level, dtype):
+    def half(p, x):
+        return loss_fn(p, x).astype(dtype)
+
+    with pytest.warns(jamp.PrecisionWarning, match=jnp.dtype(dtype).name):
+        loss, _ = jamp.scaled_value_and_grad(half)(make(level, loss_scale=2.0), X)
+    assert loss.dtype == jnp.float32
+    assert loss == LOSS
+
+
+def test_a_loss_in_fp32_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jamp.scaled_grad(loss_fn)(make(), X)
+
+
+BAD_LOSSES = {
+    "vector": (lambda p, x: wide(p["w"]) * x, r"scalar"),
+    "one_element": (lambda p, x: loss_fn(p, x)[None], r"scalar"),
+    "integer": (lambda p, x: jnp.int32(3), r"int32"),
+    "bool": (lambda p, x: loss_fn(p, x) > 0, r"bool"),
+    "complex": (lambda p, x: lax.complex(loss_fn(p, x), 1.0), r"complex64"),
+    "tuple": (lambda p, x: (loss_fn(p, x), 1.0), r"has_aux"),
+    "dict": (lambda p, x: {"loss": loss_fn(p, x)}, r"scalar|dict"),
+    "none": (lambda p, x: None, r"scalar|None"),
+}
+
+
+@pytest.mark.parametrize("wrapper", [jamp.scaled_grad, jamp.scaled_value_and_grad])
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_what_is_no_scalar_float_is_refused(name, wrapper):
+    bad, words = BAD_LOSSES[name]
+    with pytest.raises(REFUSED, match=f"(?s)loss.*(?:{words})|(?:{words}).*loss"):
+        wrapper(bad)(make(), X)
+
+
+def test_the_shape_of_a_bad_loss_is_in_the_message():
+    with pytest.raises(REFUSED, match=r"\(3,\)"):
+        jamp.scaled_grad(lambda p, x: wide(p["w"]) * x)(make(), X)
+
+
+def test_has_aux_without_a_pair_is_refused():
+    with pytest.raises(REFUSED, match="(?s)aux"):
+        jamp.scaled_grad(loss_fn, has_aux=True)(make(), X)
+
+
+@pytest.mark.parametrize("loss_id", [1, 2, 7])
+def test_a_loss_id_out_of_range_is_an_index_error(loss_id):
+    state = make(num_losses=1)
+    for call in (
+        lambda: jamp.scaled_grad(loss_fn, loss_id=loss_id)(state, X),
+        lambda: jamp.scaled_value_and_grad(loss_fn, loss_id=loss_id)(state, X),
+        lambda: jamp.scale_loss(jnp.float32(1.0), state, loss_id),
+        lambda: jamp.unscale(state.params, state, loss_id),
+        lambda: jamp.zero_grads(state, loss_id),
+    ):
+        with pytest.raises(IndexError, match=rf"(?s)loss_id.*{loss_id}.*num_losses"):
+            call()
+
+
+def test_each_loss_has_its_own_scale():
+    state = make(num_losses=2, loss_scale="dynamic")
+    second = state.loss_scales[1]._replace(scale=jnp.float32(4.0))
+    state = state.replace(loss_scales=(state.loss_scales[0], second))
+    grads = jamp.scaled_grad(loss_fn, loss_id=1)(state, X)
+    assert (grads.scale, grads.loss_id) == (4.0, 1)
+    assert_grads(grads.tree, 4.0)
+
+
+def test_a_train_state_is_refused():
+    state = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
+    for wrapper in (jamp.scaled_grad, jamp.scaled_value_and_grad):
+        with pytest.raises(TypeError, match=r"(?s)TrainState.*jamp\.initialize"):
+            wrapper(loss_fn)(state, X)
+
+
+def test_params_instead_of_a_state_are_refused():
+    with pytest.raises(TypeError, match=r"(?s)dict.*jamp\.initialize"):
+        jamp.scaled_grad(loss_fn)(params(), X)
+
+
+# Leaves that are held out
+
+
+def test_integers_none_and_keys_are_held_out():
+    tree = {
+        "w": jnp.asarray([1.0, 2.0], jnp.float32),
+        "n": jnp.asarray([3, 4], jnp.int32),
+        "flag": jnp.asarray(True),
+        "key": jax.random.key(0),
+        "none": None,
+    }
+    state = make("O2", tree, loss_scale=2.0)
+
+    def uses_all(p):
+        assert set(p) == set(tree)
+        assert p["none"] is None
+        noise = jax.random.normal(p["key"], (), jnp.float32)
+        gain = jnp.where(p["flag"], p["n"].astype(jnp.float32), 0.0)
+        return (wide(p["w"]) * gain).sum() + 0.0 * noise
+
+    loss, grads = jamp.scaled_value_and_grad(uses_all)(state)
+    assert loss == 11.0
+    (leaf,) = jax.tree.leaves(grads.tree)
+    np.testing.assert_array_equal(wide(leaf), [6.0, 8.0])
+    tree, finite = grads.unscale()
+    np.testing.assert_array_equal(tree["w"], [3.0, 4.0])
+    assert finite
+    assert len(jax.tree.leaves(grads + grads)) == len(jax.tree.leaves(grads))
+
+
+# Flags
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("at", [0, 2])
+def test_one_bad_element_is_found(bad, at):
+    x = X * np.float32(2.0**-10)
+    x[at] = bad
+    grads = jax.jit(jamp.scaled_grad(loss_fn))(make(), x)
+    assert grads.finite.dtype == jnp.bool_
+    assert not grads.finite
+
+
+def test_finite_gradients_whose_sum_is_not_are_finite():
+    # apex's Python fallback sums the gradient and calls this an overflow.
+    grads = jamp.scaled_grad(lambda p: (wide(p["w"]) * 1.5e38).sum())(
+        make(
+            "O0",
+            {"w": jnp.zeros(8, jnp.float32)},
+            loss_scale="dynamic",
+            max_loss_scale=1,
+        )
+    )
+    assert grads.scale == 1.0
+    assert grads.finite
+
+
+def test_the_unscaling_uses_the_scale_that_scaled():
+    # A state that has moved on since must not matter.
+    state = make(loss_scale="dynamic")
+    grads = jamp.scaled_grad(loss_fn)(state, X * 2.0**-10)
+    tree, _ = grads.unscale()
+    assert_grads(tree, 2.0**-10)
+    assert tree["w"].dtype == jnp.float32
+
+
+# ScaledGrads
+
+
+def scaled(level="O2", scale=8.0, x=X):
+    return jamp.scaled_grad(loss_fn)(make(level, loss_scale=scale), x)
+
+
+def test_it_is_a_frozen_pytree_of_four_parts():
+    grads = scaled()
+    names = {f.name for f in dataclasses.fields(grads)}
+    assert names >= {"tree", "scale", "finite", "loss_id", "groups"}
+    assert len(jax.tree.leaves(grads)) == 2 + 2  # the tree's, scale, finite
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError)):
+        grads.scale = 1.0
+    again = jax.jit(lambda x: x)(grads)
+    assert_same_bits(again, grads)
+
+
+def test_replace():
+    grads = scaled()
+    other = grads.replace(tree=jax.tree.map(jnp.negative, grads.tree))
+    assert_grads(other.tree, -8.0)
+    assert (other.scale, other.loss_id) == (grads.scale, grads.loss_id)
+    assert_grads(grads.tree, 8.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_sum_is_fp32_and_beyond_half(level):
+    big = X * np.float32(1000.0)  # -6 * 8 * 1000 fits fp16, twice that does not
+    grads = scaled(level, x=big)
+    total = grads + grads
+    assert {str(x.dtype) for x in jax.tree.leaves(total.tree)} == {"float32"}
+    np.testing.assert_array_equal(total.tree["norm"]["scale"], -16000.0)
+    rounded = np.float32(wide(grads.tree["w"]))
+    np.testing.assert_array_equal(total.tree["w"], 2 * rounded)
+    assert np.abs(total.tree["w"]).max() > 65504
+    assert (total.finite, total.scale) == (True, 8.0)
+
+
+def test_one_overflow_spoils_a_sum():
+    state = make()
+    f = jax.jit(jamp.scaled_grad(loss_fn))
+    good, bad = f(state, X * 2.0**-10), f(state, X * np.inf)
+    assert (good.finite, bad.finite) == (True, False)
+    assert not (good + bad).finite
+    assert not (bad + good).finite
+    assert (good + good).finite
+
+
+def test_products_and_quotients_act_on_the_tree_alone():
+    grads = scaled()
+    for got, factor in [
+        (grads * 0.5, 4.0),
+        (0.5 * grads, 4.0),
+        (grads / 4, 2.0),
+        (grads / jnp.float32(4.0), 2.0),
+        ((grads + grads) / 2, 8.0),
+    ]:
+        assert_grads(got.tree, factor)
+        assert (got.scale, got.finite) == (8.0, True)
+
+
+def test_a_mean_over_micro_batches_is_the_gradient_of_the_mean():
+    state = make(loss_scale=2.0)
+    f = jamp.scaled_grad(loss_fn)
+    mean = (f(state, X) + f(state, 3 * X)) / 2
+    tree, finite = mean.unscale()
+    assert_grads(tree, 2.0)
+    assert finite
+
+
+def test_gradients_of_different_losses_do_not_add():
+    state = make(num_losses=2)
+    a, b = (jamp.scaled_grad(loss_fn, loss_id=i)(state, X) for i in (0, 1))
+    with pytest.raises(REFUSED, match="(?s)loss_id|loss"):
+        a + b
+
+
+@pytest.mark.parametrize("other", [1.0, {"w": 1.0}, None], ids=str)
+def test_only_scaled_grads_can_be_added(other):
+    with pytest.raises(TypeError):
+        scaled() + other
+
+
+def test_a_scan_accumulates_from_zero_grads():
+    state = make(loss_scale=4.0)
+    xs = jnp.stack([X, 2 * X, -0.5 * X])
+
+    @jax.jit
+    def accumulate(state, xs):
+        def body(total, x):
+            return total + jamp.scaled_grad(loss_fn)(state, x), None
+
+        return lax.scan(body, jamp.zero_grads(state), xs)[0]
+
+    total = accumulate(state, xs)
+    assert_grads(total.tree, 4.0 * 2.5)
+    assert (total.scale, total.finite) == (4.0, True)
+    state = state.apply_gradients(grads=total)
+    assert state.step == 1
+    expected = np.asarray(params()["w"]) - 2.5 * np.float32(GRADS["w"])
+    np.testing.assert_array_equal(jamp.master_params(state)["w"], expected)
+
+
+def test_zero_grads_are_fp32_zeros_with_the_scale_of_their_loss():
+    state = make(num_losses=2, loss_scale="dynamic")
+    second = state.loss_scales[1]._replace(scale=jnp.float32(4.0))
+    state = state.replace(loss_scales=(state.loss_scales[0], second))
+    zeros = jamp.zero_grads(state, loss_id=1)
+    assert jax.tree.structure(zeros.tree) == jax.tree.structure(state.params)
+    for x, p in zip(jax.tree.leaves(zeros.tree), jax.tree.leaves(state.params)):
+        assert (x.dtype, x.shape) == (jnp.float32, p.shape)
+        assert not x.any()
+    assert (zeros.scale, zeros.finite, zeros.loss_id) == (4.0, True, 1)
+
+
+MISUSES = {
+    "index": lambda g: g["w"],
+    "index by number": lambda g: g[0],
+    "in": lambda g: "w" in g,
+    "iteration": lambda g: list(g),
+    "unpacking": lambda g: dict(**g),
+    "len": lambda g: len(g),
+    "items": lambda g: g.items(),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_use_as_a_plain_tree_names_the_two_ways_out(name):
+    if name in ("unpacking", "len", "items"):
+        # Python's own error is enough where it names the class.
+        with pytest.raises((TypeError, AttributeError), match="ScaledGrads"):
+            MISUSES[name](scaled())
+        return
+    with pytest.raises(TypeError, match=r"(?s)apply_gradients.*unscale"):
+        MISUSES[name](scaled())
+
+
+def test_flax_train_state_names_the_two_ways_out():
+    state = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"(?s)apply_gradients.*unscale"):
+        state.apply_gradients(grads=scaled("O0"))
+
+
+# scale_loss and unscale, for one's own jax.grad
+
+
+@pytest.mark.parametrize("level", RUNNING)
+def test_scale_loss_and_unscale_around_ones_own_grad(level):
+    state = make(level, loss_scale=8.0)
+
+    def scaled_loss(p):
+        return jamp.scale_loss(loss_fn(p, X), state)
+
+    grads = jax.grad(scaled_loss)(state.params)
+    assert_grads(grads, 8.0)
+    got = jamp.unscale(grads, state)
+    assert {str(x.dtype) for x in jax.tree.leaves(got)} == {"float32"}
+    assert_grads(got)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_scale_loss_multiplies_in_fp32(dtype):
+    scaled = jamp.scale_loss(jnp.asarray(3.0, dtype), make())
+    assert scaled.dtype == jnp.float32
+    assert scaled == 3.0 * 2.0**16
+
+
+def test_scale_loss_and_unscale_take_a_loss_id():
+    state = make(num_losses=2)
+    second = state.loss_scales[1]._replace(scale=jnp.float32(4.0))
+    state = state.replace(loss_scales=(state.loss_scales[0], second))
+    assert jamp.scale_loss(jnp.float32(2.0), state, loss_id=1) == 8.0
+    assert jamp.unscale({"w": jnp.float16(8.0)}, state, 1)["w"] == 2.0
+
+
+def test_unscale_keeps_what_half_would_lose():
+    # 2^-24 / 2^16 is far below fp16's smallest number.
+    got = jamp.unscale({"w": jnp.asarray(2.0**-24, jnp.float16)}, make())
+    assert got["w"] == 2.0**-40
+
+
+def test_disabled_amp_leaves_the_loss_alone():
+    state = make("O2", enabled=False)
+    assert jamp.scale_loss(jnp.float32(3.0), state) == 3.0
+    assert_same_bits(jamp.unscale(state.params, state), state.params)
+
+
+# Several groups
+
+
+def groups(pack, **kwargs):
+    trees = [{"w": jnp.full(2, v, jnp.float32)} for v in (1.0, 2.0, 3.0)]
+    txs = [optax.sgd(0.1)] * 3
+    kwargs.setdefault("loss_scale", 2.0)
+    return jamp.initialize(pack(trees), pack(txs), "O2", verbosity=0, **kwargs)
+
+
+def named(values):
+    return dict(zip("abc", values, strict=True))
+
+
+def total(p):
+    return wide(p["w"]).sum()
+
+
+def test_wrt_none_gives_the_container():
+    def loss_fn(p):
+        assert set(p) == set("abc")
+        return total(p["a"]) + 2 * total(p["b"]) + 3 * total(p["c"])
+
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(groups(named))
+    assert loss == 2 + 8 + 18
+    for key, slope in zip("abc", (1, 2, 3), strict=True):
+        np.testing.assert_array_equal(wide(grads.tree[key]["w"]), 2.0 * slope)
+
+
+@pytest.mark.parametrize(
+    "pack, key", [(named, "b"), (list, 1), (tuple, 1)], ids=["dict", "list", "tuple"]
+)
+def test_wrt_a_key_gives_that_groups_tree(pack, key):
+    state = groups(pack)
+
+    def loss_fn(p, times):
+        assert set(p) == {"w"}
+        return total(p) * times + 0.0 * total(state.params[key])
+
+    loss, grads = jamp.scaled_value_and_grad(loss_fn, wrt=key)(state, 5.0)
+    assert loss == 20.0
+    assert type(grads.tree) is type(state.params)
+    np.testing.assert_array_equal(wide(grads.tree[key]["w"]), 10.0)
+    others = jax.tree.leaves(grads.tree)
+    assert len(others) == 1
+    del state
+
+
+def test_groups_that_are_not_covered_are_none():
+    state = groups(named)
+    grads = jamp.scaled_grad(total, wrt="b")(state)
+    assert grads.tree["a"] is None
+    assert grads.tree["c"] is None
+    tree, _ = grads.unscale()
+    assert tree["a"] is None
+
+
+@pytest.mark.parametrize("wrt", [("c", "a"), ["c", "a"]])
+def test_wrt_a_sequence_gives_a_tuple_in_that_order(wrt):
+    def loss_fn(p):
+        c, a = p
+        assert isinstance(p, tuple)
+        return total(c) * 3 + total(a)
+
+    loss, grads = jamp.scaled_value_and_grad(loss_fn, wrt=wrt)(groups(named))
+    assert loss == 18 + 2
+    np.testing.assert_array_equal(wide(grads.tree["c"]["w"]), 6.0)
+    np.testing.assert_array_equal(wide(grads.tree["a"]["w"]), 2.0)
+    assert grads.tree["b"] is None
+
+
+def test_wrt_a_sequence_of_one_is_still_a_tuple():
+    grads = jamp.scaled_grad(lambda p: total(p[0]), wrt=["b"])(groups(named))
+    np.testing.assert_array_equal(wide(grads.tree["b"]["w"]), 2.0)
+
+
+@pytest.mark.parametrize(
+    "pack, wrt", [(named, "z"), (list, 3), (tuple, "a"), (named, ("a", "z"))], ids=str
+)
+def test_an_unknown_group_is_an_error_that_lists_them(pack, wrt):
+    state = groups(pack)
+    with pytest.raises((*REFUSED, LookupError), match="(?s)wrt.*(?:'b'|1)"):
+        jamp.scaled_grad(lambda p: jnp.float32(0.0), wrt=wrt)(state)
+
+
+def test_wrt_with_one_group_is_an_error():
+    with pytest.raises((*REFUSED, LookupError), match="wrt"):
+        jamp.scaled_grad(loss_fn, wrt="w")(make(), X)
+
+
+def test_gradients_of_different_groups_do_not_add():
+    state = groups(named)
+    a, b = (jamp.scaled_grad(total, wrt=key)(state) for key in "ab")
+    with pytest.raises(REFUSED, match="group"):
+        a + b
+
+
+def test_a_scan_over_one_group_starts_from_its_zeros():
+    state = groups(named)
+
+    def body(grads, x):
+        return grads + jamp.scaled_grad(lambda p: total(p) * x, wrt="b")(state), None
+
+    start = jamp.zero_grads(state, wrt="b")
+    assert start.tree["a"] is None
+    grads, _ = lax.scan(body, start, jnp.asarray([1.0, 2.0], jnp.float32))
+    np.testing.assert_array_equal(grads.tree["b"]["w"], 6.0)
+
+
+# A mapped axis
+
+
+def test_axis_name_means_over_vmap_and_agrees_on_the_flag():
+    state = make("O2", loss_scale="dynamic")
+    step = jamp.scaled_value_and_grad(loss_fn, axis_name="i")
+    f = jax.jit(jax.vmap(step, (None, 0), axis_name="i"))
+    xs = jnp.stack([X, 3 * X]) * 2.0**-10
+    _, grads = f(state, xs)
+    np.testing.assert_array_equal(grads.finite, [True, True])
+    for i in range(2):
+        assert_grads(jax.tree.map(lambda x, i=i: x[i], grads.tree), 2 * 2.0**6)
+    _, grads = f(state, xs.at[1, 0].set(jnp.inf))
+    np.testing.assert_array_equal(grads.finite, [False, False])
+
+
+@pytest.fixture(scope="module")
+def two_devices():
+    """What tests/two_devices.py found on two virtual CPU devices."""
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.two_devices"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_reduces_in_fp32(two_devices, check_vma):
+    # 60,000 from each device: their sum is inf in fp16, their mean is not.
+    got = two_devices[f"reduce/{check_vma}"]
+    assert got["finite"] == [True, True]
+    assert got["grads"] == [[60000.0, 60000.0], [60000.0, 60000.0]]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_agrees_on_the_finite_flag(two_devices, check_vma):
+    got = two_devices[f"overflow/{check_vma}"]
+    assert got["finite"] == [False, False]
+    assert got["skipped_steps"] == 1
+    assert got["step"] == 0
+    assert got["params"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_step_inside_shard_map_is_the_step_on_the_whole_batch(two_devices, check_vma):
+    got = two_devices[f"step/{check_vma}"]
+    assert got["step"] == 1
+    assert got["params"] == got["whole"]
+    assert got["params"] != [1.0, 1.0]
+    assert got["masters"] == got["whole_masters"]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_params_that_vary_over_the_axis_are_accepted(two_devices, check_vma):
+    got = two_devices[f"varying/{check_vma}"]
+    assert got["finite"] == [True, True]
+    assert got["grads"] == [[2.0], [2.0]]  # the mean of 1 and 3
+
+
+def test_sharded_arrays_under_jit_need_no_axis_name(two_devices):
+    got = two_devices["jit"]
+    assert got["params"] == got["whole"]
+    assert got["skipped_steps"] == 1
