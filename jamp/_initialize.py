@@ -184,15 +184,15 @@ def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
         if not isinstance(leaf, _ARRAY_LIKE):
             raise TypeError(
-                f"The extra field {name}{jax.tree_util.keystr(path)} is {leaf!r}, which "
-                "is no array. Declare a static field on a subclass of AmpState: "
+                f"The extra field {name}{jax.tree_util.keystr(path)} is {leaf!r}, "
+                "which is no array. Declare a static field on a subclass of AmpState: "
                 f"`{name}: Any = flax.struct.field(pytree_node=False)`."
             )
     return jax.tree.map(_strong_array, value)
 
 
 def _unshared[T](state: T, given: Any) -> T:
-    """Copies arrays that are the user's too or occur twice, as a state may be donated."""
+    """Copies arrays that the user has too, or that occur twice: donation ends them."""
     seen = {id(x) for x in jax.tree.leaves(given)}
 
     def leaf(x):

@@ -6,6 +6,7 @@ pulls all that follows up to float32. So an interceptor acts at each module, see
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -58,8 +59,13 @@ class LinenAdapter:
     """Linen's side of `jamp._forward`."""
 
     def owns(self, apply_fn: Callable[..., Any]) -> bool:
-        """Whether `apply_fn` is a method of a Linen module."""
-        return inspect.ismethod(apply_fn) and isinstance(apply_fn.__self__, nn.Module)
+        """Whether `apply_fn` is a method of a Linen module, jitted or partial too."""
+        while not inspect.ismethod(apply_fn):
+            partial = isinstance(apply_fn, functools.partial)
+            apply_fn = getattr(apply_fn, "func" if partial else "__wrapped__", None)
+            if apply_fn is None:
+                return False
+        return isinstance(apply_fn.__self__, nn.Module)
 
     @contextlib.contextmanager
     def context(self, properties: Properties) -> Iterator[None]:

@@ -53,6 +53,8 @@ FREE = frozenset(
     "parameter get-tuple-element tuple bitcast constant after-all add-dependency"
     " opt-barrier partition-id replica-id".split()
 )
+CALLERS = frozenset(("fusion", "call", "while", "conditional"))
+SLICING = frozenset(("slice", "dynamic-slice", "dynamic-update-slice"))
 DOTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
 LIBRARY_PRODUCT = re.compile(r'custom_call_target="(__cublas\$|__cudnn\$)')
 SIZES = {"pred": 1, "token": 0, "opaque": 0, "s4": 0.5, "u4": 0.5, "s2": 0.25, "u2": 0.25}
@@ -218,10 +220,9 @@ def _instruction(name: str, line: str) -> Instruction:
     opcode, _, _ = line.partition("(")
     end = _closing(line, len(opcode))
     inside, rest = line[len(opcode) + 1 : end - 1], line[end:]
-    # A constant prints its value there and a parameter its number.
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     if opcode == "parameter":
-        rest = f"parameter={inside}{rest}"
+        rest = inside + rest  # its number
     return Instruction(name, shape, opcode, operands, rest)
 
 
@@ -265,9 +266,6 @@ def _called(instruction: Instruction) -> list[str]:
     return [name for group in groups for name in re.findall(r"[\w.\-]+", group)]
 
 
-CALLERS = frozenset(("fusion", "call", "while", "conditional"))
-
-
 def _trip_count(instruction: Instruction) -> int:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.rest)
     return int(known[1]) if known else 1
@@ -276,31 +274,37 @@ def _trip_count(instruction: Instruction) -> int:
 def _reads(
     instruction: Instruction, outer: Computation, body: Computation | None
 ) -> list[float]:
+    """Bytes read of each operand."""
     whole = [outer[name].bytes for name in instruction.operands]
-    if instruction.opcode in ("dynamic-slice", "slice"):
-        return [min(whole[0], instruction.bytes), *whole[1:]]
-    if instruction.opcode == "dynamic-update-slice":
-        return [0, *whole[1:]]
     if body is None:
-        return whole
-    slices = [_slices_read(body, number) for number in range(len(whole))]
-    return [min(a, b) for a, b in zip(whole, slices, strict=True)]
+        return [size * _used(instruction, n, outer) for n, size in enumerate(whole)]
+    parameters = {_number(i): i for i in body.values() if i.opcode == "parameter"}
+    return [size * _needed(parameters[n], body) for n, size in enumerate(whole)]
 
 
-def _slices_read(body: Computation, number: int) -> float:
-    """Bytes that a fusion reads of its operand `number`."""
-    source = next(i for i in body.values() if i.rest.startswith(f"parameter={number},")
-                  or i.rest == f"parameter={number}")
-    users = [i for i in body.values() if source.name in i.operands]
+def _needed(instruction: Instruction, body: Computation) -> float:
+    """The fraction of a value inside a fusion that the fusion's result depends on."""
+    users = [i for i in body.values() if instruction.name in i.operands]
     if not users:
-        return 0
-    return sum(
-        _reads(user, body, None)[0]
-        if user.operands[0] == source.name
-        and user.opcode in ("dynamic-slice", "slice", "dynamic-update-slice")
-        else source.bytes
+        return 1 if instruction is list(body.values())[-1] else 0
+    fractions = (
+        _needed(user, body) * _used(user, user.operands.index(instruction.name), body)
         for user in users
     )
+    return min(1, sum(fractions))
+
+
+def _used(user: Instruction, number: int, computation: Computation) -> float:
+    """The fraction of its operand `number` that an instruction reads."""
+    if number > 0 or user.opcode not in SLICING:
+        return 1
+    if user.opcode == "dynamic-update-slice":
+        return 0
+    return user.bytes / max(computation[user.operands[0]].bytes, 1)
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.rest.partition(",")[0])
 
 
 def _writes(
@@ -308,9 +312,6 @@ def _writes(
 ) -> float:
     if instruction.opcode == "dynamic-update-slice":
         return outer[instruction.operands[1]].bytes
-    if instruction.opcode.endswith("-start"):
-        # The result of an async start repeats its operands beside the destination.
-        return max(instruction.bytes - sum(_reads(instruction, outer, None)), 0)
     if body is None:
         return instruction.bytes
     root = list(body.values())[-1]

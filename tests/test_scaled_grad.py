@@ -255,7 +255,7 @@ def test_what_is_no_scalar_float_is_refused(name, wrapper):
 
 
 def test_the_shape_of_a_bad_loss_is_in_the_message():
-    with pytest.raises(REFUSED, match=r"\(3,\)"):
+    with pytest.raises(REFUSED, match=r"\[3\]|\(3,\)"):
         jamp.scaled_grad(lambda p, x: wide(p["w"]) * x)(make(), X)
 
 
@@ -287,15 +287,16 @@ def test_each_loss_has_its_own_scale():
     assert_grads(grads.tree, 4.0)
 
 
-def test_a_train_state_is_refused():
+@pytest.mark.parametrize("name", ["scaled_grad", "scaled_value_and_grad"])
+def test_a_train_state_is_refused(name):
     state = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
-    for wrapper in (jamp.scaled_grad, jamp.scaled_value_and_grad):
-        with pytest.raises(TypeError, match=r"(?s)TrainState.*jamp\.initialize"):
-            wrapper(loss_fn)(state, X)
+    with pytest.raises(TypeError, match=r"jamp\.initialize.*TrainState") as caught:
+        getattr(jamp, name)(loss_fn)(state, X)
+    assert f"jamp.{name} takes" in str(caught.value)
 
 
 def test_params_instead_of_a_state_are_refused():
-    with pytest.raises(TypeError, match=r"(?s)dict.*jamp\.initialize"):
+    with pytest.raises(TypeError, match=r"jamp\.initialize.*dict"):
         jamp.scaled_grad(loss_fn)(params(), X)
 
 
@@ -475,7 +476,9 @@ def test_zero_grads_are_fp32_zeros_with_the_scale_of_their_loss():
     state = state.replace(loss_scales=(state.loss_scales[0], second))
     zeros = jamp.zero_grads(state, loss_id=1)
     assert jax.tree.structure(zeros.tree) == jax.tree.structure(state.params)
-    for x, p in zip(jax.tree.leaves(zeros.tree), jax.tree.leaves(state.params)):
+    for x, p in zip(
+        jax.tree.leaves(zeros.tree), jax.tree.leaves(state.params), strict=True
+    ):
         assert (x.dtype, x.shape) == (jnp.float32, p.shape)
         assert not x.any()
     assert (zeros.scale, zeros.finite, zeros.loss_id) == (4.0, True, 1)
@@ -483,22 +486,14 @@ def test_zero_grads_are_fp32_zeros_with_the_scale_of_their_loss():
 
 MISUSES = {
     "index": lambda g: g["w"],
-    "index by number": lambda g: g[0],
+    "position": lambda g: g[0],
     "in": lambda g: "w" in g,
     "iteration": lambda g: list(g),
-    "unpacking": lambda g: dict(**g),
-    "len": lambda g: len(g),
-    "items": lambda g: g.items(),
 }
 
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_use_as_a_plain_tree_names_the_two_ways_out(name):
-    if name in ("unpacking", "len", "items"):
-        # Python's own error is enough where it names the class.
-        with pytest.raises((TypeError, AttributeError), match="ScaledGrads"):
-            MISUSES[name](scaled())
-        return
     with pytest.raises(TypeError, match=r"(?s)apply_gradients.*unscale"):
         MISUSES[name](scaled())
 
@@ -528,7 +523,12 @@ def test_scale_loss_and_unscale_around_ones_own_grad(level):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_scale_loss_multiplies_in_fp32(dtype):
-    scaled = jamp.scale_loss(jnp.asarray(3.0, dtype), make())
+    loss, state = jnp.asarray(3.0, dtype), make()
+    if dtype == jnp.float32:
+        scaled = jamp.scale_loss(loss, state)
+    else:
+        with pytest.warns(jamp.PrecisionWarning, match=jnp.dtype(dtype).name):
+            scaled = jamp.scale_loss(loss, state)
     assert scaled.dtype == jnp.float32
     assert scaled == 3.0 * 2.0**16
 
@@ -589,44 +589,47 @@ def test_wrt_a_key_gives_that_groups_tree(pack, key):
     state = groups(pack)
 
     def loss_fn(p, times):
-        assert set(p) == {"w"}
-        return total(p) * times + 0.0 * total(state.params[key])
+        # All groups are there: a generator's loss runs the discriminator too.
+        assert jax.tree.structure(p) == jax.tree.structure(state.params)
+        return sum(total(p[k]) for k in ("abc" if pack is named else range(3))) * times
 
     loss, grads = jamp.scaled_value_and_grad(loss_fn, wrt=key)(state, 5.0)
-    assert loss == 20.0
-    assert type(grads.tree) is type(state.params)
-    np.testing.assert_array_equal(wide(grads.tree[key]["w"]), 10.0)
-    others = jax.tree.leaves(grads.tree)
-    assert len(others) == 1
-    del state
-
-
-def test_groups_that_are_not_covered_are_none():
-    state = groups(named)
-    grads = jamp.scaled_grad(total, wrt="b")(state)
-    assert grads.tree["a"] is None
-    assert grads.tree["c"] is None
+    assert loss == 30.0
+    assert set(grads.tree) == {"w"}
+    np.testing.assert_array_equal(wide(grads.tree["w"]), 10.0)
     tree, _ = grads.unscale()
-    assert tree["a"] is None
+    np.testing.assert_array_equal(tree["w"], 5.0)
 
 
 @pytest.mark.parametrize("wrt", [("c", "a"), ["c", "a"]])
 def test_wrt_a_sequence_gives_a_tuple_in_that_order(wrt):
     def loss_fn(p):
-        c, a = p
-        assert isinstance(p, tuple)
-        return total(c) * 3 + total(a)
+        return total(p["c"]) * 3 + total(p["b"]) * 7 + total(p["a"])
 
     loss, grads = jamp.scaled_value_and_grad(loss_fn, wrt=wrt)(groups(named))
-    assert loss == 18 + 2
-    np.testing.assert_array_equal(wide(grads.tree["c"]["w"]), 6.0)
-    np.testing.assert_array_equal(wide(grads.tree["a"]["w"]), 2.0)
-    assert grads.tree["b"] is None
+    assert loss == 18 + 28 + 2
+    assert isinstance(grads.tree, tuple)
+    c, a = grads.tree
+    np.testing.assert_array_equal(wide(c["w"]), 6.0)
+    np.testing.assert_array_equal(wide(a["w"]), 2.0)
 
 
 def test_wrt_a_sequence_of_one_is_still_a_tuple():
-    grads = jamp.scaled_grad(lambda p: total(p[0]), wrt=["b"])(groups(named))
-    np.testing.assert_array_equal(wide(grads.tree["b"]["w"]), 2.0)
+    grads = jamp.scaled_grad(lambda p: total(p["b"]), wrt=["b"])(groups(named))
+    (b,) = grads.tree
+    np.testing.assert_array_equal(wide(b["w"]), 2.0)
+
+
+def test_wrt_leaves_no_gradient_through_the_other_groups():
+    # Only what is differentiated can overflow.
+    state = groups(named, loss_scale="dynamic")
+
+    def loss_fn(p):
+        return total(p["a"]) * 1e30 + total(p["b"]) * 2.0**-10
+
+    assert jamp.scaled_grad(loss_fn, wrt="b")(state).finite
+    assert not jamp.scaled_grad(loss_fn, wrt="a")(state).finite
+    assert not jamp.scaled_grad(loss_fn)(state).finite
 
 
 @pytest.mark.parametrize(
@@ -634,7 +637,7 @@ def test_wrt_a_sequence_of_one_is_still_a_tuple():
 )
 def test_an_unknown_group_is_an_error_that_lists_them(pack, wrt):
     state = groups(pack)
-    with pytest.raises((*REFUSED, LookupError), match="(?s)wrt.*(?:'b'|1)"):
+    with pytest.raises((*REFUSED, LookupError), match=r"(?s)wrt.*(?:\bb\b|\b1\b)"):
         jamp.scaled_grad(lambda p: jnp.float32(0.0), wrt=wrt)(state)
 
 
@@ -645,21 +648,28 @@ def test_wrt_with_one_group_is_an_error():
 
 def test_gradients_of_different_groups_do_not_add():
     state = groups(named)
-    a, b = (jamp.scaled_grad(total, wrt=key)(state) for key in "ab")
+
+    def loss_fn(p):
+        return total(p["a"]) + total(p["b"])
+
+    a, b = (jamp.scaled_grad(loss_fn, wrt=key)(state) for key in "ab")
     with pytest.raises(REFUSED, match="group"):
         a + b
 
 
-def test_a_scan_over_one_group_starts_from_its_zeros():
+@pytest.mark.parametrize("wrt", ["b", ("b",), ["b", "c"], None], ids=str)
+def test_a_scan_over_some_groups_starts_from_their_zeros(wrt):
     state = groups(named)
+    grad = jamp.scaled_grad(lambda p, x: total(p["b"]) * x, wrt=wrt)
 
     def body(grads, x):
-        return grads + jamp.scaled_grad(lambda p: total(p) * x, wrt="b")(state), None
+        return grads + grad(state, x), None
 
-    start = jamp.zero_grads(state, wrt="b")
-    assert start.tree["a"] is None
-    grads, _ = lax.scan(body, start, jnp.asarray([1.0, 2.0], jnp.float32))
-    np.testing.assert_array_equal(grads.tree["b"]["w"], 6.0)
+    xs = jnp.asarray([1.0, 2.0], jnp.float32)
+    grads, _ = lax.scan(body, jamp.zero_grads(state, wrt=wrt), xs)
+    tree = {"b": grads.tree} if wrt == "b" else grads.tree
+    key = "b" if isinstance(tree, dict) else 0
+    np.testing.assert_array_equal(tree[key]["w"], 6.0)
 
 
 # A mapped axis
@@ -690,7 +700,7 @@ def two_devices():
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -731,3 +741,9 @@ def test_sharded_arrays_under_jit_need_no_axis_name(two_devices):
     got = two_devices["jit"]
     assert got["params"] == got["whole"]
     assert got["skipped_steps"] == 1
+
+
+def test_pmap_averages_as_shard_map_does(two_devices):
+    got = two_devices["pmap"]
+    assert got["finite"] == [True, True]
+    assert got["grads"] == [[60000.0, 60000.0], [60000.0, 60000.0]]

@@ -49,12 +49,7 @@ def gradients(check_vma, state, x):
     @mapped(check_vma, (P(), P("batch")), (P("batch"), P("batch")))
     def f(state, x):
         grads = jamp.scaled_grad(loss_fn, axis_name="batch")(state, x)
-        finite = (
-            jax.lax.pcast(grads.finite, "batch", to="varying")
-            if (check_vma)
-            else grads.finite
-        )
-        return grads.tree["w"][None], finite[None]
+        return grads.tree["w"][None], grads.finite[None]
 
     w, finite = f(state, x)
     return {"grads": lists(w), "finite": np.asarray(finite).tolist()}
@@ -101,6 +96,15 @@ def varying(check_vma, rates):
     return {"grads": lists(w), "finite": np.asarray(finite).tolist()}
 
 
+def pmapped(state, x):
+    def f(state, x):
+        grads = jamp.scaled_grad(loss_fn, axis_name="batch")(state, x)
+        return grads.tree["w"], grads.finite
+
+    w, finite = jax.pmap(f, "batch", in_axes=(None, 0))(state, x)
+    return {"grads": lists(w), "finite": np.asarray(finite).tolist()}
+
+
 def main():
     out = {}
     halves = np.float32([[1.0, 1.0], [1.0, 1.0]])
@@ -122,6 +126,7 @@ def main():
     state = jax.device_put(make(), NamedSharding(MESH, P()))
     state = whole_step(whole_step(state, sharded(small)), sharded(one_inf))
     out["jit"] = report(state) | {"whole": lists(whole_step(make(), small).params["w"])}
+    out["pmap"] = pmapped(make(loss_scale=1.0), 60000 * halves[:, None])
     print(json.dumps(out))
 
 
