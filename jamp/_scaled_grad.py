@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp import _groups
+from jamp._compat import manual_axes, varying_axes
 from jamp._forward import forward_policy
 from jamp._layout import row_major_on_cuda
 from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
@@ -67,39 +68,14 @@ def scaled_value_and_grad(
     [24. 24.] [3. 3.]
     """
 
+    both = _differentiate(
+        loss_fn, "jamp.scaled_value_and_grad", has_aux, loss_id, wrt, axis_name
+    )
+
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):
-        rule, scale_state = find_loss_scale(
-            state, loss_id, "jamp.scaled_value_and_grad"
-        )
-        every = _groups.group_keys(state.tx)
-        keys = _groups.resolve_wrt(wrt, every)
-        trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
-        if axis_name is not None:
-            trained = jax.tree.map(lambda p: _varying(p, axis_name), trained)
-
-        def scaled_loss(trained):
-            whole = {k: _groups.get(state.params, k) for k in every}
-            whole |= {k: merge(trained[k], whole[k]) for k in keys}
-            out = loss_fn(_groups.pack(whole, state.params), *args, **kwargs)
-            loss, aux = _split_aux(out, has_aux)
-            return rule.scale_loss(loss, scale_state), (loss, aux)
-
-        with forward_policy(state.properties):
-            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
-        grads = row_major_on_cuda(grads)
-        finite = _finite(grads) if rule.checks else jnp.asarray(True)
-        if axis_name is not None:
-            grads, loss, finite = _averaged(grads, loss, finite, axis_name)
-        named = tuple(wrt) if isinstance(wrt, list) else wrt
-        scaled = ScaledGrads(
-            tree=_groups.shape_like_wrt(grads, named, state.params),
-            scale=rule.current(scale_state),
-            finite=finite,
-            loss_id=loss_id,
-            groups=named,
-        )
-        return ((loss, aux) if has_aux else loss), scaled
+        loss, aux, grads = both(state, *args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
 
@@ -124,14 +100,12 @@ def scaled_grad(
     >>> print(scaled_grad(lambda w: (w**2).sum())(state).tree)
     [2. 2.]
     """
-    both = scaled_value_and_grad(
-        loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt, axis_name=axis_name
-    )
+    both = _differentiate(loss_fn, "jamp.scaled_grad", has_aux, loss_id, wrt, axis_name)
 
     @functools.wraps(loss_fn)
     def grad(state, *args, **kwargs):
-        value, grads = both(state, *args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
+        _, aux, grads = both(state, *args, **kwargs)
+        return (grads, aux) if has_aux else grads
 
     return grad
 
@@ -175,6 +149,50 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
     )
 
 
+def _differentiate(
+    loss_fn: Callable[..., Any],
+    name: str,
+    has_aux: bool,
+    loss_id: int,
+    wrt: Any,
+    axis_name: Any,
+) -> Callable[..., tuple[Array, Any, ScaledGrads]]:
+    """`f(state, *args, **kwargs) -> (loss, aux, grads)`."""
+
+    def differentiate(state, *args, **kwargs):
+        rule, scale_state = find_loss_scale(state, loss_id, name)
+        every = _groups.group_keys(state.tx)
+        keys = _groups.resolve_wrt(wrt, every)
+        trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
+        if axis_name is not None:
+            trained = jax.tree.map(lambda p: _varying(p, axis_name), trained)
+
+        def scaled_loss(trained):
+            whole = {k: _groups.get(state.params, k) for k in every}
+            whole |= {k: merge(trained[k], whole[k]) for k in keys}
+            out = loss_fn(_groups.pack(whole, state.params), *args, **kwargs)
+            loss, aux = _split_aux(out, has_aux)
+            return rule.scale_loss(loss, scale_state), (loss, aux)
+
+        with forward_policy(state.properties):
+            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
+        grads = row_major_on_cuda(grads)
+        finite = _finite(grads) if rule.checks else jnp.asarray(True)
+        if axis_name is not None:
+            grads, loss, finite = _averaged(grads, loss, finite, axis_name)
+        named = tuple(wrt) if isinstance(wrt, list) else wrt
+        scaled = ScaledGrads(
+            tree=_groups.shape_like_wrt(grads, named, state.params),
+            scale=rule.current(scale_state),
+            finite=finite,
+            loss_id=loss_id,
+            groups=named,
+        )
+        return loss, aux, scaled
+
+    return differentiate
+
+
 def _split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
     if not has_aux:
         return checked_loss(out), None
@@ -192,8 +210,8 @@ def _finite(grads: dict[Any, PyTree]) -> Bool[Array, ""]:
 def _varying(x: Array, axis_name: Any) -> Array:
     """Marks a replicated param as varying: JAX would sum its gradients, in half."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    missing = tuple(a for a in axes if a not in jax.typeof(x).vma)
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    missing = {a for a in axes if a in manual_axes()} - varying_axes(x)
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def _averaged(grads: Any, loss: Array, finite: Array, axis_name: Any) -> Any:

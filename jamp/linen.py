@@ -60,12 +60,11 @@ class LinenAdapter:
 
     def owns(self, apply_fn: Callable[..., Any]) -> bool:
         """Whether `apply_fn` is a method of a Linen module, jitted or partial too."""
-        while not inspect.ismethod(apply_fn):
-            partial = isinstance(apply_fn, functools.partial)
-            apply_fn = getattr(apply_fn, "func" if partial else "__wrapped__", None)
-            if apply_fn is None:
-                return False
-        return isinstance(apply_fn.__self__, nn.Module)
+        inner: Any = apply_fn
+        while inner is not None and not inspect.ismethod(inner):
+            partial = isinstance(inner, functools.partial)
+            inner = getattr(inner, "func" if partial else "__wrapped__", None)
+        return isinstance(getattr(inner, "__self__", None), nn.Module)
 
     @contextlib.contextmanager
     def context(self, properties: Properties) -> Iterator[None]:

@@ -15,10 +15,10 @@ import optax
 from jax.typing import DTypeLike
 
 import jamp
+from tests import programs
 from tests.models import CNN, Transformer
 
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
-PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 class Recurrent(nn.Module):
@@ -168,14 +168,17 @@ class Normed(nn.Module):
     """BatchNorm on the input itself: what it does can be computed by hand."""
 
     dtype: DTypeLike | None = None
-    momentum: float = 0.9
+    affine: bool = True
 
     @nn.compact
     def __call__(self, x, train=True):
-        norm = nn.BatchNorm(
-            use_running_average=not train, momentum=self.momentum, dtype=self.dtype
-        )
-        y = norm(x)
+        y = nn.BatchNorm(
+            use_running_average=not train,
+            momentum=0.9,
+            dtype=self.dtype,
+            use_scale=self.affine,
+            use_bias=self.affine,
+        )(x)
         return nn.Dense(3)(y), jnp.asarray(y.dtype.itemsize)
 
 
@@ -215,7 +218,7 @@ CASES = {
 
 
 def fill(shapes: Any, seed: int = 0) -> Any:
-    """Variables of these shapes, none of them 0 or 1, without running any initializer."""
+    """Variables of these shapes, none 0 or 1; no initializer runs, which is fast."""
     rng = np.random.default_rng(seed)
 
     def leaf(s):
@@ -234,13 +237,11 @@ def variables_of(model: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -
 
 
 def state_of(model: nn.Module, variables: Any, level: str, **overrides: Any) -> Any:
-    """An AmpState whose gradients stay in range: the tests here are not about scales."""
+    """An AmpState with a small scale: no test here is about overflow."""
     options = {"loss_scale": 8.0, "apply_fn": model.apply} | overrides
     stats = variables.get("batch_stats", {})
     params, tx = variables["params"], optax.sgd(1.0)
-    return jamp.initialize(
-        params, tx, level, verbosity=0, batch_stats=stats, **options
-    )
+    return jamp.initialize(params, tx, level, verbosity=0, batch_stats=stats, **options)
 
 
 def loss_of(case: Case, state: Any, route: str) -> Callable[..., Any]:
@@ -264,7 +265,7 @@ def mean_square(out: Any) -> Any:
 
 
 def under_policy(state: Any, fn: Callable[[], Any]) -> Any:
-    """What `fn` returns when a loss under the state's policy calls it, traced eagerly."""
+    """What `fn` returns when a loss under the state's policy calls it."""
 
     def loss_fn(params):
         del params
@@ -275,25 +276,9 @@ def under_policy(state: Any, fn: Callable[[], Any]) -> Any:
 
 
 def products(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The dtypes that each dot and convolution of `fn` multiplies: "float16,float16"."""
-    return list(_products(jax.make_jaxpr(fn)(*args).jaxpr))
-
-
-def _products(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in PRODUCTS:
-            yield ",".join(str(v.aval.dtype) for v in eqn.invars)
-        for value in eqn.params.values():
-            for sub in value if isinstance(value, tuple | list) else (value,):
-                sub = getattr(sub, "jaxpr", sub)  # of a ClosedJaxpr
-                if hasattr(sub, "eqns"):
-                    yield from _products(sub)
+    """What each dot and convolution of `fn` multiplies: "float16,float16"."""
+    return [f"{p.lhs},{p.rhs}" for p in programs.products(fn, *args)]
 
 
 def dtypes(tree: Any) -> list[str]:
     return [str(x.dtype) for x in jax.tree.leaves(tree)]
-
-
-def bits(tree: Any) -> list[Any]:
-    """Leaves as (dtype, bytes): equal only if bitwise equal."""
-    return [(str(x.dtype), np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]

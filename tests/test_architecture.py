@@ -14,7 +14,7 @@ PACKAGES = ("pallas_kernels", "jamp")
 # file needs a row, or a folder that has one.
 LAYERS = (
     ("pallas_kernels",),
-    ("jamp._dtypes", "jamp._warnings", "jamp._layout"),
+    ("jamp._compat", "jamp._dtypes", "jamp._warnings", "jamp._layout"),
     ("jamp._tree",),
     ("jamp._opt_level",),
     ("jamp._loss_scale",),

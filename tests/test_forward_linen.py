@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 import jamp
+from tests.bits import assert_same_bits
 from tests.forward_models import (
     CASES,
     HALF,
@@ -19,7 +21,6 @@ from tests.forward_models import (
     Normed,
     Recurrent,
     Tied,
-    bits,
     dtypes,
     loss_of,
     mean_square,
@@ -129,7 +130,7 @@ def test_equals_the_half_model_written_by_hand(name, level):
         (loss, (out, stats)), grads = grads_of(case, state, "state.apply_fn")(state)
         return grads.tree, (loss, out, stats)
 
-    assert bits(by_jamp(state)) == bits(by_hand(state.params))
+    assert_same_bits(by_jamp(state), by_hand(state.params))
 
 
 def op_by_op(fn):
@@ -144,7 +145,7 @@ def op_by_op(fn):
 
 @pytest.mark.parametrize("level", HALF)
 def test_error_against_float64_is_that_of_half(level):
-    """Rounding errors followed through the layers, all at once as bad as they can be."""
+    """Rounding errors followed through the layers, each as bad as it can be."""
     model, x = MLP((8, 8, 3)), normal(5, 6)
     variables = variables_of(model, x)
     state = state_of(model, variables, level)
@@ -156,7 +157,7 @@ def test_error_against_float64_is_that_of_half(level):
         params = variables["params"][f"Dense_{layer}"]
         kernel, bias = np.float64(params["kernel"]), np.float64(params["bias"])
         size = np.abs(exact) + error
-        # What comes in; the kernel's rounding; one rounding per partial sum; the bias's.
+        # What came in, the kernel's rounding, one per partial sum, the bias's.
         error = error @ np.abs(kernel) + unit * size @ np.abs(kernel)
         error += len(kernel) * unit * size @ np.abs(kernel) + unit * np.abs(bias)
         exact = exact @ kernel + bias
@@ -208,6 +209,34 @@ def test_batchnorm_in_evaluation(level):
     assert np.all(np.abs(out - expected) <= 8 * UNIT_ROUNDOFF[half.name] * size)
 
 
+def test_batchnorm_without_params_gives_half():
+    # There is nothing to keep, and apex casts it; Flax's statistics are float32 still.
+    model = Normed(jnp.float32, affine=False)
+    state = state_of(model, variables_of(model, SEQUENCE), "O2")
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    (out, width), new = state.apply_fn(variables, SEQUENCE, mutable=["batch_stats"])
+    assert width == 2 and out.dtype == jnp.float32
+    assert dtypes(new) == ["float32"] * 2
+
+
+def test_a_module_without_params_reads_its_dtype_as_half():
+    class Scores(nn.Module):
+        dtype: DTypeLike = jnp.float32
+
+        def __call__(self, q, k):
+            q, k = nn.dtypes.promote_dtype(q, k, dtype=self.dtype)
+            return jnp.einsum("bqc,bkc->bqk", q, k)
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Scores()(nn.Dense(4)(x), nn.Dense(4)(x))
+
+    state = state_of(Attention(), variables_of(Attention(), SEQUENCE), "O2")
+    found = products(lambda p: state.apply_fn({"params": p}, SEQUENCE), state.params)
+    assert found == ["float16,float16"] * 3
+
+
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.float16])
 def test_a_kept_head_computes_in_float32(dtype):
     # Its logits keep their float32 bits: no rounding to half on the way out.
@@ -236,7 +265,7 @@ def test_a_kept_head_computes_in_float32(dtype):
 def test_a_kept_head_does_not_take_its_parents_half():
     # The parent reads its dtype=float32 as half, and hands that on to the kept head.
     class Parent(nn.Module):
-        dtype: jax.typing.DTypeLike = jnp.float32
+        dtype: DTypeLike = jnp.float32
 
         @nn.compact
         def __call__(self, x):

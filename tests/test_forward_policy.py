@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jamp
+from tests.bits import assert_same_bits
 from tests.forward_models import (
     CASES,
     IMAGES,
@@ -17,7 +18,6 @@ from tests.forward_models import (
     Headed,
     Normed,
     Witness,
-    bits,
     dtypes,
     loss_of,
     normal,
@@ -132,7 +132,7 @@ def test_an_fp32_teacher_keeps_every_bit(witness):
         return teacher.model.apply(variables, IMAGES, train=False)
 
     alone = logits()
-    assert bits(under_policy(witness[1], logits)) == bits(alone)
+    assert_same_bits(under_policy(witness[1], logits), alone)
 
 
 def test_an_fp32_copy_of_the_student_stays_fp32(witness):
@@ -141,7 +141,7 @@ def test_an_fp32_copy_of_the_student_stays_fp32(witness):
     fp32 = {"params": jamp.master_params(state)}
     alone = model.apply(fp32, X)
     assert alone[1] == 4
-    assert bits(under_policy(state, lambda: model.apply(fp32, X))) == bits(alone)
+    assert_same_bits(under_policy(state, lambda: model.apply(fp32, X)), alone)
 
 
 def test_an_fp32_teacher_inside_a_student_stays_fp32():
@@ -160,7 +160,7 @@ def test_an_fp32_teacher_inside_a_student_stays_fp32():
     _, own, target, width = state.apply_fn({"params": state.params}, X)
     assert (own, width) == (2, 4)
     rounded = X.astype(jnp.float16).astype(jnp.float32)
-    assert bits(target) == bits(teacher.apply(frozen, rounded, train=False)[0])
+    assert_same_bits(target, teacher.apply(frozen, rounded, train=False)[0])
 
 
 def test_the_innermost_policy_wins():
@@ -264,7 +264,7 @@ def test_init_under_a_policy_is_that_of_fp32(witness):
     init = lambda: model.init_with_output(jax.random.key(1), X)[1]  # noqa: E731
     alone = init()
     assert set(dtypes(alone)) == {"float32"}
-    assert bits(under_policy(witness[1], init)) == bits(alone)
+    assert_same_bits(under_policy(witness[1], init), alone)
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer", "optimized-lstm", "scan-remat"])
@@ -274,7 +274,9 @@ def test_o0_adds_nothing_to_an_fp32_model(name):
     state = state_of(case.model, variables, "O0")
     plain = state.replace(apply_fn=case.model.apply)
     ours, theirs = (
-        jax.make_jaxpr(jax.value_and_grad(loss_of(case, s, "state.apply_fn"), has_aux=True))
+        jax.make_jaxpr(
+            jax.value_and_grad(loss_of(case, s, "state.apply_fn"), has_aux=True)
+        )
         for s in (state, plain)
     )
     assert str(ours(state.params)) == str(theirs(state.params))

@@ -337,7 +337,7 @@ def test_half_params_may_be_allowed(level):
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_state_passed_in_again_is_refused(level):
     state = make(level)
-    with pytest.raises(REFUSED, match=r"(?s)AmpState.*params"):
+    with pytest.raises(REFUSED, match=r"(?s)AmpState.*state\.params|master_params"):
         jamp.initialize(state, optax.sgd(0.1), level, verbosity=0)
 
 
@@ -630,9 +630,8 @@ def test_a_declared_static_field_takes_any_value():
     # Common on a TrainState; only fields of the pytree are arrays.
     state = make("O2", state_class=Named, schedule=optax.constant_schedule(0.5))
     assert state.schedule(0) == 0.5
-    assert (
-        jax.tree.leaves(state) and jax.tree.map(lambda x: x, state).schedule(0) == 0.5
-    )
+    copy = jax.tree.map(lambda x: x, state)
+    assert copy.schedule(0) == 0.5
 
 
 @pytest.mark.parametrize("value", ["text", len], ids=["text", "function"])
