@@ -76,7 +76,8 @@ class AmpState(TrainState, kw_only=True):
 
         Args:
             grads: ScaledGrads; a sequence of them, of several losses, which are summed
-                in float32; or a tree like `params` of gradients already unscaled.
+                in float32; or a tree like `params` of gradients already unscaled, with
+                None for a group to leave alone.
             update_args: extra arguments for `tx.update`, such as `value`.
             **fields: new values of extra fields, such as `batch_stats`. What must
                 advance on a skip too, such as an RNG key, goes through `replace`.

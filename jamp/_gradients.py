@@ -78,10 +78,17 @@ def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
 
 
 def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
-    """Gradients that the user unscaled: inf is still inf, so they can be checked."""
+    """Gradients that the user unscaled: inf is still inf, so they can be checked.
+
+    A group whose entry is None is not covered.
+    """
     if keys != (_groups.SINGLE,):
         _check_container(grads, state.params)
-    trees = {key: differentiable(_groups.get(grads, key)) for key in keys}
+    entries = {key: _groups.get(grads, key) for key in keys}
+    covered = {k: entry for k, entry in entries.items() if entry is not None}
+    if not covered:
+        raise ValueError(f"gradients are None: {_REMEDY}")
+    trees = {key: differentiable(entry) for key, entry in covered.items()}
     _check(trees, state)
     trees = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
     checks = any(rule.checks for rule in state.loss_scale_rules)

@@ -181,9 +181,9 @@ def test_the_fp32_step_is_not_lost_between_half_params():
 @pytest.mark.standard_promotion  # optax's plateau
 def test_update_args_reach_the_optimizer():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    state = make("O2", optax.chain(optax.sgd(1.0), plateau))
+    grads = {"w": jnp.ones(2, jnp.float32)}
+    state = make("O2", optax.chain(optax.sgd(1.0), plateau), grads)
     for _ in range(2):
-        grads = like(params(), 0.25)
         state = state.apply_gradients(
             grads=grads, update_args={"value": jnp.float32(1)}
         )
@@ -208,10 +208,10 @@ class Noisy(nn.Module):
 
 
 def everything():
-    """An optimizer with every kind of memory: counters, keys, moments, an accumulator."""
+    """An optimizer that remembers counters, a PRNG key, moments, an accumulator."""
     return optax.chain(
         optax.clip_by_global_norm(10.0),
-        optax.add_noise(1e-3, 0.5, key=jax.random.PRNGKey(3)),
+        optax.add_noise(1e-3, 0.5, key=3),
         optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
         optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 10)),
         optax.ema(0.9),
@@ -433,18 +433,24 @@ def test_a_donated_state_takes_the_users_arrays_nowhere(level):
     state = make(level, tree=users, batch_stats=stats, ema=users)
     first = state
 
+    def loss_fn(p, x):
+        # Not linear, or jit would drop the params that no gradient needs.
+        return dot(p, jax.tree.map(lambda p, x: x * p.astype(jnp.float32), p, x))
+
     def body(state, x):
         fields = {"batch_stats": {"mean": state.batch_stats["mean"] + 1}}
-        return state.apply_gradients(grads=jamp.scaled_grad(dot)(state, x), **fields)
+        return state.apply_gradients(
+            grads=jamp.scaled_grad(loss_fn)(state, x), **fields
+        )
 
     donating = jax.jit(body, donate_argnums=0)
     # Warnings are errors here: "Some donated buffers were not usable".
     for seed in range(3):
         state = donating(state, random_like(users, seed))
     assert state.step == 3
-    arrays = jax.tree.leaves(first)
-    assert len(arrays) > 8
-    assert all(x.is_deleted() for x in arrays)
+    leaves = jax.tree.leaves_with_path(first)
+    kept = [jax.tree_util.keystr(k) for k, x in leaves if not x.is_deleted()]
+    assert kept == [".last_step_skipped"]  # no step reads it, so jit drops it too
     assert_same_bits(copy((users, stats)), before)
 
 
@@ -481,20 +487,21 @@ def test_nothing_retraces_on_step_2_or_for_a_second_state(level):
         grads = jamp.scaled_grad(dot)(state, x)
         return state.apply_gradients(grads=grads, batch_stats=state.batch_stats)
 
-    tx, stats = optax.sgd(0.5, momentum=0.5), {"mean": jnp.zeros(2, jnp.float32)}
+    model, tx = Noisy(), optax.sgd(0.5, momentum=0.5)
+    stats = {"mean": jnp.zeros(2, jnp.float32)}
     x = random_like(params(), 0)
     for _ in range(2):
-        state = make(level, tx, batch_stats=stats, apply_fn=Noisy().apply)
+        state = make(level, tx, batch_stats=stats, apply_fn=model.apply)
         for _ in range(3):
             state = counted(state, x)
     assert len(traces) == 1
 
 
 def test_static_parts_compare_and_hash_by_value():
-    tx = optax.sgd(0.5)
+    model, tx = Noisy(), optax.sgd(0.5)
 
     def treedef(**kwargs):
-        state = make("O2", tx, apply_fn=Noisy().apply, batch_stats={}, **kwargs)
+        state = make("O2", tx, apply_fn=model.apply, batch_stats={}, **kwargs)
         return jax.tree.structure(state)
 
     assert treedef() == treedef()
@@ -634,7 +641,7 @@ BAD_GRADS = {
     "extra": (lambda g: g | {"extra": jnp.ones(2, jnp.float32)}, r"\bextra\b"),
     "nested": (lambda g: g | {"norm": {}}, r"norm\W+scale"),
     "shape": (lambda g: g | {"b": jnp.ones(1, jnp.float32)}, r"\bb\b"),
-    "none": (lambda g: None, r"grads|NoneType|None"),
+    "none": (lambda g: None, r"\bb\b"),
 }
 
 
@@ -660,7 +667,8 @@ def test_scaled_grads_of_another_model_are_an_error():
 def test_losses_with_different_scales_are_summed_in_fp32(pack):
     state = make("O2", optax.sgd(1.0), num_losses=2)
     scales = [
-        s._replace(scale=jnp.float32(v)) for s, v in zip(state.loss_scales, (8.0, 2.0))
+        s._replace(scale=jnp.float32(v))
+        for s, v in zip(state.loss_scales, (8.0, 2.0), strict=True)
     ]
     state = state.replace(loss_scales=tuple(scales))
     # 2^-9 + 2^4: fp16 has no such number.
