@@ -14,6 +14,8 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
         max_consecutive_skips: how many skips in a row are too many.
 
     Raises:
+        TypeError: `state` is no AmpState.
+        ValueError: `max_consecutive_skips` is less than 1.
         FloatingPointError: a dynamic scale sits at its floor after a skip, or there
             were `max_consecutive_skips` in a row.
 
@@ -26,6 +28,12 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     Traceback (most recent call last):
     FloatingPointError: Loss 0 skipped 3 steps in a row, its scale is 8192: ...
     """
+    if not isinstance(state, AmpState):
+        raise TypeError(f"jamp.check takes an AmpState, got {type(state).__name__}.")
+    if isinstance(max_consecutive_skips, bool) or max_consecutive_skips < 1:
+        raise ValueError(
+            f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}."
+        )
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
