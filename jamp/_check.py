@@ -7,7 +7,7 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     """Raises, on the host, when a loss scale has collapsed: the run is lost.
 
     A skip now and then is how dynamic scaling works. Nothing raises under `jit`, so
-    call     this outside of it, every few hundred steps: it waits for the step.
+    call this outside of it, every few hundred steps: it waits for the step.
 
     Args:
         state: an AmpState with concrete arrays.
