@@ -7,3 +7,7 @@ class PrecisionWarning(UserWarning):
 
 class UnusedOptionWarning(UserWarning):
     """An option was given that has no effect here."""
+
+
+class AutocastWarning(UserWarning):
+    """Autocast leaves an operation as it is, because it does not know it."""

@@ -1,0 +1,242 @@
+"""One rule for each primitive that holds programs: how to write it anew.
+
+Programs are passed to where they came from in other dtypes only where nothing depends on
+them: carries keep the user's, and so do constants of loops, whose gradients are sums.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jc
+
+from jamp._autocast._paint import Painter
+from jamp._autocast._program import is_float
+from jamp._compat import scan_counts
+from jamp._warnings import AutocastWarning
+
+
+def _recorded(variables: Any) -> list[Any]:
+    return [getattr(v.aval, "dtype", None) for v in variables]
+
+
+def _out(jaxpr: jc.Jaxpr) -> list[Any]:
+    return [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+
+
+def _call(name: str):
+    """A program that is called once: values pass in whatever dtype they are in."""
+
+    def rule(painter: Painter, eqn: jc.JaxprEqn) -> None:
+        ins = painter.passed(eqn.invars)
+        free = [None] * len(eqn.outvars)
+        wants = painter.demand.of(eqn.outvars)
+        inner = painter.paint(eqn, eqn.params[name], ins, free, wants)
+        painter.emit(eqn, ins, _out(inner), {**eqn.params, name: inner})
+
+    return rule
+
+
+def _remat(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    """Like a call; but what it takes in is kept for the backward pass: no copies."""
+    ins = [painter.home_of(v) for v in eqn.invars]
+    free = [None] * len(eqn.outvars)
+    wants = painter.demand.of(eqn.outvars)
+    inner = painter.paint(eqn, eqn.params["jaxpr"], ins, free, wants)
+    painter.emit(eqn, ins, _out(inner), {**eqn.params, "jaxpr": inner})
+
+
+def _cond(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    """Branches agree on what goes out: the program's dtypes where theirs differ."""
+    index, *ins = painter.passed(eqn.invars)
+    wants = painter.demand.of(eqn.outvars)
+
+    def branches(outs):
+        return [
+            painter.paint(eqn, b, ins, outs, wants) for b in eqn.params["branches"]
+        ]
+
+    found = {tuple(_out(b)) for b in branches([None] * len(eqn.outvars))}
+    outs = list(found.pop()) if len(found) == 1 else _recorded(eqn.outvars)
+    painted = tuple(branches(outs))
+    painter.emit(eqn, [index, *ins], outs, {**eqn.params, "branches": painted})
+
+
+def _scan(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    """Slices pass as they are; weights among them are cast slice by slice."""
+    jaxpr = eqn.params["jaxpr"]
+    consts, carry, _ = scan_counts(eqn.params)
+    fixed = consts + carry
+    ins = _recorded(eqn.invars[:fixed])
+    ins += [painter.home_of(v) for v in eqn.invars[fixed:]]
+    outs = [*_recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
+    wants = painter.demand.of(eqn.outvars)
+    inner = painter.paint(eqn, jaxpr, ins, outs, wants)
+    painter.emit(eqn, ins, _out(inner), {**eqn.params, "jaxpr": inner})
+
+
+def _while(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    params = eqn.params
+    ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
+    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+    carry = ins[cond_consts + body_consts :]
+    cond = painter.paint(
+        eqn, params["cond_jaxpr"], ins[:cond_consts] + carry, [jnp.dtype(bool)]
+    )
+    body = painter.paint(eqn, params["body_jaxpr"], ins[cond_consts:], outs)
+    painter.emit(eqn, ins, outs, {**params, "cond_jaxpr": cond, "body_jaxpr": body})
+
+
+def _as_recorded_outside(name: str):
+    """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
+
+    def rule(painter: Painter, eqn: jc.JaxprEqn) -> None:
+        ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
+        inner = painter.paint(eqn, eqn.params[name], ins, outs)
+        painter.emit(eqn, ins, outs, {**eqn.params, name: inner})
+
+    return rule
+
+
+def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    """The function and the user's derivative of it, each written anew."""
+    call, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
+    if eqn.params["symbolic_zeros"]:
+        opaque(painter, eqn)
+        return
+    jvp_thunk = eqn.params["jvp_jaxpr_fun"]
+    ins = painter.passed(eqn.invars)
+    wants = painter.demand.of(eqn.outvars)
+    inner = painter.paint(eqn, call, ins, [None] * len(eqn.outvars), wants)
+    outs = _out(inner)
+
+    @jax.custom_jvp
+    def function(*args):
+        return jc.jaxpr_as_fun(inner)(*args)
+
+    @function.defjvp
+    def _(primals, tangents):
+        jaxpr, consts, zeros = jvp_thunk.call_wrapped(*[False] * (len(ins) - count))
+        primals_in, tangents_in = primals[count:], tangents[count:]
+        dtypes = [*ins[count:], *map(_tangent_dtype, ins[count:], tangents_in)]
+        wanted = [*outs, *(d for d, zero in zip(outs, zeros, strict=True) if not zero)]
+        wanted = [_as_output(d, v) for d, v in zip(wanted, jaxpr.outvars, strict=True)]
+        jaxpr = painter.paint(eqn, _closed(jaxpr, consts), dtypes, wanted)
+        results = jc.jaxpr_as_fun(jaxpr)(*primals_in, *tangents_in)
+        primals_out, rest = results[: len(outs)], iter(results[len(outs) :])
+        tangents_out = [
+            jnp.zeros_like(p) if zero else next(rest)
+            for p, zero in zip(primals_out, zeros, strict=True)
+        ]
+        return primals_out, tangents_out
+
+    painter.emit(eqn, ins, outs, _params_of(function, painter, eqn, ins))
+
+
+def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    """As `_custom_jvp`; in and out as the program says, for `bwd` is a function of it."""
+    params, count = eqn.params, eqn.params["num_consts"]
+    if params["symbolic_zeros"]:
+        opaque(painter, eqn)
+        return
+    ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
+    inner = painter.paint(eqn, params["call_jaxpr"], ins, outs)
+
+    @jax.custom_vjp
+    def function(*args):
+        return jc.jaxpr_as_fun(inner)(*args)
+
+    def forward(*args):
+        args = args[count:]
+        jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(args))
+        jaxpr = _closed(jaxpr, consts)
+        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), _out(jaxpr))
+        results = jc.jaxpr_as_fun(jaxpr)(*args)
+        _, residuals, forwarded = params["out_trees"]()
+        split = residuals.num_leaves - sum(f is not None for f in forwarded)
+        kept = iter(results[:split])
+        saved = [next(kept) if f is None else args[f] for f in forwarded]
+        return list(results[split:]), saved
+
+    def backward(saved, cotangents):
+        zero: list[bool] = []
+
+        def user_backward(*args):
+            grads, _ = params["bwd"].call_wrapped(*args)
+            zero[:] = [type(g).__name__ == "Zero" for g in grads]
+            return [g for g, z in zip(grads, zero, strict=True) if not z]
+
+        jaxpr = jax.make_jaxpr(user_backward)(*saved, *cotangents)
+        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), _out(jaxpr))
+        grads = iter(jc.jaxpr_as_fun(jaxpr)(*saved, *cotangents))
+        return (*[None] * count, *(None if z else next(grads) for z in zero))
+
+    function.defvjp(forward, backward)
+    painter.emit(eqn, ins, outs, _params_of(function, painter, eqn, ins))
+
+
+def _params_of(
+    function: Any, painter: Painter, eqn: jc.JaxprEqn, in_dtypes: list[Any]
+) -> dict[str, Any]:
+    """The parameters of the equation that a custom function traces to."""
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, dtype)
+        for v, dtype in zip(eqn.invars, in_dtypes, strict=True)
+    ]
+    del painter
+    (traced,) = jax.make_jaxpr(function)(*avals).eqns
+    return traced.params
+
+
+def _closed(jaxpr: jc.Jaxpr, consts: Any) -> jc.Jaxpr:
+    return jaxpr.with_consts(consts) if consts else jaxpr
+
+
+def _tangent_dtype(dtype: Any, tangent: Any) -> Any:
+    return dtype if is_float_dtype(dtype) else tangent.dtype
+
+
+def is_float_dtype(dtype: Any) -> bool:
+    """Whether a dtype is a float's."""
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _as_output(dtype: Any, atom: Any) -> Any:
+    return dtype if is_float(atom) else None
+
+
+def opaque(painter: Painter, eqn: jc.JaxprEqn) -> None:
+    """An operation that cannot be looked into gets what the user's program gives it."""
+    _warn_once(eqn.primitive.name)
+    painter.as_recorded(eqn)
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
+        f"program. If it may run in half, say so: `lists.with_primitive({name!r}, "
+        '"half")`.',
+        AutocastWarning,
+        stacklevel=2,
+    )
+
+
+RULES = {
+    "jit": _call("jaxpr"),
+    "closed_call": _call("call_jaxpr"),
+    "remat2": _remat,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _as_recorded_outside("jaxpr"),
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "pallas_call": opaque,
+    "mosaic_gpu": opaque,
+    "ffi_call": opaque,
+    "pure_callback": opaque,
+    "io_callback": opaque,
+}

@@ -1,0 +1,186 @@
+"""Which operation runs in which precision, and why: the table, as data.
+
+After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is made of it.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Rule(enum.Enum):
+    """What autocast does with the float32 operands of an operation."""
+
+    HALF = "half"  # casts them to half
+    FLOAT32 = "float32"  # casts them to float32
+    PROMOTE = "promote"  # casts them to the widest among them
+    MOVE = "move"  # the same, for what rearranges values and does not compute
+    RECORDED = "recorded"  # leaves the operation as the user's float32 program has it
+
+
+class Row(NamedTuple):
+    """A group of operations with one rule.
+
+    Attributes:
+        rule: what is done with them.
+        primitives: their names, as `jax.make_jaxpr` prints them.
+        reason: why.
+        origin: the list of apex or torch that the group descends from.
+    """
+
+    rule: Rule
+    primitives: tuple[str, ...]
+    reason: str
+    origin: str
+
+
+def _row(rule: Rule, primitives: str, reason: str, origin: str) -> Row:
+    return Row(rule, tuple(primitives.split()), reason, origin)
+
+
+ROWS = (
+    _row(
+        Rule.HALF,
+        "dot_general conv_general_dilated ragged_dot ragged_dot_general",
+        "Matrix units multiply half and accumulate in float32: this is the speed-up.",
+        "apex FP16_FUNCS: linear, matmul, mm, bmm, conv1d to conv_transpose3d",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "exp exp2 expm1 log log2 log1p pow integer_pow square rsqrt cbrt",
+        "Their results leave float16's range, or magnify the error of their operand.",
+        "apex FP32_FUNCS: exp, expm1, log, log10, log2, pow, reciprocal, rsqrt",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv",
+        "Steep or ill conditioned where half has few digits.",
+        "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; torch: the same",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
+        "bessel_i1e regularized_incomplete_beta polynomial one_minus_square",
+        "Special functions: series that lose digits, without half kernels.",
+        "torch fp32 list: the gamma and error function families",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum psum "
+        "psum_invariant reduce_scatter scatter-add scatter-mul scatter_add scatter_mul",
+        "Sums over many terms need more digits than their terms, and more range.",
+        "apex FP32_FUNCS: sum, prod, cumsum, cumprod, norm, std, var",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
+        "householder_product triangular_solve tridiagonal_solve geqrf geqp3 "
+        "lu_pivots_to_permutation custom_linear_solve symmetric_product fft",
+        "Linear algebra and FFT: there are no half kernels.",
+        "torch: raises in half",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "sort top_k approx_top_k",
+        "Sorting: no half kernels on all backends, and ties would change the order.",
+        "torch fp32 list: topk stays; sort has no half kernel on the CPU",
+    ),
+    _row(
+        Rule.PROMOTE,
+        "add sub mul div max min rem neg abs sign floor ceil round tanh logistic sqrt "
+        "add_any clamp eq ne ge gt le lt eq_to le_to lt_to reduce_max reduce_min argmax "
+        "argmin cummax cummin reduce_window_max reduce_window_min is_finite pmax pmin",
+        "Elementwise, or a choice among values: as exact as their operands.",
+        "apex CASTS: add, div, mul, eq, ge, ...; torch: what is in no list",
+    ),
+    _row(
+        Rule.MOVE,
+        "broadcast_in_dim reshape squeeze transpose rev slice dynamic_slice gather "
+        "concatenate pad select_n dynamic_update_slice copy copy_p stop_gradient "
+        "expand_dims scatter split device_put sharding_constraint optimization_barrier "
+        "layout_constraint name all_gather all_to_all ppermute pvary pcast reshard tile "
+        "all_gather_invariant ragged_all_to_all pbroadcast",
+        "They move values: what goes in comes out.",
+        "apex SEQUENCE_CASTS: cat, stack",
+    ),
+    _row(
+        Rule.RECORDED,
+        "convert_element_type bitcast_convert_type reduce_precision nextafter iota "
+        "rng_uniform rng_bit_generator random_bits random_seed random_split "
+        "random_fold_in random_wrap random_unwrap random_gamma random_clone threefry2x32 "
+        "reduce reduce_window select_and_scatter select_and_scatter_add "
+        "select_and_gather_add scatter-min scatter-max scatter_min scatter_max "
+        "scatter-sub complex real imag conj clz population_count and or not xor "
+        "shift_left shift_right_logical shift_right_arithmetic reduce_and reduce_or "
+        "reduce_xor axis_index create_token after_all empty empty2 mul_add debug_print "
+        "debug_callback get swap addupdate new_ref freeze platform_index",
+        "Their dtype is their meaning, or they have none.",
+        "torch: not in any list; random numbers are drawn as the program says",
+    ),
+)
+
+# Functions of JAX and its libraries that a program calls by name (`jit` keeps it): the
+# whole of them runs by one rule.
+FUNCTION_ROWS = (
+    _row(
+        Rule.FLOAT32,
+        "softmax log_softmax logsumexp standardize cumulative_logsumexp softplus "
+        "log_sigmoid",
+        "Each is one exponential or logarithm with its safeguard: no rounding inside.",
+        "apex FP32_FUNCS: softmax, log_softmax, softmin, softplus, layer_norm",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """The user's additions to the table. Immutable; pass it as `autocast(lists=...)`.
+
+    Attributes:
+        primitives: rules by the name of a primitive, as `jax.make_jaxpr` prints it.
+        functions: rules by the name of a jitted function.
+        regions: pairs of a regex, searched in the name stack (`jax.named_scope`, Flax's
+            module paths), and a rule; the last that matches decides.
+
+    >>> lists = Lists().with_primitive("tanh", "float32").with_region("head/", "float32")
+    >>> lists.rule_of("tanh"), lists.rule_of("dot_general")
+    (<Rule.FLOAT32: 'float32'>, <Rule.HALF: 'half'>)
+    """
+
+    primitives: tuple[tuple[str, Rule], ...] = ()
+    functions: tuple[tuple[str, Rule], ...] = ()
+    regions: tuple[tuple[str, Rule], ...] = ()
+
+    def with_primitive(self, name: str, rule: "Rule | str") -> "Lists":
+        """With a rule for a primitive."""
+        added = (*self.primitives, (name, Rule(rule)))
+        return dataclasses.replace(self, primitives=added)
+
+    def with_function(self, name: str, rule: "Rule | str") -> "Lists":
+        """With a rule for the functions that were jitted under a name."""
+        added = (*self.functions, (name, Rule(rule)))
+        return dataclasses.replace(self, functions=added)
+
+    def with_region(self, regex: str, rule: "Rule | str") -> "Lists":
+        """With a rule for what the name stack matches."""
+        added = (*self.regions, (regex, Rule(rule)))
+        return dataclasses.replace(self, regions=added)
+
+    def rule_of(self, primitive: str) -> Rule | None:
+        """The rule of a primitive; None if no list has it."""
+        return _merged(self.primitives, ROWS).get(primitive)
+
+    def rule_of_function(self, name: str) -> Rule | None:
+        """The rule of a function by name; None if no list has it."""
+        return _merged(self.functions, FUNCTION_ROWS).get(name)
+
+
+@functools.cache
+def _merged(
+    added: tuple[tuple[str, Rule], ...], rows: tuple[Row, ...]
+) -> Mapping[str, Rule]:
+    table = {name: row.rule for row in rows for name in row.primitives}
+    return MappingProxyType(table | dict(added))

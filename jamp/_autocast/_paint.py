@@ -1,0 +1,244 @@
+"""Reads a program forward, and writes it anew with each operation in its precision.
+
+The result is a jaxpr: equations keep their source lines and name stacks, and what JAX
+does with a program (derivatives, batching, jit) it does with this one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+from jax.extend.core import primitives
+
+from jamp._autocast._demand import Demand, Want, demand
+from jamp._autocast._lists import Rule
+from jamp._autocast._program import (
+    Atom,
+    Scope,
+    is_castable_eqn,
+    is_float32,
+    rule_of,
+)
+from jamp._dtypes import FLOAT32
+
+type SubProgramRule = Callable[["Painter", jc.JaxprEqn], None]
+
+# Parameters of equations that name the dtype of the result.
+_DTYPE_PARAMS = ("preferred_element_type",)
+
+
+def paint(
+    jaxpr: jc.Jaxpr,
+    in_dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any],
+    out_wants: Sequence[Want],
+    scope: Scope,
+    rules: Mapping[str, SubProgramRule],
+) -> jc.Jaxpr:
+    """Writes a program anew.
+
+    Args:
+        jaxpr: the user's program.
+        in_dtypes: what comes in; None is what the program says.
+        out_dtypes: what must go out; None is whatever is at hand.
+        out_wants: for outputs that are free, whether float32 is wanted of them.
+        scope: policy and place.
+        rules: how to write each primitive that holds programs.
+
+    Returns:
+        A program with the same inputs and outputs, but for their dtypes.
+    """
+    painter = Painter(jaxpr, in_dtypes, demand(jaxpr, out_wants, scope), scope, rules)
+    for eqn in jaxpr.eqns:
+        painter.equation(eqn)
+    outvars = [
+        painter.read(v, dtype) if dtype is not None else painter.read_home(v)
+        for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
+    ]
+    return jaxpr.replace(invars=painter.invars, outvars=outvars, eqns=painter.eqns)
+
+
+class Painter:
+    """The state of one pass: the new equations, and each value in the dtypes it has.
+
+    A value's *home* is the dtype that it was computed in. Values that come from literals
+    alone have none that counts: they take the dtype of what they meet.
+    """
+
+    def __init__(
+        self,
+        jaxpr: jc.Jaxpr,
+        in_dtypes: Sequence[Any],
+        demand: Demand,
+        scope: Scope,
+        rules: Mapping[str, SubProgramRule],
+    ):
+        self.scope, self.rules, self.demand = scope, rules, demand
+        self.half = scope.policy.dtype
+        self.eqns: list[jc.JaxprEqn] = []
+        self.home: dict[jc.Var, Any] = {}
+        self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
+        self.neutral: set[jc.Var] = set()
+        self.eqn: jc.JaxprEqn | None = None
+        for var in jaxpr.constvars:
+            self._bind(var, _dtype(var))
+        self.invars = [
+            self._bind(var, dtype if dtype is not None else _dtype(var))
+            for var, dtype in zip(jaxpr.invars, in_dtypes, strict=True)
+        ]
+
+    # ---- values
+
+    def home_of(self, atom: Atom) -> Any:
+        """The dtype that a value is in, without a cast."""
+        return _dtype(atom) if isinstance(atom, jc.Literal) else self.home[atom]
+
+    def read_home(self, atom: Atom) -> Atom:
+        """A value as it is."""
+        return self.read(atom, self.home_of(atom))
+
+    def read(self, atom: Atom, dtype: Any) -> Atom:
+        """A value in a dtype, if it is one that the user's program has in float32."""
+        if not is_float32(atom):
+            return atom if isinstance(atom, jc.Literal) else self._at_home(atom)
+        if isinstance(atom, jc.Literal):
+            if dtype == FLOAT32:
+                return atom
+            return jc.Literal(np.asarray(atom.val, dtype), _with_dtype(atom.aval, dtype))
+        versions = self.versions[atom]
+        if dtype not in versions:
+            versions[dtype] = self._convert(versions[self.home[atom]], dtype)
+        return versions[dtype]
+
+    def vote(self, atom: Atom) -> Any:
+        """The dtype that an operand stands for; None if it does not vote."""
+        if isinstance(atom, jc.Literal) or atom in self.neutral or not is_float32(atom):
+            return None
+        return self.half if atom in self.demand.halved else self.home[atom]
+
+    def _at_home(self, var: jc.Var) -> jc.Var:
+        return self.versions[var][self.home[var]]
+
+    def _bind(self, var: jc.Var, dtype: Any) -> jc.Var:
+        new = var if dtype == _dtype(var) else jc.Var(_with_dtype(var.aval, dtype))
+        self.home[var], self.versions[var] = dtype, {dtype: new}
+        return new
+
+    def _convert(self, var: jc.Var, dtype: Any) -> jc.Var:
+        new = jc.Var(_with_dtype(var.aval, dtype))
+        params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+        here = {}
+        if self.eqn is not None:  # the line of the user that needs the cast
+            here = {"source_info": self.eqn.source_info, "ctx": self.eqn.ctx}
+        self.eqns.append(
+            jc.new_jaxpr_eqn(
+                [var], [new], primitives.convert_element_type_p, params, set(), **here
+            )
+        )
+        return new
+
+    # ---- equations
+
+    def equation(self, eqn: jc.JaxprEqn) -> None:
+        """Writes one equation."""
+        self.eqn = eqn
+        inside = self.rules.get(eqn.primitive.name)
+        if inside is not None:
+            inside(self, eqn)
+            return
+        rule = rule_of(self.scope, eqn)
+        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+            self.as_recorded(eqn)
+            return
+        self._write(eqn, self._choose(eqn, rule))
+        self._note_neutral(eqn, rule)
+
+    def as_recorded(self, eqn: jc.JaxprEqn) -> None:
+        """Writes an equation with the dtypes of the user's program."""
+        self.emit(eqn, [_dtype(v) for v in eqn.invars], [_dtype(v) for v in eqn.outvars])
+        if eqn.primitive is primitives.convert_element_type_p:
+            # A mask is exact in any dtype.
+            if _dtype(eqn.invars[0]) == jnp.bool_ and is_float32(eqn.outvars[0]):
+                self.neutral.add(eqn.outvars[0])
+
+    def emit(
+        self,
+        eqn: jc.JaxprEqn,
+        in_dtypes: Sequence[Any],
+        out_dtypes: Sequence[Any],
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes an equation with its operands read, and its results, in some dtypes."""
+        invars = [self.read(v, d) for v, d in zip(eqn.invars, in_dtypes, strict=True)]
+        outvars = [
+            v if type(v).__name__ == "DropVar" and d == _dtype(v) else self._bind(v, d)
+            for v, d in zip(eqn.outvars, out_dtypes, strict=True)
+        ]
+        params = eqn.params if params is None else params
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+
+    def _choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Any:
+        if rule is Rule.HALF:
+            return self.half
+        if rule is Rule.FLOAT32:
+            return FLOAT32
+        if rule is Rule.PROMOTE and _feeds_float32(eqn, self.demand):
+            return FLOAT32
+        votes = {self.vote(v) for v in eqn.invars} - {None}
+        if not votes:
+            return FLOAT32
+        if self.scope.policy.promote == "narrowest" and self.half in votes:
+            return self.half
+        return FLOAT32 if FLOAT32 in votes else self.half
+
+    def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
+        params = dict(eqn.params)
+        for name in _DTYPE_PARAMS:
+            if params.get(name) == FLOAT32:
+                params[name] = dtype
+        outs = [dtype if is_float32(v) else _dtype(v) for v in eqn.outvars]
+        self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
+
+    def _note_neutral(self, eqn: jc.JaxprEqn, rule: Rule) -> None:
+        if rule is Rule.MOVE and all(self.vote(v) is None for v in eqn.invars):
+            self.neutral |= {v for v in eqn.outvars if is_float32(v)}
+
+    # ---- for the rules of primitives that hold programs
+
+    def paint(
+        self,
+        eqn: jc.JaxprEqn,
+        jaxpr: jc.Jaxpr,
+        in_dtypes: Sequence[Any],
+        out_dtypes: Sequence[Any],
+        out_wants: Sequence[Want] | None = None,
+    ) -> jc.Jaxpr:
+        """Writes a program that an equation holds."""
+        wants = [None] * len(jaxpr.outvars) if out_wants is None else out_wants
+        scope = self.scope.inside(eqn)
+        return paint(jaxpr, in_dtypes, out_dtypes, wants, scope, self.rules)
+
+    def passed(self, atoms: Sequence[Atom]) -> list[Any]:
+        """In what dtype to hand values to a program: half if it is read in half there."""
+        return [
+            self.half
+            if is_float32(a) and not isinstance(a, jc.Literal) and a in self.demand.halved
+            else self.home_of(a)
+            for a in atoms
+        ]
+
+
+def _feeds_float32(eqn: jc.JaxprEqn, demand: Demand) -> bool:
+    return any(is_float32(v) for v in eqn.outvars) and all(
+        demand.wants.get(v) is True for v in eqn.outvars if is_float32(v)
+    )
+
+
+def _dtype(atom: Atom) -> Any:
+    return getattr(atom.aval, "dtype", None)
+
+
+def _with_dtype(aval: Any, dtype: Any) -> Any:
+    return aval.update(dtype=dtype, weak_type=False)

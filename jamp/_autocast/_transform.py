@@ -1,0 +1,93 @@
+"""`autocast`: traces a function, writes its program anew, and runs that."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from jax.extend import core as jc
+from jax.typing import DTypeLike
+
+from jamp._autocast._control_flow import RULES
+from jamp._autocast._lists import Lists
+from jamp._autocast._paint import paint
+from jamp._autocast._program import Policy, Scope
+from jamp._dtypes import HALF_DTYPES
+
+type Promote = Literal["widest", "narrowest"]
+
+
+def autocast[**P, R](
+    fn: Callable[P, R],
+    dtype: DTypeLike = "float16",
+    *,
+    lists: Lists | None = None,
+    promote: Promote = "widest",
+) -> Callable[P, R]:
+    """Runs each operation of a function in the precision that suits it.
+
+    Matmuls and convolutions run in half, exponentials, sums and losses in float32, and
+    what is left in the widest dtype among its operands. What goes in and comes out keeps
+    its dtype; half lives inside. Derivatives follow: gradients have the params' dtypes.
+
+    Args:
+        fn: any function of arrays; arguments that are no arrays are static.
+        dtype: float16 or bfloat16.
+        lists: additions to the table of operations.
+        promote: "widest", or "narrowest" to keep sums of half and float32 in half.
+
+    Returns:
+        A function like `fn`.
+
+    Raises:
+        ValueError: `dtype` or `promote` is none of these.
+
+    >>> import jax.numpy as jnp
+    >>> f = lambda w, x: jax.nn.softmax(x @ w)
+    >>> x = jnp.ones((2, 2))
+    >>> print(f(x, x).dtype, autocast(f)(x, x).dtype)
+    float32 float32
+    """
+    half = np.dtype(dtype)
+    if half not in HALF_DTYPES:
+        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
+    if promote not in get_args(Promote.__value__):
+        raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
+    scope = Scope(Policy(half, lists or Lists(), promote))
+
+    @functools.wraps(fn)
+    def autocasted(*args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
+        result: dict[str, Any] = {}
+
+        def flat(*values):
+            filled = list(leaves)
+            for i, value in zip(arrays, values, strict=True):
+                filled[i] = value
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            outs, result["tree"] = jax.tree.flatten(fn(*args, **kwargs))
+            result["leaves"] = outs
+            result["arrays"] = [i for i, x in enumerate(outs) if _is_array(x)]
+            return [outs[i] for i in result["arrays"]]
+
+        values = [leaves[i] for i in arrays]
+        jaxpr = jax.make_jaxpr(flat)(*values)
+        outs = jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values)
+        filled = [None if _is_array(x) else x for x in result["leaves"]]
+        for i, value in zip(result["arrays"], outs, strict=True):
+            filled[i] = value
+        return jax.tree.unflatten(result["tree"], filled)
+
+    return autocasted
+
+
+def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
+    ins = [None] * len(jaxpr.invars)
+    outs = [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+    return paint(jaxpr, ins, outs, [None] * len(outs), scope, RULES)
+
+
+def _is_array(x: object) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
