@@ -633,7 +633,9 @@ def test_wrt_leaves_no_gradient_through_the_other_groups():
 
 
 @pytest.mark.parametrize(
-    "pack, wrt", [(named, "z"), (list, 3), (tuple, "a"), (named, ("a", "z"))], ids=str
+    "pack, wrt",
+    [(named, "z"), (list, 3), (tuple, "a"), (named, ("a", "z"))],
+    ids=["dict", "list", "tuple", "one of two"],
 )
 def test_an_unknown_group_is_an_error_that_lists_them(pack, wrt):
     state = groups(pack)
