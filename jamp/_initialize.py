@@ -259,13 +259,12 @@ _ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 def _check_containers(params: Any, tx: Any) -> None:
     for variables in (params, *_entries(params)):
-        if isinstance(variables, Mapping) and {"params", "batch_stats"} <= set(
-            variables
-        ):
+        names = set(variables) if isinstance(variables, Mapping) else set()
+        if {"params", "batch_stats"} <= names:
             raise TypeError(
-                "params are Flax variables with batch_stats, which an optimizer must not "
-                'train. Pass variables["params"], and batch_stats='
-                'variables["batch_stats"].'
+                "params are Flax variables with batch_stats, which no optimizer must "
+                'train. Pass variables["params"], and '
+                'batch_stats=variables["batch_stats"].'
             )
     is_state = lambda x: isinstance(x, TrainState)  # noqa: E731
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_state):

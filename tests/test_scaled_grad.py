@@ -749,3 +749,25 @@ def test_pmap_averages_as_shard_map_does(two_devices):
     got = two_devices["pmap"]
     assert got["finite"] == [True, True]
     assert got["grads"] == [[60000.0, 60000.0], [60000.0, 60000.0]]
+
+
+def test_gradients_do_not_multiply_each_other():
+    state = jamp.initialize(jnp.ones(2), optax.sgd(0.1), "O0", verbosity=0)
+    grads = jamp.scaled_grad(lambda w: w.sum())(state)
+    with pytest.raises(TypeError, match="scalar factor"):
+        grads * grads
+    with pytest.raises(TypeError, match="scalar factor"):
+        grads / jnp.ones(2)
+
+
+@pytest.mark.parametrize("wrt", [("a", "a"), ()], ids=["twice", "none"])
+def test_wrt_names_groups_once(wrt):
+    with pytest.raises(ValueError, match="wrt"):
+        jamp.scaled_grad(lambda p: total(p["a"]), wrt=wrt)(groups(named))
+
+
+def test_a_dict_of_scaled_grads_points_to_a_sequence():
+    state = groups(named)
+    grads = jamp.scaled_grad(lambda p: total(p["a"]), wrt="a")(state)
+    with pytest.raises(TypeError, match="sequence"):
+        state.apply_gradients(grads={"a": grads, "b": None, "c": None})
