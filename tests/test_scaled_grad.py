@@ -547,6 +547,12 @@ def test_unscale_keeps_what_half_would_lose():
     assert got["w"] == 2.0**-40
 
 
+def test_unscale_at_the_largest_power_of_two():
+    # 1 / 2^127 is subnormal, which XLA flushes to zero.
+    state = make("O0", loss_scale=2.0**127)
+    assert jamp.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 1.0
+
+
 def test_disabled_amp_leaves_the_loss_alone():
     state = make("O2", enabled=False)
     assert jamp.scale_loss(jnp.float32(3.0), state) == 3.0
