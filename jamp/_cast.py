@@ -132,7 +132,8 @@ def _batchnorm_test(batch_stats: Any) -> Callable[[tuple[str, ...]], bool]:
     paths = {path_parts(path) for path, _ in leaves}
     modules = {path[:-1] for path in paths}
     exact = {m for m in modules if {(*m, "mean"), (*m, "var")} <= paths}
-    return lambda module: module in exact
+    # Params may come as {"params": params}, which statistics never do.
+    return lambda module: tuple(x for x in module if x != "params") in exact
 
 
 def _matches(rule: Any, path: str, leaf: Any) -> bool:

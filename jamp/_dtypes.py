@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -49,10 +50,14 @@ def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
 
 
 def cast_floats[T](tree: T, dtype: DTypeLike) -> T:
-    """Casts the float arrays of a tree of inputs or outputs; leaves all else alone."""
+    """Casts the float arrays of a tree of inputs or outputs; leaves all else alone.
+
+    Numbers, NumPy's too, stay what Python can branch on.
+    """
 
     def leaf(x):
-        return jnp.asarray(x, dtype) if is_castable(x) else x
+        is_array = isinstance(x, jax.Array | np.ndarray) and is_castable(x)
+        return jnp.asarray(x).astype(dtype) if is_array else x
 
     return jax.tree.map(leaf, tree)
 

@@ -46,6 +46,13 @@ def parts(grads: Any, state: HasLossScales) -> list[Part]:
         return [_scaled(grads, state, keys)]
     if isinstance(grads, Sequence) and any(isinstance(g, ScaledGrads) for g in grads):
         return [_scaled(g, state, keys) for g in grads]
+    if isinstance(grads, Mapping) and any(
+        isinstance(g, ScaledGrads) for g in grads.values()
+    ):
+        raise TypeError(
+            "grads are a dict of ScaledGrads, which know their groups themselves: pass "
+            "them as a sequence."
+        )
     return [_plain(grads, state, keys)]
 
 

@@ -68,11 +68,13 @@ def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     """The groups that `wrt` names: a key, a sequence of keys, or None for all.
 
     Raises:
-        ValueError: a key is not a group's.
+        ValueError: a key is not a group's, or none is named, or one twice.
     """
     if wrt is None:
         return keys
     named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
+    if not named or len(set(named)) < len(named):
+        raise ValueError(f"wrt={wrt!r} must name groups, each once.")
     for key in named:
         if keys == (SINGLE,):
             raise ValueError(

@@ -258,6 +258,14 @@ _ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _check_containers(params: Any, tx: Any) -> None:
+    for variables in (params, *_entries(params)):
+        names = set(variables) if isinstance(variables, Mapping) else set()
+        if {"params", "batch_stats"} <= names:
+            raise TypeError(
+                "params are Flax variables with batch_stats, which no optimizer must "
+                'train. Pass variables["params"], and '
+                'batch_stats=variables["batch_stats"].'
+            )
     is_state = lambda x: isinstance(x, TrainState)  # noqa: E731
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_state):
         where = f"params{jax.tree_util.keystr(path)}"
@@ -278,8 +286,7 @@ def _check_containers(params: Any, tx: Any) -> None:
             "tx must be an optax transformation, or a list, tuple or dict of them, "
             f"got {tx!r}."
         )
-    entries = tx.values() if isinstance(tx, Mapping) else tx
-    for entry in entries:
+    for entry in _entries(tx):
         if not _groups.is_transformation(entry):
             raise TypeError(f"tx holds {entry!r}, which is no optax transformation.")
     if isinstance(tx, Mapping):
@@ -292,6 +299,12 @@ def _check_containers(params: Any, tx: Any) -> None:
             f"{_kind(params)} of params and {_kind(tx)} of transformations. For one "
             "model with several transformations in a row, pass optax.chain(...)."
         )
+
+
+def _entries(container: Any) -> list[Any]:
+    if isinstance(container, Mapping):
+        return list(container.values())
+    return list(container) if isinstance(container, list | tuple) else []
 
 
 def _kind(container: Any) -> str:

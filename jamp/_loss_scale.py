@@ -235,7 +235,10 @@ def loss_scale_rule(
 ) -> LossScaleRule:
     """The rule for `initialize`'s arguments: "dynamic", a number, or a rule itself."""
     if loss_scale == "dynamic":
-        return DynamicLossScale(min_scale=min_loss_scale, max_scale=max_loss_scale)
+        start = max(DynamicLossScale.init_scale, min_loss_scale or 0.0)
+        return DynamicLossScale(
+            init_scale=start, min_scale=min_loss_scale, max_scale=max_loss_scale
+        )
     if isinstance(loss_scale, float):
         return StaticLossScale(loss_scale)
     return loss_scale

@@ -5,6 +5,7 @@ from typing import Any, NoReturn, Self
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._dtypes import widen
@@ -86,10 +87,12 @@ class ScaledGrads:
 
     def __mul__(self, factor: Any) -> Self:
         """Multiplies the tree, in float32; the scale stays."""
+        _check_factor(factor)
         return self._map(lambda x: x * factor)
 
     def __truediv__(self, divisor: Any) -> Self:
         """Divides the tree, in float32; the scale stays."""
+        _check_factor(divisor)
         return self._map(lambda x: x / divisor)
 
     __rmul__ = __mul__
@@ -104,6 +107,13 @@ class ScaledGrads:
 
     # Flax's TrainState asks `"..." in grads`; people index. Both would go on silently.
     __getitem__ = __contains__ = __iter__ = __len__ = _refuse
+
+
+def _check_factor(factor: Any) -> None:
+    if isinstance(factor, ScaledGrads) or jnp.ndim(factor) != 0:
+        raise TypeError(
+            f"ScaledGrads take a scalar factor, got {type(factor).__name__}."
+        )
 
 
 def widen_tree(tree: PyTree) -> PyTree:

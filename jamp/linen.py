@@ -116,7 +116,10 @@ class _Patch:
             with _dtype_field(module, self._field_dtype(module, facts)):
                 return next_fun(*args, **kwargs)
         outermost = not self.calls
-        active = facts.has_cast_leaf if outermost else self.calls[-1].active
+        # A model that a module applies, such as a teacher, decides for itself.
+        root = module.scope.parent is None and module.scope.path == ()
+        decides = outermost or (root and facts.has_leaves)
+        active = facts.has_cast_leaf if decides else self.calls[-1].active
         enters = outermost or self.calls[-1].scope is not module.scope
         self.calls.append(_Call(module.scope, active))
         try:
@@ -151,13 +154,15 @@ class _Patch:
         field, half = getattr(module, "dtype", None), self.properties.half_dtype
         if half is None or _is_batchnorm(module) and not facts.owns_half:
             return field
+        is_float32 = field is not None and _is_dtype(field, (FLOAT32,))
+        if not facts.has_leaves:
+            return half if is_float32 else field
         if facts.has_half:
             # Cells that multiply their children's kernels by themselves, and modules
             # with a kept bias, would promote to float32 where dtype is None.
             promotes = isinstance(module, nn.RNNCellBase) or facts.owns_both
-            is_float32 = field is not None and _is_dtype(field, (FLOAT32,))
             return half if is_float32 or (promotes and field is None) else field
-        if facts.has_leaves and field is not None and _is_dtype(field, HALF_DTYPES):
+        if field is not None and _is_dtype(field, HALF_DTYPES):
             return FLOAT32
         return field
 

@@ -1,7 +1,7 @@
 """Training steps as people write them without jamp: plain fp32, and O2 by hand.
 
-They are what the budgets compare jamp with, and a second derivation of what a step of O2
-computes. They import nothing of jamp.
+The budgets compare jamp with them, and so do the tests of what a step computes. They
+import nothing of jamp.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 type PyTree = Any
+
+WINDOW = 2000  # clean steps until the scale doubles
 
 
 class PlainState(TrainState):
@@ -76,7 +78,9 @@ def mixed_init(variables: PyTree, tx: Any, dtype: DTypeLike) -> MixedState:
 
 def _halve(masters: PyTree, dtype: DTypeLike) -> PyTree:
     def cast(path, master):
-        return None if "BatchNorm" in jax.tree_util.keystr(path) else master.astype(dtype)
+        return (
+            None if "BatchNorm" in jax.tree_util.keystr(path) else master.astype(dtype)
+        )
 
     return jax.tree.map_with_path(cast, masters)
 
@@ -88,54 +92,43 @@ def _params(state: MixedState) -> PyTree:
     return jax.tree.map(choose, state.half, state.masters, is_leaf=lambda x: x is None)
 
 
-def mixed_step(
-    model: Any, tx: Any, dtype: DTypeLike, *, static_scale: float | None = None
-) -> Callable:
-    """O2 for `model`, which has `dtype`; without `static_scale` the scale is dynamic."""
+def mixed_step(model: Any, tx: Any, dtype: DTypeLike) -> Callable:
+    """A step of O2 for `model`, which has `dtype`: a dynamic scale, an atomic skip."""
 
-    def gradients(state, scale, inputs, labels):
+    def step(state: MixedState, inputs: Array, labels: Array):
         def loss_fn(params):
             variables = {"params": params, "batch_stats": state.batch_stats}
             logits, new = model.apply(variables, inputs, mutable=["batch_stats"])
             loss = loss_of(logits, labels)
-            return loss * scale, (loss, new.get("batch_stats", {}))
+            return loss * state.scale, (loss, new.get("batch_stats", {}))
 
         grads, (loss, stats) = jax.grad(loss_fn, has_aux=True)(_params(state))
-        return loss, stats, grads
-
-    def advance(state, scale, stats, grads) -> MixedState:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        finite = jnp.stack(
+            [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
+        ).all()
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.masters)
-        masters = optax.apply_updates(state.masters, updates)
-        return state._replace(
+        new = state._replace(
             step=state.step + 1,
-            half=_halve(masters, dtype),
-            masters=masters,
+            masters=optax.apply_updates(state.masters, updates),
             opt_state=opt_state,
             batch_stats=stats,
         )
-
-    def static_step(state: MixedState, inputs: Array, labels: Array):
-        loss, stats, grads = gradients(state, static_scale, inputs, labels)
-        return advance(state, static_scale, stats, grads), loss
-
-    def dynamic_step(state: MixedState, inputs: Array, labels: Array):
-        loss, stats, grads = gradients(state, state.scale, inputs, labels)
-        finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
-        new = advance(state, state.scale, stats, grads)
         new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
         # Rounding the chosen masters again saves the read of the old half parameters.
         new = new._replace(half=_halve(new.masters, dtype))
         return _update_scale(new, finite), loss
 
-    return dynamic_step if static_scale is None else static_step
+    return step
 
 
 def _update_scale(state: MixedState, finite: Array) -> MixedState:
-    grows = finite & (state.unskipped + 1 == 2000)
+    unskipped = jnp.where(finite, state.unskipped + 1, 0)
+    grows = unskipped == WINDOW
     grown = jnp.minimum(state.scale * 2, 2.0**24)
+    fallen = jnp.maximum(state.scale / 2, 2.0**-126)
     return state._replace(
-        scale=jnp.where(finite, jnp.where(grows, grown, state.scale), state.scale / 2),
-        unskipped=jnp.where(finite & ~grows, state.unskipped + 1, 0),
+        scale=jnp.where(grows, grown, jnp.where(finite, state.scale, fallen)),
+        unskipped=jnp.where(grows, 0, unskipped),
         skipped_steps=state.skipped_steps + ~finite,
     )

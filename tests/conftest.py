@@ -19,6 +19,12 @@ ON_GPU = "JAMP_GPU" in os.environ
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
 
+def pytest_ignore_collect(collection_path):
+    """Looks for no doctests in helpers of tests, nor in scripts that tests start."""
+    if collection_path.suffix == ".py" and not collection_path.name.startswith("test_"):
+        return True
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:

@@ -121,10 +121,10 @@ class Program:
         return round(sum(p.bytes for p in parameters if _number(p) in aliased))
 
     @functools.cached_property
-    def copied_bytes(self) -> int:
-        """Bytes of the results of the copies in ENTRY."""
+    def copies(self) -> list[int]:
+        """Bytes of the result of each copy in ENTRY."""
         copies = [i for i in self.entry.values() if i.opcode in ("copy", "copy-done")]
-        return round(sum(copy.bytes for copy in copies))
+        return [round(copy.bytes) for copy in copies]
 
     def launches(self) -> list[tuple[Instruction, Cost]]:
         """ENTRY's instructions that are not free, each with its cost."""
@@ -152,7 +152,9 @@ class Program:
             predicate = Cost(1, outer[instruction.operands[0]].bytes)
             return _add([predicate, max(map(self._total, called), key=_traffic)])
         body = called[0] if opcode == "fusion" else None
-        writes = 0 if opcode != instruction.opcode else _writes(instruction, outer, body)
+        writes = (
+            0 if opcode != instruction.opcode else _writes(instruction, outer, body)
+        )
         return Cost(1, _reads(instruction, outer, body) + writes)
 
 
@@ -283,7 +285,10 @@ def _product(instruction: Instruction, computation: Computation) -> Product:
     where = instruction.attribute(r'op_name="([^"]*)"')
     lhs, rhs = (computation[name].shape for name in instruction.operands[:2])
     return Product(
-        target or instruction.opcode, _dtype(lhs), _dtype(rhs), where or instruction.name
+        target or instruction.opcode,
+        _dtype(lhs),
+        _dtype(rhs),
+        where or instruction.name,
     )
 
 

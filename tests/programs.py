@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-PRODUCTS = frozenset(
-    "conv_general_dilated dot_general ragged_dot_general".split()
-)
+PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
 WIDE = frozenset(("float32", "float64"))
 
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from jax import lax
 
 import jamp
@@ -897,6 +898,19 @@ def test_overwrite_with_gradient_is_honoured(level):
     assert (amax.dtype, amax) == (jnp.float32, 7.0)
     w = np.float32([1 - GOOD, 2 - GOOD]).astype(HALF.get(level, np.float32))
     assert bits(after.params["params"]["w"]) == w.tobytes()
+
+
+def test_overwrite_with_gradient_is_honoured_in_a_frozen_dict():
+    # Flax's TrainState asks `in`, so it does not mind which mapping it is.
+    state = make("O2", optax.sgd(1.0, momentum=0.9), FrozenDict(fp8_params()))
+    amax = state.params["_overwrite_with_gradient"]["amax"]
+    assert (amax.dtype, amax) == (jnp.float32, 3.0)
+    grads = {"w": jnp.ones(2, jnp.float32)}
+    new = {"amax": jnp.asarray(7.0, jnp.float32)}
+    grads = FrozenDict({"params": grads, "_overwrite_with_gradient": new})
+    after = state.apply_gradients(grads=grads)
+    assert isinstance(after.params, FrozenDict)
+    assert after.params["_overwrite_with_gradient"]["amax"] == 7.0
 
 
 def test_overwritten_values_are_part_of_the_skip():

@@ -145,7 +145,9 @@ def test_a_declared_state_class_comes_back():
 
 
 @pytest.mark.parametrize(
-    "pack", [list, tuple, lambda x: dict(zip("gd", x, strict=True))]
+    "pack",
+    [list, tuple, lambda x: dict(zip("gd", x, strict=True))],
+    ids=["list", "tuple", "dict"],
 )
 def test_groups_and_losses_come_back(pack):
     def make(value):

@@ -38,3 +38,19 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
         printed = capsys.readouterr().out
         if block["output"] is not None:
             assert printed == block["output"], f"{page}:{line}"
+
+
+PINNED = sorted(
+    {
+        (page, file, test)
+        for page, text in PAGES.items()
+        for file, test in re.findall(r"(test_\w+\.py)::(test_\w+)", text)
+    }
+)
+
+
+def test_tests_that_pages_name_exist():
+    assert len(PINNED) > 40
+    for page, file, test in PINNED:
+        source = (ROOT / "tests" / file).read_text()
+        assert f"\ndef {test}(" in source, f"{page} names {file}::{test}"

@@ -259,12 +259,27 @@ def test_threads_do_not_see_each_others_patch(witness):
     assert widths == [4, 2, 4]
 
 
-def test_init_under_a_policy_is_that_of_fp32(witness):
-    model = Normed(jnp.float32)
-    init = lambda: model.init_with_output(jax.random.key(1), X)[1]  # noqa: E731
+@pytest.mark.parametrize("where", ["loss", "module"])
+def test_init_under_a_policy_is_that_of_fp32(witness, where):
+    model, inits = Normed(jnp.float32), []
+    init = lambda: model.init_with_output(jax.random.key(1), X)  # noqa: E731
     alone = init()
-    assert set(dtypes(alone)) == {"float32"}
-    assert_same_bits(under_policy(witness[1], init), alone)
+
+    class Initializes(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            inits.append(init())
+            return nn.Dense(2)(x)
+
+    if where == "loss":
+        inits.append(under_policy(witness[1], init))
+    else:
+        outer = Initializes()
+        state = state_of(outer, variables_of(outer, X), "O2")
+        inits.clear()
+        state.apply_fn({"params": state.params}, X)
+    assert alone[0][1] == 4
+    assert_same_bits(inits, [alone])
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer", "optimized-lstm", "scan-remat"])

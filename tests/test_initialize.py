@@ -74,6 +74,12 @@ def test_masters_are_the_users_fp32_params_and_not_the_rounded_ones(level):
     assert_equal(jamp.master_params(make(level)), params())
 
 
+def test_a_leaf_that_is_its_own_master_has_a_hole_in_the_masters():
+    masters = make("O2").opt_state.masters
+    assert masters["BatchNorm_0"]["scale"] == optax.MaskedNode()
+    assert masters["Dense_0"]["kernel"].dtype == jnp.float32
+
+
 def test_o3_has_no_better_copy_than_its_half_params():
     masters = jamp.master_params(make("O3"))
     rounded = jax.tree.map(
@@ -147,12 +153,21 @@ def test_an_optimizer_state_made_of_the_params_is_copied(level):
 def test_everything_static_hashes_by_value():
     tx = optax.sgd(0.5)
 
-    def build():
-        state = make("O2", tx=tx, keep_fp32=["bias"], loss_scale=jnp.float32(4.0))
-        return jax.tree.structure(state)
+    def apply(variables, x):
+        return x
 
-    assert build() == build()
-    assert hash(build()) == hash(build())
+    def build():
+        return make(
+            "O2", tx=tx, apply_fn=apply, keep_fp32=["bias"], loss_scale=jnp.float32(4.0)
+        )
+
+    def static(state):
+        return state.tx, state.apply_fn, state.properties, state.loss_scale_rules
+
+    assert jax.tree.structure(build()) == jax.tree.structure(build())
+    assert static(build()) == static(build())
+    # The hash of a treedef leaves static fields out.
+    assert hash(static(build())) == hash(static(build()))
 
 
 @pytest.mark.standard_promotion  # for optax.adamw
@@ -725,3 +740,21 @@ def test_initialize_under_jit_gives_the_same_state(level):
     tx = optax.sgd(0.5, momentum=0.9)
     build = jax.jit(lambda tree: make(level, tree, tx, batch_stats=like(tree)))
     assert_equal(build(params()), make(level, tx=tx, batch_stats=like(params())))
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v]], ids=["one", "group"])
+def test_variables_with_statistics_are_refused_as_params(wrap):
+    variables = {"params": params(), "batch_stats": {"bn": {"mean": jnp.zeros(2)}}}
+    with pytest.raises(TypeError, match=r'(?s)batch_stats.*variables\["params"\]'):
+        make("O3", wrap(variables), wrap(optax.sgd(0.1)))
+
+
+def test_nested_params_match_their_statistics():
+    tree = {"params": {"whitening": {"scale": jnp.ones(2, jnp.float32)}}}
+    stats = {"whitening": {"mean": jnp.zeros(2), "var": jnp.ones(2)}}
+    state = make("O2", tree, batch_stats=stats)
+    assert state.params["params"]["whitening"]["scale"].dtype == jnp.float32
+
+
+def test_a_floor_above_the_first_scale_raises_it():
+    assert make("O2", min_loss_scale=2.0**18).loss_scale == 2.0**18

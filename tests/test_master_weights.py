@@ -440,6 +440,22 @@ def test_init_gives_the_inner_transformation_fp32_params():
     assert jax.tree.structure(moments) == jax.tree.structure(tree())
 
 
+def test_init_from_fp32_params_copies_what_casting_them_loses():
+    # 1 + 2^-12 is 1 in fp16. The params are cast after init, and the norm is kept.
+    originals = {
+        "w": jnp.asarray([1 + 2.0**-12], jnp.float32),
+        "norm": jnp.asarray([2.0], jnp.float32),
+    }
+    tx = jamp.master_weights(optax.sgd(1.0))
+    state = tx.init(originals)
+    assert_same_bits(state.masters["w"], originals["w"])
+    params = {"w": originals["w"].astype(jnp.float16), "norm": originals["norm"]}
+    grads = {"w": jnp.asarray([1.0], jnp.float16), "norm": jnp.ones(1, jnp.float32)}
+    updates, state = tx.update(grads, state, params)
+    assert state.masters["w"] == 2.0**-12
+    assert (updates["w"], updates["norm"]) == (2.0**-12 - 1, -1.0)
+
+
 @pytest.mark.parametrize("make", [optax.sgd, optax.contrib.schedule_free_sgd])
 def test_init_shares_no_array_with_the_params_or_within_the_state(make):
     params = tree()

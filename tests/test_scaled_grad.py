@@ -547,6 +547,12 @@ def test_unscale_keeps_what_half_would_lose():
     assert got["w"] == 2.0**-40
 
 
+def test_unscale_at_the_largest_power_of_two():
+    # 1 / 2^127 is subnormal, which XLA flushes to zero.
+    state = make("O0", loss_scale=2.0**127)
+    assert jamp.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 1.0
+
+
 def test_disabled_amp_leaves_the_loss_alone():
     state = make("O2", enabled=False)
     assert jamp.scale_loss(jnp.float32(3.0), state) == 3.0
@@ -633,7 +639,9 @@ def test_wrt_leaves_no_gradient_through_the_other_groups():
 
 
 @pytest.mark.parametrize(
-    "pack, wrt", [(named, "z"), (list, 3), (tuple, "a"), (named, ("a", "z"))], ids=str
+    "pack, wrt",
+    [(named, "z"), (list, 3), (tuple, "a"), (named, ("a", "z"))],
+    ids=["dict", "list", "tuple", "one of two"],
 )
 def test_an_unknown_group_is_an_error_that_lists_them(pack, wrt):
     state = groups(pack)
@@ -747,3 +755,25 @@ def test_pmap_averages_as_shard_map_does(two_devices):
     got = two_devices["pmap"]
     assert got["finite"] == [True, True]
     assert got["grads"] == [[60000.0, 60000.0], [60000.0, 60000.0]]
+
+
+def test_gradients_do_not_multiply_each_other():
+    state = jamp.initialize(jnp.ones(2), optax.sgd(0.1), "O0", verbosity=0)
+    grads = jamp.scaled_grad(lambda w: w.sum())(state)
+    with pytest.raises(TypeError, match="scalar factor"):
+        grads * grads
+    with pytest.raises(TypeError, match="scalar factor"):
+        grads / jnp.ones(2)
+
+
+@pytest.mark.parametrize("wrt", [("a", "a"), ()], ids=["twice", "none"])
+def test_wrt_names_groups_once(wrt):
+    with pytest.raises(ValueError, match="wrt"):
+        jamp.scaled_grad(lambda p: total(p["a"]), wrt=wrt)(groups(named))
+
+
+def test_a_dict_of_scaled_grads_points_to_a_sequence():
+    state = groups(named)
+    grads = jamp.scaled_grad(lambda p: total(p["a"]), wrt="a")(state)
+    with pytest.raises(TypeError, match="sequence"):
+        state.apply_gradients(grads={"a": grads, "b": None, "c": None})
