@@ -47,9 +47,9 @@ def master_weights(tx: optax.GradientTransformation) -> MasterWeights:
     $$m' = m + u, \quad p' = \mathrm{half}(m'),$$
 
     `update` returns $\mathrm{f32}(p') - \mathrm{f32}(p)$, so that `optax.apply_updates`
-    lands on $p'$ bit for bit while $|p| / |p'|$ stays below about $2^{13}$ (float16;
-    $2^{16}$ for bfloat16) and both are finite. `half` rounds to nearest and clamps to the largest finite half. Params in
-    float32 are their own masters, and receive $u$ itself.
+    lands on $p'$ bit for bit while $|p| / |p'|$ stays below about $2^{13}$ (in bfloat16
+    $2^{16}$) and both are finite. `half` rounds to nearest and clamps to the largest
+    finite half. Params in float32 are their own masters, and receive $u$ itself.
 
     Place it last in a chain and outside of `inject_hyperparams`: what changes updates
     afterwards breaks `params == half(masters)`, and clipping before it sees half

@@ -85,7 +85,9 @@ def _halve(masters: PyTree, dtype: DTypeLike) -> PyTree:
     return jax.tree.map_with_path(cast, masters)
 
 
-def _params(state: MixedState) -> PyTree:
+def model_params(state: MixedState) -> PyTree:
+    """What the model consumes: half params, and the masters that have none."""
+
     def choose(half, master):
         return master if half is None else half
 
@@ -102,7 +104,7 @@ def mixed_step(model: Any, tx: Any, dtype: DTypeLike) -> Callable:
             loss = loss_of(logits, labels)
             return loss * state.scale, (loss, new.get("batch_stats", {}))
 
-        grads, (loss, stats) = jax.grad(loss_fn, has_aux=True)(_params(state))
+        grads, (loss, stats) = jax.grad(loss_fn, has_aux=True)(model_params(state))
         finite = jnp.stack(
             [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
         ).all()

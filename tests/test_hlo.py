@@ -1,0 +1,220 @@
+"""The counter of tests.hlo, on modules whose costs are derived by hand."""
+
+import pytest
+
+from tests.hlo import Cost, Product, Program, shape_bytes
+
+HEADER = "HloModule m, is_scheduled=true, input_output_alias={ALIAS}, "
+HEADER += "entry_computation_layout={()->f32[]}\n"
+
+FUSIONS = """
+%body (p: f32[1024]) -> (f32[1024], f32[]) {
+  %p.1 = f32[1024]{0} parameter(0)
+  %square = f32[1024]{0} multiply(%p.1, %p.1)
+  %zero = f32[] constant(0)
+  %sum = f32[] reduce(%square, %zero), dimensions={0}, to_apply=%add
+  ROOT %both = (f32[1024]{0}, f32[]) tuple(%square, %sum)
+}
+
+%third (p: f16[300]) -> f32[100] {
+  %p.2 = f16[300]{0} parameter(0)
+  %line = f16[3,100]{1,0} bitcast(%p.2)
+  %row = f16[1,100]{1,0} slice(%line), slice={[1:2], [0:100]}
+  %flat = f16[100]{0} bitcast(%row)
+  ROOT %wide = f32[100]{0} convert(%flat)
+}
+
+%place (p: f32[1024], u: f32[8], i: s32[]) -> f32[1024] {
+  %p.3 = f32[1024]{0} parameter(0)
+  %u.3 = f32[8]{0} parameter(1)
+  %i.3 = s32[] parameter(2)
+  ROOT %updated = f32[1024]{0} dynamic-update-slice(%p.3, %u.3, %i.3)
+}
+
+%product (a: f16[8,4], b: f32[4,8]) -> f16[8,8] {
+  %a.4 = f16[8,4]{1,0} parameter(0)
+  %b.4 = f32[4,8]{1,0} parameter(1)
+  %b.half = f16[4,8]{1,0} convert(%b.4)
+  ROOT %dot.4 = f16[8,8]{1,0} dot(%a.4, %b.half), metadata={op_name="jit(f)/dot"}
+}
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum.5 = f32[] add(%x, %y)
+}
+"""
+
+LOOP = """
+%step (t: (s32[], f32[256])) -> (s32[], f32[256]) {
+  %t = (s32[], f32[256]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %v = f32[256]{0} get-tuple-element(%t), index=1
+  %next = f32[256]{0} add(%v, %v)
+  ROOT %out = (s32[], f32[256]{0}) tuple(%n, %next)
+}
+
+%again (t: (s32[], f32[256])) -> pred[] {
+  %t.1 = (s32[], f32[256]{0}) parameter(0)
+  %n.1 = s32[] get-tuple-element(%t.1), index=0
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%n.1, %five), direction=LT
+}
+"""
+
+
+def program(entry: str, alias: str = "") -> Program:
+    lines = "\n".join(f"  {line}" for line in entry.strip().splitlines())
+    header = HEADER.replace("ALIAS", alias)
+    return Program(
+        f"{header}{FUSIONS}{LOOP}\nENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[]", 4),
+        ("bf16[3,5]{1,0:T(8,128)}", 30),
+        ("f8e4m3fn[10]", 10),
+        ("s4[10]", 5),
+        ("pred[7]", 7),
+        ("c64[2]", 16),
+        ("token[]", 0),
+        ("(f32[2,2]{1,0}, /*index=1*/(s32[], u8[0]{0}))", 20),
+    ],
+)
+def test_bytes_of_a_shape(shape, size):
+    assert shape_bytes(shape) == size
+
+
+@pytest.mark.parametrize(
+    ("entry", "kernels", "traffic"),
+    [
+        pytest.param(
+            "%p = f32[1024]{0} parameter(0)\n"
+            "%b = f32[32,32]{1,0} bitcast(%p)\n"
+            "%c = f32[] constant(1)\n"
+            "ROOT %t = (f32[32,32]{1,0}, f32[]) tuple(%b, %c)",
+            0,
+            0,
+            id="free",
+        ),
+        pytest.param(
+            "%p = f32[1024]{0} parameter(0)\n"
+            'ROOT %c = f32[1024]{0} copy(%p), metadata={op_name="a(b)"}',
+            1,
+            2 * 4096,
+            id="copy",
+        ),
+        pytest.param(
+            "%p = f32[1024]{0} parameter(0)\n"
+            "ROOT %f = (f32[1024]{0}, f32[]) fusion(%p), kind=kInput, calls=%body",
+            1,
+            2 * 4096 + 4,
+            id="a fusion that reads an operand twice and returns a tuple",
+        ),
+        pytest.param(
+            "%p = f16[300]{0} parameter(0)\n"
+            "ROOT %f = f32[100]{0} fusion(%p), kind=kLoop, calls=%third",
+            1,
+            200 + 400,
+            id="a fusion that reads a third of its operand",
+        ),
+        pytest.param(
+            "%p = f32[1024]{0} parameter(0)\n"
+            "%u = f32[8]{0} parameter(1)\n"
+            "%i = s32[] parameter(2)\n"
+            "ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place",
+            1,
+            32 + 4 + 32,
+            id="an update in place",
+        ),
+        pytest.param(
+            "%p = f32[256]{0} parameter(0)\n"
+            "%zero = s32[] constant(0)\n"
+            "%init = (s32[], f32[256]{0}) tuple(%zero, %p)\n"
+            "ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step,"
+            ' backend_config={"known_trip_count":{"n":"5"}}',
+            5 * 2,
+            # Per trip: v + v reads v twice and writes it, the test reads and writes.
+            5 * (3 * 1024 + 4 + 4 + 1),
+            id="a loop of five trips",
+        ),
+        pytest.param(
+            "%p = f32[256]{0} parameter(0)\n"
+            "%zero = s32[] constant(0)\n"
+            "%init = (s32[], f32[256]{0}) tuple(%zero, %p)\n"
+            "ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step",
+            2,
+            3 * 1024 + 4 + 4 + 1,
+            id="a loop of unknown length",
+        ),
+        pytest.param(
+            "%b = pred[] parameter(0)\n"
+            "%p = (s32[], f32[256]{0}) parameter(1)\n"
+            "ROOT %c = pred[] conditional(%b, %p, %p),"
+            " branch_computations={%step, %again}",
+            1 + 1,
+            1 + 3 * 1024,
+            id="a conditional costs its dearest branch",
+        ),
+        pytest.param(
+            "%p = (s32[], f32[256]{0}) parameter(0)\n"
+            "ROOT %c = (s32[], f32[256]{0}) call(%p), to_apply=%step",
+            1,
+            3 * 1024,
+            id="a command buffer",
+        ),
+        pytest.param(
+            "%p = f16[300]{0} parameter(0)\n"
+            "%s = ((f16[300]{0}), f32[100]{0}, u32[]) fusion-start(%p), calls=%third\n"
+            "ROOT %d = f32[100]{0} fusion-done(%s)",
+            1,
+            200 + 400,
+            id="an asynchronous fusion",
+        ),
+        pytest.param(
+            "%p = (s32[], f32[256]{0}) parameter(0)\n"
+            "%s = ((s32[], f32[256]{0}), (s32[], f32[256]{0})) async-start(%p),"
+            " calls=%step\n"
+            "ROOT %d = (s32[], f32[256]{0}) async-done(%s)",
+            1,
+            3 * 1024,
+            id="an asynchronous computation",
+        ),
+    ],
+)
+def test_cost(entry, kernels, traffic):
+    assert program(entry).cost == Cost(kernels, traffic)
+
+
+def test_products_are_found_in_fusions_and_in_libraries():
+    entry = """
+%x = bf16[8,4]{1,0} parameter(0)
+%y = f32[4,8]{1,0} parameter(1)
+%gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%y, %x), custom_call_target="__cublas$gemm"
+%conv = (f32[8,8]{1,0}, u8[0]{0}) custom-call(%x, %x), custom_call_target="__cudnn$convForward", metadata={op_name="conv"}
+%sort = (f32[8]{0}) custom-call(%x, %y), custom_call_target="__cub$sort"
+"""
+    assert program(entry).products == [
+        Product("dot", "f16", "f16", "jit(f)/dot"),
+        Product("__cublas$gemm", "f32", "bf16", "gemm"),
+        Product("__cudnn$convForward", "bf16", "bf16", "conv"),
+    ]
+
+
+def test_aliased_and_copied_bytes():
+    entry = """
+%p = f32[1024]{0} parameter(0)
+%q = f16[10]{0} parameter(1)
+%r = f32[] parameter(2)
+%c = f32[1024]{0} copy(%p)
+%s = (f16[10]{0}, f16[10]{0}, u32[]) copy-start(%q)
+%d = f16[10]{0} copy-done(%s)
+"""
+    alias = " {0}: (1, {}, may-alias), {1, 0}: (2, {}, must-alias) "
+    assert program(entry, alias).aliased_bytes == 20 + 4
+    assert program(entry).aliased_bytes == 0
+    assert program(entry).copies == [4096, 20]
+    assert program(entry).cost == Cost(2, 2 * 4096 + 2 * 20)
