@@ -2,6 +2,14 @@
 
 from jamp import linen as linen
 from jamp._amp_state import AmpState as AmpState, master_params as master_params
+from jamp._autocast._lists import AutocastLists as AutocastLists
+from jamp._autocast._regions import (
+    disable_casts as disable_casts,
+    float_function as float_function,
+    half_function as half_function,
+    promote_function as promote_function,
+)
+from jamp._autocast._transform import autocast as autocast
 from jamp._cast import cast_model as cast_model
 from jamp._check import check as check
 from jamp._forward import cast_forward as cast_forward
@@ -24,6 +32,7 @@ from jamp._scaled_grad import (
 )
 from jamp._scaled_grads import ScaledGrads as ScaledGrads
 from jamp._warnings import (
+    AutocastWarning as AutocastWarning,
     PrecisionWarning as PrecisionWarning,
     UnusedOptionWarning as UnusedOptionWarning,
 )

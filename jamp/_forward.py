@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jamp._autocast._transform import autocast
 from jamp._dtypes import cast_floats
 from jamp._opt_level import Properties
 
@@ -46,17 +47,7 @@ def active_policy() -> Properties | None:
 
 @contextlib.contextmanager
 def forward_policy(properties: Properties) -> Iterator[None]:
-    """Runs models under `properties`; entering the same ones twice changes nothing.
-
-    Raises:
-        NotImplementedError: the level needs autocast.
-    """
-    if properties.patch_functions:
-        raise NotImplementedError(
-            f"opt_level={properties.opt_level!r} runs functions under autocast, which "
-            "this version of jamp does not have yet. Use opt_level='O0', 'O2', 'O3' or "
-            "'O5', or pass patch_functions=False to train in float32."
-        )
+    """Runs models under `properties`; entering the same ones twice changes nothing."""
     if active_policy() == properties:
         yield
         return
@@ -65,6 +56,20 @@ def forward_policy(properties: Properties) -> Iterator[None]:
         for adapter in _adapters:
             stack.enter_context(adapter.context(properties))
         yield
+
+
+def under_autocast(
+    fn: Callable[..., Any], properties: Properties
+) -> Callable[..., Any]:
+    """`fn` under the level's autocast, if it has one and is not in it already."""
+    if not properties.patch_functions or active_policy() == properties:
+        return fn
+    return autocast(
+        fn,
+        properties.patch_functions_type,
+        lists=properties.lists,
+        promote=properties.promote,
+    )
 
 
 def cast_inputs[T](tree: T, properties: Properties) -> T:
@@ -87,8 +92,9 @@ class _UnderPolicy:
     properties: Properties
 
     def __call__(self, *args, **kwargs):
+        apply_fn = under_autocast(self.apply_fn, self.properties)
         with forward_policy(self.properties):
-            return self.apply_fn(*args, **kwargs)
+            return apply_fn(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +106,9 @@ class _CastForward:
 
     def __call__(self, variables, *args, **kwargs):
         args, kwargs = cast_inputs((args, kwargs), self.properties)
+        apply_fn = under_autocast(self.apply_fn, self.properties)
         with forward_policy(self.properties):
-            out = self.apply_fn(variables, *args, **kwargs)
+            out = apply_fn(variables, *args, **kwargs)
         if kwargs.get("mutable", False) is False:
             return cast_outputs(out, self.properties)
         first, *updated = out

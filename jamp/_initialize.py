@@ -54,6 +54,8 @@ def initialize(
     max_loss_scale: float | None = 2.0**24,
     apply_fn: Any = None,
     keep_fp32: Any = None,
+    lists: Any = None,
+    promote: str | None = None,
     allow_incoming_model_not_fp32: bool = False,
     state_class: type[AmpState] = AmpState,
     **fields: Any,
@@ -94,6 +96,8 @@ def initialize(
         apply_fn: the model's forward, `model.apply` or `(variables, *args) -> outputs`;
             `state.apply_fn` runs it under the policy.
         keep_fp32: more leaves to keep in float32: regex, predicate, or a list of them.
+        lists: additions to autocast's table, a `jamp.AutocastLists`; O1 and O4 only.
+        promote: "narrowest" keeps sums of half and float32 in half; O1 and O4 only.
         allow_incoming_model_not_fp32: whether half params may come in.
         state_class: AmpState, or a subclass that declares extra fields.
         **fields: extra fields of the state, such as `batch_stats`.
@@ -124,6 +128,8 @@ def initialize(
         loss_scale=loss_scale,
         cast_model_outputs=cast_model_outputs,
         keep_fp32=keep_fp32,
+        lists=lists,
+        promote=promote,
     )
     _check_containers(params, tx)
     _check_fields(fields, state_class)

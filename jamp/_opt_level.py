@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jamp._autocast._lists import AutocastLists
 from jamp._dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
 type KeepFp32 = (
@@ -53,6 +54,8 @@ class Properties:
         cast_model_outputs: dtype of the model's outputs; None is float32 where the
             model is cast, and otherwise leaves them alone.
         keep_fp32: more leaves to keep in float32: regexes and predicates on the path.
+        lists: additions to autocast's table, a `jamp.AutocastLists`.
+        promote: what autocast does with mixed operands, "widest" or "narrowest".
 
     >>> Properties.from_opt_level("O2", loss_scale="128.0").loss_scale
     128.0
@@ -68,6 +71,8 @@ class Properties:
     loss_scale: Any = 1.0
     cast_model_outputs: Any = None
     keep_fp32: tuple[Any, ...] = ()
+    lists: Any = None
+    promote: str = "widest"
 
     @classmethod
     def from_opt_level(
@@ -82,6 +87,8 @@ class Properties:
         loss_scale: Any = None,
         cast_model_outputs: DTypeLike | None = None,
         keep_fp32: KeepFp32 | list[Any] | None = None,
+        lists: Any = None,
+        promote: str | None = None,
     ) -> "Properties":
         """Takes a level's defaults and applies every override that is not None.
 
@@ -96,6 +103,7 @@ class Properties:
             cast_model_outputs: at any level.
             keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
                 paths are written "Dense_0/kernel".
+            lists, promote: only for O1 and O4.
 
         Returns:
             The properties.
@@ -115,6 +123,8 @@ class Properties:
             "loss_scale": loss_scale,
             "cast_model_outputs": cast_model_outputs,
             "keep_fp32": keep_fp32,
+            "lists": lists,
+            "promote": promote,
         }
         if not enabled:
             return DISABLED
@@ -153,12 +163,13 @@ class Properties:
         shown = [
             field.name
             for field in dataclasses.fields(self)
-            if field.name not in _QUIET or getattr(self, field.name) not in (None, ())
+            if field.name not in _QUIET
+            or getattr(self, field.name) not in (None, (), "widest")
         ]
         return [f"{name:<22} : {getattr(self, name)}" for name in shown]
 
 
-_QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32")
+_QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
 _FP16, _BF16 = HALF_DTYPES
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
 _AUTOCAST = Properties(opt_level="O1", patch_functions=True)
@@ -198,6 +209,9 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
                 "Currently, patch_functions=True should only be set by selecting "
                 f"opt_level='O1' or 'O4', opt_level was {opt_level!r}."
             )
+        for name in ("lists", "promote"):
+            if name in values:
+                yield f"{name} steers autocast, which {opt_level} does not use."
         return
     dtype = values.get("cast_model_type")
     if dtype and dtype != FLOAT32:
@@ -283,6 +297,18 @@ def _parse_loss_scale(value: Any) -> Any:
     return scale
 
 
+def _parse_lists(value: Any) -> Any:
+    if not isinstance(value, AutocastLists):
+        raise TypeError(f"lists must be a jamp.AutocastLists, found {value!r}")
+    return value
+
+
+def _parse_promote(value: Any) -> str:
+    if value not in ("widest", "narrowest"):
+        raise ValueError(f"promote must be 'widest' or 'narrowest', found {value!r}")
+    return value
+
+
 def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
     """The rules of `keep_fp32` as a tuple of regexes and predicates."""
     rules = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -308,4 +334,6 @@ _PARSERS = {
     "loss_scale": _parse_loss_scale,
     "cast_model_outputs": _parse_outputs,
     "keep_fp32": parse_keep_fp32,
+    "lists": _parse_lists,
+    "promote": _parse_promote,
 }

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from jamp import _groups
 from jamp._compat import manual_axes, varying_axes
-from jamp._forward import forward_policy
+from jamp._forward import forward_policy, under_autocast
 from jamp._layout import row_major_on_cuda
 from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
 from jamp._scaled_grads import ScaledGrads, widen_tree
@@ -57,7 +57,6 @@ def scaled_value_and_grad(
         TypeError: `state` is no AmpState; the loss is no float scalar.
         IndexError: `loss_id` is out of range.
         ValueError: `wrt` names no group.
-        NotImplementedError: the state's level needs autocast.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -167,10 +166,12 @@ def _differentiate(
         if axis_name is not None:
             trained = jax.tree.map(lambda p: _varying(p, axis_name), trained)
 
+        run_loss = under_autocast(loss_fn, state.properties)
+
         def scaled_loss(trained):
             whole = {k: _groups.get(state.params, k) for k in every}
             whole |= {k: merge(trained[k], whole[k]) for k in keys}
-            out = loss_fn(_groups.pack(whole, state.params), *args, **kwargs)
+            out = run_loss(_groups.pack(whole, state.params), *args, **kwargs)
             loss, aux = _split_aux(out, has_aux)
             return rule.scale_loss(loss, scale_state), (loss, aux)
 

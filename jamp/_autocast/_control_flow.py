@@ -54,9 +54,7 @@ def _cond(painter: Painter, eqn: jc.JaxprEqn) -> None:
     wants = painter.demand.of(eqn.outvars)
 
     def branches(outs):
-        return [
-            painter.paint(eqn, b, ins, outs, wants) for b in eqn.params["branches"]
-        ]
+        return [painter.paint(eqn, b, ins, outs, wants) for b in eqn.params["branches"]]
 
     found = {tuple(_out(b)) for b in branches([None] * len(eqn.outvars))}
     outs = list(found.pop()) if len(found) == 1 else _recorded(eqn.outvars)

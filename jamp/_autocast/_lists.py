@@ -6,6 +6,7 @@ After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is mad
 import dataclasses
 import enum
 import functools
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -136,16 +137,17 @@ FUNCTION_ROWS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Lists:
+class AutocastLists:
     """The user's additions to the table. Immutable; pass it as `autocast(lists=...)`.
 
     Attributes:
         primitives: rules by the name of a primitive, as `jax.make_jaxpr` prints it.
         functions: rules by the name of a jitted function.
+        registered: functions by their place, `(module, name, rule)`.
         regions: pairs of a regex, searched in the name stack (`jax.named_scope`, Flax's
             module paths), and a rule; the last that matches decides.
 
-    >>> lists = Lists().with_primitive("tanh", "float32").with_region("head/", "float32")
+    >>> lists = AutocastLists().with_primitive("tanh", "float32").with_region("head/", "float32")
     >>> lists.rule_of("tanh"), lists.rule_of("dot_general")
     (<Rule.FLOAT32: 'float32'>, <Rule.HALF: 'half'>)
     """
@@ -153,21 +155,45 @@ class Lists:
     primitives: tuple[tuple[str, Rule], ...] = ()
     functions: tuple[tuple[str, Rule], ...] = ()
     regions: tuple[tuple[str, Rule], ...] = ()
+    registered: tuple[tuple[object, str, Rule], ...] = ()
 
-    def with_primitive(self, name: str, rule: "Rule | str") -> "Lists":
+    def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for a primitive."""
         added = (*self.primitives, (name, Rule(rule)))
         return dataclasses.replace(self, primitives=added)
 
-    def with_function(self, name: str, rule: "Rule | str") -> "Lists":
+    def with_function(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for the functions that were jitted under a name."""
         added = (*self.functions, (name, Rule(rule)))
         return dataclasses.replace(self, functions=added)
 
-    def with_region(self, regex: str, rule: "Rule | str") -> "Lists":
+    def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for what the name stack matches."""
+        re.compile(regex)
         added = (*self.regions, (regex, Rule(rule)))
         return dataclasses.replace(self, regions=added)
+
+    def register_half_function(self, module: object, name: str) -> "AutocastLists":
+        """With `module.name` run in half, wherever a program looks it up there.
+
+        Raises:
+            ValueError: the module has no such function.
+        """
+        return self._register(module, name, Rule.HALF)
+
+    def register_float_function(self, module: object, name: str) -> "AutocastLists":
+        """With `module.name` run in float32; see `register_half_function`."""
+        return self._register(module, name, Rule.FLOAT32)
+
+    def register_promote_function(self, module: object, name: str) -> "AutocastLists":
+        """With `module.name` run in its widest operand's dtype; see the other two."""
+        return self._register(module, name, Rule.PROMOTE)
+
+    def _register(self, module: object, name: str, rule: Rule) -> "AutocastLists":
+        if not callable(getattr(module, name, None)):
+            raise ValueError(f"No function named {name!r} in module {module!r}.")
+        added = (*self.registered, (module, name, rule))
+        return dataclasses.replace(self, registered=added)
 
     def rule_of(self, primitive: str) -> Rule | None:
         """The rule of a primitive; None if no list has it."""

@@ -106,7 +106,9 @@ class Painter:
         if isinstance(atom, jc.Literal):
             if dtype == FLOAT32:
                 return atom
-            return jc.Literal(np.asarray(atom.val, dtype), _with_dtype(atom.aval, dtype))
+            return jc.Literal(
+                np.asarray(atom.val, dtype), _with_dtype(atom.aval, dtype)
+            )
         versions = self.versions[atom]
         if dtype not in versions:
             versions[dtype] = self._convert(versions[self.home[atom]], dtype)
@@ -157,7 +159,9 @@ class Painter:
 
     def as_recorded(self, eqn: jc.JaxprEqn) -> None:
         """Writes an equation with the dtypes of the user's program."""
-        self.emit(eqn, [_dtype(v) for v in eqn.invars], [_dtype(v) for v in eqn.outvars])
+        self.emit(
+            eqn, [_dtype(v) for v in eqn.invars], [_dtype(v) for v in eqn.outvars]
+        )
         if eqn.primitive is primitives.convert_element_type_p:
             # A mask is exact in any dtype.
             if _dtype(eqn.invars[0]) == jnp.bool_ and is_float32(eqn.outvars[0]):
@@ -224,7 +228,9 @@ class Painter:
         """In what dtype to hand values to a program: half if it is read in half there."""
         return [
             self.half
-            if is_float32(a) and not isinstance(a, jc.Literal) and a in self.demand.halved
+            if is_float32(a)
+            and not isinstance(a, jc.Literal)
+            and a in self.demand.halved
             else self.home_of(a)
             for a in atoms
         ]

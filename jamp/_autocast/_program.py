@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast._lists import Lists, Rule
+from jamp._autocast._lists import AutocastLists, Rule
 from jamp._dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
@@ -35,7 +35,7 @@ class Policy:
     """
 
     dtype: Any
-    lists: Lists
+    lists: AutocastLists
     promote: str
 
 

@@ -10,9 +10,10 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast._control_flow import RULES
-from jamp._autocast._lists import Lists
+from jamp._autocast._lists import AutocastLists
 from jamp._autocast._paint import paint
 from jamp._autocast._program import Policy, Scope
+from jamp._autocast._regions import registered
 from jamp._dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -22,7 +23,7 @@ def autocast[**P, R](
     fn: Callable[P, R],
     dtype: DTypeLike = "float16",
     *,
-    lists: Lists | None = None,
+    lists: AutocastLists | None = None,
     promote: Promote = "widest",
 ) -> Callable[P, R]:
     """Runs each operation of a function in the precision that suits it.
@@ -54,7 +55,7 @@ def autocast[**P, R](
         raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
     if promote not in get_args(Promote.__value__):
         raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
-    scope = Scope(Policy(half, lists or Lists(), promote))
+    scope = Scope(Policy(half, lists or AutocastLists(), promote))
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
@@ -73,7 +74,8 @@ def autocast[**P, R](
             return [outs[i] for i in result["arrays"]]
 
         values = [leaves[i] for i in arrays]
-        jaxpr = jax.make_jaxpr(flat)(*values)
+        with registered(scope.policy.lists.registered):
+            jaxpr = jax.make_jaxpr(flat)(*values)
         outs = jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values)
         filled = [None if _is_array(x) else x for x in result["leaves"]]
         for i, value in zip(result["arrays"], outs, strict=True):
