@@ -16,10 +16,12 @@ from jamp._autocast._demand import Demand, Want, demand
 from jamp._autocast._lists import Rule
 from jamp._autocast._program import (
     Atom,
+    Decision,
     Scope,
     is_castable_eqn,
     is_float32,
-    rule_of,
+    name_stack,
+    ruling,
 )
 from jamp._dtypes import FLOAT32
 
@@ -82,6 +84,7 @@ class Painter:
         self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
         self.neutral: set[jc.Var] = set()
         self.eqn: jc.JaxprEqn | None = None
+        self.programs: list[list[Decision]] = []  # inside of `eqn`
         for var in jaxpr.constvars:
             self._bind(var, _dtype(var))
         self.invars = [
@@ -145,17 +148,21 @@ class Painter:
 
     def equation(self, eqn: jc.JaxprEqn) -> None:
         """Writes one equation."""
-        self.eqn = eqn
+        self.eqn, self.programs = eqn, []
         inside = self.rules.get(eqn.primitive.name)
         if inside is not None:
             inside(self, eqn)
+            self._note(eqn, None, None, "program" if self.programs else "opaque")
             return
-        rule = rule_of(self.scope, eqn)
+        rule, region = ruling(self.scope, eqn)
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.as_recorded(eqn)
+            self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
-        self._write(eqn, self._choose(eqn, rule))
+        dtype, why = self._choose(eqn, rule)
+        self._write(eqn, dtype)
         self._note_neutral(eqn, rule)
+        self._note(eqn, rule, dtype, "region" if region else why, region)
 
     def as_recorded(self, eqn: jc.JaxprEqn) -> None:
         """Writes an equation with the dtypes of the user's program."""
@@ -183,19 +190,23 @@ class Painter:
         params = eqn.params if params is None else params
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
-    def _choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Any:
+    def _choose(self, eqn: jc.JaxprEqn, rule: Rule) -> tuple[Any, str]:
+        """The dtype that an equation runs in, and why."""
         if rule is Rule.HALF:
-            return self.half
+            return self.half, "list"
         if rule is Rule.FLOAT32:
-            return FLOAT32
+            return FLOAT32, "list"
         if rule is Rule.PROMOTE and _feeds_float32(eqn, self.demand):
-            return FLOAT32
+            return FLOAT32, "feeder"
         votes = {self.vote(v) for v in eqn.invars} - {None}
         if not votes:
-            return FLOAT32
-        if self.scope.policy.promote == "narrowest" and self.half in votes:
-            return self.half
-        return FLOAT32 if FLOAT32 in votes else self.half
+            return FLOAT32, "no vote"
+        if len(votes) > 1:
+            promote = self.scope.policy.promote
+            return self.half if promote == "narrowest" else FLOAT32, promote
+        (dtype,) = votes
+        shared = any(self.vote(v) not in (None, self.home_of(v)) for v in eqn.invars)
+        return dtype, "shared copy" if shared else "operands"
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
         params = dict(eqn.params)
@@ -204,6 +215,16 @@ class Painter:
                 params[name] = dtype
         outs = [dtype if is_float32(v) else _dtype(v) for v in eqn.outvars]
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
+
+    def _note(
+        self, eqn: jc.JaxprEqn, rule: Rule | None, dtype: Any, why: str, region: str = ""
+    ) -> None:
+        """For `jamp.explain`."""
+        if self.scope.decisions is not None:
+            names, programs = name_stack(self.scope, eqn), tuple(self.programs)
+            self.scope.decisions.append(
+                Decision(eqn, names, rule, dtype, why, region, programs)
+            )
 
     def _note_neutral(self, eqn: jc.JaxprEqn, rule: Rule) -> None:
         if rule is Rule.MOVE and all(self.vote(v) is None for v in eqn.invars):
@@ -222,6 +243,8 @@ class Painter:
         """Writes a program that an equation holds."""
         wants = [None] * len(jaxpr.outvars) if out_wants is None else out_wants
         scope = self.scope.inside(eqn)
+        if scope.decisions is not None:
+            self.programs.append(scope.decisions)
         return paint(jaxpr, in_dtypes, out_dtypes, wants, scope, self.rules)
 
     def passed(self, atoms: Sequence[Atom]) -> list[Any]:
@@ -240,6 +263,14 @@ def _feeds_float32(eqn: jc.JaxprEqn, demand: Demand) -> bool:
     return any(is_float32(v) for v in eqn.outvars) and all(
         demand.wants.get(v) is True for v in eqn.outvars if is_float32(v)
     )
+
+
+def _why_recorded(eqn: jc.JaxprEqn, rule: Rule | None, region: str) -> str:
+    if rule is None:
+        return "unknown primitive"
+    if rule is Rule.RECORDED:
+        return "region" if region else "recorded"
+    return "own dtype"
 
 
 def _dtype(atom: Atom) -> Any:

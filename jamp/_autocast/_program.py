@@ -20,7 +20,8 @@ MARKERS = {
     Rule.PROMOTE: "jamp_promote",
     Rule.RECORDED: "jamp_recorded",
 }
-_MARKER = re.compile("|".join(MARKERS.values()))
+# The brackets hold the name of the function of the lists that the mark was set for.
+_MARKER = re.compile(rf"({'|'.join(MARKERS.values())})(?:\(([^()]*)\))?")
 _RULES = {marker: rule for rule, marker in MARKERS.items()}
 
 
@@ -39,22 +40,50 @@ class Policy:
     promote: str
 
 
+class Decision(NamedTuple):
+    """What was decided for one equation, for `jamp.explain`.
+
+    Attributes:
+        eqn: the equation, as the user's program has it.
+        names: its whole name stack.
+        rule: the rule that was looked up; None if there is none.
+        dtype: what its float32 values run in; None if that was not to be chosen.
+        why: one or two words; `jamp.diagnostics` has the sentences.
+        region: the mark, function or regex that the rule comes from, if it does.
+        programs: for each program that it holds, the decisions inside; a program that
+            was painted twice is there twice, and its last painting counts.
+    """
+
+    eqn: jc.JaxprEqn
+    names: str
+    rule: Rule | None
+    dtype: Any
+    why: str
+    region: str
+    programs: "tuple[list[Decision], ...]"
+
+
 class Scope(NamedTuple):
     """Where in the program an equation stands.
 
     Attributes:
         policy: the policy.
         names: the name stack of the equations around it.
+        decisions: where to note what is decided; None if nobody asks.
     """
 
     policy: Policy
     names: str = ""
+    decisions: list[Decision] | None = None
 
     def inside(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
-        rule = self.policy.lists.rule_of_function(str(eqn.params.get("name", "")))
-        return self._replace(names=f"{names}/{MARKERS[rule]}" if rule else names)
+        function = str(eqn.params.get("name", ""))
+        rule = self.policy.lists.rule_of_function(function)
+        decisions = None if self.decisions is None else []
+        names = f"{names}/{MARKERS[rule]}({function})" if rule else names
+        return Scope(self.policy, names, decisions)
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
@@ -64,11 +93,18 @@ def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
 
 def rule_of(scope: Scope, eqn: jc.JaxprEqn) -> Rule | None:
     """The rule for an equation; None for a primitive that no list has."""
+    return ruling(scope, eqn)[0]
+
+
+def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+    """The rule for an equation, and the region that it comes from, if it does."""
     listed = scope.policy.lists.rule_of(eqn.primitive.name)
-    region = _region_rule(scope, eqn)
+    region, where = _region_rule(scope, eqn)
     if listed is None or listed is Rule.RECORDED or region is None:
-        return listed
-    return Rule.MOVE if (region, listed) == (Rule.PROMOTE, Rule.MOVE) else region
+        return listed, ""
+    if (region, listed) == (Rule.PROMOTE, Rule.MOVE):
+        return Rule.MOVE, where
+    return region, where
 
 
 def is_float32(atom: Atom) -> bool:
@@ -88,10 +124,12 @@ def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
     return all(is_float32(a) for a in atoms if is_float(a))
 
 
-def _region_rule(scope: Scope, eqn: jc.JaxprEqn) -> Rule | None:
+def _region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     names = name_stack(scope, eqn)
     markers = _MARKER.findall(names)
     if markers:
-        return _RULES[markers[-1]]
-    rules = [r for regex, r in scope.policy.lists.regions if re.search(regex, names)]
-    return rules[-1] if rules else None
+        marker, function = markers[-1]
+        return _RULES[marker], function or marker
+    regions = scope.policy.lists.regions
+    found = [(rule, regex) for regex, rule in regions if re.search(regex, names)]
+    return found[-1] if found else (None, "")

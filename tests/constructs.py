@@ -1,0 +1,549 @@
+"""The constructs of JAX through which autocast must reach every matrix product.
+
+Each is a function of two (8, 8) matrices, weights and inputs, made with a transformation
+to apply, `autocast` or none, at the place that the construct is about.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+N = 8
+TABLE: dict[str, Callable[[Callable], Callable]] = {}
+
+
+def construct(make):
+    """Enters a construct that says itself where the transformation goes."""
+    TABLE[make.__name__.strip("_")] = make
+    return make
+
+
+def plain(fn):
+    """Enters a function of weights and inputs that is transformed as a whole."""
+    TABLE[fn.__name__.strip("_")] = lambda cast: cast(fn)
+    return fn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Dense:
+    kernel: Array
+
+
+def layer(w: Array, x: Array) -> Array:
+    return jnp.tanh(x @ w)
+
+
+def heads(x: Array) -> Array:
+    return x.reshape(1, N, 2, N // 2)
+
+
+# ---- products
+
+
+@plain
+def matmul(w, x):
+    return x @ w
+
+
+@plain
+def einsum(w, x):
+    return jnp.einsum("ij,jk->ik", x, w)
+
+
+@plain
+def einsum_of_three(w, x):
+    return jnp.einsum("ij,jk,kl->il", x, w, w)
+
+
+@plain
+def preferred_element_type(w, x):
+    return jnp.einsum("ij,jk->ik", x, w, preferred_element_type=jnp.float32)
+
+
+@plain
+def vector_and_dot(w, x):
+    return jnp.dot(x[0], w[0]) + jnp.vdot(x[1], w[1]) + jnp.inner(x, w)
+
+
+@plain
+def conv(w, x):
+    return lax.conv(x[None, None], w[None, None, :3, :3], (1, 1), "SAME")
+
+
+@plain
+def conv_of_groups(w, x):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(
+        x[None], w[:3, None], (1,), "SAME", (1,), (2,), numbers, feature_group_count=N
+    )
+
+
+@plain
+def conv_transpose(w, x):
+    return lax.conv_transpose(x[None], w[:4].reshape(2, N, 2), (2,), "SAME")
+
+
+@plain
+def ragged_dot(w, x):
+    return lax.ragged_dot(x, jnp.stack([w, 2 * w]), jnp.array([3, 5]))
+
+
+@plain
+def dense_attention(w, x):
+    q, k = x @ w, x @ w.T
+    scores = jnp.where(jnp.tri(N, dtype=bool), q @ k.T / 3.0, -jnp.inf)
+    return jax.nn.softmax(scores) @ x
+
+
+@plain
+def dot_product_attention(w, x):
+    q, k, v = heads(x @ w), heads(x @ w.T), heads(x)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@plain
+def dot_product_attention_after_norms(w, x):
+    q = jax.nn.standardize(heads(x @ w), axis=-1)
+    k = jax.nn.standardize(heads(x @ w.T), axis=-1)
+    return jax.nn.dot_product_attention(q, k, heads(x))
+
+
+# ---- control flow
+
+
+@plain
+def jit(w, x):
+    return jax.jit(layer)(w, x)
+
+
+@plain
+def nested_jit(w, x):
+    inner = jax.jit(layer)
+    return jax.jit(lambda x: inner(w, inner(w, x)) @ w)(x)
+
+
+@construct
+def jit_outside(cast):
+    return jax.jit(cast(layer))
+
+
+@plain
+def scan(w, x):
+    return lax.scan(lambda c, _: (layer(w, c), c @ w), x, length=3)
+
+
+@plain
+def scan_from_a_product(w, x):
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x @ w, length=2)[0]
+
+
+@plain
+def scan_over_layers(w, x):
+    return lax.scan(lambda c, w: (layer(w, c), c.sum()), x, jnp.stack([w, w.T]))
+
+
+@plain
+def scan_backwards_unrolled(w, x):
+    body = lambda c, row: (c + row @ w, c)  # noqa: E731
+    return lax.scan(body, x[0] @ w, x, reverse=True, unroll=3)
+
+
+@construct
+def scan_of_autocast(cast):
+    body = cast(lambda w, c: layer(w, c))
+    return lambda w, x: lax.scan(lambda c, _: (body(w, c), None), x, length=2)[0]
+
+
+@plain
+def associative_scan(w, x):
+    return lax.associative_scan(jnp.matmul, jnp.stack([w, x, w]))
+
+
+@plain
+def while_loop(w, x):
+    def body(carry):
+        i, x = carry
+        return i + 1, layer(w, x)
+
+    def going(carry):
+        i, x = carry
+        return (i < 3) & ((x @ w).sum() < 1e6)
+
+    return lax.while_loop(going, body, (0, x))
+
+
+@plain
+def fori_loop(w, x):
+    return lax.fori_loop(0, 3, lambda i, c: layer(w, c), x @ w)
+
+
+@plain
+def map_(w, x):
+    return lax.map(lambda row: row @ w, x)
+
+
+@plain
+def cond(w, x):
+    return lax.cond(x[0, 0] > -9, lambda x: x @ w, lambda x: x * 2, x)
+
+
+@plain
+def cond_of_a_product(w, x):
+    y = x @ w
+    return lax.cond(y[0, 0] > 99, lambda y: y, lambda y: jnp.exp(-(y**2)) @ w, y)
+
+
+@plain
+def switch(w, x):
+    branches = [lambda x: x, lambda x: (x @ w) @ w, lambda x: x + 1.0]
+    return lax.switch(jnp.int32(1), branches, x)
+
+
+@plain
+def remat(w, x):
+    return jax.checkpoint(layer)(w, layer(w, x))
+
+
+@plain
+def remat_with_policy(w, x):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(lambda x: layer(w, layer(w, x)), policy=policy)(x)
+
+
+@plain
+def remat_with_names(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    kept = jax.ad_checkpoint.checkpoint_name
+    return jax.checkpoint(lambda x: kept(layer(w, x), "kept") @ w, policy=policy)(x)
+
+
+@plain
+def scan_of_remat(w, x):
+    body = jax.checkpoint(lambda c, w: (layer(w, c), None))
+    return lax.scan(body, x, jnp.stack([w, w.T]))[0]
+
+
+@plain
+def shard_map(w, x):
+    mesh = jax.make_mesh((1,), ("rows",))
+
+    def body(w, x):
+        return lax.psum((x @ w).T @ (x @ w), "rows")
+
+    return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P())(
+        w, x
+    )
+
+
+# ---- custom derivatives. They are wrong by a factor, so that to ignore them shows.
+
+
+@jax.custom_jvp
+def steep(w, x, power):
+    return layer(w, x) * power
+
+
+@steep.defjvp
+def _(primals, tangents):
+    (w, x, power), (dw, dx, _) = primals, tangents
+    y = steep(w, x, power)
+    return y, 3.0 * (1 - y**2) * (dx @ w + x @ dw)
+
+
+@plain
+def custom_jvp(w, x):
+    return steep(w, x, 1.0) @ w
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def applied(fn, w, x):
+    return fn(w, x)
+
+
+@applied.defjvp
+def _(fn, primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    return fn(w, x), 5.0 * (x @ dw) + dx @ w
+
+
+@plain
+def custom_jvp_of_a_function(w, x):
+    return applied(lambda w, x: x @ w, w, x @ w)
+
+
+@plain
+def custom_jvp_in_scan(w, x):
+    return lax.scan(lambda c, w: (steep(w, c, 1.0), c), x, jnp.stack([w, w]))
+
+
+@jax.custom_jvp
+def symbolic_jvp(w, x):
+    return x @ w
+
+
+@functools.partial(symbolic_jvp.defjvp, symbolic_zeros=True)
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    zero = jax.custom_derivatives.SymbolicZero
+    out = jnp.zeros_like(x @ w)
+    out = out if isinstance(dw, zero) else out + 3.0 * (x @ dw)
+    return x @ w, out if isinstance(dx, zero) else out + dx @ w
+
+
+@plain
+def custom_jvp_with_symbolic_zeros(w, x):
+    return symbolic_jvp(w, x)
+
+
+@jax.custom_vjp
+def backwards(w, x, scale):
+    return x @ w * scale
+
+
+backwards.defvjp(
+    lambda w, x, s: (x @ w * s, (w, x)),
+    lambda saved, g: (3.0 * (saved[1].T @ g), 0.5 * (g @ saved[0].T), None),
+)
+
+
+@plain
+def custom_vjp(w, x):
+    return backwards(w, x @ w, 2) @ w
+
+
+@plain
+def custom_vjp_in_scan(w, x):
+    return lax.scan(lambda c, w: (backwards(w, c, 2), None), x, jnp.stack([w, w]))[0]
+
+
+@plain
+def custom_vjp_in_remat_in_vmap(w, x):
+    row = jax.checkpoint(lambda row: backwards(w, row[None], 2)[0])
+    return jax.vmap(row)(x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def backwards_of(fn, tree):
+    return {"y": fn(tree["w"], tree["x"])}
+
+
+backwards_of.defvjp(
+    lambda fn, tree: (backwards_of(fn, tree), tree),
+    lambda fn, saved, g: (
+        {"w": saved["x"].T @ g["y"] * 4.0, "x": g["y"] @ saved["w"].T},
+    ),
+)
+
+
+@plain
+def custom_vjp_of_trees(w, x):
+    return backwards_of(lambda w, x: x @ w, {"w": w, "x": x})
+
+
+@construct
+def custom_vjp_of_autocast(cast):
+    @jax.custom_vjp
+    def fn(w, x):
+        return cast(layer)(w, x)
+
+    def forward(w, x):
+        y, vjp = jax.vjp(cast(layer), w, x)
+        return y, vjp
+
+    fn.defvjp(forward, lambda vjp, g: vjp(7.0 * g))
+    return fn
+
+
+@plain
+def custom_gradient(w, x):
+    @jax.custom_gradient
+    def fn(w, x):
+        return x @ w, lambda g: (3.0 * (x.T @ g), g @ w.T)
+
+    return fn(w, x @ w)
+
+
+@plain
+def custom_vmap(w, x):
+    @jax.custom_batching.custom_vmap
+    def fn(w, x):
+        return x @ w
+
+    @fn.def_vmap
+    def _(size, batched, w, x):
+        return 3.0 * jnp.einsum("ij,jk->ik", x, w), True
+
+    return jax.vmap(fn, (None, 0))(w, x)
+
+
+# ---- transformations
+
+
+@plain
+def vmap_in(w, x):
+    return jax.vmap(lambda row: layer(w, row))(x)
+
+
+@construct
+def vmap_out(cast):
+    return jax.vmap(cast(layer), (None, 0))
+
+
+@construct
+def jvp_out(cast):
+    return lambda w, x: jax.jvp(cast(layer), (w, x), (x, w))
+
+
+@construct
+def linearize_out(cast):
+    return lambda w, x: jax.linearize(lambda x: cast(layer)(w, x), x)[1](w)
+
+
+@plain
+def jvp_in(w, x):
+    return jax.jvp(lambda x: layer(w, x), (x,), (w,))
+
+
+@plain
+def linearize_in(w, x):
+    return jax.linearize(lambda x: layer(w, x), x)[1](w)
+
+
+@plain
+def linear_transpose(w, x):
+    return jax.linear_transpose(lambda x: x @ w, x)(x)
+
+
+@plain
+def grad_in(w, x):
+    return jax.grad(lambda w: layer(w, x).sum())(w)
+
+
+@construct
+def grad_of_grad(cast):
+    inner = jax.grad(lambda w, x: (cast(layer)(w, x) ** 2).sum())
+    return lambda w, x: jax.grad(lambda w: (inner(w, x) ** 2).sum())(w)
+
+
+@plain
+def jacobians(w, x):
+    return jax.jacfwd(lambda r: layer(w, r))(x[0]), jax.jacrev(layer, 1)(w, x[0])
+
+
+# ---- calls
+
+
+@construct
+def closed_over(cast):
+    return lambda w, x: cast(lambda: layer(w, x))()
+
+
+@construct
+def closed_over_in_part(cast):
+    return lambda w, x: cast(lambda x: layer(w, x))(x)
+
+
+@construct
+def kwargs_and_trees(cast):
+    def fn(batch, /, *, params, scale: float):
+        y = batch[0]["x"] @ params["dense"].kernel * scale
+        return {"y": y, "again": (batch[0]["x"], [y])}
+
+    def call(w, x):
+        params = {"dense": Dense(w)}
+        return cast(fn)(({"x": x}, None), params=params, scale=2.0)
+
+    return call
+
+
+@construct
+def static_arguments(cast):
+    def fn(w, x, mode, transpose=False):
+        assert isinstance(transpose, bool)
+        y = x @ (w.T if transpose else w)
+        return jnp.tanh(y) if mode == "tanh" else y
+
+    return lambda w, x: cast(fn)(w, cast(fn)(w, x, "tanh"), "none", transpose=True)
+
+
+@construct
+def non_array_outputs(cast):
+    def call(w, x):
+        out = cast(lambda w, x: {"y": x @ w, "name": "fn", "none": None, "n": 3})(w, x)
+        assert (out["name"], out["none"]) == ("fn", None)
+        return out["y"]
+
+    return call
+
+
+@construct
+def integers_first(cast):
+    fn = cast(lambda ids, w, x: jnp.take(w, ids, axis=0) @ x)
+    return lambda w, x: fn(jnp.array([3, 1, 1]), w, x)
+
+
+@construct
+def none_leaves(cast):
+    fn = cast(lambda a, w, b, x: (a, x @ w["w"], b))
+    return lambda w, x: fn(None, {"w": w, "bias": None}, (None, None), x)[1]
+
+
+@construct
+def keys(cast):
+    def dropout(key, w, x):
+        first, second = jax.random.split(key)
+        keep = jax.random.bernoulli(first, 0.5, x.shape)
+        noise = jax.random.normal(second, x.shape)
+        return jnp.where(keep, x @ w, 0.0) @ w + noise
+
+    return lambda w, x: cast(dropout)(jax.random.key(0), w, x)
+
+
+@construct
+def bound_method(cast):
+    class Model:
+        def __call__(self, w, x):
+            return layer(w, x)
+
+    return lambda w, x: cast(Model())(w, x)
+
+
+# ---- what cannot be looked into: products around it are in half all the same
+
+
+@plain
+def pallas_call(w, x):
+    def kernel(x, out):
+        out[...] = x[...] * 2.0
+
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    doubled = jax.jit(pl.pallas_call(kernel, shape, interpret=True))
+    return layer(w, lax.stop_gradient(doubled(lax.stop_gradient(x @ w))) + x)
+
+
+@plain
+def pure_callback(w, x):
+    def host(x):
+        assert x.dtype == np.float32
+        return 2 * np.asarray(x)
+
+    y = lax.stop_gradient(x @ w)
+    y = jax.pure_callback(host, y, y, vmap_method="sequential")
+    return layer(w, y + x)
+
+
+OPAQUE = {
+    "pallas_call": "pallas_call",
+    "pure_callback": "pure_callback",
+    "custom_jvp_with_symbolic_zeros": "custom_jvp_call",
+    "custom_vmap": "custom_vmap_call",
+}
+FORWARD_ONLY = ("while_loop",)  # JAX has no reverse derivative of it

@@ -1,0 +1,93 @@
+"""The coverage table: every construct, forward and backward, in both halves."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.constructs import FORWARD_ONLY, OPAQUE, TABLE, N
+from tests.programs import products
+
+HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+ROUNDINGS = 8  # several in a row, in units of the last place
+
+pytestmark = pytest.mark.filterwarnings("ignore::jamp.AutocastWarning")
+
+
+def inputs():
+    w, x = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32)
+    return jnp.asarray(w / 4), jnp.asarray(x)
+
+
+def forward(name, cast):
+    return TABLE[name](cast)
+
+
+def backward(name, cast):
+    """The gradients in both, with other cotangents for all floats that come out."""
+    fn = TABLE[name](cast)
+
+    def loss(w, x):
+        leaves = [y for y in jax.tree.leaves(fn(w, x)) if y.dtype == jnp.float32]
+        return sum((jnp.cos(jnp.arange(y.size)) * y.ravel()).sum() for y in leaves)
+
+    def grads(w, x):
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.grad(loss, (0, 1))(w, x)
+
+    return grads
+
+
+PASSES = {"forward": forward, "grad": backward}
+CASES = [
+    pytest.param(name, kind, id=f"{name}-{kind}")
+    for name in TABLE
+    for kind in PASSES
+    if (name, kind) not in [(f, "grad") for f in FORWARD_ONLY]
+]
+
+
+def evaluate(fn):
+    """Compiled without optimisation: here compiling takes all the time."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn).lower(*inputs()).compile(compiler_options=options)(*inputs())
+
+
+@functools.cache
+def in_float32(name, kind):
+    return evaluate(PASSES[kind](name, lambda fn: fn))
+
+
+def distance(got, expected):
+    """The largest relative error among the leaves, each as a whole."""
+    got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+    return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-3)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_coverage(name, kind, half):
+    fn = PASSES[kind](name, functools.partial(jamp.autocast, dtype=half))
+    plain = PASSES[kind](name, lambda fn: fn)
+    found = products(fn, *inputs())
+    assert [p for p in found if (p.lhs, p.rhs) != (half, half)] == []
+    assert len(found) >= len(products(plain, *inputs())) > 0
+
+    got, expected = evaluate(fn), in_float32(name, kind)
+    dtypes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    assert dtypes(got) == dtypes(expected)
+    errors = jax.tree.map(distance, got, expected)
+    assert max(jax.tree.leaves(errors)) <= ROUNDINGS * HALVES[half], errors
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_only_what_is_opaque_is_warned_of(name):
+    jamp.autocast.__globals__  # noqa: B018
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.make_jaxpr(PASSES["forward"](name, jamp.autocast))(*inputs())
+    assert all(OPAQUE.get(name, "-") in str(w.message) for w in caught)
