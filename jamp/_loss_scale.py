@@ -13,10 +13,11 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._dtypes import is_differentiable, widen
 
-# Below fp32's smallest normal 1 / scale overflows, and a scale of zero never recovers
-# (apex issues 834 and 930). 2**127 is the largest power of two.
+# Between these a scale and its reciprocal are normal numbers of float32. A scale of 0
+# never recovers (apex issues 834 and 930); a subnormal reciprocal is flushed to zero.
 SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**127
+LARGEST_SCALE = 2.0**126
+FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 class LossScaleState(NamedTuple):
@@ -51,7 +52,7 @@ class DynamicLossScale:
         factor: greater than 1 (apex accepts one and ignores it).
         window: clean steps until the scale grows; Flax grows one step later.
         min_scale: floor; None or 0 is float32's smallest normal, so never 0.
-        max_scale: ceiling; None is 2**127, so never inf.
+        max_scale: ceiling; None and more than 2**126 are 2**126, so never inf.
         hysteresis: non-finite steps in a row until the scale falls.
 
     Raises:
@@ -84,11 +85,11 @@ class DynamicLossScale:
             object.__setattr__(self, name, int(value))
         if not 1 < self.factor < float("inf"):
             raise ValueError(f"`factor` must be greater than 1, got {self.factor}.")
-        _check_scale("init_scale", self.init_scale)
+        _check_scale("init_scale", self.init_scale, FLOAT32_MAX)
         if self.min_scale:
             _check_scale("min_scale", self.min_scale)
         if self.max_scale is not None:
-            _check_scale("max_scale", self.max_scale)
+            _check_scale("max_scale", self.max_scale, FLOAT32_MAX)
         if not self.floor <= self.ceiling:
             raise ValueError(
                 f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
@@ -118,7 +119,7 @@ class DynamicLossScale:
     @property
     def ceiling(self) -> float:
         """The scale never grows above this."""
-        return LARGEST_SCALE if self.max_scale is None else self.max_scale
+        return min(self.max_scale or LARGEST_SCALE, LARGEST_SCALE)
 
     def init(self) -> LossScaleState:
         """The state before the first step."""
@@ -271,9 +272,9 @@ def _count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, "
     return jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
 
 
-def _check_scale(name: str, scale: float) -> None:
-    if not SMALLEST_SCALE <= scale <= float(jnp.finfo(jnp.float32).max):
+def _check_scale(name: str, scale: float, most: float = LARGEST_SCALE) -> None:
+    if not SMALLEST_SCALE <= scale <= most:
         raise ValueError(
-            f"`{name}` must lie between float32's smallest normal {SMALLEST_SCALE:.4g} "
-            f"and its largest number, got {scale}."
+            f"`{name}` must be a finite number between 2**-126 and 2**126, where "
+            f"float32 holds it and its reciprocal, got {scale}."
         )

@@ -287,11 +287,10 @@ def _parse_loss_scale(value: Any) -> Any:
         scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
     except (TypeError, ValueError):
         scale = 0.0
-    limits = jnp.finfo(jnp.float32)
-    if not float(limits.tiny) <= scale <= float(limits.max):
+    if not 2.0**-126 <= scale <= 2.0**126:  # see _loss_scale.py
         raise ValueError(
-            "loss_scale must be 'dynamic', a positive finite float32 number (also as a "
-            "string), or a rule such as jamp.DynamicLossScale(), found "
+            "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
+            "(also as a string), or a rule such as jamp.DynamicLossScale(), found "
             f"loss_scale={value!r}"
         )
     return scale

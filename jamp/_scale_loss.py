@@ -80,7 +80,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         raise TypeError(NOT_A_TREE)
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale")
     params, overwrite = split_overwrite(grads)
-    return join_overwrite(rule.unscale(params, scale_state), overwrite)
+    return join_overwrite(rule.unscale(params, scale_state), overwrite, grads)
 
 
 def find_loss_scale(

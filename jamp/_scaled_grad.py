@@ -133,12 +133,10 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
     named = tuple(wrt) if isinstance(wrt, list) else wrt
     zeros = {}
     for key in keys:
-        params, overwrite = split_overwrite(
-            differentiable(_groups.get(state.params, key))
-        )
-        zeros[key] = join_overwrite(
-            widen_tree(jax.tree.map(jnp.zeros_like, params)), overwrite
-        )
+        tree = differentiable(_groups.get(state.params, key))
+        params, overwrite = split_overwrite(tree)
+        zero = widen_tree(jax.tree.map(jnp.zeros_like, params))
+        zeros[key] = join_overwrite(zero, overwrite, tree)
     return ScaledGrads(
         tree=_groups.shape_like_wrt(zeros, named, state.params),
         scale=rule.current(scale_state),

@@ -51,7 +51,8 @@ class ScaledGrads:
         Fp8 values of Flax's `_overwrite_with_gradient` are no gradients: left alone.
         """
         params, overwrite = split_overwrite(self.tree)
-        return join_overwrite(unscale_tree(params, self.scale), overwrite), self.finite
+        tree = unscale_tree(params, self.scale)
+        return join_overwrite(tree, overwrite, self.tree), self.finite
 
     def __add__(self, other: Self) -> Self:
         """Sums two gradients of one loss, in float32, at the scale of the first.
@@ -82,7 +83,8 @@ class ScaledGrads:
         )
         del overwrite  # the later values replace the earlier ones
         return self.replace(  # pyright: ignore[reportAttributeAccessIssue]
-            tree=join_overwrite(total, newer), finite=self.finite & other.finite
+            tree=join_overwrite(total, newer, self.tree),
+            finite=self.finite & other.finite,
         )
 
     def __mul__(self, factor: Any) -> Self:
@@ -99,7 +101,8 @@ class ScaledGrads:
 
     def _map(self, fn: Callable[[Array], Array]) -> Self:
         params, overwrite = split_overwrite(self.tree)
-        tree = join_overwrite(jax.tree.map(fn, widen_tree(params)), overwrite)
+        tree = jax.tree.map(fn, widen_tree(params))
+        tree = join_overwrite(tree, overwrite, self.tree)
         return self.replace(tree=tree)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _refuse(self, *_: object) -> NoReturn:

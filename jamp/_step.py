@@ -76,7 +76,7 @@ def step(
         new = select(clean, jax.tree.map(_round, stepped, trained), trained)
     whole, old_overwrite = split_overwrite(params)
     overwrite = select(clean, overwrite, old_overwrite)
-    return join_overwrite(merge(new, whole), overwrite), new_state
+    return join_overwrite(merge(new, whole), overwrite, params), new_state
 
 
 def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
@@ -84,7 +84,7 @@ def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     whole, overwrite = split_overwrite(params)
     if isinstance(tx, MasterWeights):
         whole = merge(full_masters(opt_state.masters, differentiable(whole)), whole)
-    return join_overwrite(jax.tree.map(widen, whole), overwrite)
+    return join_overwrite(jax.tree.map(widen, whole), overwrite, params)
 
 
 def _trained(params: PyTree) -> PyTree:

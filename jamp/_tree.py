@@ -1,6 +1,6 @@
 """Pytrees of parameters: paths, partitions, finite checks and selects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -41,16 +41,17 @@ def split_overwrite(tree: Any) -> tuple[Any, Any]:
     Returns:
         `(tree["params"], tree["_overwrite_with_gradient"])`, or `(tree, None)`.
     """
-    if isinstance(tree, dict) and OVERWRITE_WITH_GRADIENT in tree:
+    if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
     return tree, None
 
 
-def join_overwrite(tree: Any, overwrite: Any) -> Any:
-    """The inverse of `split_overwrite`."""
+def join_overwrite(tree: Any, overwrite: Any, like: Any) -> Any:
+    """The inverse of `split_overwrite`, in a mapping of the kind of `like`."""
     if overwrite is None:
         return tree
-    return {"params": tree, OVERWRITE_WITH_GRADIENT: overwrite}
+    joined = {"params": tree, OVERWRITE_WITH_GRADIENT: overwrite}
+    return joined if isinstance(like, dict) else type(like)(joined)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
