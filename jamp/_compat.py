@@ -1,5 +1,6 @@
 """The only file that asks which JAX this is."""
 
+import os
 from typing import Any
 
 import jax
@@ -25,3 +26,18 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int, int]:
         return len(list(consts)), len(list(carry)), len(list(xs))
     consts, carry = params["num_consts"], params["num_carry"]
     return consts, carry, len(params["jaxpr"].invars) - consts - carry
+
+
+# Folders whose lines are not the user's.
+_LIBRARIES = tuple(
+    os.path.join(os.path.dirname(file), "") for file in (jax.__file__, __file__)
+)
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line` of an equation, the innermost outside of JAX and jamp; "" if none."""
+    traceback = eqn.source_info.traceback  # on JAX 0.11 and 0.12; innermost first
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""

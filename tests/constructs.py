@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 N = 8
 TABLE: dict[str, Callable[[Callable], Callable]] = {}
@@ -221,8 +222,7 @@ def remat_with_policy(w, x):
 @plain
 def remat_with_names(w, x):
     policy = jax.checkpoint_policies.save_only_these_names("kept")
-    kept = jax.ad_checkpoint.checkpoint_name
-    return jax.checkpoint(lambda x: kept(layer(w, x), "kept") @ w, policy=policy)(x)
+    return jax.checkpoint(lambda x: checkpoint_name(layer(w, x), "kept") @ w, policy=policy)(x)
 
 
 @plain
@@ -233,14 +233,12 @@ def scan_of_remat(w, x):
 
 @plain
 def shard_map(w, x):
-    mesh = jax.make_mesh((1,), ("rows",))
-
     def body(w, x):
         return lax.psum((x @ w).T @ (x @ w), "rows")
 
-    return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P())(
-        w, x
-    )
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("rows")), "out_specs": P()}
+    return jax.shard_map(body, mesh=mesh, **specs)(w, x)
 
 
 # ---- custom derivatives. They are wrong by a factor, so that to ignore them shows.

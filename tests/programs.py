@@ -28,8 +28,12 @@ def products(fn: Callable, *args: Any) -> list[Product]:
 
     A custom derivative counts where it is taken: give a function that differentiates.
     """
-    equations = walk(jax.make_jaxpr(fn)(*args).jaxpr)
-    return [_product(e) for e in equations if e.primitive.name in PRODUCTS]
+    return products_of(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def products_of(jaxpr: Jaxpr) -> list[Product]:
+    """Every product of a program that is traced already."""
+    return [_product(e) for e in walk(jaxpr) if e.primitive.name in PRODUCTS]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

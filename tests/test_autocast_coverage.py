@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import jamp
 from tests.constructs import FORWARD_ONLY, OPAQUE, TABLE, N
-from tests.programs import products
+from tests.programs import Product, products_of
 
 HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 ROUNDINGS = 8  # several in a row, in units of the last place
@@ -51,15 +52,24 @@ CASES = [
 ]
 
 
-def evaluate(fn):
-    """Compiled without optimisation: here compiling takes all the time."""
+class Run(NamedTuple):
+    """The products of a function, and what it returns for `inputs()`."""
+
+    products: list[Product]
+    values: Any
+
+
+def run(fn):
+    """Compiles without optimisation: here compiling takes all the time."""
+    traced = jax.jit(fn).trace(*inputs())
     options = {"xla_backend_optimization_level": 0}
-    return jax.jit(fn).lower(*inputs()).compile(compiler_options=options)(*inputs())
+    compiled = traced.lower().compile(compiler_options=options)
+    return Run(products_of(traced.jaxpr.jaxpr), compiled(*inputs()))
 
 
 @functools.cache
 def in_float32(name, kind):
-    return evaluate(PASSES[kind](name, lambda fn: fn))
+    return run(PASSES[kind](name, lambda fn: fn))
 
 
 def distance(got, expected):
@@ -71,13 +81,12 @@ def distance(got, expected):
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_coverage(name, kind, half):
-    fn = PASSES[kind](name, functools.partial(jamp.autocast, dtype=half))
-    plain = PASSES[kind](name, lambda fn: fn)
-    found = products(fn, *inputs())
-    assert [p for p in found if (p.lhs, p.rhs) != (half, half)] == []
-    assert len(found) >= len(products(plain, *inputs())) > 0
+    got = run(PASSES[kind](name, functools.partial(jamp.autocast, dtype=half)))
+    plain = in_float32(name, kind)
+    assert [p for p in got.products if (p.lhs, p.rhs) != (half, half)] == []
+    assert len(got.products) >= len(plain.products) > 0
 
-    got, expected = evaluate(fn), in_float32(name, kind)
+    got, expected = got.values, plain.values
     dtypes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
     assert dtypes(got) == dtypes(expected)
     errors = jax.tree.map(distance, got, expected)
@@ -86,7 +95,6 @@ def test_coverage(name, kind, half):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_only_what_is_opaque_is_warned_of(name):
-    jamp.autocast.__globals__  # noqa: B018
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.make_jaxpr(PASSES["forward"](name, jamp.autocast))(*inputs())

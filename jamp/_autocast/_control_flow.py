@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 
 from jamp._autocast._paint import Painter
@@ -101,9 +102,6 @@ def _as_recorded_outside(name: str):
 def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
     """The function and the user's derivative of it, each written anew."""
     call, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
-    if eqn.params["symbolic_zeros"]:
-        opaque(painter, eqn)
-        return
     jvp_thunk = eqn.params["jvp_jaxpr_fun"]
     ins = painter.passed(eqn.invars)
     wants = painter.demand.of(eqn.outvars)
@@ -114,11 +112,12 @@ def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
     def function(*args):
         return jc.jaxpr_as_fun(inner)(*args)
 
-    @function.defjvp
-    def _(primals, tangents):
-        jaxpr, consts, zeros = jvp_thunk.call_wrapped(*[False] * (len(ins) - count))
-        primals_in, tangents_in = primals[count:], tangents[count:]
-        dtypes = [*ins[count:], *map(_tangent_dtype, ins[count:], tangents_in)]
+    def derivative(primals, tangents):
+        absent = [isinstance(t, SymbolicZero) for t in tangents[count:]]
+        jaxpr, consts, zeros = jvp_thunk.call_wrapped(*absent)
+        primals_in = primals[count:]
+        tangents_in = [t for t in tangents[count:] if not isinstance(t, SymbolicZero)]
+        dtypes = [*ins[count:], *(t.dtype for t in tangents_in)]
         wanted = [*outs, *(d for d, zero in zip(outs, zeros, strict=True) if not zero)]
         wanted = [_as_output(d, v) for d, v in zip(wanted, jaxpr.outvars, strict=True)]
         jaxpr = painter.paint(eqn, _closed(jaxpr, consts), dtypes, wanted)
@@ -130,15 +129,13 @@ def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
         ]
         return primals_out, tangents_out
 
-    painter.emit(eqn, ins, outs, _params_of(function, painter, eqn, ins))
+    function.defjvp(derivative, symbolic_zeros=eqn.params["symbolic_zeros"])
+    painter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
 
 
 def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
     """As `_custom_jvp`; in and out as the program says, for `bwd` is a function of it."""
     params, count = eqn.params, eqn.params["num_consts"]
-    if params["symbolic_zeros"]:
-        opaque(painter, eqn)
-        return
     ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
     inner = painter.paint(eqn, params["call_jaxpr"], ins, outs)
 
@@ -172,33 +169,21 @@ def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
         return (*[None] * count, *(None if z else next(grads) for z in zero))
 
     function.defvjp(forward, backward)
-    painter.emit(eqn, ins, outs, _params_of(function, painter, eqn, ins))
+    painter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
 
 
-def _params_of(
-    function: Any, painter: Painter, eqn: jc.JaxprEqn, in_dtypes: list[Any]
-) -> dict[str, Any]:
+def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[str, Any]:
     """The parameters of the equation that a custom function traces to."""
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, dtype)
         for v, dtype in zip(eqn.invars, in_dtypes, strict=True)
     ]
-    del painter
     (traced,) = jax.make_jaxpr(function)(*avals).eqns
     return traced.params
 
 
 def _closed(jaxpr: jc.Jaxpr, consts: Any) -> jc.Jaxpr:
     return jaxpr.with_consts(consts) if consts else jaxpr
-
-
-def _tangent_dtype(dtype: Any, tangent: Any) -> Any:
-    return dtype if is_float_dtype(dtype) else tangent.dtype
-
-
-def is_float_dtype(dtype: Any) -> bool:
-    """Whether a dtype is a float's."""
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _as_output(dtype: Any, atom: Any) -> Any:

@@ -217,7 +217,12 @@ class Painter:
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
 
     def _note(
-        self, eqn: jc.JaxprEqn, rule: Rule | None, dtype: Any, why: str, region: str = ""
+        self,
+        eqn: jc.JaxprEqn,
+        rule: Rule | None,
+        dtype: Any,
+        why: str,
+        region: str = "",
     ) -> None:
         """For `jamp.explain`."""
         if self.scope.decisions is not None:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jamp._autocast._control_flow import RULES
 from jamp._autocast._lists import AutocastLists
 from jamp._autocast._paint import paint
-from jamp._autocast._program import Policy, Scope
+from jamp._autocast._program import Decision, Policy, Scope
 from jamp._autocast._regions import registered
 from jamp._dtypes import HALF_DTYPES
 
@@ -50,12 +50,7 @@ def autocast[**P, R](
     >>> print(f(x, x).dtype, autocast(f)(x, x).dtype)
     float32 float32
     """
-    half = np.dtype(dtype)
-    if half not in HALF_DTYPES:
-        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
-    if promote not in get_args(Promote.__value__):
-        raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
-    scope = Scope(Policy(half, lists or AutocastLists(), promote))
+    scope = scope_of(dtype, lists, promote)
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
@@ -93,3 +88,38 @@ def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 def _is_array(x: object) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def scope_of(dtype: DTypeLike, lists: AutocastLists | None, promote: Promote) -> Scope:
+    """The scope of a whole program, from what `autocast` is given."""
+    half = np.dtype(dtype)
+    if half not in HALF_DTYPES:
+        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
+    if promote not in get_args(Promote.__value__):
+        raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
+    return Scope(Policy(half, lists or AutocastLists(), promote))
+
+
+def decisions(
+    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+) -> list[Decision]:
+    """What `autocast` decides for a call, equation by equation; it runs nothing.
+
+    Here a `jax.ShapeDtypeStruct` is as good as an array.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    abstract = [_is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    arrays = [i for i, is_value in enumerate(abstract) if is_value]
+
+    def flat(*values):
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if _is_array(x)]
+
+    with registered(scope.policy.lists.registered):
+        jaxpr = jax.make_jaxpr(flat)(*(leaves[i] for i in arrays))
+    decided: list[Decision] = []
+    _painted(jaxpr, scope._replace(decisions=decided))
+    return decided

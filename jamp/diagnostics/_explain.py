@@ -1,0 +1,167 @@
+"""`explain`: which operation autocast runs in which precision, and why."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core as jc
+from jax.typing import DTypeLike
+
+from jamp._autocast._lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
+from jamp._autocast._program import MARKERS, Decision, is_float32
+from jamp._autocast._transform import Promote, decisions, scope_of
+from jamp._compat import source_line
+from jamp.diagnostics._explanation import Explanation, Operation
+from jamp.diagnostics._flops import flops
+
+_REASONS = {
+    "feeder": "All that read its result run in float32.",
+    "shared copy": "A matmul reads an operand in half already.",
+    "operands": "Its operands are in this dtype.",
+    "widest": "Its operands differ, and the widest decides.",
+    "narrowest": "Its operands differ, and the narrowest decides.",
+    "no vote": "Its operands are constants or masks, which decide nothing.",
+    "own dtype": "The program itself has a float dtype other than float32 here.",
+    "no float32": "Nothing that could be cast.",
+    "unknown primitive": "No list has it: it runs as the float32 program has it.",
+    "opaque": "Autocast cannot look into it: it runs as the float32 program has it.",
+    "program": "It holds a program: see inside.",
+}
+_MARKED_BY = {
+    MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
+    MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
+    MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
+    MARKERS[Rule.RECORDED]: "`disable_casts`.",
+}
+
+
+def explain(
+    fn: Callable[..., Any],
+    dtype: DTypeLike = jnp.float16,
+    *,
+    lists: AutocastLists | None = None,
+    promote: Promote = "widest",
+) -> Callable[..., Explanation]:
+    """Says what `autocast(fn, dtype, ...)` does with each operation, and why.
+
+    The answer comes from autocast itself. Nothing is compiled and nothing runs, so that
+    `jax.ShapeDtypeStruct` will do for arrays.
+
+    Args:
+        fn: any function of arrays, as for `autocast`.
+        dtype: float16 or bfloat16.
+        lists: additions to the table of operations.
+        promote: "widest" or "narrowest".
+
+    Returns:
+        A function of the arguments of `fn` that returns an `Explanation`: `print` it.
+
+    Raises:
+        ValueError: `dtype` or `promote` is none of these.
+
+    >>> import jax, jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    >>> explanation = explain(lambda w, x: jnp.exp(x @ w))(x, x)
+    >>> for op in explanation.operations:
+    ...     print(op.primitive, op.dtype, op.rule, op.flops)
+    dot_general float16 half 1024
+    exp float32 float32 None
+    >>> explanation.half_share
+    1.0
+    """
+    scope = scope_of(dtype, lists, promote)
+
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        decided = decisions(fn, args, kwargs, scope)
+        found = _operations(decided, scope.policy.lists, _Place())
+        return Explanation(str(scope.policy.dtype), promote, tuple(found))
+
+    return explained
+
+
+class _Place(NamedTuple):
+    """Where a program stands: inside of what, on which line, how often it runs."""
+
+    path: tuple[str, ...] = ()
+    source: str = ""
+    times: int = 1
+
+
+def _operations(
+    decided: Sequence[Decision], lists: AutocastLists, place: _Place
+) -> Iterator[Operation]:
+    for decision in decided:
+        # JAX keeps no line of what its own jitted functions hold.
+        source = source_line(decision.eqn) or place.source
+        yield _operation(decision, lists, place._replace(source=source))
+        name, trips = decision.eqn.primitive.name, _trips(decision.eqn)
+        times = place.times * (trips or 1)
+        for label, program in _programs(decision):
+            path = (*place.path, f"{name} {label}".strip())
+            yield from _operations(program, lists, _Place(path, source, times))
+
+
+def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Operation:
+    eqn = decision.eqn
+    count = flops(eqn)
+    why = decision.why
+    if why != "program" and not any(is_float32(v) for v in (*eqn.invars, *eqn.outvars)):
+        why = "no float32"
+    chosen = decision.dtype
+    if why == "no float32" or chosen is None:
+        chosen = next(iter(_dtypes(eqn.outvars)), None)
+    return Operation(
+        path=place.path,
+        source=place.source,
+        name_stack="/".join(filter(None, decision.names.split("/"))),
+        primitive=eqn.primitive.name,
+        trips=_trips(eqn),
+        in_dtypes=_dtypes(eqn.invars),
+        dtype=None if why == "program" or chosen is None else str(chosen),
+        rule=decision.rule.value if decision.rule else None,
+        why=why,
+        reason=_reason(decision, why, lists),
+        flops=None if count is None else count * place.times,
+    )
+
+
+def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
+
+
+def _reason(decision: Decision, why: str, lists: AutocastLists) -> str:
+    name, region = decision.eqn.primitive.name, decision.region
+    if why == "list" or why == "recorded":
+        if name in dict(lists.primitives):
+            return f"`lists.with_primitive({name!r}, ...)`."
+        return _reason_of_row(ROWS, name)
+    if why != "region":
+        return _REASONS[why]
+    if region in _MARKED_BY:
+        return _MARKED_BY[region]
+    if region in dict(lists.functions):
+        return f"`lists.with_function({region!r}, ...)`."
+    return (
+        _reason_of_row(FUNCTION_ROWS, region)
+        or f"`lists.with_region({region!r}, ...)`."
+    )
+
+
+def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:
+    return next((row.reason for row in rows if name in row.primitives), "")
+
+
+def _trips(eqn: jc.JaxprEqn) -> int | None:
+    """How often an operation runs the program that it holds; None if nobody knows."""
+    return None if eqn.primitive.name == "while" else eqn.params.get("length", 1)
+
+
+def _programs(decision: Decision) -> Iterator[tuple[str, list[Decision]]]:
+    """The programs that an operation holds, each with a label if there are several."""
+    programs = decision.programs
+    if decision.eqn.primitive.name == "while":
+        return zip(("cond", "body"), programs, strict=True)
+    if decision.eqn.primitive.name == "cond":
+        count = len(decision.eqn.params["branches"])
+        return ((f"branch {i}", p) for i, p in enumerate(programs[-count:]))
+    return (("", program) for program in programs)

@@ -1,0 +1,84 @@
+"""How many floating-point operations a matmul or convolution takes: 2 per product.
+
+As XLA counts them (xla/service/hlo_cost_analysis.cc, HandleDot and HandleConvolution): a
+product and its addition are two; products with padding or with the holes of a dilation
+are none.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jc
+
+
+def flops(eqn: jc.JaxprEqn) -> int | None:
+    """The operations of an equation; None if it is no matmul or convolution.
+
+    - `dot_general`: 2 B M N K, for batch, free and contracted sizes.
+    - `ragged_dot_general`: the same without the groups: a row meets one group.
+    - `conv_general_dilated`: 2 N O I per pair of an output position and a place of the
+      kernel that meet in the input, for batch, output and input features.
+    """
+    formula = _FORMULAS.get(eqn.primitive.name)
+    return None if formula is None else formula(eqn)
+
+
+def _dot(eqn: jc.JaxprEqn) -> int:
+    return _product(eqn, eqn.params["dimension_numbers"], ())
+
+
+def _ragged_dot(eqn: jc.JaxprEqn) -> int:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    return _product(eqn, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
+
+
+def _product(eqn: jc.JaxprEqn, numbers: Any, groups: Any) -> int:
+    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    (_, contracted), (_, batch) = numbers
+    shared = {*contracted, *batch, *groups}
+    free = [size for axis, size in enumerate(rhs) if axis not in shared]
+    return 2 * math.prod(lhs) * math.prod(free)
+
+
+def _convolution(eqn: jc.JaxprEqn) -> int:
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs = (v.aval.shape for v in eqn.invars)
+    out = eqn.outvars[0].aval.shape
+    batch, features, *positions = (out[axis] for axis in numbers.out_spec)
+    inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
+    sizes = (lhs[axis] for axis in numbers.lhs_spec[2:])
+    meetings = map(
+        _meetings,
+        positions,
+        kernel,
+        sizes,
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+    )
+    return 2 * batch * features * inputs * math.prod(meetings)
+
+
+def _meetings(
+    positions: int,
+    kernel: int,
+    size: int,
+    stride: int,
+    padding: tuple[int, int],
+    holes: int,
+    kernel_holes: int,
+) -> int:
+    """Pairs of an output position and a place of the kernel that meet in the input."""
+    starts = np.arange(positions)[:, None] * stride - padding[0]
+    places = starts + np.arange(kernel) * kernel_holes
+    inside = (places >= 0) & (places <= (size - 1) * holes) & (places % holes == 0)
+    return int(inside.sum())
+
+
+_FORMULAS = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+}
