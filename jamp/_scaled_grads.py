@@ -5,7 +5,6 @@ from typing import Any, NoReturn, Self
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._dtypes import widen
@@ -113,7 +112,7 @@ class ScaledGrads:
 
 
 def _check_factor(factor: Any) -> None:
-    if isinstance(factor, ScaledGrads) or jnp.ndim(factor) != 0:
+    if not (isinstance(factor, int | float) or getattr(factor, "shape", None) == ()):
         raise TypeError(
             f"ScaledGrads take a scalar factor, got {type(factor).__name__}."
         )
