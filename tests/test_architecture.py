@@ -16,6 +16,13 @@ LAYERS = (
     ("pallas_kernels",),
     ("jamp._compat", "jamp._dtypes", "jamp._warnings", "jamp._layout"),
     ("jamp._tree",),
+    ("jamp._autocast._lists",),
+    ("jamp._autocast._program",),
+    ("jamp._autocast._demand", "jamp._autocast._regions"),
+    ("jamp._autocast._paint",),
+    ("jamp._autocast._control_flow",),
+    ("jamp._autocast._transform",),
+    ("jamp._autocast",),
     ("jamp._opt_level",),
     ("jamp._loss_scale",),
     ("jamp._cast",),
@@ -29,7 +36,7 @@ LAYERS = (
     ("jamp._amp_state",),
     ("jamp._state_class", "jamp._check"),
     ("jamp._initialize",),
-    ("jamp.linen",),
+    ("jamp.linen", "jamp.diagnostics"),
     ("jamp",),
 )
 

@@ -136,11 +136,12 @@ def test_nothing_is_cast_when_casting_is_off(options):
     assert seen[0][0][1] is X and out is half
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-def test_o1_and_o4_need_autocast(level):
+@pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
+def test_o1_and_o4_autocast_a_plain_function(level, half):
     fn = jamp.cast_forward(plain, jamp.Properties.from_opt_level(level))
-    with pytest.raises(NotImplementedError, match=f"{level}.*autocast"):
-        fn({"w": normal(4, 2)}, X)
+    variables = {"w": normal(4, 2)}
+    assert set(products(fn, variables, X)) == {f"{half},{half}"}
+    assert fn(variables, X).dtype == jnp.float32
 
 
 def test_equal_wrappers_are_one_static_argument():

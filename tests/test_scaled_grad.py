@@ -18,6 +18,7 @@ from jax import lax
 
 import jamp
 from tests.bits import assert_same_bits
+from tests.forward_models import products
 
 ROOT = pathlib.Path(__file__).parents[1]
 RUNNING = ("O0", "O2", "O3", "O5")
@@ -153,11 +154,18 @@ def test_the_loss_function_sees_the_params_of_the_state():
     assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))}
 
 
-@pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize("wrapper", [jamp.scaled_grad, jamp.scaled_value_and_grad])
-def test_levels_that_need_autocast_say_so(level, wrapper):
-    with pytest.raises(NotImplementedError, match="autocast"):
-        wrapper(loss_fn)(make(level), X)
+@pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
+def test_o1_and_o4_run_the_loss_under_autocast(level, half):
+    state = jamp.initialize(jnp.ones((3, 3)), optax.sgd(0.1), level, verbosity=0)
+
+    def loss_fn(w, x):
+        return jnp.square(x @ w).mean()
+
+    step = jamp.scaled_value_and_grad(loss_fn)
+    found = products(step, state, jnp.eye(3))
+    assert found and set(found) == {f"{half},{half}"}
+    loss, grads = step(state, jnp.eye(3))
+    assert (loss, loss.dtype, grads.tree.dtype) == (1.0, jnp.float32, jnp.float32)
 
 
 def test_without_patching_o1_is_scaled_fp32():

@@ -1,0 +1,78 @@
+"""The lists of autocast: complete, without contradictions, and as the docs print them."""
+
+import pathlib
+from collections import Counter
+
+import pytest
+from jax.extend.core import Primitive, primitives
+
+from jamp._autocast._control_flow import RULES
+from jamp._autocast._lists import FUNCTION_ROWS, ROWS, AutocastLists, Rule
+from jamp._autocast._page import page
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PUBLIC = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+LISTED = [name for row in ROWS for name in row.primitives]
+
+# JAX has them inside of a transformation: `custom_lin` while it linearizes, `eval_jaxpr`
+# while it lowers what `jit(f).trace` returned. The programs of functions have neither.
+INTERNAL = {"custom_lin", "eval_jaxpr"}
+
+each_row = pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS))
+
+
+def test_the_page_is_the_generated_one():
+    command = "python -m jamp._autocast._page > docs/autocast_lists.md"
+    assert (DOCS / "autocast_lists.md").read_text() == page(), command
+
+
+@each_row
+def test_the_page_has_the_row(row):
+    names = ", ".join(f"`{name}`" for name in row.primitives)
+    line = f"| {names} | {row.rule.value} | {row.reason} | {row.origin} |"
+    assert page().splitlines().count(line) == 1
+
+
+def test_the_page_has_what_holds_programs():
+    text = page().rpartition("## What holds programs")[2]
+    for name in RULES:
+        assert f"`{name}`" in text
+
+
+def test_every_primitive_of_jax_is_known():
+    assert len(PUBLIC) > 150
+    assert PUBLIC - set(LISTED) - RULES.keys() == INTERNAL
+
+
+def test_no_primitive_is_in_two_rows():
+    names = Counter([*LISTED, *RULES])
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_function_is_in_two_rows():
+    names = [name for row in FUNCTION_ROWS for name in row.primitives]
+    assert len(names) == len(set(names))
+
+
+@each_row
+def test_row_says_why_and_whence(row):
+    assert row.primitives
+    assert len(row.reason) > 20 and row.reason.endswith(".")
+    assert row.origin.startswith(("apex ", "torch"))
+
+
+# apex/amp/lists, by what JAX calls them; where the two differ, docs/autocast.md says so.
+APEX = {
+    Rule.HALF: "dot_general conv_general_dilated",
+    Rule.FLOAT32: "acos asin cosh erf_inv exp expm1 log log2 rsqrt sinh tan pow cumprod "
+    "cumsum reduce_prod reduce_sum",
+    Rule.PROMOTE: "add sub div mul eq ge gt le lt ne",
+    Rule.MOVE: "concatenate",
+}
+
+
+@pytest.mark.parametrize(
+    "rule, name", [(rule, name) for rule in APEX for name in APEX[rule].split()]
+)
+def test_rule_is_that_of_apex(rule, name):
+    assert AutocastLists().rule_of(name) is rule
