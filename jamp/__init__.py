@@ -36,5 +36,6 @@ from jamp._warnings import (
     PrecisionWarning as PrecisionWarning,
     UnusedOptionWarning as UnusedOptionWarning,
 )
+from jamp.diagnostics import explain as explain
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ LAYERS = (
     ("jamp._autocast._demand", "jamp._autocast._regions"),
     ("jamp._autocast._paint",),
     ("jamp._autocast._control_flow",),
-    ("jamp._autocast._transform",),
+    ("jamp._autocast._transform", "jamp._autocast._page"),
     ("jamp._autocast",),
     ("jamp._opt_level",),
     ("jamp._loss_scale",),
@@ -36,6 +36,8 @@ LAYERS = (
     ("jamp._amp_state",),
     ("jamp._state_class", "jamp._check"),
     ("jamp._initialize",),
+    ("jamp.diagnostics._flops", "jamp.diagnostics._explanation"),
+    ("jamp.diagnostics._explain",),
     ("jamp.linen", "jamp.diagnostics"),
     ("jamp",),
 )

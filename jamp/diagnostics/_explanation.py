@@ -107,7 +107,9 @@ class Explanation:
 
     def to_markdown(self) -> str:
         """As a table in Markdown, with a line for the totals and one for each warning."""
-        lines = [_COLUMNS, ["---"] * len(_COLUMNS), *map(_cells, self.operations)]
+        lines = [(*_cells(op), op.reason) for op in self.operations]
+        columns = (*_COLUMNS, "reason")
+        lines = [columns, ("---",) * len(columns), *lines]
         table = [f"| {' | '.join(map(_escaped, line))} |" for line in lines]
         warnings = [f"- {warning}" for warning in self.warnings]
         parts = [table, [self._totals()], warnings]
@@ -120,10 +122,9 @@ class Explanation:
         from rich.console import Console
 
         width = shutil.get_terminal_size((160, 24)).columns
-        console = Console(file=io.StringIO(), width=width)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+        text = io.StringIO()
+        Console(file=text, width=width, color_system=None).print(self)
+        return text.getvalue()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """What rich's `print` shows, in colors."""
