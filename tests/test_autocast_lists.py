@@ -1,4 +1,4 @@
-"""The lists of autocast: complete, without contradictions, and as the docs print them."""
+"""The lists of autocast: complete, without contradictions, as the docs print them."""
 
 import pathlib
 from collections import Counter
@@ -14,8 +14,8 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PUBLIC = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
 LISTED = [name for row in ROWS for name in row.primitives]
 
-# JAX has them inside of a transformation: `custom_lin` while it linearizes, `eval_jaxpr`
-# while it lowers what `jit(f).trace` returned. The programs of functions have neither.
+# JAX has them inside of a transformation: `custom_lin` while it linearizes,
+# `eval_jaxpr` while it lowers what `jit(f).trace` returned. Programs have neither.
 INTERNAL = {"custom_lin", "eval_jaxpr"}
 
 each_row = pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS))
@@ -61,11 +61,11 @@ def test_row_says_why_and_whence(row):
     assert row.origin.startswith(("apex ", "torch"))
 
 
-# apex/amp/lists, by what JAX calls them; where the two differ, docs/autocast.md says so.
+# apex/amp/lists, by what JAX calls them; docs/autocast.md says where the two differ.
 APEX = {
     Rule.HALF: "dot_general conv_general_dilated",
-    Rule.FLOAT32: "acos asin cosh erf_inv exp expm1 log log2 rsqrt sinh tan pow cumprod "
-    "cumsum reduce_prod reduce_sum",
+    Rule.FLOAT32: "acos asin cosh erf_inv exp expm1 log log2 rsqrt sinh tan pow "
+    "cumprod cumsum reduce_prod reduce_sum",
     Rule.PROMOTE: "add sub div mul eq ge gt le lt ne",
     Rule.MOVE: "concatenate",
 }

@@ -109,7 +109,7 @@ def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Opera
         why = "no float32"
     chosen = decision.dtype
     if why == "no float32" or chosen is None:
-        chosen = next(iter(_dtypes(eqn.outvars)), None)
+        chosen = _own_dtype(eqn, is_matmul=count is not None)
     return Operation(
         path=place.path,
         source=place.source,
@@ -123,6 +123,13 @@ def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Opera
         reason=_reason(decision, why, lists),
         flops=None if count is None else count * place.times,
     )
+
+
+def _own_dtype(eqn: jc.JaxprEqn, is_matmul: bool) -> str | None:
+    """What an operation runs in that autocast leaves alone; None without a result."""
+    if is_matmul:  # `preferred_element_type` may say otherwise of the result
+        return max(_dtypes(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
+    return next(iter(_dtypes(eqn.outvars)), None)
 
 
 def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:
@@ -139,12 +146,11 @@ def _reason(decision: Decision, why: str, lists: AutocastLists) -> str:
         return _REASONS[why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
+    if not any(f"{mark}({region})" in decision.names for mark in _MARKED_BY):
+        return f"`lists.with_region({region!r}, ...)`."
     if region in dict(lists.functions):
         return f"`lists.with_function({region!r}, ...)`."
-    return (
-        _reason_of_row(FUNCTION_ROWS, region)
-        or f"`lists.with_region({region!r}, ...)`."
-    )
+    return f"`{region}`: {_reason_of_row(FUNCTION_ROWS, region)}"
 
 
 def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:
@@ -153,7 +159,9 @@ def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:
 
 def _trips(eqn: jc.JaxprEqn) -> int | None:
     """How often an operation runs the program that it holds; None if nobody knows."""
-    return None if eqn.primitive.name == "while" else eqn.params.get("length", 1)
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    return None if eqn.primitive.name == "while" else 1
 
 
 def _programs(decision: Decision) -> Iterator[tuple[str, list[Decision]]]:

@@ -106,7 +106,7 @@ class Explanation:
         }
 
     def to_markdown(self) -> str:
-        """As a table in Markdown, with a line for the totals and one for each warning."""
+        """As a table in Markdown, with the reasons, the totals and the warnings."""
         lines = [(*_cells(op), op.reason) for op in self.operations]
         columns = (*_COLUMNS, "reason")
         lines = [columns, ("---",) * len(columns), *lines]

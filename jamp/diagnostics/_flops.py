@@ -1,8 +1,8 @@
 """How many floating-point operations a matmul or convolution takes: 2 per product.
 
-As XLA counts them (xla/service/hlo_cost_analysis.cc, HandleDot and HandleConvolution): a
-product and its addition are two; products with padding or with the holes of a dilation
-are none.
+As XLA counts them (xla/service/hlo_cost_analysis.cc, HandleDot and HandleConvolution):
+a product and its addition are two; products with padding or with the holes of a
+dilation are none.
 """
 
 import math
@@ -34,7 +34,7 @@ def _ragged_dot(eqn: jc.JaxprEqn) -> int:
 
 
 def _product(eqn: jc.JaxprEqn, numbers: Any, groups: Any) -> int:
-    lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
+    lhs, rhs = map(_shape, eqn.invars[:2])
     (_, contracted), (_, batch) = numbers
     shared = {*contracted, *batch, *groups}
     free = [size for axis, size in enumerate(rhs) if axis not in shared]
@@ -43,8 +43,8 @@ def _product(eqn: jc.JaxprEqn, numbers: Any, groups: Any) -> int:
 
 def _convolution(eqn: jc.JaxprEqn) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    lhs, rhs = (v.aval.shape for v in eqn.invars)
-    out = eqn.outvars[0].aval.shape
+    lhs, rhs = map(_shape, eqn.invars)
+    out = _shape(eqn.outvars[0])
     batch, features, *positions = (out[axis] for axis in numbers.out_spec)
     inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
     sizes = (lhs[axis] for axis in numbers.lhs_spec[2:])
@@ -75,6 +75,10 @@ def _meetings(
     places = starts + np.arange(kernel) * kernel_holes
     inside = (places >= 0) & (places <= (size - 1) * holes) & (places % holes == 0)
     return int(inside.sum())
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
 
 
 _FORMULAS = {

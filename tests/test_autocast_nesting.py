@@ -1,0 +1,266 @@
+"""Autocast within autocast and jit, beside other policies, effects, and on devices."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.programs import products, walk
+
+ROOT = Path(__file__).resolve().parent.parent
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
+
+half = jamp.autocast
+bf16 = functools.partial(jamp.autocast, dtype=jnp.bfloat16)
+
+
+def layer(x):
+    return jnp.tanh(x @ W)
+
+
+def dtypes(fn, *args):
+    """The dtypes of the left factors, in the order of the program."""
+    return [p.lhs for p in products(fn, *args)]
+
+
+# ---- nesting: the innermost policy wins
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"]
+)
+def test_the_innermost_policy_wins(wrap):
+    def outer(x):
+        return wrap(bf16(layer))(layer(x))
+
+    assert dtypes(half(outer), W) == ["float16", "bfloat16"]
+    grads = dtypes(jax.grad(lambda x: half(outer)(x).sum()), W)
+    assert set(grads) == {"float16", "bfloat16"}
+
+
+def test_autocast_in_jit_in_autocast_in_scan():
+    def body(c, _):
+        return jax.jit(bf16(jax.jit(layer)))(layer(c)), None
+
+    def fn(x):
+        return lax.scan(body, x, length=2)[0]
+
+    assert dtypes(jax.jit(half(fn)), W) == ["float16", "bfloat16"]
+    np.testing.assert_allclose(half(fn)(W), fn(W), atol=0.05)
+
+
+def test_the_same_policy_twice_is_once():
+    twice, once = half(half(layer)), half(layer)
+    np.testing.assert_array_equal(twice(W), once(W))
+    assert dtypes(twice, W) == dtypes(once, W) == ["float16"]
+
+
+def test_two_policies_in_one_program():
+    def loss(x):
+        return (half(layer)(x) - bf16(layer)(x) + layer(x)).sum()
+
+    assert dtypes(jax.jit(loss), W) == ["float16", "bfloat16", "float32"]
+    assert dtypes(jax.grad(loss), W).count("float32") == 2
+
+
+def test_two_policies_on_one_jitted_function():
+    shared = jax.jit(layer)  # whose trace is cached
+    assert dtypes(shared, W) == ["float32"]
+    assert dtypes(half(shared), W) == ["float16"]
+    assert dtypes(bf16(shared), W) == ["bfloat16"]
+    assert dtypes(shared, W) == ["float32"]
+    got = [np.asarray(f(W)) for f in (half(shared), bf16(shared), shared)]
+    np.testing.assert_array_equal(got[2], jax.jit(layer)(W))
+    assert len({x.tobytes() for x in got}) == 3
+
+
+def test_lists_of_an_outer_policy_do_not_reach_into_an_inner_one():
+    lists = jamp.AutocastLists().with_primitive("dot_general", "float32")
+
+    def outer(x):
+        return half(layer)(layer(x))
+
+    assert dtypes(jamp.autocast(outer, lists=lists), W) == ["float32", "float16"]
+
+
+def test_casts_may_be_disabled_around_an_inner_autocast():
+    def fn(x):
+        with jamp.disable_casts():
+            y = layer(x)
+        return layer(y)
+
+    assert dtypes(half(fn), W) == ["float32", "float16"]
+
+
+def test_it_adds_nothing_to_what_it_has_nothing_to_do_with():
+    def fn(i, mask):
+        return jnp.where(mask, i * 2, i).sum(), jnp.cumsum(i)
+
+    args = jnp.arange(8), jnp.arange(8) > 3
+    assert str(jax.make_jaxpr(half(fn))(*args)) == str(jax.make_jaxpr(fn)(*args))
+
+
+def test_a_function_that_is_compiled_is_traced_once():
+    traces = []
+
+    @jax.jit
+    @half
+    def fn(x):
+        traces.append(x.shape)
+        return layer(x)
+
+    for _ in range(3):
+        fn(W)
+    assert len(traces) == 1
+
+
+# ---- constants and effects
+
+
+def test_constants_stay_float32_outside_and_are_cast_at_their_use():
+    weights = np.asarray(W)
+
+    def fn(x):
+        return jax.jit(lambda x: x @ weights + weights)(x)
+
+    jaxpr = jax.make_jaxpr(half(fn))(W)
+    assert {str(c.dtype) for c in jaxpr.consts} <= {"float32"}
+    assert dtypes(half(fn), W) == ["float16"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_prints_and_callbacks_see_values_of_the_programs_dtype(wrap, capfd):
+    seen = []
+
+    def fn(x):
+        y = x @ W
+        jax.debug.print("sum {}", (y * 0 + 1.5).sum())
+        jax.debug.callback(lambda y: seen.append(y.dtype), y, ordered=True)
+        return lax.scan(lambda c, _: (jnp.tanh(c @ W), None), y, length=2)[0]
+
+    wrap(half(fn))(W)
+    jax.effects_barrier()
+    assert seen == [np.float32]
+    assert capfd.readouterr().out == "sum 96.0\n"
+
+
+def test_effects_in_loops_and_branches_stay_where_they_were(capfd):
+    def fn(x):
+        def body(i, c):
+            jax.debug.print("step {}", i, ordered=True)
+            return jnp.tanh(c @ W)
+
+        y = lax.fori_loop(0, 2, body, x @ W)
+        return lax.cond(y[0, 0] < 9, lambda: jax.debug.print("yes"), lambda: None)
+
+    jax.jit(half(fn))(W)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "step 0\nstep 1\nyes\n"
+
+
+def test_a_refs_dtype_is_its_own():
+    def fn(x):
+        ref = jax.new_ref(x)
+
+        def body(i, _):
+            ref[...] = jnp.tanh(ref[...] @ W)
+
+        lax.fori_loop(0, 2, body, None)
+        return jax.freeze(ref)
+
+    assert dtypes(half(fn), W) == ["float16"]
+    np.testing.assert_allclose(half(fn)(W), fn(W), atol=1e-2)
+
+
+def test_a_ref_of_the_caller_is_written():
+    ref = jax.new_ref(jnp.zeros((8, 8)))
+
+    def fn(x):
+        ref[...] = x @ W
+
+    half(fn)(W)
+    np.testing.assert_allclose(ref[...], W @ W, atol=1e-2)
+
+
+# ---- vmap, devices, opaque calls
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_in_is_vmap_out(in_axes):
+    def fn(w, x):
+        y = jax.nn.softmax(x @ w) @ w
+        return lax.cond(y[0, 0] > 0, lambda: y @ w, lambda: y)
+
+    args = [jnp.stack([W, -W]) if axis == 0 else W for axis in in_axes]
+    inside = jax.jit(half(jax.vmap(fn, in_axes)))(*args)
+    outside = jax.jit(jax.vmap(half(fn), in_axes))(*args)
+    np.testing.assert_allclose(inside, outside, atol=2e-3)
+    np.testing.assert_allclose(outside, jax.vmap(fn, in_axes)(*args), atol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def two_devices():
+    """What tests/two_devices_autocast.py found on two virtual CPU devices."""
+    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.two_devices_autocast"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_shard_map_on_two_devices(two_devices, where, check_vma):
+    got = two_devices[f"{where}/{check_vma}"]
+    assert got["products"] == {"forward": ["float16"], "grad": ["float16"]}
+    assert got["dtypes"] == ["float32", "float32", "float32"]
+    assert max(got["errors"]) < 5e-3
+    # Each device's part is 40,000: their sum is inf in fp16.
+    assert got["psum"] == 80000.0
+
+
+def test_sharded_arrays_under_jit(two_devices):
+    got = two_devices["jit"]
+    assert got["products"] == ["float16"]
+    assert got["sharding"] == ["rows", None]
+    assert got["error"] < 5e-3
+
+
+def test_opaque_calls_are_named_once_each(two_devices):
+    names = ["io_callback", "pallas_call", "pure_callback"]
+    assert two_devices["warnings"] == names
+    assert two_devices["opaque_inputs"] == {name: ["float32"] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [("half", "float16"), ("recorded", "float32")]
+)
+def test_the_advice_of_the_warning_works(rule, dtype):
+    def fn(x):
+        shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return jax.pure_callback(lambda y: np.float32(y), shape, x @ W) @ W
+
+    lists = jamp.AutocastLists().with_primitive("pure_callback", rule)
+    cast = jamp.autocast(fn, lists=lists)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxpr = jax.make_jaxpr(cast)(W).jaxpr
+    (call,) = (e for e in walk(jaxpr) if e.primitive.name == "pure_callback")
+    assert [str(v.aval.dtype) for v in call.invars] == [dtype]
+    np.testing.assert_allclose(cast(W), fn(W), atol=1e-2)

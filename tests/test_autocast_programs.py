@@ -1,0 +1,357 @@
+"""Ordinary programs under autocast: none raises, none changes its types or its lines."""
+
+import functools
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend import core as jc
+
+import jamp
+from tests.programs import products, walk
+
+HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
+MASK = jnp.asarray(np.tri(8, k=-1, dtype=bool))  # its first row is all false
+LABELS = jnp.arange(8)
+KEY = jax.random.key(0)
+
+
+def dtype_is_float32(x):
+    assert x.dtype == jnp.float32, x.dtype
+    return x
+
+
+def heads(x):
+    return x.reshape(1, 8, 2, 4)
+
+
+def softmax_of_masked(w):
+    return jax.nn.softmax(jnp.where(MASK, w @ w, jnp.finfo(jnp.float32).min))
+
+
+def read_modify_write(w):
+    ref = jax.new_ref(w)
+    ref[...] = ref[...] @ w
+    return jax.freeze(ref)
+
+
+def raised_if(w):
+    y = w @ w
+    return jnp.exp(y) if dtype_is_float32(y).ndim == 2 else y
+
+
+ORDINARY = {
+    "masked softmax": softmax_of_masked,
+    "masked attention": lambda w: jax.nn.dot_product_attention(
+        heads(w @ w), heads(w @ w), heads(w), mask=MASK[None, None]
+    ),
+    "where in place": lambda w: jnp.where(MASK, w @ w, 0.0) @ w,
+    "branch on dtype": raised_if,
+    "dtype of a product": lambda w: jnp.full((3,), 2.0, (w @ w).dtype),
+    "zeros_like in carry": lambda w: lax.scan(
+        lambda c, x: (c + x @ w, c), jnp.zeros_like(w[0] @ w), w
+    ),
+    "carry from product": lambda w: lax.scan(
+        lambda c, _: (jnp.tanh(c @ w), None), w @ w, length=3
+    )[0],
+    "cond one multiplies": lambda w: lax.cond(
+        w[0, 0] > 0, lambda w: w @ w, lambda w: jnp.ones_like(w), w
+    ),
+    "cond closes over half": lambda w: (
+        lambda y: lax.cond(w[0, 0] > 0, lambda: y, lambda: jnp.zeros_like(y))
+    )(w @ w),
+    "cond in while in scan": lambda w: lax.scan(
+        lambda c, _: (
+            lax.fori_loop(
+                0,
+                2,
+                lambda i, c: lax.cond(i > 0, lambda c: c @ w, lambda c: jnp.exp(-c), c),
+                c,
+            ),
+            None,
+        ),
+        w,
+        length=2,
+    )[0],
+    "while on half": lambda w: lax.while_loop(
+        lambda c: jnp.abs(c).max() > 0.1, lambda c: 0.1 * (c @ w), w @ w
+    ),
+    "integer labels": lambda w: optax.softmax_cross_entropy_with_integer_labels(
+        w @ w, LABELS
+    ),
+    "ctc": lambda w: optax.ctc_loss(
+        (w @ w)[None], jnp.zeros((1, 8)), jnp.array([[1, 2, 3]]), jnp.zeros((1, 3))
+    ),
+    "preferred": lambda w: jnp.einsum(
+        "ij,jk->ik", w, w, preferred_element_type=jnp.float32
+    ),
+    "highest precision": lambda w: jnp.matmul(w, w, precision="highest"),
+    "dot algorithm": lambda w: lax.dot_general(
+        w,
+        w,
+        (((1,), (0,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.F32_F32_F32,
+    ),
+    "embedding": lambda w: jnp.take(w @ w, jnp.array([0, 3]), axis=0) @ w,
+    "one hot": lambda w: jax.nn.one_hot(LABELS, 8) @ w,
+    "scatter": lambda w: w.at[jnp.array([0, 0])].add((w @ w)[:2]).at[1].set((w @ w)[0]),
+    "scatter max": lambda w: (w @ w).at[jnp.array([0, 1])].max(w[:2]),
+    "update slice": lambda w: lax.dynamic_update_slice(w, (w @ w)[:2], (1, 0)),
+    "concatenate": lambda w: jnp.concatenate([w, w @ w, jnp.ones((1, 8))]),
+    "clamp": lambda w: jnp.clip(w @ w, -1.0, w),
+    "pool": lambda w: lax.reduce_window(
+        w @ w, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"
+    ),
+    "mean pool": lambda w: lax.reduce_window(
+        w @ w, 0.0, lax.add, (2, 2), (2, 2), "VALID"
+    ),
+    "reduce": lambda w: lax.reduce(
+        w @ w, jnp.float32(0), lambda a, b: jnp.maximum(a, b), (0,)
+    ),
+    "cumulative": lambda w: (jnp.cumsum(w @ w, 0), lax.cumlogsumexp(w @ w, 0)),
+    "sort": lambda w: jnp.sort(w @ w, 0),
+    "fft": lambda w: jnp.abs(jnp.fft.fft(w @ w)),
+    "complex": lambda w: (
+        lax.complex(w, w @ w) @ lax.complex(w, w)
+    ).real,
+    "cholesky": lambda w: jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(8)),
+    "solve": lambda w: jnp.linalg.solve(w @ w.T + 4 * jnp.eye(8), w @ w),
+    "linear solve": lambda w: jax.scipy.sparse.linalg.cg(
+        w @ w.T + 4 * jnp.eye(8), w[0]
+    )[0],
+    "random": lambda w: (
+        jax.random.normal(KEY, (8, 8)) * (w @ w)
+        + jax.random.gumbel(jax.random.fold_in(KEY, 1), (8, 8))
+    ),
+    "quantile": lambda w: jnp.quantile(w @ w, 0.5),
+    "bitcast": lambda w: lax.bitcast_convert_type(w @ w * 0 + 1.0, jnp.int32),
+    "refs": read_modify_write,
+    "platform": lambda w: lax.platform_dependent(
+        w, cpu=lambda w: w @ w, default=lambda w: w + 1
+    ),
+    "empty": lambda w: (jnp.zeros((0, 8)) @ w, lax.scan(lambda c, x: (c, x), w, w[:0])),
+    "same output twice": lambda w: (lambda y: (w, y, y))(w @ w),
+    "numpy constant": lambda w: np.asarray(W) @ w,
+    "axis name": lambda w: jax.vmap(lambda r: lax.psum(r @ w, "i"), axis_name="i")(w),
+    "zoo": lambda w: [
+        f(w @ w)
+        for f in (jax.nn.gelu, jax.nn.silu, jax.nn.elu, jax.nn.softplus, jax.nn.mish)
+    ],
+}
+
+WITH_WIDE_PRODUCTS = ("solve", "linear solve")  # linear algebra is all in float32
+
+
+def close(got, expected, eps):
+    def assert_close(path, a, b):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        norm = max(np.linalg.norm(b), 1e-3)
+        assert np.linalg.norm(a - b) <= 10 * eps * norm, (path, a, b)
+
+    jax.tree_util.tree_map_with_path(assert_close, got, expected)
+
+
+@functools.cache
+def plain(name):
+    return jax.jit(ORDINARY[name])(W)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_code(name, half):
+    fn = jamp.autocast(ORDINARY[name], half)
+    close(jax.jit(fn)(W), plain(name), HALVES[half])
+    if name not in WITH_WIDE_PRODUCTS:
+        assert [p for p in products(fn, W) if p.is_wide] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "masked softmax",
+        "masked attention",
+        "cond one multiplies",
+        "carry from product",
+        "pool",
+        "scatter",
+        "solve",
+        "integer labels",
+        "zoo",
+    ],
+)
+def test_ordinary_code_has_gradients(name):
+    def loss(cast):
+        fn = cast(ORDINARY[name])
+        return lambda w: sum((y * y).sum() for y in jax.tree.leaves(fn(w)))
+
+    got = jax.jit(jax.grad(loss(jamp.autocast)))(W)
+    close(got, jax.jit(jax.grad(loss(lambda f: f)))(W), HALVES["float16"])
+
+
+# ---- literals
+
+
+def test_scalars_do_not_vote():
+    def fn(w):
+        y = jnp.where(MASK, w @ w, 0.0)
+        return (jnp.clip(y, -1.0, 1.0) * 2.0 + 1.0) @ w
+
+    jaxpr = jax.make_jaxpr(jamp.autocast(fn))(W).jaxpr
+    names = ("select_n", "max", "min", "clamp", "mul", "add")
+    found = {
+        (e.primitive.name, str(v.aval.dtype))
+        for e in walk(jaxpr)
+        if e.primitive.name in names
+        for v in e.outvars
+    }
+    assert {dtype for _, dtype in found} == {"float16"}, found
+
+
+HARD_CONSTANTS = {
+    "floor": lambda w: jnp.maximum(w @ w, -1e30),
+    "comparison": lambda w: (w @ w > -1e9).astype(jnp.float32),
+    "epsilon": lambda w: (lambda y: y / (jnp.abs(y).max() + 1e-8))(0 * w @ w),
+    "large": lambda w: jnp.minimum(w @ w + 1e6, 2e6),
+    "small array": lambda w: (w @ w) / jnp.full((8, 8), 1e-6),
+    "masked": lambda w: jnp.where(MASK, w @ w, 1e6) * 1e-6,
+}
+
+
+NARROW = [("narrowest", name) for name in ("floor", "comparison", "epsilon")]
+
+
+@pytest.mark.parametrize(
+    ("promote", "name"), [("widest", name) for name in HARD_CONSTANTS] + NARROW
+)
+def test_constants_that_half_cannot_hold_keep_their_value(promote, name):
+    fn = HARD_CONSTANTS[name]
+    close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
+
+
+# ---- dtypes that autocast has nothing to do with
+
+
+def matmul_dtypes(fn, *args):
+    return {(p.lhs, p.rhs) for p in products(jamp.autocast(fn), *args)}
+
+
+def test_float64_stays():
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)))
+        w = x.astype(jnp.float32)
+        fn = lambda x, w: (x @ x) + (w @ w).astype(jnp.float64)  # noqa: E731
+        pairs = {("float64",) * 2, ("float16",) * 2}
+        assert matmul_dtypes(fn, x, w) == pairs
+        np.testing.assert_array_equal(jamp.autocast(lambda x: x @ x)(x), x @ x)
+
+
+@pytest.mark.standard_promotion
+def test_the_halves_of_the_user_meet_in_float32():
+    def fn(a, b, w):
+        return a @ a + b @ b + w @ w
+
+    a, b = W.astype(jnp.bfloat16), W.astype(jnp.float16)
+    got = jamp.autocast(fn)(a, b, W)
+    assert got.dtype == jnp.float32
+    pairs = {("bfloat16",) * 2, ("float16",) * 2}
+    assert matmul_dtypes(fn, a, b, W) == pairs
+    close(got, fn(a, b, W), HALVES["float16"])
+
+
+def test_integers_bools_complex_and_keys_pass_untouched():
+    def fn(i, b, c, key):
+        return i @ i, b ^ True, c @ c, jax.random.split(key), jax.random.uniform(key)
+
+    args = LABELS.reshape(2, 4).T @ LABELS.reshape(2, 4), MASK, lax.complex(W, 2 * W), KEY
+    got, expected = jamp.autocast(fn)(*args), fn(*args)
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
+    for g, e in zip(got, expected, strict=True):
+        if jnp.issubdtype(g.dtype, jax.dtypes.prng_key):
+            g, e = jax.random.key_data(g), jax.random.key_data(e)
+        np.testing.assert_array_equal(g, e)
+
+
+# ---- lines
+
+
+def layers(w):
+    with jax.named_scope("outer"):
+        y = jnp.exp(w @ w)
+
+    def body(c, _):
+        with jax.named_scope("inner"):
+            return jnp.tanh(c @ w), None
+
+    return jax.checkpoint(lambda y: lax.scan(body, y, length=2)[0])(y)
+
+
+def places(fn, but=()):
+    return [
+        (e.primitive.name, str(e.source_info.name_stack), frames(e))
+        for e in walk(jax.make_jaxpr(fn)(W).jaxpr)
+        if e.primitive.name not in but
+    ]
+
+
+def frames(eqn):
+    traceback = eqn.source_info.traceback
+    return [
+        (f.file_name, f.line_num) for f in traceback.frames if f.file_name == __file__
+    ][:1]
+
+
+def test_equations_point_at_the_lines_of_the_user():
+    expected = places(layers)
+    assert places(jamp.autocast(layers), but=["convert_element_type"]) == expected
+    assert {line for _, _, ((_, line),) in expected} != {None}
+
+
+def test_casts_point_at_the_lines_of_the_user():
+    found = places(jamp.autocast(layers))
+    casts = [place for name, *place in found if name == "convert_element_type"]
+    others = [place for name, *place in found if name != "convert_element_type"]
+    assert casts
+    assert all(cast in others for cast in casts)
+
+
+def test_the_names_of_a_derivative_are_those_of_the_plain_derivative():
+    def stacks(cast):
+        fn = cast(layers)
+        names = (p.where for p in products(jax.grad(lambda w: fn(w).sum()), W))
+        return sorted(names)
+
+    assert stacks(jamp.autocast) == stacks(lambda fn: fn)
+    assert any("outer" in where for where in stacks(jamp.autocast))
+
+
+def test_errors_point_at_the_lines_of_the_user():
+    def bad(w):
+        return w @ w[:3]
+
+    with pytest.raises(TypeError) as caught:
+        jamp.autocast(bad)(W)
+    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "return w @ w[:3]" in lines
+
+
+# ---- what cannot be looked into
+
+
+def test_an_unknown_primitive_with_a_program_is_named_once():
+    mystery = jc.Primitive("mystery")
+    mystery.def_abstract_eval(lambda x, *, program: x)
+    mystery.def_impl(lambda x, *, program: x)
+    program = jax.make_jaxpr(lambda x: x @ x)(W)
+    fn = jamp.autocast(lambda w: mystery.bind(w @ w, program=program))
+    with pytest.warns(jamp.AutocastWarning, match="'mystery'") as caught:
+        jax.make_jaxpr(fn)(W)
+        jaxpr = jax.make_jaxpr(fn)(W).jaxpr
+    assert len(caught) == 1
+    (call,) = (e for e in jaxpr.eqns if e.primitive is mystery)
+    assert call.invars[0].aval.dtype == jnp.float32
