@@ -42,7 +42,7 @@ def _call(name: str):
 
 def _remat(painter: Painter, eqn: jc.JaxprEqn) -> None:
     """Like a call; but what it takes in is kept for the backward pass: no copies."""
-    ins = [painter.home_of(v) for v in eqn.invars]
+    ins = [painter.handed(v) for v in eqn.invars]
     free = [None] * len(eqn.outvars)
     wants = painter.demand.of(eqn.outvars)
     inner = painter.paint(eqn, eqn.params["jaxpr"], ins, free, wants)
@@ -69,7 +69,7 @@ def _scan(painter: Painter, eqn: jc.JaxprEqn) -> None:
     consts, carry, _ = scan_counts(eqn.params)
     fixed = consts + carry
     ins = _recorded(eqn.invars[:fixed])
-    ins += [painter.home_of(v) for v in eqn.invars[fixed:]]
+    ins += [painter.handed(v) for v in eqn.invars[fixed:]]
     outs = [*_recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
     wants = painter.demand.of(eqn.outvars)
     inner = painter.paint(eqn, jaxpr, ins, outs, wants)

@@ -32,6 +32,10 @@ class Demand(NamedTuple):
         """What is wanted of each atom."""
         return [None if isinstance(a, jc.Literal) else self.wants.get(a) for a in atoms]
 
+    def wants_float32(self, atom: Atom) -> bool:
+        """Whether all consumers that care want it in float32."""
+        return not isinstance(atom, jc.Literal) and self.wants.get(atom) is True
+
     def reads_half(self, atoms: Sequence[Atom]) -> list[bool]:
         """Which atoms are read in half."""
         return [not isinstance(a, jc.Literal) and a in self.halved for a in atoms]

@@ -13,6 +13,7 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 
 from jamp._autocast._demand import Demand, Want, demand
+from jamp._autocast._islands import checkpoint_islands
 from jamp._autocast._lists import Rule
 from jamp._autocast._program import (
     Atom,
@@ -56,10 +57,11 @@ def paint(
     for eqn in jaxpr.eqns:
         painter.equation(eqn)
     outvars = [
-        painter.read(v, dtype) if dtype is not None else painter.read_home(v)
+        painter.read(v, painter.handed(v) if dtype is None else dtype)
         for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
     ]
-    return jaxpr.replace(invars=painter.invars, outvars=outvars, eqns=painter.eqns)
+    painted = jaxpr.replace(invars=painter.invars, outvars=outvars, eqns=painter.eqns)
+    return checkpoint_islands(painted)
 
 
 class Painter:
@@ -67,6 +69,11 @@ class Painter:
 
     A value's *home* is the dtype that it was computed in. Values that come from literals
     alone have none that counts: they take the dtype of what they meet.
+
+    A value's *rank* is the dtype that it stands for in a promotion. It differs from the
+    home where a half value met a smaller float32 one that was spread over it: a statistic,
+    a weight or a bias. That is computed in float32 but is no wider than the half value: a
+    norm gives back its input's dtype, a layer with a bias its product's.
     """
 
     def __init__(
@@ -82,7 +89,9 @@ class Painter:
         self.eqns: list[jc.JaxprEqn] = []
         self.home: dict[jc.Var, Any] = {}
         self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
+        self.rank: dict[jc.Var, Any] = {}
         self.neutral: set[jc.Var] = set()
+        self.spread: set[jc.Var] = set()
         self.eqn: jc.JaxprEqn | None = None
         self.programs: list[list[Decision]] = []  # inside of `eqn`
         for var in jaxpr.constvars:
@@ -98,9 +107,15 @@ class Painter:
         """The dtype that a value is in, without a cast."""
         return _dtype(atom) if isinstance(atom, jc.Literal) else self.home[atom]
 
-    def read_home(self, atom: Atom) -> Atom:
-        """A value as it is."""
-        return self.read(atom, self.home_of(atom))
+    def rank_of(self, atom: Atom) -> Any:
+        """The dtype that a value stands for."""
+        home = self.home_of(atom)
+        return home if isinstance(atom, jc.Literal) else self.rank.get(atom, home)
+
+    def handed(self, atom: Atom) -> Any:
+        """The dtype in which a value goes to where nothing is known of its consumers."""
+        wanted = self.demand.wants_float32(atom)
+        return self.home_of(atom) if wanted else self.rank_of(atom)
 
     def read(self, atom: Atom, dtype: Any) -> Atom:
         """A value in a dtype, if it is one that the user's program has in float32."""
@@ -121,7 +136,7 @@ class Painter:
         """The dtype that an operand stands for; None if it does not vote."""
         if isinstance(atom, jc.Literal) or atom in self.neutral or not is_float32(atom):
             return None
-        return self.half if atom in self.demand.halved else self.home[atom]
+        return self.half if atom in self.demand.halved else self.rank_of(atom)
 
     def _at_home(self, var: jc.Var) -> jc.Var:
         return self.versions[var][self.home[var]]
@@ -159,9 +174,12 @@ class Painter:
             self.as_recorded(eqn)
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
-        dtype, why = self._choose(eqn, rule)
+        rank, why = self._choose(eqn, rule)
+        dtype = self._computed_in(eqn, rule, rank)
+        if dtype != rank:
+            why = "smaller operand" if rule is Rule.PROMOTE else "feeder"
         self._write(eqn, dtype)
-        self._note_neutral(eqn, rule)
+        self._remember(eqn, rule, rank)
         self._note(eqn, rule, dtype, "region" if region else why, region)
 
     def as_recorded(self, eqn: jc.JaxprEqn) -> None:
@@ -191,22 +209,46 @@ class Painter:
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
     def _choose(self, eqn: jc.JaxprEqn, rule: Rule) -> tuple[Any, str]:
-        """The dtype that an equation runs in, and why."""
+        """The dtype that an equation's results stand for, and why."""
         if rule is Rule.HALF:
             return self.half, "list"
         if rule is Rule.FLOAT32:
             return FLOAT32, "list"
         if rule is Rule.PROMOTE and _feeds_float32(eqn, self.demand):
             return FLOAT32, "feeder"
-        votes = {self.vote(v) for v in eqn.invars} - {None}
+        full = self._full(eqn.invars) if rule is Rule.PROMOTE else eqn.invars
+        votes = {self.vote(v) for v in full} - {None}
+        votes = votes or {self.vote(v) for v in eqn.invars} - {None}
         if not votes:
             return FLOAT32, "no vote"
         if len(votes) > 1:
             promote = self.scope.policy.promote
             return self.half if promote == "narrowest" else FLOAT32, promote
         (dtype,) = votes
-        shared = any(self.vote(v) not in (None, self.home_of(v)) for v in eqn.invars)
+        shared = any(self.vote(v) not in (None, self.rank_of(v)) for v in eqn.invars)
         return dtype, "shared copy" if shared else "operands"
+
+    def _computed_in(self, eqn: jc.JaxprEqn, rule: Rule, rank: Any) -> Any:
+        """Its results' rank; float32 where that costs nothing and keeps digits."""
+        if rank == FLOAT32:
+            return FLOAT32
+        if rule is Rule.PROMOTE:
+            full = self._full(eqn.invars)
+            smaller = [self.vote(v) for v in eqn.invars if v not in full]
+            return FLOAT32 if FLOAT32 in smaller else rank
+        if rule is Rule.MOVE and _feeds_float32(eqn, self.demand):
+            homes = {self.home_of(v) for v in eqn.invars if self.vote(v) is not None}
+            return FLOAT32 if homes == {FLOAT32} else rank
+        return rank
+
+    def _full(self, atoms: Sequence[Atom]) -> list[Atom]:
+        """The operands that are not spread over a larger one."""
+        size = max(v.aval.size for v in atoms)
+        return [
+            v
+            for v in atoms
+            if v.aval.size == size and (isinstance(v, jc.Literal) or v not in self.spread)
+        ]
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
         params = dict(eqn.params)
@@ -231,9 +273,20 @@ class Painter:
                 Decision(eqn, names, rule, dtype, why, region, programs)
             )
 
-    def _note_neutral(self, eqn: jc.JaxprEqn, rule: Rule) -> None:
+    def _remember(self, eqn: jc.JaxprEqn, rule: Rule, rank: Any) -> None:
+        """What the equations that follow should know of the results."""
+        outs = [v for v in eqn.outvars if is_float32(v)]
+        self.rank |= dict.fromkeys(outs, rank)
         if rule is Rule.MOVE and all(self.vote(v) is None for v in eqn.invars):
-            self.neutral |= {v for v in eqn.outvars if is_float32(v)}
+            self.neutral.update(outs)
+        if _spreads(eqn) or self._is_spread(eqn, outs):
+            self.spread.update(outs)
+
+    def _is_spread(self, eqn: jc.JaxprEqn, outs: Sequence[jc.Var]) -> bool:
+        """Whether the results are spread because all operands are."""
+        atoms = [v for v in eqn.invars if not isinstance(v, jc.Literal)]
+        sizes = {v.aval.size for v in [*atoms, *outs]}
+        return len(sizes) == 1 and self.spread.issuperset(atoms)
 
     # ---- for the rules of primitives that hold programs
 
@@ -259,9 +312,16 @@ class Painter:
             if is_float32(a)
             and not isinstance(a, jc.Literal)
             and a in self.demand.halved
-            else self.home_of(a)
+            else self.handed(a)
             for a in atoms
         ]
+
+
+def _spreads(eqn: jc.JaxprEqn) -> bool:
+    """Whether it repeats a value along an axis."""
+    if eqn.primitive is not primitives.broadcast_in_dim_p:
+        return False
+    return eqn.invars[0].aval.size < eqn.outvars[0].aval.size
 
 
 def _feeds_float32(eqn: jc.JaxprEqn, demand: Demand) -> bool:
