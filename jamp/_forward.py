@@ -68,7 +68,7 @@ def under_autocast(
         fn,
         properties.patch_functions_type,
         lists=properties.lists,
-        promote=properties.promote,
+        promote=properties.promote,  # pyright: ignore[reportArgumentType]
     )
 
 

@@ -36,6 +36,12 @@ def products_of(jaxpr: Jaxpr) -> list[Product]:
     return [_product(e) for e in walk(jaxpr) if e.primitive.name in PRODUCTS]
 
 
+def evaluate(fn: Callable, *args: Any) -> Any:
+    """Calls `fn` compiled without optimisation: in tests compiling takes the time."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
+
+
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of all jaxprs among their parameters."""
     for equation in jaxpr.eqns:

@@ -18,7 +18,7 @@ LAYERS = (
     ("jamp._tree",),
     ("jamp._autocast._lists",),
     ("jamp._autocast._program",),
-    ("jamp._autocast._demand", "jamp._autocast._regions"),
+    ("jamp._autocast._demand", "jamp._autocast._regions", "jamp._autocast._islands"),
     ("jamp._autocast._paint",),
     ("jamp._autocast._control_flow",),
     ("jamp._autocast._transform", "jamp._autocast._page"),

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core as jc
 
 import jamp
-from tests.programs import products, walk
+from tests.programs import evaluate, products, walk
 
 HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
@@ -159,14 +159,14 @@ def close(got, expected, eps):
 
 @functools.cache
 def plain(name):
-    return jax.jit(ORDINARY[name])(W)
+    return evaluate(ORDINARY[name], W)
 
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_ordinary_code(name, half):
     fn = jamp.autocast(ORDINARY[name], half)
-    close(jax.jit(fn)(W), plain(name), HALVES[half])
+    close(evaluate(fn, W), plain(name), HALVES[half])
     if name not in WITH_WIDE_PRODUCTS:
         assert [p for p in products(fn, W) if p.is_wide] == []
 
@@ -190,8 +190,8 @@ def test_ordinary_code_has_gradients(name):
         fn = cast(ORDINARY[name])
         return lambda w: sum((y * y).sum() for y in jax.tree.leaves(fn(w)))
 
-    got = jax.jit(jax.grad(loss(jamp.autocast)))(W)
-    close(got, jax.jit(jax.grad(loss(lambda f: f)))(W), HALVES["float16"])
+    got = evaluate(jax.grad(loss(jamp.autocast)), W)
+    close(got, evaluate(jax.grad(loss(lambda f: f)), W), HALVES["float16"])
 
 
 # ---- literals

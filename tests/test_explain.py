@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
-from jamp._autocast import _control_flow
+from jamp._autocast import _paint
 from jamp.diagnostics import Explanation, Operation
 from tests.programs import products
 
@@ -32,6 +32,15 @@ def only(explanation: Explanation, primitive: str) -> Operation:
     return found
 
 
+@pytest.fixture
+def unknown():
+    """Lets autocast warn, and forget that it did: other tests want to see it too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jamp.AutocastWarning)
+        yield
+    _paint._warn_once.cache_clear()
+
+
 # ---- what runs in what, and why
 
 mystery = Primitive("mystery")
@@ -46,8 +55,12 @@ def feeder(x, w):
     return jnp.exp(x @ w - 1.0)
 
 
+def with_sums(x, w):
+    return x @ w + jnp.cumsum(w, axis=0)
+
+
 def with_bias(x, w):
-    return x @ w + jnp.cumsum(w)[:8]
+    return x @ w + jnp.cumsum(w[0])
 
 
 def with_constant(x, w):
@@ -79,7 +92,9 @@ CASES = {
     "a shared copy": (lambda x, w: x @ w + x, "add", "float16 promote shared copy"),
     "half": (lambda x, w: -(x @ w), "neg", "float16 promote operands"),
     "float32": (lambda x, w: -(x + w), "neg", "float32 promote operands"),
-    "both": (with_bias, "add", "float32 promote widest"),
+    "both": (with_sums, "add", "float32 promote widest"),
+    "a bias": (with_bias, "add", "float32 promote smaller operand"),
+    "1e30": (lambda x, w: x @ w * 1e30, "mul", "float32 promote literal"),
     "a constant": (with_constant, "broadcast_in_dim", "float32 move no vote"),
     "float_function": (marked, "tanh", "float32 float32 region"),
     "disable_casts": (disabled, "dot_general", "float32 recorded region"),
@@ -101,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dtype_and_reason(case):
+def test_dtype_and_reason(case, unknown):
     fn, primitive, expected = CASES[case]
     operations = jamp.explain(fn)(X, X).operations
     found = {
@@ -139,6 +154,7 @@ def named(x, w):
         (LISTS.with_primitive("tanh", "float32"), "float32 list"),
         (LISTS.with_region("head$", "float32"), "float32 region"),
         (LISTS.with_region("tail$", "float32"), "float16 operands"),
+        (LISTS.with_region("h", "float32").with_region("$", "half"), "float16 region"),
         (LISTS.register_float_function(jnp, "tanh"), "float32 region"),
     ],
 )
@@ -167,7 +183,7 @@ def test_reasons_of_the_users_lists():
 
 
 def test_narrowest_keeps_mixed_sums_in_half():
-    op = only(jamp.explain(with_bias, promote="narrowest")(X, X), "add")
+    op = only(jamp.explain(with_sums, promote="narrowest")(X, X), "add")
     assert (op.dtype, op.why) == ("float16", "narrowest")
 
 
@@ -246,9 +262,6 @@ def test_functions_of_jax_alone_have_no_line_of_jamp():
     assert all("/jamp/" not in op.source for op in operations)
 
 
-# ---- warnings
-
-
 def test_products_in_half_need_no_warning():
     assert jamp.explain(feeder)(X, X).warnings == ()
 
@@ -260,26 +273,20 @@ def test_warns_of_a_product_in_float32():
     )
 
 
-def test_warns_of_an_unknown_primitive():
+def test_warns_of_an_unknown_primitive(unknown):
     (warning,) = jamp.explain(mystery.bind)(X).warnings
     assert warning.startswith(f"{__file__}:") or warning.startswith("mystery")
     assert "mystery: unknown primitive. No list has it" in warning
 
 
-def test_warns_of_an_opaque_call():
+def test_warns_of_what_it_cannot_look_into(unknown):
     def fn(x):
         return jax.pure_callback(np.tanh, X, x)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", jamp.AutocastWarning)
-        explanation = jamp.explain(fn)(X)
-    _control_flow._warn_once.cache_clear()  # or no other test would see it
+    explanation = jamp.explain(fn)(X)
     (warning,) = explanation.warnings
-    assert "pure_callback: opaque. Autocast cannot look into it" in warning
+    assert "pure_callback: unknown primitive. No list has it" in warning
     assert only(explanation, "pure_callback").dtype == "float32"
-
-
-# ---- what it works on
 
 
 def test_nothing_runs_and_nothing_is_compiled():

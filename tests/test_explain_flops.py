@@ -42,8 +42,10 @@ def test_flops_of_a_product(subscripts, lhs, rhs, expected):
         ({"padding": "VALID"}, 2 * 4 * 5 * 2 * (8 * 3)),
         # At both ends, one of the three places lies in the padding.
         ({"padding": "SAME"}, 2 * 4 * 5 * 2 * (10 * 3 - 2)),
-        ({"padding": "VALID", "window_strides": (2,)}, 2 * 4 * 5 * 2 * (4 * 3)),
-        ({"padding": "VALID", "rhs_dilation": (3,)}, 2 * 4 * 5 * 2 * (4 * 3)),
+        # The last of 5 outputs starts at 8 and reads beyond the end once.
+        ({"padding": "SAME", "window_strides": (2,)}, 2 * 4 * 5 * 2 * (5 * 3 - 1)),
+        # 7 outputs start at -3 ... 3; the first 3 miss their first place.
+        ({"padding": [(3, 0)], "rhs_dilation": (3,)}, 2 * 4 * 5 * 2 * (7 * 3 - 3)),
         # 19 places of which every other one is a hole; 17 outputs start at 0 ... 16:
         # the 9 even ones meet 2 values, the 8 odd ones 1.
         ({"padding": [(0, 0)], "lhs_dilation": (2,)}, 2 * 4 * 5 * 2 * (9 * 2 + 8)),

@@ -1,11 +1,10 @@
 """One rule for each primitive that holds programs: how to write it anew.
 
-Programs are passed to where they came from in other dtypes only where nothing depends on
-them: carries keep the user's, and so do constants of loops, whose gradients are sums.
+Programs are passed to where they came from in other dtypes only where nothing depends
+on them: carries keep the user's, and so do constants of loops, whose gradients are
+sums.
 """
 
-import functools
-import warnings
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jax.extend import core as jc
 from jamp._autocast._paint import Painter
 from jamp._autocast._program import is_float
 from jamp._compat import scan_counts
-from jamp._warnings import AutocastWarning
 
 
 def _recorded(variables: Any) -> list[Any]:
@@ -34,7 +32,8 @@ def _call(name: str):
         ins = painter.passed(eqn.invars)
         free = [None] * len(eqn.outvars)
         wants = painter.demand.of(eqn.outvars)
-        inner = painter.paint(eqn, eqn.params[name], ins, free, wants)
+        neutral = [painter.is_neutral(v) for v in eqn.invars]
+        inner = painter.paint(eqn, eqn.params[name], ins, free, wants, neutral)
         painter.emit(eqn, ins, _out(inner), {**eqn.params, name: inner})
 
     return rule
@@ -45,7 +44,8 @@ def _remat(painter: Painter, eqn: jc.JaxprEqn) -> None:
     ins = [painter.handed(v) for v in eqn.invars]
     free = [None] * len(eqn.outvars)
     wants = painter.demand.of(eqn.outvars)
-    inner = painter.paint(eqn, eqn.params["jaxpr"], ins, free, wants)
+    neutral = [painter.is_neutral(v) for v in eqn.invars]
+    inner = painter.paint(eqn, eqn.params["jaxpr"], ins, free, wants, neutral)
     painter.emit(eqn, ins, _out(inner), {**eqn.params, "jaxpr": inner})
 
 
@@ -54,13 +54,22 @@ def _cond(painter: Painter, eqn: jc.JaxprEqn) -> None:
     index, *ins = painter.passed(eqn.invars)
     wants = painter.demand.of(eqn.outvars)
 
-    def branches(outs):
-        return [painter.paint(eqn, b, ins, outs, wants) for b in eqn.params["branches"]]
+    neutral = [painter.is_neutral(v) for v in eqn.invars[1:]]
 
-    found = {tuple(_out(b)) for b in branches([None] * len(eqn.outvars))}
-    outs = list(found.pop()) if len(found) == 1 else _recorded(eqn.outvars)
-    painted = tuple(branches(outs))
-    painter.emit(eqn, [index, *ins], outs, {**eqn.params, "branches": painted})
+    def branches(outs):
+        painter.programs.clear()
+        return [
+            painter.paint(eqn, branch, ins, outs, wants, neutral)
+            for branch in eqn.params["branches"]
+        ]
+
+    painted = branches([None] * len(eqn.outvars))
+    outs = _out(painted[0])
+    if any(_out(branch) != outs for branch in painted):
+        outs = _recorded(eqn.outvars)
+        painted = branches(outs)
+    params = {**eqn.params, "branches": tuple(painted)}
+    painter.emit(eqn, [index, *ins], outs, params)
 
 
 def _scan(painter: Painter, eqn: jc.JaxprEqn) -> None:
@@ -105,7 +114,8 @@ def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
     jvp_thunk = eqn.params["jvp_jaxpr_fun"]
     ins = painter.passed(eqn.invars)
     wants = painter.demand.of(eqn.outvars)
-    inner = painter.paint(eqn, call, ins, [None] * len(eqn.outvars), wants)
+    neutral = [painter.is_neutral(v) for v in eqn.invars]
+    inner = painter.paint(eqn, call, ins, [None] * len(eqn.outvars), wants, neutral)
     outs = _out(inner)
 
     @jax.custom_jvp
@@ -134,7 +144,7 @@ def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
 
 
 def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
-    """As `_custom_jvp`; in and out as the program says, for `bwd` is a function of it."""
+    """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that."""
     params, count = eqn.params, eqn.params["num_consts"]
     ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
     inner = painter.paint(eqn, params["call_jaxpr"], ins, outs)
@@ -175,7 +185,7 @@ def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
 def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[str, Any]:
     """The parameters of the equation that a custom function traces to."""
     avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, dtype)
+        jax.ShapeDtypeStruct(getattr(v.aval, "shape", ()), dtype)
         for v, dtype in zip(eqn.invars, in_dtypes, strict=True)
     ]
     (traced,) = jax.make_jaxpr(function)(*avals).eqns
@@ -190,23 +200,6 @@ def _as_output(dtype: Any, atom: Any) -> Any:
     return dtype if is_float(atom) else None
 
 
-def opaque(painter: Painter, eqn: jc.JaxprEqn) -> None:
-    """An operation that cannot be looked into gets what the user's program gives it."""
-    _warn_once(eqn.primitive.name)
-    painter.as_recorded(eqn)
-
-
-@functools.cache
-def _warn_once(name: str) -> None:
-    warnings.warn(
-        f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
-        f"program. If it may run in half, say so: `lists.with_primitive({name!r}, "
-        '"half")`.',
-        AutocastWarning,
-        stacklevel=2,
-    )
-
-
 RULES = {
     "jit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),
@@ -217,9 +210,4 @@ RULES = {
     "shard_map": _as_recorded_outside("jaxpr"),
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
-    "pallas_call": opaque,
-    "mosaic_gpu": opaque,
-    "ffi_call": opaque,
-    "pure_callback": opaque,
-    "io_callback": opaque,
 }

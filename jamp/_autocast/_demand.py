@@ -1,8 +1,8 @@
 """Reads a program backward: who wants a value in float32, who reads it in half.
 
 A value whose consumers all run in float32 should be computed in float32 (a *feeder*:
-`logits - max` before the exponential). A value that a matmul reads in half anyway is read
-in half by its other consumers too (a *shared copy*).
+`logits - max` before the exponential). A value that a matmul reads in half anyway is
+read in half by its other consumers too (a *shared copy*).
 """
 
 from collections.abc import Callable, Sequence

@@ -3,9 +3,9 @@
 An *island* is what a painted program computes in float32 between values in half: a
 softmax between two matmuls, a gelu. Differentiated, it would keep exponentials in
 float32, twice the bytes of the same model written in half. So an island becomes one
-`jax.checkpoint`: its half inputs are kept, and its sums and maxima, which are small; the
-rest is computed again, from the same bits. XLA computes what is cheap again by itself:
-only islands with a costly operation are written so.
+`jax.checkpoint`: its half inputs are kept, and its sums and maxima, which are small;
+the rest is computed again, from the same bits. XLA computes what is cheap again by
+itself: only islands with a costly operation are written so.
 """
 
 import functools
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jc
 
+from jamp._autocast._program import dtype_of, size_of
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 
 _COSTLY = frozenset(
@@ -50,7 +51,8 @@ def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
 
 
 class _Program:
-    """A program, and who makes and who uses its values, by the place of the equation."""
+    """A program, and who makes and who uses its values, by the place of the
+    equation."""
 
     def __init__(self, jaxpr: jc.Jaxpr):
         self.eqns = jaxpr.eqns
@@ -70,7 +72,7 @@ class _Program:
         """
         if not _is_exit(self.eqns[exit]):
             return set()
-        size = self.eqns[exit].outvars[0].aval.size
+        size = size_of(self.eqns[exit].outvars[0])
         outside: set[int] = set()
         while True:
             members = self._reach(exit, outside)
@@ -110,7 +112,8 @@ class _Program:
 def _checkpointed(eqns: list[jc.JaxprEqn]) -> jc.JaxprEqn:
     """One equation for those of an island; the last is the cast that ends it."""
     exit, template = eqns[-1], _template()
-    invars, outvars = _inputs(eqns), exit.outvars
+    invars: list[Any] = list(_inputs(eqns))
+    outvars: list[Any] = exit.outvars
     inner = template.params["jaxpr"]
     inner = inner.replace(
         constvars=[],
@@ -136,7 +139,7 @@ def _template() -> jc.JaxprEqn:
         return primitive.name in _REDUCTIONS
 
     checkpoint = jax.checkpoint(jnp.negative, policy=keep)
-    (eqn,) = jax.make_jaxpr(checkpoint)(jnp.float32(0)).eqns
+    (eqn,) = jax.make_jaxpr(checkpoint)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return eqn
 
 
@@ -144,7 +147,7 @@ def _is_exit(eqn: jc.JaxprEqn) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     (source,), (result,) = eqn.invars, eqn.outvars
-    return source.aval.dtype == FLOAT32 and result.aval.dtype in HALF_DTYPES
+    return dtype_of(source) == FLOAT32 and dtype_of(result) in HALF_DTYPES
 
 
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
@@ -171,11 +174,11 @@ def _inputs(eqns: list[jc.JaxprEqn]) -> list[jc.Var]:
 
 def _holds(variables: Iterable[jc.Var], size: int) -> bool:
     """Whether a float32 among them is as large as what leaves the island."""
-    return any(v.aval.dtype == FLOAT32 and v.aval.size >= size for v in variables)
+    return any(dtype_of(v) == FLOAT32 and size_of(v) >= size for v in variables)
 
 
 def _is_castable(v: jc.Var) -> bool:
-    return v.aval.dtype in (FLOAT32, jnp.bool_)
+    return dtype_of(v) in (FLOAT32, jnp.bool_)
 
 
 def _variables(atoms: Iterable[jc.Var | jc.Literal]) -> list[jc.Var]:

@@ -59,14 +59,14 @@ ROWS = (
         Rule.FLOAT32,
         "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv",
         "Steep or ill conditioned where half has few digits.",
-        "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; torch: the same",
+        "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; the others likewise",
     ),
     _row(
         Rule.FLOAT32,
         "lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
         "bessel_i1e regularized_incomplete_beta polynomial one_minus_square",
         "Special functions: series that lose digits, without half kernels.",
-        "torch fp32 list: the gamma and error function families",
+        "torch: erfinv, as in apex; the others are in no list",
     ),
     _row(
         Rule.FLOAT32,
@@ -78,7 +78,7 @@ ROWS = (
     _row(
         Rule.FLOAT32,
         "cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
-        "householder_product triangular_solve tridiagonal_solve geqrf geqp3 "
+        "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
         "lu_pivots_to_permutation custom_linear_solve symmetric_product fft",
         "Linear algebra and FFT: there are no half kernels.",
         "torch: raises in half",
@@ -87,23 +87,27 @@ ROWS = (
         Rule.FLOAT32,
         "sort top_k approx_top_k",
         "Sorting: no half kernels on all backends, and ties would change the order.",
-        "torch fp32 list: topk stays; sort has no half kernel on the CPU",
+        "torch: in no list, nor in apex",
     ),
     _row(
         Rule.PROMOTE,
         "add sub mul div max min rem neg abs sign floor ceil round tanh logistic sqrt "
-        "add_any clamp eq ne ge gt le lt eq_to le_to lt_to reduce_max reduce_min argmax "
-        "argmin cummax cummin reduce_window_max reduce_window_min is_finite pmax pmin",
+        "add_any clamp eq ne ge gt le lt eq_to le_to lt_to reduce_max reduce_min "
+        "argmax argmin cummax cummin reduce_window_max reduce_window_min is_finite "
+        "pmax pmin",
         "Elementwise, or a choice among values: as exact as their operands.",
         "apex CASTS: add, div, mul, eq, ge, ...; torch: what is in no list",
     ),
     _row(
         Rule.MOVE,
-        "broadcast_in_dim reshape squeeze transpose rev slice dynamic_slice gather "
-        "concatenate pad select_n dynamic_update_slice copy copy_p stop_gradient "
-        "expand_dims scatter split device_put sharding_constraint optimization_barrier "
-        "layout_constraint name all_gather all_to_all ppermute pvary pcast reshard tile "
-        "all_gather_invariant ragged_all_to_all pbroadcast",
+        "broadcast_in_dim broadcast_to reshape squeeze transpose rev slice "
+        "dynamic_slice gather concatenate stack unstack split pad select_n "
+        "dynamic_update_slice copy copy_p stop_gradient expand_dims scatter tile "
+        "device_put sharding_constraint optimization_barrier layout_constraint "
+        "with_memory_space_constraint reshard name all_gather all_gather_invariant "
+        "all_gather_reduced all_to_all ragged_all_to_all ppermute pbroadcast pvary "
+        "pcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+        "vary_unreduced_cast_p",
         "They move values: what goes in comes out.",
         "apex SEQUENCE_CASTS: cat, stack",
     ),
@@ -111,7 +115,10 @@ ROWS = (
         Rule.RECORDED,
         "convert_element_type bitcast_convert_type reduce_precision nextafter iota "
         "rng_uniform rng_bit_generator random_bits random_seed random_split "
-        "random_fold_in random_wrap random_unwrap random_gamma random_clone threefry2x32 "
+        "random_fold_in random_wrap random_unwrap random_gamma random_clone "
+        "threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape mulhi "
+        "dimension_size dim_as_value shape_assertion check inspect_sharding tie pin "
+        "unpin program_order unreachable to_edtype from_edtype "
         "reduce reduce_window select_and_scatter select_and_scatter_add "
         "select_and_gather_add scatter-min scatter-max scatter_min scatter_max "
         "scatter-sub complex real imag conj clz population_count and or not xor "
@@ -147,7 +154,8 @@ class AutocastLists:
         regions: pairs of a regex, searched in the name stack (`jax.named_scope`, Flax's
             module paths), and a rule; the last that matches decides.
 
-    >>> lists = AutocastLists().with_primitive("tanh", "float32").with_region("head/", "float32")
+    >>> lists = AutocastLists().with_primitive("tanh", "float32")
+    >>> lists = lists.with_region("head/", "float32")
     >>> lists.rule_of("tanh"), lists.rule_of("dot_general")
     (<Rule.FLOAT32: 'float32'>, <Rule.HALF: 'half'>)
     """

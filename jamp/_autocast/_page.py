@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable
 
-from jamp._autocast._control_flow import RULES, opaque
+from jamp._autocast._control_flow import RULES
 from jamp._autocast._lists import FUNCTION_ROWS, ROWS, Row, Rule
 
 _HEAD = """\
@@ -22,24 +22,23 @@ _TITLES = {
 _PROGRAMS = """\
 ## What holds programs
 
-Their programs are read by the same lists:
-{read}.
+Their programs are read by the same lists: {names}.
 
-These cannot be looked into, and run as the program has them, with a warning:
-{opaque}.
+## What is in no list
+
+It cannot be looked into, and runs as the program has it, with a warning that names it:
+kernels of Pallas, calls of foreign functions, callbacks.
 """
 
 
 def page() -> str:
     """The whole page in Markdown."""
-    read = [name for name, rule in RULES.items() if rule is not opaque]
-    closed = [name for name, rule in RULES.items() if rule is opaque]
     sections = [
         _section(title, (row for row in ROWS if row.rule is rule))
         for rule, title in _TITLES.items()
     ]
     functions = _section("Functions, by the name of their `jit`", FUNCTION_ROWS)
-    programs = _PROGRAMS.format(read=_names(read), opaque=_names(closed))
+    programs = _PROGRAMS.format(names=_names(RULES))
     return "\n".join([_HEAD, *sections, functions, programs])
 
 

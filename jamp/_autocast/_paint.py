@@ -4,6 +4,8 @@ The result is a jaxpr: equations keep their source lines and name stacks, and wh
 does with a program (derivatives, batching, jit) it does with this one.
 """
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,17 +21,20 @@ from jamp._autocast._program import (
     Atom,
     Decision,
     Scope,
+    dtype_of,
     is_castable_eqn,
     is_float32,
     name_stack,
     ruling,
+    size_of,
 )
 from jamp._dtypes import FLOAT32
+from jamp._warnings import AutocastWarning
 
 type SubProgramRule = Callable[["Painter", jc.JaxprEqn], None]
 
 # Parameters of equations that name the dtype of the result.
-_DTYPE_PARAMS = ("preferred_element_type",)
+_DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
 def paint(
@@ -39,6 +44,7 @@ def paint(
     out_wants: Sequence[Want],
     scope: Scope,
     rules: Mapping[str, SubProgramRule],
+    neutral: Sequence[bool] = (),
 ) -> jc.Jaxpr:
     """Writes a program anew.
 
@@ -49,11 +55,13 @@ def paint(
         out_wants: for outputs that are free, whether float32 is wanted of them.
         scope: policy and place.
         rules: how to write each primitive that holds programs.
+        neutral: which inputs come from literals alone, and do not vote.
 
     Returns:
         A program with the same inputs and outputs, but for their dtypes.
     """
     painter = Painter(jaxpr, in_dtypes, demand(jaxpr, out_wants, scope), scope, rules)
+    painter.neutral.update(jaxpr.invars[i] for i, flag in enumerate(neutral) if flag)
     for eqn in jaxpr.eqns:
         painter.equation(eqn)
     outvars = [
@@ -67,13 +75,15 @@ def paint(
 class Painter:
     """The state of one pass: the new equations, and each value in the dtypes it has.
 
-    A value's *home* is the dtype that it was computed in. Values that come from literals
+    A value's *home* is the dtype that it was computed in. Values that come from
+        literals
     alone have none that counts: they take the dtype of what they meet.
 
     A value's *rank* is the dtype that it stands for in a promotion. It differs from the
-    home where a half value met a smaller float32 one that was spread over it: a statistic,
-    a weight or a bias. That is computed in float32 but is no wider than the half value: a
-    norm gives back its input's dtype, a layer with a bias its product's.
+    home where a half value met a smaller float32 one that was spread over it: a
+        statistic,
+    a weight or a bias. That is computed in float32 but is no wider than the half value:
+    a norm gives back its input's dtype, a layer with a bias its product's.
     """
 
     def __init__(
@@ -95,9 +105,9 @@ class Painter:
         self.eqn: jc.JaxprEqn | None = None
         self.programs: list[list[Decision]] = []  # inside of `eqn`
         for var in jaxpr.constvars:
-            self._bind(var, _dtype(var))
+            self._bind(var, dtype_of(var))
         self.invars = [
-            self._bind(var, dtype if dtype is not None else _dtype(var))
+            self._bind(var, dtype if dtype is not None else dtype_of(var))
             for var, dtype in zip(jaxpr.invars, in_dtypes, strict=True)
         ]
 
@@ -105,7 +115,7 @@ class Painter:
 
     def home_of(self, atom: Atom) -> Any:
         """The dtype that a value is in, without a cast."""
-        return _dtype(atom) if isinstance(atom, jc.Literal) else self.home[atom]
+        return dtype_of(atom) if isinstance(atom, jc.Literal) else self.home[atom]
 
     def rank_of(self, atom: Atom) -> Any:
         """The dtype that a value stands for."""
@@ -113,7 +123,7 @@ class Painter:
         return home if isinstance(atom, jc.Literal) else self.rank.get(atom, home)
 
     def handed(self, atom: Atom) -> Any:
-        """The dtype in which a value goes to where nothing is known of its consumers."""
+        """The dtype in which a value goes to consumers of which nothing is known."""
         wanted = self.demand.wants_float32(atom)
         return self.home_of(atom) if wanted else self.rank_of(atom)
 
@@ -124,25 +134,38 @@ class Painter:
         if isinstance(atom, jc.Literal):
             if dtype == FLOAT32:
                 return atom
-            return jc.Literal(
-                np.asarray(atom.val, dtype), _with_dtype(atom.aval, dtype)
-            )
+            with np.errstate(over="ignore"):  # in a region that is to run in half
+                value = np.asarray(atom.val, dtype)
+            return jc.Literal(value, _with_dtype(atom.aval, dtype))
         versions = self.versions[atom]
         if dtype not in versions:
             versions[dtype] = self._convert(versions[self.home[atom]], dtype)
         return versions[dtype]
 
+    def is_neutral(self, atom: Atom) -> bool:
+        """Whether a float32 comes from literals that half can hold: it has no say."""
+        if isinstance(atom, jc.Literal):
+            return is_float32(atom) and not self._exceeds_half(atom)
+        return atom in self.neutral
+
     def vote(self, atom: Atom) -> Any:
         """The dtype that an operand stands for; None if it does not vote."""
-        if isinstance(atom, jc.Literal) or atom in self.neutral or not is_float32(atom):
+        if not is_float32(atom) or self.is_neutral(atom):
             return None
+        if isinstance(atom, jc.Literal):
+            return FLOAT32
         return self.half if atom in self.demand.halved else self.rank_of(atom)
+
+    def _exceeds_half(self, literal: jc.Literal) -> bool:
+        """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
+        value, limits = abs(float(literal.val)), jnp.finfo(self.half)
+        return float(limits.max) < value < np.inf or 0 < value < float(limits.tiny)
 
     def _at_home(self, var: jc.Var) -> jc.Var:
         return self.versions[var][self.home[var]]
 
     def _bind(self, var: jc.Var, dtype: Any) -> jc.Var:
-        new = var if dtype == _dtype(var) else jc.Var(_with_dtype(var.aval, dtype))
+        new = var if dtype == dtype_of(var) else jc.Var(_with_dtype(var.aval, dtype))
         self.home[var], self.versions[var] = dtype, {dtype: new}
         return new
 
@@ -167,9 +190,11 @@ class Painter:
         inside = self.rules.get(eqn.primitive.name)
         if inside is not None:
             inside(self, eqn)
-            self._note(eqn, None, None, "program" if self.programs else "opaque")
+            self._note(eqn, None, None, "program")
             return
         rule, region = ruling(self.scope, eqn)
+        if rule is None:
+            _warn_once(eqn.primitive.name)
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.as_recorded(eqn)
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
@@ -185,11 +210,11 @@ class Painter:
     def as_recorded(self, eqn: jc.JaxprEqn) -> None:
         """Writes an equation with the dtypes of the user's program."""
         self.emit(
-            eqn, [_dtype(v) for v in eqn.invars], [_dtype(v) for v in eqn.outvars]
+            eqn, [dtype_of(v) for v in eqn.invars], [dtype_of(v) for v in eqn.outvars]
         )
         if eqn.primitive is primitives.convert_element_type_p:
             # A mask is exact in any dtype.
-            if _dtype(eqn.invars[0]) == jnp.bool_ and is_float32(eqn.outvars[0]):
+            if dtype_of(eqn.invars[0]) == jnp.bool_ and is_float32(eqn.outvars[0]):
                 self.neutral.add(eqn.outvars[0])
 
     def emit(
@@ -199,10 +224,12 @@ class Painter:
         out_dtypes: Sequence[Any],
         params: dict[str, Any] | None = None,
     ) -> None:
-        """Writes an equation with its operands read, and its results, in some dtypes."""
+        """Writes an equation with operands and results in given dtypes."""
         invars = [self.read(v, d) for v, d in zip(eqn.invars, in_dtypes, strict=True)]
         outvars = [
-            v if type(v).__name__ == "DropVar" and d == _dtype(v) else self._bind(v, d)
+            v
+            if type(v).__name__ == "DropVar" and d == dtype_of(v)
+            else self._bind(v, d)
             for v, d in zip(eqn.outvars, out_dtypes, strict=True)
         ]
         params = eqn.params if params is None else params
@@ -216,6 +243,12 @@ class Painter:
             return FLOAT32, "list"
         if rule is Rule.PROMOTE and _feeds_float32(eqn, self.demand):
             return FLOAT32, "feeder"
+        if any(isinstance(v, jc.Literal) and self.vote(v) for v in eqn.invars):
+            return FLOAT32, "literal"
+        if not any(is_float32(v) for v in eqn.outvars):
+            # A comparison: of a shared copy, `w > 0` would differ for tiny `w`.
+            homes = {self.home_of(v) for v in eqn.invars if self.vote(v) is not None}
+            return FLOAT32 if FLOAT32 in homes else self.half, "operands"
         full = self._full(eqn.invars) if rule is Rule.PROMOTE else eqn.invars
         votes = {self.vote(v) for v in full} - {None}
         votes = votes or {self.vote(v) for v in eqn.invars} - {None}
@@ -243,11 +276,12 @@ class Painter:
 
     def _full(self, atoms: Sequence[Atom]) -> list[Atom]:
         """The operands that are not spread over a larger one."""
-        size = max(v.aval.size for v in atoms)
+        size = max(size_of(v) for v in atoms)
         return [
             v
             for v in atoms
-            if v.aval.size == size and (isinstance(v, jc.Literal) or v not in self.spread)
+            if size_of(v) == size
+            and (isinstance(v, jc.Literal) or v not in self.spread)
         ]
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
@@ -255,7 +289,7 @@ class Painter:
         for name in _DTYPE_PARAMS:
             if params.get(name) == FLOAT32:
                 params[name] = dtype
-        outs = [dtype if is_float32(v) else _dtype(v) for v in eqn.outvars]
+        outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
 
     def _note(
@@ -285,7 +319,7 @@ class Painter:
     def _is_spread(self, eqn: jc.JaxprEqn, outs: Sequence[jc.Var]) -> bool:
         """Whether the results are spread because all operands are."""
         atoms = [v for v in eqn.invars if not isinstance(v, jc.Literal)]
-        sizes = {v.aval.size for v in [*atoms, *outs]}
+        sizes = {size_of(v) for v in [*atoms, *outs]}
         return len(sizes) == 1 and self.spread.issuperset(atoms)
 
     # ---- for the rules of primitives that hold programs
@@ -297,16 +331,17 @@ class Painter:
         in_dtypes: Sequence[Any],
         out_dtypes: Sequence[Any],
         out_wants: Sequence[Want] | None = None,
+        neutral: Sequence[bool] = (),
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
         wants = [None] * len(jaxpr.outvars) if out_wants is None else out_wants
         scope = self.scope.inside(eqn)
         if scope.decisions is not None:
             self.programs.append(scope.decisions)
-        return paint(jaxpr, in_dtypes, out_dtypes, wants, scope, self.rules)
+        return paint(jaxpr, in_dtypes, out_dtypes, wants, scope, self.rules, neutral)
 
     def passed(self, atoms: Sequence[Atom]) -> list[Any]:
-        """In what dtype to hand values to a program: half if it is read in half there."""
+        """In what dtype to hand values to a program: half where it is read so there."""
         return [
             self.half
             if is_float32(a)
@@ -317,11 +352,22 @@ class Painter:
         ]
 
 
+@functools.cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
+        "program. Cast its operands yourself to run it in half; to accept it, pass "
+        f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
+        AutocastWarning,
+        stacklevel=2,
+    )
+
+
 def _spreads(eqn: jc.JaxprEqn) -> bool:
     """Whether it repeats a value along an axis."""
     if eqn.primitive is not primitives.broadcast_in_dim_p:
         return False
-    return eqn.invars[0].aval.size < eqn.outvars[0].aval.size
+    return size_of(eqn.invars[0]) < size_of(eqn.outvars[0])
 
 
 def _feeds_float32(eqn: jc.JaxprEqn, demand: Demand) -> bool:
@@ -336,10 +382,6 @@ def _why_recorded(eqn: jc.JaxprEqn, rule: Rule | None, region: str) -> str:
     if rule is Rule.RECORDED:
         return "region" if region else "recorded"
     return "own dtype"
-
-
-def _dtype(atom: Atom) -> Any:
-    return getattr(atom.aval, "dtype", None)
 
 
 def _with_dtype(aval: Any, dtype: Any) -> Any:

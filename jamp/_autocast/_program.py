@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core as jc
+from jax.extend.core import primitives
 
 from jamp._autocast._lists import AutocastLists, Rule
 from jamp._dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
 
-# Name scopes that mark the operations of `half_function` and its like. A scope is part of
+# Name scopes mark the operations of `half_function` and its like. A scope is part of
 # the traced program, so that jit's caches cannot lose it or leak it.
 MARKERS = {
     Rule.HALF: "jamp_half",
@@ -50,8 +51,7 @@ class Decision(NamedTuple):
         dtype: what its float32 values run in; None if that was not to be chosen.
         why: one or two words; `jamp.diagnostics` has the sentences.
         region: the mark, function or regex that the rule comes from, if it does.
-        programs: for each program that it holds, the decisions inside; a program that
-            was painted twice is there twice, and its last painting counts.
+        programs: for each program that it holds, the decisions inside.
     """
 
     eqn: jc.JaxprEqn
@@ -99,6 +99,8 @@ def rule_of(scope: Scope, eqn: jc.JaxprEqn) -> Rule | None:
 def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     """The rule for an equation, and the region that it comes from, if it does."""
     listed = scope.policy.lists.rule_of(eqn.primitive.name)
+    if _is_no_conversion(eqn):
+        listed = Rule.MOVE
     region, where = _region_rule(scope, eqn)
     if listed is None or listed is Rule.RECORDED or region is None:
         return listed, ""
@@ -107,19 +109,36 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     return region, where
 
 
+def _is_no_conversion(eqn: jc.JaxprEqn) -> bool:
+    """Whether it only takes a weak type away."""
+    if eqn.primitive is not primitives.convert_element_type_p:
+        return False
+    return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype in the user's program; None for what has none, such as a token."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def size_of(atom: Atom) -> int:
+    """How many elements a value has."""
+    return getattr(atom.aval, "size", 0)
+
+
 def is_float32(atom: Atom) -> bool:
     """Whether the user's program has it in float32: only such values are ever cast."""
-    return getattr(atom.aval, "dtype", None) == FLOAT32
+    return dtype_of(atom) == FLOAT32
 
 
 def is_float(atom: Atom) -> bool:
     """Whether it is a float of any width."""
-    dtype = getattr(atom.aval, "dtype", None)
+    dtype = dtype_of(atom)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
-    """Whether all its floats are float32; float64 and explicit half stay as they are."""
+    """Whether all its floats are float32: float64 and explicit half stay."""
     atoms = [*eqn.invars, *eqn.outvars]
     return all(is_float32(a) for a in atoms if is_float(a))
 
@@ -127,9 +146,12 @@ def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
 def _region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     names = name_stack(scope, eqn)
     markers = _MARKER.findall(names)
-    if markers:
-        marker, function = markers[-1]
-        return _RULES[marker], function or marker
+    marks = [marker for marker, function in markers if not function]
+    if marks:  # of the user's own
+        return _RULES[marks[-1]], marks[-1]
     regions = scope.policy.lists.regions
     found = [(rule, regex) for regex, rule in regions if re.search(regex, names)]
-    return found[-1] if found else (None, "")
+    if found:
+        return found[-1]
+    functions = [(_RULES[marker], function) for marker, function in markers]
+    return functions[-1] if functions else (None, "")

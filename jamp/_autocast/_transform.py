@@ -29,8 +29,9 @@ def autocast[**P, R](
     """Runs each operation of a function in the precision that suits it.
 
     Matmuls and convolutions run in half, exponentials, sums and losses in float32, and
-    what is left in the widest dtype among its operands. What goes in and comes out keeps
-    its dtype; half lives inside. Derivatives follow: gradients have the params' dtypes.
+    what is left in the widest dtype among its operands. What goes in and comes out
+    keeps its dtype; half lives inside. Derivatives follow: gradients have the params'
+    dtypes.
 
     Args:
         fn: any function of arrays; arguments that are no arrays are static.
@@ -63,16 +64,17 @@ def autocast[**P, R](
             for i, value in zip(arrays, values, strict=True):
                 filled[i] = value
             args, kwargs = jax.tree.unflatten(tree, filled)
-            outs, result["tree"] = jax.tree.flatten(fn(*args, **kwargs))
-            result["leaves"] = outs
+            out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            outs, result["tree"] = jax.tree.flatten(out)
             result["arrays"] = [i for i, x in enumerate(outs) if _is_array(x)]
+            result["others"] = [None if _is_array(x) else x for x in outs]
             return [outs[i] for i in result["arrays"]]
 
         values = [leaves[i] for i in arrays]
         with registered(scope.policy.lists.registered):
             jaxpr = jax.make_jaxpr(flat)(*values)
         outs = jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values)
-        filled = [None if _is_array(x) else x for x in result["leaves"]]
+        filled = result["others"]
         for i, value in zip(result["arrays"], outs, strict=True):
             filled[i] = value
         return jax.tree.unflatten(result["tree"], filled)

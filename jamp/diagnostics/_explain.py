@@ -20,11 +20,12 @@ _REASONS = {
     "operands": "Its operands are in this dtype.",
     "widest": "Its operands differ, and the widest decides.",
     "narrowest": "Its operands differ, and the narrowest decides.",
+    "literal": "An operand is a constant that half cannot hold.",
+    "smaller operand": "A smaller float32 is spread over a half: computed in float32.",
     "no vote": "Its operands are constants or masks, which decide nothing.",
     "own dtype": "The program itself has a float dtype other than float32 here.",
     "no float32": "Nothing that could be cast.",
     "unknown primitive": "No list has it: it runs as the float32 program has it.",
-    "opaque": "Autocast cannot look into it: it runs as the float32 program has it.",
     "program": "It holds a program: see inside.",
 }
 _MARKED_BY = {
@@ -170,6 +171,5 @@ def _programs(decision: Decision) -> Iterator[tuple[str, list[Decision]]]:
     if decision.eqn.primitive.name == "while":
         return zip(("cond", "body"), programs, strict=True)
     if decision.eqn.primitive.name == "cond":
-        count = len(decision.eqn.params["branches"])
-        return ((f"branch {i}", p) for i, p in enumerate(programs[-count:]))
+        return ((f"branch {i}", program) for i, program in enumerate(programs))
     return (("", program) for program in programs)

@@ -27,8 +27,8 @@ class Operation:
         rule: of the lists or of the region: "half", "float32", "promote", "move" or
             "recorded".
         why: what decided: "list", "region", "feeder", "shared copy", "operands",
-            "widest", "narrowest", "no vote", "recorded", "own dtype", "no float32",
-            "unknown primitive", "opaque" or "program".
+            "widest", "narrowest", "smaller operand", "literal", "no vote", "recorded",
+            "own dtype", "no float32", "unknown primitive" or "program".
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
     """
@@ -178,6 +178,6 @@ def _warning(op: Operation) -> str | None:
     where = f"{op.source}: " if op.source else ""
     if op.is_float_matmul and op.dtype not in _HALF:
         return f"{where}{op.primitive} runs in {op.dtype} ({op.why}). {op.reason}"
-    if op.why in ("opaque", "unknown primitive"):
+    if op.why == "unknown primitive":
         return f"{where}{op.primitive}: {op.why}. {op.reason}"
     return None

@@ -1,0 +1,212 @@
+"""Random programs for the fuzz test: ops and control flow on a growing pool of values.
+
+All ops keep values within a few units and are continuous, so that rounding stays small;
+integers depend on integers alone, so that they must come out identical.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from hypothesis import strategies as st
+from jax import Array, lax
+
+
+class Step(NamedTuple):
+    """One step of a program: an op, two operands by number, and steps inside it."""
+
+    op: str
+    left: int
+    right: int
+    inside: tuple["Step", ...] = ()
+
+
+def run(steps: tuple[Step, ...], floats: list[Array], ints: list[Array]):
+    """Runs a program; returns all values of its pools."""
+    floats, ints = list(floats), list(ints)
+    for step in steps:
+        a, b = floats[step.left % len(floats)], floats[step.right % len(floats)]
+        i = ints[step.right % len(ints)]
+        if step.op in UNARY:
+            floats.append(UNARY[step.op](a))
+        elif step.op in BINARY:
+            floats.append(BINARY[step.op](a, b))
+        elif step.op in WITH_INTS:
+            floats.append(WITH_INTS[step.op](a, i))
+        elif step.op in ON_INTS:
+            ints.append(ON_INTS[step.op](ints[step.left % len(ints)], i))
+        else:
+            body = functools.partial(inside, step.inside, b, ints)
+            floats.append(FLOW[step.op](body, a))
+    return floats, ints
+
+
+def inside(steps, b, ints, a):
+    """The steps as a function from a value to one of its shape and dtype."""
+    last = run(steps, [a, b], ints)[0][-1]
+    y = a @ (square(b, a.shape[1])) + last.astype(a.dtype).mean()
+    return (jnp.tanh(y) + 0.5 * a).astype(a.dtype)
+
+
+def square(b, size):
+    """Of any matrix, one of size x size that it decides."""
+    row = jnp.resize(jnp.tanh(b).astype(b.dtype), (size,))
+    return jnp.outer(row, row) / size
+
+
+def fit(b, shape):
+    return jnp.resize(b, shape)
+
+
+def scatter(a, i):
+    return a.at[i[0] % a.shape[0]].add(a[0] / 2)
+
+
+def update(a, b):
+    return lax.dynamic_update_slice(a, fit(b, (1, a.shape[1])).astype(a.dtype), (0, 0))
+
+
+def pool(a):
+    padding = [(0, 0), (0, 1)]
+    return lax.reduce_window(a, jnp.array(-9, a.dtype), lax.max, (1, 2), (1, 1), padding)
+
+
+def conv(a, b):
+    kernel = fit(b, (1, 1, 2)).astype(a.dtype) / 2
+    return lax.conv_general_dilated(a[:, None], kernel, (1,), "SAME")[:, 0]
+
+
+UNARY = {
+    "tanh": jnp.tanh,
+    "sin": jnp.sin,
+    "exp": lambda a: jnp.exp(-jnp.abs(a)),
+    "log1p": lambda a: jnp.log1p(jnp.abs(a)),
+    "sqrt": lambda a: jnp.sqrt(jnp.abs(a) + 1),
+    "rsqrt": lambda a: lax.rsqrt(a * a + 1),
+    "square": lambda a: jnp.square(jnp.tanh(a)),
+    "power": lambda a: jnp.tanh(a) ** 3,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+    "erf": lax.erf,
+    "softmax": jax.nn.softmax,
+    "log_softmax": lambda a: jax.nn.log_softmax(a) / 4,
+    "logsumexp": lambda a: jax.nn.logsumexp(a, axis=1, keepdims=True),
+    "standardize": lambda a: jax.nn.standardize(a, epsilon=1.0),
+    "mean": lambda a: a.mean(0, keepdims=True),
+    "max": lambda a: a.max(1, keepdims=True),
+    "norm": lambda a: a / jnp.sqrt((a * a).sum() + 1),
+    "cumsum": lambda a: jnp.cumsum(a, 0) / a.shape[0],
+    "cummax": lambda a: lax.cummax(a, axis=1),
+    "sort": lambda a: jnp.sort(a, 1),
+    "transpose": lambda a: a.T,
+    "reshape": lambda a: a.reshape(1, -1)[:, :5],
+    "slice": lambda a: a[:2, :3],
+    "flip": lambda a: a[::-1],
+    "pad": lambda a: jnp.pad(a, ((0, 1), (1, 0)))[:5, :5],
+    "clip": lambda a: jnp.clip(a, -1, 2),
+    "abs": jnp.abs,
+    "negative": lambda a: 1 - a,
+    "pool": pool,
+    "where": lambda a: jnp.where(jnp.arange(a.size).reshape(a.shape) % 2 == 0, a, 0),
+    "bfloat16": lambda a: a.astype(jnp.bfloat16),
+    "float32": lambda a: a.astype(jnp.float32),
+    "noise": lambda a: a + jax.random.normal(jax.random.key(3), a.shape, a.dtype) / 4,
+    "stop_gradient": lax.stop_gradient,
+    "gram": lambda a: jnp.tanh(a @ a.T),
+}
+
+BINARY = {
+    "add": lambda a, b: (a + fit(b, a.shape)) / 2,
+    "multiply": lambda a, b: jnp.tanh(a) * jnp.tanh(fit(b, a.shape)),
+    "divide": lambda a, b: a / (1 + jnp.abs(fit(b, a.shape))),
+    "maximum": lambda a, b: jnp.maximum(a, fit(b, a.shape)),
+    "matmul": lambda a, b: jnp.tanh(a @ fit(b, (a.shape[1], 3))),
+    "einsum": lambda a, b: jnp.tanh(jnp.einsum("ij,kj->ik", a, fit(b, (2, a.shape[1])))),
+    "dot": lambda a, b: jnp.tanh(a.astype(b.dtype) @ square(b, a.shape[1])),
+    "conv": conv,
+    "concatenate": lambda a, b: jnp.concatenate([a, fit(b, a.shape)])[:5],
+    "update": update,
+    "outer": lambda a, b: jnp.tanh(jnp.outer(a[0], b[0])),
+}
+
+WITH_INTS = {
+    "gather": lambda a, i: jnp.take(a, i, axis=0, mode="clip"),
+    "scatter": scatter,
+    "one_hot": lambda a, i: jax.nn.one_hot(i % a.shape[0], a.shape[0]) @ a,
+    "from_ints": lambda a, i: (i % 5).astype(a.dtype)[None] / 4,
+    "select": lambda a, i: jnp.where(i[0] > 0, a, -a),
+}
+
+ON_INTS = {
+    "add_ints": lambda i, j: i + j[0],
+    "product_of_ints": lambda i, j: jnp.outer(i, j).sum(0)[:3],
+    "cumsum_of_ints": lambda i, j: jnp.cumsum(i) % 7,
+    "sort_ints": lambda i, j: jnp.argsort(i).astype(jnp.int32) * j[0],
+}
+
+
+def custom_jvp(body, a):
+    fn = jax.custom_jvp(lambda a: jnp.tanh(a @ square(a, a.shape[1])))
+    fn.defjvp(lambda p, t: (fn(*p), 2 * (t[0] @ square(p[0], p[0].shape[1]))))
+    return fn(body(a))
+
+
+def custom_vjp(body, a):
+    fn = jax.custom_vjp(lambda a: jnp.tanh(a @ square(a, a.shape[1])))
+    fn.defvjp(lambda a: (fn(a), a), lambda a, g: (g @ square(a, a.shape[1]),))
+    return fn(body(a))
+
+
+def scan(body, a):
+    def step(c, x):
+        return body(c), (x + c.mean()).astype(x.dtype)
+
+    carry, rows = lax.scan(step, a, a)
+    return carry + rows
+
+
+FLOW = {
+    "jit": lambda body, a: jax.jit(body)(a),
+    "remat": lambda body, a: jax.checkpoint(body)(a),
+    "scan": scan,
+    "while": lambda body, a: lax.stop_gradient(
+        lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, body(c[1])), (0, a))[1]
+    ),
+    "fori": lambda body, a: lax.fori_loop(0, 2, lambda i, c: body(c), a),
+    "cond": lambda body, a: lax.cond(a.shape[0] > 1, body, lambda a: a, a),
+    "cond_else": lambda body, a: lax.cond(jnp.arange(2)[0] > 0, jnp.zeros_like, body, a),
+    "switch": lambda body, a: lax.switch(
+        jnp.int32(a.shape[1] % 3), [body, lambda a: a, jnp.ones_like], a
+    ),
+    "map": lambda body, a: lax.map(lambda row: body(row[None])[0], a),
+    "vmap": lambda body, a: jax.vmap(lambda row: body(row[None])[0])(a),
+    "custom_jvp": custom_jvp,
+    "custom_vjp": custom_vjp,
+    "jvp": lambda body, a: jax.jvp(body, (a,), (a,))[1] / 4,
+}
+
+SIMPLE = st.builds(
+    Step,
+    st.sampled_from([*UNARY, *BINARY, *WITH_INTS, *ON_INTS]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+NESTED = st.builds(
+    Step,
+    st.sampled_from(list(FLOW)),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.lists(SIMPLE, min_size=1, max_size=4).map(tuple),
+)
+NESTED_TWICE = st.builds(
+    Step,
+    st.sampled_from(list(FLOW)),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.lists(SIMPLE | NESTED, min_size=1, max_size=3).map(tuple),
+)
+PROGRAMS = st.lists(SIMPLE | NESTED | NESTED_TWICE, min_size=2, max_size=8).map(tuple)
