@@ -1,11 +1,10 @@
 """The constructs of JAX through which autocast must reach every matrix product.
 
-Each is a function of two (8, 8) matrices, weights and inputs, made with a transformation
-to apply, `autocast` or none, at the place that the construct is about.
+Each is a function of (8, 8) weights and inputs. It is made with a transformation to
+apply, `autocast` or none, at the place that the construct is about.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -65,12 +64,7 @@ def einsum_of_three(w, x):
 
 
 @plain
-def preferred_element_type(w, x):
-    return jnp.einsum("ij,jk->ik", x, w, preferred_element_type=jnp.float32)
-
-
-@plain
-def vector_and_dot(w, x):
+def dot(w, x):
     return jnp.dot(x[0], w[0]) + jnp.vdot(x[1], w[1]) + jnp.inner(x, w)
 
 
@@ -222,7 +216,9 @@ def remat_with_policy(w, x):
 @plain
 def remat_with_names(w, x):
     policy = jax.checkpoint_policies.save_only_these_names("kept")
-    return jax.checkpoint(lambda x: checkpoint_name(layer(w, x), "kept") @ w, policy=policy)(x)
+    return jax.checkpoint(
+        lambda x: checkpoint_name(layer(w, x), "kept") @ w, policy=policy
+    )(x)
 
 
 @plain
@@ -239,147 +235,6 @@ def shard_map(w, x):
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (P(), P("rows")), "out_specs": P()}
     return jax.shard_map(body, mesh=mesh, **specs)(w, x)
-
-
-# ---- custom derivatives. They are wrong by a factor, so that to ignore them shows.
-
-
-@jax.custom_jvp
-def steep(w, x, power):
-    return layer(w, x) * power
-
-
-@steep.defjvp
-def _(primals, tangents):
-    (w, x, power), (dw, dx, _) = primals, tangents
-    y = steep(w, x, power)
-    return y, 3.0 * (1 - y**2) * (dx @ w + x @ dw)
-
-
-@plain
-def custom_jvp(w, x):
-    return steep(w, x, 1.0) @ w
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def applied(fn, w, x):
-    return fn(w, x)
-
-
-@applied.defjvp
-def _(fn, primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    return fn(w, x), 5.0 * (x @ dw) + dx @ w
-
-
-@plain
-def custom_jvp_of_a_function(w, x):
-    return applied(lambda w, x: x @ w, w, x @ w)
-
-
-@plain
-def custom_jvp_in_scan(w, x):
-    return lax.scan(lambda c, w: (steep(w, c, 1.0), c), x, jnp.stack([w, w]))
-
-
-@jax.custom_jvp
-def symbolic_jvp(w, x):
-    return x @ w
-
-
-@functools.partial(symbolic_jvp.defjvp, symbolic_zeros=True)
-def _(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    zero = jax.custom_derivatives.SymbolicZero
-    out = jnp.zeros_like(x @ w)
-    out = out if isinstance(dw, zero) else out + 3.0 * (x @ dw)
-    return x @ w, out if isinstance(dx, zero) else out + dx @ w
-
-
-@plain
-def custom_jvp_with_symbolic_zeros(w, x):
-    return symbolic_jvp(w, x)
-
-
-@jax.custom_vjp
-def backwards(w, x, scale):
-    return x @ w * scale
-
-
-backwards.defvjp(
-    lambda w, x, s: (x @ w * s, (w, x)),
-    lambda saved, g: (3.0 * (saved[1].T @ g), 0.5 * (g @ saved[0].T), None),
-)
-
-
-@plain
-def custom_vjp(w, x):
-    return backwards(w, x @ w, 2) @ w
-
-
-@plain
-def custom_vjp_in_scan(w, x):
-    return lax.scan(lambda c, w: (backwards(w, c, 2), None), x, jnp.stack([w, w]))[0]
-
-
-@plain
-def custom_vjp_in_remat_in_vmap(w, x):
-    row = jax.checkpoint(lambda row: backwards(w, row[None], 2)[0])
-    return jax.vmap(row)(x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def backwards_of(fn, tree):
-    return {"y": fn(tree["w"], tree["x"])}
-
-
-backwards_of.defvjp(
-    lambda fn, tree: (backwards_of(fn, tree), tree),
-    lambda fn, saved, g: (
-        {"w": saved["x"].T @ g["y"] * 4.0, "x": g["y"] @ saved["w"].T},
-    ),
-)
-
-
-@plain
-def custom_vjp_of_trees(w, x):
-    return backwards_of(lambda w, x: x @ w, {"w": w, "x": x})
-
-
-@construct
-def custom_vjp_of_autocast(cast):
-    @jax.custom_vjp
-    def fn(w, x):
-        return cast(layer)(w, x)
-
-    def forward(w, x):
-        y, vjp = jax.vjp(cast(layer), w, x)
-        return y, vjp
-
-    fn.defvjp(forward, lambda vjp, g: vjp(7.0 * g))
-    return fn
-
-
-@plain
-def custom_gradient(w, x):
-    @jax.custom_gradient
-    def fn(w, x):
-        return x @ w, lambda g: (3.0 * (x.T @ g), g @ w.T)
-
-    return fn(w, x @ w)
-
-
-@plain
-def custom_vmap(w, x):
-    @jax.custom_batching.custom_vmap
-    def fn(w, x):
-        return x @ w
-
-    @fn.def_vmap
-    def _(size, batched, w, x):
-        return 3.0 * jnp.einsum("ij,jk->ik", x, w), True
-
-    return jax.vmap(fn, (None, 0))(w, x)
 
 
 # ---- transformations
@@ -541,7 +396,5 @@ def pure_callback(w, x):
 OPAQUE = {
     "pallas_call": "pallas_call",
     "pure_callback": "pure_callback",
-    "custom_jvp_with_symbolic_zeros": "custom_jvp_call",
-    "custom_vmap": "custom_vmap_call",
 }
 FORWARD_ONLY = ("while_loop",)  # JAX has no reverse derivative of it

@@ -69,7 +69,9 @@ def update(a, b):
 
 def pool(a):
     padding = [(0, 0), (0, 1)]
-    return lax.reduce_window(a, jnp.array(-9, a.dtype), lax.max, (1, 2), (1, 1), padding)
+    return lax.reduce_window(
+        a, jnp.array(-9, a.dtype), lax.max, (1, 2), (1, 1), padding
+    )
 
 
 def conv(a, b):
@@ -125,7 +127,9 @@ BINARY = {
     "divide": lambda a, b: a / (1 + jnp.abs(fit(b, a.shape))),
     "maximum": lambda a, b: jnp.maximum(a, fit(b, a.shape)),
     "matmul": lambda a, b: jnp.tanh(a @ fit(b, (a.shape[1], 3))),
-    "einsum": lambda a, b: jnp.tanh(jnp.einsum("ij,kj->ik", a, fit(b, (2, a.shape[1])))),
+    "einsum": lambda a, b: jnp.tanh(
+        jnp.einsum("ij,kj->ik", a, fit(b, (2, a.shape[1])))
+    ),
     "dot": lambda a, b: jnp.tanh(a.astype(b.dtype) @ square(b, a.shape[1])),
     "conv": conv,
     "concatenate": lambda a, b: jnp.concatenate([a, fit(b, a.shape)])[:5],
@@ -178,7 +182,9 @@ FLOW = {
     ),
     "fori": lambda body, a: lax.fori_loop(0, 2, lambda i, c: body(c), a),
     "cond": lambda body, a: lax.cond(a.shape[0] > 1, body, lambda a: a, a),
-    "cond_else": lambda body, a: lax.cond(jnp.arange(2)[0] > 0, jnp.zeros_like, body, a),
+    "cond_else": lambda body, a: lax.cond(
+        jnp.arange(2)[0] > 0, jnp.zeros_like, body, a
+    ),
     "switch": lambda body, a: lax.switch(
         jnp.int32(a.shape[1] % 3), [body, lambda a: a, jnp.ones_like], a
     ),

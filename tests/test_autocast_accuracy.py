@@ -1,4 +1,4 @@
-"""Losses, norms and softmaxes after a product: as accurate as if in float32 after it."""
+"""Losses, norms and softmaxes after a product: as accurate as in float32."""
 
 import functools
 

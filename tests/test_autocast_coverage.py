@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jamp
+import tests.constructs_custom  # noqa: F401, which enters its own
 from tests.constructs import FORWARD_ONLY, OPAQUE, TABLE, N
 from tests.programs import Product, products_of
 

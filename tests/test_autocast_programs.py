@@ -1,4 +1,4 @@
-"""Ordinary programs under autocast: none raises, none changes its types or its lines."""
+"""Ordinary programs under autocast: none raises, or changes its types or its lines."""
 
 import functools
 import traceback
@@ -116,9 +116,7 @@ ORDINARY = {
     "cumulative": lambda w: (jnp.cumsum(w @ w, 0), lax.cumlogsumexp(w @ w, 0)),
     "sort": lambda w: jnp.sort(w @ w, 0),
     "fft": lambda w: jnp.abs(jnp.fft.fft(w @ w)),
-    "complex": lambda w: (
-        lax.complex(w, w @ w) @ lax.complex(w, w)
-    ).real,
+    "complex": lambda w: (lax.complex(w, w @ w) @ lax.complex(w, w)).real,
     "cholesky": lambda w: jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(8)),
     "solve": lambda w: jnp.linalg.solve(w @ w.T + 4 * jnp.eye(8), w @ w),
     "linear solve": lambda w: jax.scipy.sparse.linalg.cg(
@@ -268,13 +266,34 @@ def test_integers_bools_complex_and_keys_pass_untouched():
     def fn(i, b, c, key):
         return i @ i, b ^ True, c @ c, jax.random.split(key), jax.random.uniform(key)
 
-    args = LABELS.reshape(2, 4).T @ LABELS.reshape(2, 4), MASK, lax.complex(W, 2 * W), KEY
+    args = (
+        LABELS.reshape(2, 4).T @ LABELS.reshape(2, 4),
+        MASK,
+        lax.complex(W, 2 * W),
+        KEY,
+    )
     got, expected = jamp.autocast(fn)(*args), fn(*args)
     assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
     for g, e in zip(got, expected, strict=True):
         if jnp.issubdtype(g.dtype, jax.dtypes.prng_key):
             g, e = jax.random.key_data(g), jax.random.key_data(e)
         np.testing.assert_array_equal(g, e)
+
+
+@pytest.mark.parametrize(
+    ("fn", "value"),
+    [
+        (lambda x, n: x @ x if n > 2 else x, np.int64(3)),
+        (lambda x, n: x @ x if n else x, np.bool_(True)),
+        (lambda x, n: sum(x @ x for _ in range(n)), np.int32(2)),
+        (lambda x, n: jnp.ones(n) @ x, np.array([3, 8])),
+        (lambda x, n: x @ x if n[0] == "a" else x, np.array(["a"])),
+        (lambda x, n: x @ x if n == "a" else x, np.str_("a")),
+    ],
+    ids=["int", "bool", "range", "shape", "strings", "string"],
+)
+def test_numpy_values_that_are_no_floats_stay_concrete(fn, value):
+    close(jamp.autocast(fn)(W, value), fn(W, value), HALVES["float16"])
 
 
 # ---- lines

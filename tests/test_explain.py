@@ -376,8 +376,9 @@ def test_dict_is_plain():
     }
 
 
-def test_text_is_a_table_of_rich():
+def test_text_is_a_table_of_rich(monkeypatch):
     pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "160")
     text = str(jamp.explain(everywhere)(X, X))
     assert text.startswith("┏") and "\x1b" not in text
     assert (

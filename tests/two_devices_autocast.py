@@ -23,10 +23,9 @@ RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(m, jnp.float32) for m in RNG.normal(size=(2, 8, 8)))
 
 
-def mapped(fn, check_vma, in_specs=(P(), P("rows")), out_specs=P()):
-    return jax.shard_map(
-        fn, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
+def mapped(fn, check_vma):
+    specs = {"in_specs": (P(), P("rows")), "out_specs": P()}
+    return jax.shard_map(fn, mesh=MESH, check_vma=check_vma, **specs)
 
 
 def loss(w, x):
@@ -52,7 +51,10 @@ def sharded(where, check_vma):
         total = mapped(jamp.autocast(large), check_vma)
     plain = mapped(loss, check_vma)
     grad = jax.value_and_grad(fn, (0, 1))
-    got, expected = jax.jit(grad)(W, X), jax.jit(jax.value_and_grad(plain, (0, 1)))(W, X)
+    got, expected = (
+        jax.jit(grad)(W, X),
+        jax.jit(jax.value_and_grad(plain, (0, 1)))(W, X),
+    )
     leaves = jax.tree.leaves(got), jax.tree.leaves(expected)
     return {
         "products": {"forward": dtypes(fn, W, X), "grad": dtypes(grad, W, X)},

@@ -248,8 +248,8 @@ class Painter:
         if not any(is_float32(v) for v in eqn.outvars):
             # A comparison: of a shared copy, `w > 0` would differ for tiny `w`.
             homes = {self.home_of(v) for v in eqn.invars if self.vote(v) is not None}
-            return FLOAT32 if FLOAT32 in homes else self.half, "operands"
-        full = self._full(eqn.invars) if rule is Rule.PROMOTE else eqn.invars
+            return self.half if homes == {self.half} else FLOAT32, "operands"
+        full = self._full(eqn) if rule is Rule.PROMOTE else eqn.invars
         votes = {self.vote(v) for v in full} - {None}
         votes = votes or {self.vote(v) for v in eqn.invars} - {None}
         if not votes:
@@ -266,7 +266,7 @@ class Painter:
         if rank == FLOAT32:
             return FLOAT32
         if rule is Rule.PROMOTE:
-            full = self._full(eqn.invars)
+            full = self._full(eqn)
             smaller = [self.vote(v) for v in eqn.invars if v not in full]
             return FLOAT32 if FLOAT32 in smaller else rank
         if rule is Rule.MOVE and _feeds_float32(eqn, self.demand):
@@ -274,9 +274,10 @@ class Painter:
             return FLOAT32 if homes == {FLOAT32} else rank
         return rank
 
-    def _full(self, atoms: Sequence[Atom]) -> list[Atom]:
-        """The operands that are not spread over a larger one."""
-        size = max(size_of(v) for v in atoms)
+    def _full(self, eqn: jc.JaxprEqn) -> list[Atom]:
+        """The operands that are as large as the result, and not by being spread."""
+        atoms = eqn.invars
+        size = max(size_of(v) for v in [*atoms, *eqn.outvars])
         return [
             v
             for v in atoms
@@ -320,7 +321,7 @@ class Painter:
         """Whether the results are spread because all operands are."""
         atoms = [v for v in eqn.invars if not isinstance(v, jc.Literal)]
         sizes = {size_of(v) for v in [*atoms, *outs]}
-        return len(sizes) == 1 and self.spread.issuperset(atoms)
+        return bool(atoms) and len(sizes) == 1 and self.spread.issuperset(atoms)
 
     # ---- for the rules of primitives that hold programs
 

@@ -1,0 +1,108 @@
+"""What autocast keeps for the backward pass, and what a norm or a bias hands on."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.programs import walk
+
+# An odd number of rows tells activations from weights.
+ROWS, WIDTH = 7, 8
+X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)), jnp.float32)
+
+
+def softmax_by_hand(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def tanh_gelu_by_hand(x):
+    return 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.045 * x * x * x)))
+
+
+ISLANDS = {
+    "softmax": jax.nn.softmax,
+    "softmax by hand": softmax_by_hand,
+    "masked softmax": lambda x: jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)),
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu by hand": tanh_gelu_by_hand,
+    "two in a row": lambda x: jax.nn.softmax(jax.nn.gelu(x)),
+}
+NORMS = {
+    "bias": lambda x: x + jnp.arange(8.0),
+    "by hand": lambda x: (x - x.mean(0)) / (x.std(0) + 1e-3) * jnp.arange(8.0),
+    "rms": lambda x: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
+}
+
+
+def between_matmuls(island):
+    return lambda w, x: island(x @ w) @ w
+
+
+def kept(fn):
+    """Shape and dtype of what differentiating a function keeps."""
+    residuals = jax.eval_shape(lambda w, x: jax.vjp(fn, w, x)[1], W, X)
+    return [(r.shape, str(r.dtype)) for r in jax.tree.leaves(residuals)]
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_the_backward_pass_keeps_half(name):
+    fn = between_matmuls(ISLANDS[name])
+    assert ((ROWS, WIDTH), "float32") in kept(fn)
+    found = kept(jamp.autocast(lambda w, x: fn(w, x * 1)))
+    assert ((ROWS, WIDTH), "float32") not in found, found
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_gradients_are_those_without_a_checkpoint(name, monkeypatch):
+    fn = between_matmuls(ISLANDS[name])
+    x = jnp.abs(X)  # in the masked softmax no row is empty
+    grad = jax.grad(lambda w, x: jamp.autocast(fn)(w, x).sum(), (0, 1))
+    found = grad(W, x)
+    monkeypatch.setattr("jamp._autocast._paint.checkpoint_islands", lambda jaxpr: jaxpr)
+    for got, expected in zip(found, grad(W, x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_gives_back_its_inputs_dtype(name):
+    def fn(w, x):
+        return nn.relu(NORMS[name](x @ w))
+
+    (relu, *_) = [
+        eqn
+        for eqn in walk(jax.make_jaxpr(jamp.autocast(fn))(W, X).jaxpr)
+        if eqn.primitive.name == "max" and eqn.outvars[0].aval.shape == (ROWS, WIDTH)
+    ]
+    assert relu.outvars[0].aval.dtype == jnp.float16
+
+
+def test_two_spread_operands_both_vote():
+    def fn(w, x):
+        return jnp.tanh((x @ w)[:, :1] * jnp.sin(x[:1]))
+
+    (tanh,) = [
+        eqn
+        for eqn in walk(jax.make_jaxpr(jamp.autocast(fn))(W, X).jaxpr)
+        if eqn.primitive.name == "tanh"
+    ]
+    assert tanh.outvars[0].aval.dtype == jnp.float32
+
+
+def test_a_bias_before_a_loss_is_added_in_float32():
+    bias = jnp.linspace(50.0, 51.0, WIDTH)
+
+    def loss(w, x):
+        logits = x @ w + bias
+        return jnp.log(jnp.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
+
+    product = X.astype(jnp.float16) @ W.astype(jnp.float16)
+    logits = np.asarray(product, np.float64) + np.linspace(50.0, 51.0, WIDTH)
+    shifted = logits - logits.max(-1, keepdims=True)
+    expected = np.log(np.exp(shifted).sum(-1))
+    np.testing.assert_allclose(jamp.autocast(loss)(W, X), expected, rtol=2e-5)
