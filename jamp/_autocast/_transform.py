@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 from jax.typing import DTypeLike
@@ -66,8 +67,12 @@ def autocast[**P, R](
             args, kwargs = jax.tree.unflatten(tree, filled)
             out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             outs, result["tree"] = jax.tree.flatten(out)
-            result["arrays"] = [i for i, x in enumerate(outs) if _is_array(x)]
-            result["others"] = [None if _is_array(x) else x for x in outs]
+            traced = [isinstance(x, jax.Array) for x in outs]
+            result["arrays"] = [i for i, is_array in enumerate(traced) if is_array]
+            result["others"] = [
+                None if is_array else x
+                for x, is_array in zip(outs, traced, strict=True)
+            ]
             return [outs[i] for i in result["arrays"]]
 
         values = [leaves[i] for i in arrays]
@@ -89,7 +94,10 @@ def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _is_array(x: object) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
+    """Whether to trace an argument; NumPy's integers may be shapes, and stay concrete."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, jax.Array)
 
 
 def scope_of(dtype: DTypeLike, lists: AutocastLists | None, promote: Promote) -> Scope:
