@@ -11,7 +11,7 @@ demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2
 	$(PYTHON) examples/digits.py --opt-level O2 $(ARGS)
 
 test: $(VENV)/.test ## run the tests and the doctests
-	$(PYTHON) -m pytest -n 2 $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .

@@ -1,7 +1,7 @@
 """Compile a program for an H200 on a machine without a GPU.
 
 XLA's GPU compiler runs on the CPU: `pip install jax-cuda13-plugin`. Set
-JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported; it would look for cuDNN. Nothing
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN. Nothing
 runs and nothing is allocated; `tests.hlo` says what can be read off the result.
 """
 

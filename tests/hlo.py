@@ -3,8 +3,8 @@
 In the ENTRY computation every instruction is one launch, or free. What is counted:
 
 - `parameter`, `get-tuple-element`, `tuple`, `bitcast`, `constant` and tokens are free.
-  Any other instruction is one kernel (`copy` too) that reads its operands and writes its
-  result.
+  Any other instruction, `copy` too, is one kernel that reads its operands and writes
+  its result.
 - Of an operand that is sliced, also inside a fusion, only the slices count as read, and
   of a result updated in place only the update as written. A loop over stacked layers
   would otherwise count the whole stack once per layer.
@@ -77,7 +77,7 @@ class Cost(NamedTuple):
 class Program:
     """A compiled program: its scheduled HLO, and its peak temporary memory in bytes."""
 
-    text: str
+    text: str = dataclasses.field(repr=False)
     temp: int = 0
 
     @functools.cached_property

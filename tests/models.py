@@ -1,7 +1,7 @@
 """Three small, real models that the tests train.
 
-Each takes an optional `dtype`, so that the mixed-precision model that a user would write
-by hand exists beside the fp32 one that jamp is given.
+Each takes an optional `dtype`: beside the fp32 model that jamp is given stands the
+mixed-precision one that a user would write by hand.
 """
 
 from collections.abc import Sequence

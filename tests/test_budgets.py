@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax import Array
 
 import jamp
 from tests import by_hand, h200, models, programs
+from tests.by_jamp import amp_gradients, amp_init, amp_step
 from tests.hlo import Program
 
 # optax, and a model with `dtype=`, promote; as in the programs that users write.
@@ -53,33 +53,8 @@ CASES = {
 
 def amp_state(case: str, level: str, loss_scale: Any = None) -> Any:
     model = CASES[case].model
-
-    def init(variables):
-        return jamp.initialize(
-            variables["params"],
-            TX,
-            level,
-            loss_scale=loss_scale,
-            apply_fn=model.apply,
-            batch_stats=variables.get("batch_stats", {}),
-            verbosity=0,
-        )
-
+    init = functools.partial(amp_init, model, tx=TX, level=level, loss_scale=loss_scale)
     return jax.eval_shape(init, CASES[case].variables())
-
-
-def gradients(state: Any, inputs: Array, labels: Array) -> Any:
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, new = state.apply_fn(variables, inputs, mutable=["batch_stats"])
-        return by_hand.loss_of(logits, labels), new.get("batch_stats", {})
-
-    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-
-
-def amp_step(state: Any, inputs: Array, labels: Array) -> Any:
-    (loss, stats), grads = gradients(state, inputs, labels)
-    return state.apply_gradients(grads=grads, batch_stats=stats), loss
 
 
 @functools.cache
@@ -121,7 +96,7 @@ def test_o0_adds_no_traffic_and_two_scalar_kernels(case):
     assert amp.kernels <= plain.kernels + 2
     # A scalar kernel reads and writes 4 bytes: `unskipped + 1` and a constant flag.
     assert amp.traffic <= plain.traffic + 16
-    assert amp.temp <= plain.temp + 2**12
+    assert amp.temp <= 1.02 * plain.temp
 
 
 @pytest.mark.h200
@@ -137,9 +112,10 @@ def test_o2_costs_what_it_costs_by_hand(case):
 def test_a_dynamic_scale_adds_one_read_of_the_gradients_to_a_step(case):
     params = amp_state(case, "O2").params
     dynamic, static = amp_program(case, "O2"), amp_program(case, "O2", 128.0)
-    # What XLA fuses into what differs between any two steps, by up to half a percent.
-    slop = 0.005 * static.traffic
-    assert dynamic.traffic <= static.traffic + tree_bytes(params) + slop
+    # A gradient that is a sum (a bias, the places) is summed inside the optimizer's
+    # kernel where nothing checks it, and else written first: 9 % of a read here.
+    one_read = tree_bytes(params)
+    assert dynamic.traffic <= static.traffic + 1.125 * one_read
     assert dynamic.kernels <= static.kernels + 2 * len(jax.tree.leaves(params)) + 10
 
 
@@ -196,7 +172,9 @@ def test_no_float32_product_is_left_on_an_h200(case, level):
         program = amp_program(case, level)
     else:
         _, inputs, labels = CASES[case]
-        program = h200.compile_step(gradients, amp_state(case, level), inputs, labels)
+        program = h200.compile_step(
+            amp_gradients, amp_state(case, level), inputs, labels
+        )
     assert factors(plain_program(case).products) == {"f32"}
     assert factors(program.products) == {HALF[level]}
     assert len(program.products) == len(plain_program(case).products)

@@ -10,6 +10,7 @@ import pytest
 
 import jamp
 from tests import by_hand, models
+from tests.by_jamp import amp_init, amp_step
 
 # optax, and a model with `dtype=`, promote; as in the programs that users write.
 pytestmark = pytest.mark.standard_promotion
@@ -41,29 +42,11 @@ def train(step: Any, state: Any, data: Any) -> tuple[Any, list[float]]:
     return state, losses
 
 
-def amp_step(state: Any, inputs: Any, labels: Any) -> Any:
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, new = state.apply_fn(variables, inputs, mutable=["batch_stats"])
-        return by_hand.loss_of(logits, labels), new.get("batch_stats", {})
-
-    value_and_grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
-    (loss, stats), grads = value_and_grad(state)
-    return state.apply_gradients(grads=grads, batch_stats=stats), loss
-
-
 def setup(name: str, level: str) -> tuple[Any, Any]:
     model = MODELS[name]
     inputs, _ = batches(name)[0]
     variables = jax.jit(model.init)(jax.random.key(0), inputs)
-    state = jamp.initialize(
-        variables["params"],
-        TX,
-        level,
-        apply_fn=model.apply,
-        batch_stats=variables.get("batch_stats", {}),
-        verbosity=0,
-    )
+    state = amp_init(model, variables, TX, level)
     return variables, state
 
 
@@ -95,7 +78,6 @@ def test_o2_is_o2_by_hand(name):
     step = by_hand.mixed_step(model, TX, jnp.float16)
     mixed, expected = train(step, mixed, batches(name))
     state, losses = train(amp_step, state, batches(name))
-    print(name, mixed.skipped_steps, mixed.scale)
     assert 0 < mixed.skipped_steps < STEPS
     assert losses == expected
     assert_same_bits(state.params, by_hand.model_params(mixed))

@@ -193,10 +193,10 @@ def test_products_are_found_in_fusions_and_in_libraries():
     entry = """
 %x = bf16[8,4]{1,0} parameter(0)
 %y = f32[4,8]{1,0} parameter(1)
-%gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%y, %x), custom_call_target="__cublas$gemm"
-%conv = (f32[8,8]{1,0}, u8[0]{0}) custom-call(%x, %x), custom_call_target="__cudnn$convForward", metadata={op_name="conv"}
-%sort = (f32[8]{0}) custom-call(%x, %y), custom_call_target="__cub$sort"
-"""
+%gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%y, %x), TARGET="__cublas$gemm"
+%conv = (f32[8,8]{1,0}) custom-call(%x, %x), TARGET="__cudnn$convForward"
+%sort = (f32[8]{0}) custom-call(%x, %y), TARGET="__cub$sort"
+""".replace("TARGET", "custom_call_target")
     assert program(entry).products == [
         Product("dot", "f16", "f16", "jit(f)/dot"),
         Product("__cublas$gemm", "f32", "bf16", "gemm"),

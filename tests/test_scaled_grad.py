@@ -436,6 +436,22 @@ def test_products_and_quotients_act_on_the_tree_alone():
         assert (got.scale, got.finite) == (8.0, True)
 
 
+@pytest.mark.parametrize("kind", ["ScaledGrads", "tree", "string", "None", "vector"])
+def test_factors_are_scalars(kind):
+    grads = scaled()
+    bad = {
+        "ScaledGrads": grads,
+        "tree": grads.tree,
+        "string": "2",
+        "None": None,
+        "vector": jnp.ones(3, jnp.float32),
+    }[kind]
+    with pytest.raises(REFUSED):
+        grads * bad
+    with pytest.raises(REFUSED):
+        grads / bad
+
+
 def test_a_mean_over_micro_batches_is_the_gradient_of_the_mean():
     state = make(loss_scale=2.0)
     f = jamp.scaled_grad(loss_fn)
@@ -555,10 +571,34 @@ def test_unscale_keeps_what_half_would_lose():
     assert got["w"] == 2.0**-40
 
 
-def test_unscale_at_the_largest_power_of_two():
-    # 1 / 2^127 is subnormal, which XLA flushes to zero.
-    state = make("O0", loss_scale=2.0**127)
-    assert jamp.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 1.0
+@pytest.mark.parametrize("rule", [2.0**126, jamp.StaticLossScale(2.0**126)], ids=repr)
+def test_unscale_at_the_largest_scale_is_exact(rule):
+    state = make("O0", loss_scale=rule)
+    assert jamp.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 2.0
+
+
+BEYOND = {
+    "number": lambda: make("O0", loss_scale=2.0**127),
+    "string": lambda: make("O0", loss_scale=str(2.0**127)),
+    "rule": lambda: jamp.StaticLossScale(2.0**127),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_static_scale_whose_reciprocal_is_subnormal_is_refused(name):
+    # XLA flushes 1 / 2^127 to zero, and all gradients with it.
+    with pytest.raises(ValueError, match=r"2\*\*126"):
+        BEYOND[name]()
+
+
+def test_a_dynamic_scale_stops_where_its_reciprocal_is_normal():
+    rule = jamp.DynamicLossScale(init_scale=2.0**125, window=1, max_scale=2.0**127)
+    state = make("O0", loss_scale=rule)
+    for _ in range(3):
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        state = state.apply_gradients(grads=zeros)
+    assert state.loss_scale == 2.0**126
+    assert jamp.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 2.0
 
 
 def test_disabled_amp_leaves_the_loss_alone():
@@ -655,6 +695,11 @@ def test_an_unknown_group_is_an_error_that_lists_them(pack, wrt):
     state = groups(pack)
     with pytest.raises((*REFUSED, LookupError), match=r"(?s)wrt.*(?:\bb\b|\b1\b)"):
         jamp.scaled_grad(lambda p: jnp.float32(0.0), wrt=wrt)(state)
+
+
+def test_a_group_named_twice_is_an_error():
+    with pytest.raises(ValueError, match="wrt"):
+        jamp.scaled_grad(lambda p: total(p["a"]), wrt=("a", "a"))(groups(named))
 
 
 def test_wrt_with_one_group_is_an_error():

@@ -1,0 +1,38 @@
+"""The steps of `tests.by_hand` as people write them with jamp."""
+
+from typing import Any
+
+from jax import Array
+
+import jamp
+from tests.by_hand import loss_of
+
+type PyTree = Any
+
+
+def amp_init(
+    model: Any, variables: PyTree, tx: Any, level: str, loss_scale: Any = None
+) -> jamp.AmpState:
+    return jamp.initialize(
+        variables["params"],
+        tx,
+        level,
+        loss_scale=loss_scale,
+        apply_fn=model.apply,
+        batch_stats=variables.get("batch_stats", {}),
+        verbosity=0,
+    )
+
+
+def amp_gradients(state: Any, inputs: Array, labels: Array):
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        logits, new = state.apply_fn(variables, inputs, mutable=["batch_stats"])
+        return loss_of(logits, labels), new.get("batch_stats", {})
+
+    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
+
+
+def amp_step(state: Any, inputs: Array, labels: Array):
+    (loss, stats), grads = amp_gradients(state, inputs, labels)
+    return state.apply_gradients(grads=grads, batch_stats=stats), loss
