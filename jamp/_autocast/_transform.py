@@ -94,7 +94,7 @@ def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _is_array(x: object) -> bool:
-    """Whether to trace an argument; NumPy's integers may be shapes, and stay concrete."""
+    """Whether to trace an argument. NumPy's integers may be shapes: concrete."""
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, jax.Array)
