@@ -1,7 +1,7 @@
 """`autocast`: traces a function, writes its program anew, and runs that."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -56,48 +56,10 @@ def autocast[**P, R](
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [i for i, x in enumerate(leaves) if _is_array(x)]
-        result: dict[str, Any] = {}
-
-        def flat(*values):
-            filled = list(leaves)
-            for i, value in zip(arrays, values, strict=True):
-                filled[i] = value
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-            outs, result["tree"] = jax.tree.flatten(out)
-            traced = [isinstance(x, jax.Array) for x in outs]
-            result["arrays"] = [i for i, is_array in enumerate(traced) if is_array]
-            result["others"] = [
-                None if is_array else x
-                for x, is_array in zip(outs, traced, strict=True)
-            ]
-            return [outs[i] for i in result["arrays"]]
-
-        values = [leaves[i] for i in arrays]
-        with registered(scope.policy.lists.registered):
-            jaxpr = jax.make_jaxpr(flat)(*values)
-        outs = jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values)
-        filled = result["others"]
-        for i, value in zip(result["arrays"], outs, strict=True):
-            filled[i] = value
-        return jax.tree.unflatten(result["tree"], filled)
+        jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
+        return rebuild(jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values))
 
     return autocasted
-
-
-def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    ins = [None] * len(jaxpr.invars)
-    outs = [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
-    return paint(jaxpr, ins, outs, [None] * len(outs), scope, RULES)
-
-
-def _is_array(x: object) -> bool:
-    """Whether to trace an argument. NumPy's integers may be shapes: concrete."""
-    if isinstance(x, np.ndarray | np.generic):
-        return jnp.issubdtype(x.dtype, jnp.inexact)
-    return isinstance(x, jax.Array)
 
 
 def scope_of(dtype: DTypeLike, lists: AutocastLists | None, promote: Promote) -> Scope:
@@ -117,19 +79,57 @@ def decisions(
 
     Here a `jax.ShapeDtypeStruct` is as good as an array.
     """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    abstract = [_is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    arrays = [i for i, is_value in enumerate(abstract) if is_value]
-
-    def flat(*values):
-        filled = list(leaves)
-        for i, value in zip(arrays, values, strict=True):
-            filled[i] = value
-        args, kwargs = jax.tree.unflatten(tree, filled)
-        return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if _is_array(x)]
-
-    with registered(scope.policy.lists.registered):
-        jaxpr = jax.make_jaxpr(flat)(*(leaves[i] for i in arrays))
+    jaxpr, _, _ = _trace(fn, args, kwargs, scope)
     decided: list[Decision] = []
     _painted(jaxpr, scope._replace(decisions=decided))
     return decided
+
+
+def _trace(
+    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+) -> tuple[jc.Jaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
+    """The program of a call.
+
+    Returns:
+        The program, the arrays that it takes, and what makes the result of `fn` of the
+        arrays that it gives: other arguments and results pass beside it.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+    result: dict[str, Any] = {}
+
+    def flat(*values):
+        args, kwargs = jax.tree.unflatten(tree, _filled(leaves, places, values))
+        outs, result["tree"] = jax.tree.flatten(fn(*args, **kwargs))
+        traced = [isinstance(x, jax.Array) for x in outs]
+        result["places"] = [i for i, is_array in enumerate(traced) if is_array]
+        result["others"] = [
+            None if is_array else x for x, is_array in zip(outs, traced, strict=True)
+        ]
+        return [outs[i] for i in result["places"]]
+
+    def rebuild(outs):
+        filled = _filled(result["others"], result["places"], outs)
+        return jax.tree.unflatten(result["tree"], filled)
+
+    values = [leaves[i] for i in places]
+    with registered(scope.policy.lists.registered):
+        return jax.make_jaxpr(flat)(*values), values, rebuild
+
+
+def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
+    found = dict(zip(places, values, strict=True))
+    return [found.get(i, x) for i, x in enumerate(leaves)]
+
+
+def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
+    ins = [None] * len(jaxpr.invars)
+    outs = [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+    return paint(jaxpr, ins, outs, [None] * len(outs), scope, RULES)
+
+
+def _is_array(x: object) -> bool:
+    """Whether to trace an argument. NumPy's integers may be shapes: concrete."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
