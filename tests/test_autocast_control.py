@@ -151,6 +151,19 @@ def test_a_region_by_flax_path_and_the_last_that_matches():
     assert found(lambda x: model.apply(variables, x), lists=lists) == [HALF, FLOAT]
 
 
+def test_a_region_may_return_to_the_table():
+    lists = jamp.AutocastLists().with_region("net", "float32")
+    lists = lists.with_region("net/head", "default")
+
+    def fn(x):
+        with jax.named_scope("net"):
+            y = x @ x
+            with jax.named_scope("head"):
+                return y @ x
+
+    assert found(fn, lists=lists) == [FLOAT, HALF]
+
+
 def test_a_primitive_and_a_function_by_name():
     lists = jamp.AutocastLists().with_primitive("dot_general", "float32")
     assert found(product, lists=lists) == [FLOAT]

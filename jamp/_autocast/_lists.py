@@ -152,7 +152,8 @@ class AutocastLists:
         functions: rules by the name of a jitted function.
         registered: functions by their place, `(module, name, rule)`.
         regions: pairs of a regex, searched in the name stack (`jax.named_scope`, Flax's
-            module paths), and a rule; the last that matches decides.
+            module paths), and a rule, or None for the table's; the last that matches
+            decides.
 
     >>> lists = AutocastLists().with_primitive("tanh", "float32")
     >>> lists = lists.with_region("head/", "float32")
@@ -162,7 +163,7 @@ class AutocastLists:
 
     primitives: tuple[tuple[str, Rule], ...] = ()
     functions: tuple[tuple[str, Rule], ...] = ()
-    regions: tuple[tuple[str, Rule], ...] = ()
+    regions: tuple[tuple[str, Rule | None], ...] = ()
     registered: tuple[tuple[object, str, Rule], ...] = ()
 
     def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
@@ -176,9 +177,10 @@ class AutocastLists:
         return dataclasses.replace(self, functions=added)
 
     def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for what the name stack matches."""
+        """With a rule for what the name stack matches; "default" is the table's."""
         re.compile(regex)
-        added = (*self.regions, (regex, Rule(rule)))
+        chosen = None if rule == "default" else Rule(rule)
+        added = (*self.regions, (regex, chosen))
         return dataclasses.replace(self, regions=added)
 
     def register_half_function(self, module: object, name: str) -> "AutocastLists":

@@ -151,7 +151,7 @@ def _region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         return _RULES[marks[-1]], marks[-1]
     regions = scope.policy.lists.regions
     found = [(rule, regex) for regex, rule in regions if re.search(regex, names)]
-    if found:
+    if found and found[-1][0] is not None:
         return found[-1]
     functions = [(_RULES[marker], function) for marker, function in markers]
     return functions[-1] if functions else (None, "")
