@@ -95,8 +95,8 @@ def test_coverage(name, kind, half):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_only_what_is_opaque_is_warned_of(name):
-    with warnings.catch_warnings(record=True) as caught:
+def test_programs_pass_jaxs_checks_and_only_the_opaque_is_warned_of(name):
+    with jax.enable_checks(True), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.make_jaxpr(PASSES["forward"](name, jamp.autocast))(*inputs())
     assert all(OPAQUE.get(name, "-") in str(w.message) for w in caught)

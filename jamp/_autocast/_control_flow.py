@@ -208,6 +208,7 @@ RULES = {
     "scan": _scan,
     "while": _while,
     "shard_map": _as_recorded_outside("jaxpr"),
+    "remat_opt": _as_recorded_outside("fwd_jaxpr"),  # of a custom_vjp
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }
