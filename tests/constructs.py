@@ -59,11 +59,6 @@ def einsum(w, x):
 
 
 @plain
-def einsum_of_three(w, x):
-    return jnp.einsum("ij,jk,kl->il", x, w, w)
-
-
-@plain
 def dot(w, x):
     return jnp.dot(x[0], w[0]) + jnp.vdot(x[1], w[1]) + jnp.inner(x, w)
 

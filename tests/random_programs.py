@@ -44,9 +44,11 @@ def run(steps: tuple[Step, ...], floats: list[Array], ints: list[Array]):
 
 def inside(steps, b, ints, a):
     """The steps as a function from a value to one of its shape and dtype."""
-    last = run(steps, [a, b], ints)[0][-1]
-    y = a @ (square(b, a.shape[1])) + last.astype(a.dtype).mean()
-    return (jnp.tanh(y) + 0.5 * a).astype(a.dtype)
+    last = run(steps, [a, b], ints)[0][-1].astype(a.dtype)
+    mixed = jnp.tanh(a @ square(b, a.shape[1]).astype(a.dtype) + last[0, 0])
+    if len(steps) % 2:  # now the body ends in a product, now in a sum
+        return mixed
+    return (mixed / 2 + last.mean() / 4 + a / 2).astype(a.dtype)
 
 
 def square(b, size):
