@@ -75,15 +75,13 @@ def paint(
 class Painter:
     """The state of one pass: the new equations, and each value in the dtypes it has.
 
-    A value's *home* is the dtype that it was computed in. Values that come from
-        literals
+    A value's *home* is the dtype that it was computed in. Values that come from literals
     alone have none that counts: they take the dtype of what they meet.
 
     A value's *rank* is the dtype that it stands for in a promotion. It differs from the
-    home where a half value met a smaller float32 one that was spread over it: a
-        statistic,
-    a weight or a bias. That is computed in float32 but is no wider than the half value:
-    a norm gives back its input's dtype, a layer with a bias its product's.
+    home where a half value met a smaller float32 one that was spread over it, such as a
+    statistic, a weight or a bias. That is computed in float32 but is no wider than the
+    half value: a norm gives back its input's dtype, a layer with a bias its product's.
     """
 
     def __init__(
