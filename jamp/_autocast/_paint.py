@@ -75,7 +75,7 @@ def paint(
 class Painter:
     """The state of one pass: the new equations, and each value in the dtypes it has.
 
-    A value's *home* is the dtype that it was computed in. Values that come from literals
+    A value's *home* is the dtype it was computed in. Values that come from literals
     alone have none that counts: they take the dtype of what they meet.
 
     A value's *rank* is the dtype that it stands for in a promotion. It differs from the
