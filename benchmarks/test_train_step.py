@@ -37,7 +37,7 @@ def start(level):
     return state, amp_step
 
 
-@pytest.mark.parametrize("level", ["flax", "O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["flax", "O0", "O1", "O2", "O3", "O4", "O5"])
 def test_train_step(benchmark, level):
     state, step = start(level)
     step = jax.jit(step, donate_argnums=0)
