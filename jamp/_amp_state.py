@@ -105,7 +105,7 @@ class AmpState(TrainState, kw_only=True):
             else _group(self, key)
             for key in keys
         }
-        stepped = [jnp.asarray(True) if f is None else f for f in clean.values()]
+        stepped = [_known(flag) for flag in clean.values()]
         return self.replace(
             step=self.step
             + functools.reduce(jnp.logical_or, stepped).astype(jnp.int32),
@@ -140,8 +140,7 @@ def _next_group(
 ) -> dict[str, Any]:
     """One group after its step, or as it was."""
     old = _group(state, key)
-    # Where nobody looked, True is a constant and folds away.
-    clean = jnp.asarray(True) if clean is None else clean
+    clean = _known(clean)
     params, opt_state = step(
         _groups.get(state.tx, key),
         *_gradients.total(parts, key),
@@ -158,8 +157,9 @@ def _next_group(
     }
 
 
-def _where(clean: Bool[Array, ""] | None, new: Any, old: Any) -> Any:
-    return select(jnp.asarray(True) if clean is None else clean, new, old)
+def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
+    """Where nobody looked, True: a constant, which folds away."""
+    return jnp.asarray(True) if clean is None else clean
 
 
 def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ...]:
@@ -167,8 +167,8 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     for part in parts:  # in order: losses that share a scale count one after another
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
-            finite = jnp.asarray(True) if part.finite is None else part.finite
-            scales[part.loss_id] = rule.update(scales[part.loss_id], finite)
+            state_before = scales[part.loss_id]
+            scales[part.loss_id] = rule.update(state_before, _known(part.finite))
     return tuple(scales)
 
 
@@ -188,11 +188,14 @@ def _next_field(
     if _groups.is_container(old, keys):
         return _groups.each(
             keys,
-            lambda k: _where(clean[k], new[k], old[k]) if k in clean else old[k],
+            lambda k: (
+                select(_known(clean[k]), new[k], old[k]) if k in clean else old[k]
+            ),
             old,
         )
     flags = [flag for flag in clean.values() if flag is not None]
-    return _where(functools.reduce(jnp.logical_and, flags) if flags else None, new, old)
+    whole = functools.reduce(jnp.logical_and, flags) if flags else None
+    return select(_known(whole), new, old)
 
 
 def master_params(state: AmpState) -> Any:

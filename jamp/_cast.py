@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jamp._dtypes import FLOAT32, cast, is_castable
 from jamp._opt_level import parse_keep_fp32, parse_model_type
-from jamp._tree import KeyPath, map_with_path, path_parts, path_string
+from jamp._tree import KeyPath, path_parts, path_string
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
@@ -117,7 +117,7 @@ def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
             return x
         return cast(x, FLOAT32 if keep(path, x) else dtype)
 
-    return map_with_path(leaf, tree)
+    return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def _batchnorm_test(batch_stats: Any) -> Callable[[tuple[str, ...]], bool]:

@@ -1,6 +1,6 @@
 """Pytrees of parameters: paths, partitions, finite checks and selects."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -98,11 +98,6 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
         raise ValueError(
             f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
         )
-
-
-def map_with_path(fn: Callable[[KeyPath, Any], Any], tree: Any) -> Any:
-    """`jax.tree_util.tree_map_with_path`, under a name that fits a line."""
-    return jax.tree_util.tree_map_with_path(fn, tree)
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -1,12 +1,7 @@
 """Autocast within autocast and jit, beside other policies, effects, and on devices."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +11,8 @@ from jax import lax
 
 import jamp
 from tests.programs import products, walk
+from tests.subprocesses import on_two_devices
 
-ROOT = Path(__file__).resolve().parent.parent
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
 
 half = jamp.autocast
@@ -211,17 +206,7 @@ def test_vmap_in_is_vmap_out(in_axes):
 @pytest.fixture(scope="module")
 def two_devices():
     """What tests/two_devices_autocast.py found on two virtual CPU devices."""
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.two_devices_autocast"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return on_two_devices("tests.two_devices_autocast")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

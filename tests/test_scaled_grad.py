@@ -1,11 +1,6 @@
 """Scaled gradients: the shapes of jax.value_and_grad, and what ScaledGrads can do."""
 
 import dataclasses
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import warnings
 
 import jax
@@ -19,8 +14,8 @@ from jax import lax
 import jamp
 from tests.bits import assert_same_bits
 from tests.forward_models import products
+from tests.subprocesses import on_two_devices
 
-ROOT = pathlib.Path(__file__).parents[1]
 RUNNING = ("O0", "O2", "O3", "O5")
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 REFUSED = (TypeError, ValueError)
@@ -752,17 +747,7 @@ def test_axis_name_means_over_vmap_and_agrees_on_the_flag():
 @pytest.fixture(scope="module")
 def two_devices():
     """What tests/two_devices.py found on two virtual CPU devices."""
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.two_devices"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return on_two_devices("tests.two_devices")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

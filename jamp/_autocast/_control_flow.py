@@ -13,47 +13,38 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 
 from jamp._autocast._paint import Painter
-from jamp._autocast._program import is_float
+from jamp._autocast._program import dtype_of, is_float, out_dtypes
 from jamp._compat import scan_counts
 
 
 def _recorded(variables: Any) -> list[Any]:
-    return [getattr(v.aval, "dtype", None) for v in variables]
+    return [dtype_of(v) for v in variables]
 
 
-def _out(jaxpr: jc.Jaxpr) -> list[Any]:
-    return [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+def _call(name: str, *, keeps_inputs: bool = False):
+    """A program that is called once: values pass in whatever dtype they are in.
 
-
-def _call(name: str):
-    """A program that is called once: values pass in whatever dtype they are in."""
+    Where it keeps its inputs for the backward pass, no half copies of them are made.
+    """
 
     def rule(painter: Painter, eqn: jc.JaxprEqn) -> None:
-        ins = painter.passed(eqn.invars)
+        if keeps_inputs:
+            ins = [painter.handed(v) for v in eqn.invars]
+        else:
+            ins = painter.passed(eqn.invars)
         free = [None] * len(eqn.outvars)
         wants = painter.demand.of(eqn.outvars)
         neutral = [painter.is_neutral(v) for v in eqn.invars]
         inner = painter.paint(eqn, eqn.params[name], ins, free, wants, neutral)
-        painter.emit(eqn, ins, _out(inner), {**eqn.params, name: inner})
+        painter.emit(eqn, ins, out_dtypes(inner), {**eqn.params, name: inner})
 
     return rule
-
-
-def _remat(painter: Painter, eqn: jc.JaxprEqn) -> None:
-    """Like a call; but what it takes in is kept for the backward pass: no copies."""
-    ins = [painter.handed(v) for v in eqn.invars]
-    free = [None] * len(eqn.outvars)
-    wants = painter.demand.of(eqn.outvars)
-    neutral = [painter.is_neutral(v) for v in eqn.invars]
-    inner = painter.paint(eqn, eqn.params["jaxpr"], ins, free, wants, neutral)
-    painter.emit(eqn, ins, _out(inner), {**eqn.params, "jaxpr": inner})
 
 
 def _cond(painter: Painter, eqn: jc.JaxprEqn) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
     index, *ins = painter.passed(eqn.invars)
     wants = painter.demand.of(eqn.outvars)
-
     neutral = [painter.is_neutral(v) for v in eqn.invars[1:]]
 
     def branches(outs):
@@ -64,8 +55,8 @@ def _cond(painter: Painter, eqn: jc.JaxprEqn) -> None:
         ]
 
     painted = branches([None] * len(eqn.outvars))
-    outs = _out(painted[0])
-    if any(_out(branch) != outs for branch in painted):
+    outs = out_dtypes(painted[0])
+    if any(out_dtypes(branch) != outs for branch in painted):
         outs = _recorded(eqn.outvars)
         painted = branches(outs)
     params = {**eqn.params, "branches": tuple(painted)}
@@ -82,7 +73,7 @@ def _scan(painter: Painter, eqn: jc.JaxprEqn) -> None:
     outs = [*_recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
     wants = painter.demand.of(eqn.outvars)
     inner = painter.paint(eqn, jaxpr, ins, outs, wants)
-    painter.emit(eqn, ins, _out(inner), {**eqn.params, "jaxpr": inner})
+    painter.emit(eqn, ins, out_dtypes(inner), {**eqn.params, "jaxpr": inner})
 
 
 def _while(painter: Painter, eqn: jc.JaxprEqn) -> None:
@@ -116,7 +107,7 @@ def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
     wants = painter.demand.of(eqn.outvars)
     neutral = [painter.is_neutral(v) for v in eqn.invars]
     inner = painter.paint(eqn, call, ins, [None] * len(eqn.outvars), wants, neutral)
-    outs = _out(inner)
+    outs = out_dtypes(inner)
 
     @jax.custom_jvp
     def function(*args):
@@ -157,7 +148,7 @@ def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
         args = args[count:]
         jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(args))
         jaxpr = _closed(jaxpr, consts)
-        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), _out(jaxpr))
+        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), out_dtypes(jaxpr))
         results = jc.jaxpr_as_fun(jaxpr)(*args)
         _, residuals, forwarded = params["out_trees"]()
         split = residuals.num_leaves - sum(f is not None for f in forwarded)
@@ -174,7 +165,7 @@ def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
             return [g for g, z in zip(grads, zero, strict=True) if not z]
 
         jaxpr = jax.make_jaxpr(user_backward)(*saved, *cotangents)
-        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), _out(jaxpr))
+        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), out_dtypes(jaxpr))
         grads = iter(jc.jaxpr_as_fun(jaxpr)(*saved, *cotangents))
         return (*[None] * count, *(None if z else next(grads) for z in zero))
 
@@ -203,7 +194,7 @@ def _as_output(dtype: Any, atom: Any) -> Any:
 RULES = {
     "jit": _call("jaxpr"),
     "closed_call": _call("call_jaxpr"),
-    "remat2": _remat,
+    "remat2": _call("jaxpr", keeps_inputs=True),
     "cond": _cond,
     "scan": _scan,
     "while": _while,

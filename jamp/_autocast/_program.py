@@ -121,6 +121,11 @@ def dtype_of(atom: Atom) -> Any:
     return getattr(atom.aval, "dtype", None)
 
 
+def out_dtypes(jaxpr: jc.Jaxpr) -> list[Any]:
+    """The dtypes that a program gives."""
+    return [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+
+
 def size_of(atom: Atom) -> int:
     """How many elements a value has."""
     return getattr(atom.aval, "size", 0)

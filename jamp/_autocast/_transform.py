@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jamp._autocast._control_flow import RULES
 from jamp._autocast._lists import AutocastLists
 from jamp._autocast._paint import paint
-from jamp._autocast._program import Decision, Policy, Scope
+from jamp._autocast._program import Decision, Policy, Scope, out_dtypes
 from jamp._autocast._regions import registered
 from jamp._dtypes import HALF_DTYPES
 
@@ -124,7 +124,7 @@ def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list
 
 def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     ins = [None] * len(jaxpr.invars)
-    outs = [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+    outs = out_dtypes(jaxpr)
     return paint(jaxpr, ins, outs, [None] * len(outs), scope, RULES)
 
 
