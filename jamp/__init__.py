@@ -1,6 +1,10 @@
 """jamp: mixed-precision training for JAX with the semantics of NVIDIA apex's amp."""
 
-from jamp import linen as linen
+from jamp import (
+    linen as linen,
+    multi_tensor as multi_tensor,
+    optimizers as optimizers,
+)
 from jamp._amp_state import AmpState as AmpState, master_params as master_params
 from jamp._autocast._lists import AutocastLists as AutocastLists
 from jamp._autocast._regions import (

@@ -2,5 +2,28 @@
 
 Each operation is one file that holds its formula once: XLA runs it on whole arrays,
 Pallas the same function block by block. Nothing here keeps state, and every function
-takes plain arrays or trees of arrays, so that the package is of use without jamp.
+takes lists of arrays, so that the package is of use without jamp.
 """
+
+from pallas_kernels._backend import (
+    BACKENDS as BACKENDS,
+    Backend as Backend,
+    BackendError as BackendError,
+    check_backend as check_backend,
+    resolve as resolve,
+)
+from pallas_kernels._step import Options as Options, Stepped as Stepped
+from pallas_kernels._weights import Weight as Weight, join as join, split as split
+from pallas_kernels.adagrad import adagrad as adagrad
+from pallas_kernels.adam import adam as adam
+from pallas_kernels.axpby import axpby as axpby
+from pallas_kernels.l2norm import (
+    Norms as Norms,
+    found_inf as found_inf,
+    l2norm as l2norm,
+    max_norm as max_norm,
+)
+from pallas_kernels.lamb import lamb as lamb
+from pallas_kernels.novograd import novograd as novograd
+from pallas_kernels.scale import Checked as Checked, scale as scale
+from pallas_kernels.sgd import sgd as sgd

@@ -1,0 +1,102 @@
+"""What `pytest benchmarks` adds: its options, and the conditions in its JSON."""
+
+import datetime
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+# Before JAX is imported: half of the GPU's memory is for torch, in the same process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+
+import jax
+
+_PACKAGES = ("jamp", "jax", "jaxlib", "optax", "torch", "numpy")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("jamp")
+    group.addoption(
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="begin no optimizer step this long after the start, and keep the results",
+    )
+    group.addoption(
+        "--all-specs",
+        action="store_true",
+        help="time the trees too that take XLA longer than minutes to compile",
+    )
+
+
+def pytest_configure(config):
+    config.stash[STARTED] = time.monotonic()
+
+
+STARTED = pytest.StashKey[float]()
+
+
+@pytest.fixture(scope="session")
+def time_left(request):
+    """Seconds until `--deadline`; None without one."""
+    deadline = request.config.getoption("--deadline")
+
+    def left():
+        if deadline is None:
+            return None
+        return max(deadline - (time.monotonic() - request.config.stash[STARTED]), 0)
+
+    return left
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config, machine_info):
+    """Leaves out what names the machine, and the long list of what its CPU can do."""
+    del config
+    machine_info.pop("node", None)
+    cpu = machine_info.get("cpu", {})
+    machine_info["cpu"] = {k: cpu.get(k) for k in ("brand_raw", "count")}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config, benchmarks, output_json):
+    """Adds what the times depend on."""
+    del benchmarks
+    args = " ".join(map(str, config.invocation_params.args))
+    output_json["conditions"] = {
+        "date": datetime.date.today().isoformat(),
+        "command": f"python -m pytest {args}",
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "driver": _driver(),
+        "python": sys.version.partition(" ")[0],
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "environment": {
+            k: v for k, v in os.environ.items() if k.startswith(("JAX_", "XLA_"))
+        },
+    }
+
+
+def _version(package):
+    if package == "jamp":  # need not be installed
+        import jamp
+
+        return jamp.__version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver():
+    if jax.default_backend() != "gpu":
+        return None
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return printed.stdout.split()[0]

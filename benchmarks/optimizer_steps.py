@@ -1,0 +1,229 @@
+"""One optimizer step of O5, done by jamp, by optax and by torch.
+
+All begin with scaled bfloat16 gradients, and end with new float32 masters and moments
+and bfloat16 parameters. All check the gradients inside of the step, and skip it without
+waiting for the host if one is not finite.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jamp
+from benchmarks.specs import Spec
+
+LEARNING_RATE, WEIGHT_DECAY, EPS = 1e-3, 1e-2, 1e-8
+SCALE = 2.0**16
+HALF = jnp.bfloat16
+
+type Tree = dict[str, jax.Array]
+
+
+class Contestant(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        init: float32 params to a state with a `step` and `skipped_steps`.
+        step: state and raw gradients to the next state; to be jitted, state donated.
+        params: a state to the params that the model consumes.
+        bytes_moved: what a step must read and write at the least.
+    """
+
+    init: Callable[[Tree], Any]
+    step: Callable[[Any, Tree], Any]
+    params: Callable[[Any], Tree]
+    bytes_moved: int
+
+
+def names(spec: Spec) -> list[str]:
+    """A name for each leaf, which says whether it stays in float32."""
+    return [f"{k:05}{'_fp32' * (k in spec.fp32)}" for k in range(len(spec.shapes))]
+
+
+def least_bytes(spec: Spec, store_remainder: bool = False) -> int:
+    """Bytes that a step of Adam moves if nothing but gradients is read twice.
+
+    The check reads a gradient, and the update does again: no element may change before
+    all are known to be finite. Then master and two moments are read and written, and
+    the half parameter is written: 2 + 2 + 12 + 12 + 2 = 30 bytes. With 16 bits beside
+    the parameter for a master it is 2 + 2 + 12 + 12 = 28. A float32 parameter has no
+    copy: 4 + 4 + 12 + 12 = 32.
+    """
+    half = spec.total - spec.total_fp32
+    return half * (28 if store_remainder else 30) + spec.total_fp32 * 32
+
+
+def optax_chain(spec: Spec) -> Contestant:
+    """What people write by hand: optax.adamw, and a select for the skip."""
+    tx = optax.adamw(LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
+    return Contestant(
+        init=lambda masters: _chain_init(tx, masters),
+        step=lambda state, grads: _chain_step(tx, state, grads),
+        params=lambda state: {**state.masters, **state.half},
+        bytes_moved=least_bytes(spec),
+    )
+
+
+class ChainState(NamedTuple):
+    """What O5 by hand keeps; `half` lacks the leaves that stay in float32."""
+
+    step: jax.Array
+    half: Tree
+    masters: Tree
+    opt_state: Any
+    scale: jax.Array
+    unskipped: jax.Array
+    skipped_steps: jax.Array
+
+
+def _chain_init(tx: optax.GradientTransformation, masters: Tree) -> ChainState:
+    masters = {name: jnp.copy(x) for name, x in masters.items()}
+    return ChainState(
+        step=jnp.int32(0),
+        half=_halves(masters),
+        masters=masters,
+        opt_state=tx.init(masters),
+        scale=jnp.float32(SCALE),
+        unskipped=jnp.int32(0),
+        skipped_steps=jnp.int32(0),
+    )
+
+
+def _halves(masters: Tree) -> Tree:
+    return {name: x.astype(HALF) for name, x in masters.items() if "fp32" not in name}
+
+
+def _chain_step(
+    tx: optax.GradientTransformation, state: ChainState, grads: Tree
+) -> ChainState:
+    finite = jnp.stack([jnp.isfinite(g).all() for g in grads.values()]).all()
+    inverse = 1 / state.scale
+    grads = {name: g.astype(jnp.float32) * inverse for name, g in grads.items()}
+    updates, opt_state = tx.update(grads, state.opt_state, state.masters)
+    masters = optax.apply_updates(state.masters, updates)
+    masters, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (masters, opt_state),
+        (state.masters, state.opt_state),
+    )
+    unskipped = jnp.where(finite, state.unskipped + 1, 0)
+    grows = unskipped == 2000
+    moved = jnp.where(grows, jnp.minimum(state.scale * 2, 2.0**24), state.scale)
+    return ChainState(
+        step=state.step + finite,
+        half=_halves(masters),  # rounding the chosen masters reads no old halves
+        masters=masters,
+        opt_state=opt_state,
+        scale=jnp.where(finite, moved, state.scale / 2),
+        unskipped=jnp.where(grows, 0, unskipped),
+        skipped_steps=state.skipped_steps + ~finite,
+    )
+
+
+def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Contestant:
+    """`jamp.optimizers.fused_adam` in an AmpState."""
+    tx: Any = jamp.optimizers.fused_adam(
+        LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, backend=backend
+    )
+    if store_remainder:
+        tx = jamp.master_weights(tx, store_remainder=True)
+    moved = least_bytes(spec, store_remainder)
+    return Contestant(
+        init=lambda params: amp_init(spec, tx, params),
+        step=fused_step,
+        params=lambda state: state.params,
+        bytes_moved=moved,
+    )
+
+
+def amp_init(spec: Spec, tx: Any, params: Tree) -> jamp.AmpState:
+    """An AmpState at O5, with a dynamic scale so that gradients are checked."""
+    return jamp.initialize(
+        params,
+        tx,
+        "O5",
+        loss_scale=jamp.DynamicLossScale(init_scale=SCALE),
+        keep_fp32="_fp32$" if spec.fp32 else None,
+        verbosity=0,
+    )
+
+
+def fused_step(state: jamp.AmpState, grads: Tree) -> jamp.AmpState:
+    """All that a user's step does but for the model: `scaled_grad` checks."""
+    return state.apply_gradients(grads=jamp.scaled_grad(_loss)(state, grads))
+
+
+@jax.custom_vjp
+def _loss(params: Tree, grads: Tree) -> jax.Array:
+    """A loss whose scaled gradients are `grads`: there is no model to pass through."""
+    del params, grads
+    return jnp.float32(0)
+
+
+_loss.defvjp(
+    lambda params, grads: (_loss(params, grads), grads),
+    lambda grads, cotangent: (grads, None),
+)
+
+
+def torch_adamw(
+    device: str, params: Iterable[Any], grads: Iterable[Any], is_half: list[bool]
+) -> tuple[Callable[[int], float], Callable[[], Any], Callable[[], float]]:
+    """torch's fused AdamW on float32 masters, under torch's GradScaler.
+
+    torch's optimizer wants gradients in the dtype of what it steps, so they are widened
+    first. Compute stays on `device`, and no step waits for the host.
+
+    Args:
+        device: "cuda" or "cpu".
+        params, grads: float32 arrays of NumPy; `grads` are scaled.
+        is_half: per leaf, whether the model consumes it in bfloat16.
+
+    Returns:
+        `run(steps)`, which returns the host's seconds; the first of the params that the
+        model consumes; the loss scale.
+    """
+    import torch
+
+    masters = [torch.from_numpy(p).to(device) for p in params]
+    raw = [
+        torch.from_numpy(g).to(device, torch.bfloat16 if half else torch.float32)
+        for g, half in zip(grads, is_half, strict=True)
+    ]
+    rounded = [m for m, half in zip(masters, is_half, strict=True) if half]
+    halves = [m.bfloat16() for m in rounded]
+    for master in masters:
+        master.grad = torch.empty_like(master)
+    wide = [m.grad for m in masters]
+    optimizer = torch.optim.AdamW(
+        masters, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
+    scaler.scale(torch.zeros((), device=device))  # makes its tensors
+
+    def run(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            torch._foreach_copy_(wide, raw)
+            scaler.step(optimizer)
+            scaler.update()
+            torch._foreach_copy_(halves, rounded)
+        host = time.perf_counter() - start
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return host
+
+    first = halves[0] if is_half[0] else masters[0]
+    return run, lambda: first.float().cpu().numpy(), scaler.get_scale
+
+
+def first_step(param: np.ndarray, raw_grad: np.ndarray) -> np.ndarray:
+    """A master after the first step from zero moments, in float64."""
+    param, grad = param.astype(np.float64), raw_grad.astype(np.float64) / SCALE
+    # Bias correction leaves m = g and v = g**2.
+    return param - LEARNING_RATE * (grad / (abs(grad) + EPS) + WEIGHT_DECAY * param)

@@ -1,0 +1,21 @@
+"""apex's fused optimizers as optax transformations, on kernels or on XLA."""
+
+from jamp.optimizers._adagrad import (
+    FusedAdagradState as FusedAdagradState,
+    fused_adagrad as fused_adagrad,
+)
+from jamp.optimizers._adam import (
+    FusedAdamState as FusedAdamState,
+    fused_adam as fused_adam,
+)
+from jamp.optimizers._fused import FusedTransformation as FusedTransformation
+from jamp.optimizers._lamb import (
+    FusedLAMBState as FusedLAMBState,
+    fused_lamb as fused_lamb,
+)
+from jamp.optimizers._larc import LARCState as LARCState, larc as larc
+from jamp.optimizers._novograd import (
+    FusedNovoGradState as FusedNovoGradState,
+    fused_novograd as fused_novograd,
+)
+from jamp.optimizers._sgd import FusedSGDState as FusedSGDState, fused_sgd as fused_sgd

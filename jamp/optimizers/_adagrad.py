@@ -1,0 +1,126 @@
+"""Fused Adagrad."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from jaxtyping import Array, ArrayLike, Int, PyTree
+
+from jamp.optimizers._fused import (
+    FusedTransformation,
+    ScalarOrSchedule,
+    check_hyperparameters,
+    fused,
+    hashable_mask,
+    no_steps,
+    rate,
+    zeros,
+)
+from pallas_kernels import Options, Weight, adagrad
+
+
+class FusedAdagradState(NamedTuple):
+    """State of `fused_adagrad`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        sum_of_squares: of all gradients so far, float32, like the params.
+    """
+
+    count: Int[Array, ""]
+    sum_of_squares: PyTree
+
+
+def fused_adagrad(
+    learning_rate: ScalarOrSchedule = 1e-2,
+    eps: ArrayLike = 1e-10,
+    *,
+    weight_decay: ArrayLike = 0.0,
+    adagrad_w_mode: bool = False,
+    mask: Any = None,
+    backend: str = "auto",
+) -> FusedTransformation:
+    r"""Adagrad as apex's FusedAdagrad.
+
+    $$h \leftarrow h + g^2, \quad w \leftarrow w - \eta \frac{g}{\sqrt{h} + \epsilon}$$
+
+    Equals `optax.adagrad` only for `eps=0` and `initial_accumulator_value=0`: optax has
+    epsilon under the root.
+
+    Args:
+        learning_rate: $\eta$, or a schedule of the count of steps.
+        eps: $\epsilon$.
+        weight_decay: $\lambda$; $\lambda w$ is added to $g$.
+        adagrad_w_mode: whether to add $\lambda w$ to the fraction instead.
+        mask: which leaves decay, see `fused_adam`.
+        backend: "auto", "xla", "mosaic" or "interpret".
+
+    Returns:
+        A transformation, see `fused_adam`.
+
+    Raises:
+        ValueError: a number out of range.
+
+    >>> import jax.numpy as jnp, optax
+    >>> tx, params = fused_adagrad(0.1), jnp.ones(2)
+    >>> updates, state = tx.update(jnp.array([4.0, -9.0]), tx.init(params), params)
+    >>> print(optax.apply_updates(params, updates))
+    [0.9 1.1]
+    """
+    check_hyperparameters(
+        "fused_adagrad",
+        learning_rate=learning_rate,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+    return fused(
+        FusedAdagrad(
+            learning_rate,
+            eps,
+            weight_decay,
+            adagrad_w_mode,
+            hashable_mask(mask),
+            backend,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAdagrad:
+    """The hyperparameters of `fused_adagrad`, and its step."""
+
+    name: ClassVar[str] = "fused_adagrad"
+
+    learning_rate: Any
+    eps: Any
+    weight_decay: Any
+    adagrad_w_mode: bool
+    mask: Any
+    backend: str
+    shardings: Any = None
+
+    def init(self, params: PyTree) -> FusedAdagradState:
+        """No steps, and sums of 0."""
+        return FusedAdagradState(no_steps(), zeros(params))
+
+    def step(
+        self,
+        weights: Sequence[Weight],
+        grads: Sequence[Array],
+        state: FusedAdagradState,
+        decays: Sequence[bool],
+        options: Options,
+    ) -> tuple[list[Any], FusedAdagradState]:
+        """One pass."""
+        results = adagrad(
+            weights,
+            grads,
+            state.sum_of_squares,
+            learning_rate=rate(self.learning_rate, state.count),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            adagrad_w_mode=self.adagrad_w_mode,
+            decays=decays,
+            options=options,
+        )
+        return results.weights, FusedAdagradState(state.count, results.moments["sums"])

@@ -1,0 +1,211 @@
+"""Fused Adam, AdamW, and the FusedAdam of 2018."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Int, PyTree
+
+from jamp.optimizers._fused import (
+    FusedTransformation,
+    ScalarOrSchedule,
+    check_hyperparameters,
+    clips,
+    correction,
+    fused,
+    hashable_mask,
+    no_steps,
+    rate,
+    refuse_amsgrad,
+    scaled,
+    zeros,
+)
+from pallas_kernels import Options, Weight, adam, l2norm
+
+
+class FusedAdamState(NamedTuple):
+    """State of `fused_adam`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        mu: first moments, float32, like the params.
+        nu: second moments, float32, like the params.
+    """
+
+    count: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+
+
+def fused_adam(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    *,
+    weight_decay: ArrayLike = 0.0,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
+    max_grad_norm: ArrayLike | None = None,
+    amsgrad: bool = False,
+    legacy: bool = False,
+    eps_inside_sqrt: bool = False,
+    mask: Any = None,
+    backend: str = "auto",
+) -> FusedTransformation:
+    r"""Adam and AdamW as apex's FusedAdam: moments, weights and copies in one pass.
+
+    $$m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+      v \leftarrow \beta_2 v + (1 - \beta_2) g^2, \quad
+      w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}
+      {\sqrt{v / (1 - \beta_2^t)} + \epsilon} + \lambda w\Big)$$
+
+    Equals `optax.adam` without weight decay and `optax.adamw` with it;
+    `optax.chain(optax.add_decayed_weights(wd), optax.adam(...))` with
+    `adam_w_mode=False`; and either behind `optax.clip_by_global_norm` with
+    `max_grad_norm`. No transformation of optax equals `bias_correction=False`, or
+    `legacy=True` unless eps and weight decay are 0.
+
+    Args:
+        learning_rate: $\eta$, or a schedule of the count of steps.
+        b1: $\beta_1$.
+        b2: $\beta_2$.
+        eps: $\epsilon$.
+        weight_decay: $\lambda$.
+        adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
+        bias_correction: whether to divide by $1 - \beta^t$.
+        max_grad_norm: clips the norm of all gradients together; None for not at all.
+        amsgrad: refused, as by apex.
+        legacy: FusedAdam as it was until August 2019: epsilon is added before the
+            correction, which multiplies the decay too, and clipping divides by
+            (norm + 1e-6) / max_grad_norm.
+        eps_inside_sqrt: with `legacy`, adds epsilon under the root.
+        mask: which leaves decay: a tree of bools like the params or a prefix of it, or
+            a function from params to that.
+        backend: "auto", "xla", "mosaic" or "interpret".
+
+    Returns:
+        A transformation whose `update` also takes `grad_scale`, which gradients are
+        divided by, and `found_inf`, which makes the step a no-op. As apex's, it does
+        not look for inf and NaN by itself.
+
+    Raises:
+        RuntimeError: `amsgrad`.
+        ValueError: a number out of range, or options that exclude each other.
+
+    >>> import jax.numpy as jnp, optax
+    >>> tx = fused_adam(0.1, weight_decay=0.1)
+    >>> params = jnp.ones(2)
+    >>> updates, state = tx.update(
+    ...     jnp.array([64.0, -64.0]), tx.init(params), params, grad_scale=64.0
+    ... )
+    >>> print(optax.apply_updates(params, updates))
+    [0.89 1.09]
+    """
+    refuse_amsgrad("FusedAdam", amsgrad)
+    check_hyperparameters(
+        "fused_adam",
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+    )
+    if eps_inside_sqrt and not legacy:
+        raise ValueError("fused_adam: eps_inside_sqrt=True needs legacy=True.")
+    if legacy and not adam_w_mode:
+        raise ValueError(
+            "fused_adam: legacy=True knows one kind of decay. Leave adam_w_mode out."
+        )
+    return fused(
+        FusedAdam(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            adam_w_mode,
+            bias_correction,
+            max_grad_norm,
+            legacy,
+            eps_inside_sqrt,
+            hashable_mask(mask),
+            backend,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAdam:
+    """The hyperparameters of `fused_adam`, and its step."""
+
+    name: ClassVar[str] = "fused_adam"
+
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: Any
+    adam_w_mode: bool
+    bias_correction: bool
+    max_grad_norm: Any
+    legacy: bool
+    eps_inside_sqrt: bool
+    mask: Any
+    backend: str
+    shardings: Any = None
+
+    def init(self, params: PyTree) -> FusedAdamState:
+        """No steps, and moments of 0."""
+        return FusedAdamState(no_steps(), zeros(params), zeros(params))
+
+    def step(
+        self,
+        weights: Sequence[Weight],
+        grads: Sequence[Array],
+        state: FusedAdamState,
+        decays: Sequence[bool],
+        options: Options,
+    ) -> tuple[list[Any], FusedAdamState]:
+        """Clips, then steps."""
+        corrections = [1.0, 1.0]
+        if self.bias_correction:
+            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
+        results = adam(
+            weights,
+            grads,
+            state.mu,
+            state.nu,
+            learning_rate=rate(self.learning_rate, state.count),
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            correction1=corrections[0],
+            correction2=corrections[1],
+            mode=self._mode(),
+            decays=decays,
+            options=self._clipped(grads, options),
+        )
+        moments = results.moments
+        return results.weights, FusedAdamState(
+            state.count, moments["mu"], moments["nu"]
+        )
+
+    def _mode(self) -> Any:
+        if self.legacy:
+            return "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
+        return "decoupled" if self.adam_w_mode else "l2"
+
+    def _clipped(self, grads: Sequence[Array], options: Options) -> Options:
+        if not clips(self.max_grad_norm):
+            return options
+        norm = l2norm(grads, options=options).norm
+        if self.legacy:
+            excess = (norm + 1e-6) / self.max_grad_norm
+            factor = jnp.where(excess > 1, 1 / excess, 1)
+        else:
+            factor = jnp.minimum(1, self.max_grad_norm / norm)
+        return scaled(options, factor)

@@ -1,0 +1,187 @@
+"""Fused LAMB."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Int, PyTree
+
+from jamp.optimizers._fused import (
+    FusedTransformation,
+    ScalarOrSchedule,
+    check_hyperparameters,
+    clips,
+    correction,
+    fused,
+    hashable_mask,
+    no_steps,
+    rate,
+    refuse_amsgrad,
+    scaled,
+    zeros,
+)
+from pallas_kernels import Options, Weight, l2norm, lamb
+
+
+class FusedLAMBState(NamedTuple):
+    """State of `fused_lamb`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        mu: first moments, float32, like the params.
+        nu: second moments, float32, like the params.
+    """
+
+    count: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+
+
+def fused_lamb(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-6,
+    *,
+    weight_decay: ArrayLike = 0.01,
+    bias_correction: bool = True,
+    adam_w_mode: bool = True,
+    grad_averaging: bool = True,
+    max_grad_norm: ArrayLike | None = 1.0,
+    use_nvlamb: bool = False,
+    amsgrad: bool = False,
+    mask: Any = None,
+    backend: str = "auto",
+) -> FusedTransformation:
+    r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
+
+    $$u = \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
+      + \lambda w, \quad
+      w \leftarrow w - \eta \frac{\|w\|}{\|u\|} u,$$
+
+    with Adam's moments of the clipped gradient. The ratio is 1 where a norm is 0.
+
+    Equals `optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.lamb(...))` if
+    all leaves decay, or with `use_nvlamb=True`. Otherwise leaves that do not decay take
+    the plain learning rate here, and a trust ratio in optax.
+
+    Args:
+        learning_rate: $\eta$, or a schedule of the count of steps.
+        b1: $\beta_1$.
+        b2: $\beta_2$.
+        eps: $\epsilon$.
+        weight_decay: $\lambda$.
+        bias_correction: whether to divide by $1 - \beta^t$.
+        adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
+        grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
+        max_grad_norm: clips the norm of all gradients together; None for not at all.
+        use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
+        amsgrad: refused, as by apex.
+        mask: which leaves decay, see `fused_adam`.
+        backend: "auto", "xla", "mosaic" or "interpret".
+
+    Returns:
+        A transformation, see `fused_adam`. Unlike apex's, it leaves gradients alone.
+
+    Raises:
+        RuntimeError: `amsgrad`.
+        ValueError: a number out of range.
+
+    >>> import jax.numpy as jnp, optax
+    >>> tx, params = fused_lamb(0.1, weight_decay=0.0, use_nvlamb=True), jnp.ones(1) * 5
+    >>> updates, state = tx.update(jnp.ones(1), tx.init(params), params)
+    >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
+    [4.5]
+    """
+    refuse_amsgrad("FusedLAMB", amsgrad)
+    check_hyperparameters(
+        "fused_lamb",
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+    )
+    return fused(
+        FusedLAMB(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            bias_correction,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm,
+            use_nvlamb,
+            hashable_mask(mask),
+            backend,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedLAMB:
+    """The hyperparameters of `fused_lamb`, and its step."""
+
+    name: ClassVar[str] = "fused_lamb"
+
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: Any
+    bias_correction: bool
+    adam_w_mode: bool
+    grad_averaging: bool
+    max_grad_norm: Any
+    use_nvlamb: bool
+    mask: Any
+    backend: str
+    shardings: Any = None
+
+    def init(self, params: PyTree) -> FusedLAMBState:
+        """No steps, and moments of 0."""
+        return FusedLAMBState(no_steps(), zeros(params), zeros(params))
+
+    def step(
+        self,
+        weights: Sequence[Weight],
+        grads: Sequence[Array],
+        state: FusedLAMBState,
+        decays: Sequence[bool],
+        options: Options,
+    ) -> tuple[list[Any], FusedLAMBState]:
+        """Clips, measures, then steps."""
+        if clips(self.max_grad_norm):
+            norm = l2norm(grads, options=options).norm
+            # A NaN compares false, as in apex.
+            factor = jnp.where(norm > self.max_grad_norm, self.max_grad_norm / norm, 1)
+            options = scaled(options, factor)
+        corrections = [1.0, 1.0]
+        if self.bias_correction:
+            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
+        results = lamb(
+            weights,
+            grads,
+            state.mu,
+            state.nu,
+            learning_rate=rate(self.learning_rate, state.count),
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            averaging=1 - self.b1 if self.grad_averaging else 1.0,
+            weight_decay=self.weight_decay,
+            correction1=corrections[0],
+            correction2=corrections[1],
+            adam_w_mode=self.adam_w_mode,
+            use_nvlamb=self.use_nvlamb,
+            decays=decays,
+            options=options,
+        )
+        moments = results.moments
+        return results.weights, FusedLAMBState(
+            state.count, moments["mu"], moments["nu"]
+        )

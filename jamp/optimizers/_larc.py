@@ -1,0 +1,201 @@
+"""LARC: a trust ratio per leaf around any optimizer.
+
+After apex/parallel/LARC.py. You et al., *Large Batch Training of Convolutional
+Networks*, 2017, arXiv:1708.03888.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, ArrayLike, Int, PyTree
+
+from jamp._dtypes import widen
+from jamp._tree import select
+from jamp.optimizers._fused import (
+    FusedTransformation,
+    ScalarOrSchedule,
+    check_hyperparameters,
+    hashable_mask,
+    leaf_decays,
+    no_steps,
+    rate,
+)
+from pallas_kernels import Options, l2norm
+
+
+class LARCState(NamedTuple):
+    """State of `larc`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        inner_state: the state of the wrapped transformation.
+    """
+
+    count: Int[Array, ""]
+    inner_state: Any
+
+
+def larc(
+    inner: optax.GradientTransformation,
+    learning_rate: ScalarOrSchedule | None = None,
+    *,
+    trust_coefficient: ArrayLike = 0.02,
+    clip: bool = True,
+    eps: ArrayLike = 1e-8,
+    weight_decay: ArrayLike | None = None,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adapts the learning rate of each leaf to its norms, around any transformation.
+
+    $$a = \frac{\tau \|w\|}{\|g\| + \lambda \|w\| + \epsilon}, \quad
+      g \leftarrow a (g + \lambda w),$$
+
+    and with `clip` $\min(a / \eta, 1)$ for $a$, so that the rate in effect is the
+    smaller of $a$ and $\eta$. A leaf whose weights or gradients are all 0 keeps its
+    gradient, without decay.
+
+    Equals `optax.lars` only with `clip=False`, no weight decay, and a constant learning
+    rate or no momentum.
+
+    Args:
+        inner: what to wrap. If it is fused, its learning rate, its weight decay and its
+            mask are taken over, as by apex, and it decays nothing itself.
+        learning_rate: $\eta$, of `inner`, or a schedule of the count of steps; only
+            `clip` needs it.
+        trust_coefficient: $\tau$.
+        clip: whether to clip the rate at $\eta$; else it is scaled.
+        eps: $\epsilon$.
+        weight_decay: $\lambda$; `inner` should have none of its own.
+        mask: which leaves decay, see `fused_adam`.
+
+    Returns:
+        A transformation, which takes `grad_scale` and `found_inf` too.
+
+    Raises:
+        TypeError: `inner` is no transformation.
+        ValueError: `clip` without a learning rate, or a number out of range.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from jamp.optimizers import fused_sgd
+    >>> tx, params = larc(fused_sgd(0.1)), jnp.array([3.0, 4.0])
+    >>> updates, state = tx.update(jnp.array([0.0, 4.0]), tx.init(params), params)
+    >>> print(optax.apply_updates(params, updates))  # a is 0.02 * 5 / 4 = 0.025
+    [3.  3.9]
+    """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(f"larc wraps an optax transformation, got {inner!r}.")
+    backend = "auto"
+    if isinstance(inner, FusedTransformation):
+        rule = inner.rule
+        learning_rate = rule.learning_rate if learning_rate is None else learning_rate
+        weight_decay = rule.weight_decay if weight_decay is None else weight_decay
+        mask = rule.mask if mask is None else mask
+        backend = rule.backend
+        inner = inner.replace(weight_decay=0.0)
+    if clip and learning_rate is None:
+        raise ValueError(
+            "larc clips at the learning rate, and cannot know that of the wrapped "
+            "transformation: pass `larc(inner, learning_rate)`, or clip=False."
+        )
+    weight_decay = 0.0 if weight_decay is None else weight_decay
+    check_hyperparameters(
+        "larc",
+        learning_rate=learning_rate,
+        trust_coefficient=trust_coefficient,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+    rule = _LARC(
+        optax.with_extra_args_support(inner),
+        learning_rate,
+        trust_coefficient,
+        clip,
+        eps,
+        weight_decay,
+        hashable_mask(mask),
+        backend,
+    )
+    return optax.GradientTransformationExtraArgs(_Init(rule), _Update(rule))
+
+
+@dataclasses.dataclass(frozen=True)
+class _LARC:
+    inner: optax.GradientTransformationExtraArgs
+    learning_rate: Any
+    trust_coefficient: Any
+    clip: bool
+    eps: Any
+    weight_decay: Any
+    mask: Any
+    backend: str
+
+    def adapted(
+        self, grads: PyTree, count: Int[Array, ""], params: PyTree, scale: Any
+    ) -> PyTree:
+        """The gradients that `inner` sees, in float32."""
+        leaves, structure = jax.tree.flatten(grads)
+        weights = structure.flatten_up_to(params)
+        decays = leaf_decays(self.mask, params)
+        unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
+        how = Options(backend=self.backend)
+        of_grads = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
+        of_weights = l2norm(weights, per_leaf=True, options=how)
+        g, w = of_grads.norm, of_weights.norm
+        decay = jnp.where(jnp.array(decays, bool), self.weight_decay, 0)
+        ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
+        if self.clip:
+            eta = rate(self.learning_rate, count)
+            ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
+        adapts = (g != 0) & (w != 0)
+        ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)
+        new = []
+        for k, (grad, weight) in enumerate(zip(leaves, weights, strict=True)):
+            grad, weight = widen(grad), widen(weight)
+            if unscale is not None:
+                grad = grad * unscale.astype(grad.dtype)
+            both = (ratio[k].astype(grad.dtype), decay[k].astype(grad.dtype))
+            new.append(both[0] * (grad + both[1] * weight))
+        return structure.unflatten(new)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Init:
+    rule: _LARC
+
+    def __call__(self, params: PyTree) -> LARCState:
+        return LARCState(no_steps(), self.rule.inner.init(params))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    rule: _LARC
+
+    def __call__(
+        self,
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError(
+                "larc needs the params: call `update(grads, state, params)`."
+            )
+        grads = self.rule.adapted(updates, state.count, params, grad_scale)
+        updates, inner_state = self.rule.inner.update(
+            grads, state.inner_state, params, **extra_args
+        )
+        new = state._replace(
+            count=optax.safe_increment(state.count), inner_state=inner_state
+        )
+        if found_inf is None:
+            return updates, new
+        clean = jnp.asarray(found_inf) == 0
+        still = jax.tree.map(jnp.zeros_like, updates)
+        return select(clean, updates, still), select(clean, new, state)

@@ -1,0 +1,202 @@
+"""Fused NovoGrad."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+
+from jamp.optimizers._fused import (
+    FusedTransformation,
+    ScalarOrSchedule,
+    check_hyperparameters,
+    correction,
+    fused,
+    hashable_mask,
+    no_steps,
+    rate,
+    refuse_amsgrad,
+    zeros,
+)
+from pallas_kernels import Options, Weight, l2norm, max_norm, novograd
+
+
+class FusedNovoGradState(NamedTuple):
+    """State of `fused_novograd`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        mu: first moments, float32, like the params.
+        nu: the blended norm of each leaf's gradient, not squared; shape (), float32.
+    """
+
+    count: Int[Array, ""]
+    mu: PyTree
+    nu: PyTree
+
+
+def fused_novograd(
+    learning_rate: ScalarOrSchedule = 1e-3,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.999,
+    eps: ArrayLike = 1e-8,
+    *,
+    weight_decay: ArrayLike = 0.0,
+    bias_correction: bool = True,
+    reg_inside_moment: bool = False,
+    grad_averaging: bool = True,
+    norm_type: Any = 2,
+    init_zero: bool = False,
+    amsgrad: bool = False,
+    mask: Any = None,
+    backend: str = "auto",
+) -> FusedTransformation:
+    r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.
+
+    $$n \leftarrow \sqrt{\beta_2 n^2 + (1 - \beta_2) \|g\|^2}, \quad
+      d = \frac{n}{\sqrt{1 - \beta_2^t}} + \epsilon, \quad
+      m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+      w \leftarrow w - \eta \Big(\frac{m}{(1 - \beta_1^t) d} + \lambda w\Big)$$
+
+    Equals `optax.novograd` only with `reg_inside_moment=True`, `grad_averaging=False`,
+    `bias_correction=False`, `init_zero=False`, and optax's b2 and eps.
+
+    Args:
+        learning_rate: $\eta$, or a schedule of the count of steps.
+        b1: $\beta_1$.
+        b2: $\beta_2$.
+        eps: $\epsilon$.
+        weight_decay: $\lambda$.
+        bias_correction: whether to correct $m$ and $n$. apex corrects $n$ also where it
+            does not begin at 0, so that first steps are small.
+        reg_inside_moment: whether $m$ blends $g / d + \lambda w$, as in the paper.
+        grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
+        norm_type: 2, or "inf" (also 0, as in apex, and `jnp.inf`), whose blend is
+            $\beta_2 n + (1 - \beta_2) \max |g|$.
+        init_zero: whether $n$ begins at 0; else at the norm of the first gradient.
+        amsgrad: refused, as by apex.
+        mask: which leaves decay, see `fused_adam`.
+        backend: "auto", "xla", "mosaic" or "interpret".
+
+    Returns:
+        A transformation, see `fused_adam`.
+
+    Raises:
+        RuntimeError: `amsgrad`, or another norm.
+        ValueError: a number out of range.
+
+    >>> import jax.numpy as jnp, optax
+    >>> tx = fused_novograd(0.1, bias_correction=False, grad_averaging=False)
+    >>> params = jnp.ones(2)
+    >>> updates, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
+    >>> print(optax.apply_updates(params, updates), state.nu)
+    [0.94 0.92] 5.0
+    """
+    refuse_amsgrad("FusedNovoGrad", amsgrad)
+    if norm_type not in (2, 0, "inf", math.inf):
+        raise RuntimeError(
+            f"FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
+            f"{norm_type!r}."
+        )
+    check_hyperparameters(
+        "fused_novograd",
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
+    return fused(
+        FusedNovoGrad(
+            learning_rate,
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            bias_correction,
+            reg_inside_moment,
+            grad_averaging,
+            norm_type == 2,
+            init_zero,
+            hashable_mask(mask),
+            backend,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedNovoGrad:
+    """The hyperparameters of `fused_novograd`, and its step."""
+
+    name: ClassVar[str] = "fused_novograd"
+
+    learning_rate: Any
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: Any
+    bias_correction: bool
+    reg_inside_moment: bool
+    grad_averaging: bool
+    is_l2: bool
+    init_zero: bool
+    mask: Any
+    backend: str
+    shardings: Any = None
+
+    def init(self, params: PyTree) -> FusedNovoGradState:
+        """No steps, moments and norms of 0."""
+        norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
+        return FusedNovoGradState(no_steps(), zeros(params), norms)
+
+    def step(
+        self,
+        weights: Sequence[Weight],
+        grads: Sequence[Array],
+        state: FusedNovoGradState,
+        decays: Sequence[bool],
+        options: Options,
+    ) -> tuple[list[Any], FusedNovoGradState]:
+        """Measures, blends the norms, then steps."""
+        old = jnp.stack(state.nu) if state.nu else jnp.zeros(0)
+        norms = self._blended(old, grads, state.count, options)
+        corrections = [1.0, 1.0]
+        if self.bias_correction:
+            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
+        results = novograd(
+            weights,
+            grads,
+            state.mu,
+            norms=norms / jnp.sqrt(jnp.asarray(corrections[1])) + self.eps,
+            learning_rate=rate(self.learning_rate, state.count),
+            b1=self.b1,
+            averaging=1 - self.b1 if self.grad_averaging else 1.0,
+            weight_decay=self.weight_decay,
+            correction1=corrections[0],
+            reg_inside_moment=self.reg_inside_moment,
+            decays=decays,
+            options=options,
+        )
+        if options.skip is not None:
+            norms = jnp.where(options.skip, old, norms)
+        return results.weights, FusedNovoGradState(
+            state.count, results.moments["mu"], list(norms)
+        )
+
+    def _blended(
+        self,
+        old: Float[Array, " n"],
+        grads: Sequence[Array],
+        count: Int[Array, ""],
+        options: Options,
+    ) -> Float[Array, " n"]:
+        measure = l2norm if self.is_l2 else max_norm
+        new = measure(grads, per_leaf=True, options=options).norm
+        if not self.init_zero:
+            old = jnp.where(count == 0, new, old)
+        if self.is_l2:
+            return jnp.sqrt(self.b2 * old**2 + (1 - self.b2) * new**2)
+        return self.b2 * old + (1 - self.b2) * new

@@ -1,0 +1,158 @@
+"""Fused SGD."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Int, PyTree
+
+from jamp.optimizers._fused import (
+    FusedTransformation,
+    ScalarOrSchedule,
+    check_hyperparameters,
+    fused,
+    hashable_mask,
+    no_steps,
+    rate,
+    zeros,
+)
+from pallas_kernels import Options, Weight, sgd
+
+
+class FusedSGDState(NamedTuple):
+    """State of `fused_sgd`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        trace: momentum buffers, float32, like the params; None without momentum.
+    """
+
+    count: Int[Array, ""]
+    trace: PyTree | None
+
+
+def fused_sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: ArrayLike = 0.0,
+    *,
+    dampening: ArrayLike = 0.0,
+    weight_decay: ArrayLike = 0.0,
+    nesterov: bool = False,
+    wd_after_momentum: bool = False,
+    mask: Any = None,
+    backend: str = "auto",
+) -> FusedTransformation:
+    r"""SGD as apex's FusedSGD, and torch's.
+
+    $$d = g + \lambda w, \quad b \leftarrow \mu b + (1 - \tau) d, \quad
+      w \leftarrow w - \eta b,$$
+
+    where the first step takes $b = d$; with `nesterov`, $d + \mu b$ for the last $b$.
+
+    Equals `optax.sgd` without weight decay and dampening, and
+    `optax.chain(optax.add_decayed_weights(wd), optax.sgd(...))` with weight decay. With
+    `wd_after_momentum`, the decay stands between `optax.trace` and the learning rate.
+    No transformation of optax has dampening.
+
+    Args:
+        learning_rate: $\eta$, or a schedule of the count of steps.
+        momentum: $\mu$; 0 keeps no buffer.
+        dampening: $\tau$.
+        weight_decay: $\lambda$.
+        nesterov: whether to look ahead.
+        wd_after_momentum: whether to add $\lambda w$ after the momentum instead.
+        mask: which leaves decay, see `fused_adam`.
+        backend: "auto", "xla", "mosaic" or "interpret".
+
+    Returns:
+        A transformation, see `fused_adam`.
+
+    Raises:
+        ValueError: a number out of range, or Nesterov momentum with dampening or
+            without momentum.
+
+    >>> import jax.numpy as jnp, optax
+    >>> tx, params = fused_sgd(0.1, 0.5, nesterov=True), jnp.ones(2)
+    >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+    >>> print(optax.apply_updates(params, updates))
+    [0.85 0.85]
+    """
+    check_hyperparameters(
+        "fused_sgd",
+        learning_rate=learning_rate,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+    )
+    if nesterov and (_is_zero(momentum) or not _is_zero(dampening)):
+        raise ValueError(
+            "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
+        )
+    return fused(
+        FusedSGD(
+            learning_rate,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            wd_after_momentum,
+            hashable_mask(mask),
+            backend,
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedSGD:
+    """The hyperparameters of `fused_sgd`, and its step."""
+
+    name: ClassVar[str] = "fused_sgd"
+
+    learning_rate: Any
+    momentum: Any
+    dampening: Any
+    weight_decay: Any
+    nesterov: bool
+    wd_after_momentum: bool
+    mask: Any
+    backend: str
+    shardings: Any = None
+
+    def init(self, params: PyTree) -> FusedSGDState:
+        """No steps, and buffers of 0."""
+        return FusedSGDState(
+            no_steps(), None if _is_zero(self.momentum) else zeros(params)
+        )
+
+    def step(
+        self,
+        weights: Sequence[Weight],
+        grads: Sequence[Array],
+        state: FusedSGDState,
+        decays: Sequence[bool],
+        options: Options,
+    ) -> tuple[list[Any], FusedSGDState]:
+        """One pass."""
+        undampened = 1.0
+        if not _is_zero(self.dampening):
+            undampened = jnp.where(state.count == 0, 1, 1 - self.dampening)
+        results = sgd(
+            weights,
+            grads,
+            state.trace,  # pyright: ignore[reportArgumentType]
+            learning_rate=rate(self.learning_rate, state.count),
+            momentum=self.momentum,
+            undampened=undampened,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+            wd_after_momentum=self.wd_after_momentum,
+            decays=decays,
+            options=options,
+        )
+        return results.weights, FusedSGDState(state.count, results.moments.get("trace"))
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether it is Python's 0: what is traced is not."""
+    return isinstance(x, int | float) and x == 0

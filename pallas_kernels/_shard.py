@@ -1,0 +1,177 @@
+"""Where arrays lie on a mesh, and a kernel run on what each device holds.
+
+A kernel is opaque to the partitioner, which would gather all arrays on every device
+first. So it runs under `shard_map`, with the specs that the arrays have: known while
+tracing on a mesh of Explicit axes, and to be told on one of Auto axes.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from pallas_kernels._backend import BackendError
+from pallas_kernels._compat import varying_axes
+
+type Leaf = Mapping[str, Array]
+
+
+class Placement(NamedTuple):
+    """Where the leaves of one call lie.
+
+    Attributes:
+        mesh: the mesh to spread over; None if a kernel may run on the arrays as they
+            are: on one device, or inside of a `shard_map`.
+        specs: per leaf, how it is sharded.
+        unknown: why a kernel cannot run; empty if it can.
+    """
+
+    mesh: Any
+    specs: tuple[Any, ...] = ()
+    unknown: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a kernel can run."""
+        return not self.unknown
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether flattening an array sends nothing."""
+        return self.is_known and self.mesh is None
+
+    def require_known(self, backend: str) -> None:
+        """Raises a BackendError if the user insists on kernels, which cannot run."""
+        if self.unknown and backend != "auto":
+            raise BackendError(f"backend={backend!r} cannot run: {self.unknown}")
+
+    def by_axes(self) -> dict[tuple[str, ...], list[int]]:
+        """The leaves by the mesh axes that split them."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for k, spec in enumerate(self.specs):
+            groups.setdefault(_axes(spec), []).append(k)
+        return groups
+
+
+def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Placement:
+    """Where `leaves` lie.
+
+    Args:
+        leaves: dicts of arrays of one shape.
+        shardings: per leaf a NamedSharding or None, for a mesh of Auto axes.
+    """
+    told = [s for s in shardings or () if isinstance(s, NamedSharding)]
+    types = [_sharding(leaf) for leaf in leaves]
+    meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]
+    if not meshes:
+        return Placement(None)
+    mesh = meshes[0]
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Manual}:
+        return Placement(None, unknown=_VARYING if _varies(leaves) else "")
+    if kinds == {AxisType.Explicit}:
+        return Placement(mesh, tuple(t.spec for t in types))
+    if kinds != {AxisType.Auto}:
+        return Placement(None, unknown=_PARTLY_MANUAL)
+    if len(told) < len(leaves) or any(_shape(s.mesh) != _shape(mesh) for s in told):
+        return Placement(None, unknown=_AUTO)
+    return Placement(mesh, tuple(s.spec for s in told))
+
+
+def on_each_device(
+    local: Callable[..., tuple[dict[int, Any], dict[str, Array]]],
+    how: Mapping[str, str],
+    placement: Placement,
+    leaves: Sequence[Leaf],
+    *numbers: Any,
+) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Runs `local(members, leaves, *numbers)` under `shard_map`.
+
+    Reductions are completed over the axes that split a leaf; nothing else is sent.
+
+    Returns:
+        By leaf, its results; by name, the reductions.
+    """
+    groups = placement.by_axes()
+
+    def body(leaves, *numbers):
+        done, parts = {}, []
+        for axes, members in groups.items():
+            blocks, values = local(members, leaves, *numbers)
+            done |= blocks
+            parts.append({n: _complete(x, how[n], axes) for n, x in values.items()})
+        return done, {n: combine([p[n] for p in parts], how[n]) for n in how}
+
+    specs = placement.specs
+    leaves = [
+        {c: _resharded(x, spec, placement.mesh) for c, x in leaf.items()}
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    replicated = jax.tree.map(lambda _: PartitionSpec(), numbers)
+    # Refs cannot be checked for how they vary; every reduction is completed by hand.
+    return jax.shard_map(
+        body,
+        mesh=placement.mesh,
+        in_specs=(list(specs), *replicated),
+        out_specs=(dict(enumerate(specs)), PartitionSpec()),
+        check_vma=False,
+    )(leaves, *numbers)
+
+
+def combine(parts: Sequence[Array], how: str) -> Array:
+    """One reduction from those over parts of the leaves."""
+    return functools.reduce(jnp.add if how == "sum" else jnp.maximum, parts)
+
+
+def _complete(x: Array, how: str, axes: tuple[str, ...]) -> Array:
+    if not axes:
+        return x
+    return jax.lax.psum(x, axes) if how == "sum" else jax.lax.pmax(x, axes)
+
+
+def _resharded(x: Array, spec: Any, mesh: Any) -> Array:
+    """`x` as `spec` says: a gradient may lie differently from its weight."""
+    if AxisType.Explicit in mesh.axis_types and jax.typeof(x).sharding.spec != spec:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return x
+
+
+def _axes(spec: Any) -> tuple[str, ...]:
+    """The mesh axes that a spec names."""
+    names = [n if isinstance(n, tuple) else (n,) for n in spec if n is not None]
+    return tuple(sorted(itertools.chain.from_iterable(names)))
+
+
+def _sharding(leaf: Leaf) -> Any:
+    """The sharding that decides for a leaf: that of its weight, where it has one."""
+    return jax.typeof(leaf.get("param", next(iter(leaf.values())))).sharding
+
+
+def _shape(mesh: Any) -> tuple[Any, ...]:
+    return tuple(mesh.shape.items())
+
+
+def _varies(leaves: Sequence[Leaf]) -> bool:
+    """Whether a `shard_map` that checks how values vary is being traced."""
+    arrays = [x for leaf in leaves for x in leaf.values()]
+    return any(varying_axes(x) for x in arrays)
+
+
+_AUTO = (
+    "the arrays lie on a mesh of Auto axes, where tracing cannot know how they are "
+    "sharded. Create the state from sharded arrays with jamp.initialize, pass "
+    "`shardings`, make the mesh by `jax.make_mesh` with Explicit axes, or choose "
+    "backend='auto'."
+)
+_VARYING = (
+    "inside of a shard_map that checks how values vary. Pass check_vma=False to "
+    "jax.shard_map, or choose backend='auto'."
+)
+_PARTLY_MANUAL = (
+    "the mesh mixes Auto, Explicit and Manual axes. Use one kind, or backend='auto'."
+)

@@ -1,0 +1,204 @@
+"""An optimizer step over leaves: unscale, update moments and weights, or skip."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float
+
+from pallas_kernels._run import run
+from pallas_kernels._weights import Weight, join, saturate, split_wide
+from pallas_kernels._xla import Blocks, Job
+
+type Numbers = Mapping[str, Any]
+type Update = Callable[[Numbers, Any, Array, Array, Blocks], tuple[Array, Blocks]]
+
+
+class Options(NamedTuple):
+    """What all optimizers' kernels take.
+
+    Attributes:
+        unscale: what gradients are multiplied by, shape (), float32; None for 1.
+        skip: if true, nothing changes, shape (), bool; None for never.
+        only_updates: whether to return what to add to the weights, in float32, and
+            leave the weights.
+        backend: where to run, one of `BACKENDS`.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes.
+    """
+
+    unscale: Float[Array, ""] | None = None
+    skip: Bool[Array, ""] | None = None
+    only_updates: bool = False
+    backend: str = "auto"
+    shardings: Sequence[Any] | None = None
+
+
+DEFAULTS = Options()
+
+
+class Stepped(NamedTuple):
+    """What a step gave.
+
+    Attributes:
+        weights: per leaf the new weights; with `only_updates` the updates.
+        moments: by name, per leaf.
+    """
+
+    weights: list[Any]
+    moments: dict[str, list[Array]]
+
+
+def step(
+    update: Update,
+    weights: Sequence[Weight],
+    grads: Sequence[Array],
+    moments: Mapping[str, Sequence[Array]],
+    numbers: Mapping[str, ArrayLike],
+    options: Options,
+    *,
+    per_leaf: Mapping[str, Float[Array, " n"]] | None = None,
+    tags: Sequence[Any] | None = None,
+) -> Stepped:
+    """Steps every leaf by `update`, in one pass.
+
+    Args:
+        update: `(numbers, tag, grad, weight, moments) -> (what to add, moments)`.
+        weights: what to step.
+        grads: one per weight, of its shape.
+        moments: by name, one per weight, of its shape.
+        numbers: for the formula.
+        options: how to run.
+        per_leaf: further numbers, one per leaf.
+        tags: per leaf, something static for the formula.
+    """
+    job = Job(
+        functools.partial(_formula, update, options.only_updates),
+        unread={"copy": lambda results, dtype: saturate(results["param"], dtype)},
+    )
+    columns = _columns(weights, grads, moments)
+    if options.only_updates:
+        columns = [_without_copy(leaf) for leaf in columns]
+    results = run(
+        job,
+        columns,
+        scalars=_with_unscale(numbers, options),
+        per_leaf=per_leaf,
+        tags=_kinds(weights, tags),
+        skip=options.skip,
+        backend=options.backend,
+        shardings=options.shardings,
+    ).leaves
+    if options.only_updates:
+        stepped = [leaf["update"] for leaf in results]
+    else:
+        stepped = [w.written(x) for w, x in zip(weights, results, strict=True)]
+    return Stepped(
+        stepped, {name: [leaf[name] for leaf in results] for name in moments}
+    )
+
+
+def measure(
+    formula: Callable[[Numbers, Any, Array, Array, Blocks], Blocks],
+    weights: Sequence[Weight],
+    grads: Sequence[Array],
+    moments: Mapping[str, Sequence[Array]],
+    numbers: Mapping[str, ArrayLike],
+    options: Options,
+    *,
+    reductions: Mapping[str, str],
+    tags: Sequence[Any],
+) -> dict[str, Float[Array, " n"]]:
+    """Reduces what `formula` gives over each leaf, and writes nothing. See `step`."""
+    return run(
+        Job(functools.partial(_measured, formula), reductions=reductions),
+        [_without_copy(leaf) for leaf in _columns(weights, grads, moments)],
+        scalars=_with_unscale(numbers, options),
+        tags=_kinds(weights, tags),
+        backend=options.backend,
+        shardings=options.shardings,
+    ).reductions
+
+
+def leaf_decays(weight_decay: Any, decays: Sequence[bool] | None, n: int) -> list[bool]:
+    """Per leaf whether it decays; a decay of Python's 0 costs nothing."""
+    never = isinstance(weight_decay, int | float) and weight_decay == 0
+    return [False] * n if never else list(decays if decays is not None else [True] * n)
+
+
+def one_minus(x: ArrayLike) -> ArrayLike:
+    """1 - x, rounded afterwards where `x` is a number: in float32 digits cancel."""
+    return 1 - x
+
+
+def _columns(
+    weights: Sequence[Weight],
+    grads: Sequence[Array],
+    moments: Mapping[str, Sequence[Array]],
+) -> list[Blocks]:
+    """Per leaf, all its arrays by name."""
+    return [
+        {"grad": grad, **weight.columns}
+        | {name: leaves[k] for name, leaves in moments.items()}
+        for k, (weight, grad) in enumerate(zip(weights, grads, strict=True))
+    ]
+
+
+def _without_copy(leaf: Blocks) -> Blocks:
+    return {name: x for name, x in leaf.items() if name != "copy"}
+
+
+def _with_unscale(
+    numbers: Mapping[str, ArrayLike], options: Options
+) -> dict[str, ArrayLike]:
+    unscale = {} if options.unscale is None else {"unscale": options.unscale}
+    return unscale | dict(numbers)
+
+
+def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
+    """Per leaf, all that is static about it."""
+    tags = [None] * len(weights) if tags is None else tags
+    return [
+        (tag, weight.kind, weight.param.dtype)
+        for tag, weight in zip(tags, weights, strict=True)
+    ]
+
+
+def _formula(
+    update: Update, only_updates: bool, numbers: Numbers, kind: Any, blocks: Blocks
+) -> Blocks:
+    _, storage, dtype = kind
+    numbers, tag, grad, param, moments = _read(numbers, kind, blocks)
+    delta, moments = update(numbers, tag, grad, param, moments)
+    if only_updates:
+        return {"update": delta, **moments}
+    new = param + delta
+    if storage == "split":
+        high, low = split_wide(new)
+        return {"param": high, "low": low, **moments}
+    return {"param": saturate(new, dtype) if storage == "own" else new, **moments}
+
+
+def _measured(
+    formula: Callable[..., Blocks], numbers: Numbers, kind: Any, blocks: Blocks
+) -> Blocks:
+    return formula(*_read(numbers, kind, blocks))
+
+
+def _read(numbers: Numbers, kind: Any, blocks: Blocks) -> tuple[Any, ...]:
+    """What a formula takes: the weights joined, the gradient unscaled.
+
+    Float64 weights, which only XLA steps, are stepped in float64.
+    """
+    tag, storage, _ = kind
+    rest = dict(blocks)
+    param, grad = rest.pop("param"), rest.pop("grad")
+    if storage == "split":
+        param = join(param, rest.pop("low"))
+    if param.dtype != jnp.float32:
+        numbers = {name: x.astype(param.dtype) for name, x in numbers.items()}
+        rest = {name: x.astype(param.dtype) for name, x in rest.items()}
+    grad = grad.astype(param.dtype)
+    if "unscale" in numbers:
+        grad = grad * numbers["unscale"]
+    return numbers, tag, grad, param, rest

@@ -1,0 +1,92 @@
+"""How weights are stored, and how a step writes them.
+
+An optimizer's formula sees float32 weights and returns what to add to them. Here is
+what that means for each way to keep them.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt16
+
+type Kind = Literal["own", "copied", "split"]
+
+
+class Weight(NamedTuple):
+    """The weights of one leaf.
+
+    Attributes:
+        param: what is stepped: float32, or half without a master. With a remainder,
+            the upper half of a float32 master, in bfloat16.
+        copy: a half copy, written anew from `param` at each step; None for none.
+        remainder: the lower 16 bits of the master; None for none.
+    """
+
+    param: Array
+    copy: Array | None = None
+    remainder: UInt16[Array, "..."] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """How it is stored."""
+        if self.remainder is not None:
+            return "split"
+        return "own" if self.copy is None else "copied"
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """Its arrays by the names under which kernels know them."""
+        columns = {"param": self.param, "copy": self.copy, "low": self.remainder}
+        return {name: x for name, x in columns.items() if x is not None}
+
+    def written(self, columns: dict[str, Array]) -> "Weight":
+        """The same weights with what a kernel wrote."""
+        return Weight(columns["param"], columns.get("copy"), columns.get("low"))
+
+
+def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 whose halves `split` returned, bit for bit.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.float32(0.1)
+    >>> print(bool(join(*split(x)) == x))
+    True
+    """
+    bits = jax.lax.bitcast_convert_type(high.astype(jnp.float32), jnp.uint32)
+    low = low.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits - ((low >> 15) << 16)) | low, jnp.float32)
+
+
+def split(
+    x: Float[Array, "..."],
+) -> tuple[Float[Array, "..."], UInt16[Array, "..."]]:
+    """A float32 as a bfloat16 and the 16 bits that it lacks.
+
+    The bfloat16 is `x` rounded to nearest, exact ties away from zero: of an even
+    bfloat16 round-to-nearest-even has 65,537 preimages, one more than 16 bits can tell
+    apart. NaNs become one NaN. What would round to infinity stays the largest finite.
+    """
+    high, low = split_wide(x)
+    return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
+
+
+def split_wide(x: Array) -> tuple[Array, Array]:
+    """Like `split`, in float32 and uint32."""
+    x = jnp.where(x != x, jnp.nan, jnp.clip(x, -_LARGEST, _LARGEST))
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    high = ((bits + 0x8000) >> 16) << 16
+    return jax.lax.bitcast_convert_type(high, jnp.float32), bits & 0xFFFF
+
+
+# The largest float32 that does not round to infinity in bfloat16.
+_LARGEST = float(np.uint32(0x7F7F7FFF).view(np.float32))
+
+
+def saturate(x: Array, dtype: Any) -> Array:
+    """`x` within the finite range of a half dtype; NaN stays."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return x
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit)

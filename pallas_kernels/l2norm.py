@@ -1,0 +1,116 @@
+"""Norms of many arrays at once, and whether any element is not finite.
+
+After apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels._run import run
+from pallas_kernels._step import DEFAULTS, Numbers, Options
+from pallas_kernels._xla import Blocks, Job
+
+
+class Norms(NamedTuple):
+    """What one reading of many arrays tells.
+
+    Attributes:
+        norm: the norm, shape (), float32; per leaf shape (n,).
+        found_inf: whether an element is inf or NaN, shape (), bool; per leaf (n,).
+    """
+
+    norm: Float[Array, "..."]
+    found_inf: Bool[Array, "..."]
+
+
+def l2norm(
+    leaves: Sequence[Array], *, per_leaf: bool = False, options: Options = DEFAULTS
+) -> Norms:
+    r"""$\sqrt{\sum x^2}$ over all leaves, or for each, accumulated in float32.
+
+    Squares of float32 and bfloat16 elements can overflow where these are finite: then
+    the norm is infinite, and `found_inf` false.
+
+    Args:
+        leaves: arrays of floats; an empty one has norm 0.
+        per_leaf: whether to return one norm per leaf.
+        options: how to run; `unscale` multiplies what is measured.
+
+    >>> import jax.numpy as jnp
+    >>> norms = l2norm([jnp.array([3.0]), jnp.array([4.0, 0.0])])
+    >>> print(norms.norm, norms.found_inf)
+    5.0 False
+    """
+    sums = _reduce(
+        _squares, {"squares": "sum", "defects": "sum"}, per_leaf, leaves, options
+    )
+    return Norms(_unscaled(jnp.sqrt(sums["squares"]), options), sums["defects"] != 0)
+
+
+def max_norm(
+    leaves: Sequence[Array], *, per_leaf: bool = False, options: Options = DEFAULTS
+) -> Norms:
+    r"""$\max |x|$ over all leaves, or for each. See `l2norm`.
+
+    >>> import jax.numpy as jnp
+    >>> print(max_norm([jnp.array([3.0, -5.0]), jnp.zeros(0)], per_leaf=True).norm)
+    [5. 0.]
+    """
+    how = {"largest": "max", "defects": "sum"}
+    sums = _reduce(_largest, how, per_leaf, leaves, options)
+    return Norms(_unscaled(sums["largest"], options), sums["defects"] != 0)
+
+
+def found_inf(
+    leaves: Sequence[Array], *, options: Options = DEFAULTS
+) -> Bool[Array, ""]:
+    """Whether any element is inf or NaN.
+
+    >>> import jax.numpy as jnp
+    >>> print(found_inf([jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
+    True
+    """
+    return _reduce(_defects, {"defects": "sum"}, False, leaves, options)["defects"] != 0
+
+
+def defects(x: Array) -> Array:
+    """0 where finite; NaN, which differs from 0 and stays so in a sum, where not."""
+    return x - x
+
+
+def _reduce(
+    formula: Any, how: dict[str, str], per_leaf: bool, leaves: Any, options: Options
+) -> dict[str, Array]:
+    if not leaves:
+        shape = (0,) if per_leaf else ()
+        return dict.fromkeys(how, jnp.zeros(shape))
+    return run(
+        Job(formula, reductions=how, totals=not per_leaf),
+        [{"x": x} for x in leaves],
+        backend=options.backend,
+        shardings=options.shardings,
+    ).reductions
+
+
+def _unscaled(norm: Array, options: Options) -> Array:
+    return norm if options.unscale is None else norm * options.unscale
+
+
+def _squares(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+    del numbers, tag
+    x = columns["x"].astype(jnp.float32)
+    return {"squares": x * x, "defects": defects(x)}
+
+
+def _largest(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+    del numbers, tag
+    x = columns["x"].astype(jnp.float32)
+    return {"largest": jnp.abs(x), "defects": defects(x)}
+
+
+def _defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+    del numbers, tag
+    return {"defects": defects(columns["x"].astype(jnp.float32))}

@@ -1,0 +1,72 @@
+"""Scales many arrays at once, and looks for inf and NaN on the way.
+
+After apex's csrc/multi_tensor_scale_kernel.cu.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool
+
+from pallas_kernels._run import run
+from pallas_kernels._step import DEFAULTS, Numbers, Options
+from pallas_kernels._xla import Blocks, Job
+from pallas_kernels.l2norm import defects
+
+
+class Checked(NamedTuple):
+    """New arrays, and whether an input held inf or NaN.
+
+    Attributes:
+        leaves: one per input.
+        found_inf: shape (), bool.
+    """
+
+    leaves: list[Array]
+    found_inf: Bool[Array, ""]
+
+
+def scale(
+    leaves: Sequence[Array],
+    factor: ArrayLike,
+    dtypes: Sequence[Any],
+    *,
+    options: Options = DEFAULTS,
+) -> Checked:
+    """`factor * x`, in float32, rounded to `dtypes`.
+
+    An element that overflows in the product or in its rounding is not reported: as in
+    apex, inputs are.
+
+    Args:
+        leaves: arrays of floats.
+        factor: shape ().
+        dtypes: one per leaf, of the result.
+        options: how to run.
+
+    >>> import jax.numpy as jnp
+    >>> halves, found_inf = scale([jnp.array([1.0, 6.0])], 0.5, [jnp.float16])
+    >>> print(halves[0], found_inf)
+    [0.5 3. ] False
+    """
+    results = run(
+        Job(_formula, reductions={"defects": "sum"}, totals=True),
+        [{"x": x} for x in leaves],
+        scalars={"factor": factor},
+        tags=[jnp.dtype(dtype) for dtype in dtypes],
+        backend=options.backend,
+        shardings=options.shardings,
+    )
+    return checked(results)
+
+
+def checked(results: Any) -> Checked:
+    """The new arrays "out", and the flag from "defects"."""
+    defects = results.reductions.get("defects", jnp.zeros(()))
+    return Checked([leaf["out"] for leaf in results.leaves], defects != 0)
+
+
+def _formula(numbers: Numbers, dtype: Any, columns: Blocks) -> Blocks:
+    x = columns["x"]
+    return {"out": (numbers["factor"] * x).astype(dtype), "defects": defects(x)}
