@@ -140,7 +140,6 @@ def _next_group(
 ) -> dict[str, Any]:
     """One group after its step, or as it was."""
     old = _group(state, key)
-    clean = _known(clean)
     params, opt_state = step(
         _groups.get(state.tx, key),
         *_gradients.total(parts, key),
@@ -152,8 +151,8 @@ def _next_group(
     return {
         "params": params,
         "opt_state": opt_state,
-        "skipped_steps": old["skipped_steps"] + (~clean).astype(jnp.int32),
-        "last_step_skipped": ~clean,
+        "skipped_steps": old["skipped_steps"] + (~_known(clean)).astype(jnp.int32),
+        "last_step_skipped": ~_known(clean),
     }
 
 

@@ -1,4 +1,4 @@
-"""What `apply_gradients` accepts, as parts: the float32 gradients of one loss each."""
+"""What `apply_gradients` accepts, as parts: the gradients of one loss each."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp import _groups
 from jamp._dtypes import widen
 from jamp._groups import Key
+from jamp._loss_scale import unscale_tree
 from jamp._scale_loss import HasLossScales
 from jamp._scaled_grads import ScaledGrads
 from jamp._tree import all_finite, check_like, differentiable, split_overwrite
@@ -24,12 +25,14 @@ class Part(NamedTuple):
     """The gradients of one loss.
 
     Attributes:
-        trees: per group that the loss covers, gradients in float32.
+        trees: per group that the loss covers, gradients times `scale`.
+        scale: what to divide them by; None for 1.
         finite: whether all were finite; None if nobody looked.
         loss_id: whose scale moves; None for no one's.
     """
 
     trees: dict[Key, PyTree]
+    scale: Float[Array, ""] | None
     finite: Bool[Array, ""] | None
     loss_id: int | None
 
@@ -62,13 +65,24 @@ def clean_flag(parts: list[Part], key: Key | None = None) -> Bool[Array, ""] | N
     return functools.reduce(jnp.logical_and, flags) if flags else None
 
 
-def total(parts: list[Part], key: Key) -> tuple[PyTree, Any]:
-    """A group's gradients, summed over the losses, and its fp8 values if any."""
-    trees = [split_overwrite(part.trees[key]) for part in parts if key in part.trees]
-    summed = functools.reduce(
-        lambda a, b: jax.tree.map(jnp.add, a, b), [tree for tree, _ in trees]
-    )
-    return summed, trees[-1][1]
+def total(parts: list[Part], key: Key) -> tuple[PyTree, Any, Any]:
+    """A group's gradients, summed over the losses.
+
+    Returns:
+        The gradients, its fp8 values if any, and what to divide the gradients by: those
+        of one loss are left scaled and in half, for whoever can unscale on the way.
+    """
+    covering = [part for part in parts if key in part.trees]
+    trees = [split_overwrite(part.trees[key]) for part in covering]
+    overwrite = trees[-1][1]
+    if len(covering) == 1:
+        return trees[0][0], overwrite, covering[0].scale
+    unscaled = [
+        unscale_tree(tree, 1.0 if part.scale is None else part.scale)
+        for (tree, _), part in zip(trees, covering, strict=True)
+    ]
+    summed = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), unscaled)
+    return summed, overwrite, None
 
 
 def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
@@ -77,11 +91,11 @@ def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
             f"grads hold ScaledGrads and a {type(grads).__name__}: "
             "pass a sequence of ScaledGrads, one per loss."
         )
-    tree, finite = grads.unscale()
-    trees = _groups.by_group(tree, grads.groups, keys)
+    trees = _groups.by_group(grads.tree, grads.groups, keys)
     _check(trees, state)
     checks = state.loss_scale_rules[grads.loss_id].checks
-    return Part(trees, finite if checks else None, grads.loss_id)
+    finite = grads.finite if checks else None
+    return Part(trees, grads.scale, finite, grads.loss_id)
 
 
 def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
@@ -103,7 +117,7 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     finite = all_finite([split_overwrite(tree)[0] for tree in trees.values()])
     # Of several losses nobody can tell whose scale should move.
     loss_id = 0 if len(state.loss_scale_rules) == 1 else None
-    return Part(trees, finite if checks else None, loss_id)
+    return Part(trees, None, finite if checks else None, loss_id)
 
 
 def _check_container(grads: Any, params: Any) -> None:

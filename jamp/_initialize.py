@@ -11,28 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax.training.train_state import TrainState
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp import _groups
 from jamp._amp_state import AmpState
 from jamp._cast import cast_params, check_keep_fp32, keep_rule
-from jamp._dtypes import FLOAT32
 from jamp._forward import patched_forward
 from jamp._groups import Key
+from jamp._incoming import ARRAY_LIKE, check_bare, check_containers, check_float32
 from jamp._loss_scale import loss_scale_rule
-from jamp._master_weights import (
-    ALREADY_WRAPPED,
-    MasterWeights,
-    MasterWeightsState,
-    master_weights as with_master_weights,
-)
+from jamp._master_weights import master_weights as with_master_weights
 from jamp._opt_level import BRIEFS, LEVELS, Properties
 from jamp._state_class import state_class_with
-from jamp._step import init_optimizer
-from jamp._tree import differentiable, path_string, split_overwrite
+from jamp._step import init_optimizer, with_shardings
 from jamp._warnings import UnusedOptionWarning
 
 
@@ -56,6 +48,7 @@ def initialize(
     keep_fp32: Any = None,
     lists: Any = None,
     promote: str | None = None,
+    store_remainder: bool = False,
     allow_incoming_model_not_fp32: bool = False,
     state_class: type[AmpState] = AmpState,
     **fields: Any,
@@ -98,6 +91,8 @@ def initialize(
         keep_fp32: more leaves to keep in float32: regex, predicate, or a list of them.
         lists: additions to autocast's table, a `jamp.AutocastLists`; O1 and O4 only.
         promote: "narrowest" keeps sums of half and float32 in half; O1 and O4 only.
+        store_remainder: whether to keep 16 more bits beside bfloat16 params instead of
+            float32 masters, see `master_weights`; O5 only.
         allow_incoming_model_not_fp32: whether half params may come in.
         state_class: AmpState, or a subclass that declares extra fields.
         **fields: extra fields of the state, such as `batch_stats`.
@@ -131,7 +126,7 @@ def initialize(
         lists=lists,
         promote=promote,
     )
-    _check_containers(params, tx)
+    check_containers(params, tx)
     _check_fields(fields, state_class)
     rules = _rules(properties, num_losses, min_loss_scale, max_loss_scale)
     _print(opt_level, properties, verbosity)
@@ -140,18 +135,26 @@ def initialize(
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
     params = jax.tree.map(_strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
-        _check_float32(params)
+        check_float32(params)
     check_keep_fp32(properties.keep_fp32, params)
     model_params = _cast(params, properties, fields.get("batch_stats"))
     groups = {k: _groups.get(params, k) for k in keys}
     txs = {k: _groups.get(tx, k) for k in keys}
     if tx is not None:
         for key in keys:
-            _check_bare(txs[key], groups[key])
+            check_bare(txs[key], groups[key])
     cast_groups = {k: _groups.get(model_params, k) for k in keys}
+    txs = {k: with_shardings(txs[k], cast_groups[k]) for k in keys}
     if properties.master_weights and tx is not None:
-        txs = {k: with_master_weights(t) for k, t in txs.items()}
-    opt_states = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
+        txs = {
+            k: with_master_weights(t, store_remainder=store_remainder)
+            for k, t in txs.items()
+        }
+    elif store_remainder:
+        _warn_no_masters(opt_level)
+    begun = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
+    model_params = _groups.each(keys, lambda k: begun[k][0], model_params)
+    opt_states = {k: opt_state for k, (_, opt_state) in begun.items()}
     state = state_class_with(state_class, fields)(
         step=jnp.zeros((), jnp.int32),
         apply_fn=_patch(apply_fn, properties),
@@ -188,7 +191,7 @@ def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
     if declared is not None and not declared.metadata.get("pytree_node", True):
         return value
     for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        if not isinstance(leaf, _ARRAY_LIKE):
+        if not isinstance(leaf, ARRAY_LIKE):
             raise TypeError(
                 f"The extra field {name}{jax.tree_util.keystr(path)} is {leaf!r}, "
                 "which is no array. Declare a static field on a subclass of AmpState: "
@@ -260,96 +263,13 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
     return patched_forward(apply_fn, properties)
 
 
-_ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-
-
-def _check_containers(params: Any, tx: Any) -> None:
-    for variables in (params, *_entries(params)):
-        names = set(variables) if isinstance(variables, Mapping) else set()
-        if {"params", "batch_stats"} <= names:
-            raise TypeError(
-                "params are Flax variables with batch_stats, which no optimizer must "
-                'train. Pass variables["params"], and '
-                'batch_stats=variables["batch_stats"].'
-            )
-    is_state = lambda x: isinstance(x, TrainState)  # noqa: E731
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_state):
-        where = f"params{jax.tree_util.keystr(path)}"
-        if is_state(leaf):
-            raise TypeError(
-                f"{where} is a {type(leaf).__name__}. Pass float32 params: "
-                "state.params, or jamp.master_params(state) of an AmpState."
-            )
-        if not isinstance(leaf, _ARRAY_LIKE):
-            raise TypeError(
-                f"{where} is {leaf!r}, which is no array. Pass the params, "
-                '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
-            )
-    if tx is None or _groups.is_transformation(tx):
-        return
-    if not isinstance(tx, list | tuple | Mapping):
-        raise TypeError(
-            "tx must be an optax transformation, or a list, tuple or dict of them, "
-            f"got {tx!r}."
-        )
-    for entry in _entries(tx):
-        if not _groups.is_transformation(entry):
-            raise TypeError(f"tx holds {entry!r}, which is no optax transformation.")
-    if isinstance(tx, Mapping):
-        matches = isinstance(params, Mapping) and set(params) == set(tx)
-    else:
-        matches = type(params) is type(tx) and len(params) == len(tx)
-    if not matches:
-        raise ValueError(
-            f"params and tx must be in the same container, with the same keys: got "
-            f"{_kind(params)} of params and {_kind(tx)} of transformations. For one "
-            "model with several transformations in a row, pass optax.chain(...)."
-        )
-
-
-def _entries(container: Any) -> list[Any]:
-    if isinstance(container, Mapping):
-        return list(container.values())
-    return list(container) if isinstance(container, list | tuple) else []
-
-
-def _kind(container: Any) -> str:
-    if isinstance(container, Mapping):
-        return f"a dict with the keys {list(container)}"
-    if isinstance(container, list | tuple):
-        return f"a {type(container).__name__} of length {len(container)}"
-    return f"one {type(container).__name__}"
-
-
-def _check_float32(params: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == FLOAT32:
-            continue
-        if "_overwrite_with_gradient" in path_string(path).split("/"):
-            continue
-        raise ValueError(
-            f"Found params{jax.tree_util.keystr(path)} with dtype {dtype}, expected "
-            "float32. You do not need to cast your model before jamp.initialize, no "
-            "matter what opt level you choose. If the model is meant to be mixed, pass "
-            "allow_incoming_model_not_fp32=True."
-        )
-
-
-def _check_bare(tx: Any, params: PyTree) -> None:
-    """Raises if a transformation holds master_weights anywhere."""
-    if isinstance(tx, MasterWeights):
-        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
-    shapes = jax.eval_shape(tx.init, differentiable(split_overwrite(params)[0]))
-    nodes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, MasterWeightsState))
-    if any(isinstance(node, MasterWeightsState) for node in nodes):
-        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
-
-
-_BARE = (
-    "Pass the bare transformation to jamp.initialize, or choose "
-    "master_weights=False at a level that casts."
-)
+def _warn_no_masters(opt_level: str) -> None:
+    warnings.warn(
+        f"store_remainder has no effect: {opt_level} keeps no master weights here. It "
+        "is for O5.",
+        UnusedOptionWarning,
+        stacklevel=3,
+    )
 
 
 _APEX_NAMES = {

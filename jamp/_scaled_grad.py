@@ -16,6 +16,7 @@ from jamp import _groups
 from jamp._compat import manual_axes, varying_axes
 from jamp._forward import forward_policy, under_autocast
 from jamp._layout import row_major_on_cuda
+from jamp._master_weights import fused_inside
 from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
 from jamp._scaled_grads import ScaledGrads, widen_tree
 from jamp._tree import (
@@ -176,7 +177,7 @@ def _differentiate(
         with forward_policy(state.properties):
             grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
         grads = row_major_on_cuda(grads)
-        finite = _finite(grads) if rule.checks else jnp.asarray(True)
+        finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
         if axis_name is not None:
             grads, loss, finite = _averaged(grads, loss, finite, axis_name)
         named = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -202,8 +203,13 @@ def _split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
     return checked_loss(out[0]), out[1]
 
 
-def _finite(grads: dict[Any, PyTree]) -> Bool[Array, ""]:
-    return all_finite([split_overwrite(tree)[0] for tree in grads.values()])
+def _finite(grads: dict[Any, PyTree], txs: Any) -> Bool[Array, ""]:
+    """Whether all are finite; by the kernels of the optimizer that will step them."""
+    flags = []
+    for key, tree in grads.items():
+        tree, fused = split_overwrite(tree)[0], fused_inside(_groups.get(txs, key))
+        flags.append(fused.all_finite(tree) if fused else all_finite(tree))
+    return functools.reduce(jnp.logical_and, flags)
 
 
 def _varying(x: Array, axis_name: Any) -> Array:

@@ -4,79 +4,145 @@ from typing import Any
 
 import jax
 import optax
-from jaxtyping import Array, Bool, PyTree
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._dtypes import cast, is_castable, widen
+from jamp._loss_scale import unscale_tree
 from jamp._master_weights import (
     MasterWeights,
     MasterWeightsState,
+    from_weights,
     full_masters,
+    fused_inside,
     init_masters,
-    keep_holes,
     masters_for,
+    split_masters,
+    weights_for,
+    write_back,
 )
 from jamp._tree import differentiable, join_overwrite, merge, select, split_overwrite
+from jamp.optimizers import FusedTransformation
+from pallas_kernels import Weight
 
 
-def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> Any:
-    """The optimizer's state, from the user's params rather than from rounded ones."""
+def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, Any]:
+    """Params and optimizer state, from the user's params rather than rounded ones."""
     if tx is None:
-        return None
-    originals, params = _trained(originals), _trained(params)
-    if isinstance(tx, MasterWeights):
-        return init_masters(tx.inner, masters_for(originals, params), params)
-    return tx.init(jax.tree.map(widen, params))
+        return params, None
+    given, originals, trained = params, _trained(originals), _trained(params)
+    if not isinstance(tx, MasterWeights):
+        return given, tx.init(jax.tree.map(widen, trained))
+    masters = masters_for(originals, trained)
+    if tx.store_remainder:
+        trained, masters = split_masters(originals, trained)
+        whole, overwrite = split_overwrite(params)
+        given = join_overwrite(merge(trained, whole), overwrite, params)
+    return given, init_masters(tx.inner, masters, trained)
+
+
+def with_shardings(tx: Any, params: PyTree) -> Any:
+    """Tells a fused optimizer how its params lie: under jit it could not find out."""
+    leaves = jax.tree.leaves(_trained(params))
+    if not isinstance(tx, FusedTransformation):
+        return tx
+    # A tracer has no sharding.
+    shardings = tuple(getattr(x, "sharding", None) for x in leaves)
+    named = [s for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1]
+    return tx.replace(shardings=shardings) if len(named) == len(leaves) else tx
 
 
 def step(
     tx: Any,
     grads: PyTree,
     overwrite: Any,
+    grad_scale: Float[Array, ""] | None,
     opt_state: Any,
     params: PyTree,
-    clean: Bool[Array, ""],
+    clean: Bool[Array, ""] | None,
     update_args: dict[str, Any],
 ) -> tuple[PyTree, Any]:
     """Steps the masters, or where there are none the params, widened for the step.
+
+    A fused optimizer does so in one pass over each leaf.
 
     Moments of half params are in float32 too: in float16 the second would underflow,
     and an epsilon of 1e-8 would be zero.
 
     Args:
         tx: a transformation, maybe wrapped in `master_weights`.
-        grads: float32 gradients.
+        grads: gradients, times `grad_scale`.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
+        grad_scale: what to divide the gradients by; None for 1.
         opt_state: its state.
         params: the whole params, leaves that are no floats included.
         clean: whether to step; if not, all bits stay. By select: a `lax.cond` would
-            spare the work of a rare skip, and cost 40 % more traffic always.
+            spare the work of a rare skip, and cost 40 % more traffic always. None for
+            always.
         update_args: extra arguments for `tx.update`.
 
     Returns:
         New params and optimizer state.
     """
     trained = _trained(params)
-    if isinstance(tx, MasterWeights):
-        masters = full_masters(opt_state.masters, trained)
-        inner, inner_state = tx.inner, opt_state.inner_state
+    fused = fused_inside(tx)
+    if fused is not None:
+        flag = None if clean is None else ~clean
+        new, new_state = _step_fused(fused, grads, grad_scale, opt_state, trained, flag)
     else:
-        masters = jax.tree.map(widen, trained)
-        inner, inner_state = optax.with_extra_args_support(tx), opt_state
-    updates, new_state = inner.update(grads, inner_state, masters, **update_args)
-    stepped = optax.apply_updates(masters, updates)
-    new_state = select(clean, new_state, inner_state)
-    if isinstance(tx, MasterWeights):
-        # Select, then round: the other way round would read the old half params too.
-        masters = select(clean, stepped, masters)
-        new_state = MasterWeightsState(
-            keep_holes(masters, opt_state.masters), new_state
-        )
-        new = jax.tree.map(_round, masters, trained)
-    else:
-        new = select(clean, jax.tree.map(_round, stepped, trained), trained)
+        grads = grads if grad_scale is None else unscale_tree(grads, grad_scale)
+        new, new_state = _step_optax(tx, grads, opt_state, trained, clean, update_args)
     whole, old_overwrite = split_overwrite(params)
-    overwrite = select(clean, overwrite, old_overwrite)
+    overwrite = _choose(clean, overwrite, old_overwrite)
     return join_overwrite(merge(new, whole), overwrite, params), new_state
+
+
+def _step_fused(
+    fused: FusedTransformation,
+    grads: PyTree,
+    grad_scale: Any,
+    opt_state: Any,
+    params: PyTree,
+    found_inf: Any,
+) -> tuple[PyTree, Any]:
+    has_masters = isinstance(opt_state, MasterWeightsState)
+    if has_masters:
+        weights, state = weights_for(opt_state.masters, params), opt_state.inner_state
+    else:
+        weights, state = jax.tree.map(Weight, params), opt_state
+    weights, state = fused.apply(
+        grads, state, weights, grad_scale=grad_scale, found_inf=found_inf
+    )
+    params, masters = from_weights(weights)
+    return params, MasterWeightsState(masters, state) if has_masters else state
+
+
+def _step_optax(
+    tx: Any,
+    grads: PyTree,
+    opt_state: Any,
+    params: PyTree,
+    clean: Any,
+    update_args: dict[str, Any],
+) -> tuple[PyTree, Any]:
+    has_masters = isinstance(tx, MasterWeights)
+    if has_masters:
+        weights = full_masters(opt_state.masters, params)
+        inner, state = tx.inner, opt_state.inner_state
+    else:
+        weights = jax.tree.map(widen, params)
+        inner, state = optax.with_extra_args_support(tx), opt_state
+    updates, new_state = inner.update(grads, state, weights, **update_args)
+    stepped = optax.apply_updates(weights, updates)
+    new_state = _choose(clean, new_state, state)
+    if has_masters:
+        new, masters = write_back(stepped, opt_state.masters, params, clean)
+        return new, MasterWeightsState(masters, new_state)
+    return _choose(clean, jax.tree.map(_round, stepped, params), params), new_state
+
+
+def _choose[T](clean: Bool[Array, ""] | None, new: T, old: T) -> T:
+    return new if clean is None else select(clean, new, old)
 
 
 def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:

@@ -59,7 +59,7 @@ LAYERS = (
     ("jamp._scaled_grad", "jamp._gradients"),
     ("jamp._step",),
     ("jamp._amp_state",),
-    ("jamp._state_class", "jamp._check"),
+    ("jamp._state_class", "jamp._check", "jamp._incoming"),
     ("jamp._initialize",),
     ("jamp.diagnostics._flops", "jamp.diagnostics._explanation"),
     ("jamp.diagnostics._explain",),

@@ -14,11 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._dtypes import is_castable
 from jamp._tree import check_like
-from pallas_kernels import Options, Weight, check_backend
+from pallas_kernels import (
+    Options,
+    Weight,
+    check_backend,
+    found_inf as found_inf_of,
+)
 
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
@@ -73,6 +78,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     def replace(self, **changes: Any) -> Self:
         """The same optimizer with other hyperparameters."""
         return fused(dataclasses.replace(self.rule, **changes))  # pyright: ignore[reportReturnType]
+
+    def all_finite(self, grads: PyTree) -> Bool[Array, ""]:
+        """Whether no gradient is inf or NaN, shape (), bool."""
+        options = Options(backend=self.rule.backend, shardings=self.rule.shardings)
+        return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
     def apply(
         self,
@@ -151,7 +161,7 @@ def _apply(
     leaves, structure = jax.tree.flatten(grads)
     weights = structure.flatten_up_to(weights)
     params = structure.unflatten([weight.param for weight in weights])
-    skip = None if found_inf is None else jnp.asarray(found_inf) != 0
+    skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
     options = Options(
         unscale=None if grad_scale is None else _reciprocal(grad_scale),
         skip=skip,

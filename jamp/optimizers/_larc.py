@@ -196,6 +196,6 @@ class _Update:
         )
         if found_inf is None:
             return updates, new
-        clean = jnp.asarray(found_inf) == 0
+        clean = ~jnp.asarray(found_inf).astype(bool)
         still = jax.tree.map(jnp.zeros_like, updates)
         return select(clean, updates, still), select(clean, new, state)
