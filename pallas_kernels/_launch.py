@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels._dtypes import fits_kernel, widen
+from pallas_kernels._xla import JOIN
 
 WARPGROUP = 128
 # Elements of a column that one grid step works on. Adam takes 72 registers of a thread
@@ -62,6 +63,10 @@ class Work(NamedTuple):
     unread: tuple[str, ...]
     has_skip: bool
 
+    def __hash__(self) -> int:
+        parts = (self.reductions.items(), self.fresh.items())
+        return hash((self.formula, self.derive, *map(tuple, parts), *self[4:]))
+
 
 def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
     """Splits leaves into launches, those of equal sizes together: they compile once."""
@@ -85,6 +90,7 @@ def fits(leaf: Leaf) -> bool:
     return all(fits_kernel(x) for x in leaf.values())
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(
     work: Work,
     interpret: bool,
@@ -240,8 +246,7 @@ def _run_block(
         values = [
             _reduce(block[name], w, how) for block, w in zip(new, windows, strict=True)
         ]
-        join = jnp.add if how == "sum" else jnp.maximum
-        partials[name][step] = functools.reduce(join, values)
+        partials[name][step] = functools.reduce(JOIN[how], values)
 
     def store():
         for blocks, window in zip(new, windows, strict=True):

@@ -16,15 +16,17 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 from pallas_kernels import _launch
 from pallas_kernels._backend import resolve
 from pallas_kernels._dtypes import widened_dtype
-from pallas_kernels._launch import Work
+from pallas_kernels._launch import Work, launch
 from pallas_kernels._shard import combine, on_each_device, placement_of
 from pallas_kernels._xla import (
     Blocks,
     Job,
     Leaf,
-    bucketed,
+    bind,
     pack,
+    reduce_group,
     run_leaf,
+    side_by_side,
     size_of,
     together,
 )
@@ -76,6 +78,9 @@ def run(
     if where != "xla" and not placement.is_known:
         placement.require_known(backend)
         where = "xla"
+    if not leaves:
+        shape = () if job.totals else (0,)
+        return Results([], dict.fromkeys(job.reductions, jnp.zeros(shape)))
     names = (*scalars, *per_leaf)
     numbers = [pack(scalars)]
     if per_leaf:
@@ -123,29 +128,30 @@ def _run_local(
 
     for ks in _by_kind(members, leaves, tags):
         work = _work(job, names, leaves[ks[0]], tags[ks[0]])
-        # One function, one jit: launches of equal shapes are traced and compiled once.
-        launch = jax.jit(functools.partial(_launch.launch, work, where == "interpret"))
         in_kernels = [k for k in ks if where != "xla" and _launch.fits(leaves[k])]
         sizes = [size_of(leaves[k]) for k in in_kernels]
         for chunk in _launch.chunks(sizes, len(leaves[ks[0]])):
             batch = [in_kernels[c] for c in chunk]
             rows = None if table is None else table[jnp.array(batch)]
-            results, values = launch([dict(leaves[k]) for k in batch], packed, rows)
+            columns = [dict(leaves[k]) for k in batch]
+            results, values = launch(work, where == "interpret", columns, packed, rows)
             done |= dict(zip(batch, results, strict=True))
             reduce(batch, values)
 
         rest = [k for k in ks if k not in set(in_kernels)]
-        only_reduces = job.totals and not (work.written or work.fresh)
-        batches = bucketed(leaves, rest) if only_reduces and may_flatten else rest
+        if job.totals and may_flatten and not (work.written or work.fresh):
+            numbers = dict(zip(names, packed, strict=True))
+            for group in side_by_side(leaves, rest):
+                values = reduce_group(job, tags[ks[0]], group, numbers)
+                for name, x in values.items():
+                    parts[name].append(x)
+            continue
         order, values = [], {name: [] for name in job.reductions}
-        for group, shared in together(leaves, batches, packed):
+        for group, shared in together(leaves, rest, packed):
             for k in group:
-                leaf = leaves[k] if isinstance(k, int) else k
                 row = () if table is None else table[k]
                 numbers = dict(zip(names, [*shared, *row], strict=True))
-                results, reduced = run_leaf(job, leaf, tags[ks[0]], numbers)
-                if isinstance(k, int):
-                    done[k] = results
+                done[k], reduced = run_leaf(job, leaves[k], tags[k], numbers)
                 order.append(k)
                 for name, x in reduced.items():
                     values[name].append(x)
@@ -167,10 +173,7 @@ def _by_kind(
 
 def _work(job: Job, names: Sequence[str], leaf: Leaf, tag: Any) -> Work:
     """The job on leaves of one kind."""
-
-    def formula(numbers: Sequence[Any], columns: Blocks) -> Blocks:
-        return job.formula(dict(zip(names, numbers, strict=True)), tag, columns)
-
+    formula = bind(_by_position, job.formula, tuple(names), tag)
     numbers = [jax.ShapeDtypeStruct((), jnp.float32) for _ in names]
     blocks = {
         c: jax.ShapeDtypeStruct((_launch.WARPGROUP,), widened_dtype(x.dtype))
@@ -181,10 +184,20 @@ def _work(job: Job, names: Sequence[str], leaf: Leaf, tag: Any) -> Work:
     stored = {c: x.dtype for c, x in results.items() if c not in job.reductions}
     return Work(
         formula=formula,
-        derive=functools.partial(job.derived, leaf),
+        derive=bind(_derived, job, tuple((c, x.dtype) for c, x in leaf.items())),
         reductions=job.reductions,
         fresh={c: dtype for c, dtype in stored.items() if c not in leaf},
         written=tuple(c for c in leaf if c in stored or c in job.unread),
         unread=tuple(c for c in leaf if c in job.unread),
         has_skip="skip" in names,
     )
+
+
+def _by_position(
+    formula: Any, names: Sequence[str], tag: Any, numbers: Sequence[Any], blocks: Blocks
+) -> Blocks:
+    return formula(dict(zip(names, numbers, strict=True)), tag, blocks)
+
+
+def _derived(job: Job, dtypes: Sequence[tuple[str, Any]], results: Blocks) -> Blocks:
+    return job.derived(dict(dtypes), results)

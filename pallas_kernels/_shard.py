@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from pallas_kernels._backend import BackendError
 from pallas_kernels._compat import varying_axes
+from pallas_kernels._xla import JOIN
 
 type Leaf = Mapping[str, Array]
 
@@ -125,7 +125,7 @@ def on_each_device(
 
 def combine(parts: Sequence[Array], how: str) -> Array:
     """One reduction from those over parts of the leaves."""
-    return functools.reduce(jnp.add if how == "sum" else jnp.maximum, parts)
+    return functools.reduce(JOIN[how], parts)
 
 
 def _complete(x: Array, how: str, axes: tuple[str, ...]) -> Array:

@@ -1,6 +1,5 @@
 """An optimizer step over leaves: unscale, update moments and weights, or skip."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from pallas_kernels._run import run
 from pallas_kernels._weights import Weight, join, saturate, split_wide
-from pallas_kernels._xla import Blocks, Job
+from pallas_kernels._xla import Blocks, Job, bind
 
 type Numbers = Mapping[str, Any]
 type Update = Callable[[Numbers, Any, Array, Array, Blocks], tuple[Array, Blocks]]
@@ -73,8 +72,8 @@ def step(
         tags: per leaf, something static for the formula.
     """
     job = Job(
-        functools.partial(_formula, update, options.only_updates),
-        unread={"copy": lambda results, dtype: saturate(results["param"], dtype)},
+        bind(_formula, update, options.only_updates),
+        unread={"copy": _copy},
     )
     columns = _columns(weights, grads, moments)
     if options.only_updates:
@@ -111,7 +110,7 @@ def measure(
 ) -> dict[str, Float[Array, " n"]]:
     """Reduces what `formula` gives over each leaf, and writes nothing. See `step`."""
     return run(
-        Job(functools.partial(_measured, formula), reductions=reductions),
+        Job(bind(_measured, formula), reductions=reductions),
         [_without_copy(leaf) for leaf in _columns(weights, grads, moments)],
         scalars=_with_unscale(numbers, options),
         tags=_kinds(weights, tags),
@@ -177,6 +176,10 @@ def _formula(
         high, low = split_wide(new)
         return {"param": high, "low": low, **moments}
     return {"param": saturate(new, dtype) if storage == "own" else new, **moments}
+
+
+def _copy(results: Blocks, dtype: Any) -> Array:
+    return saturate(results["param"], dtype)
 
 
 def _measured(

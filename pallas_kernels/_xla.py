@@ -1,5 +1,7 @@
 """The same formulas as plain JAX: on one leaf, or on small leaves side by side."""
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +20,29 @@ type Formula = Callable[[Mapping[str, Any], Any, Blocks], Blocks]
 # to 96 operands.
 SMALL = 2**14
 _PER_BUCKET = 75
+_PER_SUM = 8  # large leaves of one shape
 _PER_KERNEL = 11  # of four arrays read and four written, in 96 operands
+
+JOIN = {"sum": jnp.add, "max": jnp.maximum}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A function and its first arguments; equal, unlike a partial, if these are.
+
+    What is equal is traced and compiled once.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __call__(self, *rest: Any) -> Any:
+        return self.function(*self.args, *rest)
+
+
+def bind(function: Callable[..., Any], *args: Any) -> Bound:
+    """`functools.partial` of hashable arguments, by value."""
+    return Bound(function, args)
 
 
 class Job(NamedTuple):
@@ -38,17 +62,26 @@ class Job(NamedTuple):
     reductions: Mapping[str, str] = {}
     totals: bool = False
 
+    def __hash__(self) -> int:
+        parts = (self.unread.items(), self.reductions.items())
+        return hash((self.formula, *map(tuple, parts), self.totals))
+
     def results(self, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]) -> Blocks:
         """What the formula gives on the columns that it reads."""
         read = {c: widen(x) for c, x in leaf.items() if c not in self.unread}
         return self.formula(numbers, tag, read)
 
-    def derived(self, leaf: Leaf, results: Blocks) -> Blocks:
-        """The columns that depend on the results, of those that the leaf has."""
+    def derived(self, dtypes: Mapping[str, Any], results: Blocks) -> Blocks:
+        """The columns that depend on the results, of those that a leaf has.
+
+        Args:
+            dtypes: of the leaf's columns.
+            results: those that were written.
+        """
         return {
-            c: derive(results, leaf[c].dtype)
+            c: derive(results, dtypes[c]).astype(dtypes[c])
             for c, derive in self.unread.items()
-            if c in leaf
+            if c in dtypes
         }
 
 
@@ -59,8 +92,8 @@ def pack(numbers: Mapping[str, ArrayLike]) -> Float[Array, " s"]:
 
 
 def together(
-    leaves: Sequence[Leaf], batch: Sequence[int | Leaf], packed: Float[Array, " s"]
-) -> Iterator[tuple[list[Any], list[Array]]]:
+    leaves: Sequence[Leaf], members: Sequence[int], packed: Float[Array, " s"]
+) -> Iterator[tuple[list[int], list[Array]]]:
     """Groups leaves that XLA shall update in one kernel, each with the numbers.
 
     XLA merges fusions of equal size that share an operand which is no scalar, as many
@@ -68,20 +101,18 @@ def together(
     barrier, or XLA would see that all are one. Large leaves gain nothing from it, and
     eleven in one kernel would take all registers.
     """
-    sized = [(size_of(leaves[k] if isinstance(k, int) else k), k) for k in batch]
-    groups: list[list[Any]] = [[k] for n, k in sized if n > SMALL]
-    small = sorted(
-        (pair for pair in sized if pair[0] <= SMALL), key=lambda pair: pair[0]
-    )
-    for _, run in itertools.groupby(small, key=lambda pair: pair[0]):
-        members = [k for _, k in run]
-        groups += [list(g) for g in itertools.batched(members, _PER_KERNEL)]
+    groups = [[k] for k in members if size_of(leaves[k]) > SMALL]
+    size = lambda k: size_of(leaves[k])  # noqa: E731
+    small = sorted((k for k in members if size(k) <= SMALL), key=size)
+    for _, run in itertools.groupby(small, key=size):
+        groups += [list(ks) for ks in itertools.batched(run, _PER_KERNEL)]
     padded = jnp.pad(packed, (0, max(0, 2 - packed.size)))
     vectors = jax.lax.optimization_barrier([padded] * len(groups))
     for group, vector in zip(groups, vectors, strict=True):
         yield group, [vector[j] for j in range(packed.size)]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def run_leaf(
     job: Job, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]
 ) -> tuple[Blocks, dict[str, Array]]:
@@ -104,24 +135,39 @@ def run_leaf(
         written[name] = x
     # Of what was selected: the other way round it would read the old column too.
     kept = {name: widen(x) for name, x in written.items()}
-    derived = job.derived(leaf, kept)
-    return written | {c: x.astype(leaf[c].dtype) for c, x in derived.items()}, reduced
+    dtypes = {c: x.dtype for c, x in leaf.items()}
+    return written | job.derived(dtypes, kept), reduced
 
 
-def bucketed(leaves: Sequence[Leaf], members: Sequence[int]) -> Sequence[int | Leaf]:
-    """Leaves of one kind, by number; the small ones concatenated, in a few new leaves.
+def side_by_side(leaves: Sequence[Leaf], members: Sequence[int]) -> list[list[Leaf]]:
+    """Leaves of one kind in groups that one kernel can reduce.
 
-    For reductions over all leaves, which need not know what is whose.
+    For reductions over all leaves, which need not know what is whose, on one device:
+    leaves of one shape together, and small ones of any shape concatenated.
     """
     large = [k for k in members if size_of(leaves[k]) > SMALL]
     small = [k for k in members if size_of(leaves[k]) <= SMALL]
-    return large + [
-        {
-            c: jnp.concatenate([leaves[k][c].reshape(-1) for k in batch])
-            for c in leaves[batch[0]]
-        }
-        for batch in itertools.batched(small, _PER_BUCKET)
+    names = list(leaves[members[0]]) if members else []
+    groups: list[list[Leaf]] = [
+        [{c: jnp.concatenate([leaves[k][c].reshape(-1) for k in ks]) for c in names}]
+        for ks in itertools.batched(small, _PER_BUCKET)
     ]
+    shape_of = lambda k: leaves[k][names[0]].shape  # noqa: E731
+    for _, run in itertools.groupby(sorted(large, key=shape_of), key=shape_of):
+        groups += [[leaves[k] for k in ks] for ks in itertools.batched(run, _PER_SUM)]
+    return groups
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def reduce_group(
+    job: Job, tag: Any, leaves: Sequence[Leaf], numbers: Mapping[str, Any]
+) -> dict[str, Array]:
+    """The reductions over leaves of one shape, which are joined element by element."""
+    results = [job.results(leaf, tag, numbers) for leaf in leaves]
+    return {
+        name: _reduce(functools.reduce(JOIN[how], [r[name] for r in results]), how)
+        for name, how in job.reductions.items()
+    }
 
 
 def size_of(leaf: Leaf) -> int:

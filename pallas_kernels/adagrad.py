@@ -3,7 +3,6 @@
 After apex's csrc/multi_tensor_adagrad.cu.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from pallas_kernels._step import (
     step,
 )
 from pallas_kernels._weights import Weight
-from pallas_kernels._xla import Blocks
+from pallas_kernels._xla import Blocks, bind
 
 
 def adagrad(
@@ -55,7 +54,7 @@ def adagrad(
     """
     numbers = {"rate": learning_rate, "eps": eps, "decay": weight_decay}
     return step(
-        functools.partial(_formula, adagrad_w_mode),
+        bind(_formula, adagrad_w_mode),
         weights,
         grads,
         {"sums": sums},

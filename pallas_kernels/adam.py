@@ -3,7 +3,6 @@
 After apex's csrc/multi_tensor_adam.cu, and fused_adam_cuda_kernel.cu of 2018.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,7 +19,7 @@ from pallas_kernels._step import (
     step,
 )
 from pallas_kernels._weights import Weight
-from pallas_kernels._xla import Blocks
+from pallas_kernels._xla import Blocks, bind
 
 type Mode = Literal["decoupled", "l2", "legacy", "legacy_inside_sqrt"]
 
@@ -91,7 +90,7 @@ def adam(
     }
 
     return step(
-        functools.partial(_formula, mode),
+        bind(_formula, mode),
         weights,
         grads,
         {"mu": mu, "nu": nu},

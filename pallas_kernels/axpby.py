@@ -3,7 +3,6 @@
 After apex's csrc/multi_tensor_axpby_kernel.cu.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from jaxtyping import Array, ArrayLike
 
 from pallas_kernels._run import run
 from pallas_kernels._step import DEFAULTS, Numbers, Options
-from pallas_kernels._xla import Blocks, Job
+from pallas_kernels._xla import Blocks, Job, bind
 from pallas_kernels.l2norm import defects
 from pallas_kernels.scale import Checked, checked
 
@@ -47,7 +46,7 @@ def axpby(
     """
     results = run(
         Job(
-            functools.partial(_formula, check),
+            bind(_formula, check),
             reductions={"defects": "sum"},
             totals=True,
         ),

@@ -84,9 +84,6 @@ def defects(x: Array) -> Array:
 def _reduce(
     formula: Any, how: dict[str, str], per_leaf: bool, leaves: Any, options: Options
 ) -> dict[str, Array]:
-    if not leaves:
-        shape = (0,) if per_leaf else ()
-        return dict.fromkeys(how, jnp.zeros(shape))
     return run(
         Job(formula, reductions=how, totals=not per_leaf),
         [{"x": x} for x in leaves],

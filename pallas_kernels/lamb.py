@@ -4,7 +4,6 @@ After apex's csrc/multi_tensor_lamb.cu. You et al., *Large Batch Optimization fo
 Learning*, 2020, arXiv:1904.00962.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from pallas_kernels._step import (
     step,
 )
 from pallas_kernels._weights import Weight
-from pallas_kernels._xla import Blocks
+from pallas_kernels._xla import Blocks, bind
 
 
 def lamb(
@@ -88,9 +87,9 @@ def lamb(
     }
     moments = {"mu": mu, "nu": nu}
     tags = leaf_decays(weight_decay, decays, len(weights))
-    formula = functools.partial(_formula, adam_w_mode)
+    formula = bind(_formula, adam_w_mode)
     norms = measure(
-        functools.partial(_norms, formula),
+        bind(_norms, formula),
         weights,
         grads,
         moments,
@@ -105,7 +104,7 @@ def lamb(
         adapts &= jnp.array(tags, bool) & (jnp.asarray(weight_decay) != 0)
     rate = jnp.asarray(learning_rate) * jnp.where(adapts, weight / update, 1)
     return step(
-        functools.partial(_scaled, formula),
+        bind(_scaled, formula),
         weights,
         grads,
         moments,

@@ -4,7 +4,6 @@ After apex's csrc/multi_tensor_novograd.cu. Ginsburg et al., *Stochastic Gradien
 Methods with Layer-wise Adaptive Moments*, 2019, arXiv:1905.11286.
 """
 
-import functools
 from collections.abc import Sequence
 
 from jaxtyping import Array, ArrayLike, Float
@@ -18,7 +17,7 @@ from pallas_kernels._step import (
     step,
 )
 from pallas_kernels._weights import Weight
-from pallas_kernels._xla import Blocks
+from pallas_kernels._xla import Blocks, bind
 
 
 def novograd(
@@ -73,7 +72,7 @@ def novograd(
         "c1": correction1,
     }
     return step(
-        functools.partial(_formula, reg_inside_moment),
+        bind(_formula, reg_inside_moment),
         weights,
         grads,
         {"mu": mu},

@@ -3,7 +3,6 @@
 After apex's csrc/multi_tensor_sgd_kernel.cu.
 """
 
-import functools
 from collections.abc import Sequence
 
 from jaxtyping import Array, ArrayLike
@@ -17,7 +16,7 @@ from pallas_kernels._step import (
     step,
 )
 from pallas_kernels._weights import Weight
-from pallas_kernels._xla import Blocks
+from pallas_kernels._xla import Blocks, bind
 
 
 def sgd(
@@ -65,7 +64,7 @@ def sgd(
         "decay": weight_decay,
     }
     return step(
-        functools.partial(_formula, nesterov, wd_after_momentum),
+        bind(_formula, nesterov, wd_after_momentum),
         weights,
         grads,
         {} if trace is None else {"trace": trace},

@@ -14,7 +14,8 @@ PACKAGES = ("pallas_kernels", "jamp")
 # file needs a row, or a folder that has one.
 LAYERS = (
     ("pallas_kernels._compat", "pallas_kernels._dtypes", "pallas_kernels._backend"),
-    ("pallas_kernels._launch", "pallas_kernels._xla", "pallas_kernels._weights"),
+    ("pallas_kernels._xla", "pallas_kernels._weights"),
+    ("pallas_kernels._launch",),
     ("pallas_kernels._shard",),
     ("pallas_kernels._run",),
     ("pallas_kernels._step",),
