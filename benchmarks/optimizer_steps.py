@@ -5,8 +5,8 @@ and bfloat16 parameters. All check the gradients inside of the step, and skip it
 waiting for the host if one is not finite.
 """
 
-import time
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from benchmarks.specs import Spec
 LEARNING_RATE, WEIGHT_DECAY, EPS = 1e-3, 1e-2, 1e-8
 SCALE = 2.0**16
 HALF = jnp.bfloat16
+PARAM_SIZE = 0.02
 
 type Tree = dict[str, jax.Array]
 
@@ -126,30 +127,24 @@ def _chain_step(
 
 
 def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Contestant:
-    """`jamp.optimizers.fused_adam` in an AmpState."""
-    tx: Any = jamp.optimizers.fused_adam(
+    """`jamp.optimizers.fused_adam` in an AmpState, which checks and scales."""
+    tx = jamp.optimizers.fused_adam(
         LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, backend=backend
     )
-    if store_remainder:
-        tx = jamp.master_weights(tx, store_remainder=True)
-    moved = least_bytes(spec, store_remainder)
-    return Contestant(
-        init=lambda params: amp_init(spec, tx, params),
-        step=fused_step,
-        params=lambda state: state.params,
-        bytes_moved=moved,
-    )
-
-
-def amp_init(spec: Spec, tx: Any, params: Tree) -> jamp.AmpState:
-    """An AmpState at O5, with a dynamic scale so that gradients are checked."""
-    return jamp.initialize(
-        params,
-        tx,
-        "O5",
+    initialize = functools.partial(
+        jamp.initialize,
+        tx=tx,
+        opt_level="O5",
         loss_scale=jamp.DynamicLossScale(init_scale=SCALE),
         keep_fp32="_fp32$" if spec.fp32 else None,
+        store_remainder=store_remainder,
         verbosity=0,
+    )
+    return Contestant(
+        init=initialize,
+        step=fused_step,
+        params=lambda state: state.params,
+        bytes_moved=least_bytes(spec, store_remainder),
     )
 
 
@@ -171,55 +166,102 @@ _loss.defvjp(
 )
 
 
-def torch_adamw(
-    device: str, params: Iterable[Any], grads: Iterable[Any], is_half: list[bool]
-) -> tuple[Callable[[int], float], Callable[[], Any], Callable[[], float]]:
+class Running(NamedTuple):
+    """An optimizer on a device, that steps in place.
+
+    Attributes:
+        step: does one step; does not wait for the device.
+        wait: waits until all steps are done.
+        row: a row of the first of the params that the model consumes, on the host.
+        first_row: what that should be after the first step.
+        is_clean: whether no step was skipped.
+        bytes_moved: what a step must read and write at the least.
+    """
+
+    step: Callable[[], None]
+    wait: Callable[[], Any]
+    row: Callable[[], np.ndarray]
+    first_row: np.ndarray
+    is_clean: Callable[[], Any]
+    bytes_moved: int
+
+
+def run_jitted(
+    contestant: Contestant,
+    init: Callable[[Tree], Any],
+    step: Callable[[Any, Tree], Any],
+    params: Tree,
+    grads: Tree,
+) -> Running:
+    """Runs a contestant by its compiled functions."""
+    state = init(params)
+    first = next(iter(params))
+
+    def advance():
+        nonlocal state
+        state = step(state, grads)
+
+    def row(tree):
+        return np.asarray(_row(tree[first]), np.float32)
+
+    return Running(
+        advance,
+        lambda: state.step.block_until_ready(),  # all of a program is ready at once
+        lambda: row(contestant.params(state)),
+        first_step(row(params), row(grads)),
+        lambda: state.skipped_steps == 0,
+        contestant.bytes_moved,
+    )
+
+
+def run_torch(spec: Spec, device: str) -> Running:
     """torch's fused AdamW on float32 masters, under torch's GradScaler.
 
     torch's optimizer wants gradients in the dtype of what it steps, so they are widened
-    first. Compute stays on `device`, and no step waits for the host.
-
-    Args:
-        device: "cuda" or "cpu".
-        params, grads: float32 arrays of NumPy; `grads` are scaled.
-        is_half: per leaf, whether the model consumes it in bfloat16.
-
-    Returns:
-        `run(steps)`, which returns the host's seconds; the first of the params that the
-        model consumes; the loss scale.
+    first. No step waits for the host.
     """
     import torch
 
-    masters = [torch.from_numpy(p).to(device) for p in params]
-    raw = [
-        torch.from_numpy(g).to(device, torch.bfloat16 if half else torch.float32)
-        for g, half in zip(grads, is_half, strict=True)
-    ]
+    torch.manual_seed(0)
+    is_half = [k not in spec.fp32 for k in range(len(spec.shapes))]
+    masters, grads, widened = [], [], []
+    for shape, half in zip(spec.shapes, is_half, strict=True):
+        master = PARAM_SIZE * torch.randn(shape, device=device)
+        grad = torch.randn(shape, device=device)
+        master.grad = torch.empty_like(master)
+        masters.append(master)
+        grads.append(grad.bfloat16() if half else grad)
+        widened.append(master.grad)
     rounded = [m for m, half in zip(masters, is_half, strict=True) if half]
     halves = [m.bfloat16() for m in rounded]
-    for master in masters:
-        master.grad = torch.empty_like(master)
-    wide = [m.grad for m in masters]
     optimizer = torch.optim.AdamW(
         masters, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
     )
     scaler = torch.amp.GradScaler(device, init_scale=SCALE)
     scaler.scale(torch.zeros((), device=device))  # makes its tensors
 
-    def run(steps: int) -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            torch._foreach_copy_(wide, raw)
-            scaler.step(optimizer)
-            scaler.update()
-            torch._foreach_copy_(halves, rounded)
-        host = time.perf_counter() - start
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return host
+    def step():
+        torch._foreach_copy_(widened, grads)
+        scaler.step(optimizer)
+        scaler.update()
+        torch._foreach_copy_(halves, rounded)
+
+    def row(tensor):
+        return _row(tensor).float().cpu().numpy().copy()
 
     first = halves[0] if is_half[0] else masters[0]
-    return run, lambda: first.float().cpu().numpy(), scaler.get_scale
+    return Running(
+        step,
+        torch.cuda.synchronize if device == "cuda" else lambda: None,
+        lambda: row(first),
+        first_step(row(masters[0]), row(grads[0])),
+        lambda: scaler.get_scale() >= SCALE,
+        least_bytes(spec),
+    )
+
+
+def _row(x: Any) -> Any:
+    return x[(0,) * (x.ndim - 1)][:1000]
 
 
 def first_step(param: np.ndarray, raw_grad: np.ndarray) -> np.ndarray:

@@ -135,7 +135,7 @@ def full_specs() -> tuple[Spec, ...]:
 def small_specs() -> tuple[Spec, ...]:
     """Trees of the same kinds for a CPU, where XLA compiles a few leaves a second."""
     block = dataclasses.replace(resnet50(blocks=(1,)), name="one block of ResNet-50")
-    return (single_leaf(2**22), block, many_leaves(pairs=6), tiny_leaves(16))
+    return (single_leaf(2**22), block, many_leaves(pairs=4), tiny_leaves(8))
 
 
 def _dense(*widths: int) -> list[Shape]:

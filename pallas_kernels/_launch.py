@@ -27,9 +27,9 @@ from pallas_kernels._xla import JOIN
 
 WARPGROUP = 128
 # Elements of a column that one grid step works on. Adam takes 72 registers of a thread
-# at 1024; a reduction reads one column, and needs more elements for bytes in flight.
+# at 1024; what reads one column and writes none needs more for bytes in flight.
 BLOCK = 1024
-REDUCTION_BLOCK = 4096
+LONE_BLOCK = 4096
 _COLUMNS_PER_LAUNCH = 160  # pointers: CUDA passes up to 4 KB of arguments
 _ARM = 8  # leaves told apart within one range of blocks
 
@@ -85,7 +85,7 @@ def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
 def fits(leaf: Leaf) -> bool:
     """Whether a kernel can take a leaf: at least one element for each thread."""
     n = next(iter(leaf.values())).size
-    if n < WARPGROUP or (n >= INT32_LIMIT and n % REDUCTION_BLOCK):
+    if n < WARPGROUP or (n >= INT32_LIMIT and n % LONE_BLOCK):
         return False
     return all(fits_kernel(x) for x in leaf.values())
 
@@ -112,8 +112,8 @@ def launch(
     """
     names = list(leaves[0])
     sizes = [leaf[names[0]].size for leaf in leaves]
-    only_reads = not (work.written or work.fresh)
-    block = REDUCTION_BLOCK if only_reads else BLOCK
+    lone = len(names) == 1 and not (work.written or work.fresh)
+    block = LONE_BLOCK if lone else BLOCK
     starts = [0, *itertools.accumulate(max(n // block, 1) for n in sizes)]
     read_only = [c for c in names if c not in work.written]
     in_place = work.written
@@ -143,15 +143,11 @@ def launch(
     )
     rows = () if per_leaf is None else (per_leaf,)
     fresh, partials = kernel(scalars, rows, inputs, refs)
-    results = [
-        {name: x.reshape(leaf[names[0]].shape) for name, x in (written | new).items()}
-        for leaf, written, new in zip(
-            leaves,
-            [{c: jax.freeze(r) for c, r in ref.items()} for ref in refs],
-            fresh,
-            strict=True,
-        )
-    ]
+    results = []
+    for leaf, ref, new in zip(leaves, refs, fresh, strict=True):
+        written = {c: jax.freeze(r) for c, r in ref.items()}
+        shape = leaf[names[0]].shape
+        results.append({c: x.reshape(shape) for c, x in (written | new).items()})
     return results, {
         name: _per_leaf(partials[name], starts, how)
         for name, how in work.reductions.items()

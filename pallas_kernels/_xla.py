@@ -98,10 +98,11 @@ def together(
 
     XLA merges fusions of equal size that share an operand which is no scalar, as many
     as fit. So small leaves read their numbers from one vector per group: behind a
-    barrier, or XLA would see that all are one. Large leaves gain nothing from it, and
-    eleven in one kernel would take all registers.
+    barrier, or XLA would see through it. A leaf on its own reads scalars, which a CPU
+    keeps in registers; large ones gain nothing from company, and eleven in one kernel
+    would take all registers of a GPU.
     """
-    groups = [[k] for k in members if size_of(leaves[k]) > SMALL]
+    groups = []
     size = lambda k: size_of(leaves[k])  # noqa: E731
     small = sorted((k for k in members if size(k) <= SMALL), key=size)
     for _, run in itertools.groupby(small, key=size):
@@ -109,7 +110,10 @@ def together(
     padded = jnp.pad(packed, (0, max(0, 2 - packed.size)))
     vectors = jax.lax.optimization_barrier([padded] * len(groups))
     for group, vector in zip(groups, vectors, strict=True):
-        yield group, [vector[j] for j in range(packed.size)]
+        numbers = padded if len(group) == 1 else vector
+        yield group, [numbers[j] for j in range(packed.size)]
+    scalars = list(packed)
+    yield from (([k], scalars) for k in members if size(k) > SMALL)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))

@@ -144,7 +144,7 @@ class _Update:
                 "`update(grads, state, params)`."
             )
         check_like(updates, params, "updates", "they must match the params.")
-        weights = jax.tree.map(Weight, params)
+        weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
         return _apply(self.rule, updates, state, weights, grad_scale, found_inf, True)
 
 
@@ -158,7 +158,7 @@ def _apply(
     only_updates: bool,
 ) -> tuple[PyTree, Any]:
     _check_leaves(grads, "gradients")
-    leaves, structure = jax.tree.flatten(grads)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
     weights = structure.flatten_up_to(weights)
     params = structure.unflatten([weight.param for weight in weights])
     skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)

@@ -1,0 +1,63 @@
+"""The trees that are timed and counted have the sizes of the real models."""
+
+import pytest
+
+from benchmarks import specs
+
+# Totals as published with the models; leaves as their PyTorch checkpoints have them.
+MODELS = {
+    "resnet50": (161, 25_557_032),
+    "bert_large": (398, 336_226_108),  # transformers' BertForPreTraining
+    "gpt2_xl": (580, 1_557_611_200),
+    "llama_8b_shard": (291, 8_030_261_248 // 8),
+    "many_leaves": (300, 150 * (768 + 768 * 768)),
+    "tiny_leaves": (10_000, 1_600_113),
+    "single_leaf": (1, 2**29),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_spec_has_the_size_of_its_model(model):
+    spec = getattr(specs, model)()
+    assert (len(spec.shapes), spec.total) == MODELS[model]
+
+
+def test_full_specs_are_all_models():
+    totals = [(len(spec.shapes), spec.total) for spec in specs.full_specs()]
+    assert sorted(totals) == sorted(MODELS.values())
+
+
+def test_bert_without_its_heads_has_the_size_of_bert_model():
+    # BertModel with its pooler; above it a dense layer, a norm, a bias per token, and
+    # two classes.
+    heads = (1024 * 1024 + 1024) + 2 * 1024 + 30_522 + (1024 * 2 + 2)
+    assert specs.bert_large().total - heads == 335_141_888
+
+
+def test_llama_shards_divide():
+    whole, shard = specs.llama_8b_shard(devices=1), specs.llama_8b_shard()
+    assert whole.total == 8_030_261_248
+    assert all(8 * s == w for w, s in zip(whole.sizes, shard.sizes, strict=True))
+
+
+def test_only_batchnorm_stays_in_float32():
+    spec = specs.resnet50()
+    assert spec.total_fp32 == 53_120
+    kept = [spec.shapes[leaf] for leaf in sorted(spec.fp32)]
+    kernels = [shape for shape in spec.shapes if len(shape) == 4]
+    assert kept == [(kernel[-1],) for kernel in kernels for _ in range(2)]
+    models = (specs.bert_large(), specs.gpt2_xl(), specs.llama_8b_shard())
+    assert not any(model.fp32 for model in models)
+
+
+def test_tiny_leaves_have_every_length_from_64_to_256():
+    sizes = specs.tiny_leaves().sizes
+    assert set(sizes) == set(range(64, 257))
+    assert sizes != sorted(sizes)
+
+
+def test_small_specs_are_of_the_same_kinds():
+    small = specs.small_specs()
+    assert all(spec.total <= 2**22 for spec in small)
+    assert any(spec.fp32 for spec in small)
+    assert max(len(spec.shapes) for spec in small) <= 20
