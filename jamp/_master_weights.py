@@ -67,7 +67,8 @@ def master_weights(
 
     With `store_remainder`, a bfloat16 param and 16 more bits are the master: 2 bytes
     per param where a float32 copy takes 4, and bit-exact. The param is then the master
-    rounded to nearest with exact ties away from zero, not to even.
+    rounded to nearest with exact ties away from zero, not to even. Masters are clamped
+    to what does not round to infinity, and all NaNs are one.
 
     Args:
         tx: any optax transformation; it sees float32 gradients and params only.

@@ -16,7 +16,9 @@ BACKENDS = get_args(Backend.__value__)
 
 # What a device's name says of its compute capability, for programs that are compiled
 # for a device that is not here.
-_SUPPORTED_KINDS = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300")
+_SUPPORTED_KINDS = frozenset(
+    "H20 H100 H200 H800 GH200 B100 B200 B300 GB200 GB300".split()
+)
 _OLDEST = (9, 0)
 
 # Device kinds on which the benchmarks showed Mosaic to be no slower than XLA on every

@@ -80,7 +80,7 @@ def run(
         where = "xla"
     if not leaves:
         shape = () if job.totals else (0,)
-        return Results([], dict.fromkeys(job.reductions, jnp.zeros(shape)))
+        return Results([], dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
     names = (*scalars, *per_leaf)
     numbers = [pack(scalars)]
     if per_leaf:
@@ -123,7 +123,7 @@ def _run_local(
             if job.totals:
                 x = x.sum() if job.reductions[name] == "sum" else x.max()
             else:
-                x = jnp.zeros(len(leaves)).at[jnp.array(ks)].set(x)
+                x = jnp.zeros(len(leaves), x.dtype).at[jnp.array(ks)].set(x)
             parts[name].append(x)
 
     for ks in _by_kind(members, leaves, tags):

@@ -164,9 +164,9 @@ def _varies(leaves: Sequence[Leaf]) -> bool:
 
 _AUTO = (
     "the arrays lie on a mesh of Auto axes, where tracing cannot know how they are "
-    "sharded. Create the state from sharded arrays with jamp.initialize, pass "
-    "`shardings`, make the mesh by `jax.make_mesh` with Explicit axes, or choose "
-    "backend='auto'."
+    "sharded. Create the state from sharded arrays with jamp.initialize, write "
+    "`tx.replace(shardings=...)` with one NamedSharding per leaf, make the mesh by "
+    "`jax.make_mesh` with Explicit axes, or choose backend='auto'."
 )
 _VARYING = (
     "inside of a shard_map that checks how values vary. Pass check_vma=False to "

@@ -88,7 +88,7 @@ class Job(NamedTuple):
 def pack(numbers: Mapping[str, ArrayLike]) -> Float[Array, " s"]:
     """The numbers in one vector."""
     values = [jnp.asarray(x, jnp.float32) for x in numbers.values()]
-    return jnp.stack(values) if values else jnp.zeros(0)
+    return jnp.stack(values) if values else jnp.zeros(0, jnp.float32)
 
 
 def together(

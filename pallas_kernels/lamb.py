@@ -50,9 +50,10 @@ def lamb(
       u = \frac{m / c_1}{\sqrt{v / c_2} + \epsilon} + \lambda w, \quad
       w \leftarrow w - \eta \frac{\|w\|}{\|u\|} u.$$
 
-    The first stage writes nothing but the norms, the second computes $u$ again: that
-    costs 2 B per weight more than to store it, no memory, and a skip stays a skip. The
-    ratio is 1 where a norm is 0, and on leaves that do not decay, unless `use_nvlamb`.
+    The first stage writes nothing but the norms, and kernels compute $u$ again in the
+    second: that moves 2 B per weight more than to store it, and takes no memory. XLA
+    keeps $u$, 4 B per weight. The ratio is 1 where a norm is 0, and on leaves that do
+    not decay, unless `use_nvlamb`.
 
     Args:
         weights: what to step.

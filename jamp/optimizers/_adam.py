@@ -75,7 +75,8 @@ def fused_adam(
         weight_decay: $\lambda$.
         adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
         bias_correction: whether to divide by $1 - \beta^t$.
-        max_grad_norm: clips the norm of all gradients together; None for not at all.
+        max_grad_norm: clips the norm of all gradients together; None or 0 for not at
+            all.
         amsgrad: refused, as by apex.
         legacy: FusedAdam as it was until August 2019: epsilon is added before the
             correction, which multiplies the decay too, and clipping divides by

@@ -202,10 +202,12 @@ def correction(b: ArrayLike, count: Int[Array, ""]) -> Float[Array, ""]:
 
 def zeros(params: PyTree) -> PyTree:
     """Moments: float32, like the params; float64 for float64."""
-    return jax.tree.map(
-        lambda p: jnp.zeros_like(p, _moment_dtype(p)) if hasattr(p, "dtype") else p,
-        params,
-    )
+
+    def leaf(p):
+        p = p if hasattr(p, "dtype") else jnp.asarray(p)
+        return jnp.zeros_like(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
+
+    return jax.tree.map(leaf, params)
 
 
 def no_steps() -> Int[Array, ""]:
@@ -214,12 +216,14 @@ def no_steps() -> Int[Array, ""]:
 
 
 def check_hyperparameters(name: str, **values: Any) -> None:
-    """Raises a ValueError for a number out of range; what is traced is not looked at.
+    """Raises for what is no number, or out of range; arrays are not looked at.
 
     Numbers must not be negative, and names that begin with `b` must be below 1.
     """
     for key, value in values.items():
-        if not isinstance(value, int | float):
+        if isinstance(value, bool | str):
+            raise TypeError(f"{name}: {key} must be a number, got {value!r}.")
+        if not is_number(value):
             continue
         if not 0 <= value < (1 if key.startswith("b") else math.inf):
             raise ValueError(f"{name}: invalid {key}: {value}.")
@@ -227,14 +231,20 @@ def check_hyperparameters(name: str, **values: Any) -> None:
 
 def clips(max_grad_norm: Any) -> bool:
     """Whether there is a norm to clip to: neither None nor Python's 0."""
-    is_number = isinstance(max_grad_norm, int | float)
-    return max_grad_norm is not None and not (is_number and max_grad_norm == 0)
+    if max_grad_norm is None:
+        return False
+    return not (is_number(max_grad_norm) and max_grad_norm == 0)
 
 
 def scaled(options: Options, factor: Array) -> Options:
     """Options under which gradients are multiplied by `factor` too."""
     unscale = 1.0 if options.unscale is None else options.unscale
     return options._replace(unscale=unscale * factor)
+
+
+def is_number(x: Any) -> bool:
+    """Whether `x` is a number of Python or NumPy, known now."""
+    return isinstance(x, int | float | np.number)
 
 
 def refuse_amsgrad(name: str, amsgrad: bool) -> None:
@@ -260,7 +270,13 @@ def hashable_mask(mask: Any) -> Any:
     if mask is None or callable(mask):
         return mask
     leaves, structure = jax.tree.flatten(mask)
-    return _Mask(tuple(bool(x) for x in leaves), structure)
+    return _Mask(tuple(_checked_bool(x) for x in leaves), structure)
+
+
+def _checked_bool(leaf: Any) -> bool:
+    if not isinstance(leaf, bool | np.bool_):
+        raise TypeError(f"mask must hold bools, got {leaf!r}.")
+    return bool(leaf)
 
 
 def leaf_decays(mask: Any, params: PyTree) -> list[bool]:
@@ -274,19 +290,11 @@ def leaf_decays(mask: Any, params: PyTree) -> list[bool]:
         raise ValueError(
             f"mask must be a tree of bools like the params, or a prefix of it: {error}"
         ) from None
-    leaves = jax.tree.leaves(full)
-    for leaf in leaves:
-        if not isinstance(leaf, bool | np.bool_):
-            raise TypeError(f"mask must hold bools, got {leaf!r}.")
-    return [bool(leaf) for leaf in leaves]
+    return [_checked_bool(leaf) for leaf in jax.tree.leaves(full)]
 
 
 def _reciprocal(scale: ArrayLike) -> Float[Array, ""]:
     return 1 / jnp.asarray(scale, jnp.float32)
-
-
-def _moment_dtype(p: Any) -> Any:
-    return p.dtype if p.dtype == jnp.float64 else jnp.float32
 
 
 def _check_leaves(tree: PyTree, what: str) -> None:

@@ -75,7 +75,8 @@ def fused_lamb(
         bias_correction: whether to divide by $1 - \beta^t$.
         adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
         grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
-        max_grad_norm: clips the norm of all gradients together; None for not at all.
+        max_grad_norm: clips the norm of all gradients together; None or 0 for not at
+            all.
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
         amsgrad: refused, as by apex.
         mask: which leaves decay, see `fused_adam`.

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp._dtypes import widen
-from jamp._tree import select
+from jamp._tree import check_like, select
 from jamp.optimizers._fused import (
     FusedTransformation,
     ScalarOrSchedule,
@@ -166,7 +166,8 @@ class _Init:
     rule: _LARC
 
     def __call__(self, params: PyTree) -> LARCState:
-        return LARCState(no_steps(), self.rule.inner.init(params))
+        widened = jax.tree.map(widen, params)
+        return LARCState(no_steps(), self.rule.inner.init(widened))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,9 +188,12 @@ class _Update:
             raise ValueError(
                 "larc needs the params: call `update(grads, state, params)`."
             )
+        check_like(updates, params, "updates", "they must match the params.")
         grads = self.rule.adapted(updates, state.count, params, grad_scale)
+        # Widened, so that states of `inner` are in float32 from the first step on.
+        widened = jax.tree.map(widen, params)
         updates, inner_state = self.rule.inner.update(
-            grads, state.inner_state, params, **extra_args
+            grads, state.inner_state, widened, **extra_args
         )
         new = state._replace(
             count=optax.safe_increment(state.count), inner_state=inner_state

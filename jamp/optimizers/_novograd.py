@@ -86,6 +86,7 @@ def fused_novograd(
 
     Raises:
         RuntimeError: `amsgrad`, or another norm.
+        TypeError: an array for `norm_type`.
         ValueError: a number out of range.
 
     >>> import jax.numpy as jnp, optax
@@ -96,9 +97,14 @@ def fused_novograd(
     [0.94 0.92] 5.0
     """
     refuse_amsgrad("FusedNovoGrad", amsgrad)
+    if isinstance(norm_type, jax.Array):
+        raise TypeError(
+            "fused_novograd: norm_type cannot be an array. With inject_hyperparams pass "
+            'static_args="norm_type".'
+        )
     if norm_type not in (2, 0, "inf", math.inf):
         raise RuntimeError(
-            f"FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
+            "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
     check_hyperparameters(

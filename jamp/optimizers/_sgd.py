@@ -13,6 +13,7 @@ from jamp.optimizers._fused import (
     check_hyperparameters,
     fused,
     hashable_mask,
+    is_number,
     no_steps,
     rate,
     zeros,
@@ -85,7 +86,7 @@ def fused_sgd(
         dampening=dampening,
         weight_decay=weight_decay,
     )
-    if nesterov and (_is_zero(momentum) or not _is_zero(dampening)):
+    if nesterov and (_is_zero(momentum) or (is_number(dampening) and dampening)):
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
@@ -155,4 +156,4 @@ class FusedSGD:
 
 def _is_zero(x: Any) -> bool:
     """Whether it is Python's 0: what is traced is not."""
-    return isinstance(x, int | float) and x == 0
+    return is_number(x) and x == 0
