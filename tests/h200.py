@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.hlo import Program
 
@@ -31,6 +32,13 @@ runtime_version { major: 13 minor: 0 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
 
+B200 = (
+    H200.replace("core_count: 132", "core_count: 148")
+    .replace("4800000000000", "8000000000000")
+    .replace("major: 9", "major: 10")
+    .replace("NVIDIA H200", "NVIDIA B200")
+)
+
 # Half the time, same HLO: without a GPU there is nothing to tune on, and nothing runs.
 CHEAP = {
     "xla_gpu_autotune_level": 0,
@@ -39,28 +47,41 @@ CHEAP = {
 }
 
 
-def compile_step(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
-    """Compiles `fn` for one H200.
+def compile_step(
+    fn: Callable, *args: Any, donate: tuple[int, ...] = (), target: str = H200
+) -> Program:
+    """Compiles `fn` for one GPU.
 
     Args:
         fn: what to jit.
         *args: its arguments, arrays or their shapes, as from `jax.eval_shape`.
         donate: which arguments to donate.
+        target: what GPU.
     """
-    placed = jax.tree.map(_on_h200, args)
+    sharding = NamedSharding(make_mesh(1, target), PartitionSpec())
+    placed = jax.tree.map(functools.partial(_placed, sharding=sharding), args)
     lowered = jax.jit(fn, donate_argnums=donate).lower(*placed)
     compiled = lowered.compile(compiler_options=CHEAP)
     return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
 
-def _on_h200(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_one_h200())
+def make_mesh(devices: int, target: str = H200, **kwargs: Any) -> jax.sharding.Mesh:
+    """A mesh of one axis, "d", of GPUs that are not here."""
+    return topologies.make_mesh(
+        _topology(devices, target), (devices,), ("d",), **kwargs
+    )
+
+
+def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 @functools.cache
-def _one_h200() -> jax.sharding.NamedSharding:
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H200, topology="1x1x1"
+def _topology(devices: int, target: str) -> topologies.TopologyDescription:
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x1x{devices}"
     )
-    mesh = topologies.make_mesh(topology, (1,), ("d",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def _on_h200(leaf: Any) -> jax.ShapeDtypeStruct:  # to be removed: others' scripts
+    return _placed(leaf, NamedSharding(make_mesh(1), PartitionSpec()))

@@ -1,4 +1,4 @@
-"""Runs a script of these tests with more devices than this process has."""
+"""Runs a module of these tests in a process of its own."""
 
 import json
 import os
@@ -11,14 +11,19 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def on_two_devices(module: str):
     """What a module prints last, as JSON, on two virtual CPU devices."""
-    env = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    flags = "--xla_force_host_platform_device_count=2"
+    return json.loads(run(module, XLA_FLAGS=flags).splitlines()[-1])
+
+
+def run(module: str, *args: str, **variables: str) -> str:
+    """What a module prints, given arguments and environment variables."""
     done = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *args],
         cwd=ROOT,
-        env=env,
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout

@@ -13,7 +13,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (
+        ROOT / "README.md",
+        ROOT / "pallas_kernels" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
 }
 FENCED = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<output>.*?)^```$)?",

@@ -99,8 +99,8 @@ def fused_novograd(
     refuse_amsgrad("FusedNovoGrad", amsgrad)
     if isinstance(norm_type, jax.Array):
         raise TypeError(
-            "fused_novograd: norm_type cannot be an array. With inject_hyperparams pass "
-            'static_args="norm_type".'
+            "fused_novograd: norm_type cannot be an array. With inject_hyperparams "
+            'pass static_args="norm_type".'
         )
     if norm_type not in (2, 0, "inf", math.inf):
         raise RuntimeError(
