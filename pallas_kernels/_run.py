@@ -81,13 +81,17 @@ def run(
     if not leaves:
         shape = () if job.totals else (0,)
         return Results([], dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
-    names = (*scalars, *per_leaf)
     numbers = [pack(scalars)]
     if per_leaf:
         numbers.append(jax.lax.optimization_barrier(jnp.stack([*per_leaf.values()], 1)))
     in_kernels = where != "xla"
     local = functools.partial(
-        _run_local, job, where, names, tags, in_kernels or placement.is_one_device
+        _run_local,
+        job,
+        where,
+        (*scalars, *per_leaf),
+        tags,
+        in_kernels or placement.is_one_device,
     )
     if in_kernels and placement.mesh is not None:
         done, reduced = on_each_device(
@@ -115,49 +119,93 @@ def _run_local(
         By leaf, its results; by name, the reductions over these members: one value, or
         a vector over all leaves that is zero for others.
     """
-    done: dict[int, Blocks] = {k: {} for k in members}
-    parts: dict[str, list[Array]] = {name: [] for name in job.reductions}
-
-    def reduce(ks: Sequence[int], values: Mapping[str, Float[Array, " k"]]) -> None:
-        for name, x in values.items():
-            if job.totals:
-                x = x.sum() if job.reductions[name] == "sum" else x.max()
-            else:
-                x = jnp.zeros(len(leaves), x.dtype).at[jnp.array(ks)].set(x)
-            parts[name].append(x)
-
+    found = _Found(job, len(leaves), {k: {} for k in members})
     for ks in _by_kind(members, leaves, tags):
         work = _work(job, names, leaves[ks[0]], tags[ks[0]])
-        in_kernels = [k for k in ks if where != "xla" and _launch.fits(leaves[k])]
-        sizes = [size_of(leaves[k]) for k in in_kernels]
-        for chunk in _launch.chunks(sizes, len(leaves[ks[0]])):
-            batch = [in_kernels[c] for c in chunk]
-            rows = None if table is None else table[jnp.array(batch)]
-            columns = [dict(leaves[k]) for k in batch]
-            results, values = launch(work, where == "interpret", columns, packed, rows)
-            done |= dict(zip(batch, results, strict=True))
-            reduce(batch, values)
-
-        rest = [k for k in ks if k not in set(in_kernels)]
+        fitting = [k for k in ks if where != "xla" and _launch.fits(leaves[k])]
+        rest = [k for k in ks if k not in set(fitting)]
+        _run_kernels(found, work, where == "interpret", fitting, leaves, packed, table)
         if job.totals and may_flatten and not (work.written or work.fresh):
             numbers = dict(zip(names, packed, strict=True))
             for group in side_by_side(leaves, rest):
-                values = reduce_group(job, tags[ks[0]], group, numbers)
-                for name, x in values.items():
-                    parts[name].append(x)
-            continue
-        order, values = [], {name: [] for name in job.reductions}
-        for group, shared in together(leaves, rest, packed):
-            for k in group:
-                row = () if table is None else table[k]
-                numbers = dict(zip(names, [*shared, *row], strict=True))
-                done[k], reduced = run_leaf(job, leaves[k], tags[k], numbers)
-                order.append(k)
-                for name, x in reduced.items():
-                    values[name].append(x)
-        if order:
-            reduce(order, {name: jnp.stack(xs) for name, xs in values.items()})
-    return done, {name: combine(xs, job.reductions[name]) for name, xs in parts.items()}
+                found.add_parts(reduce_group(job, tags[ks[0]], group, numbers))
+        else:
+            _run_leaves(found, names, tags, rest, leaves, packed, table)
+    return found.done, found.reductions()
+
+
+class _Found:
+    """Results of leaves, and reductions over some of them, as they come in."""
+
+    def __init__(self, job: Job, n: int, done: dict[int, Blocks]) -> None:
+        self.job, self.n, self.done = job, n, done
+        self.parts: dict[str, list[Array]] = {name: [] for name in job.reductions}
+
+    def add(
+        self, ks: Sequence[int], blocks: Sequence[Blocks], values: Mapping[str, Array]
+    ) -> None:
+        """Adds the leaves `ks`, and their reductions, one value per leaf."""
+        self.done |= dict(zip(ks, blocks, strict=True))
+        for name, x in values.items():
+            if self.job.totals:
+                x = x.sum() if self.job.reductions[name] == "sum" else x.max()
+            else:
+                x = jnp.zeros(self.n, x.dtype).at[jnp.array(ks)].set(x)
+            self.parts[name].append(x)
+
+    def add_parts(self, values: Mapping[str, Array]) -> None:
+        """Adds reductions over several leaves, of a job that wants totals."""
+        for name, x in values.items():
+            self.parts[name].append(x)
+
+    def reductions(self) -> dict[str, Array]:
+        """Those over all leaves that were added."""
+        how = self.job.reductions
+        return {name: combine(xs, how[name]) for name, xs in self.parts.items()}
+
+
+def _run_kernels(
+    found: _Found,
+    work: Work,
+    interpret: bool,
+    members: Sequence[int],
+    leaves: Sequence[Leaf],
+    packed: Array,
+    table: Array | None,
+) -> None:
+    """Runs leaves of one kind in as few launches as can be."""
+    if not members:
+        return
+    sizes = [size_of(leaves[k]) for k in members]
+    for chunk in _launch.chunks(sizes, len(leaves[members[0]])):
+        ks = [members[c] for c in chunk]
+        rows = None if table is None else table[jnp.array(ks)]
+        columns = [dict(leaves[k]) for k in ks]
+        found.add(ks, *launch(work, interpret, columns, packed, rows))
+
+
+def _run_leaves(
+    found: _Found,
+    names: Sequence[str],
+    tags: Sequence[Any],
+    members: Sequence[int],
+    leaves: Sequence[Leaf],
+    packed: Array,
+    table: Array | None,
+) -> None:
+    """Runs leaves of one kind in XLA, which merges what it can."""
+    order, blocks, values = [], [], {name: [] for name in found.job.reductions}
+    for group, shared in together(leaves, members, packed):
+        for k in group:
+            row = () if table is None else table[k]
+            numbers = dict(zip(names, [*shared, *row], strict=True))
+            results, reduced = run_leaf(found.job, leaves[k], tags[k], numbers)
+            order.append(k)
+            blocks.append(results)
+            for name, x in reduced.items():
+                values[name].append(x)
+    if order:
+        found.add(order, blocks, {name: jnp.stack(xs) for name, xs in values.items()})
 
 
 def _by_kind(
