@@ -37,9 +37,9 @@ class MasterWeights(optax.GradientTransformationExtraArgs):
     """What `master_weights` returns: optax's pair, with the wrapped transformation."""
 
     @property
-    def inner(self) -> optax.GradientTransformationExtraArgs:
+    def inner(self) -> optax.GradientTransformation:
         """The transformation that steps the masters."""
-        return self.init.inner  # pyright: ignore[reportAttributeAccessIssue]
+        return self.init.tx  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def store_remainder(self) -> bool:
@@ -100,8 +100,7 @@ def master_weights(
         raise TypeError(f"master_weights takes an optax transformation, got {tx!r}.")
     if isinstance(tx, MasterWeights):
         raise ValueError(f"{ALREADY_WRAPPED} Pass the bare transformation.")
-    inner = optax.with_extra_args_support(tx)
-    return MasterWeights(_Init(inner, store_remainder), _Update(inner))
+    return MasterWeights(_Init(tx, store_remainder), _Update(tx))
 
 
 def fused_inside(tx: Any) -> FusedTransformation | None:
@@ -115,23 +114,23 @@ ALREADY_WRAPPED = "The transformation keeps master weights already."
 
 @dataclasses.dataclass(frozen=True)
 class _Init:
-    inner: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformation
     store_remainder: bool
 
     def __call__(self, params):
         if self.store_remainder:
             _check_bfloat16(params)
-            return init_masters(self.inner, no_remainders(params), params)
+            return init_masters(self.tx, no_remainders(params), params)
         cast_later = not any(is_half(p) for p in jax.tree.leaves(params))
         masters = jax.tree.map(
             lambda p: _widened_copy(p) if is_half(p) or cast_later else _HOLE, params
         )
-        return init_masters(self.inner, masters, params)
+        return init_masters(self.tx, masters, params)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    inner: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformation
 
     def __call__(self, updates, state, params=None, **extra_args):
         if params is None:
@@ -140,7 +139,9 @@ class _Update:
             )
         _check(updates, state, params)
         masters = full_masters(state.masters, params)
-        updates, inner_state = self.inner.update(
+        # Wrapped here: what wraps makes a new function each time, and is never equal.
+        inner = optax.with_extra_args_support(self.tx)
+        updates, inner_state = inner.update(
             jax.tree.map(widen, updates), state.inner_state, masters, **extra_args
         )
         stepped = optax.apply_updates(masters, updates)

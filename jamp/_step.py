@@ -131,7 +131,8 @@ def _step_optax(
         inner, state = tx.inner, opt_state.inner_state
     else:
         weights = jax.tree.map(widen, params)
-        inner, state = optax.with_extra_args_support(tx), opt_state
+        inner, state = tx, opt_state
+    inner = optax.with_extra_args_support(inner)
     updates, new_state = inner.update(grads, state, weights, **update_args)
     stepped = optax.apply_updates(weights, updates)
     new_state = _choose(clean, new_state, state)

@@ -66,7 +66,8 @@ def split(
 
     The bfloat16 is `x` rounded to nearest, exact ties away from zero: of an even
     bfloat16 round-to-nearest-even has 65,537 preimages, one more than 16 bits can tell
-    apart. NaNs become one NaN. What would round to infinity stays the largest finite.
+    apart. NaNs become one NaN of either sign. What would round to infinity stays the
+    largest finite.
     """
     high, low = split_wide(x)
     return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
@@ -74,14 +75,19 @@ def split(
 
 def split_wide(x: Array) -> tuple[Array, Array]:
     """Like `split`, in float32 and uint32."""
-    x = jnp.where(x != x, jnp.nan, jnp.clip(x, -_LARGEST, _LARGEST))
+    # On bits: a clip of floats would flush denormals on a CPU.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    size = bits & 0x7FFFFFFF
+    size = jnp.where(size > _INFINITY, _NAN, jnp.minimum(size, _LARGEST))
+    bits = (bits & _SIGN) | size
     high = ((bits + 0x8000) >> 16) << 16
     return jax.lax.bitcast_convert_type(high, jnp.float32), bits & 0xFFFF
 
 
-# The largest float32 that does not round to infinity in bfloat16.
-_LARGEST = float(np.uint32(0x7F7F7FFF).view(np.float32))
+# As bits: what is above infinity is NaN; the largest float32 that does not round to
+# infinity in bfloat16.
+_SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
+_NAN, _LARGEST = np.uint32(0x7FC00000), np.uint32(0x7F7F7FFF)
 
 
 def saturate(x: Array, dtype: Any) -> Array:
