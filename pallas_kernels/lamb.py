@@ -100,7 +100,7 @@ def lamb(
         tags=tags,
     )
     weight, update = jnp.sqrt(norms["weight"]), jnp.sqrt(norms["update"])
-    adapts = (weight > 0) & (update > 0)
+    adapts = (weight != 0) & (update != 0)  # NaN too, as in apex
     if not use_nvlamb:
         adapts &= jnp.array(tags, bool) & (jnp.asarray(weight_decay) != 0)
     rate = jnp.asarray(learning_rate) * jnp.where(adapts, weight / update, 1)

@@ -60,7 +60,12 @@ def compile_step(
     """
     sharding = NamedSharding(make_mesh(1, target), PartitionSpec())
     placed = jax.tree.map(functools.partial(_placed, sharding=sharding), args)
-    lowered = jax.jit(fn, donate_argnums=donate).lower(*placed)
+    return compile_placed(fn, *placed, donate=donate)
+
+
+def compile_placed(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
+    """Compiles `fn` for where the shapes `args` are sharded."""
+    lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
     compiled = lowered.compile(compiler_options=CHEAP)
     return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 
@@ -81,7 +86,3 @@ def _topology(devices: int, target: str) -> topologies.TopologyDescription:
     return topologies.get_topology_desc(
         platform="cuda", target_config=target, topology=f"1x1x{devices}"
     )
-
-
-def _on_h200(leaf: Any) -> jax.ShapeDtypeStruct:  # to be removed: others' scripts
-    return _placed(leaf, NamedSharding(make_mesh(1), PartitionSpec()))

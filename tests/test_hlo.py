@@ -1,8 +1,10 @@
 """The counter of tests.hlo, on modules whose costs are derived by hand."""
 
+import dataclasses
+
 import pytest
 
-from tests.hlo import Cost, Product, Program, shape_bytes
+from tests.hlo import Cost, Product, Program, aliased_operands, shape_bytes
 
 HEADER = "HloModule m, is_scheduled=true, input_output_alias={ALIAS}, "
 HEADER += "entry_computation_layout={()->f32[]}\n"
@@ -218,3 +220,17 @@ def test_aliased_and_copied_bytes():
     assert program(entry).aliased_bytes == 0
     assert program(entry).copies == [4096, 20]
     assert program(entry).cost == Cost(2, 2 * 4096 + 2 * 20)
+
+
+def test_an_operand_written_in_place_and_not_read_counts_once():
+    entry = """
+%w = f32[1024]{0} parameter(0)
+%h = bf16[1024]{0} parameter(1)
+%g = bf16[1024]{0} parameter(2)
+%k = (bf16[1024]{0}, f32[1024]{0}) custom-call(%g, %w, %h), ALIASES, api_version=X
+""".replace("ALIASES", "output_to_operand_aliasing={{0}: (2, {}), {1}: (1, {})}")
+    read = program(entry)
+    assert read.cost == Cost(1, 2048 + 2 * 4096 + 2 * 2048)
+    unread = dataclasses.replace(read, unread=lambda shape: shape.startswith("bf16"))
+    assert unread.cost == Cost(1, 2048 + 2 * 4096 + 2048)
+    assert aliased_operands(read.entry["k"]) == [2, 1]

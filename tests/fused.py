@@ -1,0 +1,103 @@
+"""The fused optimizers, as every test of their contract takes them, and small trees."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jamp import optimizers as jo
+
+
+def larc_sgd(
+    learning_rate, momentum=0.9, weight_decay=0.0, trust_coefficient=0.02, eps=1e-8
+):
+    inner = jo.fused_sgd(learning_rate, momentum, weight_decay=weight_decay)
+    return jo.larc(inner, trust_coefficient=trust_coefficient, eps=eps)
+
+
+def larc_adam(learning_rate, b1=0.9, weight_decay=0.0, trust_coefficient=0.02):
+    inner = optax.adam(learning_rate, b1)
+    return jo.larc(
+        inner,
+        learning_rate,
+        trust_coefficient=trust_coefficient,
+        weight_decay=weight_decay,
+    )
+
+
+# How to make each, and with which hyperparameters it minimises the two problems.
+OPTIMIZERS = {
+    "adam": (jo.fused_adam, {"learning_rate": 0.05}),
+    "sgd": (jo.fused_sgd, {"learning_rate": 1e-3, "momentum": 0.9}),
+    "lamb": (jo.fused_lamb, {"learning_rate": 3e-3}),
+    "novograd": (jo.fused_novograd, {"learning_rate": 0.02}),
+    "adagrad": (jo.fused_adagrad, {"learning_rate": 0.5}),
+    "larc_sgd": (larc_sgd, {"learning_rate": 1e-3}),
+    "larc_adam": (larc_adam, {"learning_rate": 0.02, "trust_coefficient": 0.05}),
+}
+BARE = ("adam", "sgd", "lamb", "novograd", "adagrad")
+
+# Where the state keeps what has the parameters' structure.
+FIELDS = {
+    "adam": ("mu", "nu"),
+    "sgd": ("trace",),
+    "lamb": ("mu", "nu"),
+    "novograd": ("mu", "nu"),
+    "adagrad": ("sum_of_squares",),
+    "larc_sgd": ("trace",),
+    "larc_adam": ("mu", "nu"),
+}
+
+# optax's adam, inside larc, promotes as it likes.
+STANDARD = pytest.mark.standard_promotion
+each = pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=STANDARD if x == "larc_adam" else ()) for x in OPTIMIZERS],
+)
+each_bare = pytest.mark.parametrize("name", BARE)
+
+
+def fresh(name, **changes):
+    """One of them, made anew; `changes` go on top of its hyperparameters."""
+    factory, kwargs = OPTIMIZERS[name]
+    return factory(**(kwargs | changes))
+
+
+# The same object each time, so that `update` compiles it once: optax's are closures.
+make = functools.cache(fresh)
+
+
+def tree(dtype=jnp.float32, seed=0):
+    """A matrix and a scalar, on two levels, and None."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+    return {
+        "dense": {"kernel": leaf(3, 2)},
+        "gain": leaf(),
+        "rest": [None],
+    }
+
+
+def gradients(seed=1, dtype=jnp.float32):
+    return tree(dtype, seed)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def update(tx, grads, state, params, **kwargs):
+    return tx.update(grads, state, params, **kwargs)
+
+
+def assert_close(a, b, rtol=1e-6, atol=1e-7):
+    """The same structure, and every leaf within tolerance, with its path."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
+    for (path, x), y in pairs:
+        np.testing.assert_allclose(
+            np.float32(x), np.float32(y), rtol, atol, err_msg=jax.tree_util.keystr(path)
+        )

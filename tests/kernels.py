@@ -1,0 +1,179 @@
+"""Every kernel, as a case that a test compiles for a GPU, and runs.
+
+Run as a module it compiles all of them. Mosaic compiles a kernel once per process,
+whatever the target, and prints what it made of it: hence a process for each target.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from tests import everything, h200
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+MARK = "==== "
+# A remainder behind blocks of 1024 and of 4096; whole blocks of both; less than one.
+SIZES = (4096 + 1024 + 256 + 44, 4096, 200)
+
+
+class Case(NamedTuple):
+    """A call of a kernel.
+
+    Attributes:
+        call: `(options, *args) -> results`.
+        make: makes the args, for leaves of some sizes.
+        donate: which of `args` are donated.
+        calls: how many kernels it takes.
+    """
+
+    call: Callable[..., Any]
+    make: Callable[[tuple[int, ...]], tuple[Any, ...]]
+    donate: tuple[int, ...] = ()
+    kernels: int = 1
+
+
+BETAS = {"learning_rate": 0.01, "b1": 0.9, "weight_decay": 0.1}
+OPTIMIZERS = {
+    "adam": (2, BETAS | {"b2": 0.99, "eps": 1e-6}),
+    "sgd": (1, {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad": (1, {"learning_rate": 0.01, "eps": 1e-6}),
+    "lamb": (2, BETAS | {"b2": 0.99, "eps": 1e-6, "averaging": 0.1}),
+    "novograd": (1, BETAS | {"averaging": 0.1}),
+}
+
+
+def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
+    """An optimizer on weights of a kind, with gradients of a dtype."""
+    moments, numbers = OPTIMIZERS[optimizer]
+
+    def call(options, weights, states, grads, unscale, skip):
+        extra = {}
+        if optimizer == "novograd":
+            extra["norms"] = jnp.arange(1, len(grads) + 1, dtype=F32)
+        options = options._replace(
+            unscale=unscale, skip=skip, only_updates=kind == "update"
+        )
+        return getattr(pk, optimizer)(
+            weights, grads, *states, **numbers, **extra, options=options
+        )
+
+    def make(sizes):
+        weights = [weight(kind, dtype, n) for n in sizes]
+        states = tuple(
+            [abs(noise(n, F32, 5 + k)) for n in sizes] for k in range(moments)
+        )
+        grads = [8 * noise(n, dtype, 3) for n in sizes]
+        return weights, states, grads, F32(0.125), jnp.bool_(False)
+
+    return Case(call, make, (0, 1), 2 if optimizer == "lamb" else 1)
+
+
+def weight(kind: str, dtype: Any, n: int) -> pk.Weight:
+    x = noise(n, F32, 1)
+    if kind == "split":
+        high, low = pk.split(x)
+        return pk.Weight(high, None, low)
+    if kind == "copied":
+        return pk.Weight(x, noise(n, dtype, 2))
+    return pk.Weight(x.astype(dtype))
+
+
+def noise(n: int, dtype: Any, seed: int) -> jax.Array:
+    x = np.random.default_rng(seed).standard_normal(n, np.float32)
+    return jnp.asarray(x, dtype)
+
+
+def reading(call: Callable, dtype: Any, columns: int = 1) -> Case:
+    """A call on lists of arrays of a dtype."""
+
+    def make(sizes):
+        return tuple([noise(n, dtype, k) for n in sizes] for k in range(columns))
+
+    return Case(call, make)
+
+
+def l2norm(options, xs):
+    return pk.l2norm(xs, per_leaf=True, options=options)
+
+
+def max_norm(options, xs):
+    return pk.max_norm(xs, options=options)
+
+
+def found_inf(options, xs):
+    return pk.found_inf(xs, options=options)
+
+
+def scale(options, xs):
+    return pk.scale(xs, 0.3, [x.dtype for x in xs], options=options)
+
+
+def axpby(options, xs, ys):
+    return pk.axpby(0.3, xs, 7, ys, [x.dtype for x in xs], options=options)
+
+
+def everything_at_once(options, leaves, skip):
+    return everything.call(leaves, skip, options.backend)
+
+
+def _everything_args(sizes):
+    return everything.leaves([(n,) for n in sizes]), jnp.bool_(False)
+
+
+DTYPES = {"f16": F16, "bf16": BF16, "f32": F32}
+CASES = {
+    f"{optimizer}, {kind}, {name}": stepped(optimizer, kind, dtype)
+    for optimizer in OPTIMIZERS
+    for name, dtype in DTYPES.items()
+    for kind in ("own", "copied", "split", "update")
+    if (kind != "copied" or name != "f32") and (kind != "split" or name == "bf16")
+    if optimizer == "adam" or kind == ("own" if name == "f32" else "copied")
+}
+CASES |= {
+    f"{call.__name__}, {name}": reading(call, dtype, 2 if call is axpby else 1)
+    for call in (l2norm, max_norm, found_inf, scale, axpby)
+    for name, dtype in DTYPES.items()
+}
+# Two tags, so two kernels.
+CASES["everything"] = Case(everything_at_once, _everything_args, (0,), 2)
+
+
+def cases(target: str) -> list[str]:
+    """What is compiled for a target: all for one, one of a kind for the other."""
+    return [name for name in CASES if target == "H200" or not name.endswith("f32")]
+
+
+# Past 2^31 elements a leaf is indexed by row, just before it by element.
+LARGE = {"rows": 2**31 + 4096, "elements": 2**31 - 1}
+
+
+def compile_all(target: str) -> None:
+    """Compiles all cases, each after a line with its name."""
+    for name in cases(target):
+        args = jax.eval_shape(lambda name=name: CASES[name].make(SIZES))
+        compile_case(name, CASES[name], args, target)
+    for name, size in LARGE.items():
+        args = ([jax.ShapeDtypeStruct((size,), BF16)],)
+        for case in ("found_inf, bf16", "scale, bf16"):
+            compile_case(f"{case}, {name}", CASES[case], args, target)
+
+
+def compile_case(name: str, case: Case, args: Any, target: str) -> None:
+    print(MARK + name, flush=True)
+    config = {"H200": h200.H200, "B200": h200.B200}[target]
+    options = pk.Options(backend="mosaic")
+    h200.compile_step(
+        lambda *args: case.call(options, *args),
+        *args,
+        donate=case.donate,
+        target=config,
+    )
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])

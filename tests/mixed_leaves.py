@@ -1,0 +1,139 @@
+"""Leaves of all shapes, dtypes and kinds of weights at once, for the oracles' tests.
+
+Compiling takes longer than running: one tree of many leaves stands for a product of
+shapes and dtypes.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import Weight, join, split
+from pallas_kernels._launch import BLOCK, WARPGROUP
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+HALVES = [F16, BF16]
+BACKENDS = ["xla", "interpret"]
+
+# Kernels take leaves of 128 elements and more, by blocks.
+SHAPES = [
+    (),
+    (1,),
+    (13,),
+    (BLOCK,),
+    (BLOCK + 1,),
+    (3, 50),
+    (0,),
+    (127,),
+    (128,),
+    (129,),
+    (2, 0, 3),
+]
+
+# Optimizing machine code takes a quarter of a test's time, and gains nothing.
+FAST = {"xla_backend_optimization_level": 1}
+
+
+class Kind(NamedTuple):
+    """How a leaf's weights are kept, and the dtype of its gradients.
+
+    `weights`: "own" for float32 alone, "half" for half alone, "copied" for float32 with
+    a half copy, "split" for a bfloat16 and the 16 bits that it lacks.
+    """
+
+    weights: str
+    dtype: Any
+    grads: Any
+
+
+KINDS = [
+    Kind("own", F32, F32),
+    Kind("copied", F16, F16),
+    Kind("split", BF16, BF16),
+    Kind("half", F16, F16),
+    Kind("copied", BF16, BF16),
+    Kind("own", F32, F16),
+    Kind("half", BF16, BF16),
+    Kind("own", F32, BF16),
+    Kind("copied", F16, F32),
+    Kind("split", BF16, F32),
+]
+# The five that 55 leaves are made of: gradients of each dtype, weights of each sort.
+FIVE = [KINDS[k] for k in (0, 1, 2, 3, 7)]
+
+
+type Leaves = list[tuple[tuple[int, ...], Kind]]
+
+
+def fifty_five() -> Leaves:
+    """Every shape in every one of five kinds."""
+    return [(shape, kind) for kind in FIVE for shape in SHAPES]
+
+
+def fifty_five_for_kernels() -> Leaves:
+    """The same, but each kind in one of the shapes that kernels take, for time."""
+    large = [shape for shape in SHAPES if math.prod(shape) >= WARPGROUP]
+    return [
+        (shape if shape not in large or shape == large[k] else (7,), kind)
+        for k, kind in enumerate(FIVE)
+        for shape in SHAPES
+    ]
+
+
+def four(turn: int) -> Leaves:
+    """Shapes and kinds, others at each turn."""
+    ks = range(4 * turn, 4 * turn + 4)
+    return [(SHAPES[k % len(SHAPES)], KINDS[k % len(KINDS)]) for k in ks]
+
+
+def weight(x: np.ndarray, kind: Kind) -> Weight:
+    """`x`, as near as the kind can keep it."""
+    master = jnp.asarray(x, F32)
+    match kind.weights:
+        case "own":
+            return Weight(master)
+        case "half":
+            return Weight(master.astype(kind.dtype))
+        case "copied":
+            return Weight(master, master.astype(kind.dtype))
+        case "split":
+            high, low = split(master)
+            return Weight(high, None, low)
+    raise AssertionError(kind)
+
+
+def value(w: Weight) -> np.ndarray:
+    """What a weight stands for, in float64."""
+    if w.remainder is not None:
+        return np.float64(join(w.param, w.remainder))
+    return np.float64(np.asarray(w.param, np.float32))
+
+
+def grouped(leaves: list[Any]) -> dict[str, Any]:
+    """A tree of the leaves, in their order, for masks to have something to be of."""
+    half = (len(leaves) + 1) // 2
+    return {"a": leaves[:half], "b": tuple(leaves[half:])}
+
+
+def is_weight(x: Any) -> bool:
+    return isinstance(x, Weight)
+
+
+def weights_of(tree: Any) -> list[Weight]:
+    return jax.tree.leaves(tree, is_leaf=is_weight)
+
+
+def params_of(weights: Any) -> Any:
+    """What an optimizer's `init` and `update` take for a tree of weights."""
+    return jax.tree.map(lambda w: w.param, weights, is_leaf=is_weight)
+
+
+def assert_rounded(w: Weight) -> None:
+    """The half copy is its master, rounded to nearest even, and never infinite."""
+    if w.copy is not None:
+        limit = float(jnp.finfo(w.copy.dtype).max)
+        expected = np.clip(np.asarray(w.param), -limit, limit).astype(w.copy.dtype)
+        assert np.asarray(w.copy).tobytes() == expected.tobytes()

@@ -1,0 +1,220 @@
+"""What Mosaic makes of the kernels for an H200 and a B200, and what that computes."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels import _launch
+from tests import emulator, everything, kernels, ptx, subprocesses
+
+pytestmark = pytest.mark.h200
+
+TARGETS = {"H200": "sm_90a", "B200": "sm_100a"}
+DUMP = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM")
+INTERPRET, XLA = pk.Options(backend="interpret"), pk.Options(backend="xla")
+WRITE_ONLY = ("['copy']", "['new']", "['out']", "['update']")
+RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+of_all = pytest.mark.parametrize(
+    "target, name", [(t, name) for t in TARGETS for name in kernels.cases(t)]
+)
+on_both = pytest.mark.parametrize("target", TARGETS)
+
+
+@functools.cache
+def compiled(target: str) -> dict[str, list[ptx.Kernel]]:
+    """The kernels of each case."""
+    output = subprocesses.run("tests.kernels", target, **dict.fromkeys(DUMP, "1"))
+    parts = (part.partition("\n") for part in output.split(kernels.MARK)[1:])
+    return {name: ptx.kernels(text) for name, _, text in parts}
+
+
+class Launch(NamedTuple):
+    """A kernel that was run.
+
+    Attributes:
+        names: of its operands and results.
+        arrays: the same.
+        accesses: of each block.
+    """
+
+    names: list[str]
+    arrays: list[np.ndarray]
+    accesses: list[list[emulator.Access]]
+
+    def moved(self) -> Iterator[tuple[str, np.ndarray, int, int]]:
+        """Per column of a leaf its name, the array, and elements read and written."""
+        for k, (name, x) in enumerate(zip(self.names, self.arrays, strict=True)):
+            if x.size in kernels.SIZES:
+                mine = [a for block in self.accesses for a in block if a.array == k]
+                read = [a.words.size for a in mine if not a.is_write]
+                written = [a.words.size for a in mine if a.is_write]
+                words = x.itemsize // 2
+                yield name, x, sum(read) // words, sum(written) // words
+
+
+@functools.cache
+def run(target: str, name: str, skip: bool = False) -> tuple[Any, Any, list[Launch]]:
+    """The args of a case, its results by the compiled kernels, and the launches."""
+    case = kernels.CASES[name]
+    *args, last = case.make(kernels.SIZES)
+    args = (*args, jnp.bool_(True) if skip else last)
+    left, launches = list(compiled(target)[name]), []
+
+    def kernel(body, out_type, grid, **settings):
+        del body, settings
+        return lambda *operands: launch(grid, operands, out_type)
+
+    def launch(grid, operands, out_type):
+        operands, _ = jax.tree.flatten_with_path(operands)
+        outs, tree = jax.tree.flatten_with_path(out_type)
+        names = [jax.tree_util.keystr(path) for path, _ in operands + outs]
+        arrays = [np.array(x[...]) for _, x in operands]
+        arrays += [np.full(x.shape, 99, x.dtype) for _, x in outs]
+        used = sum(x.size > 0 for x in arrays)
+        (kernel,) = (k for k in left if (k.grid, len(k.buffers)) == (*grid, used))
+        left.remove(kernel)
+        launches.append(Launch(names, arrays, emulator.run_all(kernel, arrays)))
+        for (_, ref), x in zip(operands, arrays, strict=False):
+            if isinstance(ref, jax.Ref):
+                ref[...] = x
+        return jax.tree.unflatten(tree, map(jnp.asarray, arrays[len(operands) :]))
+
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(_launch.plgpu, "kernel", kernel)
+        results = case.call(INTERPRET, *args)
+    assert not left, "a kernel was compiled and not launched"
+    return args, results, launches
+
+
+@of_all
+def test_kernels_keep_all_values_in_registers(target, name, record_property):
+    found = compiled(target)[name]
+    assert len(found) == kernels.CASES[name].kernels
+    for kernel in found:
+        record_property("registers", kernel.registers)
+        assert kernel.target == TARGETS[target]
+        assert kernel.spilled == 0
+        assert kernel.registers <= 128
+
+
+@of_all
+def test_kernels_compute_what_xla_does(target, name):
+    args, results, _ = run(target, name)
+    expected = jax.jit(functools.partial(kernels.CASES[name].call, XLA))(*args)
+    jax.tree.map(assert_close, joined(results), joined(expected))
+
+
+def joined(results: Any) -> Any:
+    """Weights in halves as float32: their lower halves may differ by a rounding."""
+
+    def join(x):
+        return pk.join(x.param, x.remainder) if is_split(x) else x
+
+    def is_split(x):
+        return isinstance(x, pk.Weight) and x.kind == "split"
+
+    return jax.tree.map(join, results, is_leaf=is_split)
+
+
+def assert_close(x, y):
+    assert x.dtype == y.dtype and x.shape == y.shape
+    rtol = RTOL.get(x.dtype.name, 0)
+    x, y = (np.asarray(z, np.float64) for z in (x, y))
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
+
+
+@of_all
+def test_whole_blocks_move_in_wide_accesses(target, name):
+    for launch in run(target, name)[2]:
+        lone = name.startswith(("l2norm", "max_norm", "found_inf"))
+        block = _launch.LONE_BLOCK if lone else _launch.BLOCK
+        narrow = [0 for _ in launch.arrays]
+        for access in (a for accesses in launch.accesses for a in accesses):
+            itemsize = launch.arrays[access.array].itemsize
+            if access.width < (16 if itemsize == 4 else 8):
+                narrow[access.array] += access.offsets.size * access.width // itemsize
+        for x, elements in zip(launch.arrays, narrow, strict=True):
+            if x.size in kernels.SIZES:
+                remainder = x.size % block
+                assert elements <= 2 * (remainder and remainder + _launch.WARPGROUP)
+
+
+@of_all
+def test_kernels_read_and_write_each_column_once(target, name):
+    columns = 0
+    for launch in run(target, name)[2]:
+        for column, x, read, written in launch.moved():
+            # The last window of 128 overlaps the one before.
+            most = x.size + (127 if x.size % 128 else 0)
+            is_read, is_written = x.size <= read <= most, x.size <= written <= most
+            assert is_read or read == 0, column
+            assert is_written or written == 0, column
+            assert is_read or is_written, column
+            if column.endswith(WRITE_ONLY):
+                assert is_written and not is_read, column
+            columns += 1
+    assert columns >= len(kernels.SIZES)
+
+
+@on_both
+@pytest.mark.parametrize("name", ["adam, copied, bf16", "adam, split, bf16"])
+def test_adam_moves_28_or_26_bytes_per_parameter(target, name):
+    (launch,) = run(target, name)[2]
+    moved = sum((r + w) * x.itemsize for _, x, r, w in launch.moved() if x.size == 4096)
+    assert moved == 4096 * (28 if "copied" in name else 26)
+
+
+@on_both
+@pytest.mark.parametrize(
+    "name", ["adam, copied, bf16", "adam, split, bf16", "everything"]
+)
+def test_a_skip_writes_nothing(target, name):
+    args, results, launches = run(target, name, skip=True)
+    for launch in launches:
+        for column, x, _, written in launch.moved():
+            assert written == (0 if "'new'" not in column else written)
+            assert "'new'" not in column or not x.any()
+    if name == "everything":
+        everything.assert_skipped(args[0], results)
+    else:
+        weights, (mu, nu), *_ = args
+        before, after = (
+            (weights, {"mu": mu, "nu": nu}),
+            (results.weights, results.moments),
+        )
+        same = jax.tree.map(
+            lambda x, y: (everything.bits(x) == everything.bits(y)).all(), before, after
+        )
+        assert all(jax.tree.leaves(same))
+
+
+@on_both
+def test_the_launcher_does_all_it_can(target):
+    args, results, _ = run(target, "everything")
+    everything.assert_ran(args[0], results)
+
+
+@on_both
+@pytest.mark.parametrize("case", ["found_inf, bf16", "scale, bf16"])
+@pytest.mark.parametrize("index", kernels.LARGE)
+def test_large_leaves_are_indexed_in_64_bits(target, case, index):
+    (kernel,) = compiled(target)[f"{case}, {index}"]
+    size = kernels.LARGE[index]
+    block = _launch.LONE_BLOCK if "found_inf" in case else _launch.BLOCK
+    assert kernel.grid == size // block
+    # Numbers, `x`, for `scale` its result, partials. What is not touched takes no room.
+    columns = [np.zeros(size, np.uint16) for _ in range(1 + ("scale" in case))]
+    arrays = [np.zeros(1, np.float32), *columns, np.zeros(kernel.grid, np.float32)]
+    for number in (0, 1, kernel.grid // 2 + 1, kernel.grid - 1):
+        end = size if number == kernel.grid - 1 else (number + 1) * block
+        accesses = emulator.run(kernel, arrays, number)
+        for array in range(1, len(arrays) - 1):
+            touched = [a.words for a in accesses if a.array == array]
+            assert set(np.concatenate(touched)) == set(range(number * block, end))

@@ -1,0 +1,326 @@
+"""The launcher on the CPU, where Pallas' emulator looks for races and bad accesses."""
+
+import itertools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import _launch
+from pallas_kernels._run import Results, run
+from pallas_kernels._xla import Job
+from tests import everything
+from tests.everything import BF16, F16, F32, bits, integers
+
+BLOCK = _launch.BLOCK
+# Around a warpgroup, and around one, two and four blocks.
+SIZES = (128, 129, 255, 1023, 1024, 1025, 1152, 2047, 2048 + 127, 4095, 4096, 4097)
+
+
+@pytest.fixture(autouse=True)
+def no_races(capsys):
+    """JAX 0.11 prints races, newer ones raise."""
+    yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+def launch(job, leaves, **kwargs) -> Results:
+    return jax.jit(lambda: run(job, leaves, backend="interpret", **kwargs))()
+
+
+def run_everything(shapes, skip=False):
+    leaves = everything.leaves(shapes)
+    call = jax.jit(lambda *args: everything.call(*args, "interpret"))
+    return leaves, call(leaves, jnp.bool_(skip))
+
+
+def test_everything_on_leaves_of_all_sizes():
+    everything.assert_ran(*run_everything([(n,) for n in SIZES]))
+
+
+@pytest.mark.parametrize("size", [128, 1024, 1025, 4097])
+def test_everything_on_one_leaf(size):
+    everything.assert_ran(*run_everything([(size,)]))
+
+
+def test_small_empty_and_scalar_leaves_among_others():
+    # XLA takes those below 128 elements: a warpgroup would have idle threads.
+    shapes = [(), (0,), (3, 0, 5), (127,), (2, 3, 5, 7), (1031,)]
+    leaves, results = run_everything(shapes)
+    everything.assert_ran(leaves, results)
+    assert [x["new"].shape for x in results.leaves] == shapes
+
+
+def test_more_leaves_than_a_launch_takes():
+    sizes = [128 + 50 * (k % 3) for k in range(70)]
+    leaves = [{"x": jnp.full(n, k, BF16)} for k, n in enumerate(sizes)]
+    job = Job(
+        lambda numbers, tag, c: {"x": c["x"] + 1, "sum": c["x"]},
+        reductions={"sum": "sum"},
+    )
+    results = launch(job, leaves)
+    for k, (n, x) in enumerate(zip(sizes, results.leaves, strict=True)):
+        np.testing.assert_array_equal(np.asarray(x["x"], int), np.full(n, k + 1))
+        assert results.reductions["sum"][k] == k * n
+
+
+def test_a_skip_keeps_every_bit_and_reduces_all_the_same():
+    shapes = [(127,), (128,), (1024,), (2048 + 127,)]
+    everything.assert_skipped(*run_everything(shapes, skip=True))
+
+
+@pytest.mark.parametrize("size", [1024, 1151])
+def test_a_skip_keeps_nans_and_zeros_with_their_signs(size):
+    odd = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0xFF800000], "u4")
+    x = jnp.asarray(np.resize(odd, size).view("f4"))
+    job = Job(lambda numbers, tag, c: {"x": c["x"] * 0, "new": c["x"] + 1})
+    done = launch(job, [{"x": x}], skip=jnp.bool_(True)).leaves[0]
+    assert (bits(done["x"]) == bits(x)).all()
+    assert not bits(done["new"]).any()
+
+
+def test_numbers_of_each_leaf_follow_leaves_that_change_places():
+    """Launches are sorted by size, and kinds are apart."""
+    sizes = [5000, 130, 64, 1024, 130, 2000, 64, 128]
+    leaves = [{"x": jnp.zeros(n, F32 if k % 2 else BF16)} for k, n in enumerate(sizes)]
+    job = Job(
+        lambda numbers, tag, c: {"x": c["x"] + numbers["b"], "sum": c["x"] + 1},
+        reductions={"sum": "sum"},
+    )
+    results = launch(job, leaves, per_leaf={"b": jnp.arange(8.0)})
+    for k, x in enumerate(results.leaves):
+        assert x["x"].shape == (sizes[k],) and x["x"].dtype == leaves[k]["x"].dtype
+        assert (x["x"] == k).all()
+    assert results.reductions["sum"].tolist() == sizes
+
+
+def test_tags_and_dtypes_part_leaves():
+    def formula(numbers, tag, c):
+        (name,) = c
+        assert c[name].dtype == F32
+        return {name: c[name] + tag}
+
+    leaves = [{"x": jnp.zeros(200, BF16)}, {"x": jnp.zeros(200, F16)}] * 2
+    leaves.append({"y": jnp.zeros(200)})
+    results = launch(Job(formula), leaves, tags=[1, 1, 2, 2, 3])
+    for x, tag in zip(results.leaves, [1, 1, 2, 2, 3], strict=True):
+        assert all((column == tag).all() for column in x.values())
+
+
+def test_a_dtype_that_kernels_lack_goes_through_xla():
+    with jax.enable_x64(True):
+        x = jnp.arange(300, dtype=jnp.float64) + 2.0**-40
+        assert not _launch.fits({"x": x})
+        job = Job(lambda numbers, tag, c: {"x": c["x"] * 2})
+        results = run(job, [{"x": x}, {"x": jnp.ones(300, F32)}], backend="interpret")
+        assert results.leaves[0]["x"].dtype == jnp.float64
+        np.testing.assert_array_equal(results.leaves[0]["x"], 2 * np.asarray(x))
+        assert (results.leaves[1]["x"] == 2).all()
+
+
+# Reductions. Nothing is written: the blocks are larger.
+
+READS = Job(
+    lambda numbers, tag, c: {"sum": c["x"], "max": jnp.abs(c["x"])},
+    reductions={"sum": "sum", "max": "max"},
+)
+READ_SIZES = (127, 128, 129, 1025, 4095, 4096, 4097, 8191, 8192, 8192 + 255, 3 * 4096)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_reductions_of_each_leaf(dtype):
+    leaves = [{"x": integers(n, dtype, n)} for n in READ_SIZES]
+    reductions = launch(READS, leaves).reductions
+    wide = [np.asarray(x["x"], np.float64) for x in leaves]
+    np.testing.assert_array_equal(reductions["sum"], [x.sum() for x in wide])
+    np.testing.assert_array_equal(reductions["max"], [abs(x).max() for x in wide])
+
+
+def test_reductions_of_leaves_of_one_size_and_in_total():
+    leaves = [{"x": integers(9000, BF16, k)} for k in range(3)]
+    wide = np.asarray([x["x"] for x in leaves], np.float64)
+    reductions = launch(READS, leaves).reductions
+    np.testing.assert_array_equal(reductions["sum"], wide.sum(1))
+    np.testing.assert_array_equal(reductions["max"], abs(wide).max(1))
+    totals = launch(READS._replace(totals=True), leaves).reductions
+    assert totals["sum"].shape == totals["max"].shape == ()
+    assert totals["sum"] == wide.sum() and totals["max"] == abs(wide).max()
+
+
+@pytest.mark.parametrize("size", [128, 4097, 8192 + 255])
+def test_one_element_is_found_wherever_it_is(size):
+    job = READS._replace(totals=True)
+    measure = jax.jit(
+        lambda x: run(job, [{"x": x}], backend="interpret").reductions,
+    )
+    places = {0, 1, 127, 128, 4095, 4096, size // 2, size - 128, size - 127, size - 1}
+    for place in sorted(p for p in places if p < size):
+        for value in (1.0, jnp.nan, jnp.inf):
+            found = measure(jnp.zeros(size).at[place].set(value))
+            np.testing.assert_array_equal(found["sum"], value)
+            if not jnp.isnan(value):  # which XLA's maximum on the CPU loses
+                assert found["max"] == value
+
+
+def test_no_leaves_reduce_to_nothing():
+    for backend in ("xla", "interpret"):
+        results = run(everything.JOB, [], scalars={"a": 1.0}, backend=backend)
+        assert results.leaves == []
+        assert results.reductions["total"].shape == (0,)
+        totals = run(READS._replace(totals=True), [], backend=backend).reductions
+        assert totals["sum"] == totals["max"] == 0 and totals["sum"].shape == ()
+
+
+# How the work is divided, without running any.
+
+
+def touched(n, block, vec):
+    """By grid step, its windows as (start, size, vec, seen)."""
+    steps = max(n // block, 1)
+    if n % block == 0:
+        return [[(k * block, block, vec, 0)] for k in range(steps)]
+    last = [
+        (w.index.start, w.size, w.vec, w.seen)
+        for w in _launch._last_windows(n, block, vec)
+    ]
+    return [[(k * block, block, vec, 0)] for k in range(steps - 1)] + [last]
+
+
+@hypothesis.given(
+    st.integers(128, 40_000), st.sampled_from([1024, 4096]), st.sampled_from([4, 8])
+)
+@hypothesis.example(128, 1024, 4).via("the least")
+@hypothesis.example(4096 + 127, 4096, 8).via("a remainder of less than a warpgroup")
+def test_windows_cover_a_leaf_once(n, block, vec):
+    counted = np.zeros(n, int)
+    owner = np.full(n, -1)
+    for step, windows in enumerate(touched(n, block, vec)):
+        for start, size, width, seen in windows:
+            assert 0 <= start and start + size <= n
+            # Whole accesses by all threads; 16 or 8 bytes, and so aligned, but for
+            # single elements.
+            assert size % (width * _launch.WARPGROUP) == 0
+            assert width == 1 or start % width == 0
+            counted[start + seen : start + size] += 1
+            # No step touches what another does: steps run in any order.
+            assert set(owner[start : start + size]) <= {-1, step}
+            owner[start : start + size] = step
+    assert (counted == 1).all()
+
+
+@hypothesis.given(
+    st.lists(st.sampled_from([128, 130, 768, 4096, 2**20]), max_size=300),
+    st.integers(1, 9),
+)
+def test_chunks_take_every_leaf_once_and_equal_ones_together(sizes, columns):
+    chunks = _launch.chunks(sizes, columns)
+    assert sorted(itertools.chain(*chunks)) == list(range(len(sizes)))
+    most = max(map(len, chunks), default=1)
+    assert all(chunks) and most * columns <= 160
+    assert len(chunks) == math.ceil(len(sizes) / min(64, 160 // columns))
+    # What is left over from launches of one size is fewer than one launch per size.
+    mixed = [c for c in chunks if len({sizes[k] for k in c}) > 1 or len(c) < most]
+    assert sum(map(len, mixed)) <= len(set(sizes)) * most
+
+
+def test_chunks_of_equal_leaves_are_equal():
+    shapes = [768, 589_824] * 150
+    launches = [tuple(shapes[k] for k in c) for c in _launch.chunks(shapes, 5)]
+    assert len(launches) == 10 and len(set(launches)) <= 4
+
+
+def test_fits():
+    def fits(n, dtype):
+        return _launch.fits({"x": jax.ShapeDtypeStruct((n,), dtype)})
+
+    assert not fits(0, F32) and not fits(127, F32) and fits(128, F32)
+    assert all(fits(1000, d) for d in (F16, BF16, F32, jnp.uint16))
+    assert not any(fits(1000, d) for d in (jnp.int32, jnp.int8, jnp.uint32))
+    assert fits(2**31 - 1, BF16)  # int32 still counts the elements
+    assert fits(2**31, BF16) and fits(2**31 + 4096, BF16) and fits(2**40, BF16)
+    assert not fits(2**31 + 1024, BF16)  # rows of both block sizes, or none
+    narrow, wide = (jax.ShapeDtypeStruct((300,), d) for d in (BF16, jnp.int32))
+    assert not _launch.fits({"x": narrow, "y": wide})
+
+
+def test_leaves_of_2_to_the_31_elements_are_indexed_by_row():
+    assert _launch._flat_shape(2**31 - 1, BLOCK) == (2**31 - 1,)
+    assert _launch._flat_shape(2**31, BLOCK) == (2**21, BLOCK)
+    assert _launch._at(2**31, BLOCK, 5) == 5
+    assert _launch._at(2**31 - 1, BLOCK, 5) == pl.ds(5 * BLOCK, BLOCK)
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 4096])
+def test_shapes_of_large_leaves(size):
+    big = {
+        "w": jax.ShapeDtypeStruct((size,), F32),
+        "g": jax.ShapeDtypeStruct((size,), F16),
+    }
+    job = Job(
+        lambda numbers, tag, c: {"w": c["w"] + c["g"], "new": c["g"], "sum": c["g"]},
+        reductions={"sum": "sum"},
+    )
+    done = jax.eval_shape(lambda x: run(job, [x], backend="interpret"), big)
+    assert done.leaves[0]["w"].shape == done.leaves[0]["new"].shape == (size,)
+    assert done.reductions["sum"].shape == (1,)
+
+
+# The emulator is awake: with the launcher's own settings it sees what kernels do wrong.
+
+
+def emulate(body):
+    """What `body` leaves of two blocks of zeros, on a grid of two steps."""
+
+    @jax.jit
+    def program():
+        ref = jax.new_ref(jnp.zeros(2 * BLOCK))
+        kernel = plgpu.kernel(
+            lambda ref, out: body(jax.lax.axis_index("block"), ref, out),
+            out_type=jax.ShapeDtypeStruct((2 * BLOCK,), F32),
+            grid=(2,),
+            grid_names=("block",),
+            interpret=_launch._INTERPRET,
+            compiler_params=_launch._PARAMS,
+        )
+        out = kernel(ref)
+        return jax.freeze(ref), out
+
+    return jax.block_until_ready(program())
+
+
+def test_the_emulator_sees_races(capsys):
+    def racy(step, ref, out):
+        ref[pl.ds(step * 64, BLOCK)] += jnp.ones(BLOCK)
+
+    if hasattr(_launch._INTERPRET, "on_race"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+            emulate(racy)
+    else:
+        emulate(racy)
+        assert "RACE DETECTED" in capsys.readouterr().out
+
+
+def test_the_emulator_sees_accesses_past_the_end():
+    def reads(step, ref, out):
+        out[pl.ds(step * BLOCK, BLOCK)] = ref[pl.ds(step * BLOCK + 128, BLOCK)]
+
+    def writes(step, ref, out):
+        out[pl.ds(step * BLOCK + 128, BLOCK)] = jnp.zeros(BLOCK)
+
+    for body in (reads, writes):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="[Oo]ut-of-bounds"):
+            emulate(body)
+
+
+def test_the_emulator_poisons_new_arrays():
+    def forgets(step, ref, out):
+        pl.when(step == 0)(lambda: out.__setitem__(pl.ds(0, BLOCK), jnp.ones(BLOCK)))
+
+    _, out = emulate(forgets)
+    assert (out[:BLOCK] == 1).all() and jnp.isnan(out[BLOCK:]).all()
