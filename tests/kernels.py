@@ -28,7 +28,7 @@ class Case(NamedTuple):
         call: `(options, *args) -> results`.
         make: makes the args, for leaves of some sizes.
         donate: which of `args` are donated.
-        calls: how many kernels it takes.
+        kernels: how many kernels it takes.
     """
 
     call: Callable[..., Any]

@@ -233,6 +233,7 @@ def test_chunks_of_equal_leaves_are_equal():
     shapes = [768, 589_824] * 150
     launches = [tuple(shapes[k] for k in c) for c in _launch.chunks(shapes, 5)]
     assert len(launches) == 10 and len(set(launches)) <= 4
+    assert sum(len(set(sizes)) == 1 for sizes in launches) >= 8
 
 
 def test_fits():
