@@ -221,7 +221,7 @@ def _by_kind(
 
 def _work(job: Job, names: Sequence[str], leaf: Leaf, tag: Any) -> Work:
     """The job on leaves of one kind."""
-    formula = bind(_by_position, job.formula, tuple(names), tag)
+    formula = bind(_by_position, job, tuple(names), tag)
     numbers = [jax.ShapeDtypeStruct((), jnp.float32) for _ in names]
     blocks = {
         c: jax.ShapeDtypeStruct((_launch.WARPGROUP,), widened_dtype(x.dtype))
@@ -242,9 +242,10 @@ def _work(job: Job, names: Sequence[str], leaf: Leaf, tag: Any) -> Work:
 
 
 def _by_position(
-    formula: Any, names: Sequence[str], tag: Any, numbers: Sequence[Any], blocks: Blocks
+    job: Job, names: Sequence[str], tag: Any, numbers: Sequence[Any], blocks: Blocks
 ) -> Blocks:
-    return formula(dict(zip(names, numbers, strict=True)), tag, blocks)
+    results = job.formula(dict(zip(names, numbers, strict=True)), tag, blocks)
+    return job.store(tag, results)
 
 
 def _derived(job: Job, dtypes: Sequence[tuple[str, Any]], results: Blocks) -> Blocks:

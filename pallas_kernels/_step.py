@@ -74,6 +74,7 @@ def step(
     job = Job(
         bind(_formula, update, options.only_updates),
         unread={"copy": _copy},
+        stored=_stored,
     )
     columns = _columns(weights, grads, moments)
     if options.only_updates:
@@ -166,16 +167,23 @@ def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
 def _formula(
     update: Update, only_updates: bool, numbers: Numbers, kind: Any, blocks: Blocks
 ) -> Blocks:
-    _, storage, dtype = kind
     numbers, tag, grad, param, moments = _read(numbers, kind, blocks)
     delta, moments = update(numbers, tag, grad, param, moments)
     if only_updates:
         return {"update": delta, **moments}
-    new = param + delta
+    return {"param": param + delta, **moments}
+
+
+def _stored(kind: Any, results: Blocks) -> Blocks:
+    """The new weights as they are kept."""
+    _, storage, dtype = kind
+    if storage == "copied" or "update" in results:
+        return results
+    new = results["param"]
     if storage == "split":
         high, low = split_wide(new)
-        return {"param": high, "low": low, **moments}
-    return {"param": saturate(new, dtype) if storage == "own" else new, **moments}
+        return results | {"param": high, "low": low}
+    return results | {"param": saturate(new, dtype)}
 
 
 def _copy(results: Blocks, dtype: Any) -> Array:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt16
 
+from pallas_kernels._once import computed_once
+
 type Kind = Literal["own", "copied", "split"]
 
 
@@ -69,7 +71,7 @@ def split(
     apart. NaNs become one NaN of either sign. What would round to infinity stays the
     largest finite.
     """
-    high, low = split_wide(x)
+    high, low = split_wide(computed_once(x))
     return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from pallas_kernels._dtypes import widen
+from pallas_kernels._once import computed_once
 
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
@@ -55,21 +56,28 @@ class Job(NamedTuple):
         reductions: results to reduce over each leaf: "sum", or "max" of what is not
             negative.
         totals: whether to reduce over all leaves.
+        stored: `(tag, results) -> results`: how results are stored, such as in two
+            halves, that must be of one value.
     """
 
     formula: Formula
     unread: Mapping[str, Callable[[Blocks, Any], Array]] = {}
     reductions: Mapping[str, str] = {}
     totals: bool = False
+    stored: Callable[[Any, Blocks], Blocks] | None = None
 
     def __hash__(self) -> int:
         parts = (self.unread.items(), self.reductions.items())
-        return hash((self.formula, *map(tuple, parts), self.totals))
+        return hash((self.formula, *map(tuple, parts), self.totals, self.stored))
 
     def results(self, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]) -> Blocks:
         """What the formula gives on the columns that it reads."""
         read = {c: widen(x) for c, x in leaf.items() if c not in self.unread}
         return self.formula(numbers, tag, read)
+
+    def store(self, tag: Any, results: Blocks) -> Blocks:
+        """The results as they are stored."""
+        return results if self.stored is None else self.stored(tag, results)
 
     def derived(self, dtypes: Mapping[str, Any], results: Blocks) -> Blocks:
         """The columns that depend on the results, of those that a leaf has.
@@ -126,6 +134,8 @@ def run_leaf(
         Its written columns and new arrays; its reductions.
     """
     results = job.results(leaf, tag, numbers)
+    if job.stored is not None:
+        results = job.store(tag, computed_once(results))
     skip = numbers["skip"] != 0 if "skip" in numbers else None
     reduced, written = {}, {}
     for name, x in results.items():

@@ -20,10 +20,10 @@ from tests.oracles.fused_sgd import fused_sgd
 
 F32 = jnp.float32
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
-STEPS = 7
+STEPS = 6
 # Where a step overflows: in the first and the last leaf, which are half, and in one
 # that stays float32. Two such steps follow each other.
-BAD = {2: ("a", -1, np.inf), 4: ("z", 0, np.nan), 5: ("n", 64, -np.inf)}
+BAD = {1: ("a", -1, np.inf), 3: ("z", 0, np.nan), 4: ("n", 64, -np.inf)}
 
 
 def decreasing(count):
@@ -66,10 +66,10 @@ CASES = {
 }
 KEPT = ("bare", "masters", "split")
 RUNS = [(name, kept, "xla") for name in CASES for kept in KEPT]
-# The emulator takes its time; the formulas have tests of their own.
-RUNS += [("adam", kept, "interpret") for kept in KEPT]
-RUNS += [("sgd", "masters", "interpret"), ("lamb", "split", "interpret")]
-RUNS += [("novograd", "bare", "interpret"), ("adagrad", "split", "interpret")]
+# The emulator takes its time, and the formulas have tests of their own.
+EMULATED = [("adam", "masters"), ("adam", "split"), ("lamb", "split")]
+EMULATED += [("sgd", "masters"), ("novograd", "bare"), ("adagrad", "bare")]
+RUNS += [(*pair, "interpret") for pair in EMULATED]
 
 every_run = pytest.mark.parametrize("name, kept, backend", RUNS)
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -13,7 +13,12 @@ PACKAGES = ("pallas_kernels", "jamp")
 # Foundation first. A name covers what is inside it too, but for the two packages: a new
 # file needs a row, or a folder that has one.
 LAYERS = (
-    ("pallas_kernels._compat", "pallas_kernels._dtypes", "pallas_kernels._backend"),
+    (
+        "pallas_kernels._backend",
+        "pallas_kernels._compat",
+        "pallas_kernels._dtypes",
+        "pallas_kernels._once",
+    ),
     ("pallas_kernels._xla", "pallas_kernels._weights"),
     ("pallas_kernels._launch",),
     ("pallas_kernels._shard",),

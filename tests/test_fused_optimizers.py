@@ -409,6 +409,17 @@ def test_corrections_are_exact_to_float32(name):
         assert error <= 4 * 2.0**-23
 
 
+def test_the_older_clip_adds_a_millionth_to_the_norm():
+    options = {"learning_rate": 1.0, "eps": 1e-6, "max_grad_norm": 5e-6, "legacy": True}
+    params, grads = [np.ones(1)], [np.float32([1e-5])]
+    weights = [Weight(jnp.ones(1))]
+    tx = jo.fused_adam(**options)
+    state = tx.init(params_of(weights))
+    weights, _ = apply(tx, [jnp.asarray(grads[0])], state, weights)
+    want = next(fused_adam(params, [grads], **options)).params[0]
+    assert largest_error(value(weights[0]), want) <= TOLERANCE
+
+
 # Around the largest finite number of each half dtype, and of what rounds to it.
 EDGES = [(F16, 65000.0, 600.0), (BF16, 3.38e38, 0.03e38)]
 

@@ -20,9 +20,9 @@ from tests.mixed_leaves import BACKENDS
 from tests.one_pass import (
     BAD,
     CASES,
+    EMULATED,
     F32,
     HALF,
-    RUNS,
     STEPS,
     every_run,
     gradients,
@@ -182,7 +182,7 @@ def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
         assert_close(inner(after), state, atol=1e-9)
 
 
-@pytest.mark.parametrize("name, kept", [run[:2] for run in RUNS if run[2] != "xla"])
+@pytest.mark.parametrize("name, kept", EMULATED)
 def test_backends_agree(name, kept):
     for a, b in zip(*(run(name, kept, x).states for x in BACKENDS), strict=True):
         assert_close(jamp.master_params(a), jamp.master_params(b))
