@@ -211,13 +211,15 @@ def test_a_group_without_gradients_does_not_move():
 
 
 @jax.custom_vjp
-def measured(amax, x):
+def measured(amax, x, new):
+    """`x`; its backward pass says what `amax` is to be."""
+    del amax, new
     return x * 1.0
 
 
 measured.defvjp(
-    lambda amax, x: (measured(amax, x), None),
-    lambda _, g: (jnp.asarray(7.0, F32), g),
+    lambda amax, x, new: (measured(amax, x, new), new),
+    lambda new, g: (new, g, jnp.zeros_like(new)),
 )
 
 
@@ -232,23 +234,25 @@ def test_fp8_scales_are_written_and_integers_stay(kept):
     assert_same_bits(state.params["params"]["ids"], jnp.arange(3))
 
     @jax.jit
-    def fp8_step(state, x):
+    def fp8_step(state, x, new):
         def loss_fn(p):
             v, gain = (p["params"][k].astype(F32) for k in ("v", "gain"))
-            v = measured(p["_overwrite_with_gradient"]["amax"], v)
+            v = measured(p["_overwrite_with_gradient"]["amax"], v, new)
             return (v * x).sum() + gain * GOOD
 
         return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state))
 
-    after = fp8_step(state, np.full(130, GOOD, np.float32))
-    # Not scaled, not unscaled, not stepped: written.
-    amax = after.params["_overwrite_with_gradient"]["amax"]
-    assert (amax.dtype, amax) == (F32, 7.0)
-    assert_same_bits(after.params["params"]["ids"], jnp.arange(3))
-    masters = jamp.master_params(after)["params"]
-    assert (masters["v"] == 1 - GOOD).all() and masters["gain"] == 1 - GOOD
-    assert after.params["params"]["v"].dtype == HALF.get(LEVELS[kept], F32)
-    assert_skipped(fp8_step(state, np.full(130, np.inf, np.float32)), state)
+    x, bad = (np.full(130, value, np.float32) for value in (GOOD, np.inf))
+    # Not scaled, not unscaled, not stepped, not checked: written.
+    for new in (7.0, np.inf):
+        after = fp8_step(state, x, F32(new))
+        amax = after.params["_overwrite_with_gradient"]["amax"]
+        assert (amax.dtype, amax) == (F32, new)
+        assert_same_bits(after.params["params"]["ids"], jnp.arange(3))
+        masters = jamp.master_params(after)["params"]
+        assert (masters["v"] == 1 - GOOD).all() and masters["gain"] == 1 - GOOD
+        assert after.params["params"]["v"].dtype == HALF.get(LEVELS[kept], F32)
+    assert_skipped(fp8_step(state, bad, F32(7.0)), state)
 
 
 # Loops, donation, new states
