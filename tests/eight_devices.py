@@ -19,10 +19,6 @@ from jamp import optimizers as jo
 from pallas_kernels import BackendError, _launch
 from tests.mixed_leaves import FAST
 
-# The emulator keeps one clock for all devices: under `shard_map`, where they run at the
-# same time, it sees races between one device's load and its own, later store.
-_launch._INTERPRET = plgpu.InterpretGPUParams()
-
 F32 = jnp.float32
 AXES = ("data", "model")
 # Of all but one, what each of 4 × 2 devices holds is enough for a kernel, 128 elements.
@@ -237,6 +233,9 @@ def outcome(run):
 
 
 def main():
+    # The emulator keeps one clock for all devices: under `shard_map`, where they run at
+    # the same time, it sees races between a device's load and its own, later store.
+    _launch._INTERPRET = plgpu.InterpretGPUParams()
     out: dict[str, Any] = {}
     for run in RUNS:
         kind, backend, name, options = run

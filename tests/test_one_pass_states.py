@@ -153,6 +153,28 @@ def test_update_args_are_ignored():
     assert_same_bits(*both(make(), like(GOOD)))
 
 
+BEYOND = {
+    "O3": (1.0, 1e6, 65504.0, 65504.0),
+    "O2": (1.0, 1e6, 65504.0, 1000001.0),
+    "O5": (3.3e38, 1e37, 3.3895314e38, 3.3961775e38),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("level", BEYOND)
+def test_params_beyond_half_are_clamped(level, backend):
+    begin, up, largest, master = BEYOND[level]
+    tree = {"v": jnp.full(130, begin), "w": jnp.full(2, -begin)}
+    store = level == "O5"
+    state = start(sgd(backend), level, tree, store_remainder=store)
+    grads = jax.tree.map(lambda p: -up * jnp.sign(p), tree)
+    after = state.apply_gradients(grads=grads)
+    for key, sign in (("v", 1), ("w", -1)):
+        np.testing.assert_allclose(np.float32(after.params[key]), sign * largest, 1e-6)
+        masters = jamp.master_params(after)[key]
+        np.testing.assert_allclose(masters, np.float32(sign * master), 1e-6)
+
+
 # Groups
 
 
