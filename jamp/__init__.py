@@ -16,6 +16,7 @@ from jamp._autocast._regions import (
 from jamp._autocast._transform import autocast as autocast
 from jamp._cast import cast_model as cast_model
 from jamp._check import check as check
+from jamp._closure import closure as closure
 from jamp._forward import cast_forward as cast_forward
 from jamp._initialize import initialize as initialize
 from jamp._loss_scale import (

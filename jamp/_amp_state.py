@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool
 from jamp import _gradients, _groups
 from jamp._gradients import Part
 from jamp._groups import Key
-from jamp._loss_scale import LossScaleRule, LossScaleState
+from jamp._loss_scale import LossScaleRule, LossScaleState, lower_of
 from jamp._opt_level import Properties
 from jamp._step import step, widened
 from jamp._tree import check_like, select
@@ -166,7 +166,7 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     for part in parts:  # in order: losses that share a scale count one after another
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
-            state_before = scales[part.loss_id]
+            state_before = lower_of(scales[part.loss_id], part.scale_state)
             scales[part.loss_id] = rule.update(state_before, _known(part.finite))
     return tuple(scales)
 

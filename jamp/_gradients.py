@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jamp import _groups
 from jamp._dtypes import widen
 from jamp._groups import Key
-from jamp._loss_scale import unscale_tree
+from jamp._loss_scale import LossScaleState, unscale_tree
 from jamp._scale_loss import HasLossScales
 from jamp._scaled_grads import ScaledGrads
 from jamp._tree import all_finite, check_like, differentiable, split_overwrite
@@ -29,12 +29,14 @@ class Part(NamedTuple):
         scale: what to divide them by; None for 1.
         finite: whether all were finite; None if nobody looked.
         loss_id: whose scale moves; None for no one's.
+        scale_state: where that scale moves from; None for where the state has it.
     """
 
     trees: dict[Key, PyTree]
     scale: Float[Array, ""] | None
     finite: Bool[Array, ""] | None
     loss_id: int | None
+    scale_state: LossScaleState | None = None
 
 
 def parts(grads: Any, state: HasLossScales) -> list[Part]:
@@ -95,7 +97,7 @@ def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     _check(trees, state)
     checks = state.loss_scale_rules[grads.loss_id].checks
     finite = grads.finite if checks else None
-    return Part(trees, grads.scale, finite, grads.loss_id)
+    return Part(trees, grads.scale, finite, grads.loss_id, grads.scale_state)
 
 
 def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:

@@ -145,6 +145,11 @@ class DynamicLossScale:
             consecutive_skips=_count_skips(state, finite),
         )
 
+    def lowered(self, state: LossScaleState) -> LossScaleState:
+        """The state in which a step that overflowed is computed again; no skip."""
+        fallen = jnp.clip(state.scale / self.factor, self.floor, self.ceiling)
+        return state._replace(scale=fallen, unskipped=jnp.zeros_like(state.unskipped))
+
     def current(self, state: LossScaleState) -> Float[Array, ""]:
         """The scale of this step."""
         return state.scale
@@ -243,6 +248,13 @@ def loss_scale_rule(
     if isinstance(loss_scale, float):
         return StaticLossScale(loss_scale)
     return loss_scale
+
+
+def lower_of(a: LossScaleState, b: LossScaleState | None) -> LossScaleState:
+    """Whichever has the lower scale; `a` if equal, or if `b` is None."""
+    if b is None:
+        return a
+    return jax.tree.map(lambda x, y: jnp.where(b.scale < a.scale, y, x), a, b)
 
 
 def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:

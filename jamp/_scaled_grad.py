@@ -17,6 +17,7 @@ from jamp._compat import manual_axes, varying_axes
 from jamp._forward import forward_policy, under_autocast
 from jamp._layout import row_major_on_cuda
 from jamp._master_weights import fused_inside
+from jamp._redo import check_aux_of_redo, check_redo, redoes, until_finite
 from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
 from jamp._scaled_grads import ScaledGrads, widen_tree
 from jamp._tree import (
@@ -35,6 +36,7 @@ def scaled_value_and_grad(
     loss_id: int = 0,
     wrt: Any = None,
     axis_name: Any = None,
+    redo_on_overflow: int = 0,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
 
@@ -48,6 +50,9 @@ def scaled_value_and_grad(
         axis_name: name of a mapped axis (`shard_map`, `pmap`) to average loss and
             gradients over. Gradients are averaged in float32, and `finite` is agreed.
             Under `jit` with sharded arrays leave it out: nothing is needed.
+        redo_on_overflow: how often to compute a batch again at most, each time at the
+            next lower loss scale, when its gradients are not finite: instead of a skip.
+            Of a dynamic scale; use it under `jit`, with arrays as aux.
 
     Returns:
         `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the
@@ -57,7 +62,7 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `state` is no AmpState; the loss is no float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: `wrt` names no group.
+        ValueError: `wrt` names no group; `redo_on_overflow` is no number of times.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -69,7 +74,13 @@ def scaled_value_and_grad(
     """
 
     both = _differentiate(
-        loss_fn, "jamp.scaled_value_and_grad", has_aux, loss_id, wrt, axis_name
+        loss_fn,
+        "jamp.scaled_value_and_grad",
+        has_aux,
+        loss_id,
+        wrt,
+        axis_name,
+        redo_on_overflow,
     )
 
     @functools.wraps(loss_fn)
@@ -87,6 +98,7 @@ def scaled_grad(
     loss_id: int = 0,
     wrt: Any = None,
     axis_name: Any = None,
+    redo_on_overflow: int = 0,
 ) -> Callable[..., Any]:
     """`scaled_value_and_grad` without the value.
 
@@ -100,7 +112,15 @@ def scaled_grad(
     >>> print(scaled_grad(lambda w: (w**2).sum())(state).tree)
     [2. 2.]
     """
-    both = _differentiate(loss_fn, "jamp.scaled_grad", has_aux, loss_id, wrt, axis_name)
+    both = _differentiate(
+        loss_fn,
+        "jamp.scaled_grad",
+        has_aux,
+        loss_id,
+        wrt,
+        axis_name,
+        redo_on_overflow,
+    )
 
     @functools.wraps(loss_fn)
     def grad(state, *args, **kwargs):
@@ -110,12 +130,18 @@ def scaled_grad(
     return grad
 
 
-def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> ScaledGrads:
+def zero_grads(
+    state: HasLossScales,
+    loss_id: int = 0,
+    wrt: Any = None,
+    *,
+    redo_on_overflow: int = 0,
+) -> ScaledGrads:
     """Zeros in float32 to begin a sum of `ScaledGrads`, as the carry of a scan.
 
     Args:
         state: an AmpState.
-        loss_id, wrt: as given to `scaled_grad`.
+        loss_id, wrt, redo_on_overflow: as given to `scaled_grad`.
 
     Returns:
         ScaledGrads at the present scale.
@@ -129,6 +155,7 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
     >>> print((total / 4).unscale()[0])
     [1. 1.]
     """
+    check_redo(redo_on_overflow)
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads")
     keys = _groups.resolve_wrt(wrt, _groups.group_keys(state.tx))
     named = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -144,6 +171,7 @@ def zero_grads(state: HasLossScales, loss_id: int = 0, wrt: Any = None) -> Scale
         finite=jnp.asarray(True),
         loss_id=loss_id,
         groups=named,
+        scale_state=scale_state if redoes(rule, redo_on_overflow) else None,
     )
 
 
@@ -154,32 +182,48 @@ def _differentiate(
     loss_id: int,
     wrt: Any,
     axis_name: Any,
+    redo_on_overflow: int,
 ) -> Callable[..., tuple[Array, Any, ScaledGrads]]:
     """`f(state, *args, **kwargs) -> (loss, aux, grads)`."""
+    check_redo(redo_on_overflow)
 
     def differentiate(state, *args, **kwargs):
         rule, scale_state = find_loss_scale(state, loss_id, name)
         every = _groups.group_keys(state.tx)
         keys = _groups.resolve_wrt(wrt, every)
+        redo = redoes(rule, redo_on_overflow)
         trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
         if axis_name is not None:
             trained = jax.tree.map(lambda p: _varying(p, axis_name), trained)
 
         run_loss = under_autocast(loss_fn, state.properties)
 
-        def scaled_loss(trained):
+        def scaled_loss(trained, scale_state):
             whole = {k: _groups.get(state.params, k) for k in every}
             whole |= {k: merge(trained[k], whole[k]) for k in keys}
             out = run_loss(_groups.pack(whole, state.params), *args, **kwargs)
             loss, aux = _split_aux(out, has_aux)
+            if redo:
+                check_aux_of_redo(aux)
             return rule.scale_loss(loss, scale_state), (loss, aux)
 
-        with forward_policy(state.properties):
-            grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
-        grads = row_major_on_cuda(grads)
-        finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
-        if axis_name is not None:
-            grads, loss, finite = _averaged(grads, loss, finite, axis_name)
+        def attempt(scale_state):
+            with forward_policy(state.properties):
+                grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(
+                    trained, scale_state
+                )
+            grads = row_major_on_cuda(grads)
+            finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
+            if axis_name is not None:
+                grads, loss, finite = _averaged(grads, loss, finite, axis_name)
+            return (loss, aux, grads), finite
+
+        if redo:
+            (loss, aux, grads), finite, scale_state = until_finite(
+                attempt, rule, scale_state, redo_on_overflow
+            )
+        else:
+            (loss, aux, grads), finite = attempt(scale_state)
         named = tuple(wrt) if isinstance(wrt, list) else wrt
         scaled = ScaledGrads(
             tree=_groups.shape_like_wrt(grads, named, state.params),
@@ -187,6 +231,7 @@ def _differentiate(
             finite=finite,
             loss_id=loss_id,
             groups=named,
+            scale_state=scale_state if redo else None,
         )
         return loss, aux, scaled
 

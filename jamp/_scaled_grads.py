@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._dtypes import widen
-from jamp._loss_scale import unscale_tree
+from jamp._loss_scale import LossScaleState, lower_of, unscale_tree
 from jamp._tree import join_overwrite, split_overwrite
 
 NOT_A_TREE = (
@@ -36,6 +36,8 @@ class ScaledGrads:
             the rule does not check.
         loss_id: which loss scale it was.
         groups: the `wrt` that it was taken for; None for all groups.
+        scale_state: with `redo_on_overflow`, what the loss scale has come to; the next
+            step goes on from there.
     """
 
     tree: Any
@@ -43,6 +45,7 @@ class ScaledGrads:
     finite: Bool[Array, ""]
     loss_id: int = flax.struct.field(pytree_node=False, default=0)
     groups: Any = flax.struct.field(pytree_node=False, default=None)
+    scale_state: LossScaleState | None = None
 
     def unscale(self) -> tuple[PyTree, Bool[Array, ""]]:
         """The gradients in float32 divided by the scale, and whether they are finite.
@@ -84,6 +87,7 @@ class ScaledGrads:
         return self.replace(  # pyright: ignore[reportAttributeAccessIssue]
             tree=join_overwrite(total, newer, self.tree),
             finite=self.finite & other.finite,
+            scale_state=_lower(self.scale_state, other.scale_state),
         )
 
     def __mul__(self, factor: Any) -> Self:
@@ -109,6 +113,10 @@ class ScaledGrads:
 
     # Flax's TrainState asks `"..." in grads`; people index. Both would go on silently.
     __getitem__ = __contains__ = __iter__ = __len__ = _refuse
+
+
+def _lower(a: LossScaleState | None, b: LossScaleState | None) -> LossScaleState | None:
+    return b if a is None else lower_of(a, b)
 
 
 def _check_factor(factor: Any) -> None:
