@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
 
 from jamp import _gradients, _groups
+from jamp._add_params import grown
 from jamp._gradients import Part
 from jamp._groups import Key
 from jamp._loss_scale import LossScaleRule, LossScaleState, lower_of
@@ -120,6 +121,50 @@ class AmpState(TrainState, kw_only=True):
             },
         )
 
+    def add_params(
+        self,
+        params: Any,
+        tx: Any = None,
+        *,
+        allow_incoming_model_not_fp32: bool = False,
+        **fields: Any,
+    ) -> "AmpState":
+        """The state with more params, as after apex's `add_param_group`.
+
+        New params are cast as the level says, and get masters and fresh optimizer
+        state; every bit of the old ones stays. Call it outside of `jit`: the state has
+        another structure afterwards, so the step is compiled again.
+
+        With one group the optimizer takes the params on, and its count of steps is
+        theirs too: Adam's first updates of them are up to three times larger than at
+        step 1. A new group has a count of its own.
+
+        Args:
+            params: new float32 params: a mapping, merged into `state.params`; or with
+                several groups new ones, in the container of `state.params`.
+            tx: with several groups, the optimizers of the new ones.
+            allow_incoming_model_not_fp32: whether half params may come in.
+            **fields: more of extra fields, merged alike. `batch_stats` makes the
+                recognition of BatchNorm exact.
+
+        Returns:
+            A state of the same class.
+
+        Raises:
+            TypeError: `params` or `tx` in the wrong container; an unknown field.
+            ValueError: a name is there already; params that are not float32; an
+                optimizer whose state is not kept per param.
+
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> params = {"body": jnp.ones(2)}
+        >>> state = jamp.initialize(params, optax.adam(1e-3), "O2", verbosity=0)
+        >>> state = state.add_params({"head": jnp.zeros(3)})
+        >>> print(state.params["head"].dtype, state.opt_state.masters["head"].dtype)
+        float16 float32
+        """
+        allowed, extra = allow_incoming_model_not_fp32, _extra_fields(self)
+        return self.replace(**grown(self, params, tx, allowed, extra, fields))
+
 
 # What a state holds once per group.
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
@@ -175,8 +220,7 @@ def _next_field(
     state: AmpState, name: str, new: Any, keys: tuple[Key, ...], clean: _Flags
 ) -> Any:
     """An extra field: the new value if the groups that it belongs to were clean."""
-    own = AmpState.__dataclass_fields__
-    extra = [field for field in state.__dataclass_fields__ if field not in own]
+    extra = _extra_fields(state)
     if name not in extra:
         raise TypeError(
             f"apply_gradients cannot set {name!r}; the state's extra fields are "
@@ -195,6 +239,11 @@ def _next_field(
     flags = [flag for flag in clean.values() if flag is not None]
     whole = functools.reduce(jnp.logical_and, flags) if flags else None
     return select(_known(whole), new, old)
+
+
+def _extra_fields(state: AmpState) -> list[str]:
+    own = AmpState.__dataclass_fields__
+    return [name for name in state.__dataclass_fields__ if name not in own]
 
 
 def master_params(state: AmpState) -> Any:

@@ -12,7 +12,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
 from jamp._dtypes import FLOAT32, cast, is_castable
-from jamp._opt_level import parse_keep_fp32, parse_model_type
+from jamp._opt_level import Properties, parse_keep_fp32, parse_model_type
 from jamp._tree import KeyPath, path_parts, path_string
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
@@ -77,6 +77,15 @@ def cast_model(
 
     cast_tree = {name: cast_collection(name, tree[name]) for name in tree}
     return cast_tree if isinstance(tree, dict) else type(tree)(cast_tree)
+
+
+def cast_to_level(params: Any, properties: Properties, batch_stats: Any) -> Any:
+    """Casts params as their opt level says; None for `batch_stats` goes by names."""
+    dtype = properties.cast_model_type
+    if not dtype:
+        return params
+    keep = keep_rule(properties.keep_batchnorm_fp32, batch_stats, properties.keep_fp32)
+    return cast_params(params, dtype, keep)
 
 
 def keep_rule(

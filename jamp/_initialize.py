@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from jamp import _groups
 from jamp._amp_state import AmpState
-from jamp._cast import cast_params, check_keep_fp32, keep_rule
+from jamp._cast import cast_to_level, check_keep_fp32
 from jamp._forward import patched_forward
 from jamp._groups import Key
 from jamp._incoming import ARRAY_LIKE, check_bare, check_containers, check_float32
@@ -25,6 +24,7 @@ from jamp._master_weights import master_weights as with_master_weights
 from jamp._opt_level import BRIEFS, LEVELS, Properties
 from jamp._state_class import state_class_with
 from jamp._step import init_optimizer, with_shardings
+from jamp._tree import strong_array, unshared
 from jamp._warnings import UnusedOptionWarning
 
 
@@ -133,11 +133,11 @@ def initialize(
 
     keys = _groups.group_keys(tx)
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
-    params = jax.tree.map(_strong_array, params)
+    params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
         check_float32(params)
     check_keep_fp32(properties.keep_fp32, params)
-    model_params = _cast(params, properties, fields.get("batch_stats"))
+    model_params = cast_to_level(params, properties, fields.get("batch_stats"))
     groups = {k: _groups.get(params, k) for k in keys}
     txs = {k: _groups.get(tx, k) for k in keys}
     if tx is not None:
@@ -160,7 +160,7 @@ def initialize(
         apply_fn=_patch(apply_fn, properties),
         params=model_params,
         tx=_groups.hashable(txs, tx),
-        opt_state=jax.tree.map(_strong_array, _groups.pack(opt_states, params)),
+        opt_state=jax.tree.map(strong_array, _groups.pack(opt_states, params)),
         loss_scales=tuple(rule.init() for rule in rules),
         skipped_steps=_groups.each(keys, lambda _: jnp.zeros((), jnp.int32), params),
         last_step_skipped=_groups.each(keys, lambda _: jnp.zeros((), bool), params),
@@ -168,21 +168,7 @@ def initialize(
         loss_scale_rules=rules,
         **fields,
     )
-    return _unshared(state, (params, fields))
-
-
-def _cast(params: PyTree, properties: Properties, batch_stats: Any) -> PyTree:
-    dtype = properties.cast_model_type
-    if not dtype:
-        return params
-    keep = keep_rule(properties.keep_batchnorm_fp32, batch_stats, properties.keep_fp32)
-    return cast_params(params, dtype, keep)
-
-
-def _strong_array(x: Any) -> Any:
-    """An array without weak type, with which step 2 would retrace."""
-    x = x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
-    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+    return unshared(state, (params, fields))
 
 
 def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
@@ -197,19 +183,7 @@ def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
                 "which is no array. Declare a static field on a subclass of AmpState: "
                 f"`{name}: Any = flax.struct.field(pytree_node=False)`."
             )
-    return jax.tree.map(_strong_array, value)
-
-
-def _unshared[T](state: T, given: Any) -> T:
-    """Copies arrays that the user has too, or that occur twice: donation ends them."""
-    seen = {id(x) for x in jax.tree.leaves(given)}
-
-    def leaf(x):
-        x = jnp.array(x, copy=True) if id(x) in seen else x
-        seen.add(id(x))
-        return x
-
-    return jax.tree.map(leaf, state)
+    return jax.tree.map(strong_array, value)
 
 
 def _rules(

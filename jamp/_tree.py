@@ -73,6 +73,24 @@ def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
     return jax.tree.map(leaf, new, old)
 
 
+def strong_array(x: Any) -> Any:
+    """An array without weak type, with which step 2 would retrace."""
+    x = x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def unshared[T](tree: T, given: Any) -> T:
+    """Copies arrays that the user has too, or that occur twice: donation ends them."""
+    seen = {id(x) for x in jax.tree.leaves(given)}
+
+    def leaf(x):
+        x = jnp.array(x, copy=True) if id(x) in seen else x
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(leaf, tree)
+
+
 def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     """Raises a ValueError that names the first leaf where two trees differ.
 
