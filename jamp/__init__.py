@@ -16,6 +16,10 @@ from jamp._autocast._regions import (
 from jamp._autocast._transform import autocast as autocast
 from jamp._cast import cast_model as cast_model
 from jamp._check import check as check
+from jamp._checkpoint import (
+    from_checkpoint as from_checkpoint,
+    to_checkpoint as to_checkpoint,
+)
 from jamp._closure import closure as closure
 from jamp._forward import cast_forward as cast_forward
 from jamp._initialize import initialize as initialize
@@ -36,6 +40,10 @@ from jamp._scaled_grad import (
     zero_grads as zero_grads,
 )
 from jamp._scaled_grads import ScaledGrads as ScaledGrads
+from jamp._state_dict import (
+    load_state_dict as load_state_dict,
+    state_dict as state_dict,
+)
 from jamp._warnings import (
     AutocastWarning as AutocastWarning,
     PrecisionWarning as PrecisionWarning,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
 
-from jamp import _gradients, _groups
+from jamp import _gradients, _groups, _restore
 from jamp._add_params import grown
 from jamp._gradients import Part
 from jamp._groups import Key
@@ -49,6 +49,10 @@ class AmpState(TrainState, kw_only=True):
     last_step_skipped: Any
     properties: Properties = flax.struct.field(pytree_node=False)
     loss_scale_rules: tuple[LossScaleRule, ...] = flax.struct.field(pytree_node=False)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        _restore.register(cls)
 
     @classmethod
     def create(cls, **kwargs):
@@ -162,9 +166,11 @@ class AmpState(TrainState, kw_only=True):
         >>> print(state.params["head"].dtype, state.opt_state.masters["head"].dtype)
         float16 float32
         """
-        allowed, extra = allow_incoming_model_not_fp32, _extra_fields(self)
+        allowed, extra = allow_incoming_model_not_fp32, extra_fields(self)
         return self.replace(**grown(self, params, tx, allowed, extra, fields))
 
+
+_restore.register(AmpState)
 
 # What a state holds once per group.
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
@@ -220,7 +226,7 @@ def _next_field(
     state: AmpState, name: str, new: Any, keys: tuple[Key, ...], clean: _Flags
 ) -> Any:
     """An extra field: the new value if the groups that it belongs to were clean."""
-    extra = _extra_fields(state)
+    extra = extra_fields(state)
     if name not in extra:
         raise TypeError(
             f"apply_gradients cannot set {name!r}; the state's extra fields are "
@@ -241,7 +247,8 @@ def _next_field(
     return select(_known(whole), new, old)
 
 
-def _extra_fields(state: AmpState) -> list[str]:
+def extra_fields(state: AmpState) -> list[str]:
+    """The names of a state's fields beyond those of AmpState."""
     own = AmpState.__dataclass_fields__
     return [name for name in state.__dataclass_fields__ if name not in own]
 

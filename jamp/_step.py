@@ -30,15 +30,20 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
     """Params and optimizer state, from the user's params rather than rounded ones."""
     if tx is None:
         return params, None
-    given, originals, trained = params, _trained(originals), _trained(params)
     if not isinstance(tx, MasterWeights):
-        return given, tx.init(jax.tree.map(widen, trained))
-    masters = masters_for(originals, trained)
-    if tx.store_remainder:
-        trained, masters = split_masters(originals, trained)
-        whole, overwrite = split_overwrite(params)
-        given = join_overwrite(merge(trained, whole), overwrite, params)
-    return given, init_masters(tx.inner, masters, trained)
+        return params, tx.init(jax.tree.map(widen, _trained(params)))
+    params, masters = with_masters(tx, originals, params)
+    return params, init_masters(tx.inner, masters, _trained(params))
+
+
+def with_masters(tx: MasterWeights, originals: PyTree, params: PyTree) -> Any:
+    """Params as they belong to the masters of `originals`, and those as stored."""
+    originals, trained = _trained(originals), _trained(params)
+    if not tx.store_remainder:
+        return params, masters_for(originals, trained)
+    trained, masters = split_masters(originals, trained)
+    whole, overwrite = split_overwrite(params)
+    return join_overwrite(merge(trained, whole), overwrite, params), masters
 
 
 def with_shardings(tx: Any, params: PyTree) -> Any:

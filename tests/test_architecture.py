@@ -36,7 +36,9 @@ LAYERS = (
     ),
     ("pallas_kernels",),
     ("jamp._compat", "jamp._dtypes", "jamp._warnings", "jamp._layout"),
+    ("jamp._restore",),
     ("jamp._tree",),
+    ("jamp._names",),
     ("jamp.multi_tensor", "jamp.optimizers._fused"),
     (
         "jamp.optimizers._adagrad",
@@ -66,7 +68,7 @@ LAYERS = (
     ("jamp._step", "jamp._closure", "jamp._incoming"),
     ("jamp._add_params",),
     ("jamp._amp_state",),
-    ("jamp._state_class", "jamp._check"),
+    ("jamp._state_class", "jamp._check", "jamp._checkpoint", "jamp._state_dict"),
     ("jamp._initialize",),
     ("jamp.diagnostics._flops", "jamp.diagnostics._explanation"),
     ("jamp.diagnostics._explain",),
