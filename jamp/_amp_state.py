@@ -13,7 +13,7 @@ from jamp import _gradients, _groups, _restore
 from jamp._add_params import grown
 from jamp._gradients import Part
 from jamp._groups import Key
-from jamp._loss_scale import LossScaleRule, LossScaleState, lower_of
+from jamp._loss_scale import LossScaleRule, LossScaleState, count_skips, lower_of
 from jamp._opt_level import Properties
 from jamp._step import step, widened
 from jamp._tree import check_like, select
@@ -214,11 +214,20 @@ def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
 
 def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ...]:
     scales = list(state.loss_scales)
+    flags: dict[int, list[Any]] = {}
     for part in parts:  # in order: losses that share a scale count one after another
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
             state_before = lower_of(scales[part.loss_id], part.scale_state)
             scales[part.loss_id] = rule.update(state_before, _known(part.finite))
+            flags.setdefault(part.loss_id, []).append(part.finite)
+    for loss_id, finite in flags.items():
+        if len(finite) > 1 and state.loss_scale_rules[loss_id].checks:
+            # They skip one step, and a clean loss must not hide one that never is.
+            clean = functools.reduce(jnp.logical_and, finite)
+            scales[loss_id] = scales[loss_id]._replace(
+                consecutive_skips=count_skips(state.loss_scales[loss_id], clean)
+            )
     return tuple(scales)
 
 

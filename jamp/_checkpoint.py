@@ -53,7 +53,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     [0.1 0.1] [0. 0.]
     >>> moved = jamp.initialize(params, tx, "O5", verbosity=0)
     >>> print(jamp.from_checkpoint(moved, checkpoint).params["w"])
-    [0.1 0.1]
+    [0.100098 0.100098]
     """
     if not isinstance(state, AmpState):
         raise TypeError(f"to_checkpoint takes an AmpState, got {type(state).__name__}.")

@@ -142,7 +142,7 @@ class DynamicLossScale:
             scale=scale.astype(jnp.float32),
             unskipped=jnp.where(grows, 0, unskipped).astype(jnp.int32),
             hysteresis=tolerance,
-            consecutive_skips=_count_skips(state, finite),
+            consecutive_skips=count_skips(state, finite),
         )
 
     def lowered(self, state: LossScaleState) -> LossScaleState:
@@ -216,7 +216,7 @@ class StaticLossScale:
             return state._replace(unskipped=counted)
         return state._replace(
             unskipped=jnp.where(finite, counted, 0),
-            consecutive_skips=_count_skips(state, finite),
+            consecutive_skips=count_skips(state, finite),
         )
 
     def current(self, state: LossScaleState) -> Float[Array, ""]:
@@ -280,7 +280,8 @@ def _state(scale: float, hysteresis: int) -> LossScaleState:
     )
 
 
-def _count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:
+def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:
+    """`consecutive_skips` after one more step."""
     return jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Weight, join, split
+from pallas_kernels import Weight
 from pallas_kernels._launch import BLOCK, WARPGROUP
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -89,27 +89,36 @@ def four(turn: int) -> Leaves:
     return [(SHAPES[k % len(SHAPES)], KINDS[k % len(KINDS)]) for k in ks]
 
 
+# In NumPy: an operation on a JAX array is compiled for each shape.
 def weight(x: np.ndarray, kind: Kind) -> Weight:
     """`x`, as near as the kind can keep it."""
-    master = jnp.asarray(x, F32)
+    master = np.asarray(x, np.float32)
     match kind.weights:
         case "own":
-            return Weight(master)
+            arrays = [master]
         case "half":
-            return Weight(master.astype(kind.dtype))
+            arrays = [master.astype(kind.dtype)]
         case "copied":
-            return Weight(master, master.astype(kind.dtype))
-        case "split":
-            high, low = split(master)
-            return Weight(high, None, low)
-    raise AssertionError(kind)
+            arrays = [master, master.astype(kind.dtype)]
+        case "split":  # ties away from zero, and what is left
+            bits = master.view(np.uint32)
+            high = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+            arrays = [high.view(kind.dtype), None, np.uint16(bits & np.uint32(0xFFFF))]
+        case _:
+            raise AssertionError(kind)
+    return Weight(*(None if x is None else jnp.asarray(x) for x in arrays))
 
 
 def value(w: Weight) -> np.ndarray:
     """What a weight stands for, in float64."""
+    param = np.asarray(w.param)
     if w.remainder is not None:
-        return np.float64(join(w.param, w.remainder))
-    return np.float64(np.asarray(w.param, np.float32))
+        low = np.asarray(w.remainder)
+        # Its upper half went up where the lower half has its first bit.
+        high = param.view(np.uint16) - (low >> 15)
+        bits = (high.astype(np.uint32) << 16) | low
+        return bits.view(np.float32).astype(np.float64)
+    return param.astype(np.float32).astype(np.float64)
 
 
 def grouped(leaves: list[Any]) -> dict[str, Any]:
