@@ -1,6 +1,7 @@
 """jamp: mixed-precision training for JAX with the semantics of NVIDIA apex's amp."""
 
 from jamp import (
+    fp16_utils as fp16_utils,
     linen as linen,
     multi_tensor as multi_tensor,
     optimizers as optimizers,

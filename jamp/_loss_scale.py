@@ -85,11 +85,11 @@ class DynamicLossScale:
             object.__setattr__(self, name, int(value))
         if not 1 < self.factor < float("inf"):
             raise ValueError(f"`factor` must be greater than 1, got {self.factor}.")
-        _check_scale("init_scale", self.init_scale, FLOAT32_MAX)
+        check_scale("init_scale", self.init_scale, FLOAT32_MAX)
         if self.min_scale:
-            _check_scale("min_scale", self.min_scale)
+            check_scale("min_scale", self.min_scale)
         if self.max_scale is not None:
-            _check_scale("max_scale", self.max_scale, FLOAT32_MAX)
+            check_scale("max_scale", self.max_scale, FLOAT32_MAX)
         if not self.floor <= self.ceiling:
             raise ValueError(
                 f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
@@ -187,7 +187,7 @@ class StaticLossScale:
         if isinstance(self.scale, bool):
             raise ValueError(f"`scale` must be a number, got {self.scale}.")
         object.__setattr__(self, "scale", float(self.scale))
-        _check_scale("scale", self.scale)
+        check_scale("scale", self.scale)
 
     @property
     def checks(self) -> bool:
@@ -285,7 +285,8 @@ def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""
     return jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
 
 
-def _check_scale(name: str, scale: float, most: float = LARGEST_SCALE) -> None:
+def check_scale(name: str, scale: float, most: float = LARGEST_SCALE) -> None:
+    """Raises unless float32 holds a scale and its reciprocal."""
     if not SMALLEST_SCALE <= scale <= most:
         raise ValueError(
             f"`{name}` must be a finite number between 2**-126 and 2**126, where "

@@ -1,17 +1,14 @@
 """Scaling a loss by hand: `scale_loss`, `unscale`, and what they check."""
 
-import warnings
 from typing import Any, Protocol
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jamp._dtypes import HALF_DTYPES, is_differentiable
+from jamp._loss import checked_loss
 from jamp._loss_scale import LossScaleRule, LossScaleState
 from jamp._opt_level import Properties
 from jamp._scaled_grads import NOT_A_TREE, ScaledGrads
 from jamp._tree import join_overwrite, split_overwrite
-from jamp._warnings import PrecisionWarning
 
 _WANTS_A_STATE = (
     "{name} takes the AmpState that `jamp.initialize` returned as its first argument, "
@@ -95,31 +92,3 @@ def find_loss_scale(
             "scale(s). Pass num_losses to jamp.initialize."
         )
     return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
-
-
-def checked_loss(loss: Any) -> Array:
-    """The loss in float32, if it is a float scalar."""
-    if isinstance(loss, tuple):
-        raise TypeError(
-            "The loss function returned a tuple: pass has_aux=True for (loss, aux)."
-        )
-    if not is_differentiable(loss) or jnp.iscomplexobj(loss) or jnp.shape(loss) != ():
-        given = (
-            f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
-            if hasattr(loss, "dtype")
-            else type(loss).__name__
-        )
-        raise TypeError(
-            f"The loss must be a float scalar, got {given}. Reduce it, with `.mean()` "
-            "for example."
-        )
-    loss = jnp.asarray(loss)
-    if loss.dtype in HALF_DTYPES:
-        warnings.warn(
-            f"The loss is {loss.dtype}: its gradient, the loss scale, overflows "
-            "float16 above 65504, and the value is rounded. Compute the loss in "
-            "float32: `logits.astype(jnp.float32)` before it.",
-            PrecisionWarning,
-            stacklevel=4,
-        )
-    return loss.astype(jnp.float32)

@@ -16,9 +16,10 @@ from jamp import _groups
 from jamp._compat import manual_axes, varying_axes
 from jamp._forward import forward_policy, under_autocast
 from jamp._layout import row_major_on_cuda
+from jamp._loss import split_aux
 from jamp._master_weights import fused_inside
 from jamp._redo import check_aux_of_redo, check_redo, redoes, until_finite
-from jamp._scale_loss import HasLossScales, checked_loss, find_loss_scale
+from jamp._scale_loss import HasLossScales, find_loss_scale
 from jamp._scaled_grads import ScaledGrads, widen_tree
 from jamp._tree import (
     all_finite,
@@ -202,7 +203,7 @@ def _differentiate(
             whole = {k: _groups.get(state.params, k) for k in every}
             whole |= {k: merge(trained[k], whole[k]) for k in keys}
             out = run_loss(_groups.pack(whole, state.params), *args, **kwargs)
-            loss, aux = _split_aux(out, has_aux)
+            loss, aux = split_aux(out, has_aux)
             if redo:
                 check_aux_of_redo(aux)
             return rule.scale_loss(loss, scale_state), (loss, aux)
@@ -236,16 +237,6 @@ def _differentiate(
         return loss, aux, scaled
 
     return differentiate
-
-
-def _split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
-    if not has_aux:
-        return checked_loss(out), None
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(
-            f"With has_aux=True the loss function must return (loss, aux), got {out!r}."
-        )
-    return checked_loss(out[0]), out[1]
 
 
 def _finite(grads: dict[Any, PyTree], txs: Any) -> Bool[Array, ""]:

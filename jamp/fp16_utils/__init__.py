@@ -1,0 +1,26 @@
+"""apex's `fp16_utils` for a functional world: state goes in, and comes out last."""
+
+from jamp._loss_scaler import (
+    DynamicLossScaler as DynamicLossScaler,
+    LossScaler as LossScaler,
+    LossScalerState as LossScalerState,
+)
+from jamp.fp16_utils._casting import (
+    BN_convert_float as BN_convert_float,
+    FP16Model as FP16Model,
+    convert_module as convert_module,
+    convert_network as convert_network,
+    network_to_half as network_to_half,
+    tofp16 as tofp16,
+)
+from jamp.fp16_utils._fp16_optimizer import (
+    FP16_Optimizer as FP16_Optimizer,
+    FP16_OptimizerState as FP16_OptimizerState,
+)
+from jamp.fp16_utils._params import (
+    clip_grad_norm as clip_grad_norm,
+    master_params_to_model_params as master_params_to_model_params,
+    model_grads_to_master_grads as model_grads_to_master_grads,
+    prep_param_lists as prep_param_lists,
+    to_python_float as to_python_float,
+)

@@ -1,0 +1,89 @@
+"""Closures: the loss and its gradients again, as an optimizer asks for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jamp._dtypes import cast, is_half
+from jamp._loss_scale import LossScaleRule
+from jamp._tree import differentiable, merge
+from jamp.fp16_utils._state import FP16_OptimizerState, say
+
+type Closure = Callable[[FP16_OptimizerState], Any]
+
+
+def until_finite(
+    closure: Closure, state: FP16_OptimizerState, rule: LossScaleRule
+) -> tuple[Float[Array, ""], FP16_OptimizerState]:
+    """Calls the closure, and again while its gradients overflow and the scale falls."""
+    state = state.replace(first_closure_call_this_step=jnp.asarray(True))
+    loss, state = _call(closure, state)
+    if not rule.moves:
+        return loss, state
+    carry = (loss, state)
+
+    def goes_on(carry):
+        state = carry[1]
+        return state.overflow & (state.loss_scale > rule.floor)
+
+    if isinstance(state.overflow, jax.core.Tracer):
+        return jax.lax.while_loop(goes_on, lambda c: _call(closure, c[1]), carry)
+    while goes_on(carry):
+        say(
+            carry[1].overflow,
+            "OVERFLOW within closure! Skipping step, reducing loss scale to "
+            f"{carry[1].loss_scale}",
+        )
+        carry = _call(closure, carry[1])
+    return carry
+
+
+def value_fn(
+    closure: Closure, state: FP16_OptimizerState
+) -> Callable[[PyTree], Float[Array, ""]]:
+    """The loss at other masters, whose derivative the closure computes, scaled."""
+
+    def value_and_grad(masters):
+        loss, there = _call(closure, state.replace(params=_rounded(masters, state)))
+        return loss, there.master_grads
+
+    @jax.custom_vjp
+    def value(masters):
+        return value_and_grad(masters)[0]
+
+    def backward(grads, cotangent):
+        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+
+    value.defvjp(value_and_grad, backward)
+    return value
+
+
+def _call(closure: Closure, state: FP16_OptimizerState) -> Any:
+    out = closure(state)
+    if not (
+        isinstance(out, tuple)
+        and len(out) == 2
+        and isinstance(out[1], FP16_OptimizerState)
+    ):
+        raise TypeError(
+            "The closure must return (loss, state), as `optimizer.backward` does, got "
+            f"{out!r}."
+        )
+    loss, state = out
+    if jnp.shape(loss) != () or state.master_grads is None:
+        raise TypeError(
+            "The closure must call `optimizer.zero_grad` and `optimizer.backward`, and "
+            f"return the loss, a scalar; got a loss of shape {jnp.shape(loss)}."
+        )
+    return loss, state.replace(first_closure_call_this_step=jnp.asarray(False))
+
+
+def _rounded(masters: PyTree, state: FP16_OptimizerState) -> PyTree:
+    def leaf(master, param):
+        return cast(master, param.dtype) if is_half(param) else master
+
+    trained = jax.tree.map(leaf, masters, differentiable(state.params))
+    return merge(trained, state.params)

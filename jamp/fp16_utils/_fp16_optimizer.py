@@ -1,0 +1,381 @@
+"""`FP16_Optimizer`: masters, loss scale and gradients behind one object.
+
+After apex/fp16_utils/fp16_optimizer.py. The object holds what does not change; what
+does is a state, which every method takes first and gives back last.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from jamp._dtypes import MODEL_DTYPES, is_differentiable
+from jamp._incoming import check_bare
+from jamp._layout import row_major_on_cuda
+from jamp._loss import split_aux
+from jamp._loss_scale import check_scale
+from jamp._master_weights import MasterWeights, fused_inside, master_weights
+from jamp._scaled_grads import ScaledGrads
+from jamp._step import init_optimizer, step, widened
+from jamp._tree import (
+    all_finite,
+    differentiable,
+    merge,
+    placed_like,
+    select,
+    strong_array,
+    unshared,
+)
+from jamp._warnings import PrecisionWarning
+from jamp.fp16_utils import _closure, _state_dict
+from jamp.fp16_utils._params import clip_grad_norm
+from jamp.fp16_utils._rule import loss_scale_rule
+from jamp.fp16_utils._state import FP16_OptimizerState, say, zero_model_grads, zeros
+
+
+class FP16_Optimizer:  # noqa: N801, apex's name
+    """Wraps an optax optimizer for a model whose params are half.
+
+    `AmpState` does the same with less to call; this is apex's older interface. Methods
+    work under `jit`, where messages about overflows are not printed.
+
+    >>> import optax
+    >>> optimizer = FP16_Optimizer(optax.sgd(0.5), dynamic_loss_scale=True,
+    ...                            dynamic_loss_args={"init_scale": 64}, verbose=False)
+    >>> loss_fn = lambda w, x: (w * x).sum(dtype="float32")
+    >>> state = optimizer.init(jnp.ones(2, jnp.float16))
+    >>> x = jnp.array([1, 2], jnp.float16)
+    >>> for _ in range(2):
+    ...     state = optimizer.zero_grad(state)
+    ...     loss, state = optimizer.backward(state, loss_fn, x)
+    ...     state = optimizer.step(state)
+    >>> print(loss, state.params, state.loss_scale)
+    0.5 [ 0. -1.] 64.0
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ):
+        """Wraps an optimizer.
+
+        Args:
+            init_optimizer: an optax transformation.
+            static_loss_scale: the loss scale.
+            dynamic_loss_scale: whether it moves, and steps with overflows are skipped.
+            dynamic_loss_args: of a dynamic scale: `init_scale` (2^16), `scale_factor`
+                (2), `scale_window` (2000), `min_loss_scale`, `max_loss_scale` (2^24).
+            verbose: whether `init` prints what it received.
+
+        Raises:
+            TypeError: `init_optimizer` is no transformation; an unknown argument of the
+                loss scale.
+            ValueError: it keeps masters already; a number out of range.
+        """
+        if isinstance(init_optimizer, MasterWeights):
+            raise ValueError(
+                "FP16_Optimizer keeps the masters itself: pass the bare transformation."
+            )
+        self.optimizer = master_weights(init_optimizer)
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.verbose = verbose
+        self.rule = loss_scale_rule(
+            static_loss_scale, dynamic_loss_scale, dynamic_loss_args
+        )
+
+    def init(self, params: PyTree) -> FP16_OptimizerState:
+        """The state for a model.
+
+        Args:
+            params: half, as of `network_to_half`; those in float32 are their own
+                masters. Leaves that are no floats are left alone.
+
+        Returns:
+            A state whose gradients are zero. Its arrays are its own.
+
+        Raises:
+            TypeError: a float of another dtype.
+        """
+        self._say_groups(params)
+        given, params = params, jax.tree.map(strong_array, params)
+        check_bare(self.optimizer.inner, params)
+        params, opt_state = init_optimizer(self.optimizer, params, params)
+        scale_state = self.rule.init()
+        state = FP16_OptimizerState(
+            params=params,
+            opt_state=jax.tree.map(strong_array, opt_state),
+            model_grads=zero_model_grads(params, scale_state.scale),
+            master_grads=zeros(params),
+            overflow=jnp.asarray(False),
+            first_closure_call_this_step=jnp.asarray(True),
+            loss_scaler=scale_state,
+        )
+        return unshared(state, given)
+
+    def backward(
+        self,
+        state: FP16_OptimizerState,
+        loss_fn: Callable[..., Any],
+        *args: Any,
+        update_master_grads: bool = True,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, FP16_OptimizerState]:
+        """Adds the gradients of a loss times the loss scale to `state.model_grads`.
+
+        Args:
+            state: the state.
+            loss_fn: `(params, *args, **kwargs) -> loss`, a float scalar, in float32
+                rather than in half; or `(loss, aux)`.
+            update_master_grads: whether to call `update_master_grads` too. Pass False
+                for all losses but the last, or call it yourself.
+            has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+        Returns:
+            `(loss, state)` or `((loss, aux), state)`; the loss unscaled, in float32.
+
+        Raises:
+            TypeError: `state` is no FP16_OptimizerState; the loss is no float scalar.
+        """
+        _check(state, "backward(state, loss_fn, ...)")
+        scale = state.loss_scaler.scale
+
+        def scaled_loss(trained):
+            out = loss_fn(merge(trained, state.params), *args, **kwargs)
+            loss, aux = split_aux(out, has_aux)
+            return loss * scale, (loss, aux)
+
+        trained = differentiable(state.params)
+        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
+        grads = row_major_on_cuda(grads)
+        scaled = ScaledGrads(tree=grads, scale=scale, finite=self._finite(grads))
+        before = state.model_grads
+        if before is None:
+            before = zero_model_grads(state.params, scale)
+        state = state.replace(model_grads=before + scaled)
+        if update_master_grads:
+            state = self.update_master_grads(state)
+        return ((loss, aux) if has_aux else loss), state
+
+    def update_master_grads(self, state: FP16_OptimizerState) -> FP16_OptimizerState:
+        """Unscales `model_grads` and adds them to `master_grads`; moves the scale.
+
+        Raises:
+            ValueError: there are no gradients.
+        """
+        _check(state, "update_master_grads(state)")
+        fresh, finite = _needed(state.model_grads).unscale()
+        total = state.master_grads
+        total = fresh if total is None else jax.tree.map(jnp.add, total, fresh)
+        overflow = state.overflow | ~finite
+        scale_state = self.rule.update(state.loss_scaler, ~overflow)
+        return state.replace(
+            model_grads=zero_model_grads(state.params, scale_state.scale),
+            master_grads=total,
+            overflow=overflow,
+            loss_scaler=scale_state,
+        )
+
+    def clip_master_grads(
+        self,
+        state: FP16_OptimizerState,
+        max_norm: ArrayLike,
+        norm_type: float | str = 2,
+    ) -> tuple[Float[Array, ""], FP16_OptimizerState]:
+        """Scales `master_grads` down to a norm, see `clip_grad_norm`.
+
+        Returns:
+            `(norm, state)`: the norm before; -1 in a state of overflow, whose gradients
+            are left as they are.
+
+        Raises:
+            ValueError: there are no gradients; `norm_type` is not positive.
+        """
+        _check(state, "clip_master_grads(state, max_norm)")
+        grads = _needed(state.master_grads)
+        norm, clipped = clip_grad_norm(grads, max_norm, norm_type)
+        norm = jnp.where(state.overflow, -1.0, norm)
+        grads = select(~state.overflow, clipped, grads)
+        return norm, state.replace(master_grads=grads)
+
+    def step(
+        self,
+        state: FP16_OptimizerState,
+        closure: Callable[[FP16_OptimizerState], Any] | None = None,
+    ) -> Any:
+        """Steps the masters and rounds them to the params; or skips on overflow.
+
+        A skip leaves every bit as it is; the loss scale fell in `update_master_grads`.
+
+        Args:
+            state: the state.
+            closure: `state -> (loss, state)`, which calls `zero_grad` and `backward`
+                itself. It is called again while it overflows, until the scale is at its
+                floor; and by line searches, as often as they like.
+
+        Returns:
+            The state; with a closure `(loss, state)`.
+
+        Raises:
+            TypeError: the closure returned something else.
+            ValueError: there are no gradients.
+        """
+        _check(state, "step(state)")
+        if closure is None:
+            return self._step(state, {})
+        loss, state = _closure.until_finite(closure, state, self.rule)
+        args = {
+            "value": loss,
+            "grad": _needed(state.master_grads),
+            "value_fn": _closure.value_fn(closure, state),
+        }
+        state = self._step(state, args)
+        return loss, state.replace(first_closure_call_this_step=jnp.asarray(True))
+
+    def _step(
+        self, state: FP16_OptimizerState, update_args: dict[str, Any]
+    ) -> FP16_OptimizerState:
+        say(
+            state.overflow,
+            "Gradient overflow.  Skipping step, reducing loss scale to "
+            f"{state.loss_scale}",
+        )
+        params, opt_state = step(
+            self.optimizer,
+            _needed(state.master_grads),
+            None,
+            None,
+            opt_state=state.opt_state,
+            params=state.params,
+            clean=~state.overflow if self.rule.checks else None,
+            update_args=update_args,
+        )
+        return state.replace(params=params, opt_state=opt_state)
+
+    def zero_grad(
+        self, state: FP16_OptimizerState, set_grads_to_None: bool = False
+    ) -> FP16_OptimizerState:
+        """The state without gradients, and without their overflow.
+
+        Args:
+            state: the state.
+            set_grads_to_None: whether to drop them, which frees their memory until the
+                next `backward`; else they are zeros.
+        """
+        _check(state, "zero_grad(state)")
+        drop = set_grads_to_None
+        model_grads = zero_model_grads(state.params, state.loss_scale)
+        return state.replace(
+            model_grads=None if drop else model_grads,
+            master_grads=None if drop else zeros(state.params),
+            overflow=jnp.zeros_like(state.overflow),
+        )
+
+    def inspect_master_grad_data(self, state: FP16_OptimizerState) -> PyTree | None:
+        """The masters' gradients, float32; None, and a warning, after an overflow.
+
+        Raises:
+            TypeError: under `jit`, where nobody can look.
+        """
+        _check(state, "inspect_master_grad_data(state)")
+        if isinstance(state.overflow, jax.core.Tracer):
+            raise TypeError(
+                "inspect_master_grad_data is for the host: call it outside of `jit`, "
+                "or read state.master_grads and state.overflow."
+            )
+        if state.overflow:
+            warnings.warn(
+                "inspect_master_grad_data was called in a state of overflow: the "
+                "gradients are invalid, so it returns None.",
+                PrecisionWarning,
+                stacklevel=2,
+            )
+            return None
+        return state.master_grads
+
+    def loss_scale(self, state: FP16_OptimizerState) -> Float[Array, ""]:
+        """The present loss scale, shape (), float32."""
+        return state.loss_scale
+
+    def set_loss_scale(
+        self, state: FP16_OptimizerState, value: ArrayLike
+    ) -> FP16_OptimizerState:
+        """The state with another loss scale; its counters stay.
+
+        Raises:
+            ValueError: `value` is no number between 2^-126 and 2^126.
+        """
+        if not isinstance(value, jax.core.Tracer):
+            check_scale("value", float(value))  # pyright: ignore[reportArgumentType]
+        scale = placed_like(jnp.asarray(value, jnp.float32), state.loss_scale)
+        return state.replace(loss_scaler=state.loss_scaler._replace(scale=scale))
+
+    def master_params(self, state: FP16_OptimizerState) -> PyTree:
+        """The params in float32: masters, and those that are their own."""
+        return widened(self.optimizer, state.opt_state, state.params)
+
+    def state_dict(self, state: FP16_OptimizerState) -> dict[str, Any]:
+        """All that a checkpoint needs, by name: apex's keys, and `fp32_from_fp32`.
+
+        Gradients are not in it; save after `step`. (The state itself is a pytree, which
+        Flax and Orbax save whole.)
+        """
+        return _state_dict.state_dict(state, self.dynamic_loss_scale)
+
+    def load_state_dict(
+        self, state: FP16_OptimizerState, state_dict: Mapping[str, Any]
+    ) -> FP16_OptimizerState:
+        """The state with the values of a `state_dict`, and its params made of them.
+
+        Raises:
+            ValueError: a name is missing or unexpected, a shape or dtype differs, or
+                the loss scale is of the other kind. Nothing is taken before all has
+                been checked.
+        """
+        return _state_dict.load_state_dict(state, state_dict, self.dynamic_loss_scale)
+
+    def _finite(self, grads: PyTree) -> Any:
+        if not self.rule.checks:
+            return jnp.asarray(True)
+        fused = fused_inside(self.optimizer)
+        return fused.all_finite(grads) if fused else all_finite(grads)
+
+    def _say_groups(self, params: PyTree) -> None:
+        lines = ["FP16_Optimizer processing param group 0:"]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            dtype = getattr(leaf, "dtype", None)
+            if not is_differentiable(leaf):
+                continue
+            if dtype not in MODEL_DTYPES:
+                raise TypeError(
+                    "Wrapped parameters must be either float32, float16 or bfloat16. "
+                    f"Received params{jax.tree_util.keystr(path)}: "
+                    f"{dtype or type(leaf).__name__}."
+                )
+            lines.append(f"FP16_Optimizer received {dtype} with {jnp.shape(leaf)}")
+        if self.verbose and jax.process_index() == 0:
+            print("\n".join(lines))
+
+
+def _check(state: Any, call: str) -> None:
+    if not isinstance(state, FP16_OptimizerState):
+        raise TypeError(
+            f"FP16_Optimizer.{call} takes the state of `optimizer.init(params)` first, "
+            f"got {type(state).__name__}."
+        )
+
+
+def _needed[T](grads: T | None) -> T:
+    if grads is None:
+        raise ValueError(
+            "There are no gradients, after zero_grad(set_grads_to_None=True): call "
+            "`loss, state = optimizer.backward(state, loss_fn, ...)` first."
+        )
+    return grads

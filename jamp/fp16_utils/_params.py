@@ -1,0 +1,185 @@
+"""Masters beside a model's params, by hand; and clipping.
+
+After apex/fp16_utils/fp16util.py. Lists of apex are trees here; a list is a tree, too.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from jamp._dtypes import FLOAT32, cast, is_castable, widen
+from jamp._tree import check_like, differentiable
+
+_LIKE_PARAMS = "they must be like the params."
+
+
+def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree, Any]:
+    """The params of a model, and float32 masters of them.
+
+    Args:
+        params: a tree of floats.
+        flat_master: whether to make one vector of the masters.
+
+    Returns:
+        `(model_params, master_params)`: the params as they are, and a tree like them in
+        float32; or with `flat_master` a list of one vector, leaf after leaf.
+
+    Raises:
+        TypeError: a leaf is no array of floats.
+        ValueError: `flat_master` with params of several dtypes.
+
+    >>> params = {"b": jnp.ones(2, jnp.float16), "w": jnp.ones((2, 2), jnp.float16)}
+    >>> _, masters = prep_param_lists(params, flat_master=True)
+    >>> print(masters)
+    [Array([1., 1., 1., 1., 1., 1.], dtype=float32)]
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not is_castable(leaf):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {leaf!r}, expected an array of "
+                "floats."
+            )
+    if not flat_master:
+        copies = jax.tree.map(lambda p: jnp.array(p, FLOAT32, copy=True), params)
+        return params, copies
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+    if len(dtypes) > 1:
+        raise ValueError(
+            "Error in prep_param_lists: the model holds parameters of different types, "
+            f"{sorted(dtypes)}. Use flat_master=False, or FP16_Optimizer."
+        )
+    return params, [_flat(params)]
+
+
+def model_grads_to_master_grads(
+    model_grads: PyTree, master_params: PyTree, flat_master: bool = False
+) -> Any:
+    """The gradients of a model as gradients of its masters: a cast, no unscaling.
+
+    Args:
+        model_grads: a tree like the model's params; None where there is no gradient.
+        master_params: what `prep_param_lists` made.
+        flat_master: as given to it.
+
+    Returns:
+        Gradients like `master_params`, in float32.
+
+    Raises:
+        ValueError: shapes differ; or with `flat_master` a gradient is missing.
+    """
+    if flat_master:
+        flat = _flat(model_grads)
+        if flat.shape != master_params[0].shape:
+            raise ValueError(
+                f"The gradients have {flat.size} elements, the masters "
+                f"{master_params[0].size}: with flat_master no gradient may be missing."
+            )
+        return [flat]
+    is_none = lambda x: x is None  # noqa: E731
+
+    def leaf(grad, master):
+        if grad is not None and grad.shape != master.shape:
+            raise ValueError(
+                f"A gradient has shape {grad.shape}, its master {master.shape}."
+            )
+        return None if grad is None else jnp.asarray(grad).astype(FLOAT32)
+
+    return jax.tree.map(leaf, model_grads, master_params, is_leaf=is_none)
+
+
+def master_params_to_model_params(
+    model_params: PyTree, master_params: PyTree, flat_master: bool = False
+) -> PyTree:
+    """Masters rounded to the dtypes of the model's params.
+
+    Args:
+        model_params: say the dtypes, and with `flat_master` the shapes.
+        master_params: a tree like them; or with `flat_master` a list of one vector.
+        flat_master: as given to `prep_param_lists`.
+
+    Returns:
+        A tree like `model_params`.
+
+    Raises:
+        ValueError: shapes differ.
+
+    >>> model_params, masters = prep_param_lists(jnp.ones(2, jnp.float16))
+    >>> print(master_params_to_model_params(model_params, masters + 1))
+    [2. 2.]
+    """
+    if flat_master:
+        master_params = _unflat(master_params[0], model_params)
+    check_like(master_params, model_params, "masters", _LIKE_PARAMS)
+    return jax.tree.map(lambda m, p: cast(m, p.dtype), master_params, model_params)
+
+
+def to_python_float(t: ArrayLike) -> float:
+    """The number in an array of one element.
+
+    >>> to_python_float(jnp.ones(1))
+    1.0
+    """
+    if jnp.size(t) != 1:
+        raise ValueError(
+            f"to_python_float takes one number, got an array of shape {jnp.shape(t)}."
+        )
+    return jnp.reshape(t, ()).item()
+
+
+def clip_grad_norm(
+    grads: PyTree, max_norm: ArrayLike, norm_type: float | str = 2
+) -> tuple[Float[Array, ""], PyTree]:
+    r"""Scales gradients down to a norm, as torch's `clip_grad_norm_` does.
+
+    $$g \leftarrow g \, \min\Big(1, \frac{\mathrm{max\_norm}}
+      {\lVert g \rVert + 10^{-6}}\Big)$$
+
+    Args:
+        grads: a tree.
+        max_norm: the largest norm, of all leaves together.
+        norm_type: the p of the norm; "inf" for the largest element.
+
+    Returns:
+        `(norm, grads)`: the norm before, shape (), float32; and the gradients.
+
+    Raises:
+        ValueError: `norm_type` is not positive.
+
+    >>> norm, grads = clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
+    >>> print(norm, grads["w"])
+    5.0 [0.59999985 0.7999998 ]
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"norm_type must be positive, got {norm_type!r}.")
+    leaves = [jnp.abs(widen(g)) for g in jax.tree.leaves(differentiable(grads))]
+    if not leaves:
+        norm = jnp.zeros((), FLOAT32)
+    elif order == float("inf"):
+        norm = jnp.max(jnp.stack([jnp.max(g, initial=0.0) for g in leaves]))
+    else:
+        norm = sum(jnp.sum(g**order) for g in leaves) ** (1 / order)
+    factor = jnp.minimum(1.0, jnp.asarray(max_norm, FLOAT32) / (norm + 1e-6))
+    clipped = jax.tree.map(lambda g: (widen(g) * factor).astype(g.dtype), grads)
+    return norm, clipped
+
+
+def _flat(tree: PyTree) -> Float[Array, " n"]:
+    leaves = [jnp.ravel(x).astype(FLOAT32) for x in jax.tree.leaves(tree)]
+    return jnp.concatenate(leaves) if leaves else jnp.zeros(0, FLOAT32)
+
+
+def _unflat(flat: Float[Array, " n"], like: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(like)
+    if flat.size != sum(x.size for x in leaves):
+        raise ValueError(
+            f"The flat master has {flat.size} elements, the params "
+            f"{sum(x.size for x in leaves)}."
+        )
+    shaped, begin = [], 0
+    for x in leaves:
+        shaped.append(jnp.reshape(flat[begin : begin + x.size], x.shape))
+        begin += x.size
+    return structure.unflatten(shaped)
