@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
@@ -218,8 +219,8 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     for part in parts:  # in order: losses that share a scale count one after another
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
-            state_before = lower_of(scales[part.loss_id], part.scale_state)
-            scales[part.loss_id] = rule.update(state_before, _known(part.finite))
+            before = _redone(part, scales[part.loss_id], state)
+            scales[part.loss_id] = rule.update(before, _known(part.finite))
             flags.setdefault(part.loss_id, []).append(part.finite)
     for loss_id, finite in flags.items():
         if len(finite) > 1 and state.loss_scale_rules[loss_id].checks:
@@ -229,6 +230,15 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
                 consecutive_skips=count_skips(state.loss_scales[loss_id], clean)
             )
     return tuple(scales)
+
+
+def _redone(part: Part, now: LossScaleState, state: AmpState) -> LossScaleState:
+    """`now`, or the lower scale at which a part was computed again in this step."""
+    if part.scale_state is None:
+        return now
+    fell = part.scale_state.scale < state.loss_scales[part.loss_id].scale
+    lower = lower_of(now, part.scale_state)
+    return jax.tree.map(lambda low, x: jnp.where(fell, low, x), lower, now)
 
 
 def _next_field(

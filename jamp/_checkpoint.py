@@ -15,7 +15,7 @@ from jamp._loss_scale import LossScaleRule, LossScaleState
 from jamp._master_weights import MasterWeights, MasterWeightsState
 from jamp._names import differences, filled, named
 from jamp._step import with_masters
-from jamp._tree import placed_like
+from jamp._tree import placed_like, unshared
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")
@@ -76,8 +76,8 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
 
     From the same level every bit comes back. From another, masters, moments, counters
     and fields do; the params are the masters rounded to this level. A loss scale comes
-    along where both are dynamic; else this level's begins anew. Arrays on the right
-    device are taken as they are, so donating the state ends the checkpoint's too.
+    along where both are dynamic; else this level's begins anew. Arrays are copied, so
+    donating the state never deletes the checkpoint's.
 
     Args:
         state: what `jamp.initialize` made, with the same model, optimizer and number of
@@ -116,7 +116,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
         for key in keys
     }
     names = (*_COUNTERS, "step")
-    return state.replace(
+    restored = state.replace(
         params=_groups.each(keys, lambda k: groups[k][0], state.params),
         opt_state=_groups.each(keys, lambda k: groups[k][1], state.params),
         loss_scales=_scales(state, found),
@@ -126,6 +126,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
             for name in _array_fields(state)
         },
     )
+    return unshared(restored, (state, checkpoint, found))
 
 
 def _inner_states(state: AmpState) -> Any:

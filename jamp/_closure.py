@@ -65,7 +65,7 @@ def closure(
             return value_and_grad(params)[0]
 
         def backward(grads, cotangent):
-            return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+            return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
 
         value_fn.defvjp(value_and_grad, backward)
         return value_fn

@@ -1,5 +1,6 @@
 """Trees as nested dicts of names, which any checkpoint library writes, and back."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,10 +53,14 @@ def differences(given: Any, expected: Any) -> list[str]:
         expected: nested dicts of arrays, or of their shapes.
     """
     have, want = _leaves(given), _leaves(expected)
-    missing = [f"{path} is missing" for path in want if path not in have]
-    surplus = [f"{path} is unexpected" for path in have if path not in want]
-    both = [path for path in want if path in have]
-    return missing + surplus + [d for p in both for d in _differ(p, have[p], want[p])]
+    kinds = (
+        [d for p in want if p in have for d in _differ(p, have[p], want[p])],
+        [f"{path} is missing" for path in want if path not in have],
+        [f"{path} is unexpected" for path in have if path not in want],
+    )
+    # Some of each kind first: of another optimizer all is missing, and all unexpected.
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
+    return sorted(filter(None, mixed), key=lambda d: not d.startswith("params"))
 
 
 def _differ(path: str, x: Any, like: Any) -> list[str]:

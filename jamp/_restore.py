@@ -33,15 +33,19 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
             f"{type(state).__name__} has {sorted(names)}. {_ADVICE}"
         )
     restored = state.replace(
-        **{
-            name: serialization.from_state_dict(
-                getattr(state, name), state_dict[name], name=name
-            )
-            for name in names
-        }
+        **{name: _field(name, getattr(state, name), state_dict[name]) for name in names}
     )
     jax.tree_util.tree_map_with_path(_check_leaf, state, restored)
     return restored
+
+
+def _field(name: str, like: Any, value: Any) -> Any:
+    try:
+        return serialization.from_state_dict(like, value, name=name)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The checkpoint's {name} differ from the state's: {error}. {_ADVICE}"
+        ) from error
 
 
 _ADVICE = (

@@ -55,7 +55,7 @@ def value_fn(
         return value_and_grad(masters)[0]
 
     def backward(grads, cotangent):
-        return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+        return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
 
     value.defvjp(value_and_grad, backward)
     return value

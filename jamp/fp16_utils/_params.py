@@ -149,7 +149,7 @@ def clip_grad_norm(
 
     >>> norm, grads = clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
     >>> print(norm, grads["w"])
-    5.0 [0.59999985 0.7999998 ]
+    5.0 [0.5999999  0.79999983]
     """
     order = float(norm_type)
     if not order > 0:
