@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._loss import checked_loss
+from jamp._loss_scale import LARGEST_SCALE, check_scale
 from jamp._tree import all_finite, differentiable, merge
 
-# As of DynamicLossScale: above it the reciprocal is subnormal.
-LARGEST_SCALE = 2.0**126
-SMALLEST_WINDOW_SCALE = 1.0
+_FLOOR = 1.0
 
 
 class LossScalerState(NamedTuple):
@@ -48,7 +47,7 @@ def window_update(
     """Falls on overflow, not below 1; grows each `window` updates without one."""
     overflow = jnp.asarray(overflow, bool)
     since = state.cur_iter - state.last_overflow_iter
-    fallen = jnp.maximum(state.cur_scale / factor, SMALLEST_WINDOW_SCALE)
+    fallen = jnp.maximum(state.cur_scale / factor, _FLOOR)
     grown = jnp.minimum(state.cur_scale * factor, LARGEST_SCALE)
     kept = jnp.where(since % window == 0, grown, state.cur_scale)
     return LossScalerState(
@@ -100,6 +99,9 @@ class LossScaler(_Scaler):
     Attributes:
         scale: the factor on the loss.
 
+    Raises:
+        ValueError: it is no number between 2^-126 and 2^126.
+
     >>> scaler = LossScaler(128.0)
     >>> loss, grads = scaler.backward(scaler.init(), lambda w: 3 * w, jnp.ones(()))
     >>> print(loss, grads)
@@ -107,6 +109,9 @@ class LossScaler(_Scaler):
     """
 
     scale: float = 1
+
+    def __post_init__(self):
+        check_scale("scale", self.scale)
 
     def init(self) -> LossScalerState:
         """The state before the first step."""
@@ -145,8 +150,8 @@ class DynamicLossScaler(_Scaler):
 
     >>> scaler = DynamicLossScaler(scale_window=2)
     >>> state = scaler.update_scale(scaler.init(), jnp.isinf(jnp.inf))
-    >>> print(scaler.loss_scale(state))
-    2147483600.0
+    >>> float(scaler.loss_scale(state))
+    2147483648.0
     """
 
     init_scale: float = 2.0**32
@@ -154,10 +159,7 @@ class DynamicLossScaler(_Scaler):
     scale_window: int = 1000
 
     def __post_init__(self):
-        if not 0 < self.init_scale <= LARGEST_SCALE:
-            raise ValueError(
-                f"init_scale must be between 0 and 2**126, got {self.init_scale}."
-            )
+        check_scale("init_scale", self.init_scale)
         if not 1 < self.scale_factor < float("inf"):
             raise ValueError(
                 f"scale_factor must be greater than 1, got {self.scale_factor}."

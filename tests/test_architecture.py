@@ -38,7 +38,8 @@ LAYERS = (
     ("jamp._compat", "jamp._dtypes", "jamp._warnings", "jamp._layout"),
     ("jamp._restore", "jamp._loss"),
     ("jamp._tree",),
-    ("jamp._names", "jamp._loss_scaler", "jamp._groups"),
+    ("jamp._names", "jamp._groups", "jamp._loss_scale"),
+    ("jamp._loss_scaler",),
     ("jamp.multi_tensor", "jamp.optimizers._fused"),
     (
         "jamp.optimizers._adagrad",
@@ -57,7 +58,6 @@ LAYERS = (
     ("jamp._autocast._transform", "jamp._autocast._page"),
     ("jamp._autocast",),
     ("jamp._opt_level",),
-    ("jamp._loss_scale",),
     ("jamp._cast",),
     ("jamp._forward",),
     ("jamp._master_weights",),

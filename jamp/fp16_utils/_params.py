@@ -115,7 +115,7 @@ def master_params_to_model_params(
     return jax.tree.map(lambda m, p: cast(m, p.dtype), master_params, model_params)
 
 
-def to_python_float(t: ArrayLike) -> float:
+def to_python_float(t: Any) -> float:
     """The number in an array of one element.
 
     >>> to_python_float(jnp.ones(1))
@@ -123,9 +123,9 @@ def to_python_float(t: ArrayLike) -> float:
     """
     if jnp.size(t) != 1:
         raise ValueError(
-            f"to_python_float takes one number, got an array of shape {jnp.shape(t)}."
+            f"to_python_float takes one number, got {jnp.size(t)} of them."
         )
-    return jnp.reshape(t, ()).item()
+    return jnp.reshape(jnp.asarray(t), ()).item()
 
 
 def clip_grad_norm(
