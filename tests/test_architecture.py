@@ -40,10 +40,11 @@ LAYERS = (
     ("jamp._tree",),
     ("jamp._names", "jamp._groups", "jamp._loss_scale"),
     ("jamp._loss_scaler",),
-    ("jamp.multi_tensor", "jamp.optimizers._fused"),
+    ("jamp.multi_tensor", "jamp.optimizers._fused", "jamp.optimizers._flat"),
     (
         "jamp.optimizers._adagrad",
         "jamp.optimizers._adam",
+        "jamp.optimizers._fp16_optimizer",
         "jamp.optimizers._lamb",
         "jamp.optimizers._larc",
         "jamp.optimizers._novograd",

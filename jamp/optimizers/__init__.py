@@ -8,6 +8,10 @@ from jamp.optimizers._adam import (
     FusedAdamState as FusedAdamState,
     fused_adam as fused_adam,
 )
+from jamp.optimizers._fp16_optimizer import (
+    FP16_Optimizer as FP16_Optimizer,
+    FP16OptimizerState as FP16OptimizerState,
+)
 from jamp.optimizers._fused import FusedTransformation as FusedTransformation
 from jamp.optimizers._lamb import (
     FusedLAMBState as FusedLAMBState,
