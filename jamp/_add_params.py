@@ -47,7 +47,8 @@ def grown(
     else:
         changes = _with_more_groups(state, params, cast, tx)
     changes |= _with_fields(state, keys, extra, fields)
-    return unshared(changes, (params, fields))
+    tx = changes.pop("tx")
+    return {"tx": tx, **unshared(changes, (params, fields))}
 
 
 def _with_more_leaves(state: Any, params: Any, cast: Any, tx: Any) -> dict[str, Any]:
@@ -70,7 +71,11 @@ def _with_more_leaves(state: Any, params: Any, cast: Any, tx: Any) -> dict[str, 
 
 def _with_more_groups(state: Any, params: Any, cast: Any, txs: Any) -> dict[str, Any]:
     """Several groups: each of the new ones begins by itself."""
-    if type(params) is not type(state.params) or txs is None:
+    if (
+        txs is None
+        or _groups.is_transformation(txs)
+        or type(params) is not type(state.params)
+    ):
         raise TypeError(
             "The state has several groups: add_params takes new ones in a "
             f"{type(state.params).__name__}, with their optimizers in another, got "

@@ -219,7 +219,8 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     for part in parts:  # in order: losses that share a scale count one after another
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
-            before = _redone(part, scales[part.loss_id], state)
+            begun = state.loss_scales[part.loss_id]
+            before = _redone(part, scales[part.loss_id], begun)
             scales[part.loss_id] = rule.update(before, _known(part.finite))
             flags.setdefault(part.loss_id, []).append(part.finite)
     for loss_id, finite in flags.items():
@@ -232,11 +233,11 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     return tuple(scales)
 
 
-def _redone(part: Part, now: LossScaleState, state: AmpState) -> LossScaleState:
+def _redone(part: Part, now: LossScaleState, begun: LossScaleState) -> LossScaleState:
     """`now`, or the lower scale at which a part was computed again in this step."""
     if part.scale_state is None:
         return now
-    fell = part.scale_state.scale < state.loss_scales[part.loss_id].scale
+    fell = part.scale_state.scale < begun.scale
     lower = lower_of(now, part.scale_state)
     return jax.tree.map(lambda low, x: jnp.where(fell, low, x), lower, now)
 

@@ -19,6 +19,7 @@ from jamp._tree import placed_like, unshared
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")
+_FLAX = ("step", "params", "opt_state")
 _COUNTERS = ("skipped_steps", "last_step_skipped")
 _WHAT_IS_READ = (
     "from_checkpoint takes what jamp.to_checkpoint gave, or the state dict of a "
@@ -126,6 +127,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
             for name in _array_fields(state)
         },
     )
+    restored = jax.tree.map(placed_like, restored, state)
     return unshared(restored, (state, checkpoint, found))
 
 
@@ -186,7 +188,7 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
 def _from_flax(
     checkpoint: Mapping[str, Any], state: AmpState, expected: dict[str, Any]
 ) -> dict[str, Any]:
-    """What plain Flax knows, and the rest as the state has it."""
+    """What plain Flax knows, and the rest as of a fresh state."""
     if "loss_scales" in checkpoint:
         raise ValueError(
             "The checkpoint is an AmpState itself, as Flax names its parts: restore it "
@@ -197,11 +199,23 @@ def _from_flax(
         raise ValueError(
             f"{_WHAT_IS_READ}; got a dict with the keys {sorted(map(str, checkpoint))}."
         )
-    own = ("step", "params", "opt_state")
-    fields = {k: v for k, v in checkpoint.items() if k not in own}
-    rest = to_checkpoint(state)
-    found = rest | {k: checkpoint[k] for k in own if k in checkpoint}
-    return found | {"fields": rest["fields"] | fields}
+    names = named(checkpoint)  # Orbax without a target restores tuples as lists
+    fields = {k: names.pop(k) for k in list(names) if k not in _FLAX}
+    if state.tx is None:
+        names["opt_state"] = None
+    known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
+    known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
+    if isinstance(state.step, jax.ShapeDtypeStruct):  # nothing to fall back on
+        known = {"fields": {}}
+    fresh = {
+        name: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), expected[name])
+        for name in ("version", "opt_level", *_COUNTERS)
+    }
+    fresh |= {
+        f"loss_scaler{i}": _scaler(rule, rule.init())
+        for i, rule in enumerate(state.loss_scale_rules)
+    }
+    return fresh | known | names | {"fields": known["fields"] | fields}
 
 
 def _check(found: dict[str, Any], expected: dict[str, Any]) -> None:

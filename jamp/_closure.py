@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp import _groups
 from jamp._dtypes import cast, is_half
+from jamp._scale_loss import find_loss_scale
 from jamp._scaled_grad import scaled_value_and_grad
 from jamp._tree import differentiable, join_overwrite, merge, split_overwrite
 
@@ -54,6 +55,7 @@ def closure(
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt)
 
     def bind(state, *args, **kwargs):
+        find_loss_scale(state, loss_id, "jamp.closure")  # which checks the state
         key = _group_of(wrt, _groups.group_keys(state.tx))
 
         def value_and_grad(params):

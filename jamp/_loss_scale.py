@@ -219,6 +219,10 @@ class StaticLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
+    def lowered(self, state: LossScaleState) -> LossScaleState:
+        """The same state: a static scale cannot fall."""
+        return state
+
     def current(self, state: LossScaleState) -> Float[Array, ""]:
         """The scale, as a constant: compiled with scale 1, products fold away."""
         del state

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jamp._compat import varying_axes
-from jamp._loss_scale import DynamicLossScale, LossScaleRule, LossScaleState
+from jamp._loss_scale import LossScaleRule, LossScaleState
 from jamp._warnings import UnusedOptionWarning
 
 _NOT_AN_ARRAY = (
@@ -49,7 +49,7 @@ def redoes(rule: LossScaleRule, times: int) -> bool:
 
 def until_finite[T](
     attempt: Callable[[LossScaleState], tuple[T, Bool[Array, ""]]],
-    rule: DynamicLossScale,
+    rule: LossScaleRule,
     scale_state: LossScaleState,
     times: int,
 ) -> tuple[T, Bool[Array, ""], LossScaleState]:

@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jamp._amp_state import AmpState
 from jamp._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, StaticLossScale
-from jamp._tree import placed_like
+from jamp._tree import is_traced, placed_like
 
 _ENTRIES = ("loss_scale", "unskipped")
 
@@ -89,7 +88,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
 def _check(state: Any, call: str) -> None:
     if not isinstance(state, AmpState):
         raise TypeError(f"{call} takes an AmpState, got {type(state).__name__}.")
-    if isinstance(state.loss_scales[0].scale, jax.core.Tracer):
+    if is_traced(state.loss_scales[0].scale):
         raise TypeError(f"{call} gives numbers of Python: call it outside of `jit`.")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._dtypes import is_differentiable
@@ -91,6 +92,11 @@ def unshared[T](tree: T, given: Any) -> T:
     return jax.tree.map(leaf, tree)
 
 
+def is_traced(x: Any) -> bool:
+    """Whether `x` has no value yet, under `jit` for example."""
+    return isinstance(x, Tracer)
+
+
 def placed_like(x: Any, like: Any) -> jax.Array:
     """`x` as an array in the dtype of `like`, or its own if that is a PRNG key's.
 
@@ -99,10 +105,11 @@ def placed_like(x: Any, like: Any) -> jax.Array:
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
     sharding = getattr(like, "sharding", None)
-    if sharding is None or isinstance(like, jax.core.Tracer):
+    if sharding is None or is_traced(like):
         return jnp.asarray(x)
     if getattr(like, "committed", True):
-        return jax.device_put(x, sharding)
+        lies = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
+        return x if lies else jax.device_put(x, sharding, may_alias=False)
     elsewhere = getattr(x, "sharding", sharding).device_set != sharding.device_set
     return jax.device_put(x, sharding) if elsewhere else jnp.asarray(x)
 

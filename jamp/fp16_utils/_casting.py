@@ -105,7 +105,7 @@ def convert_module(params: Any, dtype: DTypeLike) -> Any:
         )
     dtype = parse_model_type(dtype)
     own = {k: cast(x, dtype) if is_castable(x) else x for k, x in params.items()}
-    return own if isinstance(params, dict) else type(params)(own)
+    return own if isinstance(params, dict) else type(params)(own)  # pyright: ignore[reportCallIssue]
 
 
 def BN_convert_float(params: Any, batch_stats: Any = None) -> Any:  # noqa: N802

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jamp._dtypes import cast, is_half
+from jamp._dtypes import cast, is_differentiable, is_half
 from jamp._loss_scale import LossScaleRule
-from jamp._tree import differentiable, merge
+from jamp._tree import differentiable, is_traced, merge
 from jamp.fp16_utils._state import FP16_OptimizerState, say
 
 type Closure = Callable[[FP16_OptimizerState], Any]
@@ -29,7 +29,7 @@ def until_finite(
         state = carry[1]
         return state.overflow & (state.loss_scale > rule.floor)
 
-    if isinstance(state.overflow, jax.core.Tracer):
+    if is_traced(state.overflow):
         return jax.lax.while_loop(goes_on, lambda c: _call(closure, c[1]), carry)
     while goes_on(carry):
         say(
@@ -73,10 +73,11 @@ def _call(closure: Closure, state: FP16_OptimizerState) -> Any:
             f"{out!r}."
         )
     loss, state = out
-    if jnp.shape(loss) != () or state.master_grads is None:
+    is_scalar = is_differentiable(loss) and jnp.shape(loss) == ()
+    if not is_scalar or state.master_grads is None:
         raise TypeError(
             "The closure must call `optimizer.zero_grad` and `optimizer.backward`, and "
-            f"return the loss, a scalar; got a loss of shape {jnp.shape(loss)}."
+            f"return (loss, state) with the loss, a scalar; got the loss {loss!r}."
         )
     return loss, state.replace(first_closure_call_this_step=jnp.asarray(False))
 

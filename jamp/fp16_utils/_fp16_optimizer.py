@@ -23,6 +23,7 @@ from jamp._step import init_optimizer, step, widened
 from jamp._tree import (
     all_finite,
     differentiable,
+    is_traced,
     merge,
     placed_like,
     select,
@@ -159,7 +160,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         before = state.model_grads
         if before is None:
             before = zero_model_grads(state.params, scale)
-        state = state.replace(model_grads=before + scaled)
+        state = state.replace(model_grads=scaled + before)  # at the present scale
         if update_master_grads:
             state = self.update_master_grads(state)
         return ((loss, aux) if has_aux else loss), state
@@ -285,7 +286,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: under `jit`, where nobody can look.
         """
         _check(state, "inspect_master_grad_data(state)")
-        if isinstance(state.overflow, jax.core.Tracer):
+        if is_traced(state.overflow):
             raise TypeError(
                 "inspect_master_grad_data is for the host: call it outside of `jit`, "
                 "or read state.master_grads and state.overflow."
@@ -312,7 +313,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             ValueError: `value` is no number between 2^-126 and 2^126.
         """
-        if not isinstance(value, jax.core.Tracer):
+        if not is_traced(value):
             check_scale("value", float(value))  # pyright: ignore[reportArgumentType]
         scale = placed_like(jnp.asarray(value, jnp.float32), state.loss_scale)
         return state.replace(loss_scaler=state.loss_scaler._replace(scale=scale))

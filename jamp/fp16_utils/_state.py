@@ -10,11 +10,10 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jamp._loss_scale import LossScaleState
 from jamp._master_weights import MasterWeightsState
 from jamp._scaled_grads import ScaledGrads, widen_tree
-from jamp._tree import differentiable
+from jamp._tree import differentiable, is_traced
 
 
-@flax.struct.dataclass
-class FP16_OptimizerState:  # noqa: N801, apex's name
+class FP16_OptimizerState(flax.struct.PyTreeNode):  # noqa: N801, apex's name
     """State of `FP16_Optimizer`.
 
     Attributes:
@@ -57,6 +56,5 @@ def zero_model_grads(params: PyTree, scale: Float[Array, ""]) -> ScaledGrads:
 
 def say(overflow: Bool[Array, ""], message: str) -> None:
     """Prints a message if there is an overflow, and not under `jit`."""
-    traced = isinstance(overflow, jax.core.Tracer)
-    if not traced and overflow and jax.process_index() == 0:
+    if not is_traced(overflow) and overflow and jax.process_index() == 0:
         print(message)

@@ -22,7 +22,7 @@ from jamp._loss import split_aux
 from jamp._loss_scale import check_scale
 from jamp._loss_scaler import LossScalerState, first_state, window_update
 from jamp._names import differences, filled, named
-from jamp._tree import strong_array
+from jamp._tree import is_traced, strong_array
 from jamp._warnings import UnusedOptionWarning
 from jamp.optimizers._flat import FlatSpec
 from jamp.optimizers._fused import FusedTransformation
@@ -33,8 +33,7 @@ _WINDOW = 1000
 _FIRST_DYNAMIC_SCALE = 2.0**16
 
 
-@flax.struct.dataclass
-class FP16OptimizerState:
+class FP16OptimizerState(flax.struct.PyTreeNode):
     """State of the cut-down `FP16_Optimizer`. Buffers come once per group.
 
     Attributes:
@@ -351,7 +350,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         return scale._replace(cur_iter=scale.cur_iter + 1)
 
     def _say(self, state: FP16OptimizerState, overflow: Bool[Array, ""]) -> None:
-        if isinstance(overflow, jax.core.Tracer) or not overflow:
+        if is_traced(overflow) or not overflow:
             return
         if jax.process_index() == 0 and (self.verbose or not self.dynamic_loss_scale):
             kind = "dynamic" if self.dynamic_loss_scale else "static"
