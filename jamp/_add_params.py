@@ -71,14 +71,11 @@ def _with_more_leaves(state: Any, params: Any, cast: Any, tx: Any) -> dict[str, 
 
 def _with_more_groups(state: Any, params: Any, cast: Any, txs: Any) -> dict[str, Any]:
     """Several groups: each of the new ones begins by itself."""
-    if (
-        txs is None
-        or _groups.is_transformation(txs)
-        or type(params) is not type(state.params)
-    ):
+    kind = type(state.params)
+    if txs is None or _groups.is_transformation(txs) or type(params) is not kind:
         raise TypeError(
             "The state has several groups: add_params takes new ones in a "
-            f"{type(state.params).__name__}, with their optimizers in another, got "
+            f"{kind.__name__}, with their optimizers in another, got "
             f"{type(params).__name__} and tx={txs!r}."
         )
     check_containers(params, txs)
