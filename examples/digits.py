@@ -2,35 +2,35 @@
 
     python examples/digits.py                        # O2: float16, float32 masters
     python examples/digits.py --opt-level O3 --keep-batchnorm-fp32 True
-    python examples/digits.py --loss-scale 128.0     # instead of a dynamic scale
     python examples/digits.py --init-scale 1e12      # far too high: it recovers
     python examples/digits.py --compare              # O0 to O5, side by side
+    python examples/digits.py --checkpoint-dir digits --resume   # at any level
 
 The data are scikit-learn's 1,797 real images of 8 x 8 pixels; nothing is downloaded.
 `--opt-level`, `--loss-scale` and `--keep-batchnorm-fp32` are those of apex's imagenet
-example, and go to `jamp.initialize` as the strings that they are.
+example, and go to `jamp.initialize` as the strings that they are. A run that is stopped
+and resumed ends with the same bits as one that is not.
 """
 
 import argparse
+import pathlib
 import time
 
 import flax.linen as nn
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+import rich
 import tqdm
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Column, Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jamp
 
-TEST_SIZE = 0.2  # 360 images: each is 0.28 % of the test accuracy
 FEATURES = (16, 32, 64)  # channels per convolution; each but the first halves the image
-BATCHNORM_MOMENTUM = 0.9  # Flax's 0.99 lags behind in a run of 440 steps
-WEIGHT_DECAY = 1e-4
 LEVELS = {"O0": "#777777", "O1": "#cc79a7", "O2": "#0072b2"}  # with their colors
 LEVELS |= {"O3": "#d55e00", "O4": "#e69f00", "O5": "#009e73"}
 
@@ -41,7 +41,7 @@ class CNN(nn.Module):
     def __call__(self, x, train=False):
         for i, features in enumerate(FEATURES):
             x = nn.Conv(features, (3, 3), strides=2 if i else 1, use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(not train, momentum=BATCHNORM_MOMENTUM)(x))
+            x = nn.relu(nn.BatchNorm(not train, momentum=0.9)(x))  # Flax's 0.99 lags
         return nn.Dense(10)(x.mean((1, 2)))
 
 
@@ -62,8 +62,7 @@ def train_step(state, images, labels):
     # Unscales the gradients, steps the float32 masters and rounds them to half. If a
     # gradient is inf or NaN it skips all that, batch_stats too, and halves the scale.
     state = state.apply_gradients(grads=grads, batch_stats=stats)
-    skipped = state.last_step_skipped
-    return state, {"loss": loss, "scale": grads.scale, "skipped": skipped}
+    return state, {"loss": loss, "scale": grads.scale, "skipped": ~grads.finite}
 
 
 @jax.jit
@@ -76,20 +75,18 @@ def accuracy(state, images, labels):
 def train(opt_level, options):
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    seed, batch_size = options.seed, options.batch_size
-    images, test_images, labels, test_labels = train_test_split(
-        images, labels, test_size=TEST_SIZE, stratify=labels, random_state=seed
-    )
+    seed, batch_size, folder = options.seed, options.batch_size, options.checkpoint_dir
+    split = {"test_size": 360, "stratify": labels, "random_state": seed}
+    images, test_images, labels, test_labels = train_test_split(images, labels, **split)
     steps_per_epoch = max(1, len(images) // batch_size)  # the odd images wait
     steps = options.steps or options.epochs * steps_per_epoch
 
     start = time.perf_counter()
     model = CNN()
     variables = jax.jit(model.init)(jax.random.key(seed), images[:1])
-    schedule = optax.cosine_decay_schedule(options.lr, steps)
     state = jamp.initialize(
         variables["params"],
-        optax.adamw(schedule, weight_decay=WEIGHT_DECAY),
+        optax.adamw(optax.cosine_decay_schedule(options.lr, steps), weight_decay=1e-4),
         opt_level,
         keep_batchnorm_fp32=options.keep_batchnorm_fp32,
         loss_scale=options.loss_scale,
@@ -97,30 +94,41 @@ def train(opt_level, options):
         batch_stats=variables["batch_stats"],  # says which params are BatchNorm's, too
         verbosity=0 if options.compare else 1,
     )
-    history, test_accuracy = [], {}
-    shuffle = np.random.default_rng(seed)
-    bar = tqdm.trange(1, steps + 1, desc=opt_level, unit="step")
+    history, test_accuracy, done = [], {}, 0
+    if folder:
+        manager = ocp.CheckpointManager(folder.absolute())
+        done = manager.latest_step() or 0
+        if done >= steps or (done and not options.resume):
+            raise SystemExit(f"{folder}: {done} of {steps} steps. Resume or rename it.")
+    if done:  # a checkpoint has the same form at every level, and is cast to this one
+        target = ocp.args.StandardRestore(jax.eval_shape(jamp.to_checkpoint, state))
+        state = jamp.from_checkpoint(state, manager.restore(done, args=target))
+
+    rng = np.random.default_rng(seed)
+    orders = [rng.permutation(len(images)) for _ in range(0, steps, steps_per_epoch)]
+    bar = tqdm.trange(done + 1, steps + 1, desc=opt_level, initial=done, total=steps)
     for step in bar:
-        first = (step - 1) % steps_per_epoch * batch_size
-        if first == 0:
-            order = shuffle.permutation(len(images))
-        batch = order[first : first + batch_size]
+        epoch, i = divmod(step - 1, steps_per_epoch)
+        batch = orders[epoch][i * batch_size : (i + 1) * batch_size]
         state, metrics = train_step(state, images[batch], labels[batch])
         history.append(metrics)  # stays on the device, so the loop does not wait for it
         if step % steps_per_epoch == 0 or step == steps:
             test_accuracy[step] = float(accuracy(state, test_images, test_labels))
             bar.set_postfix_str(f"test accuracy {test_accuracy[step]:.1%}")
             jamp.check(state)  # raises if the loss scale has collapsed
+            if folder:
+                saved = ocp.args.StandardSave(jamp.to_checkpoint(state))
+                manager.save(step, args=saved)
 
     history = {k: np.array([float(m[k]) for m in history]) for k in metrics}
     return {
         "level": opt_level,
+        "state": state,
+        "steps": np.arange(done + 1, steps + 1),
         **history,  # loss, scale, skipped: one value per step
         "test_accuracy": test_accuracy,  # by step
         "accuracy": test_accuracy[steps],
         "final_loss": history["loss"][-steps_per_epoch:].mean(),
-        "final_scale": float(state.loss_scale),
-        "skipped_steps": int(state.skipped_steps),
         "seconds": time.perf_counter() - start,
     }
 
@@ -129,10 +137,10 @@ def train(opt_level, options):
 def table(runs):
     names = "level", "test accuracy", "final loss", "skipped", "final scale", "seconds"
     columns = [Column(name, justify="right") for name in names]
-    table = Table(*columns, title=f"Handwritten digits, {len(runs[0]['loss'])} steps")
+    table = Table(*columns, title=f"Handwritten digits, {runs[0]['steps'][-1]} steps")
     for run in runs:
-        numbers = [f"{run['final_loss']:.4f}", f"{run['skipped_steps']}"]
-        numbers += [f"{run['final_scale']:g}", f"{run['seconds']:.1f}"]
+        numbers = [f"{run['final_loss']:.4f}", f"{run['state'].skipped_steps}"]
+        numbers += [f"{run['state'].loss_scale:g}", f"{run['seconds']:.1f}"]
         table.add_row(run["level"], f"{100 * run['accuracy']:.2f} %", *numbers)
     return table
 
@@ -140,7 +148,7 @@ def table(runs):
 def figure(runs):
     figure = Figure(figsize=(7, 8), dpi=120, layout="constrained")
     losses, accuracies, scales = figure.subplots(3, sharex=True)
-    steps = np.arange(1, len(runs[0]["loss"]) + 1)
+    steps = runs[0]["steps"]
     window = max(1, len(steps) // 40)
     for i, run in enumerate(runs):
         # Where levels agree, narrow lines lie on wide ones, and all can be seen.
@@ -149,31 +157,27 @@ def figure(runs):
         losses.plot(steps[window - 1 :], smooth, label=run["level"], **style)
         tested = {step: 100 * value for step, value in run["test_accuracy"].items()}
         accuracies.plot(tested.keys(), tested.values(), marker=".", **style)
-        scales.step(steps, run["scale"], where="mid", **style)
-        if run["skipped_steps"]:
-            label = f"{run['level']}: {run['skipped_steps']} skipped steps"
-            where = run["skipped"] > 0
-            scales.plot(steps[where], run["scale"][where], "kx", label=label)
-            scales.legend(frameon=False)
+        scales.semilogy(steps, run["scale"], base=2, drawstyle="steps-mid", **style)
+        skipped = run["skipped"] > 0
+        scales.plot(steps[skipped], run["scale"][skipped], "kx")
     losses.set(ylabel=f"training loss, mean of {window} steps", yscale="log")
     losses.legend(frameon=False)
     accuracies.set(ylabel="test accuracy in %")
-    scales.set(ylabel="loss scale", xlabel="step")
-    scales.set_yscale("log", base=2)
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
+    scales.set(ylabel="loss scale; x: skipped", xlabel="step")
     return figure
 
 
 # ---- The command line ----------------------------------------------------------------
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
+    add, either = parser.add_argument, parser.add_mutually_exclusive_group()
     add("--opt-level", default="O2", help="O0 to O5 (default: %(default)s)")
     add("--keep-batchnorm-fp32", metavar="BOOL", help="True or False")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
     add("--init-scale", type=float, help="a dynamic scale that starts here")
-    add("--compare", action="store_true", help=f"train {', '.join(LEVELS)}")
+    either.add_argument("--compare", action="store_true", help="train at O0 to O5")
+    either.add_argument("--checkpoint-dir", type=pathlib.Path, help="for every epoch")
+    add("--resume", action="store_true", help="from the newest checkpoint, if any")
     add("--epochs", type=int, default=20)
     add("--steps", type=int, help="instead of --epochs")
     add("-b", "--batch-size", type=int, default=64)
@@ -181,15 +185,14 @@ def main(argv=None):
     add("--seed", type=int, default=0, help="of the split, the params and the order")
     add("--plot", default="digits.png", metavar="PATH", help="default: %(default)s")
     options = parser.parse_args(argv)
+    if options.resume and not options.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
     if scale := options.init_scale:
-        ceiling = max(scale, 2.0**24)
-        options.loss_scale = jamp.DynamicLossScale(scale, max_scale=ceiling)
+        options.loss_scale = jamp.DynamicLossScale(scale, max_scale=max(scale, 2.0**24))
     levels = LEVELS if options.compare else (options.opt_level,)
     runs = [train(level, options) for level in levels]
-    console = Console()
-    console.print(table(runs))
     figure(runs).savefig(options.plot)
-    console.print(f"Loss, accuracy and loss scale over steps: {options.plot}")
+    rich.print(table(runs), f"Loss, accuracy and loss scale over steps: {options.plot}")
     return runs
 
 

@@ -170,6 +170,33 @@ def test_a_prng_key_in_the_state_survives_as_its_bits():
     assert_same_bits(through_bytes(make(5), make(6)), make(5))
 
 
+def test_typed_prng_keys_come_back_through_orbax(tmp_path):
+    def make(seed):
+        params = {"w": jnp.ones(2, jnp.float32)}
+        keys = jax.random.key(seed), jax.random.key(seed, impl="rbg")
+        return jamp.initialize(params, TX, "O2", keys=keys, verbosity=0)
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", make(5))
+        checkpointer.wait_until_finished()
+        again = checkpointer.restore(tmp_path / "state", make(6))
+    assert_same_bits(again, make(5))
+
+
+@pytest.mark.parametrize("trip", [through_bytes, through_state_dict])
+def test_remainders_come_back(trip):
+    def make(value):
+        params = {"w": jnp.asarray([value, 1 + 2.0**-8, -0.1], jnp.float32)}
+        return jamp.initialize(params, TX, "O5", store_remainder=True, verbosity=0)
+
+    state = make(0.3)
+    assert state.opt_state.masters["w"].dtype == jnp.uint16
+    again = trip(state, make(0.7))
+    assert_same_bits(again, state)
+    masters = jamp.master_params(again)["w"]
+    np.testing.assert_array_equal(masters, np.float32([0.3, 1 + 2.0**-8, -0.1]))
+
+
 # Every pytree class that the package exports; flax passes unregistered ones through.
 
 

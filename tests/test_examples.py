@@ -1,26 +1,31 @@
 """The examples, run as a user runs them; and whether they learn."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
 import re
+import shutil
 import struct
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+from tests.bits import assert_same_bits, copy
+
 ROOT = pathlib.Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-DIGITS = ROOT / "examples" / "digits.py"
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
 needs_extra = [
     pytest.mark.skipif(
         importlib.util.find_spec(name) is None,
         reason=f"needs {name}, which the extra `examples` installs",
     )
-    for name in ("matplotlib", "rich", "sklearn", "tqdm")
+    for name in ("matplotlib", "orbax", "rich", "sklearn", "tqdm")
 ]
 
 
@@ -43,10 +48,10 @@ ENVIRONMENT = {
 }
 
 
-def run_script(folder, *flags):
-    """Runs digits.py from another folder, and returns its standard output and error."""
+def run_script(script, folder, *flags):
+    """Runs an example in a folder, and returns its standard output and error."""
     done = subprocess.run(
-        [sys.executable, str(DIGITS), *flags],
+        [sys.executable, str(EXAMPLES / script), *flags],
         cwd=folder,
         env=os.environ | ENVIRONMENT,
         capture_output=True,
@@ -91,7 +96,8 @@ COMMANDS = {
 @pytest.mark.parametrize("level", COMMANDS)
 def test_digits_takes_apex_flags_as_strings(level, tmp_path):
     flags, properties, scale = COMMANDS[level]
-    stdout, stderr = run_script(tmp_path, "--opt-level", level, *flags, "--steps", "2")
+    flags = ["--opt-level", level, *flags, "--steps", "2"]
+    stdout, stderr = run_script("digits.py", tmp_path, *flags)
     after = stdout.split("After processing overrides")[1]
     for name, value in {"opt_level": level, **properties}.items():
         assert re.search(rf"^{name} *: {re.escape(value)}$", after, re.MULTILINE)
@@ -105,18 +111,18 @@ def test_digits_takes_apex_flags_as_strings(level, tmp_path):
     assert png_size(tmp_path / "digits.png") == (840, 960)
 
 
-def load():
-    """A fresh copy of the script, as a module."""
-    spec = importlib.util.spec_from_file_location("digits", DIGITS)
-    digits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(digits)
-    return digits
+def load(script):
+    """A fresh copy of an example, as a module."""
+    spec = importlib.util.spec_from_file_location(script, EXAMPLES / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @marked
 @pytest.mark.standard_promotion
 def test_digits_compares_the_levels_from_one_seed(tmp_path, monkeypatch, capsys):
-    digits = load()
+    digits = load("digits")
     digits.FEATURES = (4,)  # compiles fast
     monkeypatch.setenv("COLUMNS", ENVIRONMENT["COLUMNS"])
     plot = tmp_path / "levels.png"
@@ -137,7 +143,7 @@ def test_digits_compares_the_levels_from_one_seed(tmp_path, monkeypatch, capsys)
 
 def train(tmp_path, *flags):
     """Trains for the default number of epochs, in this process."""
-    (run,) = load().main([*flags, "--plot", str(tmp_path / "digits.png")])
+    (run,) = load("digits").main([*flags, "--plot", str(tmp_path / "digits.png")])
     return run
 
 
@@ -148,7 +154,7 @@ def test_digits_learns(level, tmp_path):
     run = train(tmp_path, "--opt-level", level)
     assert run["accuracy"] >= 0.97
     assert run["final_loss"] < 0.05
-    assert run["skipped_steps"] == 0
+    assert run["state"].skipped_steps == 0
 
 
 @marked
@@ -156,11 +162,11 @@ def test_digits_learns(level, tmp_path):
 def test_digits_learns_at_o2_from_a_scale_far_too_high_as_well(tmp_path):
     default = train(tmp_path, "--opt-level", "O2")
     assert default["accuracy"] >= 0.97
-    assert default["skipped_steps"] == 0
-    assert default["final_scale"] == 2.0**16
+    assert default["state"].skipped_steps == 0
+    assert default["state"].loss_scale == 2.0**16
 
     high = train(tmp_path, "--opt-level", "O2", "--init-scale", str(2.0**40))
-    skips = high["skipped_steps"]
+    skips = int(high["state"].skipped_steps)
     # A logit's gradient is up to 0.9 / 64 of the scale at first: inf in float16 at
     # 2**40, 2**39, ..., 2**23: 18 steps. Those of a kernel sum over the batch.
     assert 18 <= skips <= 30
@@ -173,3 +179,199 @@ def test_digits_learns_at_o2_from_a_scale_far_too_high_as_well(tmp_path):
     # Nothing was learnt on a skipped step: ten classes, so about log(10) = 2.3.
     assert high["loss"][:18].min() > 1.5
     assert abs(high["accuracy"] - default["accuracy"]) <= 0.01
+
+
+# Epochs of 4 batches, of which the first 2 or 3 are skipped.
+SHORT = ["-b", "359", "--steps", "10", "--init-scale", str(2.0**22)]
+
+
+@contextlib.contextmanager
+def compiling_fast():
+    """For models of a few channels, and for Flax and optax as they are."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def short_run(digits, folder, *flags):
+    (run,) = digits.main([*SHORT, "--plot", str(folder / "digits.png"), *flags])
+    return run
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """digits.py with a model that compiles fast."""
+    module = load("digits")
+    module.FEATURES = (4,)
+    return module
+
+
+@pytest.fixture(scope="module")
+def stopped(digits, tmp_path_factory):
+    """The checkpoints of a run that was stopped in its seventh step of ten."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train_step, steps = digits.train_step, []
+
+    def until_the_seventh(*args):
+        steps.append(args)
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+        return train_step(*args)
+
+    digits.train_step = until_the_seventh
+    with compiling_fast(), pytest.raises(KeyboardInterrupt):
+        short_run(digits, folder, "--checkpoint-dir", str(folder / "run"))
+    digits.train_step = train_step
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(digits, tmp_path_factory):
+    """The run that was not stopped."""
+    with compiling_fast():
+        return short_run(digits, tmp_path_factory.mktemp("whole"))
+
+
+def resume(digits, stopped, folder, *flags):
+    """Goes on with a copy of the stopped run."""
+    checkpoints = str(shutil.copytree(stopped, folder / "run"))
+    flags = ["--checkpoint-dir", checkpoints, "--resume", *flags]
+    with compiling_fast():
+        return short_run(digits, folder, *flags)
+
+
+@marked
+def test_a_resumed_run_ends_as_if_never_stopped(digits, stopped, whole, tmp_path):
+    assert 0 < whole["state"].skipped_steps < 4  # so there are moments to carry over
+    resumed = resume(digits, stopped, tmp_path)
+    np.testing.assert_array_equal(resumed["steps"], np.arange(5, 11))
+    for name in ("loss", "scale", "skipped"):
+        np.testing.assert_array_equal(resumed[name], whole[name][4:])
+    # As leaves: each run makes its own tx and apply_fn, which are static.
+    assert_same_bits(*(jax.tree.leaves(run["state"]) for run in (resumed, whole)))
+    assert resumed["accuracy"] == whole["accuracy"]
+
+
+@marked
+def test_another_level_goes_on_with_params_batches_and_scale(
+    digits, stopped, whole, tmp_path
+):
+    resumed = resume(digits, stopped, tmp_path, "--opt-level", "O1")
+    assert resumed["level"] == "O1"
+    leaves = jax.tree.leaves(resumed["state"].params)
+    assert {leaf.dtype.name for leaf in leaves} == {"float32"}
+    np.testing.assert_allclose(resumed["loss"], whole["loss"][4:], rtol=1e-3)
+    assert resumed["scale"][0] == whole["scale"][4] < 2.0**22
+
+
+@marked
+@pytest.mark.standard_promotion
+def test_a_run_is_not_saved_over_another_and_resumes_from_a_folder(
+    digits, stopped, tmp_path, capsys
+):
+    flags = ["--plot", str(tmp_path / "digits.png"), "--checkpoint-dir", str(stopped)]
+    with pytest.raises(SystemExit, match="4 of 10 steps. Resume or rename it"):
+        digits.main([*SHORT, *flags])
+    with pytest.raises(SystemExit, match="4 of 4 steps"):
+        digits.main([*SHORT, "--steps", "4", "--resume", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        digits.main(["--resume"])
+    assert "--resume needs --checkpoint-dir" in capsys.readouterr().err
+
+
+# The other examples
+
+
+@marked
+def test_dcgan_takes_apex_flags_and_makes_a_picture(tmp_path):
+    flags = ["--opt_level", "O2", "--steps", "2", "--batchSize", "16", "--nz", "8"]
+    flags += ["--lr", "1e-4", "--beta1", "0.9", "--manualSeed", "1", "--outf", "out"]
+    stdout, stderr = run_script("dcgan.py", tmp_path, *flags)
+    assert re.search(r"^opt_level *: O2$", stdout, re.MULTILINE)
+    assert "2/2" in stderr
+    table = rows(stdout)
+    assert list(table) == ["D real", "D fake", "G"]
+    for loss, overflows, scale, _ in table.values():
+        assert 0 < float(loss) < 2  # two classes, untrained: about log(2) = 0.7
+        assert float(scale) == 2.0**16 / 2 ** int(overflows)
+    assert [cells[-1][-4:] for cells in table.values()] == ["of D", "of D", "of G"]
+    assert png_size(tmp_path / "out" / "dcgan.png") == (1000, 800)
+
+
+@pytest.fixture(scope="module")
+def gan(tmp_path_factory):
+    """dcgan.py with models that compile fast, and a run of four steps."""
+    dcgan = load("dcgan")
+    dcgan.NGF = dcgan.NDF = 4
+    folder = str(tmp_path_factory.mktemp("gan"))
+    with compiling_fast():
+        return dcgan, dcgan.main(["--steps", "4", "--nz", "8", "--outf", folder])
+
+
+def with_scale(state, loss_id, scale):
+    scales = list(state.loss_scales)
+    scales[loss_id] = scales[loss_id]._replace(scale=jax.numpy.float32(scale))
+    return state.replace(loss_scales=tuple(scales))
+
+
+@marked
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("loss_id", [0, 1, 2])
+def test_one_model_of_the_gan_steps_while_the_other_skips(gan, loss_id):
+    dcgan, run = gan
+    rng = np.random.default_rng(0)
+    images = rng.uniform(-1, 1, (64, 8, 8, 1)).astype(np.float32)
+    noise = rng.standard_normal((64, 8), np.float32)
+    state = run["state"]
+    for i in range(3):
+        state = with_scale(state, i, 2.0**24 if i == loss_id else 2.0**8)
+    before = copy(state)
+    after, metrics = dcgan.train_step(
+        jax.tree.map(jax.numpy.array, state), images, noise
+    )
+    skips = "G" if loss_id == 2 else "D"
+    for model in ("D", "G"):
+        parts = [
+            [getattr(s, name)[model] for name in ("params", "opt_state", "batch_stats")]
+            for s in (before, after)
+        ]
+        skipped = after.skipped_steps[model] - before.skipped_steps[model]
+        assert after.last_step_skipped[model] == (model == skips) == skipped
+        if model == skips:
+            assert_same_bits(*parts)
+        else:
+            for old, new in zip(*map(jax.tree.leaves, parts), strict=True):
+                assert (old != new).any()
+    for i in range(3):
+        assert metrics["overflow"][i] == (i == loss_id)
+        clean = before.loss_scales[i].unskipped + 1
+        assert after.loss_scales[i].unskipped == (0 if i == loss_id else clean)
+        assert after.loss_scales[i].scale == (2.0**23 if i == loss_id else 2.0**8)
+
+
+@marked
+@pytest.mark.standard_promotion
+def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
+    main = load("fp16_optimizer").main
+    state, stats, accuracy = main(["--init-scale", str(2.0**24), "--steps", "200"])
+    stdout = capsys.readouterr().out
+    assert "FP16_Optimizer processing param group 0:" in stdout
+    assert stdout.count("FP16_Optimizer received float16") == 4
+    assert stdout.count("FP16_Optimizer received float32") == 2  # BatchNorm's
+    overflows = int(re.search(r"(\d+) overflows", stdout).group(1))
+    assert overflows >= 2
+    assert state.loss_scale == 2.0 ** (24 - overflows)
+    assert accuracy >= 0.95
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
+
+
+@marked
+def test_fp16_optimizer_at_a_static_scale(capsys):
+    with compiling_fast():
+        load("fp16_optimizer").main(["--static-loss-scale", "128", "--steps", "2"])
+    captured = capsys.readouterr()
+    assert "2/2" in captured.err
+    assert "loss scale 128, 0 overflows" in captured.out

@@ -18,13 +18,14 @@ pytestmark = pytest.mark.h200
 # The models with fewer of their equal layers, which compile in a fraction of the time;
 # in their own size on a GPU's machine.
 SHALLOW = (specs.bert_large(layers=2), specs.gpt2_xl(layers=2))
-SHALLOW += (specs.llama_8b_shard(layers=2), specs.single_leaf())
-DEEP = (specs.bert_large(), specs.gpt2_xl(), specs.llama_8b_shard())
-MANY, RESNET = specs.many_leaves(), specs.resnet50()
+SHALLOW += (specs.llama_8b_shard(layers=2), specs.resnet50(blocks=(2, 1, 1, 1)))
+DEEP = (specs.bert_large(), specs.gpt2_xl(), specs.llama_8b_shard(), specs.resnet50())
 # Lengths on both sides of the least that a kernel takes. XLA and Mosaic compile a few
 # leaves a second where lengths differ, so that 10,000 take too long here.
-TINY = specs.tiny_leaves(200, least=126, most=129)
-IN_CI = [(spec, False) for spec in (MANY, RESNET, *SHALLOW)] + [(SHALLOW[0], True)]
+TINY = specs.tiny_leaves(100, least=126, most=129)
+# `test_optimizer_bytes.py` has the same of 300 leaves.
+IN_CI = [(spec, False) for spec in (*SHALLOW, specs.single_leaf())]
+IN_CI += [(SHALLOW[0], True)]
 IN_FULL = [(spec, remainder) for spec in DEEP for remainder in (False, True)]
 
 every_spec = pytest.mark.parametrize(
@@ -100,17 +101,10 @@ def test_few_kernels_are_compiled(spec, remainder, record_property):
     assert seconds < 60
 
 
-def test_300_leaves_share_seven_kernels():
-    program, _, _ = step(MANY, False)
-    hashes = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program.text)
-    assert (len(hashes), len(set(hashes))) == (15, 7)
-    assert program.kernels <= 30  # the optax chain: 757
-
-
 def test_tiny_leaves_take_less_than_a_kernel_each():
     program, held, _ = step(TINY, False)
-    # So 10,000 leaves stay below 1.01 per leaf and 100: here they take a third.
-    assert program.kernels <= len(TINY.shapes) / 3 + 24
+    # 20 of 100. So 10,000 leaves stay below 1.01 per leaf and 100.
+    assert program.kernels <= len(TINY.shapes) / 3
     assert program.traffic <= 30.1 * TINY.total + 2**16
     assert max(program.copies, default=0) <= 4
     # The copies of leaves that XLA steps are not read: JAX drops them.

@@ -12,6 +12,7 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels import _launch
 from tests import emulator, everything, kernels, ptx, subprocesses
+from tests.mixed_leaves import FAST
 
 pytestmark = pytest.mark.h200
 
@@ -60,10 +61,22 @@ class Launch(NamedTuple):
 
 
 @functools.cache
+def args_of(name: str) -> tuple[Any, ...]:
+    return kernels.CASES[name].make(kernels.SIZES)
+
+
+@functools.cache
+def by_xla(name: str) -> Any:
+    """What the kernels of both targets are compared with."""
+    call = functools.partial(kernels.CASES[name].call, XLA)
+    return jax.jit(call, compiler_options=FAST)(*args_of(name))
+
+
+@functools.cache
 def run(target: str, name: str, skip: bool = False) -> tuple[Any, Any, list[Launch]]:
     """The args of a case, its results by the compiled kernels, and the launches."""
     case = kernels.CASES[name]
-    *args, last = case.make(kernels.SIZES)
+    *args, last = args_of(name)
     args = (*args, jnp.bool_(True) if skip else last)
     left, launches = list(compiled(target)[name]), []
 
@@ -106,9 +119,8 @@ def test_kernels_keep_all_values_in_registers(target, name, record_property):
 
 @of_all
 def test_kernels_compute_what_xla_does(target, name):
-    args, results, _ = run(target, name)
-    expected = jax.jit(functools.partial(kernels.CASES[name].call, XLA))(*args)
-    jax.tree.map(assert_close, joined(results), joined(expected))
+    results = run(target, name)[1]
+    jax.tree.map(assert_close, joined(results), joined(by_xla(name)))
 
 
 def joined(results: Any) -> Any:

@@ -10,7 +10,7 @@ import optax
 from jamp._dtypes import cast, is_half
 from jamp._master_weights import MasterWeightsState
 from jamp._names import differences, filled, named
-from jamp._tree import differentiable, merge
+from jamp._tree import differentiable, merge, unshared
 from jamp.fp16_utils._state import FP16_OptimizerState
 
 _FLAGS = ("overflow", "first_closure_call_this_step")
@@ -58,12 +58,13 @@ def load_state_dict(
         return cast(master, param.dtype) if is_half(param) else own_master
 
     params = jax.tree.map(leaf, differentiable(state.params), masters, own)
-    return state.replace(
+    loaded = state.replace(
         params=merge(params, state.params),
         opt_state=MasterWeightsState(masters, inner),
         loss_scaler=filled(state.loss_scaler, state_dict_["loss_scaler"]),
         **{name: filled(getattr(state, name), state_dict_[name]) for name in _FLAGS},
     )
+    return unshared(loaded, (state, state_dict_))
 
 
 def _own_masters(params: Any) -> Any:

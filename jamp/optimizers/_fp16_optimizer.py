@@ -22,7 +22,7 @@ from jamp._loss import split_aux
 from jamp._loss_scale import check_scale
 from jamp._loss_scaler import LossScalerState, first_state, window_update
 from jamp._names import differences, filled, named
-from jamp._tree import is_traced, strong_array
+from jamp._tree import is_traced, strong_array, unshared
 from jamp._warnings import UnusedOptionWarning
 from jamp.optimizers._flat import FlatSpec
 from jamp.optimizers._fused import FusedTransformation
@@ -308,7 +308,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         masters = filled(state.fp32_flat, state_dict["fp32_groups_flat"])
         names = LossScalerState._fields
         scale = {name: state_dict[name] for name in names if name in state_dict}
-        return state.replace(
+        loaded = state.replace(
             fp32_flat=masters,
             fp16_flat=jax.tree.map(
                 lambda m, p: cast(m, p.dtype), masters, state.fp16_flat
@@ -318,6 +318,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 **{k: filled(getattr(state, k), v) for k, v in scale.items()}
             ),
         )
+        return unshared(loaded, (state, state_dict))
 
     def _tx(self, key: Key) -> FusedTransformation:
         return _groups.get(self.optimizer, key)
