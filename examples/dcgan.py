@@ -1,0 +1,198 @@
+"""Train a DCGAN on handwritten digits: two models, two optimizers, three losses.
+
+    python examples/dcgan.py                        # O1, as in apex's example
+    python examples/dcgan.py --opt_level O2 --manualSeed 1 --outf /tmp
+
+After apex's examples/dcgan/main_amp.py, with those of its flags that apply. The data
+are scikit-learn's 1,797 real images of 8 x 8 pixels, nothing is downloaded; so models
+are smaller, and the defaults of --niter, --nz and --lr are others.
+
+What to look at, in dcgan.png: real digits at the left, and at the right what the
+generator makes of 64 points of noise; most of those can be read. Below them, each loss
+has a scale of its own. All start at 65536, too high for this model in float16, and each
+falls as far as its own gradients ask for. A cross is an overflow: in "D real" or "D
+fake" D skips its step and G takes it, in "G" the other way round.
+"""
+
+import argparse
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import rich
+import tqdm
+from matplotlib.figure import Figure
+from rich.table import Column, Table
+from sklearn.datasets import load_digits
+
+import jamp
+
+NGF = NDF = 32  # channels next to the image; one layer further on it is twice as many
+CONV = {"strides": (2, 2), "use_bias": False}  # each doubles an image, or halves it
+CONV |= {"kernel_init": nn.initializers.normal(0.02)}  # as in the paper on DCGAN
+BATCHNORM_MOMENTUM = 0.9
+REAL, FAKE = 0.9, 0.0  # targets; with 1 for real images D becomes too sure of itself
+LOSSES = {"D real": "#0072b2", "D fake": "#d55e00", "G": "#009e73"}  # with their colors
+
+
+# ---- The models: nothing in them knows about half ------------------------------------
+class Generator(nn.Module):
+    @nn.compact
+    def __call__(self, noise, train=False):
+        x = noise[:, None, None, :]  # an image of 1 x 1; then 2 x 2, 4 x 4 and 8 x 8
+        for features, kernel in (2 * NGF, (2, 2)), (NGF, (4, 4)):
+            x = nn.ConvTranspose(features, kernel, **CONV)(x)
+            x = nn.relu(nn.BatchNorm(not train, momentum=BATCHNORM_MOMENTUM)(x))
+        return nn.tanh(nn.ConvTranspose(1, (4, 4), **CONV)(x))
+
+
+class Discriminator(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.leaky_relu(nn.Conv(NDF, (4, 4), **CONV)(x), 0.2)
+        x = nn.Conv(2 * NDF, (4, 4), **CONV)(x)
+        x = nn.BatchNorm(not train, momentum=BATCHNORM_MOMENTUM)(x)
+        return nn.Conv(1, (2, 2), **CONV)(nn.leaky_relu(x, 0.2))  # logits, 1 x 1
+
+
+# ---- One step of D, on the sum of two losses, and one step of G ----------------------
+@jax.jit(donate_argnums=0)  # the new state takes over the memory of the old one
+def train_step(state, images, noise):
+    def forward(name, params, stats, x):
+        variables = {"params": params[name], "batch_stats": stats[name]}
+        x, new = state.apply_fn[name](variables, x, train=True, mutable=["batch_stats"])
+        return x, stats | {name: new["batch_stats"]}
+
+    # A loss gets the params of both models; `wrt`, below, are those it is to train.
+    def d_loss(params, stats, images, target):
+        logits, stats = forward("D", params, stats, images)
+        return optax.sigmoid_binary_cross_entropy(logits, target).mean(), stats
+
+    def g_loss(params, stats, noise):
+        fakes, stats = forward("G", params, stats, noise)
+        logits, stats = forward("D", params, stats, fakes)
+        return optax.sigmoid_binary_cross_entropy(logits, 1.0).mean(), stats
+
+    losses = (d_loss, "D"), (d_loss, "D"), (g_loss, "G")  # three, each with its scale
+    d_real, d_fake, g = (
+        jamp.scaled_value_and_grad(loss_fn, has_aux=True, loss_id=i, wrt=name)
+        for i, (loss_fn, name) in enumerate(losses)
+    )
+    # The gradients of both losses of D, each unscaled with its own scale, are summed.
+    fakes, _ = forward("G", state.params, state.batch_stats, noise)
+    (loss_real, stats), real = d_real(state, state.batch_stats, images, REAL)
+    (loss_fake, stats), fake = d_fake(state, stats, fakes, FAKE)
+    state = state.apply_gradients(grads=(real, fake), batch_stats=stats)
+
+    # G has to deceive the new D. Its step takes over the running statistics of G alone,
+    # as it trains G alone; and if it is skipped, neither. So is it with D, above.
+    (loss_g, stats), grads = g(state, state.batch_stats, noise)
+    state = state.apply_gradients(grads=grads, batch_stats=stats)
+
+    all_grads = real, fake, grads
+    return state, {
+        "loss": jnp.stack([loss_real, loss_fake, loss_g]),
+        "scale": jnp.stack([grads.scale for grads in all_grads]),
+        "overflow": jnp.stack([~grads.finite for grads in all_grads]),
+    }
+
+
+# ---- The training loop ---------------------------------------------------------------
+def train(options):
+    images = load_digits().images.astype(np.float32)[..., None] / 8 - 1  # -1 to 1
+    steps = options.steps or options.niter * (len(images) // options.batchSize)
+    random = np.random.default_rng(options.manualSeed)
+    models = {"D": Discriminator(), "G": Generator()}
+    inputs = {"D": images[:1], "G": np.zeros((1, options.nz), np.float32)}
+    key = jax.random.key(options.manualSeed)
+    variables = {k: jax.jit(models[k].init)(key, inputs[k]) for k in models}
+    state = jamp.initialize(
+        {k: variables[k]["params"] for k in models},
+        {k: optax.adam(options.lr, b1=options.beta1) for k in models},
+        options.opt_level,
+        num_losses=len(LOSSES),
+        apply_fn={k: models[k].apply for k in models},
+        batch_stats={k: variables[k]["batch_stats"] for k in models},
+    )
+    history = []
+    bar = tqdm.trange(1, steps + 1, desc=options.opt_level, unit="step")
+    for step in bar:
+        batch = random.choice(images, options.batchSize, replace=False)
+        noise = random.standard_normal((len(batch), options.nz), np.float32)
+        state, metrics = train_step(state, batch, noise)
+        history.append(metrics)  # stays on the device, so the loop does not wait for it
+        if step % 100 == 0 or step == steps:
+            losses = zip(LOSSES, metrics["loss"], strict=True)
+            bar.set_postfix_str(", ".join(f"{name} {x:.2f}" for name, x in losses))
+            jamp.check(state)  # raises if a loss scale has collapsed
+
+    noise = random.standard_normal((64, options.nz), np.float32)
+    variables = {"params": state.params["G"], "batch_stats": state.batch_stats["G"]}
+    generated = state.apply_fn["G"](variables, noise)
+    history = {k: np.array([m[k] for m in history]) for k in metrics}  # by step, loss
+    return {"state": state, **history, "real": images[:64], "generated": generated}
+
+
+# ---- What came out -------------------------------------------------------------------
+def table(run):
+    names = "loss", "last value", "overflows", "final scale", "steps skipped"
+    table = Table(*(Column(name, justify="right") for name in names))
+    for i, name in enumerate(LOSSES):
+        model, state = name[0], run["state"]
+        cells = f"{run['loss'][-1, i]:.3f}", f"{run['overflow'][:, i].sum()}"
+        skipped = f"{state.skipped_steps[model]} of {model}"
+        table.add_row(name, *cells, f"{state.loss_scales[i].scale:g}", skipped)
+    return table
+
+
+def figure(run):
+    figure = Figure(figsize=(10, 8), dpi=100, layout="constrained")
+    (*grids, losses, scales) = figure.subplots(2, 2, height_ratios=(5, 3)).flat
+    for axes, title in zip(grids, ("real", "generated"), strict=True):
+        tiles = np.pad(run[title][..., 0], ((0, 0), (1, 1), (1, 1)), constant_values=-1)
+        tiles = tiles.reshape(8, 8, 10, 10).swapaxes(1, 2).reshape(80, 80)
+        axes.imshow(tiles, cmap="gray", vmin=-1, vmax=1)
+        axes.set(title=title, xticks=[], yticks=[])
+    steps = np.arange(1, len(run["loss"]) + 1)
+    window = max(1, len(steps) // 40)
+    for i, (name, color) in enumerate(LOSSES.items()):
+        loss, scale, bad = (run[k][:, i] for k in ("loss", "scale", "overflow"))
+        smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
+        losses.plot(steps[window - 1 :], smooth, color=color, label=name)
+        # Where scales agree, narrow lines lie on wide ones, and all can be seen.
+        scales.step(steps, scale, where="mid", color=color, lw=2 * (3 - i))
+        scales.plot(steps[bad], scale[bad], "kx", zorder=3)
+    losses.set(ylabel=f"loss, mean of {window} steps", xlabel="step")
+    losses.legend(frameon=False)
+    scales.set(ylabel="loss scale", xlabel="step")
+    scales.set_yscale("log", base=2)
+    return figure
+
+
+# ---- The command line ----------------------------------------------------------------
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--opt_level", "--opt-level", default="O1", help="O0 to O5")
+    add("--niter", type=int, default=60, help="epochs")
+    add("--steps", type=int, help="instead of --niter")
+    add("--batchSize", type=int, default=64)
+    add("--nz", type=int, default=32, help="numbers of noise per image")
+    add("--lr", type=float, default=1e-3)
+    add("--beta1", type=float, default=0.5, help="of Adam")
+    add("--manualSeed", type=int, default=2809, help="of params, batches and noise")
+    add("--outf", type=pathlib.Path, default=".", help="the folder for dcgan.png")
+    options = parser.parse_args(argv)
+    run = train(options)
+    path = options.outf / "dcgan.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure(run).savefig(path)
+    rich.print(table(run), f"Digits, losses and loss scales: {path}")
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Train an MLP on handwritten digits with apex's older interface, `FP16_Optimizer`.
+
+    python examples/fp16_optimizer.py
+    python examples/fp16_optimizer.py --init-scale 16777216   # too high: it recovers
+    python examples/fp16_optimizer.py --static-loss-scale 128
+
+For code written for `apex.fp16_utils`: what was a method call there is one here, with
+the state going in and coming out. A new program has less to write: see digits.py.
+"""
+
+import argparse
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+from jamp.fp16_utils import FP16_Optimizer, FP16Model, network_to_half
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(not train, momentum=0.9)(nn.Dense(128)(x))
+        return nn.Dense(10)(nn.relu(x))
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--init-scale", type=float, default=65536, help="if dynamic")
+    parser.add_argument("--static-loss-scale", type=float)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args(argv)
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    split = train_test_split(images, labels, test_size=0.2, random_state=0)
+    images, test_images, labels, test_labels = split
+
+    variables = jax.jit(MLP().init)(jax.random.key(0), images[:1])
+    stats = variables["batch_stats"]
+    half_params = network_to_half(variables["params"], stats)  # all but BatchNorm's
+    model = FP16Model(MLP().apply)  # casts its inputs to float16, but not its outputs
+    scaling = {"dynamic_loss_scale": True}
+    scaling["dynamic_loss_args"] = {"init_scale": options.init_scale}
+    if options.static_loss_scale:
+        scaling = {"static_loss_scale": options.static_loss_scale}
+    optimizer = FP16_Optimizer(optax.adam(3e-3), **scaling)
+    state = optimizer.init(half_params)  # makes masters in float32
+
+    @jax.jit(donate_argnums=(0, 1))
+    def train_step(state, stats, images, labels):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": stats}
+            logits, new = model(variables, images, train=True, mutable=["batch_stats"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits.astype(jnp.float32), labels
+            )
+            return losses.mean(), new["batch_stats"]
+
+        state = optimizer.zero_grad(state)
+        (loss, new), state = optimizer.backward(state, loss_fn, has_aux=True)
+        norm, state = optimizer.clip_master_grads(state, max_norm=1.0)
+        state = optimizer.step(state)  # changes nothing after an overflow
+        # The running statistics are not the optimizer's: to skip them is left to us.
+        stats = jax.tree.map(lambda a, b: jnp.where(state.overflow, a, b), stats, new)
+        return state, stats, (loss, norm)
+
+    random, overflows = np.random.default_rng(0), 0
+    bar = tqdm.trange(options.steps, unit="step")
+    for _ in bar:
+        i = random.choice(len(images), 64, replace=False)
+        state, stats, (loss, norm) = train_step(state, stats, images[i], labels[i])
+        overflows += int(state.overflow)  # under jit no message is printed
+        bar.set_postfix_str(f"loss {loss:.3f}, norm {norm:.2f}", refresh=False)
+    variables = {"params": state.params, "batch_stats": stats}
+    accuracy = float((model(variables, test_images).argmax(-1) == test_labels).mean())
+    scale = f"loss scale {state.loss_scale:g}, {overflows} overflows"
+    print(f"test accuracy {accuracy:.1%}, {scale}")
+    return state, stats, accuracy
+
+
+if __name__ == "__main__":
+    main()
