@@ -175,7 +175,7 @@ def test_digits_learns_at_o2_from_a_scale_far_too_high_as_well(tmp_path):
     # Each skip halves the scale of the next step, and nothing else moves it.
     halvings = np.concatenate([[0], np.cumsum(high["skipped"])])
     np.testing.assert_array_equal(high["scale"], 2.0 ** (40 - halvings[:-1]))
-    assert high["final_scale"] == 2.0 ** (40 - skips)
+    assert high["state"].loss_scale == 2.0 ** (40 - skips)
     # Nothing was learnt on a skipped step: ten classes, so about log(10) = 2.3.
     assert high["loss"][:18].min() > 1.5
     assert abs(high["accuracy"] - default["accuracy"]) <= 0.01
