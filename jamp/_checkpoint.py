@@ -180,8 +180,7 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
         )
     found = dict(checkpoint)
     if state.tx is None:  # for inference: what an optimizer left is not needed
-        found |= {"opt_state": None}
-        found |= {name: getattr(state, name) for name in _COUNTERS}
+        found |= {"opt_state": None, **_zeros(expected, _COUNTERS)}
     return found
 
 
@@ -207,15 +206,19 @@ def _from_flax(
     known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
     if isinstance(state.step, jax.ShapeDtypeStruct):  # nothing to fall back on
         known = {"fields": {}}
-    fresh = {
-        name: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), expected[name])
-        for name in ("version", "opt_level", *_COUNTERS)
-    }
+    fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
     fresh |= {
         f"loss_scaler{i}": _scaler(rule, rule.init())
         for i, rule in enumerate(state.loss_scale_rules)
     }
     return fresh | known | names | {"fields": known["fields"] | fields}
+
+
+def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        name: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), expected[name])
+        for name in names
+    }
 
 
 def _check(found: dict[str, Any], expected: dict[str, Any]) -> None:

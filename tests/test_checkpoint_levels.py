@@ -452,6 +452,7 @@ def test_for_inference_params_and_fields_are_read_alone(level):
     for x, master in zip(jax.tree.leaves(new.params), masters, strict=True):
         assert bits(x) == rounded(master, x.dtype).tobytes()
     assert_same_bits(new.ema, state.ema)
+    assert_same_bits(moved(state, jax.eval_shape(lambda: target)), new)
 
 
 def test_a_state_itself_is_taken_as_its_checkpoint(at):
