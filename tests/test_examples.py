@@ -77,18 +77,16 @@ def png_size(path):
 
 # Flags, then what the level's properties must say, and the scale in the table.
 COMMANDS = {
-    "O0": ([], {"loss_scale": "1.0"}, "1"),
     "O2": (
         ["--loss-scale", "128.0", "--keep-batchnorm-fp32", "False"],
         {"loss_scale": "128.0", "keep_batchnorm_fp32": "False"},
         "128",
     ),
     "O3": (
-        ["--keep-batchnorm-fp32", "True"],
-        {"loss_scale": "1.0", "keep_batchnorm_fp32": "True"},
-        "1",
+        ["--keep-batchnorm-fp32", "True", "--loss-scale", "dynamic"],
+        {"loss_scale": "dynamic", "keep_batchnorm_fp32": "True"},
+        "65536",
     ),
-    "O5": (["--loss-scale", "dynamic"], {"loss_scale": "dynamic"}, "65536"),
 }
 
 
@@ -124,6 +122,8 @@ def load(script):
 def test_digits_compares_the_levels_from_one_seed(tmp_path, monkeypatch, capsys):
     digits = load("digits")
     digits.FEATURES = (4,)  # compiles fast
+    assert list(digits.LEVELS) == ["O0", "O1", "O2", "O3", "O4", "O5"]
+    digits.LEVELS = {name: digits.LEVELS[name] for name in ("O0", "O2", "O5")}
     monkeypatch.setenv("COLUMNS", ENVIRONMENT["COLUMNS"])
     plot = tmp_path / "levels.png"
     runs = digits.main(
@@ -131,8 +131,8 @@ def test_digits_compares_the_levels_from_one_seed(tmp_path, monkeypatch, capsys)
     )
     stdout = capsys.readouterr().out
     table = rows(stdout)
-    assert list(table) == ["O0", "O1", "O2", "O3", "O4", "O5"]
-    scales = ["1", "65536", "65536", "1", "1", "1"]
+    assert list(table) == ["O0", "O2", "O5"]
+    scales = ["1", "65536", "1"]
     assert [cells[3] for cells in table.values()] == scales
     assert png_size(plot) == (840, 960)
     # One seed: the first loss is that of the same params on the same batch, rounded.
@@ -149,7 +149,7 @@ def train(tmp_path, *flags):
 
 @marked
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", ["O0", "O1", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_digits_learns(level, tmp_path):
     run = train(tmp_path, "--opt-level", level)
     assert run["accuracy"] >= 0.97
