@@ -13,7 +13,7 @@ from jamp._amp_state import AmpState, extra_fields, master_params
 from jamp._dtypes import cast, is_castable
 from jamp._loss_scale import LossScaleRule, LossScaleState
 from jamp._master_weights import MasterWeights, MasterWeightsState
-from jamp._names import differences, filled, named
+from jamp._names import check_same, filled, named
 from jamp._step import with_masters
 from jamp._tree import placed_like, unshared
 
@@ -231,15 +231,14 @@ def _check(found: dict[str, Any], expected: dict[str, Any]) -> None:
             f"The checkpoint has {len(scalers[0])} loss scale(s), the state "
             f"{len(scalers[1])}: pass num_losses={len(scalers[0])} to jamp.initialize."
         )
-    problems = differences(found, expected)
-    if problems:
-        shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
-        raise ValueError(
-            f"The checkpoint differs from the state in {len(problems)} place(s): "
-            f"{shown}. Call jamp.initialize with the model, the optimizer and the "
-            "fields of the run that saved it; the opt level may be another, and half "
-            "params must be cast to float32 first."
-        )
+    check_same(
+        found,
+        expected,
+        "The checkpoint",
+        "Call jamp.initialize with the model, the optimizer and the fields of the run "
+        "that saved it; the opt level may be another, and half params must be cast to "
+        "float32 first.",
+    )
 
 
 def _group(tx: Any, originals: Any, params: Any, inner_state: Any) -> tuple[Any, Any]:

@@ -63,17 +63,34 @@ def closure(
             tree, _ = split_overwrite(grads.unscale()[0])
             return (loss[0] if has_aux else loss), tree
 
-        @jax.custom_vjp
-        def value_fn(params):
-            return value_and_grad(params)[0]
-
-        def backward(grads, cotangent):
-            return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
-
-        value_fn.defvjp(value_and_grad, backward)
-        return value_fn
+        return with_gradient(value_and_grad)
 
     return bind
+
+
+def with_gradient(
+    value_and_grad: Callable[[PyTree], tuple[Float[Array, ""], PyTree]],
+) -> Callable[[PyTree], Float[Array, ""]]:
+    """The value as a function whose derivative is the gradient that comes with it."""
+
+    @jax.custom_vjp
+    def value_fn(params):
+        return value_and_grad(params)[0]
+
+    def backward(grads, cotangent):
+        return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
+
+    value_fn.defvjp(value_and_grad, backward)
+    return value_fn
+
+
+def rounded(masters: PyTree, params: PyTree) -> PyTree:
+    """The masters where `params` are trained, in the dtypes of `params`."""
+
+    def leaf(master, param):
+        return cast(master, param.dtype) if is_half(param) else master
+
+    return merge(jax.tree.map(leaf, masters, differentiable(params)), params)
 
 
 def _group_of(wrt: Any, keys: tuple[Any, ...]) -> Any:
@@ -91,12 +108,7 @@ def _at(state: Any, key: Any, masters: PyTree) -> Any:
     """The state with one group's params rounded from `masters`."""
     old = _groups.get(state.params, key)
     whole, overwrite = split_overwrite(old)
-
-    def leaf(master, param):
-        return cast(master, param.dtype) if is_half(param) else master
-
-    rounded = jax.tree.map(leaf, masters, differentiable(whole))
-    params = join_overwrite(merge(rounded, whole), overwrite, old)
+    params = join_overwrite(rounded(masters, whole), overwrite, old)
     keys = _groups.group_keys(state.tx)
     entries = {k: _groups.get(state.params, k) for k in keys} | {key: params}
     return state.replace(params=_groups.pack(entries, state.params))

@@ -63,6 +63,17 @@ def differences(given: Any, expected: Any) -> list[str]:
     return sorted(filter(None, mixed), key=lambda d: not d.startswith("params"))
 
 
+def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
+    """Raises a ValueError that shows where two trees of names differ."""
+    problems = differences(given, expected)
+    if problems:
+        shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise ValueError(
+            f"{what} differs from the state in {len(problems)} place(s): {shown}. "
+            f"{remedy}"
+        )
+
+
 def _differ(path: str, x: Any, like: Any) -> list[str]:
     if np.shape(x) != like.shape:
         return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]

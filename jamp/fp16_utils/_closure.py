@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jamp._dtypes import cast, is_differentiable, is_half
+from jamp._closure import rounded, with_gradient
+from jamp._dtypes import is_differentiable
 from jamp._loss_scale import LossScaleRule
-from jamp._tree import differentiable, is_traced, merge
+from jamp._tree import is_traced
 from jamp.fp16_utils._state import FP16_OptimizerState, say
 
 type Closure = Callable[[FP16_OptimizerState], Any]
@@ -47,18 +48,11 @@ def value_fn(
     """The loss at other masters, whose derivative the closure computes, scaled."""
 
     def value_and_grad(masters):
-        loss, there = _call(closure, state.replace(params=_rounded(masters, state)))
+        at = state.replace(params=rounded(masters, state.params))
+        loss, there = _call(closure, at)
         return loss, there.master_grads
 
-    @jax.custom_vjp
-    def value(masters):
-        return value_and_grad(masters)[0]
-
-    def backward(grads, cotangent):
-        return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
-
-    value.defvjp(value_and_grad, backward)
-    return value
+    return with_gradient(value_and_grad)
 
 
 def _call(closure: Closure, state: FP16_OptimizerState) -> Any:
@@ -80,11 +74,3 @@ def _call(closure: Closure, state: FP16_OptimizerState) -> Any:
             f"return (loss, state) with the loss, a scalar; got the loss {loss!r}."
         )
     return loss, state.replace(first_closure_call_this_step=jnp.asarray(False))
-
-
-def _rounded(masters: PyTree, state: FP16_OptimizerState) -> PyTree:
-    def leaf(master, param):
-        return cast(master, param.dtype) if is_half(param) else master
-
-    trained = jax.tree.map(leaf, masters, differentiable(state.params))
-    return merge(trained, state.params)

@@ -9,7 +9,7 @@ import optax
 
 from jamp._dtypes import cast, is_half
 from jamp._master_weights import MasterWeightsState
-from jamp._names import differences, filled, named
+from jamp._names import check_same, filled, named
 from jamp._tree import differentiable, merge, unshared
 from jamp.fp16_utils._state import FP16_OptimizerState
 
@@ -37,14 +37,13 @@ def load_state_dict(
             f"load_state_dict takes a mapping, got {type(state_dict_).__name__}."
         )
     expected = jax.eval_shape(lambda s: state_dict(s, dynamic), state)
-    problems = differences(state_dict_, expected)
-    if problems:
-        shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
-        raise ValueError(
-            f"The state dict differs from the state in {len(problems)} place(s): "
-            f"{shown}. Nothing was loaded: wrap the optimizer and the params of the "
-            "run that saved it."
-        )
+    check_same(
+        state_dict_,
+        expected,
+        "The state dict",
+        "Nothing was loaded: wrap the optimizer and the params of the run that saved "
+        "it.",
+    )
     if bool(state_dict_["dynamic_loss_scale"]) != dynamic:
         raise ValueError(
             f"The state dict is of dynamic_loss_scale={not dynamic}: construct "

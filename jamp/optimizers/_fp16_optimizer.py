@@ -21,7 +21,7 @@ from jamp._layout import row_major_on_cuda
 from jamp._loss import split_aux
 from jamp._loss_scale import check_scale
 from jamp._loss_scaler import LossScalerState, first_state, window_update
-from jamp._names import differences, filled, named
+from jamp._names import check_same, filled, named
 from jamp._tree import is_traced, strong_array, unshared
 from jamp._warnings import UnusedOptionWarning
 from jamp.optimizers._flat import FlatSpec
@@ -298,13 +298,13 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             raise TypeError(
                 f"load_state_dict takes a mapping, got {type(state_dict).__name__}."
             )
-        problems = differences(state_dict, jax.eval_shape(self.state_dict, state))
-        if problems:
-            raise ValueError(
-                f"The state dict differs from the state: {'; '.join(problems[:5])}. "
-                "Nothing was loaded: wrap the optimizer, the params and the kind of "
-                "loss scale of the run that saved it."
-            )
+        check_same(
+            state_dict,
+            jax.eval_shape(self.state_dict, state),
+            "The state dict",
+            "Nothing was loaded: wrap the optimizer, the params and the kind of loss "
+            "scale of the run that saved it.",
+        )
         masters = filled(state.fp32_flat, state_dict["fp32_groups_flat"])
         names = LossScalerState._fields
         scale = {name: state_dict[name] for name in names if name in state_dict}
