@@ -4,6 +4,7 @@ from jamp import (
     fp16_utils as fp16_utils,
     linen as linen,
     multi_tensor as multi_tensor,
+    nnx as nnx,
     optimizers as optimizers,
 )
 from jamp._amp_state import AmpState as AmpState, master_params as master_params

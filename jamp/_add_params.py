@@ -16,7 +16,8 @@ from jamp._cast import cast_to_level
 from jamp._groups import SINGLE, Key
 from jamp._incoming import check_bare, check_containers, check_float32
 from jamp._master_weights import MasterWeights, master_weights
-from jamp._step import init_optimizer, widened, with_shardings
+from jamp._placement import with_shardings
+from jamp._step import init_optimizer, widened
 from jamp._tree import path_string, strong_array, unshared
 from jamp.optimizers import FusedTransformation
 

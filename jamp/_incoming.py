@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jamp import _groups
 from jamp._dtypes import FLOAT32
 from jamp._master_weights import ALREADY_WRAPPED, MasterWeights, MasterWeightsState
-from jamp._tree import differentiable, path_string, split_overwrite
+from jamp._tree import path_string, trained_params
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -96,7 +96,7 @@ def check_bare(tx: Any, params: PyTree) -> None:
     """Raises if a transformation holds master_weights anywhere."""
     if isinstance(tx, MasterWeights):
         raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
-    shapes = jax.eval_shape(tx.init, differentiable(split_overwrite(params)[0]))
+    shapes = jax.eval_shape(tx.init, trained_params(params))
     nodes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, MasterWeightsState))
     if any(isinstance(node, MasterWeightsState) for node in nodes):
         raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")

@@ -22,8 +22,9 @@ from jamp._incoming import ARRAY_LIKE, check_bare, check_containers, check_float
 from jamp._loss_scale import loss_scale_rule
 from jamp._master_weights import master_weights as with_master_weights
 from jamp._opt_level import BRIEFS, LEVELS, Properties
+from jamp._placement import scalars_on_mesh, with_shardings
 from jamp._state_class import state_class_with
-from jamp._step import init_optimizer, with_shardings
+from jamp._step import init_optimizer
 from jamp._tree import strong_array, unshared
 from jamp._warnings import UnusedOptionWarning
 
@@ -168,7 +169,7 @@ def initialize(
         loss_scale_rules=rules,
         **fields,
     )
-    return unshared(state, (params, fields))
+    return scalars_on_mesh(unshared(state, (params, fields)), params)
 
 
 def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._dtypes import cast, is_castable, widen
@@ -21,7 +20,15 @@ from jamp._master_weights import (
     weights_for,
     write_back,
 )
-from jamp._tree import differentiable, join_overwrite, merge, select, split_overwrite
+from jamp._placement import moments_like_params
+from jamp._tree import (
+    differentiable,
+    join_overwrite,
+    merge,
+    select,
+    split_overwrite,
+    trained_params,
+)
 from jamp.optimizers import FusedTransformation
 from pallas_kernels import Weight
 
@@ -31,30 +38,24 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
     if tx is None:
         return params, None
     if not isinstance(tx, MasterWeights):
-        return params, tx.init(jax.tree.map(widen, _trained(params)))
+        trained = trained_params(params)
+        opt_state = tx.init(jax.tree.map(widen, trained))
+        return params, moments_like_params(opt_state, trained)
     params, masters = with_masters(tx, originals, params)
-    return params, init_masters(tx.inner, masters, _trained(params))
+    trained = trained_params(params)
+    masters, inner = init_masters(tx.inner, masters, trained)
+    inner = moments_like_params(inner, trained)
+    return params, MasterWeightsState(masters, inner)
 
 
 def with_masters(tx: MasterWeights, originals: PyTree, params: PyTree) -> Any:
     """Params as they belong to the masters of `originals`, and those as stored."""
-    originals, trained = _trained(originals), _trained(params)
+    originals, trained = trained_params(originals), trained_params(params)
     if not tx.store_remainder:
         return params, masters_for(originals, trained)
     trained, masters = split_masters(originals, trained)
     whole, overwrite = split_overwrite(params)
     return join_overwrite(merge(trained, whole), overwrite, params), masters
-
-
-def with_shardings(tx: Any, params: PyTree) -> Any:
-    """Tells a fused optimizer how its params lie: under jit it could not find out."""
-    leaves = jax.tree.leaves(_trained(params))
-    if not isinstance(tx, FusedTransformation):
-        return tx
-    # A tracer has no sharding.
-    shardings = tuple(getattr(x, "sharding", None) for x in leaves)
-    named = [s for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1]
-    return tx.replace(shardings=shardings) if len(named) == len(leaves) else tx
 
 
 def step(
@@ -89,7 +90,7 @@ def step(
     Returns:
         New params and optimizer state.
     """
-    trained = _trained(params)
+    trained = trained_params(params)
     fused = fused_inside(tx)
     if fused is not None:
         flag = None if clean is None else ~clean
@@ -157,10 +158,6 @@ def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     if isinstance(tx, MasterWeights):
         whole = merge(full_masters(opt_state.masters, differentiable(whole)), whole)
     return join_overwrite(jax.tree.map(widen, whole), overwrite, params)
-
-
-def _trained(params: PyTree) -> PyTree:
-    return differentiable(split_overwrite(params)[0])
 
 
 def _round(master: Array, param: Array) -> Array:

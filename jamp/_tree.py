@@ -47,6 +47,11 @@ def split_overwrite(tree: Any) -> tuple[Any, Any]:
     return tree, None
 
 
+def trained_params(params: PyTree) -> PyTree:
+    """What an optimizer steps of the params: floats, and no fp8 values."""
+    return differentiable(split_overwrite(params)[0])
+
+
 def join_overwrite(tree: Any, overwrite: Any, like: Any) -> Any:
     """The inverse of `split_overwrite`, in a mapping of the kind of `like`."""
     if overwrite is None:

@@ -65,6 +65,7 @@ LAYERS = (
     ("jamp._scaled_grads",),
     ("jamp._scale_loss", "jamp._redo"),
     ("jamp._scaled_grad", "jamp._gradients"),
+    ("jamp._placement",),
     ("jamp._step", "jamp._closure", "jamp._incoming"),
     ("jamp._add_params",),
     ("jamp._amp_state",),
@@ -81,7 +82,11 @@ LAYERS = (
     ("jamp.fp16_utils",),
     ("jamp.diagnostics._flops", "jamp.diagnostics._explanation"),
     ("jamp.diagnostics._explain",),
-    ("jamp.linen", "jamp.diagnostics"),
+    ("jamp.nnx._variables",),
+    ("jamp.nnx._autocast", "jamp.nnx._optimizer"),
+    ("jamp.nnx._cast", "jamp.nnx._scaled_grad"),
+    ("jamp.nnx._initialize",),
+    ("jamp.linen", "jamp.diagnostics", "jamp.nnx"),
     ("jamp",),
 )
 

@@ -1,0 +1,9 @@
+"""jamp for Flax NNX: models that hold their Variables, and change in place."""
+
+from jamp.nnx._autocast import autocast as autocast
+from jamp.nnx._initialize import initialize as initialize
+from jamp.nnx._optimizer import Optimizer as Optimizer
+from jamp.nnx._scaled_grad import (
+    scaled_grad as scaled_grad,
+    scaled_value_and_grad as scaled_value_and_grad,
+)

@@ -1,0 +1,141 @@
+"""An NNX model in half: its Variables, its modules' dtypes, what goes in and comes out.
+
+What a BatchNorm is, its class says. Its statistics stay in float32, and with
+`keep_batchnorm_fp32` its params; it computes in float32 and gives half back.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import PyTree
+
+from jamp._dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
+from jamp._forward import active_policy, cast_inputs, cast_outputs, forward_policy
+from jamp._opt_level import Properties
+from jamp.nnx._autocast import autocast
+
+_PROPERTIES = "_jamp_properties"
+
+
+def batchnorm_paths(model: nnx.Module) -> PyTree:
+    """A tree with `mean` and `var` at the path of each BatchNorm.
+
+    It is what Linen's `batch_stats` are to `jamp.initialize`: they tell which params
+    are BatchNorm's.
+    """
+    found: dict[str, Any] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            at = found
+            for part in path:
+                at = at.setdefault(str(part), {})
+            at |= {"mean": jnp.zeros(()), "var": jnp.zeros(())}
+    return found
+
+
+def check_bare(model: nnx.Module) -> None:
+    """Raises if a model has a policy already."""
+    if hasattr(model, _PROPERTIES):
+        raise ValueError(
+            "The model has gone through jamp.nnx.initialize already, at "
+            f"{getattr(model, _PROPERTIES).opt_level}. Pass a fresh one, or "
+            "initialize all optimizers together."
+        )
+
+
+def patch(model: nnx.Module, properties: Properties) -> None:
+    """Sets the dtypes of a model whose Variables are cast, and patches its call."""
+    if properties.cast_model_type:
+        for _, module in nnx.iter_modules(model):
+            _set_dtype(module, properties)
+    if properties.enabled:
+        setattr(model, _PROPERTIES, properties)
+        object.__setattr__(model, "__class__", _patched_class(type(model)))
+
+
+def _set_dtype(module: Any, properties: Properties) -> None:
+    half = properties.half_dtype
+    field = vars(module).get("dtype", _MISSING)
+    own = _own_dtypes(module)
+    if half is None:  # O0: what asked for half runs in float32
+        if _is_dtype(field, HALF_DTYPES):
+            module.dtype = FLOAT32
+        return
+    if isinstance(module, nnx.BatchNorm):
+        module.dtype = half
+        module.promote_dtype = _in_float32
+    elif field is None or _is_dtype(field, MODEL_DTYPES):
+        module.dtype = FLOAT32 if own == {FLOAT32} else half
+    if isinstance(module, nnx.RNNCellBase) and hasattr(module, "param_dtype"):
+        # The dtype of the carry that it begins with.
+        module.param_dtype = half  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_MISSING = object()
+
+
+def _own_dtypes(module: nnx.Module) -> set[Any]:
+    """The dtypes of the params that are directly the module's."""
+    own = [v.get_value() for v in vars(module).values() if isinstance(v, nnx.Param)]
+    return {x.dtype for x in own if is_castable(x)}
+
+
+def _in_float32(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    """What a BatchNorm in half computes with: all in float32; its result is in half."""
+    del dtype, inexact
+    return tuple(None if x is None else jnp.asarray(x).astype(FLOAT32) for x in args)
+
+
+@functools.cache
+def _patched_class(cls: type) -> type:
+    """A subclass of a model's class whose call runs under the policy.
+
+    One per class, so that models of a class stay of one class.
+    """
+
+    def call(self, *args, **kwargs):
+        return _call(cls.__call__, self, getattr(self, _PROPERTIES), args, kwargs)
+
+    def reduce(self, protocol):
+        del protocol
+        return _blank, (cls,), self.__getstate__()
+
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {name: getattr(cls, name) for name in names} | {"__reduce_ex__": reduce}
+    if any("__call__" in vars(base) for base in cls.__mro__):
+        body["__call__"] = call
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _blank(cls: type) -> Any:
+    """Where pickle begins with a patched model."""
+    return object.__new__(_patched_class(cls))
+
+
+def _call(
+    forward: Callable[..., Any],
+    model: nnx.Module,
+    properties: Properties,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    args, kwargs = cast_inputs((args, kwargs), properties)
+    if properties.patch_functions and active_policy() != properties:
+        forward = autocast(
+            forward,
+            properties.patch_functions_type,
+            lists=properties.lists,
+            promote=properties.promote,
+        )
+    with forward_policy(properties):
+        return cast_outputs(forward(model, *args, **kwargs), properties)
+
+
+def _is_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
+    try:
+        return jnp.dtype(field) in dtypes
+    except TypeError:
+        return False

@@ -1,0 +1,76 @@
+"""The front end for NNX: model and optimizer in, model and optimizer out."""
+
+from typing import Any
+
+from flax import nnx
+
+from jamp import _initialize
+from jamp._cast import cast_to_level
+from jamp.nnx._cast import batchnorm_paths, check_bare, patch
+from jamp.nnx._optimizer import Optimizer
+from jamp.nnx._variables import Models, arrays_of, assign, entries
+
+
+def initialize(
+    models: Models,
+    tx: Any = None,
+    opt_level: str = "O1",
+    *,
+    wrt: Any = nnx.Param,
+    **options: Any,
+) -> Any:
+    """Prepares an NNX model and an optimizer for training at an opt level.
+
+    As apex does, in place: the model's Variables are cast, its modules' dtypes set, and
+    its call runs under the level. BatchNorm is known by its class.
+
+    Args:
+        models: an nnx.Module in float32; or a list, tuple or dict of them.
+        tx: an optax transformation; or as many, in the container of the models.
+        opt_level: "O0" to "O5".
+        wrt: a filter of the Variables to train, such as `nnx.LoRAParam`; the other
+            params are cast, and stay as they are.
+        **options: of `jamp.initialize`: overrides, `num_losses`, `keep_fp32` and so on.
+
+    Returns:
+        `(models, optimizer)`, the objects that were passed, and one `Optimizer`;
+        without a tx the models alone.
+
+    Raises:
+        ValueError: a model has a policy already; and what `jamp.initialize` raises.
+        TypeError: `models` are no modules; an option that NNX has no use for.
+
+    >>> import jax.numpy as jnp, jamp.nnx, optax
+    >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    >>> model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.1), "O2", verbosity=0)
+    >>> @nnx.jit
+    ... def train_step(model, optimizer, x):
+    ...     loss_fn = lambda model, x: (model(x) ** 2).mean()
+    ...     loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, x)
+    ...     optimizer.update(model, grads)
+    ...     return loss
+    >>> loss = train_step(model, optimizer, jnp.ones((1, 2)))
+    >>> print(model.kernel.dtype, model(jnp.ones((1, 2))).dtype, optimizer.loss_scale)
+    float16 float32 65536.0
+    """
+    modules = entries(models)
+    for module in modules.values():
+        if not isinstance(module, nnx.Module):
+            raise TypeError(f"models hold {module!r}, which is no nnx.Module.")
+        check_bare(module)
+    for name in ("apply_fn", "batch_stats", "state_class"):
+        if name in options:
+            raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
+    params = arrays_of(models, wrt)
+    stats = {key: batchnorm_paths(module) for key, module in modules.items()}
+    stats = stats[None] if None in stats else stats
+    state = _initialize.initialize(params, tx, opt_level, batch_stats=stats, **options)
+    frozen = nnx.All(nnx.Param, nnx.Not(wrt))
+    assign(models, wrt, state.params)
+    rest = arrays_of(models, frozen)
+    assign(models, frozen, cast_to_level(rest, state.properties, stats))
+    for module in modules.values():
+        patch(module, state.properties)
+    if tx is None:
+        return models
+    return models, Optimizer(state, wrt)

@@ -1,0 +1,139 @@
+"""`Optimizer`: an AmpState without its params, in the Variables of an NNX optimizer."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx.training.optimizer import OptState, to_opt_state
+from jaxtyping import PyTree
+
+from jamp._amp_state import AmpState, master_params
+from jamp._scaled_grads import ScaledGrads
+from jamp.nnx._variables import Models, arrays_of, assign, copy_into
+
+# What an AmpState has beyond its params, step and what is static.
+_PARTS = ("opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
+
+
+class Optimizer(nnx.Optimizer):
+    """Steps an NNX model, or several, with masters and loss scales.
+
+    Made by `jamp.nnx.initialize`.
+
+    Attributes:
+        step: steps that were not skipped, shape (), int32.
+        tx: the transformation. Static.
+        opt_state: its state, masters among it, as Variables.
+        loss_scales: one LossScaleState per loss, as Variables.
+        skipped_steps: skipped steps, shape (), int32; per model where there are
+            several optimizers.
+        last_step_skipped: whether the last step was skipped, shape (), bool; likewise.
+        wrt: the filter of the Variables that are trained. Static.
+        properties: what the opt level means. Static.
+        loss_scale_rules: one rule per loss. Static.
+    """
+
+    def __init__(self, state: AmpState, wrt: Any):
+        """Takes the parts of a state whose params are a model's."""
+        self.graph = None
+        self.wrt = wrt
+        self.tx = state.tx
+        self.properties = state.properties
+        self.loss_scale_rules = nnx.static(state.loss_scale_rules)
+        self.shapes = nnx.static(_shapes(state.params))
+        self.step = OptState(state.step)
+        for name in _PARTS:
+            setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
+
+    def amp_state(self, models: Models) -> AmpState:
+        """The AmpState of both: for `jamp.to_checkpoint`, `jamp.check` and the like.
+
+        Args:
+            models: the model, or the container of them, that it was initialized with.
+
+        Raises:
+            ValueError: the model is another one.
+        """
+        params = arrays_of(models, self.wrt)
+        _check(_shapes(params), self.shapes)
+        return AmpState(
+            step=self.step.get_value(),
+            apply_fn=None,  # pyright: ignore[reportArgumentType]
+            params=params,
+            tx=self.tx,
+            properties=self.properties,
+            loss_scale_rules=self.loss_scale_rules,
+            **{name: nnx.as_pure(getattr(self, name)) for name in _PARTS},
+        )
+
+    def load(self, models: Models, state: AmpState) -> None:
+        """Puts an AmpState, as `jamp.from_checkpoint` gives, into both, in place."""
+        assign(models, self.wrt, state.params)
+        self.step.set_value(state.step)
+        for name in _PARTS:
+            copy_into(getattr(self, name), getattr(state, name))
+
+    def update(self, models: Models, grads: Any, /, **update_args: Any) -> None:
+        """Unscales the gradients, and steps; or skips, if they are not finite.
+
+        As `AmpState.apply_gradients`, in place.
+
+        Args:
+            models: the model, or the container of them.
+            grads: ScaledGrads; a sequence of them; or gradients already unscaled, as
+                of `nnx.grad`.
+            **update_args: extra arguments for `tx.update`.
+
+        Raises:
+            ValueError: gradients or models differ from what was initialized.
+        """
+        grads = _pure(grads, self.wrt)
+        state = self.amp_state(models)
+        new = state.apply_gradients(grads=grads, update_args=update_args)
+        self.load(models, new)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The present loss scale, shape (), float32; a tuple of several."""
+        states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]
+        scales = tuple(state.scale for state in states)
+        return scales[0] if len(scales) == 1 else scales
+
+    def master_params(self, models: Models) -> PyTree:
+        """The trained params in float32, nested dicts by path."""
+        return master_params(self.amp_state(models))
+
+
+type _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+def _shapes(params: PyTree) -> _Shapes:
+    """Path, shape and dtype of each leaf; it hashes."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return tuple(
+        (jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves
+    )
+
+
+def _check(given: _Shapes, expected: _Shapes) -> None:
+    if given == expected:
+        return
+    have, want = ({path: rest for path, *rest in x} for x in (given, expected))
+    path = next(p for p in (*want, *have) if have.get(p) != want.get(p))
+    raise ValueError(
+        "The model is not the one of this optimizer: its trained Variables differ at "
+        f"{path}: got {have.get(path, 'none')}, expected {want.get(path, 'none')}. "
+        "Pass what one call of jamp.nnx.initialize returned."
+    )
+
+
+def _pure(grads: Any, wrt: Any) -> Any:
+    """ScaledGrads as they are; a State of gradients as nested dicts."""
+
+    def leaf(x):
+        if isinstance(x, nnx.State):
+            return nnx.to_pure_dict(x)
+        return nnx.to_pure_dict(nnx.state(x, wrt)) if isinstance(x, nnx.Pytree) else x
+
+    is_leaf = lambda x: isinstance(x, nnx.State | nnx.Pytree | ScaledGrads)  # noqa: E731
+    return jax.tree.map(leaf, grads, is_leaf=is_leaf)

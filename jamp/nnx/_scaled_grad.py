@@ -1,0 +1,95 @@
+"""Gradients of a scaled loss of NNX models: what runs in them stays in them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jamp import _scaled_grad
+from jamp._tree import select
+from jamp.nnx._optimizer import Optimizer
+from jamp.nnx._variables import Models, with_arrays, with_values
+
+
+def scaled_value_and_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
+
+    What the loss writes into the model (BatchNorm's statistics, counters of keys) is
+    kept if its gradients are finite, and else is as before.
+
+    Args:
+        loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
+        has_aux: whether `loss_fn` returns `(loss, aux)`.
+        **options: `loss_id`, `wrt`, `axis_name` and `redo_on_overflow` of
+            `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
+
+    Returns:
+        `f(model, optimizer, *args, **kwargs) -> (loss, grads)`, or `((loss, aux),
+        grads)`; `grads` for `optimizer.update(model, grads)`.
+
+    Raises (when called):
+        TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
+            scalar.
+    """
+
+    @functools.wraps(loss_fn)
+    def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                "jamp.nnx.scaled_value_and_grad takes `(model, optimizer, ...)` of "
+                f"jamp.nnx.initialize, got {type(optimizer).__name__} for the "
+                "optimizer."
+            )
+        state = optimizer.amp_state(models)
+        graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
+        before = nnx.as_pure(rest)
+
+        def pure_loss(params, others, *args, **kwargs):
+            there = nnx.merge(
+                graphdef, with_arrays(trained, params), with_values(rest, others)
+            )
+            out = loss_fn(there, *args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            after = nnx.as_pure(nnx.state(there, nnx.Not(optimizer.wrt)))
+            _check_rest(before, after)
+            return loss, (aux, after)
+
+        both = _scaled_grad.scaled_value_and_grad(pure_loss, has_aux=True, **options)
+        (loss, (aux, after)), grads = both(state, before, *args, **kwargs)
+        nnx.update(models, with_values(rest, select(grads.finite, after, before)))
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad
+
+
+def scaled_grad(
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """`scaled_value_and_grad` without the value."""
+    both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)
+
+    @functools.wraps(loss_fn)
+    def grad(models, optimizer, *args, **kwargs):
+        out, grads = both(models, optimizer, *args, **kwargs)
+        return (grads, out[1]) if has_aux else grads
+
+    return grad
+
+
+def _check_rest(before: Any, after: Any) -> None:
+    """Raises if the loss made Variables, which a step that is skipped cannot have."""
+    if jax.tree.structure(before) == jax.tree.structure(after):
+        return
+    names = [
+        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (before, after)
+    ]
+    raise ValueError(
+        "The loss function added Variables to the model or removed some: "
+        f"{sorted(names[0] ^ names[1])}. What `sow` leaves, take out in the loss with "
+        "`nnx.pop(model, nnx.Intermediate)`, and return it as aux."
+    )

@@ -1,0 +1,67 @@
+"""NNX models as trees of arrays, and back into the model's Variables."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import PyTree
+
+type Models = Any  # an nnx.Module, or a list, tuple or dict of them
+
+
+def entries(models: Models) -> dict[Any, nnx.Module]:
+    """The modules of one model (under the key None) or of a container, by key."""
+    if isinstance(models, nnx.Module):
+        return {None: models}
+    if isinstance(models, Mapping):
+        return dict(models)
+    if isinstance(models, list | tuple):
+        return dict(enumerate(models))
+    raise TypeError(
+        "Expected an nnx.Module, or a list, tuple or dict of them, got "
+        f"{type(models).__name__}."
+    )
+
+
+def arrays_of(models: Models, wrt: Any) -> PyTree:
+    """The values of the Variables that a filter picks: nested dicts by path."""
+
+    def arrays(model):
+        return nnx.to_pure_dict(nnx.state(model, wrt))
+
+    if isinstance(models, nnx.Module):
+        return arrays(models)
+    if isinstance(models, Mapping):
+        return {key: arrays(model) for key, model in models.items()}
+    return type(models)(arrays(model) for model in models)
+
+
+def assign(models: Models, wrt: Any, arrays: PyTree) -> None:
+    """Puts what `arrays_of` gave, or trees like it, into the models, in place."""
+    nnx.update(models, with_arrays(nnx.state(models, wrt), arrays))
+
+
+def with_arrays(state: nnx.State, arrays: PyTree) -> nnx.State:
+    """A State of Variables with the values of `arrays`, which go by path."""
+    flat = dict(nnx.to_flat_state(state))
+    for path, value in jax.tree_util.tree_leaves_with_path(arrays):
+        names: Any = tuple(getattr(p, "key", getattr(p, "idx", None)) for p in path)
+        flat[names] = flat[names].replace(value)
+    return nnx.from_flat_state(flat)
+
+
+def with_values[T](variables: T, values: PyTree) -> T:
+    """A tree of Variables with other values: the inverse of `nnx.as_pure`."""
+    return jax.tree.map(
+        lambda v, x: v.replace(x), variables, values, is_leaf=_is_variable
+    )
+
+
+def copy_into(variables: PyTree, values: PyTree) -> None:
+    """Puts the leaves of `values` into a tree of Variables, in place."""
+    jax.tree.map(lambda v, x: v.set_value(x), variables, values, is_leaf=_is_variable)
+
+
+def _is_variable(x: object) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -1,0 +1,455 @@
+"""jamp.nnx: levels, casts, the atomic skip, and NNX's own transformations."""
+
+import copy
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+import jamp.nnx
+from tests.bits import assert_same_bits, copy as copied
+
+pytestmark = pytest.mark.standard_promotion  # Flax's layers promote
+
+LEVELS = {
+    "O0": None,
+    "O1": None,
+    "O2": jnp.float16,
+    "O3": jnp.float16,
+    "O4": None,
+    "O5": jnp.bfloat16,
+}
+RANDOM = np.random.default_rng(0)
+X = np.float32(RANDOM.normal(size=(8, 6, 6, 1)))
+Y = np.arange(8) % 3
+
+
+class CNN(nnx.Module):
+    """A convolution, a BatchNorm and dropout, and a head."""
+
+    def __init__(self, rngs, rate=0.0):
+        self.conv = nnx.Conv(1, 4, (3, 3), use_bias=False, rngs=rngs)
+        self.bn = nnx.BatchNorm(4, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.bn(self.conv(x)))
+        return self.head(self.dropout(x.mean((1, 2))))
+
+
+class LinenCNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (3, 3), use_bias=False, name="conv")(x)
+        x = nn.BatchNorm(False, momentum=0.9, name="bn")(x)
+        return nn.Dense(3, name="head")(nn.relu(x).mean((1, 2)))
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def loss_fn(model, x, y):
+    return cross_entropy(model(x), y)
+
+
+def train_step(model, optimizer, x, y):
+    loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, x, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+jitted = nnx.jit(train_step)
+
+
+def make(level, model=None, tx=None, **options):
+    model = CNN(nnx.Rngs(0)) if model is None else model
+    tx = optax.adam(1e-2) if tx is None else tx
+    return jamp.nnx.initialize(model, tx, level, verbosity=0, **options)
+
+
+def everything(model, optimizer):
+    """All arrays of both, on the host."""
+    return copied(nnx.as_pure((nnx.state(model), nnx.state(optimizer))))
+
+
+def dtypes(model, what=nnx.Param):
+    tree = nnx.to_pure_dict(nnx.state(model, what))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x.dtype for path, x in leaves}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_are_cast_by_their_modules_class(level):
+    model, _ = make(level)
+    half = LEVELS[level] or jnp.float32
+    kept = half if level == "O3" else jnp.float32
+    for path, dtype in dtypes(model).items():
+        assert dtype == (kept if "bn" in path else half), path
+    assert set(dtypes(model, nnx.BatchStat).values()) == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_logits_come_out_in_float32_and_products_run_in_half(level):
+    model, _ = make(level)
+    half = {"O1": jnp.float16, "O4": jnp.bfloat16}.get(level, LEVELS[level])
+    text = str(jax.make_jaxpr(lambda m, x: m(x), static_argnums=())(model, X))
+    assert model(X).dtype == jnp.float32
+    products = [
+        line
+        for line in text.splitlines()
+        if "conv_general" in line or "dot_gen" in line
+    ]
+    name = {None: "f32", jnp.float16: "f16", jnp.bfloat16: "bf16"}[half]
+    assert len(products) == 2
+    assert all(f":{name}[" in line.split("=")[0] for line in products), products
+
+
+def test_running_statistics_do_not_go_through_half():
+    model, _ = make("O2")
+    model.bn.mean[...] = jnp.full(4, 1.0002, jnp.float32)  # half has no such number
+    model.bn.var[...] = jnp.full(4, 3.0001, jnp.float32)
+    view = nnx.view(model, use_running_average=True)
+    zero = np.zeros((1, 6, 6, 4), np.float16)
+    got = view.bn(zero)
+    assert got.dtype == jnp.float16
+    np.testing.assert_array_equal(got[0, 0, 0], np.float16(-1.0002 / 3.0001**0.5))
+    model(X)
+    assert model.bn.mean[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_linen_and_nnx_train_alike(level):
+    linen = LinenCNN()
+    variables = jax.jit(linen.init)(jax.random.key(0), X)
+    model = CNN(nnx.Rngs(0))
+    for name, values in variables["params"].items():
+        for leaf, value in values.items():
+            getattr(getattr(model, name), leaf)[...] = value
+    model, optimizer = make(level, model)
+    state = jamp.initialize(
+        variables["params"],
+        optax.adam(1e-2),
+        level,
+        apply_fn=linen.apply,
+        batch_stats=variables["batch_stats"],
+        verbosity=0,
+    )
+
+    @jax.jit
+    def linen_step(state, x, y):
+        def linen_loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            logits, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return cross_entropy(logits, y), new["batch_stats"]
+
+        (loss, stats), grads = jamp.scaled_value_and_grad(linen_loss, has_aux=True)(
+            state
+        )
+        return state.apply_gradients(grads=grads, batch_stats=stats), loss
+
+    for i in range(20):
+        x = X * np.float32(np.inf) if i == 5 and level in ("O1", "O2") else X
+        state, expected = linen_step(state, x, Y)
+        loss = jitted(model, optimizer, x, Y)
+        np.testing.assert_allclose(loss, expected, rtol=2e-3)
+    assert optimizer.step.get_value() == state.step
+    np.testing.assert_array_equal(optimizer.loss_scale, state.loss_scale)
+    np.testing.assert_allclose(
+        model.bn.mean[...], state.batch_stats["bn"]["mean"], atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_skip_keeps_every_bit_but_the_scale(level, bad):
+    model, optimizer = make(level, CNN(nnx.Rngs(0), rate=0.5))
+    jitted(model, optimizer, X, Y)
+    before = everything(model, optimizer)
+    count = model.dropout.rngs.count[...]
+    jitted(model, optimizer, X * np.float32(bad), Y)
+    after = everything(model, optimizer)
+    assert model.dropout.rngs.count[...] == count
+    assert_same_bits(after[0], before[0])
+    moved = {"loss_scales", "skipped_steps", "last_step_skipped"}
+    for name in set(before[1]) - moved:
+        assert_same_bits(after[1][name], before[1][name])
+    assert optimizer.skipped_steps.get_value() == 1
+    assert optimizer.loss_scale == 2.0**15
+    jitted(model, optimizer, X, Y)
+    assert optimizer.step.get_value() == 2
+    assert model.dropout.rngs.count[...] == count + 1
+
+
+def test_step_2_does_not_trace_again():
+    traces = []
+
+    def counted(model, x, y):
+        traces.append(1)
+        return loss_fn(model, x, y)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        grads = jamp.nnx.scaled_grad(counted)(model, optimizer, x, y)
+        optimizer.update(model, grads)
+
+    tx = optax.adam(1e-2)
+    for seed in range(2):
+        model, optimizer = make("O2", CNN(nnx.Rngs(seed)), tx)
+        for _ in range(2):
+            step(model, optimizer, X, Y)
+    assert len(traces) == 1
+
+
+def test_masters_step_where_half_would_not():
+    model, optimizer = make("O2", tx=optax.sgd(2.0**-12))
+    before = optimizer.master_params(model)["head"]["bias"]
+    model.head.bias[...] = jnp.ones(3, jnp.float16)
+    optimizer.opt_state.masters["head"]["bias"].set_value(jnp.ones(3))
+    grads = jax.tree.map(
+        lambda p: jnp.ones(p.shape), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    )
+    optimizer.update(model, grads)
+    after = optimizer.master_params(model)["head"]["bias"]
+    np.testing.assert_array_equal(after, np.full(3, 1 - 2.0**-12))
+    np.testing.assert_array_equal(model.head.bias[...], np.ones(3, np.float16))
+    assert before.dtype == jnp.float32
+
+
+def test_gradients_of_nnx_grad_are_taken_as_unscaled():
+    model, optimizer = make("O0", tx=optax.sgd(0.5))
+    twin, twin_optimizer = make("O0", tx=optax.sgd(0.5))
+    optimizer.update(model, nnx.grad(loss_fn)(model, X, Y))
+    train_step(twin, twin_optimizer, X, Y)
+    for a, b in zip(
+        jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))),
+        jax.tree.leaves(nnx.to_pure_dict(nnx.state(twin, nnx.Param))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+# ---- NNX's transformations and filters -------------------------------------------
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(6, rngs=rngs)
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.relu(self.linear(self.norm(x)))
+
+
+class Scanned(nnx.Module):
+    """Three blocks under vmap, scan and remat."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def blocks(rngs):
+            return Block(rngs)
+
+        self.blocks = blocks(rngs)
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(block, x):
+            return block(x)
+
+        return self.head(run(self.blocks, x.mean((1, 3))))
+
+
+class Shared(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(6, 6, rngs=rngs)
+        self.second = self.first
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.second(nnx.relu(self.first(x.mean((1, 3))))))
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.rnn = nnx.RNN(nnx.LSTMCell(6, 4, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.rnn(x[..., 0])[:, -1])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("kind", [Scanned, Shared, Recurrent])
+def test_models_of_every_shape_train(kind, level):
+    model, optimizer = make(level, kind(nnx.Rngs(0)), tx=optax.adam(3e-2))
+    plain, plain_optimizer = make("O0", kind(nnx.Rngs(0)), tx=optax.adam(3e-2))
+    for _ in range(8):
+        loss = jitted(model, optimizer, X, Y)
+        expected = jitted(plain, plain_optimizer, X, Y)
+    assert optimizer.skipped_steps.get_value() <= 3
+    if optimizer.skipped_steps.get_value() == 0:
+        np.testing.assert_allclose(loss, expected, rtol=0.05)
+    assert model(X).dtype == jnp.float32
+
+
+def test_shared_params_have_one_master():
+    model, optimizer = make("O2", Shared(nnx.Rngs(0)))
+    assert model.first is model.second
+    assert len(jax.tree.leaves(nnx.as_pure(optimizer.opt_state.masters))) == 4
+
+
+class WithLoRA(nnx.Module):
+    def __init__(self, rngs):
+        self.base = nnx.LoRALinear(6, 3, lora_rank=2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.base(x.mean((1, 3)))
+
+
+def test_wrt_trains_lora_and_leaves_the_base_in_half():
+    model, optimizer = make("O2", WithLoRA(nnx.Rngs(0)), wrt=nnx.LoRAParam)
+    base = np.array(model.base.kernel[...])
+    assert base.dtype == np.float16
+    before = np.array(model.base.lora.lora_b[...])
+    jitted(model, optimizer, X, Y)
+    np.testing.assert_array_equal(model.base.kernel[...], base)
+    assert (np.array(model.base.lora.lora_b[...]) != before).any()
+    masters = jax.tree.leaves(nnx.as_pure(optimizer.opt_state.masters))
+    assert len(masters) == 2
+
+
+def test_keep_fp32_keeps_a_head_in_float32():
+    model, _ = make("O2", keep_fp32="head")
+    assert dtypes(model)["['head']['kernel']"] == jnp.float32
+    assert model.head(jnp.ones((1, 4), jnp.float16)).dtype == jnp.float32
+
+
+def test_several_models_and_losses_skip_by_themselves():
+    models = {"G": CNN(nnx.Rngs(0)), "D": CNN(nnx.Rngs(1))}
+    models, optimizer = jamp.nnx.initialize(
+        models,
+        {"G": optax.adam(1e-2), "D": optax.sgd(0.1)},
+        "O2",
+        num_losses=2,
+        verbosity=0,
+    )
+
+    @nnx.jit
+    def step(models, optimizer, x, bad):
+        of = jamp.nnx.scaled_grad
+        d = of(lambda m, x: loss_fn(m["D"], x, Y), loss_id=0, wrt="D")
+        g = of(lambda m, x: loss_fn(m["G"], x, Y), loss_id=1, wrt="G")
+        grads = d(models, optimizer, x), g(models, optimizer, bad)
+        optimizer.update(models, grads)
+
+    before = copied(nnx.to_pure_dict(nnx.state(models["G"])))
+    step(models, optimizer, X, X * np.float32(np.inf))
+    assert_same_bits(copied(nnx.to_pure_dict(nnx.state(models["G"]))), before)
+    assert nnx.as_pure(optimizer.skipped_steps) == {"D": 0, "G": 1}
+    assert [float(s) for s in optimizer.loss_scale] == [2.0**16, 2.0**15]
+
+
+# ---- autocast -------------------------------------------------------------------
+def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
+    plain, model = CNN(nnx.Rngs(0), rate=0.5), CNN(nnx.Rngs(0), rate=0.5)
+    expected = plain(X)
+    with jax.checking_leaks():
+        got = jamp.nnx.autocast(lambda model, x: model(x))(model, X)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, atol=2e-2)
+    np.testing.assert_allclose(model.bn.mean[...], plain.bn.mean[...], atol=1e-3)
+    assert (np.array(model.bn.mean[...]) != 0).all()
+    assert model.dropout.rngs.count[...] == plain.dropout.rngs.count[...] == 1
+
+
+# ---- copies and checkpoints -------------------------------------------------------
+def test_pickle_deepcopy_clone_and_merge_keep_the_policy():
+    model, _ = make("O2")
+    expected = model(X)
+    for twin in (
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+        nnx.clone(model),
+        nnx.merge(*nnx.split(model)),
+    ):
+        assert isinstance(twin, CNN)
+        assert type(twin) is type(model)
+        np.testing.assert_array_equal(twin(X), expected)
+        assert twin(X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("to", ["O2", "O5", "O0"])
+def test_a_checkpoint_goes_to_any_level_and_on(to):
+    model, optimizer = make("O2")
+    jitted(model, optimizer, X, Y)
+    checkpoint = copied(jamp.to_checkpoint(optimizer.amp_state(model)))
+    again, other = make(to, CNN(nnx.Rngs(5)))
+    state = jamp.from_checkpoint(other.amp_state(again), checkpoint)
+    other.load(again, state)
+    assert_same_bits(
+        copied(other.master_params(again)), copied(optimizer.master_params(model))
+    )
+    nnx.update(again, nnx.state(model, nnx.Not(nnx.Param)))
+    if to == "O2":
+        jitted(model, optimizer, X, Y)
+        jitted(again, other, X, Y)
+        assert_same_bits(everything(again, other), everything(model, optimizer))
+
+
+# ---- errors ------------------------------------------------------------------------
+def test_a_model_goes_through_initialize_once():
+    model, _ = make("O2")
+    with pytest.raises(ValueError, match="already, at O2"):
+        make("O2", model)
+
+
+def test_a_model_of_another_optimizer_is_refused():
+    _, optimizer = make("O2")
+    other, _ = make("O5")
+    with pytest.raises(ValueError, match="not the one of this optimizer.*bfloat16"):
+        train_step(other, optimizer, X, Y)
+    other, _ = make("O2", Shared(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="not the one of this optimizer"):
+        train_step(other, optimizer, X, Y)
+
+
+def test_half_params_are_refused():
+    model = CNN(nnx.Rngs(0))
+    model.head.kernel.set_value(model.head.kernel[...].astype(jnp.float16))
+    with pytest.raises(ValueError, match="head.*float16"):
+        make("O2", model)
+
+
+def test_variables_that_the_loss_makes_are_named():
+    class Noting(CNN):
+        def __call__(self, x):
+            self.mean = nnx.Intermediate(x.mean())
+            return super().__call__(x)
+
+    model, optimizer = make("O2", Noting(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="nnx.pop"):
+        train_step(model, optimizer, X, Y)
+
+
+@pytest.mark.parametrize("bad", [None, 3, optax.sgd(1.0)], ids=str)
+def test_what_is_no_optimizer_is_refused(bad):
+    model, _ = make("O2")
+    with pytest.raises(TypeError, match="jamp.nnx.initialize"):
+        train_step(model, bad, X, Y)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="nnx.Module"):
+        jamp.nnx.initialize(3, optax.sgd(1.0))
+    with pytest.raises(TypeError, match="no nnx.Module"):
+        jamp.nnx.initialize([3], [optax.sgd(1.0)])
+    with pytest.raises(TypeError, match="has no apply_fn"):
+        make("O2", apply_fn=len)
