@@ -82,7 +82,7 @@ LAYERS = (
     ("jamp.fp16_utils",),
     ("jamp.diagnostics._flops", "jamp.diagnostics._explanation"),
     ("jamp.diagnostics._explain",),
-    ("jamp.nnx._variables",),
+    ("jamp.nnx._arguments", "jamp.nnx._variables"),
     ("jamp.nnx._autocast", "jamp.nnx._optimizer"),
     ("jamp.nnx._cast", "jamp.nnx._scaled_grad"),
     ("jamp.nnx._initialize",),

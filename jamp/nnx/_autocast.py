@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 
 from jamp._autocast._transform import autocast as autocast_pure
+from jamp.nnx._arguments import take_out, values_of
 from jamp.nnx._variables import with_values
 
 
@@ -31,29 +31,44 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
     (1, 2) float32
     """
 
+    which = {} if dtype is None else {"dtype": dtype}
+
     @functools.wraps(fn)
     def autocast_fn(*args, **kwargs):
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        nodes = tuple(x for x in leaves if _is_node(x))
+        nodes, others, put_back = take_out((args, kwargs))
         graphdef, state = nnx.split(nodes)
+        written: list[Any] = []
 
         def pure(values, others):
             there = nnx.merge(graphdef, with_values(state, values))
-            rest, models = iter(others), iter(there)
-            full = [next(models) if _is_node(x) else next(rest) for x in leaves]
-            args, kwargs = jax.tree.unflatten(structure, full)
+            before = values_of(there)
+            args, kwargs = put_back(there, others)
             out = fn(*args, **kwargs)
-            return out, nnx.as_pure(nnx.state(there))
+            after = values_of(there)
+            _check_same(before, after)
+            written[:] = [path for path in after if after[path] is not before[path]]
+            return out, [after[path] for path in written]
 
-        others = [x for x in leaves if not _is_node(x)]
-        which = {} if dtype is None else {"dtype": dtype}
-        run = autocast_pure(pure, **which, **options)
-        out, values = run(nnx.as_pure(state), others)
-        nnx.update(nodes, with_values(state, values))
+        out, values = autocast_pure(pure, **which, **options)(
+            nnx.as_pure(state), others
+        )
+        # Those alone: a Variable of an outer trace may be read here, but not be set.
+        variables = dict(nnx.to_flat_state(state))
+        changed = {
+            path: variables[path].replace(value)
+            for path, value in zip(written, values, strict=True)
+        }
+        if changed:
+            nnx.update(nodes, nnx.from_flat_state(changed))
         return out
 
     return autocast_fn
 
 
-def _is_node(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree)
+def _check_same(before: Any, after: Any) -> None:
+    if before.keys() != after.keys():
+        names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
+        raise ValueError(
+            f"The function added or removed Variables, {sorted(names)}. Under autocast "
+            "it can only write to those that are there."
+        )

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from jamp._dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
 from jamp._forward import active_policy, cast_inputs, cast_outputs, forward_policy
 from jamp._opt_level import Properties
+from jamp.nnx._arguments import map_arrays
 from jamp.nnx._autocast import autocast
 
 _PROPERTIES = "_jamp_properties"
@@ -52,8 +53,8 @@ def patch(model: nnx.Module, properties: Properties) -> None:
         for _, module in nnx.iter_modules(model):
             _set_dtype(module, properties)
     if properties.enabled:
-        setattr(model, _PROPERTIES, properties)
-        object.__setattr__(model, "__class__", _patched_class(type(model)))
+        patched = _patched_class(type(model), properties)
+        object.__setattr__(model, "__class__", patched)
 
 
 def _set_dtype(module: Any, properties: Properties) -> None:
@@ -90,29 +91,31 @@ def _in_float32(args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any
 
 
 @functools.cache
-def _patched_class(cls: type) -> type:
-    """A subclass of a model's class whose call runs under the policy.
+def _patched_class(cls: type, properties: Properties) -> type:
+    """A subclass of a model's class whose call runs under a policy.
 
-    One per class, so that models of a class stay of one class.
+    One per class and policy: models of a class stay of one class. The policy is the
+    class's, as some modules take all that an instance has for Variables.
     """
 
     def call(self, *args, **kwargs):
-        return _call(cls.__call__, self, getattr(self, _PROPERTIES), args, kwargs)
+        return _call(cls.__call__, self, properties, args, kwargs)
 
     def reduce(self, protocol):
         del protocol
-        return _blank, (cls,), self.__getstate__()
+        return _blank, (cls, properties), self.__getstate__()
 
     names = ("__module__", "__qualname__", "__doc__")
-    body = {name: getattr(cls, name) for name in names} | {"__reduce_ex__": reduce}
+    body = {name: getattr(cls, name) for name in names}
+    body |= {"__reduce_ex__": reduce, _PROPERTIES: properties}
     if any("__call__" in vars(base) for base in cls.__mro__):
         body["__call__"] = call
     return type(cls)(cls.__name__, (cls,), body)
 
 
-def _blank(cls: type) -> Any:
+def _blank(cls: type, properties: Properties) -> Any:
     """Where pickle begins with a patched model."""
-    return object.__new__(_patched_class(cls))
+    return object.__new__(_patched_class(cls, properties))
 
 
 def _call(
@@ -122,7 +125,7 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    args, kwargs = cast_inputs((args, kwargs), properties)
+    args, kwargs = map_arrays(lambda x: cast_inputs(x, properties), (args, kwargs))
     if properties.patch_functions and active_policy() != properties:
         forward = autocast(
             forward,
@@ -131,7 +134,8 @@ def _call(
             promote=properties.promote,
         )
     with forward_policy(properties):
-        return cast_outputs(forward(model, *args, **kwargs), properties)
+        out = forward(model, *args, **kwargs)
+    return map_arrays(lambda x: cast_outputs(x, properties), out)
 
 
 def _is_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:

@@ -8,7 +8,7 @@ from jamp import _initialize
 from jamp._cast import cast_to_level
 from jamp.nnx._cast import batchnorm_paths, check_bare, patch
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, arrays_of, assign, entries
+from jamp.nnx._variables import Models, arrays_of, assign, check_apart, entries
 
 
 def initialize(
@@ -37,7 +37,8 @@ def initialize(
         without a tx the models alone.
 
     Raises:
-        ValueError: a model has a policy already; and what `jamp.initialize` raises.
+        ValueError: a model has a policy already; two models share a Variable; and what
+            `jamp.initialize` raises.
         TypeError: `models` are no modules; an option that NNX has no use for.
 
     >>> import jax.numpy as jnp, jamp.nnx, optax
@@ -58,6 +59,7 @@ def initialize(
         if not isinstance(module, nnx.Module):
             raise TypeError(f"models hold {module!r}, which is no nnx.Module.")
         check_bare(module)
+    check_apart(models)
     for name in ("apply_fn", "batch_stats", "state_class"):
         if name in options:
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")

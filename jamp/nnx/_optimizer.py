@@ -89,7 +89,8 @@ class Optimizer(nnx.Optimizer):
         """
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
-        new = state.apply_gradients(grads=grads, update_args=update_args)
+        args = _pure(update_args, self.wrt)
+        new = state.apply_gradients(grads=grads, update_args=args)
         self.load(models, new)
 
     @property

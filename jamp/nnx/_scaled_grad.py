@@ -9,6 +9,7 @@ from flax import nnx
 
 from jamp import _scaled_grad
 from jamp._tree import select
+from jamp.nnx._arguments import take_out
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, with_arrays, with_values
 
@@ -18,8 +19,10 @@ def scaled_value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
-    What the loss writes into the model (BatchNorm's statistics, counters of keys) is
-    kept if its gradients are finite, and else is as before.
+    What the loss writes into the model (BatchNorm's statistics, counters of keys), or
+    into NNX objects among the other arguments, is kept if its gradients are finite, and
+    else is as before. What it writes into trained Variables is dropped: the optimizer
+    steps its masters of what they were.
 
     Args:
         loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
@@ -46,21 +49,28 @@ def scaled_value_and_grad(
             )
         state = optimizer.amp_state(models)
         graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
-        before = nnx.as_pure(rest)
+        nodes, others, put_back = take_out((args, kwargs))
+        nodes_def, nodes_state = nnx.split(nodes)
+        before = nnx.as_pure(rest), nnx.as_pure(nodes_state)
 
-        def pure_loss(params, others, *args, **kwargs):
+        def pure_loss(params, before, others):
             there = nnx.merge(
-                graphdef, with_arrays(trained, params), with_values(rest, others)
+                graphdef, with_arrays(trained, params), with_values(rest, before[0])
             )
+            nodes = nnx.merge(nodes_def, with_values(nodes_state, before[1]))
+            args, kwargs = put_back(nodes, others)
             out = loss_fn(there, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            after = nnx.as_pure(nnx.state(there, nnx.Not(optimizer.wrt)))
+            left = nnx.state(there, nnx.Not(optimizer.wrt)), nnx.state(nodes)
+            after = nnx.as_pure(left)
             _check_rest(before, after)
             return loss, (aux, after)
 
         both = _scaled_grad.scaled_value_and_grad(pure_loss, has_aux=True, **options)
-        (loss, (aux, after)), grads = both(state, before, *args, **kwargs)
-        nnx.update(models, with_values(rest, select(grads.finite, after, before)))
+        (loss, (aux, after)), grads = both(state, before, others)
+        after = select(grads.finite, after, before)
+        nnx.update(models, with_values(rest, after[0]))
+        nnx.update(nodes, with_values(nodes_state, after[1]))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad

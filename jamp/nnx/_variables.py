@@ -24,6 +24,22 @@ def entries(models: Models) -> dict[Any, nnx.Module]:
     )
 
 
+def check_apart(models: Models) -> None:
+    """Raises if two models hold one Variable: each optimizer would step it."""
+    owners: dict[int, str] = {}
+    for key, model in entries(models).items():
+        for path, variable in nnx.iter_graph(model):
+            if not isinstance(variable, nnx.Variable):
+                continue
+            name = "/".join(map(str, (key, *path)))
+            before = owners.setdefault(id(variable), name)
+            if before != name:
+                raise ValueError(
+                    f"The models share a Variable, {before} and {name}. Hold both in "
+                    "one nnx.Module, which knows that they are one."
+                )
+
+
 def arrays_of(models: Models, wrt: Any) -> PyTree:
     """The values of the Variables that a filter picks: nested dicts by path."""
 
