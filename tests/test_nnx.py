@@ -522,3 +522,21 @@ def test_objects_among_the_arguments_keep_what_is_written(level):
     assert rngs.default.count[...] == 2
     assert (np.array(teacher.bn.mean[...]) != 0).all()
     assert teacher.conv.kernel[...].dtype == jnp.float32
+
+
+def test_the_class_of_a_model_makes_models_without_policy():
+    model, _ = make("O2")
+    fresh = type(model)(nnx.Rngs(1))
+    assert type(fresh) is CNN
+    assert set(dtypes(fresh).values()) == {jnp.dtype(jnp.float32)}
+    again, _ = make("O5", fresh)
+    assert dtypes(again)["['head']['kernel']"] == jnp.bfloat16
+
+
+def test_autocast_names_variables_that_a_function_makes():
+    def noting(model, x):
+        model.note = nnx.Intermediate(x.mean())
+        return model(x)
+
+    with pytest.raises(ValueError, match="added or removed Variables.*note"):
+        jamp.nnx.autocast(noting)(CNN(nnx.Rngs(0)), X)

@@ -105,9 +105,13 @@ def _patched_class(cls: type, properties: Properties) -> type:
         del protocol
         return _blank, (cls, properties), self.__getstate__()
 
+    def new(patched, *args, **kwargs):
+        del patched, args, kwargs
+        return object.__new__(cls)  # type(model)(...) makes a model without policy
+
     names = ("__module__", "__qualname__", "__doc__")
     body = {name: getattr(cls, name) for name in names}
-    body |= {"__reduce_ex__": reduce, _PROPERTIES: properties}
+    body |= {"__new__": new, "__reduce_ex__": reduce, _PROPERTIES: properties}
     if any("__call__" in vars(base) for base in cls.__mro__):
         body["__call__"] = call
     return type(cls)(cls.__name__, (cls,), body)
