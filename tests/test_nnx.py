@@ -497,6 +497,13 @@ def test_linen_models_go_through_the_bridge(level):
     assert optimizer.step.get_value() == 1
 
 
+def test_a_batchnorm_behind_the_bridge_stays_in_float32():
+    model = nnx.bridge.ToNNX(LinenCNN(), rngs=nnx.Rngs(0)).lazy_init(X)
+    model, optimizer = make("O2", model)
+    for path, dtype in dtypes(model).items():
+        assert dtype == (jnp.float32 if "bn" in path else jnp.float16), path
+
+
 class Outside(nnx.Module):
     """Its keys come with the call."""
 
@@ -540,3 +547,26 @@ def test_autocast_names_variables_that_a_function_makes():
 
     with pytest.raises(ValueError, match="added or removed Variables.*note"):
         jamp.nnx.autocast(noting)(CNN(nnx.Rngs(0)), X)
+
+
+def test_an_argument_that_shares_variables_with_the_model_is_refused():
+    model, optimizer = make("O2")
+    twin = CNN(nnx.Rngs(1))
+    twin.head = model.head
+    for other in (model, twin):
+        with pytest.raises(ValueError, match="shares the Variable .*nnx.clone"):
+            jamp.nnx.scaled_grad(lambda m, t, x: (m(x) - t(x)).mean())(
+                model, optimizer, other, X
+            )
+
+
+def test_a_variable_among_the_arguments_keeps_what_is_written():
+    model, optimizer = make("O2")
+    calls = nnx.Variable(jnp.zeros(()))
+
+    def counting(model, x, y, calls):
+        calls[...] += 1
+        return loss_fn(model, x, y)
+
+    jamp.nnx.scaled_grad(counting)(model, optimizer, X, Y, calls)
+    assert calls[...] == 1

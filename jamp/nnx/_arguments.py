@@ -8,8 +8,8 @@ from flax import nnx
 
 
 def is_node(x: object) -> bool:
-    """Whether `x` holds Variables."""
-    return isinstance(x, nnx.Pytree)
+    """Whether `x` holds Variables, or is one."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def map_arrays[T](fn: Callable[[Any], Any], tree: T) -> T:
@@ -40,3 +40,21 @@ def values_of(nodes: Any, which: Any = ...) -> dict[tuple[Any, ...], Any]:
     """The values of the Variables that a filter picks, by path."""
     flat = nnx.to_flat_state(nnx.state(nodes, which))
     return {path: variable.get_value() for path, variable in flat}
+
+
+def check_apart(models: Any, nodes: tuple[Any, ...]) -> None:
+    """Raises if an argument shares a Variable with the models that are trained."""
+    owned = {id(x): path for path, x in nnx.iter_graph(models) if _is_variable(x)}
+    for node in nodes:
+        for _, x in nnx.iter_graph(node):
+            if _is_variable(x) and id(x) in owned:
+                name = "/".join(map(str, owned[id(x)]))
+                raise ValueError(
+                    f"An argument of the loss shares the Variable {name} with the "
+                    "model, and would have no gradient of its own. Take it from the "
+                    "model inside of the loss, or pass `nnx.clone(...)` of it."
+                )
+
+
+def _is_variable(x: object) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -1,6 +1,6 @@
 """An NNX model in half: its Variables, its modules' dtypes, what goes in and comes out.
 
-What a BatchNorm is, its class says. Its statistics stay in float32, and with
+A BatchNorm is what has statistics called mean and var. They stay in float32, and with
 `keep_batchnorm_fp32` its params; it computes in float32 and gives half back.
 """
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PyTree
 
 from jamp._dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
 from jamp._forward import active_policy, cast_inputs, cast_outputs, forward_policy
@@ -19,22 +18,6 @@ from jamp.nnx._arguments import map_arrays
 from jamp.nnx._autocast import autocast
 
 _PROPERTIES = "_jamp_properties"
-
-
-def batchnorm_paths(model: nnx.Module) -> PyTree:
-    """A tree with `mean` and `var` at the path of each BatchNorm.
-
-    It is what Linen's `batch_stats` are to `jamp.initialize`: they tell which params
-    are BatchNorm's.
-    """
-    found: dict[str, Any] = {}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
-            at = found
-            for part in path:
-                at = at.setdefault(str(part), {})
-            at |= {"mean": jnp.zeros(()), "var": jnp.zeros(())}
-    return found
 
 
 def check_bare(model: nnx.Module) -> None:

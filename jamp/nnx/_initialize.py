@@ -6,7 +6,7 @@ from flax import nnx
 
 from jamp import _initialize
 from jamp._cast import cast_to_level
-from jamp.nnx._cast import batchnorm_paths, check_bare, patch
+from jamp.nnx._cast import check_bare, patch
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, arrays_of, assign, check_apart, entries
 
@@ -22,7 +22,7 @@ def initialize(
     """Prepares an NNX model and an optimizer for training at an opt level.
 
     As apex does, in place: the model's Variables are cast, its modules' dtypes set, and
-    its call runs under the level. BatchNorm is known by its class.
+    its call runs under the level. BatchNorm is known by its statistics.
 
     Args:
         models: an nnx.Module in float32; or a list, tuple or dict of them.
@@ -64,8 +64,7 @@ def initialize(
         if name in options:
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
     params = arrays_of(models, wrt)
-    stats = {key: batchnorm_paths(module) for key, module in modules.items()}
-    stats = stats[None] if None in stats else stats
+    stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
     state = _initialize.initialize(params, tx, opt_level, batch_stats=stats, **options)
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
     assign(models, wrt, state.params)

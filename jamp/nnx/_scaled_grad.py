@@ -9,7 +9,7 @@ from flax import nnx
 
 from jamp import _scaled_grad
 from jamp._tree import select
-from jamp.nnx._arguments import take_out
+from jamp.nnx._arguments import check_apart, take_out
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, with_arrays, with_values
 
@@ -37,6 +37,8 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
             scalar.
+        ValueError: the model is not the optimizer's; an argument shares Variables with
+            it; the loss makes Variables.
     """
 
     @functools.wraps(loss_fn)
@@ -50,6 +52,7 @@ def scaled_value_and_grad(
         state = optimizer.amp_state(models)
         graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
         nodes, others, put_back = take_out((args, kwargs))
+        check_apart(models, nodes)
         nodes_def, nodes_state = nnx.split(nodes)
         before = nnx.as_pure(rest), nnx.as_pure(nodes_state)
 
