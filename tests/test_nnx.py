@@ -439,7 +439,7 @@ def test_variables_that_the_loss_makes_are_named():
         train_step(model, optimizer, X, Y)
 
 
-@pytest.mark.parametrize("bad", [None, 3, optax.sgd(1.0)], ids=str)
+@pytest.mark.parametrize("bad", [None, 3, optax.sgd(1.0)], ids=["None", "3", "tx"])
 def test_what_is_no_optimizer_is_refused(bad):
     model, _ = make("O2")
     with pytest.raises(TypeError, match="jamp.nnx.initialize"):
