@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool
 
 from jamp import _gradients, _groups, _restore
 from jamp._add_params import grown
+from jamp._devices import check_same_devices
 from jamp._gradients import Part
 from jamp._groups import Key
 from jamp._loss_scale import LossScaleRule, LossScaleState, count_skips, lower_of
@@ -94,12 +95,13 @@ class AmpState(TrainState, kw_only=True):
         Raises:
             TypeError: there is no `tx`; a field is not declared.
             ValueError: gradients or a field differ from the state in structure or
-                shape.
+                shape, or lie on other devices.
         """
         if self.tx is None:
             raise TypeError(
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
+        check_same_devices(("state", self), ("grads", grads), *fields.items())
         parts = _gradients.parts(grads, self)
         keys = _groups.group_keys(self.tx)
         covered = [key for key in keys if any(key in part.trees for part in parts)]

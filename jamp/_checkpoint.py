@@ -6,16 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.training.train_state import TrainState
 
 from jamp import _groups
 from jamp._amp_state import AmpState, extra_fields, master_params
+from jamp._devices import placed_like
 from jamp._dtypes import cast, is_castable
 from jamp._loss_scale import LossScaleRule, LossScaleState
 from jamp._master_weights import MasterWeights, MasterWeightsState
 from jamp._names import check_same, filled, named
 from jamp._step import with_masters
-from jamp._tree import placed_like, unshared
+from jamp._tree import unshared
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")
@@ -61,8 +63,8 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     scalers = zip(state.loss_scale_rules, state.loss_scales, strict=True)
     level = (state.properties.opt_level or "O0").removeprefix("O")
     return {
-        "version": jnp.asarray(VERSION, jnp.int32),
-        "opt_level": jnp.asarray(int(level), jnp.int32),
+        "version": placed_like(np.int32(VERSION), state.step),
+        "opt_level": placed_like(np.int32(level), state.step),
         "step": state.step,
         "params": named(master_params(state)),
         "opt_state": named(_inner_states(state)),
@@ -158,7 +160,7 @@ def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
     return {
         "loss_scale": scale_state.scale,
         **{k: v for k, v in scale_state._asdict().items() if k != "scale"},
-        "dynamic": jnp.asarray(rule.moves),
+        "dynamic": placed_like(np.bool_(rule.moves), scale_state.unskipped),
     }
 
 

@@ -19,6 +19,15 @@ def manual_axes() -> frozenset[Any]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def shape_like(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """A shape in another dtype, that varies and is sharded as `aval` says."""
+    shape = getattr(aval, "shape", ())
+    if not varying_axes(aval):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    options: dict[str, Any] = {"manual_axis_type": aval.mat, "sharding": aval.sharding}
+    return jax.ShapeDtypeStruct(shape, dtype, **options)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int, int]:
     """How many constants, carries and slices a scan takes, from its parameters."""
     if "ft_in" in params:  # JAX 0.11 and newer

@@ -16,13 +16,14 @@ from jax.typing import DTypeLike
 from jamp import _groups
 from jamp._amp_state import AmpState
 from jamp._cast import cast_to_level, check_keep_fp32
+from jamp._devices import check_same_devices
 from jamp._forward import patched_forward
 from jamp._groups import Key
 from jamp._incoming import ARRAY_LIKE, check_bare, check_containers, check_float32
 from jamp._loss_scale import loss_scale_rule
 from jamp._master_weights import master_weights as with_master_weights
 from jamp._opt_level import BRIEFS, LEVELS, Properties
-from jamp._placement import scalars_on_mesh, with_shardings
+from jamp._placement import settled, with_shardings
 from jamp._state_class import state_class_with
 from jamp._step import init_optimizer
 from jamp._tree import strong_array, unshared
@@ -103,8 +104,8 @@ def initialize(
 
     Raises:
         OptLevelError: unknown level, or overrides that contradict it.
-        ValueError: params that are not float32; `params` and `tx` in different
-            containers; a `keep_fp32` regex that matches nothing.
+        ValueError: params that are not float32, or on different meshes; `params` and
+            `tx` in different containers; a `keep_fp32` regex that matches nothing.
         TypeError: params or tx of the wrong kind; an unknown keyword close to a known
             one.
 
@@ -134,6 +135,7 @@ def initialize(
 
     keys = _groups.group_keys(tx)
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
+    check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
         check_float32(params)
@@ -169,7 +171,7 @@ def initialize(
         loss_scale_rules=rules,
         **fields,
     )
-    return scalars_on_mesh(unshared(state, (params, fields)), params)
+    return settled(unshared(state, (params, fields)), params)
 
 
 def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._tree import KeyPath, path_parts, placed_like
+from jamp._devices import placed_like
+from jamp._tree import KeyPath, path_parts
 
 
 def named(tree: Any) -> Any:

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jamp._devices import put
 from jamp._dtypes import is_castable
 from jamp._tree import is_traced, path_parts, trained_params
 from jamp.optimizers import FusedTransformation
@@ -18,7 +19,8 @@ def with_shardings(tx: Any, params: PyTree) -> Any:
         return tx
     leaves = jax.tree.leaves(trained_params(params))
     named = [_named(x) for x in leaves]
-    return tx.replace(shardings=tuple(named)) if named and all(named) else tx
+    spread = named and all(s is not None and s.mesh.size > 1 for s in named)
+    return tx.replace(shardings=tuple(named)) if spread else tx
 
 
 def moments_like_params[T](opt_state: T, params: PyTree) -> T:
@@ -40,10 +42,10 @@ def moments_like_params[T](opt_state: T, params: PyTree) -> T:
     return jax.tree_util.tree_map_with_path(leaf, opt_state)
 
 
-def scalars_on_mesh[T](state: T, params: PyTree) -> T:
-    """Puts scalars on the mesh of the params, where the first step would put them.
+def settled[T](state: T, params: PyTree) -> T:
+    """Puts a new state where its first step would leave it: scalars on the mesh.
 
-    Else the second step, whose scalars lie elsewhere, is compiled again.
+    Else the second step, whose arguments lie elsewhere, is compiled again.
     """
     shardings = [_named(x) for x in jax.tree.leaves(params)]
     meshes = {s.mesh for s in shardings if s is not None}
@@ -52,10 +54,22 @@ def scalars_on_mesh[T](state: T, params: PyTree) -> T:
     everywhere = NamedSharding(meshes.pop(), PartitionSpec())
 
     def leaf(x):
-        settled = is_traced(x) or not isinstance(x, jax.Array) or x.committed
-        return x if settled or x.ndim else jax.device_put(x, everywhere)
+        if is_traced(x) or not isinstance(x, jax.Array):
+            return x
+        if not x.committed:
+            return x if x.ndim else put(x, everywhere)
+        sharding = _named(x)
+        return jax.device_put(x, _in_full(sharding, x.ndim)) if sharding else x
 
     return jax.tree.map(leaf, state)
+
+
+def _in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """As a program gives it back: of Explicit axes, with None for every other axis."""
+    if any(kind != AxisType.Explicit for kind in sharding.mesh.axis_types):
+        return sharding
+    rest = (None,) * (ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
 
 
 def _alike(x: Any, param: Any) -> Any:
@@ -67,7 +81,6 @@ def _alike(x: Any, param: Any) -> Any:
 
 
 def _named(x: Any) -> NamedSharding | None:
-    """The sharding of an array on a mesh of several devices."""
+    """The sharding of an array on a mesh."""
     sharding = None if is_traced(x) else getattr(x, "sharding", None)
-    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-    return sharding if on_mesh else None
+    return sharding if isinstance(sharding, NamedSharding) else None

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp import _groups
-from jamp._compat import manual_axes, varying_axes
+from jamp._devices import check_same_devices
 from jamp._forward import forward_policy, under_autocast
 from jamp._layout import row_major_on_cuda
 from jamp._loss import split_aux
+from jamp._mapped_axis import agreed, averaged, check_bound, check_predivide, varying
 from jamp._master_weights import fused_inside
 from jamp._redo import check_aux_of_redo, check_redo, redoes, until_finite
 from jamp._scale_loss import HasLossScales, find_loss_scale
@@ -37,6 +38,7 @@ def scaled_value_and_grad(
     loss_id: int = 0,
     wrt: Any = None,
     axis_name: Any = None,
+    predivide: float | None = None,
     redo_on_overflow: int = 0,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
@@ -51,6 +53,9 @@ def scaled_value_and_grad(
         axis_name: name of a mapped axis (`shard_map`, `pmap`) to average loss and
             gradients over. Gradients are averaged in float32, and `finite` is agreed.
             Under `jit` with sharded arrays leave it out: nothing is needed.
+        predivide: what to divide gradients by before they are summed over `axis_name`,
+            and the sum by the rest of its size after: the mean of gradients whose sum
+            float32 cannot hold. apex's `gradient_predivide_factor`.
         redo_on_overflow: how often to compute a batch again at most, each time at the
             next lower loss scale, when its gradients are not finite: instead of a skip.
             Of a dynamic scale; use it under `jit`, with arrays as aux.
@@ -63,7 +68,9 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `state` is no AmpState; the loss is no float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: `wrt` names no group; `redo_on_overflow` is no number of times.
+        ValueError: `wrt` names no group; `axis_name` is not bound; `redo_on_overflow`
+            is no number of times, or `predivide` no positive number; arguments lie on
+            other devices than the state.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -81,6 +88,7 @@ def scaled_value_and_grad(
         loss_id,
         wrt,
         axis_name,
+        predivide,
         redo_on_overflow,
     )
 
@@ -99,6 +107,7 @@ def scaled_grad(
     loss_id: int = 0,
     wrt: Any = None,
     axis_name: Any = None,
+    predivide: float | None = None,
     redo_on_overflow: int = 0,
 ) -> Callable[..., Any]:
     """`scaled_value_and_grad` without the value.
@@ -120,6 +129,7 @@ def scaled_grad(
         loss_id,
         wrt,
         axis_name,
+        predivide,
         redo_on_overflow,
     )
 
@@ -183,19 +193,23 @@ def _differentiate(
     loss_id: int,
     wrt: Any,
     axis_name: Any,
+    predivide: float | None,
     redo_on_overflow: int,
 ) -> Callable[..., tuple[Array, Any, ScaledGrads]]:
     """`f(state, *args, **kwargs) -> (loss, aux, grads)`."""
     check_redo(redo_on_overflow)
+    check_predivide(predivide, axis_name)
 
     def differentiate(state, *args, **kwargs):
         rule, scale_state = find_loss_scale(state, loss_id, name)
+        check_same_devices(("state", state), ("args", args), *kwargs.items())
         every = _groups.group_keys(state.tx)
         keys = _groups.resolve_wrt(wrt, every)
         redo = redoes(rule, redo_on_overflow)
         trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
         if axis_name is not None:
-            trained = jax.tree.map(lambda p: _varying(p, axis_name), trained)
+            check_bound(axis_name)
+            trained = varying(trained, axis_name)
 
         run_loss = under_autocast(loss_fn, state.properties)
 
@@ -214,9 +228,11 @@ def _differentiate(
                     trained, scale_state
                 )
             grads = row_major_on_cuda(grads)
+            if axis_name is not None:
+                grads, loss = averaged(grads, loss, axis_name, predivide)
             finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
             if axis_name is not None:
-                grads, loss, finite = _averaged(grads, loss, finite, axis_name)
+                finite = agreed(finite, scale_state.scale, axis_name)
             return (loss, aux, grads), finite
 
         if redo:
@@ -246,16 +262,3 @@ def _finite(grads: dict[Any, PyTree], txs: Any) -> Bool[Array, ""]:
         tree, fused = split_overwrite(tree)[0], fused_inside(_groups.get(txs, key))
         flags.append(fused.all_finite(tree) if fused else all_finite(tree))
     return functools.reduce(jnp.logical_and, flags)
-
-
-def _varying(x: Array, axis_name: Any) -> Array:
-    """Marks a replicated param as varying: JAX would sum its gradients, in half."""
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    missing = {a for a in axes if a in manual_axes()} - varying_axes(x)
-    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-
-def _averaged(grads: Any, loss: Array, finite: Array, axis_name: Any) -> Any:
-    grads = jax.tree.map(lambda g: jax.lax.pmean(g, axis_name), widen_tree(grads))
-    agreed = jax.lax.pmin(finite.astype(jnp.int32), axis_name)
-    return grads, jax.lax.pmean(loss, axis_name), agreed > 0

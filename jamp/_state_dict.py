@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jamp._amp_state import AmpState
+from jamp._devices import placed_like
 from jamp._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, StaticLossScale
-from jamp._tree import is_traced, placed_like
+from jamp._tree import is_traced
 
 _ENTRIES = ("loss_scale", "unskipped")
 

@@ -102,23 +102,6 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
-def placed_like(x: Any, like: Any) -> jax.Array:
-    """`x` as an array in the dtype of `like`, or its own if that is a PRNG key's.
-
-    It lies where `like` lies, if that is an array, or a shape, that says so.
-    """
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
-    sharding = getattr(like, "sharding", None)
-    if sharding is None or is_traced(like):
-        return jnp.asarray(x)
-    if getattr(like, "committed", True):
-        lies = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
-        return x if lies else jax.device_put(x, sharding, may_alias=False)
-    elsewhere = getattr(x, "sharding", sharding).device_set != sharding.device_set
-    return jax.device_put(x, sharding) if elsewhere else jnp.asarray(x)
-
-
 def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     """Raises a ValueError that names the first leaf where two trees differ.
 

@@ -86,5 +86,78 @@ def run(level, tx, options):
     }
 
 
+def sharding(kind, devices, spec):
+    some = jax.devices()[:devices]
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(kind,), devices=some)
+    return NamedSharding(mesh, spec)
+
+
+# Where all params lie at first.
+PLACES = {
+    "Explicit, whole": (AxisType.Explicit, 4, P()),
+    "Explicit, rows": (AxisType.Explicit, 4, P("data")),
+    "Explicit, columns": (AxisType.Explicit, 4, P(None, "data")),
+    "Auto, rows": (AxisType.Auto, 4, P("data")),
+    "Auto, one device": (AxisType.Auto, 1, P()),
+}
+
+
+def compiled(place, level):
+    """How often a step is compiled that is called three times."""
+    params = {name: np.ones((4, 4), np.float32) for name in ("half", "kept")}
+    params = jax.device_put(params, sharding(*PLACES[place]))
+    keep = None if level == "O0" else "kept"
+    tx, key = optax.adam(0.1), jax.random.key(0)
+    state = jamp.initialize(params, tx, level, keep_fp32=keep, key=key, verbosity=0)
+
+    @jax.jit
+    def step(state):
+        def loss_fn(params):
+            return sum((p.astype(jnp.float32) ** 2).sum() for p in params.values())
+
+        return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state))
+
+    for _ in range(3):
+        state = step(state)
+    return step._cache_size()
+
+
+def refused():
+    """What is said where arrays lie on different devices."""
+    four, two = (sharding(AxisType.Auto, n, P("data")) for n in (4, 2))
+    rows = np.ones((4, 4), np.float32)
+    here, there = jax.device_put(rows, four), jax.device_put(rows, two)
+    one = jax.device_put(rows, jax.devices()[3])
+    tx = optax.sgd(0.1)
+    state = jamp.initialize({"w": here}, tx, "O2", stats=here, verbosity=0)
+    grads = {"w": there}
+
+    def loss_fn(params, x):
+        return (params["w"].astype(jnp.float32) * x).sum()
+
+    calls = {
+        "params": lambda: jamp.initialize({"a": here, "b": there}, tx, verbosity=0),
+        "one device": lambda: jamp.initialize({"a": here, "b": one}, tx, verbosity=0),
+        "field": lambda: jamp.initialize(
+            {"a": here}, tx, batch_stats={"mean": there}, verbosity=0
+        ),
+        "batch": lambda: jamp.scaled_grad(loss_fn)(state, there),
+        "gradients": lambda: state.apply_gradients(grads=grads),
+        "new field": lambda: state.apply_gradients(grads={"w": here}, stats=there),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: run(*case) for name, case in CASES.items()}))
+    out = {name: run(*case) for name, case in CASES.items()}
+    out["compiled"] = {
+        p: [compiled(p, level) for level in ("O0", "O2")] for p in PLACES
+    }
+    out["refused"] = refused()
+    print(json.dumps(out))

@@ -62,7 +62,11 @@ def load(script):
     """A fresh copy of an example, as a module."""
     spec = importlib.util.spec_from_file_location(script, EXAMPLES / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(EXAMPLES))  # where an example looks for its neighbours
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
     return module
 
 

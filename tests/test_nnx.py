@@ -411,16 +411,6 @@ def test_a_model_goes_through_initialize_once():
         make("O2", model)
 
 
-def test_a_model_of_another_optimizer_is_refused():
-    _, optimizer = make("O2")
-    other, _ = make("O5")
-    with pytest.raises(ValueError, match="not the one of this optimizer.*bfloat16"):
-        train_step(other, optimizer, X, Y)
-    other, _ = make("O2", Shared(nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="not the one of this optimizer"):
-        train_step(other, optimizer, X, Y)
-
-
 def test_half_params_are_refused():
     model = CNN(nnx.Rngs(0))
     model.head.kernel.set_value(model.head.kernel[...].astype(jnp.float16))

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests import subprocesses
-from tests.mesh_states import CASES
+from tests.mesh_states import CASES, PLACES
 
 
 @functools.cache
@@ -33,3 +33,26 @@ def test_jit_makes_the_state_that_eager_code_makes(name):
 @each_case
 def test_the_second_step_is_not_compiled_again(name):
     assert reports()[name]["compiled"] == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_nor_is_it_on_axes_of_other_kinds(place):
+    assert reports()["compiled"][place] == [1, 1]
+
+
+FOUR = "a mesh (data: 4) of devices [0, 1, 2, 3]"
+TWO = "a mesh (data: 2) of devices [0, 1]"
+REFUSED = {
+    "params": f"params['a'] on {FOUR}, and params['b'] on {TWO}.",
+    "one device": f"params['a'] on {FOUR}, and params['b'] on devices [3].",
+    "field": f"params['a'] on {FOUR}, and batch_stats['mean'] on {TWO}.",
+    "batch": f"state.step on {FOUR}, and args[0] on {TWO}.",
+    "gradients": f"state.step on {FOUR}, and grads['w'] on {TWO}.",
+    "new field": f"state.step on {FOUR}, and stats on {TWO}.",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arrays_on_different_devices_are_named(name):
+    message = reports()["refused"][name]
+    assert message.startswith(f"Arrays lie on different devices: {REFUSED[name]} Put ")

@@ -14,7 +14,7 @@ from jax.extend import core as jc
 
 from jamp._autocast._paint import Painter
 from jamp._autocast._program import dtype_of, is_float, out_dtypes
-from jamp._compat import scan_counts
+from jamp._compat import scan_counts, shape_like
 
 
 def _recorded(variables: Any) -> list[Any]:
@@ -176,7 +176,7 @@ def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
 def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[str, Any]:
     """The parameters of the equation that a custom function traces to."""
     avals = [
-        jax.ShapeDtypeStruct(getattr(v.aval, "shape", ()), dtype)
+        shape_like(v.aval, dtype)
         for v, dtype in zip(eqn.invars, in_dtypes, strict=True)
     ]
     (traced,) = jax.make_jaxpr(function)(*avals).eqns

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from jamp._devices import placed_like
 from jamp._dtypes import MODEL_DTYPES, is_differentiable
 from jamp._incoming import check_bare
 from jamp._layout import row_major_on_cuda
@@ -25,7 +26,6 @@ from jamp._tree import (
     differentiable,
     is_traced,
     merge,
-    placed_like,
     select,
     strong_array,
     unshared,

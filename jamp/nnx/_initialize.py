@@ -8,6 +8,7 @@ from jamp import _initialize
 from jamp._cast import cast_to_level
 from jamp.nnx._cast import check_bare, patch
 from jamp.nnx._optimizer import Optimizer
+from jamp.nnx._origin import mark
 from jamp.nnx._variables import Models, arrays_of, assign, check_apart, entries
 
 
@@ -74,4 +75,4 @@ def initialize(
         patch(module, state.properties)
     if tx is None:
         return models
-    return models, Optimizer(state, wrt)
+    return models, Optimizer(state, wrt, mark(models))

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from jamp._amp_state import AmpState, master_params
 from jamp._scaled_grads import ScaledGrads
+from jamp.nnx._origin import Origin, check_origin
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
 
 # What an AmpState has beyond its params, step and what is static.
@@ -33,9 +34,10 @@ class Optimizer(nnx.Optimizer):
         loss_scale_rules: one rule per loss. Static.
     """
 
-    def __init__(self, state: AmpState, wrt: Any):
-        """Takes the parts of a state whose params are a model's."""
+    def __init__(self, state: AmpState, wrt: Any, origin: Origin):
+        """Takes the parts of a state whose params are a model's, and both's origin."""
         self.graph = None
+        self.origin = origin
         self.wrt = wrt
         self.tx = state.tx
         self.properties = state.properties
@@ -54,6 +56,7 @@ class Optimizer(nnx.Optimizer):
         Raises:
             ValueError: the model is another one.
         """
+        check_origin(models, self.origin)
         params = arrays_of(models, self.wrt)
         _check(_shapes(params), self.shapes)
         return AmpState(
