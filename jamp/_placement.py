@@ -43,9 +43,10 @@ def moments_like_params[T](opt_state: T, params: PyTree) -> T:
 
 
 def settled[T](state: T, params: PyTree) -> T:
-    """Puts a new state where its first step would leave it: scalars on the mesh.
+    """Puts a new state where its first step would leave it: all of it on the mesh.
 
-    Else the second step, whose arguments lie elsewhere, is compiled again.
+    Scalars, and fields that were told no place, lie everywhere. Else the second step,
+    whose arguments lie elsewhere, is compiled again.
     """
     shardings = [_named(x) for x in jax.tree.leaves(params)]
     meshes = {s.mesh for s in shardings if s is not None}
@@ -57,7 +58,7 @@ def settled[T](state: T, params: PyTree) -> T:
         if is_traced(x) or not isinstance(x, jax.Array):
             return x
         if not x.committed:
-            return x if x.ndim else put(x, everywhere)
+            return put(x, _in_full(everywhere, x.ndim))
         sharding = _named(x)
         return jax.device_put(x, _in_full(sharding, x.ndim)) if sharding else x
 

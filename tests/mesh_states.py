@@ -108,7 +108,8 @@ def compiled(place, level):
     params = jax.device_put(params, sharding(*PLACES[place]))
     keep = None if level == "O0" else "kept"
     tx, key = optax.adam(0.1), jax.random.key(0)
-    state = jamp.initialize(params, tx, level, keep_fp32=keep, key=key, verbosity=0)
+    fields = {"key": key, "stats": {"mean": np.zeros(3, np.float32)}}
+    state = jamp.initialize(params, tx, level, keep_fp32=keep, verbosity=0, **fields)
 
     @jax.jit
     def step(state):
