@@ -86,13 +86,19 @@ def two_axes(check_vma):
     ]
 
 
+def split(x):
+    """The last axis over all devices; numbers lie on all."""
+    spec = P(*[None] * (x.ndim - 1), "data") if x.ndim else P()
+    return NamedSharding(mesh_of(8), spec)
+
+
 def nnx_step(level, wrap):
     """A model with BatchNorm and a step on its batch, whole or in eighths."""
 
     class Model(nnx.Module):
         def __init__(self, axis_name=None):
-            self.inner = nnx.Linear(2, 4, rngs=nnx.Rngs(0))
-            self.bn = nnx.BatchNorm(4, axis_name=axis_name, rngs=nnx.Rngs(0))
+            self.inner = nnx.Linear(2, 8, rngs=nnx.Rngs(0))
+            self.bn = nnx.BatchNorm(8, axis_name=axis_name, rngs=nnx.Rngs(0))
 
         def __call__(self, x):
             return self.bn(self.inner(x))
@@ -109,14 +115,20 @@ def nnx_step(level, wrap):
         return loss
 
     axis_name = "data" if wrap == "shard_map" else None
+    model, mesh = Model(axis_name), mesh_of(8)
+    if wrap == "FSDP":
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda x: jax.device_put(x, split(x)), params))
     model, optimizer = jamp.nnx.initialize(
-        Model(axis_name),
+        model,
         optax.adam(0.1),
         level,
         loss_scale=jamp.DynamicLossScale(init_scale=2.0**8),
         verbosity=0,
     )
-    mesh = mesh_of(8)
+    if wrap == "FSDP":  # masters and moments, of which no part is whole
+        arrays = jax.tree.leaves(nnx.as_pure((optimizer, nnx.state(model, nnx.Param))))
+        assert all(x.sharding.is_equivalent_to(split(x), x.ndim) for x in arrays)
     x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
     xs = [x, np.where(np.arange(16)[:, None] == 13, np.inf, x), x[::-1].copy()]
     if wrap == "shard_map":
@@ -134,8 +146,9 @@ def nnx_step(level, wrap):
             losses.append(float(loss))
         nnx.update((model, optimizer), arrays)
     else:
-        if wrap == "sharded":
+        if wrap in ("replicated", "FSDP"):
             xs = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in xs]
+        if wrap == "replicated":
             whole = NamedSharding(mesh, P())
             nnx.update(
                 (model, optimizer), jax.device_put(nnx.state((model, optimizer)), whole)
@@ -160,7 +173,7 @@ def main():
                 key = f"largest/{level}/{predivide}/{check_vma}"
                 out[key] = largest_sum(level, predivide, check_vma)
     for level in ("O0", "O1", "O2", "O5"):
-        for wrap in ("one device", "sharded", "shard_map"):
+        for wrap in ("one device", "replicated", "FSDP", "shard_map"):
             out[f"nnx/{level}/{wrap}"] = nnx_step(level, wrap)
     print(json.dumps(out))
 

@@ -43,7 +43,7 @@ def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("wrap", ["sharded", "shard_map"])
+@pytest.mark.parametrize("wrap", ["replicated", "FSDP", "shard_map"])
 def test_nnx_steps_on_eight_devices_as_on_one(wrap, level):
     """Losses, skips, statistics of BatchNorm and params; the second batch is inf."""
     one = reports()[f"nnx/{level}/one device"]

@@ -27,7 +27,7 @@ def scaled_value_and_grad(
     Args:
         loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
         has_aux: whether `loss_fn` returns `(loss, aux)`.
-        **options: `loss_id`, `wrt`, `axis_name` and `redo_on_overflow` of
+        **options: `loss_id`, `wrt`, `axis_name`, `predivide` and `redo_on_overflow` of
             `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
 
     Returns:
@@ -37,7 +37,7 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
             scalar.
-        ValueError: the model is not the optimizer's; an argument shares Variables with
+        ValueError: the model comes from another `initialize`; an argument shares Variables with
             it; the loss makes Variables.
     """
 
