@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import tempfile
 
 # Before JAX is imported; otherwise its CUDA plugin looks for a GPU, cuDNN and cuPTI.
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "JAMP_GPU" in os.environ else "cpu"
@@ -17,6 +18,18 @@ hypothesis.settings.load_profile("jamp")
 
 ON_GPU = "JAMP_GPU" in os.environ
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
+
+# A third of all programs is compiled more than once, as each test jits its own step.
+# Each process has a folder of its own: JAX does not guard a file against two writers.
+COMPILED = tempfile.TemporaryDirectory(prefix="jamp-compiled-")
+if not ON_GPU:
+    jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_unconfigure():
+    COMPILED.cleanup()
 
 
 def pytest_ignore_collect(collection_path):

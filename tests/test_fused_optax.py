@@ -24,7 +24,7 @@ pytestmark = pytest.mark.standard_promotion  # optax's transformations promote
 
 STEPS = 20
 L, B1, B2, EPS, WD, M, CLIP, TC = 0.05, 0.8, 0.95, 1e-6, 0.1, 0.9, 0.5, 0.02
-MASK = [True, False, True]
+MASK = [True, False]
 
 
 def S(count):
@@ -35,7 +35,7 @@ def S(count):
 def apart(ours, theirs):
     """How far the parameters get apart, in relation to their size."""
     rng = np.random.default_rng(0)
-    shapes = [(3, 4), (5,), ()]
+    shapes = [(3, 4), ()]
     params = [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes]
     # Away from 0, where eps=0 divides 0 by 0.
     sizes = [rng.uniform(0.2, 1.0, size=(STEPS, *s)) for s in shapes]

@@ -187,7 +187,7 @@ LAYERS = {
 def test_layers_run_in_half_and_step(layer):
     level = "O5" if layer == "attention" else "O2"  # XLA's CPU: no f16 attention
     model, optimizer = make(level, LAYERS[layer](nnx.Rngs(0)))
-    expected = loss_fn(LAYERS[layer](nnx.Rngs(0)), X)
+    expected = nnx.jit(loss_fn)(LAYERS[layer](nnx.Rngs(0)), X)
     text = str(jax.make_jaxpr(lambda model, x: model(x))(model, X))
     np.testing.assert_allclose(jitted(model, optimizer, X), expected, rtol=0.02)
     assert optimizer.step.get_value() == 1
