@@ -111,7 +111,9 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("level", "layout", "name", "make"), STEPS, ids=str)
+@pytest.mark.parametrize(
+    ("level", "layout", "name", "make"), STEPS, ids=lambda x: "" if callable(x) else x
+)
 def test_an_optimizer_step_sends_scalars(level, layout, name, make):
     state = state_on(layout, make(), level)
     grads = jax.eval_shape(differentiate, state, *batch_on(layout))

@@ -37,8 +37,8 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
             scalar.
-        ValueError: the model comes from another `initialize`; an argument shares Variables with
-            it; the loss makes Variables.
+        ValueError: the model comes from another `initialize`; an argument shares
+            Variables with it; the loss makes Variables.
     """
 
     @functools.wraps(loss_fn)
