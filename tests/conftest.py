@@ -7,6 +7,10 @@ import tempfile
 # Before JAX is imported; otherwise its CUDA plugin looks for a GPU, cuDNN and cuPTI.
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "JAMP_GPU" in os.environ else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+if "JAMP_GPU" not in os.environ:
+    # Nearly all programs run a few times, and compiling them takes all the time. XLA
+    # rounds and fuses as ever: what it leaves out is LLVM's. For child processes, too.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import hypothesis
 import jax

@@ -5,7 +5,9 @@ JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN.
 runs and nothing is allocated; `tests.hlo` says what can be read off the result.
 """
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +68,21 @@ def compile_step(
 def compile_placed(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
     """Compiles `fn` for where the shapes `args` are sharded."""
     lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
-    compiled = lowered.compile(compiler_options=CHEAP)
+    with _not_cached():
+        compiled = lowered.compile(compiler_options=CHEAP)
     return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+
+
+@contextlib.contextmanager
+def _not_cached():
+    """Keeps a program out of the cache: without a GPU it cannot be read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def make_mesh(devices: int, target: str = H200, **kwargs: Any) -> jax.sharding.Mesh:

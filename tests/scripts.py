@@ -1,6 +1,7 @@
 """Runs the examples, as a user does in a shell or in this process."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import pathlib
@@ -23,12 +24,7 @@ NEEDS_EXTRA = [
     for name in ("equinox", "haiku", "matplotlib", "orbax", "rich", "sklearn", "tqdm")
 ]
 
-# A run of two steps is nearly all compilation, which is faster without optimizations.
-ENVIRONMENT = {
-    "COLUMNS": "100",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "PYTHONPATH": str(ROOT),
-}
+ENVIRONMENT = {"COLUMNS": "100", "PYTHONPATH": str(ROOT)}
 
 
 def run_script(script, folder, *flags):
@@ -70,12 +66,15 @@ def load(script):
     return module
 
 
+# For Flax and optax as they are, outside of tests with the mark of this name.
+standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+
 @contextlib.contextmanager
-def compiling_fast():
-    """For models of a few channels, and for Flax and optax as they are."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def optimized():
+    """For runs of hundreds of steps: there what XLA can do for them pays."""
+    jax.config.update("jax_disable_most_optimizations", False)
     try:
-        with jax.numpy_dtype_promotion("standard"):
-            yield
+        yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", True)

@@ -11,11 +11,11 @@ from tests.bits import assert_same_bits, copy
 from tests.programs import products
 from tests.scripts import (
     NEEDS_EXTRA,
-    compiling_fast,
     load,
     png_size,
     rows,
     run_script,
+    standard_promotion,
 )
 
 pytestmark = NEEDS_EXTRA
@@ -123,7 +123,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(bert, batches):
         wanted = jax.nn.one_hot(targets, 120)
         return -(jax.nn.log_softmax(logits) * wanted).sum() / targets.size
 
-    with compiling_fast():
+    with standard_promotion():
         state = initialize(bert, batches, 0, "O0")
         loss, grads = by_hand(state.params)
         after, metrics = bert.train_step(state, batches)
@@ -155,7 +155,7 @@ def test_every_product_runs_in_the_precision_of_the_level(bert, batches, level):
 def run(bert, tmp_path_factory):
     flags = ["--hidden", "32", "--layers", "1", "--length", "20", "--lr", "0.01"]
     flags += ["--steps", "200", "--init-scale", str(2.0**24)]
-    with compiling_fast():
+    with standard_promotion():
         return bert.main(
             [*flags, "--plot", str(tmp_path_factory.mktemp("bert") / "bert.png")]
         )
@@ -201,7 +201,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(bert, run):
     for place in (0, 2, 3):
         (tokens, positions), targets = jax.tree.map(np.copy, batches)
         tokens[place, 1, 5] = bert.SIZE  # no such word, so that its embedding is NaN
-        with compiling_fast():
+        with standard_promotion():
             after, metrics = bert.train_step(
                 copy(run["state"]), ((tokens, positions), targets)
             )
@@ -211,7 +211,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(bert, run):
         assert after.last_step_skipped
         assert after.skipped_steps == before.skipped_steps + 1
         assert after.loss_scale == before.loss_scale / 2
-    with compiling_fast():
+    with standard_promotion():
         after, metrics = bert.train_step(copy(run["state"]), batches)
     assert not metrics["skipped"]
     assert after.step == before.step + 1

@@ -11,11 +11,11 @@ from flax import nnx
 
 from tests.scripts import (
     NEEDS_EXTRA,
-    compiling_fast,
     load,
     png_size,
     rows,
     run_script,
+    standard_promotion,
 )
 
 pytestmark = NEEDS_EXTRA
@@ -48,7 +48,7 @@ def predict():
 
 @pytest.fixture(scope="module")
 def untrained(char_lm):
-    with compiling_fast():
+    with standard_promotion():
         return char_lm.Transformer(9, 6, 4, 2, 1, rngs=nnx.Rngs(1))
 
 
@@ -76,7 +76,7 @@ def comparison(char_lm, tmp_path_factory):
     assert list(char_lm.LEVELS) == ["O0", "O1", "O2", "O4", "O5"]
     levels = {name: char_lm.LEVELS[name] for name in ("O0", "O1", "O2")}
     plot = tmp_path_factory.mktemp("plot") / "levels.png"
-    with pytest.MonkeyPatch.context() as patch, compiling_fast():
+    with pytest.MonkeyPatch.context() as patch, standard_promotion():
         patch.setattr(char_lm, "LEVELS", levels)
         runs = char_lm.main([*TINY, "--compare", "--plot", str(plot)])
     assert png_size(plot) == (840, 840)

@@ -9,11 +9,11 @@ import pytest
 from tests.bits import assert_same_bits, copy
 from tests.scripts import (
     NEEDS_EXTRA,
-    compiling_fast,
     load,
     png_size,
     rows,
     run_script,
+    standard_promotion,
 )
 
 pytestmark = NEEDS_EXTRA
@@ -40,7 +40,7 @@ def gan(tmp_path_factory):
     dcgan = load("dcgan")
     dcgan.NGF = dcgan.NDF = 4
     folder = str(tmp_path_factory.mktemp("gan"))
-    with compiling_fast():
+    with standard_promotion():
         return dcgan, dcgan.main(["--steps", "4", "--nz", "8", "--outf", folder])
 
 

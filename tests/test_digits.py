@@ -11,11 +11,12 @@ from tests.bits import assert_same_bits
 from tests.scripts import (
     ENVIRONMENT,
     NEEDS_EXTRA,
-    compiling_fast,
     load,
+    optimized,
     png_size,
     rows,
     run_script,
+    standard_promotion,
 )
 
 pytestmark = NEEDS_EXTRA
@@ -79,7 +80,8 @@ def test_digits_compares_the_levels_from_one_seed(tmp_path, monkeypatch, capsys)
 def train(tmp_path, *flags):
     """Trains for 12 epochs, of the default of 20, in this process."""
     flags = [*flags, "--epochs", "12", "--plot", str(tmp_path / "digits.png")]
-    (run,) = load("digits").main(flags)
+    with optimized():
+        (run,) = load("digits").main(flags)
     return run
 
 
@@ -145,7 +147,7 @@ def stopped(digits, tmp_path_factory):
         return train_step(*args)
 
     digits.train_step = until_the_seventh
-    with compiling_fast(), pytest.raises(KeyboardInterrupt):
+    with standard_promotion(), pytest.raises(KeyboardInterrupt):
         short_run(digits, folder, "--checkpoint-dir", str(folder / "run"))
     digits.train_step = train_step
     return folder / "run"
@@ -154,7 +156,7 @@ def stopped(digits, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(digits, tmp_path_factory):
     """The run that was not stopped."""
-    with compiling_fast():
+    with standard_promotion():
         return short_run(digits, tmp_path_factory.mktemp("whole"))
 
 
@@ -162,7 +164,7 @@ def resume(digits, stopped, folder, *flags):
     """Goes on with a copy of the stopped run."""
     checkpoints = str(shutil.copytree(stopped, folder / "run"))
     flags = ["--checkpoint-dir", checkpoints, "--resume", *flags]
-    with compiling_fast():
+    with standard_promotion():
         return short_run(digits, folder, *flags)
 
 

@@ -16,10 +16,10 @@ from tests.scripts import (
     ENVIRONMENT,
     EXAMPLES,
     NEEDS_EXTRA,
-    compiling_fast,
     load,
     png_size,
     run_script,
+    standard_promotion,
 )
 
 pytestmark = NEEDS_EXTRA
@@ -88,7 +88,7 @@ def alone(folder):
     module.connect = lambda: None
 
     def main(*flags):
-        with compiling_fast():
+        with standard_promotion():
             return module.main([*flags, "--plot", str(folder / "alone.png")])
 
     return main

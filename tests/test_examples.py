@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from tests.scripts import EXAMPLES, NEEDS_EXTRA, compiling_fast, load
+from tests.scripts import (
+    EXAMPLES,
+    NEEDS_EXTRA,
+    load,
+    optimized,
+    standard_promotion,
+)
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
@@ -21,7 +27,8 @@ def test_an_example_is_read_in_one_sitting(script):
 @pytest.mark.standard_promotion
 def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
     main = load("fp16_optimizer").main
-    state, stats, accuracy = main(["--init-scale", str(2.0**24), "--steps", "200"])
+    with optimized():
+        state, stats, accuracy = main(["--init-scale", str(2.0**24), "--steps", "200"])
     stdout = capsys.readouterr().out
     assert "FP16_Optimizer processing param group 0:" in stdout
     assert stdout.count("FP16_Optimizer received float16") == 4
@@ -34,7 +41,7 @@ def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
 
 
 def test_fp16_optimizer_at_a_static_scale(capsys):
-    with compiling_fast():
+    with standard_promotion():
         load("fp16_optimizer").main(["--static-loss-scale", "128", "--steps", "2"])
     captured = capsys.readouterr()
     assert "2/2" in captured.err

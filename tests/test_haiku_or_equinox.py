@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.programs import products
-from tests.scripts import NEEDS_EXTRA, compiling_fast, load, run_script
+from tests.scripts import NEEDS_EXTRA, load, run_script, standard_promotion
 
 pytestmark = [*NEEDS_EXTRA, pytest.mark.standard_promotion]
 
@@ -57,7 +57,7 @@ def run(example):
         steps = "300" if level in ("O0", "O2") else "2"
         flags = ["--framework", framework, "--opt-level", level, "--steps", steps]
         printed = io.StringIO()
-        with compiling_fast(), contextlib.redirect_stdout(printed):
+        with standard_promotion(), contextlib.redirect_stdout(printed):
             state, accuracy = example.main(flags)
         return state, float(accuracy), printed.getvalue()
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.bits import assert_same_bits
-from tests.scripts import NEEDS_EXTRA, compiling_fast, load, png_size, run_script
+from tests.scripts import NEEDS_EXTRA, load, png_size, run_script, standard_promotion
 from tests.subprocesses import run
 
 pytestmark = [*NEEDS_EXTRA, pytest.mark.standard_promotion]
@@ -45,7 +45,7 @@ def data(tmp_path_factory):
 
 
 def train(imagenet, data, *flags):
-    with compiling_fast():
+    with standard_promotion():
         return imagenet.main([str(data), *TINY, *flags])
 
 
@@ -254,7 +254,7 @@ def test_evaluate_gives_what_the_last_validation_gave(imagenet, data, stopped):
     images, labels = decoded(data / "val")
     mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
     state, x = evaluated["state"], np.float32((images / 255 - mean) / std)
-    with compiling_fast():
+    with standard_promotion():
         logits = state.apply_fn(
             {"params": state.params, "batch_stats": state.batch_stats}, x
         )

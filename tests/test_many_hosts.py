@@ -18,10 +18,7 @@ from tests import many_hosts
 from tests.many_hosts import CASES, LAST, OVERFLOW, SAVED
 from tests.subprocesses import ROOT
 
-ENVIRONMENT = {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-}
+ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 def ended(children, seconds):
