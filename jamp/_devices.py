@@ -1,5 +1,6 @@
 """Where arrays lie: whether they can meet, and how they get where others are."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,8 +10,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jamp._tree import is_traced
 
-type _Devices = tuple[Any, ...]
-
 
 def check_same_devices(*named: tuple[str, Any]) -> None:
     """Raises if arrays lie on different meshes, or some on one and some elsewhere.
@@ -18,18 +17,19 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
     JAX would say so at the first operation on two of them, without their names. What
     is traced, or may lie anywhere, is left out.
     """
-    first: tuple[_Devices, str] | None = None
+    first: tuple[str, Any] | None = None
     for name, tree in named:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             if is_traced(leaf) or not getattr(leaf, "committed", False):
                 continue
-            devices = _devices(leaf.sharding)
-            here = f"{name}{jax.tree_util.keystr(path)} on {_where(leaf.sharding)}"
-            first = first or (devices, here)
-            if devices != first[0]:
+            if first is None:
+                first = name + jax.tree_util.keystr(path), leaf.sharding
+            elif _devices(leaf.sharding) != _devices(first[1]):
+                here = name + jax.tree_util.keystr(path), leaf.sharding
                 raise ValueError(
-                    f"Arrays lie on different devices: {first[1]}, and {here}. Put all "
-                    "of them on one mesh first, with `jax.device_put(tree, sharding)`."
+                    f"Arrays lie on different devices: {_at(*first)}, and "
+                    f"{_at(*here)}. Put all of them on one mesh first, with "
+                    "`jax.device_put(tree, sharding)`."
                 )
 
 
@@ -71,16 +71,17 @@ def put(x: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, own)
 
 
-def _devices(sharding: Any) -> _Devices:
+@functools.lru_cache(maxsize=64)
+def _devices(sharding: Any) -> tuple[Any, ...]:
     """In the order of a mesh, which two programs must share as well."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _where(sharding: Any) -> str:
+def _at(name: str, sharding: Any) -> str:
     ids = [device.id for device in _devices(sharding)]
     if not isinstance(sharding, NamedSharding):
-        return f"devices {ids}"
-    axes = ", ".join(f"{name}: {size}" for name, size in sharding.mesh.shape.items())
-    return f"a mesh ({axes}) of devices {ids}"
+        return f"{name} on devices {ids}"
+    axes = ", ".join(f"{axis}: {size}" for axis, size in sharding.mesh.shape.items())
+    return f"{name} on a mesh ({axes}) of devices {ids}"
