@@ -24,7 +24,7 @@ bench: $(VENV)/.test ## time training and optimizer steps on the CPU
 # Where python3 has JAX for GPUs and all that the tests import, it runs jamp from here: a
 # lent machine may have no network. Elsewhere the environment is made as usual.
 HAS_ALL := python3 -c 'import importlib.util as u; names = "flax hypothesis jax_cuda13_plugin \
-	jaxtyping matplotlib optax pytest pytest_benchmark".split(); raise SystemExit(not all(map(u.find_spec, names)))'
+	jaxtyping matplotlib optax orbax PIL pytest pytest_benchmark".split(); raise SystemExit(not all(map(u.find_spec, names)))'
 RESULTS ?= benchmarks/results
 
 gpu: ## run the tests that need a GPU, then time on it, in under 8 minutes
