@@ -62,13 +62,17 @@ def put(x: Any, sharding: Any) -> jax.Array:
         return jax.device_put(x, sharding, may_alias=False)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        rest = (None,) * (data.ndim - len(sharding.spec))  # as a program gives it back
-        spec = PartitionSpec(*sharding.spec, *rest)
-        data = put(data, NamedSharding(sharding.mesh, spec))
+        data = put(data, in_full(sharding, data.ndim))  # as a program gives it back
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     x = np.asarray(x)
     own = lambda index: np.array(x[index])  # noqa: E731 - a view may be aliased
     return jax.make_array_from_callback(x.shape, sharding, own)
+
+
+def in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """The same, with a spec that names every axis of an array, by None too."""
+    rest = (None,) * (ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
 
 
 @functools.lru_cache(maxsize=64)

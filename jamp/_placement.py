@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jamp._devices import put
+from jamp._devices import in_full, put
 from jamp._dtypes import is_castable
 from jamp._tree import is_traced, path_parts, trained_params
 from jamp.optimizers import FusedTransformation
@@ -58,19 +58,18 @@ def settled[T](state: T, params: PyTree) -> T:
         if is_traced(x) or not isinstance(x, jax.Array):
             return x
         if not x.committed:
-            return put(x, _in_full(everywhere, x.ndim))
-        sharding = _named(x)
-        return jax.device_put(x, _in_full(sharding, x.ndim)) if sharding else x
+            return put(x, _as_given_back(everywhere, x.ndim))
+        if sharding := _named(x):
+            return jax.device_put(x, _as_given_back(sharding, x.ndim))
+        return x
 
     return jax.tree.map(leaf, state)
 
 
-def _in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """As a program gives it back: of Explicit axes, with None for every other axis."""
-    if any(kind != AxisType.Explicit for kind in sharding.mesh.axis_types):
-        return sharding
-    rest = (None,) * (ndim - len(sharding.spec))
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
+def _as_given_back(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """As a program writes the sharding of a result: on Explicit axes in full."""
+    explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return in_full(sharding, ndim) if explicit else sharding
 
 
 def _alike(x: Any, param: Any) -> Any:

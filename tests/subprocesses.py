@@ -9,14 +9,10 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def on_two_devices(module: str):
-    """What a module prints last, as JSON, on two virtual CPU devices."""
-    return json_of(module, XLA_FLAGS="--xla_force_host_platform_device_count=2")
-
-
-def json_of(module: str, **variables: str):
-    """What a module prints last, as JSON."""
-    return json.loads(run(module, **variables).splitlines()[-1])
+def on_devices(count: int, module: str):
+    """What a module prints last, as JSON, on some virtual CPU devices."""
+    flags = f"--xla_force_host_platform_device_count={count}"
+    return json.loads(run(module, XLA_FLAGS=flags).splitlines()[-1])
 
 
 def run(module: str, *args: str, **variables: str) -> str:

@@ -11,7 +11,7 @@ from jax import lax
 
 import jamp
 from tests.programs import products, walk
-from tests.subprocesses import on_two_devices
+from tests.subprocesses import on_devices
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
 
@@ -206,7 +206,7 @@ def test_vmap_in_is_vmap_out(in_axes):
 @pytest.fixture(scope="module")
 def two_devices():
     """What tests/two_devices_autocast.py found on two virtual CPU devices."""
-    return on_two_devices("tests.two_devices_autocast")
+    return on_devices(2, "tests.two_devices_autocast")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

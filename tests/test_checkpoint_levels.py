@@ -674,7 +674,7 @@ def test_a_step_may_donate_what_orbax_still_writes(tmp_path):
 
 @pytest.fixture(scope="module")
 def elsewhere():
-    return subprocesses.on_two_devices("tests.resharding")
+    return subprocesses.on_devices(2, "tests.resharding")
 
 
 @pytest.mark.parametrize("way", ["to a mesh", "across the mesh", "to one device"])

@@ -1,7 +1,6 @@
 """Fused optimizers on sharded params: 8 CPU devices, and compiled for 8 H200s."""
 
 import functools
-import json
 import math
 import re
 
@@ -22,9 +21,7 @@ each_run = pytest.mark.parametrize("name", [name_of(run) for run in RUNS])
 
 @pytest.fixture(scope="module")
 def results():
-    flags = "--xla_force_host_platform_device_count=8"
-    printed = subprocesses.run("tests.eight_devices", XLA_FLAGS=flags)
-    return json.loads(printed.splitlines()[-1])
+    return subprocesses.on_devices(8, "tests.eight_devices")
 
 
 @each_run

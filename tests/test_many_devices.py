@@ -60,8 +60,7 @@ each_predivide = pytest.mark.parametrize("predivide", PREDIVIDE)
 
 @functools.cache
 def results():
-    flags = "--xla_force_host_platform_device_count=8"
-    return subprocesses.json_of("tests.eight_levels", XLA_FLAGS=flags)
+    return subprocesses.on_devices(8, "tests.eight_levels")
 
 
 # A step that says nothing of devices

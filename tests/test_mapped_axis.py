@@ -17,8 +17,7 @@ from tests import subprocesses
 
 @functools.cache
 def reports():
-    flags = "--xla_force_host_platform_device_count=8"
-    return subprocesses.json_of("tests.mapped", XLA_FLAGS=flags)
+    return subprocesses.on_devices(8, "tests.mapped")
 
 
 check_vma = pytest.mark.parametrize("check_vma", [True, False])

@@ -10,8 +10,7 @@ from tests.mesh_states import CASES, PLACES
 
 @functools.cache
 def reports():
-    flags = "--xla_force_host_platform_device_count=4"
-    return subprocesses.json_of("tests.mesh_states", XLA_FLAGS=flags)
+    return subprocesses.on_devices(4, "tests.mesh_states")
 
 
 each_case = pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from jax import lax
 import jamp
 from tests import hlo
 from tests.bits import assert_same_bits
-from tests.subprocesses import on_two_devices
+from tests.subprocesses import on_devices
 
 # Compiling takes the time, running none.
 FAST = {"xla_backend_optimization_level": 0}
@@ -583,7 +583,7 @@ def test_under_vmap_with_axis_name_all_lanes_redo_together():
 @pytest.fixture(scope="module")
 def two_devices():
     """What tests/two_devices_redo.py found on two virtual CPU devices."""
-    return on_two_devices("tests.two_devices_redo")
+    return on_devices(2, "tests.two_devices_redo")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -14,7 +14,7 @@ from jax import lax
 import jamp
 from tests.bits import assert_same_bits
 from tests.forward_models import products
-from tests.subprocesses import on_two_devices
+from tests.subprocesses import on_devices
 
 RUNNING = ("O0", "O2", "O3", "O5")
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
@@ -747,7 +747,7 @@ def test_axis_name_means_over_vmap_and_agrees_on_the_flag():
 @pytest.fixture(scope="module")
 def two_devices():
     """What tests/two_devices.py found on two virtual CPU devices."""
-    return on_two_devices("tests.two_devices")
+    return on_devices(2, "tests.two_devices")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -35,8 +35,7 @@ each_check_vma = pytest.mark.parametrize("check_vma", [True, False])
 
 @functools.cache
 def results():
-    flags = "--xla_force_host_platform_device_count=8"
-    return subprocesses.json_of("tests.sync_batchnorm", XLA_FLAGS=flags)
+    return subprocesses.on_devices(8, "tests.sync_batchnorm")
 
 
 def oracle(first, last, x, y):

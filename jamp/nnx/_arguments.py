@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jamp.nnx._variables import variables_of
+
 
 def is_node(x: object) -> bool:
     """Whether `x` holds Variables, or is one."""
@@ -44,17 +46,13 @@ def values_of(nodes: Any, which: Any = ...) -> dict[tuple[Any, ...], Any]:
 
 def check_apart(models: Any, nodes: tuple[Any, ...]) -> None:
     """Raises if an argument shares a Variable with the models that are trained."""
-    owned = {id(x): path for path, x in nnx.iter_graph(models) if _is_variable(x)}
+    owned = {id(x): path for path, x in variables_of(models)}
     for node in nodes:
-        for _, x in nnx.iter_graph(node):
-            if _is_variable(x) and id(x) in owned:
+        for _, x in variables_of(node):
+            if id(x) in owned:
                 name = "/".join(map(str, owned[id(x)]))
                 raise ValueError(
                     f"An argument of the loss shares the Variable {name} with the "
                     "model, and would have no gradient of its own. Take it from the "
                     "model inside of the loss, or pass `nnx.clone(...)` of it."
                 )
-
-
-def _is_variable(x: object) -> bool:
-    return isinstance(x, nnx.Variable)

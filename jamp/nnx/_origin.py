@@ -38,7 +38,7 @@ def mark(models: Models) -> Origin:
     """Gives models an origin, and returns the optimizer's."""
     call = uuid.uuid4().hex
     for key, model in entries(models).items():
-        if not isinstance(model, nnx.bridge.ToNNX):  # all that it has goes to Linen
+        if _can_be_marked(model):
             setattr(model, _NAME, Origin(call, key))
     return Origin(call, None)
 
@@ -47,7 +47,7 @@ def check_origin(models: Models, optimizer: Origin) -> None:
     """Raises for a model that another optimizer was made with."""
     for key, model in entries(models).items():
         origin = getattr(model, _NAME, None)
-        if isinstance(model, nnx.bridge.ToNNX):
+        if not _can_be_marked(model):
             continue
         if origin is None:
             whence = "has not gone through jamp.nnx.initialize"
@@ -59,3 +59,8 @@ def check_origin(models: Models, optimizer: Origin) -> None:
             continue
         which = "The model" if key is None else f"The model {key!r}"
         raise ValueError(f"{which} {whence}: {_REMEDY}")
+
+
+def _can_be_marked(model: nnx.Module) -> bool:
+    """All that a bridged Linen model has goes to Linen as its variables."""
+    return not isinstance(model, nnx.bridge.ToNNX)

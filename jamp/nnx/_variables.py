@@ -1,6 +1,6 @@
 """NNX models as trees of arrays, and back into the model's Variables."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,9 +28,7 @@ def check_apart(models: Models) -> None:
     """Raises if two models hold one Variable: each optimizer would step it."""
     owners: dict[int, str] = {}
     for key, model in entries(models).items():
-        for path, variable in nnx.iter_graph(model):
-            if not isinstance(variable, nnx.Variable):
-                continue
+        for path, variable in variables_of(model):
             name = "/".join(map(str, (key, *path)))
             before = owners.setdefault(id(variable), name)
             if before != name:
@@ -38,6 +36,13 @@ def check_apart(models: Models) -> None:
                     f"The models share a Variable, {before} and {name}. Hold both in "
                     "one nnx.Module, which knows that they are one."
                 )
+
+
+def variables_of(node: Any) -> Iterator[tuple[Any, nnx.Variable]]:
+    """The Variables in a tree of NNX objects, with their paths."""
+    for path, x in nnx.iter_graph(node):
+        if _is_variable(x):
+            yield path, x
 
 
 def arrays_of(models: Models, wrt: Any) -> PyTree:
