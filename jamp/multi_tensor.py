@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 import pallas_kernels
-from jamp._dtypes import is_castable
-from jamp._tree import check_like
+from jamp._core.dtypes import is_castable
+from jamp._core.tree import check_like
 from pallas_kernels import Options
 
 

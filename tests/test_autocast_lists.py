@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 from jax.extend.core import Primitive, primitives
 
-from jamp._autocast._control_flow import RULES
-from jamp._autocast._lists import FUNCTION_ROWS, ROWS, AutocastLists, Rule
-from jamp._autocast._page import page
+from jamp._autocast.control_flow import RULES
+from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Rule
+from jamp._autocast.page import page
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PUBLIC = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
@@ -22,7 +22,7 @@ each_row = pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS))
 
 
 def test_the_page_is_the_generated_one():
-    command = "python -m jamp._autocast._page > docs/autocast_lists.md"
+    command = "python -m jamp._autocast.page > docs/autocast_lists.md"
     assert (DOCS / "autocast_lists.md").read_text() == page(), command
 
 

@@ -1,4 +1,8 @@
-"""Looks at programs and runs, and changes neither."""
+"""Looks at programs and runs, and changes neither.
+
+May import all rooms but `linen` and `nnx`. What was decided comes from `_autocast`
+itself, as data; here it is counted, put in sentences and shown.
+"""
 
 from jamp.diagnostics._explain import explain as explain
 from jamp.diagnostics._explanation import (

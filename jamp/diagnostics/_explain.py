@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
-from jamp._autocast._lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
-from jamp._autocast._program import MARKERS, Decision, is_float32
-from jamp._autocast._transform import Promote, decisions, scope_of
-from jamp._compat import source_line
+from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
+from jamp._autocast.program import MARKERS, Decision, is_float32
+from jamp._autocast.transform import Promote, decisions, scope_of
+from jamp._core.compat import source_line
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops
 

@@ -1,10 +1,10 @@
-"""apex's `fp16_utils` for a functional world: state goes in, and comes out last."""
+"""apex's `fp16_utils` for a functional world: state goes in, and comes out last.
 
-from jamp._loss_scaler import (
-    DynamicLossScaler as DynamicLossScaler,
-    LossScaler as LossScaler,
-    LossScalerState as LossScalerState,
-)
+May import all rooms but `linen`, `nnx` and `diagnostics`. Here lives what apex has in
+older forms: both FP16_Optimizers (`_cut_down` is that of apex.optimizers), the first
+loss scalers, and helpers for masters by hand. New features go elsewhere.
+"""
+
 from jamp.fp16_utils._casting import (
     BN_convert_float as BN_convert_float,
     FP16Model as FP16Model,
@@ -23,4 +23,9 @@ from jamp.fp16_utils._params import (
     model_grads_to_master_grads as model_grads_to_master_grads,
     prep_param_lists as prep_param_lists,
     to_python_float as to_python_float,
+)
+from jamp.fp16_utils._scalers import (
+    DynamicLossScaler as DynamicLossScaler,
+    LossScaler as LossScaler,
+    LossScalerState as LossScalerState,
 )

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jamp._cast import cast_model, keep_rule
-from jamp._dtypes import FLOAT32, cast, cast_floats, is_castable
-from jamp._forward import forward_policy
-from jamp._opt_level import Properties, parse_model_type
+from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable
+from jamp._policy.casting import cast_model, keep_rule
+from jamp._policy.forward import forward_policy
+from jamp._policy.levels import Properties, parse_model_type
 
 
 @dataclasses.dataclass(frozen=True)

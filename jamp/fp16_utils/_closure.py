@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jamp._closure import rounded, with_gradient
-from jamp._dtypes import is_differentiable
-from jamp._loss_scale import LossScaleRule
-from jamp._tree import is_traced
+from jamp._core.dtypes import is_differentiable
+from jamp._core.tree import is_traced
+from jamp._scaling.rules import LossScaleRule
+from jamp._state.closure import rounded, with_gradient
 from jamp.fp16_utils._state import FP16_OptimizerState, say
 
 type Closure = Callable[[FP16_OptimizerState], Any]

@@ -12,16 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jamp._devices import placed_like
-from jamp._dtypes import MODEL_DTYPES, is_differentiable
-from jamp._incoming import check_bare
-from jamp._layout import row_major_on_cuda
-from jamp._loss import split_aux
-from jamp._loss_scale import check_scale
-from jamp._master_weights import MasterWeights, fused_inside, master_weights
-from jamp._scaled_grads import ScaledGrads
-from jamp._step import init_optimizer, step, widened
-from jamp._tree import (
+from jamp._core.devices import placed_like
+from jamp._core.dtypes import MODEL_DTYPES, is_differentiable
+from jamp._core.tree import (
     all_finite,
     differentiable,
     is_traced,
@@ -30,11 +23,18 @@ from jamp._tree import (
     strong_array,
     unshared,
 )
-from jamp._warnings import PrecisionWarning
+from jamp._core.warnings import PrecisionWarning
+from jamp._scaling.layout import row_major_on_cuda
+from jamp._scaling.loss import split_aux
+from jamp._scaling.rules import check_scale
+from jamp._scaling.scaled_grads import ScaledGrads
+from jamp._state.incoming import check_bare
+from jamp._state.step import init_optimizer, step, widened
 from jamp.fp16_utils import _closure, _state_dict
 from jamp.fp16_utils._params import clip_grad_norm
 from jamp.fp16_utils._rule import loss_scale_rule
 from jamp.fp16_utils._state import FP16_OptimizerState, say, zero_model_grads, zeros
+from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
 
 
 class FP16_Optimizer:  # noqa: N801, apex's name

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jamp._dtypes import FLOAT32, cast, is_castable, widen
-from jamp._tree import check_like, differentiable
+from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
+from jamp._core.tree import check_like, differentiable
 
 _LIKE_PARAMS = "they must be like the params."
 

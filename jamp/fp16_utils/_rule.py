@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from jamp._loss_scale import DynamicLossScale, StaticLossScale
-from jamp._warnings import UnusedOptionWarning
+from jamp._core.warnings import UnusedOptionWarning
+from jamp._scaling.rules import DynamicLossScale, StaticLossScale
 
 _ARGS = {
     "init_scale": "init_scale",

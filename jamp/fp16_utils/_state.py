@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._loss_scale import LossScaleState
-from jamp._master_weights import MasterWeightsState
-from jamp._scaled_grads import ScaledGrads, widen_tree
-from jamp._tree import differentiable, is_traced
+from jamp._core.tree import differentiable, is_traced
+from jamp._scaling.rules import LossScaleState
+from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
+from jamp.optimizers._masters import MasterWeightsState
 
 
 class FP16_OptimizerState(flax.struct.PyTreeNode):  # noqa: N801, apex's name

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._dtypes import cast, is_half
-from jamp._master_weights import MasterWeightsState
-from jamp._names import check_same, filled, named
-from jamp._tree import differentiable, merge, unshared
+from jamp._checkpoint.names import check_same, filled, named
+from jamp._core.dtypes import cast, is_half
+from jamp._core.tree import differentiable, merge, unshared
 from jamp.fp16_utils._state import FP16_OptimizerState
+from jamp.optimizers._masters import MasterWeightsState
 
 _FLAGS = ("overflow", "first_closure_call_this_step")
 

@@ -1,4 +1,8 @@
-"""jamp for Flax NNX: models that hold their Variables, and change in place."""
+"""jamp for Flax NNX: models that hold their Variables, and change in place.
+
+May import all rooms but `linen` and `diagnostics`. Arrays go out of a model into the
+functions of the other rooms and come back: nothing is scaled or stepped here.
+"""
 
 from jamp.nnx._autocast import autocast as autocast
 from jamp.nnx._initialize import initialize as initialize

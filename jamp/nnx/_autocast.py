@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jamp._autocast._transform import autocast as autocast_pure
+from jamp._autocast.transform import autocast as autocast_pure
 from jamp.nnx._arguments import take_out, values_of
 from jamp.nnx._variables import with_values
 

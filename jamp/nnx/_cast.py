@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jamp._dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
-from jamp._forward import active_policy, cast_inputs, cast_outputs, forward_policy
-from jamp._opt_level import Properties
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
+from jamp._policy.active import active_policy, cast_inputs, cast_outputs
+from jamp._policy.forward import forward_policy
+from jamp._policy.levels import Properties
 from jamp.nnx._arguments import map_arrays
 from jamp.nnx._autocast import autocast
 

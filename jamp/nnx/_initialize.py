@@ -4,8 +4,8 @@ from typing import Any
 
 from flax import nnx
 
-from jamp import _initialize
-from jamp._cast import cast_to_level
+from jamp._policy.casting import cast_to_level
+from jamp._state import initialize as _initialize
 from jamp.nnx._cast import check_bare, patch
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._origin import mark

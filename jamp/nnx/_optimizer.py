@@ -7,8 +7,8 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
-from jamp._amp_state import AmpState, master_params
-from jamp._scaled_grads import ScaledGrads
+from jamp._scaling.scaled_grads import ScaledGrads
+from jamp._state.amp_state import AmpState, master_params
 from jamp.nnx._origin import Origin, check_origin
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
 

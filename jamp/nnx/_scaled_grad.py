@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jamp import _scaled_grad
-from jamp._tree import select
+from jamp._core.tree import select
+from jamp._scaling import value_and_grad as _scaled_grad
 from jamp.nnx._arguments import check_apart, take_out
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, with_arrays, with_values

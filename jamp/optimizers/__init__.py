@@ -1,4 +1,11 @@
-"""apex's fused optimizers as optax transformations, on kernels or on XLA."""
+"""apex's fused optimizers as optax transformations, and the masters that any keeps.
+
+May import `_core`, and `pallas_kernels`. An optimizer is one file: its docstring, its
+hyperparameters, its step; what all share is in `_fused`. How a master lies beside its
+param, and how optax steps it, is in `_masters`.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from jamp.optimizers._adagrad import (
     FusedAdagradState as FusedAdagradState,
@@ -7,10 +14,6 @@ from jamp.optimizers._adagrad import (
 from jamp.optimizers._adam import (
     FusedAdamState as FusedAdamState,
     fused_adam as fused_adam,
-)
-from jamp.optimizers._fp16_optimizer import (
-    FP16_Optimizer as FP16_Optimizer,
-    FP16OptimizerState as FP16OptimizerState,
 )
 from jamp.optimizers._fused import FusedTransformation as FusedTransformation
 from jamp.optimizers._lamb import (
@@ -23,3 +26,18 @@ from jamp.optimizers._novograd import (
     fused_novograd as fused_novograd,
 )
 from jamp.optimizers._sgd import FusedSGDState as FusedSGDState, fused_sgd as fused_sgd
+
+if TYPE_CHECKING:
+    from jamp.fp16_utils._cut_down import (
+        FP16_Optimizer as FP16_Optimizer,
+        FP16OptimizerState as FP16OptimizerState,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """apex has its cut-down FP16_Optimizer here; ours lives with its kind."""
+    if name in ("FP16_Optimizer", "FP16OptimizerState"):
+        from jamp.fp16_utils import _cut_down
+
+        return getattr(_cut_down, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
-from jamp._dtypes import is_castable
-from jamp._tree import check_like
+from jamp._core.dtypes import is_castable
+from jamp._core.tree import check_like
 from pallas_kernels import (
     Options,
     Weight,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp._dtypes import widen
-from jamp._tree import check_like, select
+from jamp._core.dtypes import widen
+from jamp._core.tree import check_like, select
 from jamp.optimizers._fused import (
     FusedTransformation,
     ScalarOrSchedule,

@@ -1,0 +1,59 @@
+"""The lists as a page: `python -m jamp._autocast.page > docs/autocast_lists.md`."""
+
+import sys
+from collections.abc import Iterable
+
+from jamp._autocast.control_flow import RULES
+from jamp._autocast.lists import FUNCTION_ROWS, ROWS, Row, Rule
+
+_HEAD = """\
+# The lists of autocast
+
+Generated from `jamp/_autocast/lists.py`; [Autocast](autocast.md) says what the rules
+mean and how to change them for a program.
+"""
+_TITLES = {
+    Rule.HALF: "In half",
+    Rule.FLOAT32: "In float32",
+    Rule.PROMOTE: "In the widest dtype of their operands, or as their readers want it",
+    Rule.MOVE: "In the widest dtype of their operands",
+    Rule.RECORDED: "As the program has them",
+}
+_PROGRAMS = """\
+## What holds programs
+
+Their programs are read by the same lists: {names}.
+
+## What is in no list
+
+It cannot be looked into, and runs as the program has it, with a warning that names it:
+kernels of Pallas, calls of foreign functions, callbacks.
+"""
+
+
+def page() -> str:
+    """The whole page in Markdown."""
+    sections = [
+        _section(title, (row for row in ROWS if row.rule is rule))
+        for rule, title in _TITLES.items()
+    ]
+    functions = _section("Functions, by the name of their `jit`", FUNCTION_ROWS)
+    programs = _PROGRAMS.format(names=_names(RULES))
+    return "\n".join([_HEAD, *sections, functions, programs])
+
+
+def _section(title: str, rows: Iterable[Row]) -> str:
+    cells = [
+        (_names(row.primitives), row.rule.value, row.reason, row.origin) for row in rows
+    ]
+    head = [("operations", "rule", "why", "descends from"), ("---",) * 4]
+    lines = (f"| {' | '.join(line)} |" for line in (*head, *cells))
+    return "\n".join([f"## {title}", "", *lines, ""])
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,162 @@
+"""The words that the other files of this folder share: policies, scopes, variables."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core as jc
+from jax.extend.core import primitives
+
+from jamp._autocast.lists import AutocastLists, Rule
+from jamp._core.dtypes import FLOAT32
+
+type Atom = jc.Var | jc.Literal
+
+# Name scopes mark the operations of `half_function` and its like. A scope is part of
+# the traced program, so that jit's caches cannot lose it or leak it.
+MARKERS = {
+    Rule.HALF: "jamp_half",
+    Rule.FLOAT32: "jamp_float32",
+    Rule.PROMOTE: "jamp_promote",
+    Rule.RECORDED: "jamp_recorded",
+}
+# The brackets hold the name of the function of the lists that the mark was set for.
+_MARKER = re.compile(rf"({'|'.join(MARKERS.values())})(?:\(([^()]*)\))?")
+_RULES = {marker: rule for rule, marker in MARKERS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What an autocast was asked for.
+
+    Attributes:
+        dtype: the half dtype.
+        lists: the user's additions to the table.
+        promote: "widest" or "narrowest", for operations whose operands differ.
+    """
+
+    dtype: Any
+    lists: AutocastLists
+    promote: str
+
+
+class Decision(NamedTuple):
+    """What was decided for one equation, for `jamp.explain`.
+
+    Attributes:
+        eqn: the equation, as the user's program has it.
+        names: its whole name stack.
+        rule: the rule that was looked up; None if there is none.
+        dtype: what its float32 values run in; None if that was not to be chosen.
+        why: one or two words; `jamp.diagnostics` has the sentences.
+        region: the mark, function or regex that the rule comes from, if it does.
+        programs: for each program that it holds, the decisions inside.
+    """
+
+    eqn: jc.JaxprEqn
+    names: str
+    rule: Rule | None
+    dtype: Any
+    why: str
+    region: str
+    programs: "tuple[list[Decision], ...]"
+
+
+class Scope(NamedTuple):
+    """Where in the program an equation stands.
+
+    Attributes:
+        policy: the policy.
+        names: the name stack of the equations around it.
+        decisions: where to note what is decided; None if nobody asks.
+    """
+
+    policy: Policy
+    names: str = ""
+    decisions: list[Decision] | None = None
+
+    def inside(self, eqn: jc.JaxprEqn) -> "Scope":
+        """The scope of the programs that an equation holds."""
+        names = name_stack(self, eqn)
+        function = str(eqn.params.get("name", ""))
+        rule = self.policy.lists.rule_of_function(function)
+        decisions = None if self.decisions is None else []
+        names = f"{names}/{MARKERS[rule]}({function})" if rule else names
+        return Scope(self.policy, names, decisions)
+
+
+def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
+    """The whole name stack of an equation."""
+    return f"{scope.names}/{eqn.source_info.name_stack}"
+
+
+def rule_of(scope: Scope, eqn: jc.JaxprEqn) -> Rule | None:
+    """The rule for an equation; None for a primitive that no list has."""
+    return ruling(scope, eqn)[0]
+
+
+def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+    """The rule for an equation, and the region that it comes from, if it does."""
+    listed = scope.policy.lists.rule_of(eqn.primitive.name)
+    if _is_no_conversion(eqn):
+        listed = Rule.MOVE
+    region, where = _region_rule(scope, eqn)
+    if listed is None or listed is Rule.RECORDED or region is None:
+        return listed, ""
+    if (region, listed) == (Rule.PROMOTE, Rule.MOVE):
+        return Rule.MOVE, where
+    return region, where
+
+
+def _is_no_conversion(eqn: jc.JaxprEqn) -> bool:
+    """Whether it only takes a weak type away."""
+    if eqn.primitive is not primitives.convert_element_type_p:
+        return False
+    return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype in the user's program; None for what has none, such as a token."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def out_dtypes(jaxpr: jc.Jaxpr) -> list[Any]:
+    """The dtypes that a program gives."""
+    return [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+
+
+def size_of(atom: Atom) -> int:
+    """How many elements a value has."""
+    return getattr(atom.aval, "size", 0)
+
+
+def is_float32(atom: Atom) -> bool:
+    """Whether the user's program has it in float32: only such values are ever cast."""
+    return dtype_of(atom) == FLOAT32
+
+
+def is_float(atom: Atom) -> bool:
+    """Whether it is a float of any width."""
+    dtype = dtype_of(atom)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
+    """Whether all its floats are float32: float64 and explicit half stay."""
+    atoms = [*eqn.invars, *eqn.outvars]
+    return all(is_float32(a) for a in atoms if is_float(a))
+
+
+def _region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+    names = name_stack(scope, eqn)
+    markers = _MARKER.findall(names)
+    marks = [marker for marker, function in markers if not function]
+    if marks:  # of the user's own
+        return _RULES[marks[-1]], marks[-1]
+    regions = scope.policy.lists.regions
+    found = [(rule, regex) for regex, rule in regions if re.search(regex, names)]
+    if found and found[-1][0] is not None:
+        return found[-1]
+    functions = [(_RULES[marker], function) for marker, function in markers]
+    return functions[-1] if functions else (None, "")

@@ -1,0 +1,135 @@
+"""`autocast`: traces a function, writes its program anew, and runs that."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+from jax.typing import DTypeLike
+
+from jamp._autocast.control_flow import RULES
+from jamp._autocast.lists import AutocastLists
+from jamp._autocast.paint import paint
+from jamp._autocast.program import Decision, Policy, Scope, out_dtypes
+from jamp._autocast.regions import registered
+from jamp._core.dtypes import HALF_DTYPES
+
+type Promote = Literal["widest", "narrowest"]
+
+
+def autocast[**P, R](
+    fn: Callable[P, R],
+    dtype: DTypeLike = "float16",
+    *,
+    lists: AutocastLists | None = None,
+    promote: Promote = "widest",
+) -> Callable[P, R]:
+    """Runs each operation of a function in the precision that suits it.
+
+    Matmuls and convolutions run in half, exponentials, sums and losses in float32, and
+    what is left in the widest dtype among its operands. What goes in and comes out
+    keeps its dtype; half lives inside. Derivatives follow: gradients have the params'
+    dtypes.
+
+    Args:
+        fn: any function of arrays; arguments that are no arrays are static.
+        dtype: float16 or bfloat16.
+        lists: additions to the table of operations.
+        promote: "widest", or "narrowest" to keep sums of half and float32 in half.
+
+    Returns:
+        A function like `fn`.
+
+    Raises:
+        ValueError: `dtype` or `promote` is none of these.
+
+    >>> import jax.numpy as jnp
+    >>> f = lambda w, x: jax.nn.softmax(x @ w)
+    >>> x = jnp.ones((2, 2))
+    >>> print(f(x, x).dtype, autocast(f)(x, x).dtype)
+    float32 float32
+    """
+    scope = scope_of(dtype, lists, promote)
+
+    @functools.wraps(fn)
+    def autocasted(*args, **kwargs):
+        jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
+        return rebuild(jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values))
+
+    return autocasted
+
+
+def scope_of(dtype: DTypeLike, lists: AutocastLists | None, promote: Promote) -> Scope:
+    """The scope of a whole program, from what `autocast` is given."""
+    half = np.dtype(dtype)
+    if half not in HALF_DTYPES:
+        raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
+    if promote not in get_args(Promote.__value__):
+        raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
+    return Scope(Policy(half, lists or AutocastLists(), promote))
+
+
+def decisions(
+    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+) -> list[Decision]:
+    """What `autocast` decides for a call, equation by equation; it runs nothing.
+
+    Here a `jax.ShapeDtypeStruct` is as good as an array.
+    """
+    jaxpr, _, _ = _trace(fn, args, kwargs, scope)
+    decided: list[Decision] = []
+    _painted(jaxpr, scope._replace(decisions=decided))
+    return decided
+
+
+def _trace(
+    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+) -> tuple[jc.Jaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
+    """The program of a call.
+
+    Returns:
+        The program, the arrays that it takes, and what makes the result of `fn` of the
+        arrays that it gives: other arguments and results pass beside it.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+    result: dict[str, Any] = {}
+
+    def flat(*values):
+        args, kwargs = jax.tree.unflatten(tree, _filled(leaves, places, values))
+        outs, result["tree"] = jax.tree.flatten(fn(*args, **kwargs))
+        traced = [isinstance(x, jax.Array) for x in outs]
+        result["places"] = [i for i, is_array in enumerate(traced) if is_array]
+        result["others"] = [
+            None if is_array else x for x, is_array in zip(outs, traced, strict=True)
+        ]
+        return [outs[i] for i in result["places"]]
+
+    def rebuild(outs):
+        filled = _filled(result["others"], result["places"], outs)
+        return jax.tree.unflatten(result["tree"], filled)
+
+    values = [leaves[i] for i in places]
+    with registered(scope.policy.lists.registered):
+        return jax.make_jaxpr(flat)(*values), values, rebuild
+
+
+def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
+    found = dict(zip(places, values, strict=True))
+    return [found.get(i, x) for i, x in enumerate(leaves)]
+
+
+def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
+    ins = [None] * len(jaxpr.invars)
+    outs = out_dtypes(jaxpr)
+    return paint(jaxpr, ins, outs, [None] * len(outs), scope, RULES)
+
+
+def _is_array(x: object) -> bool:
+    """Whether to trace an argument. NumPy's integers may be shapes: concrete."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)

@@ -1,0 +1,135 @@
+"""apex's `amp.state_dict` and `amp.load_state_dict`: the loss scales alone.
+
+After apex/amp/frontend.py, but by name, and checked before anything is taken.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from jamp._core.devices import placed_like
+from jamp._core.tree import is_traced
+from jamp._scaling.rules import LARGEST_SCALE, SMALLEST_SCALE, StaticLossScale
+from jamp._state.amp_state import AmpState
+
+_ENTRIES = ("loss_scale", "unskipped")
+
+
+def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
+    """The loss scales in apex's form, as numbers of Python.
+
+    For a whole state, masters and moments included, see `to_checkpoint`.
+
+    Args:
+        state: an AmpState with concrete arrays.
+
+    Returns:
+        `{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`, one entry per
+        loss, static scales too.
+
+    Raises:
+        TypeError: `state` is no AmpState; or it is traced.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
+    >>> state_dict(state)
+    {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
+    """
+    _check(state, "jamp.state_dict(state)")
+    return {
+        f"loss_scaler{loss_id}": {
+            "loss_scale": float(rule.current(scale_state)),
+            "unskipped": int(scale_state.unskipped),
+        }
+        for loss_id, (rule, scale_state) in enumerate(
+            zip(state.loss_scale_rules, state.loss_scales, strict=True)
+        )
+    }
+
+
+def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
+    """The state with the loss scales of `state_dict`, matched by name.
+
+    Limits, window and the rest of a rule stay. A static scale is part of what is
+    compiled: if another is loaded, the step is compiled again.
+
+    Args:
+        state: an AmpState.
+        state_dict: what `jamp.state_dict` gave; or apex's, of as many losses.
+
+    Returns:
+        The state with other `loss_scales`, and `loss_scale_rules` of static scales.
+
+    Raises:
+        TypeError: `state` is no AmpState, or `state_dict` no mapping.
+        ValueError: a key is missing, unexpected, or its value no scale or no count.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
+    >>> loaded = {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 7}}
+    >>> print(load_state_dict(state, loaded).loss_scale)
+    256.0
+    """
+    _check(state, "jamp.load_state_dict(state, state_dict)")
+    loaded = _checked(state_dict, len(state.loss_scale_rules))
+    rules, scales = list(state.loss_scale_rules), list(state.loss_scales)
+    for loss_id, (scale, unskipped) in enumerate(loaded):
+        rule, old = rules[loss_id], scales[loss_id]
+        if isinstance(rule, StaticLossScale):
+            rules[loss_id] = StaticLossScale(scale, check=rule.check)
+        scales[loss_id] = old._replace(
+            scale=placed_like(jnp.float32(scale), old.scale),
+            unskipped=placed_like(jnp.int32(unskipped), old.unskipped),
+        )
+    return state.replace(loss_scales=tuple(scales), loss_scale_rules=tuple(rules))
+
+
+def _check(state: Any, call: str) -> None:
+    if not isinstance(state, AmpState):
+        raise TypeError(f"{call} takes an AmpState, got {type(state).__name__}.")
+    if is_traced(state.loss_scales[0].scale):
+        raise TypeError(f"{call} gives numbers of Python: call it outside of `jit`.")
+
+
+def _checked(state_dict: Any, num_losses: int) -> list[tuple[float, int]]:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"load_state_dict takes a mapping, got {type(state_dict).__name__}."
+        )
+    wanted = [f"loss_scaler{loss_id}" for loss_id in range(num_losses)]
+    if set(state_dict) != set(wanted):
+        raise ValueError(
+            f"The state dict has the entries {sorted(map(str, state_dict))}, expected "
+            f"{wanted}: the state has num_losses={num_losses}. Pass as many losses to "
+            "jamp.initialize as the run that saved it."
+        )
+    return [_entry(name, state_dict[name]) for name in wanted]
+
+
+def _entry(name: str, entry: Any) -> tuple[float, int]:
+    if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
+        raise ValueError(f"{name} must hold {list(_ENTRIES)}, got {entry!r}.")
+    scale, unskipped = (_number(entry[key]) for key in _ENTRIES)
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"{name}['loss_scale'] must be a finite number between 2**-126 and 2**126, "
+            f"got {entry['loss_scale']!r}."
+        )
+    if unskipped < 0 or unskipped != int(unskipped):
+        raise ValueError(
+            f"{name}['unskipped'] must be a count, got {entry['unskipped']!r}."
+        )
+    return scale, int(unskipped)
+
+
+def _number(value: Any) -> float:
+    """A number of Python or a scalar array; else -1, which nothing accepts."""
+    if isinstance(value, bool | str):
+        return -1.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return -1.0
+    return number if math.isfinite(number) else -1.0

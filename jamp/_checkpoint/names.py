@@ -1,0 +1,108 @@
+"""Trees as nested dicts of names, which any checkpoint library writes, and back."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._core.devices import placed_like
+from jamp._core.tree import KeyPath, path_parts
+
+
+def named(tree: Any) -> Any:
+    """A tree as dicts by name, as `flax.serialization.to_state_dict` names things.
+
+    Of any pytree: fields of a dataclass or NamedTuple by name, entries of a sequence as
+    "0", "1". PRNG keys become their data, which every library can write.
+    """
+    if tree is None:
+        return None
+    children = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )[0]
+    if len(children) == 1 and children[0][0] == ():
+        return jax.random.key_data(tree) if _is_key(tree) else tree
+    return {path_parts(path)[0]: named(child) for path, child in children}
+
+
+def filled(like: Any, names: Any) -> Any:
+    """A tree like `like`, from the values in `names`, which match it already.
+
+    Values come as arrays of their own dtype, placed as the leaves of `like`.
+    """
+
+    def leaf(path: KeyPath, x: Any) -> Any:
+        value = names
+        for part in path_parts(path):
+            value = value[part]
+        if _is_key(x):
+            impl = jax.random.key_impl(jax.lax.full((), 0, x.dtype))
+            value = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
+        return placed_like(value, x)
+
+    return jax.tree_util.tree_map_with_path(leaf, like)
+
+
+def differences(given: Any, expected: Any) -> list[str]:
+    """What sets two trees of names apart, leaf by leaf: in sentences.
+
+    Args:
+        given: nested dicts of arrays.
+        expected: nested dicts of arrays, or of their shapes.
+    """
+    have, want = _leaves(given), _leaves(expected)
+    kinds = (
+        [d for p in want if p in have for d in _differ(p, have[p], want[p])],
+        [f"{path} is missing" for path in want if path not in have],
+        [f"{path} is unexpected" for path in have if path not in want],
+    )
+    # Some of each kind first: of another optimizer all is missing, and all unexpected.
+    mixed = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
+    return sorted(filter(None, mixed), key=lambda d: not d.startswith("params"))
+
+
+def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
+    """Raises a ValueError that shows where two trees of names differ."""
+    problems = differences(given, expected)
+    if problems:
+        shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise ValueError(
+            f"{what} differs from the state in {len(problems)} place(s): {shown}. "
+            f"{remedy}"
+        )
+
+
+def _differ(path: str, x: Any, like: Any) -> list[str]:
+    if np.shape(x) != like.shape:
+        return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:  # a number of Python takes any dtype of its kind
+        return [] if _fits(x, like.dtype) else [f"{path} is {x!r}"]
+    if dtype != like.dtype:
+        return [f"{path} has dtype {dtype}, expected {like.dtype}"]
+    return []
+
+
+def _fits(x: Any, dtype: Any) -> bool:
+    if not isinstance(x, bool | int | float):
+        return False
+    return np.can_cast(type(x), dtype, "same_kind")
+
+
+def _leaves(names: Any, path: str = "") -> dict[str, Any]:
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping):
+        return {path: names}
+    leaves = {}
+    for key, value in names.items():
+        leaves |= _leaves(value, f"{path}/{key}" if path else str(key))
+    return leaves
+
+
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,0 +1,278 @@
+"""Checkpoints that any opt level can read: float32 params, by name, with a version."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
+
+from jamp._checkpoint.names import check_same, filled, named
+from jamp._core import groups as _groups
+from jamp._core.devices import placed_like
+from jamp._core.dtypes import cast, is_castable
+from jamp._core.tree import unshared
+from jamp._scaling.rules import LossScaleRule, LossScaleState
+from jamp._state.amp_state import AmpState, extra_fields, master_params
+from jamp._state.step import with_masters
+from jamp.optimizers._masters import MasterWeights, MasterWeightsState
+
+VERSION = 1
+_SCALER = re.compile(r"loss_scaler\d+")
+_FLAX = ("step", "params", "opt_state")
+_COUNTERS = ("skipped_steps", "last_step_skipped")
+_WHAT_IS_READ = (
+    "from_checkpoint takes what jamp.to_checkpoint gave, or the state dict of a "
+    "flax.training TrainState"
+)
+
+
+def to_checkpoint(state: AmpState) -> dict[str, Any]:
+    """The state as nested dicts of arrays by name, in the same form at every level.
+
+    The params are float32: the masters, where there are any. So another level can read
+    them, and so can plain Flax. Nothing is copied or rounded. Flax's msgpack and Orbax
+    write it; typed PRNG keys are in it as their data. `jax.eval_shape(to_checkpoint,
+    state)` is the target that Orbax restores into.
+
+    Args:
+        state: an AmpState.
+
+    Returns:
+        A dict with the entries `version` and `opt_level` (2 for "O2"); `step`, `params`
+        and `opt_state` as plain Flax names them; `loss_scaler0`, ... per loss;
+        `skipped_steps` and `last_step_skipped`; and `fields`, the extra fields.
+
+    Raises:
+        TypeError: `state` is no AmpState.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params, tx = {"w": jnp.full(2, 0.1)}, optax.sgd(0.1, momentum=0.9)
+    >>> state = jamp.initialize(params, tx, "O2", verbosity=0)
+    >>> checkpoint = to_checkpoint(state)
+    >>> print(checkpoint["params"]["w"], checkpoint["opt_state"]["0"]["trace"]["w"])
+    [0.1 0.1] [0. 0.]
+    >>> moved = jamp.initialize(params, tx, "O5", verbosity=0)
+    >>> print(jamp.from_checkpoint(moved, checkpoint).params["w"])
+    [0.100098 0.100098]
+    """
+    if not isinstance(state, AmpState):
+        raise TypeError(f"to_checkpoint takes an AmpState, got {type(state).__name__}.")
+    scalers = zip(state.loss_scale_rules, state.loss_scales, strict=True)
+    level = (state.properties.opt_level or "O0").removeprefix("O")
+    return {
+        "version": placed_like(np.int32(VERSION), state.step),
+        "opt_level": placed_like(np.int32(level), state.step),
+        "step": state.step,
+        "params": named(master_params(state)),
+        "opt_state": named(_inner_states(state)),
+        **{f"loss_scaler{i}": _scaler(*pair) for i, pair in enumerate(scalers)},
+        **{name: named(getattr(state, name)) for name in _COUNTERS},
+        "fields": {name: named(getattr(state, name)) for name in _array_fields(state)},
+    }
+
+
+def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
+    """The state with the values of a checkpoint, from this opt level or another.
+
+    From the same level every bit comes back. From another, masters, moments, counters
+    and fields do; the params are the masters rounded to this level. A loss scale comes
+    along where both are dynamic; else this level's begins anew. Arrays are copied, so
+    donating the state never deletes the checkpoint's.
+
+    Args:
+        state: what `jamp.initialize` made, with the same model, optimizer and number of
+            losses; or its shapes. It says the level, and where arrays lie.
+        checkpoint: what `to_checkpoint` gave; or what plain Flax has of a float32
+            TrainState: itself, or its state dict `{"step", "params", "opt_state"}`, in
+            which all but `params` may be left out.
+
+    Returns:
+        A state like `state`.
+
+    Raises:
+        TypeError: `state` is no AmpState, or `checkpoint` nothing that can be read.
+        ValueError: a newer version, another number of losses, or a leaf that is
+            missing, unexpected, or of another shape or dtype. Nothing is made before
+            all has been checked.
+    """
+    if not isinstance(state, AmpState):
+        raise TypeError(
+            "from_checkpoint takes an AmpState first, to read the checkpoint into, got "
+            f"{type(state).__name__}."
+        )
+    expected = jax.eval_shape(to_checkpoint, state)
+    found = _read(checkpoint, state, expected)
+    _check(found, expected)
+    keys = _groups.group_keys(state.tx)
+    originals = filled(state.params, found["params"])
+    inner = filled(_inner_states(state), found["opt_state"])
+    groups = {
+        key: _group(
+            _groups.get(state.tx, key),
+            _groups.get(originals, key),
+            _groups.get(state.params, key),
+            _groups.get(inner, key) if state.tx is not None else None,
+        )
+        for key in keys
+    }
+    names = (*_COUNTERS, "step")
+    restored = state.replace(
+        params=_groups.each(keys, lambda k: groups[k][0], state.params),
+        opt_state=_groups.each(keys, lambda k: groups[k][1], state.params),
+        loss_scales=_scales(state, found),
+        **{name: filled(getattr(state, name), found[name]) for name in names},
+        **{
+            name: filled(getattr(state, name), found["fields"][name])
+            for name in _array_fields(state)
+        },
+    )
+    restored = jax.tree.map(placed_like, restored, state)
+    return unshared(restored, (state, checkpoint, found))
+
+
+def _inner_states(state: AmpState) -> Any:
+    """Per group the state of the optimizer without masters, alike at all levels."""
+    if state.tx is None:
+        return None
+
+    def inner(key):
+        opt_state = _groups.get(state.opt_state, key)
+        has_masters = isinstance(opt_state, MasterWeightsState)
+        return opt_state.inner_state if has_masters else opt_state
+
+    return _groups.each(_groups.group_keys(state.tx), inner, state.params)
+
+
+def _array_fields(state: AmpState) -> list[str]:
+    """The extra fields that hold arrays; the others are the program's."""
+    declared = state.__dataclass_fields__
+    return [
+        name
+        for name in extra_fields(state)
+        if declared[name].metadata.get("pytree_node", True)
+    ]
+
+
+def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
+    return {
+        "loss_scale": scale_state.scale,
+        **{k: v for k, v in scale_state._asdict().items() if k != "scale"},
+        "dynamic": placed_like(np.bool_(rule.moves), scale_state.unskipped),
+    }
+
+
+def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint in the present form, whatever it was."""
+    if isinstance(checkpoint, AmpState):
+        return to_checkpoint(checkpoint)
+    if isinstance(checkpoint, TrainState):
+        checkpoint = named(checkpoint)
+    if not isinstance(checkpoint, Mapping):
+        raise TypeError(f"{_WHAT_IS_READ}; got {type(checkpoint).__name__}.")
+    if "version" not in checkpoint:
+        return _from_flax(checkpoint, state, expected)
+    version = int(checkpoint["version"])
+    if not 1 <= version <= VERSION:
+        raise ValueError(
+            f"The checkpoint is of version {version}, and this jamp reads versions 1 "
+            f"to {VERSION}: install a newer jamp."
+        )
+    found = dict(checkpoint)
+    if state.tx is None:  # for inference: what an optimizer left is not needed
+        found |= {"opt_state": None, **_zeros(expected, _COUNTERS)}
+    return found
+
+
+def _from_flax(
+    checkpoint: Mapping[str, Any], state: AmpState, expected: dict[str, Any]
+) -> dict[str, Any]:
+    """What plain Flax knows, and the rest as of a fresh state."""
+    if "loss_scales" in checkpoint:
+        raise ValueError(
+            "The checkpoint is an AmpState itself, as Flax names its parts: restore it "
+            "with `flax.serialization.from_state_dict` into a state of the same opt "
+            "level, and save `jamp.to_checkpoint(state)` from now on."
+        )
+    if "params" not in checkpoint:
+        raise ValueError(
+            f"{_WHAT_IS_READ}; got a dict with the keys {sorted(map(str, checkpoint))}."
+        )
+    names = named(checkpoint)  # Orbax without a target restores tuples as lists
+    fields = {k: names.pop(k) for k in list(names) if k not in _FLAX}
+    if state.tx is None:
+        names["opt_state"] = None
+    known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
+    known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
+    if isinstance(state.step, jax.ShapeDtypeStruct):  # nothing to fall back on
+        known = {"fields": {}}
+    fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
+    fresh |= {
+        f"loss_scaler{i}": _scaler(rule, rule.init())
+        for i, rule in enumerate(state.loss_scale_rules)
+    }
+    return fresh | known | names | {"fields": known["fields"] | fields}
+
+
+def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        name: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), expected[name])
+        for name in names
+    }
+
+
+def _check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    scalers = [
+        sorted(name for name in tree if _SCALER.fullmatch(str(name)))
+        for tree in (found, expected)
+    ]
+    if scalers[0] != scalers[1]:
+        raise ValueError(
+            f"The checkpoint has {len(scalers[0])} loss scale(s), the state "
+            f"{len(scalers[1])}: pass num_losses={len(scalers[0])} to jamp.initialize."
+        )
+    check_same(
+        found,
+        expected,
+        "The checkpoint",
+        "Call jamp.initialize with the model, the optimizer and the fields of the run "
+        "that saved it; the opt level may be another, and half params must be cast to "
+        "float32 first.",
+    )
+
+
+def _group(tx: Any, originals: Any, params: Any, inner_state: Any) -> tuple[Any, Any]:
+    """One group at this level, from float32 params."""
+
+    def leaf(original, param):
+        return cast(original, param.dtype) if is_castable(param) else original
+
+    params = jax.tree.map(leaf, originals, params)
+    if not isinstance(tx, MasterWeights):
+        return params, inner_state
+    params, masters = with_masters(tx, originals, params)
+    return params, MasterWeightsState(masters, inner_state)
+
+
+def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
+    return tuple(
+        _scale(rule, like, found[f"loss_scaler{i}"])
+        for i, (rule, like) in enumerate(
+            zip(state.loss_scale_rules, state.loss_scales, strict=True)
+        )
+    )
+
+
+def _scale(
+    rule: LossScaleRule, like: LossScaleState, scaler: Mapping[str, Any]
+) -> LossScaleState:
+    """The scale of the checkpoint if it means the same here; else the rule's first."""
+    first = rule.init()
+    restored = LossScaleState(
+        scaler["loss_scale"] if rule.moves else first.scale,
+        *(scaler[name] for name in LossScaleState._fields[1:]),
+    )
+    same_kind = bool(scaler["dynamic"]) == rule.moves
+    return jax.tree.map(placed_like, restored if same_kind else first, like)

@@ -1,0 +1,91 @@
+"""Where arrays lie: whether they can meet, and how they get where others are."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jamp._core.tree import is_traced
+
+
+def check_same_devices(*named: tuple[str, Any]) -> None:
+    """Raises if arrays lie on different meshes, or some on one and some elsewhere.
+
+    JAX would say so at the first operation on two of them, without their names. What
+    is traced, or may lie anywhere, is left out.
+    """
+    first: tuple[str, Any] | None = None
+    for name, tree in named:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if is_traced(leaf) or not getattr(leaf, "committed", False):
+                continue
+            if first is None:
+                first = name + jax.tree_util.keystr(path), leaf.sharding
+            elif _devices(leaf.sharding) != _devices(first[1]):
+                here = name + jax.tree_util.keystr(path), leaf.sharding
+                raise ValueError(
+                    f"Arrays lie on different devices: {_at(*first)}, and "
+                    f"{_at(*here)}. Put all of them on one mesh first, with "
+                    "`jax.device_put(tree, sharding)`."
+                )
+
+
+def placed_like(x: Any, like: Any) -> jax.Array:
+    """`x` as an array in the dtype of `like`, or its own if that is a PRNG key's.
+
+    It lies where `like` lies, if that is an array, or a shape, that says so.
+    """
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or is_traced(like):
+        return jnp.asarray(x)
+    if getattr(like, "committed", True):
+        lies = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
+        return x if lies else put(x, sharding)
+    if not getattr(x, "is_fully_addressable", True):
+        return x  # on other hosts too, and `like` was never told where to be
+    elsewhere = getattr(x, "sharding", sharding).device_set != sharding.device_set
+    return jax.device_put(x, sharding) if elsewhere else jnp.asarray(x)
+
+
+def put(x: Any, sharding: Any) -> jax.Array:
+    """`jax.device_put`; by value, where it puts an array of this host on all hosts.
+
+    JAX 0.12 would make an array that has no shards to look at, and Orbax fails.
+    """
+    local = getattr(x, "is_fully_addressable", True)
+    if sharding.is_fully_addressable or not local:
+        return jax.device_put(x, sharding, may_alias=False)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        data = put(data, in_full(sharding, data.ndim))  # as a program gives it back
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    x = np.asarray(x)
+    own = lambda index: np.array(x[index])  # noqa: E731 - a view may be aliased
+    return jax.make_array_from_callback(x.shape, sharding, own)
+
+
+def in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """The same, with a spec that names every axis of an array, by None too."""
+    rest = (None,) * (ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
+
+
+@functools.lru_cache(maxsize=64)
+def _devices(sharding: Any) -> tuple[Any, ...]:
+    """In the order of a mesh, which two programs must share as well."""
+    if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
+        return tuple(sharding.mesh.devices.flat)
+    return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+
+
+def _at(name: str, sharding: Any) -> str:
+    ids = [device.id for device in _devices(sharding)]
+    if not isinstance(sharding, NamedSharding):
+        return f"{name} on devices {ids}"
+    axes = ", ".join(f"{axis}: {size}" for axis, size in sharding.mesh.shape.items())
+    return f"{name} on a mesh ({axes}) of devices {ids}"

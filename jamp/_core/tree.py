@@ -1,0 +1,138 @@
+"""Pytrees of parameters: paths, partitions, finite checks and selects."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.core import Tracer
+from jaxtyping import Array, Bool, PyTree
+
+from jamp._core.dtypes import is_differentiable
+
+type KeyPath = tuple[Any, ...]
+
+
+def path_parts(path: KeyPath) -> tuple[str, ...]:
+    """The components of a key path as strings: `("Dense_0", "kernel")`."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def path_string(path: KeyPath) -> str:
+    """A key path as Flax writes it: `"Dense_0/kernel"`."""
+    return "/".join(path_parts(path))
+
+
+def differentiable[T](tree: T) -> T:
+    """The tree that `jax.grad` and optax see: leaves that are no floats become None."""
+    return jax.tree.map(lambda x: x if is_differentiable(x) else None, tree)
+
+
+def merge[T](tree: T, rest: T) -> T:
+    """Puts the leaves of `rest` where `tree`, made from it, has None."""
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, tree, rest, is_leaf=_is_none
+    )
+
+
+def split_overwrite(tree: Any) -> tuple[Any, Any]:
+    """Splits off Flax's collection whose gradients are its new values (fp8 scales).
+
+    Returns:
+        `(tree["params"], tree["_overwrite_with_gradient"])`, or `(tree, None)`.
+    """
+    if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
+        return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
+    return tree, None
+
+
+def trained_params(params: PyTree) -> PyTree:
+    """What an optimizer steps of the params: floats, and no fp8 values."""
+    return differentiable(split_overwrite(params)[0])
+
+
+def join_overwrite(tree: Any, overwrite: Any, like: Any) -> Any:
+    """The inverse of `split_overwrite`, in a mapping of the kind of `like`."""
+    if overwrite is None:
+        return tree
+    joined = {"params": tree, OVERWRITE_WITH_GRADIENT: overwrite}
+    return joined if isinstance(like, dict) else type(like)(joined)
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether no element of any float leaf is inf or NaN."""
+    leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
+    if not leaves:
+        return jnp.asarray(True)
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+
+def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
+    """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
+
+    def leaf(n, o):
+        if jnp.issubdtype(o.dtype, jax.dtypes.prng_key):
+            return jnp.where(take_new, n, o)
+        return jnp.where(take_new, jnp.asarray(n, o.dtype), o)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def strong_array(x: Any) -> Any:
+    """An array without weak type, with which step 2 would retrace."""
+    x = x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def unshared[T](tree: T, given: Any) -> T:
+    """Copies arrays that the user has too, or that occur twice: donation ends them."""
+    seen = {id(x) for x in jax.tree.leaves(given)}
+
+    def leaf(x):
+        x = jnp.array(x, copy=True) if id(x) in seen else x
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(leaf, tree)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether `x` has no value yet, under `jit` for example."""
+    return isinstance(x, Tracer)
+
+
+def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
+    """Raises a ValueError that names the first leaf where two trees differ.
+
+    Args:
+        given: what the user passed.
+        expected: a tree with the structure and shapes that it should have.
+        what: names `given` in the message: `"gradients"`.
+        remedy: the sentence that says what to write instead.
+    """
+    have, want = _shapes(given), _shapes(expected)
+    for path in want:
+        if path not in have:
+            raise ValueError(f"{what} have no leaf at {path or 'the root'}: {remedy}")
+        if have[path] != want[path]:
+            raise ValueError(
+                f"{what}{path} has shape {have[path]}, expected {want[path]}: {remedy}"
+            )
+    for path in have:
+        if path not in want:
+            raise ValueError(f"{what} have an unexpected leaf at {path}: {remedy}")
+    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
+    if given_def != expected_def:
+        raise ValueError(
+            f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
+        )
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+
+def _is_none(x: object) -> bool:
+    return x is None

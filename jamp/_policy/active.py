@@ -1,0 +1,39 @@
+"""Which policy a model runs under, and what it does where a model begins and ends.
+
+A policy is entered together with a `jax.make_user_context` value, which is part of the
+key of JAX's trace caches: a function jitted outside is traced again inside, and back.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jamp._core.dtypes import cast_floats
+from jamp._policy.levels import Properties
+
+_active = jax.make_user_context(default_value=None)
+
+
+def active_policy() -> Properties | None:
+    """The innermost policy."""
+    return _active.value
+
+
+@contextlib.contextmanager
+def activated(properties: Properties) -> Iterator[None]:
+    """Makes a policy the innermost one."""
+    with _active(properties):
+        yield
+
+
+def cast_inputs[T](tree: T, properties: Properties) -> T:
+    """Casts the float arrays that enter a model."""
+    dtype = properties.cast_model_type
+    return cast_floats(tree, dtype) if dtype else tree
+
+
+def cast_outputs[T](tree: T, properties: Properties) -> T:
+    """Casts the float arrays that leave a model."""
+    dtype = properties.output_dtype
+    return tree if dtype is None else cast_floats(tree, dtype)

@@ -1,0 +1,159 @@
+"""Casting a model's params: all floats to one dtype, but for what stays in float32.
+
+After apex/fp16_utils/fp16util.py:convert_network.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.typing import DTypeLike
+
+from jamp._core.dtypes import FLOAT32, cast, is_castable
+from jamp._core.tree import KeyPath, path_parts, path_string
+from jamp._policy.levels import Properties, parse_keep_fp32, parse_model_type
+
+# A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
+_BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
+
+type Keep = Callable[[KeyPath, Any], bool]
+
+
+def cast_model(
+    tree: Any,
+    dtype: DTypeLike,
+    *,
+    keep_batchnorm_fp32: bool = False,
+    batch_stats: Any = None,
+    keep_fp32: Any = None,
+) -> Any:
+    """Casts the floats of a model, as `initialize` does at O2, O3 and O5.
+
+    A leaf stays in float32 if it belongs to a BatchNorm under `keep_batchnorm_fp32`, or
+    if `keep_fp32` names it. A leaf belongs to a BatchNorm if `batch_stats` has a `mean`
+    and a `var` at its module's path; without `batch_stats`, if its module's name says
+    so (`BatchNorm_0`, `bn1`, `batch_norm`). LayerNorm and all else are cast. Running
+    statistics are never cast, nor are integers, bools, PRNG keys and complex numbers.
+
+    Args:
+        tree: params, or Flax variables `{"params": ..., "batch_stats": ...}`.
+        dtype: float16, bfloat16 or float32.
+        keep_batchnorm_fp32: whether BatchNorm keeps its params in float32.
+        batch_stats: the model's running statistics, when `tree` is params alone.
+        keep_fp32: a regex searched in the path ("Dense_0/kernel"), a predicate
+            `(path, leaf) -> bool`, or a list of them.
+
+    Returns:
+        The same tree with other dtypes. Leaves that have their dtype are not copied.
+
+    Raises:
+        ValueError: `dtype` is none of these, or a regex of `keep_fp32` matches no leaf.
+        TypeError: `keep_fp32` is of another type.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"bn1": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 2))}}
+    >>> half = cast_model(params, jnp.float16, keep_batchnorm_fp32=True)
+    >>> print(half["bn1"]["scale"].dtype, half["head"]["kernel"].dtype)
+    float32 float16
+    """
+    keep_fp32 = () if keep_fp32 is None else parse_keep_fp32(keep_fp32)
+    dtype = parse_model_type(dtype)
+    if not _is_variables(tree):
+        keep = keep_rule(keep_batchnorm_fp32, batch_stats, keep_fp32)
+        check_keep_fp32(keep_fp32, tree)
+        return cast_params(tree, dtype, keep)
+    keep = keep_rule(
+        keep_batchnorm_fp32, tree.get("batch_stats", batch_stats), keep_fp32
+    )
+    check_keep_fp32(keep_fp32, tree["params"])
+
+    def cast_collection(name, collection):
+        if name == "params":
+            return cast_params(collection, dtype, keep)
+        half = FLOAT32 if name == "batch_stats" else dtype
+        return cast_params({name: collection}, half, _keep_nothing)[name]
+
+    cast_tree = {name: cast_collection(name, tree[name]) for name in tree}
+    return cast_tree if isinstance(tree, dict) else type(tree)(cast_tree)
+
+
+def cast_to_level(params: Any, properties: Properties, batch_stats: Any) -> Any:
+    """Casts params as their opt level says; None for `batch_stats` goes by names."""
+    dtype = properties.cast_model_type
+    if not dtype:
+        return params
+    keep = keep_rule(properties.keep_batchnorm_fp32, batch_stats, properties.keep_fp32)
+    return cast_params(params, dtype, keep)
+
+
+def keep_rule(
+    keep_batchnorm_fp32: bool | None, batch_stats: Any, keep_fp32: Collection[Any]
+) -> Keep:
+    """The predicate `(key path, leaf) -> bool` for leaves that stay in float32."""
+    is_batchnorm = _batchnorm_test(batch_stats)
+
+    def keep(path, leaf):
+        if keep_batchnorm_fp32 and is_batchnorm(path_parts(path)[:-1]):
+            return True
+        return any(_matches(rule, path_string(path), leaf) for rule in keep_fp32)
+
+    return keep
+
+
+def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
+    """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    paths = [path_string(path) for path, _ in leaves]
+    for rule in keep_fp32:
+        if not callable(rule) and not any(re.search(rule, path) for path in paths):
+            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise ValueError(
+                f"keep_fp32={rule!r} matches no leaf. It is searched as a regex in "
+                f"these paths: {shown}."
+            )
+
+
+def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
+    """Casts the float leaves to `dtype`, the kept ones to float32.
+
+    Flax's fp8 scales, in a collection of their own, are no weights: left alone.
+    """
+
+    def leaf(path, x):
+        if not is_castable(x) or OVERWRITE_WITH_GRADIENT in path_parts(path):
+            return x
+        return cast(x, FLOAT32 if keep(path, x) else dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def _batchnorm_test(batch_stats: Any) -> Callable[[tuple[str, ...]], bool]:
+    """Says of a module's path whether it is a BatchNorm's."""
+    if batch_stats is None:
+        return lambda module: any(
+            _BATCHNORM.search(name)
+            for name in module[-1:]
+            for name in name.split("/")[-1:]
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(batch_stats)
+    paths = {path_parts(path) for path, _ in leaves}
+    modules = {path[:-1] for path in paths}
+    exact = {m for m in modules if {(*m, "mean"), (*m, "var")} <= paths}
+    # Params may come as {"params": params}, which statistics never do.
+    return lambda module: tuple(x for x in module if x != "params") in exact
+
+
+def _matches(rule: Any, path: str, leaf: Any) -> bool:
+    return bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
+
+
+def _keep_nothing(path: KeyPath, leaf: Any) -> bool:
+    del path, leaf
+    return False
+
+
+def _is_variables(tree: Any) -> bool:
+    """Whether a tree is Flax variables: collections, "params" among them."""
+    return isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)

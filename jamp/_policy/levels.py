@@ -1,0 +1,338 @@
+"""Opt levels O0 to O5, and the properties that each of them sets.
+
+After apex/amp/frontend.py; O4 and O5 are ROCm apex's bfloat16 levels.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jamp._autocast.lists import AutocastLists
+from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
+
+type KeepFp32 = (
+    str
+    | re.Pattern[str]
+    | Callable[[str, Any], bool]
+    | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
+)
+
+BRIEFS = {
+    "O0": "O0:  Pure FP32 training.\n",
+    "O1": "O1:  Insert automatic casts around JAX functions.\n",
+    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n",
+    "O3": "O3:  Pure FP16 training.",
+    "O4": "O4:  Insert automatic casts around JAX functions.\n",
+    "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n",
+}
+
+
+class OptLevelError(ValueError, RuntimeError):
+    """An unknown opt level, or overrides that make no sense for the level.
+
+    A RuntimeError as well, which is what apex raises here.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Properties:
+    """What an opt level means, after the user's overrides. Immutable; hashes by value.
+
+    Attributes:
+        enabled: False turns everything off.
+        opt_level: "O0" to "O5".
+        cast_model_type: dtype of params and inputs; None or False casts nothing.
+        patch_functions: whether functions are autocast (apex's patch_torch_functions).
+        patch_functions_type: half dtype of autocast; None where there is none.
+        keep_batchnorm_fp32: whether affine BatchNorm keeps float32 params.
+        master_weights: whether the optimizer steps float32 copies of half params.
+        loss_scale: "dynamic", a number, or a rule such as `jamp.DynamicLossScale()`.
+        cast_model_outputs: dtype of the model's outputs; None is float32 where the
+            model is cast, and otherwise leaves them alone.
+        keep_fp32: more leaves to keep in float32: regexes and predicates on the path.
+        lists: additions to autocast's table, a `jamp.AutocastLists`.
+        promote: what autocast does with mixed operands, "widest" or "narrowest".
+
+    >>> Properties.from_opt_level("O2", loss_scale="128.0").loss_scale
+    128.0
+    """
+
+    enabled: bool = True
+    opt_level: str = "O0"
+    cast_model_type: Any = None
+    patch_functions: bool = False
+    patch_functions_type: Any = None
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: Any = 1.0
+    cast_model_outputs: Any = None
+    keep_fp32: tuple[Any, ...] = ()
+    lists: Any = None
+    promote: str = "widest"
+
+    @classmethod
+    def from_opt_level(
+        cls,
+        opt_level: str = "O1",
+        *,
+        enabled: bool = True,
+        cast_model_type: DTypeLike | Literal[False] | None = None,
+        patch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: Any = None,
+        cast_model_outputs: DTypeLike | None = None,
+        keep_fp32: KeepFp32 | list[Any] | None = None,
+        lists: Any = None,
+        promote: str | None = None,
+    ) -> "Properties":
+        """Takes a level's defaults and applies every override that is not None.
+
+        Args:
+            opt_level: "O0" to "O5".
+            enabled: see the attributes of `Properties`, also for what follows.
+            cast_model_type: False to cast nothing; not for O1 and O4.
+            patch_functions: True only at O1 and O4.
+            keep_batchnorm_fp32: also as the string "True" or "False".
+            master_weights: not for O1 and O4.
+            loss_scale: a number also as a string ("128.0").
+            cast_model_outputs: at any level.
+            keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
+                paths are written "Dense_0/kernel".
+            lists, promote: only for O1 and O4.
+
+        Returns:
+            The properties.
+
+        Raises:
+            OptLevelError: the level is unknown, or overrides contradict it; all
+                contradictions are in the one message.
+
+        >>> Properties.from_opt_level("O5").cast_model_type
+        dtype(bfloat16)
+        """
+        overrides = {
+            "cast_model_type": cast_model_type,
+            "patch_functions": patch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+            "cast_model_outputs": cast_model_outputs,
+            "keep_fp32": keep_fp32,
+            "lists": lists,
+            "promote": promote,
+        }
+        if not enabled:
+            return DISABLED
+        if not isinstance(opt_level, str) or opt_level not in LEVELS:
+            raise OptLevelError(
+                f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', "
+                "'O2', 'O3', 'O4', 'O5'. Note that in `O0`, `O1`, etc., the prefix O "
+                "is the letter O, not the number zero."
+            )
+        overrides = {k: v for k, v in overrides.items() if v is not None}
+        values, complaints = {}, []
+        for name, value in overrides.items():
+            try:
+                values[name] = _PARSERS[name](value)
+            except (ValueError, TypeError) as error:
+                complaints.append(str(error))
+        complaints += _contradictions(opt_level, values)
+        if complaints:
+            raise OptLevelError("\n".join(complaints))
+        return dataclasses.replace(LEVELS[opt_level], **values)
+
+    @property
+    def half_dtype(self) -> Any:
+        """The half dtype that the model is cast to, or None."""
+        return self.cast_model_type if self.cast_model_type in HALF_DTYPES else None
+
+    @property
+    def output_dtype(self) -> Any:
+        """The dtype of the model's outputs, or None where they are left alone."""
+        if self.cast_model_outputs is not None:
+            return self.cast_model_outputs
+        return FLOAT32 if self.cast_model_type else None
+
+    def describe(self) -> list[str]:
+        """One line per property, as apex prints them."""
+        shown = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in _QUIET
+            or getattr(self, field.name) not in (None, (), "widest")
+        ]
+        return [f"{name:<22} : {getattr(self, name)}" for name in shown]
+
+
+_QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
+_FP16, _BF16 = HALF_DTYPES
+DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
+_AUTOCAST = Properties(opt_level="O1", patch_functions=True)
+LEVELS = {
+    "O0": Properties(opt_level="O0", cast_model_type=FLOAT32, master_weights=False),
+    "O1": dataclasses.replace(
+        _AUTOCAST, patch_functions_type=_FP16, loss_scale="dynamic"
+    ),
+    "O2": Properties(
+        opt_level="O2",
+        cast_model_type=_FP16,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
+    ),
+    "O3": Properties(
+        opt_level="O3",
+        cast_model_type=_FP16,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+    ),
+    "O4": dataclasses.replace(_AUTOCAST, opt_level="O4", patch_functions_type=_BF16),
+    "O5": Properties(
+        opt_level="O5",
+        cast_model_type=_BF16,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+    ),
+}
+
+
+def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
+    """What apex's checks say of these overrides at this level."""
+    if opt_level not in ("O1", "O4"):
+        if values.get("patch_functions"):
+            yield (
+                "Currently, patch_functions=True should only be set by selecting "
+                f"opt_level='O1' or 'O4', opt_level was {opt_level!r}."
+            )
+        for name in ("lists", "promote"):
+            if name in values:
+                yield f"{name} steers autocast, which {opt_level} does not use."
+        return
+    dtype = values.get("cast_model_type")
+    if dtype and dtype != FLOAT32:
+        yield (
+            f"{opt_level} inserts casts around functions rather than model weights, so "
+            "with it the model weights themselves should remain FP32. To cast the "
+            "model weights to half, use opt_level='O2', 'O3' or 'O5'. "
+            f"cast_model_type was {dtype}."
+        )
+    if "keep_batchnorm_fp32" in values:
+        yield (
+            f"With opt_level {opt_level}, batchnorm functions are automatically run in "
+            "FP32, so keep_batchnorm_fp32 should be None. keep_batchnorm_fp32 was "
+            f"{values['keep_batchnorm_fp32']}."
+        )
+    if "master_weights" in values:
+        yield (
+            f"It doesn't make sense to use master_weights with {opt_level}. With "
+            f"{opt_level}, your model weights themselves should be FP32. "
+            f"master_weights was {values['master_weights']}."
+        )
+
+
+def parse_model_type(value: Any) -> Any:
+    """A dtype that a model can be cast to, or False."""
+    if value is False:
+        return False
+    return _parse_dtype("cast_model_type", value, MODEL_DTYPES, " or False")
+
+
+def _parse_outputs(value: Any) -> Any:
+    return _parse_dtype("cast_model_outputs", value, CASTABLE_DTYPES, "")
+
+
+def _parse_dtype(name: str, value: Any, legal: tuple[Any, ...], also: str) -> Any:
+    try:
+        dtype = None if isinstance(value, bool) else jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype not in legal:  # NumPy says None == float64
+        names = ", ".join(str(d) for d in legal)
+        raise ValueError(f"{name} must be one of {names}{also}, found {name}={value!r}")
+    return dtype
+
+
+def _parse_batchnorm(value: Any) -> bool:
+    try:
+        return {True: True, False: False, "True": True, "False": False}[value]
+    except (KeyError, TypeError):
+        raise ValueError(
+            "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or "
+            f"None, found keep_batchnorm_fp32={value!r}"
+        ) from None
+
+
+def _parse_bool(name: str) -> Callable[[Any], bool]:
+    def parse(value):
+        if not isinstance(value, bool):
+            raise ValueError(
+                f"{name} must be a boolean or None, found {name}={value!r}"
+            )
+        return value
+
+    return parse
+
+
+def _parse_loss_scale(value: Any) -> Any:
+    if isinstance(value, str) and value == "dynamic":
+        return value
+    if hasattr(value, "scale_loss") and not isinstance(value, type):  # a rule object
+        return value
+    try:
+        scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
+    except (TypeError, ValueError):
+        scale = 0.0
+    if not 2.0**-126 <= scale <= 2.0**126:  # see _loss_scale.py
+        raise ValueError(
+            "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
+            "(also as a string), or a rule such as jamp.DynamicLossScale(), found "
+            f"loss_scale={value!r}"
+        )
+    return scale
+
+
+def _parse_lists(value: Any) -> Any:
+    if not isinstance(value, AutocastLists):
+        raise TypeError(f"lists must be a jamp.AutocastLists, found {value!r}")
+    return value
+
+
+def _parse_promote(value: Any) -> str:
+    if value not in ("widest", "narrowest"):
+        raise ValueError(f"promote must be 'widest' or 'narrowest', found {value!r}")
+    return value
+
+
+def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
+    """The rules of `keep_fp32` as a tuple of regexes and predicates."""
+    rules = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for rule in rules:
+        if isinstance(rule, str):
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ValueError(f"keep_fp32={rule!r} is no regex: {error}") from None
+        elif not (isinstance(rule, re.Pattern) or callable(rule)):
+            raise TypeError(
+                "keep_fp32 must be a regex, a predicate (path, leaf) -> bool, or a "
+                f"list of them, found {rule!r}"
+            )
+    return rules
+
+
+_PARSERS = {
+    "cast_model_type": parse_model_type,
+    "patch_functions": _parse_bool("patch_functions"),
+    "keep_batchnorm_fp32": _parse_batchnorm,
+    "master_weights": _parse_bool("master_weights"),
+    "loss_scale": _parse_loss_scale,
+    "cast_model_outputs": _parse_outputs,
+    "keep_fp32": parse_keep_fp32,
+    "lists": _parse_lists,
+    "promote": _parse_promote,
+}

@@ -1,0 +1,94 @@
+"""Scaling a loss by hand: `scale_loss`, `unscale`, and what they check."""
+
+from typing import Any, Protocol
+
+from jaxtyping import Array, Float, PyTree
+
+from jamp._core.tree import join_overwrite, split_overwrite
+from jamp._policy.levels import Properties
+from jamp._scaling.loss import checked_loss
+from jamp._scaling.rules import LossScaleRule, LossScaleState
+from jamp._scaling.scaled_grads import NOT_A_TREE, ScaledGrads
+
+_WANTS_A_STATE = (
+    "{name} takes the AmpState that `jamp.initialize` returned as its first argument, "
+    "got {given}. Write `{name}(loss_fn)(state, batch)`."
+)
+
+
+class HasLossScales(Protocol):
+    """What this file needs of an `AmpState`."""
+
+    params: Any
+    tx: Any
+    loss_scales: Any
+    loss_scale_rules: Any
+    properties: Any
+
+
+def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
+    """The loss in float32 times a loss scale, for people who call `jax.grad`
+    themselves.
+
+    Args:
+        loss: a float scalar.
+        state: an AmpState.
+        loss_id: which of the state's loss scales to use.
+
+    Returns:
+        The scaled loss, shape (), float32.
+
+    Raises:
+        TypeError: the loss is no float scalar.
+        IndexError: `loss_id` is out of range.
+
+    >>> import jax, jax.numpy as jnp, jamp, optax
+    >>> state = jamp.initialize(
+    ...     jnp.ones(2), optax.sgd(1.0), "O2", loss_scale=4, verbosity=0
+    ... )
+    >>> loss_fn = lambda w: scale_loss(w.sum(dtype="float32"), state)
+    >>> grads = jax.grad(loss_fn)(state.params)
+    >>> print(grads, jamp.unscale(grads, state))
+    [4. 4.] [1. 1.]
+    """
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss")
+    return rule.scale_loss(checked_loss(loss), scale_state)
+
+
+def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
+    """Gradients of a loss from `scale_loss`, in float32, divided by the scale.
+
+    Inf stays inf, so `state.apply_gradients(grads=unscale(grads, state))` still sees an
+    overflow and skips; clip after the check only, or inside the optimizer.
+
+    Args:
+        grads: a tree of gradients.
+        state: the AmpState that scaled the loss, before it is updated.
+        loss_id: which of the state's loss scales was used.
+
+    Returns:
+        The tree in float32.
+
+    Raises:
+        TypeError: `grads` are ScaledGrads.
+        IndexError: `loss_id` is out of range.
+    """
+    if isinstance(grads, ScaledGrads):
+        raise TypeError(NOT_A_TREE)
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale")
+    params, overwrite = split_overwrite(grads)
+    return join_overwrite(rule.unscale(params, scale_state), overwrite, grads)
+
+
+def find_loss_scale(
+    state: Any, loss_id: int, name: str
+) -> tuple[LossScaleRule, LossScaleState]:
+    if not isinstance(getattr(state, "properties", None), Properties):
+        raise TypeError(_WANTS_A_STATE.format(name=name, given=type(state).__name__))
+    count = len(state.loss_scale_rules)
+    if isinstance(loss_id, bool) or loss_id not in range(count):
+        raise IndexError(
+            f"loss_id={loss_id!r} is out of range: the state has {count} loss "
+            "scale(s). Pass num_losses to jamp.initialize."
+        )
+    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]

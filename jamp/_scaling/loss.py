@@ -1,0 +1,49 @@
+"""What a loss function may return."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jamp._core.dtypes import HALF_DTYPES, is_differentiable
+from jamp._core.warnings import PrecisionWarning
+
+
+def split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
+    """The loss, checked, and aux."""
+    if not has_aux:
+        return checked_loss(out), None
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"With has_aux=True the loss function must return (loss, aux), got {out!r}."
+        )
+    return checked_loss(out[0]), out[1]
+
+
+def checked_loss(loss: Any) -> Array:
+    """The loss in float32, if it is a float scalar."""
+    if isinstance(loss, tuple):
+        raise TypeError(
+            "The loss function returned a tuple: pass has_aux=True for (loss, aux)."
+        )
+    if not is_differentiable(loss) or jnp.iscomplexobj(loss) or jnp.shape(loss) != ():
+        given = (
+            f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
+            if hasattr(loss, "dtype")
+            else type(loss).__name__
+        )
+        raise TypeError(
+            f"The loss must be a float scalar, got {given}. Reduce it, with `.mean()` "
+            "for example."
+        )
+    loss = jnp.asarray(loss)
+    if loss.dtype in HALF_DTYPES:
+        warnings.warn(
+            f"The loss is {loss.dtype}: its gradient, the loss scale, overflows "
+            "float16 above 65504, and the value is rounded. Compute the loss in "
+            "float32: `logits.astype(jnp.float32)` before it.",
+            PrecisionWarning,
+            stacklevel=4,
+        )
+    return loss.astype(jnp.float32)

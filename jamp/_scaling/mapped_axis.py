@@ -1,0 +1,100 @@
+"""`axis_name`: gradients averaged over the devices of a mapped axis, in float32.
+
+After apex/parallel/distributed.py, with `allreduce_always_fp32` and
+`gradient_predivide_factor`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from jamp._core.compat import manual_axes, varying_axes
+from jamp._scaling.scaled_grads import widen_tree
+
+
+def check_predivide(predivide: Any, axis_name: Any) -> None:
+    """Raises unless it is a positive number, and there is an axis to sum over."""
+    if predivide is None:
+        return
+    number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
+    if not number or not 0 < predivide < math.inf:
+        raise ValueError(
+            "predivide must be what to divide gradients by before they are summed over "
+            f"axis_name, a positive number, got {predivide!r}."
+        )
+    if axis_name is None:
+        raise ValueError(
+            f"predivide={predivide} has no effect without axis_name. Pass the axis, or "
+            "leave it out: under jit with sharded arrays XLA makes the sum."
+        )
+
+
+def check_bound(axis_name: Any) -> None:
+    """Raises if an axis is not mapped here."""
+    for name in _names(axis_name):
+        try:
+            jax.lax.axis_size(name)
+        except (NameError, AssertionError):
+            manual = sorted(map(str, manual_axes()))
+            raise ValueError(
+                f"axis_name={name!r} is not bound here; the axes of the shard_map "
+                f"around this call are {manual}. Call it inside of "
+                "jax.shard_map or jax.vmap over an axis of this name. Under jit with "
+                "sharded arrays leave axis_name out: nothing is needed."
+            ) from None
+
+
+def varying(params: PyTree, axis_name: Any) -> PyTree:
+    """Marks replicated params as varying: JAX would sum their gradients, in half."""
+    mapped = manual_axes().intersection(_names(axis_name))
+
+    def leaf(x):
+        missing = tuple(mapped - varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(leaf, params)
+
+
+def averaged(
+    grads: PyTree, loss: Array, axis_name: Any, predivide: float | None
+) -> tuple[PyTree, Array]:
+    """Gradients and loss, averaged over an axis in float32.
+
+    With `predivide`, gradients are divided by it before the sum, which can overflow
+    otherwise, and by the rest of the number of devices after it.
+    """
+    loss = jax.lax.pmean(loss, axis_name)
+    grads = widen_tree(grads)
+    if predivide is None:
+        return jax.lax.pmean(grads, axis_name), loss
+    after = predivide / math.prod(map(jax.lax.axis_size, _names(axis_name)))
+    divided = jax.tree.map(lambda g: g / predivide, grads)
+    summed = jax.lax.psum(divided, axis_name)
+    return jax.tree.map(lambda g: g * after, summed), loss
+
+
+def agreed(finite: Bool[Array, ""], scale: Array, axis_name: Any) -> Bool[Array, ""]:
+    """Whether the averaged gradients are finite on all devices that share a scale.
+
+    Over `axis_name` they are the same. Over other axes of a `shard_map`, where devices
+    may hold parts of params, one that overflows makes all of them skip.
+    """
+    rest = manual_axes() - set(_names(axis_name))
+    if _checks_vma():
+        rest &= varying_axes(finite) - varying_axes(scale)
+    if not rest:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), tuple(rest)) > 0
+
+
+def _checks_vma() -> bool:
+    """Whether the `shard_map` around knows what varies: check_vma=True."""
+    axes = tuple(manual_axes())
+    return any(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
+
+
+def _names(axis_name: Any) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)

@@ -1,0 +1,270 @@
+"""Gradients of a scaled loss: `scaled_grad`, `scaled_value_and_grad`, `zero_grads`.
+
+After apex/amp/handle.py:scale_loss. The loss is multiplied in float32, so it is never
+NaN because it left the range of float16.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from jamp._core import groups as _groups
+from jamp._core.devices import check_same_devices
+from jamp._core.tree import (
+    all_finite,
+    differentiable,
+    join_overwrite,
+    merge,
+    split_overwrite,
+)
+from jamp._policy.forward import forward_policy, under_autocast
+from jamp._scaling.by_hand import HasLossScales, find_loss_scale
+from jamp._scaling.layout import row_major_on_cuda
+from jamp._scaling.loss import split_aux
+from jamp._scaling.mapped_axis import (
+    agreed,
+    averaged,
+    check_bound,
+    check_predivide,
+    varying,
+)
+from jamp._scaling.retry import check_aux_of_redo, check_redo, redoes, until_finite
+from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
+from jamp.optimizers._masters import fused_inside
+
+
+def scaled_value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    loss_id: int = 0,
+    wrt: Any = None,
+    axis_name: Any = None,
+    predivide: float | None = None,
+    redo_on_overflow: int = 0,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`;
+            `loss` is a float scalar, in float32 rather than in half.
+        has_aux: whether `loss_fn` returns `(loss, aux)`.
+        loss_id: which of the state's loss scales to use.
+        wrt: the groups to differentiate, of several: a key, a sequence of keys, or None
+            for all. `loss_fn` always gets the params of all groups.
+        axis_name: name of a mapped axis (`shard_map`, `pmap`) to average loss and
+            gradients over. Gradients are averaged in float32, and `finite` is agreed.
+            Under `jit` with sharded arrays leave it out: nothing is needed.
+        predivide: what to divide gradients by before they are summed over `axis_name`,
+            and the sum by the rest of its size after: the mean of gradients whose sum
+            float32 cannot hold. apex's `gradient_predivide_factor`.
+        redo_on_overflow: how often to compute a batch again at most, each time at the
+            next lower loss scale, when its gradients are not finite: instead of a skip.
+            Of a dynamic scale; use it under `jit`, with arrays as aux.
+
+    Returns:
+        `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the
+        loss unscaled in float32, the gradients as `ScaledGrads` in the dtypes of the
+        params (float32 with `axis_name`).
+
+    Raises (when called):
+        TypeError: `state` is no AmpState; the loss is no float scalar.
+        IndexError: `loss_id` is out of range.
+        ValueError: `wrt` names no group; `axis_name` is not bound; `redo_on_overflow`
+            is no number of times, or `predivide` no positive number; arguments lie on
+            other devices than the state.
+
+    >>> import jax.numpy as jnp, jamp, optax
+    >>> params = {"w": jnp.ones(2)}
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", loss_scale=8, verbosity=0)
+    >>> loss_fn = lambda params: 3 * params["w"].sum(dtype="float32")
+    >>> loss, grads = scaled_value_and_grad(loss_fn)(state)
+    >>> print(grads.tree["w"], grads.unscale()[0]["w"])
+    [24. 24.] [3. 3.]
+    """
+
+    both = _differentiate(
+        loss_fn,
+        "jamp.scaled_value_and_grad",
+        has_aux,
+        loss_id,
+        wrt,
+        axis_name,
+        predivide,
+        redo_on_overflow,
+    )
+
+    @functools.wraps(loss_fn)
+    def value_and_grad(state, *args, **kwargs):
+        loss, aux, grads = both(state, *args, **kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return value_and_grad
+
+
+def scaled_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    loss_id: int = 0,
+    wrt: Any = None,
+    axis_name: Any = None,
+    predivide: float | None = None,
+    redo_on_overflow: int = 0,
+) -> Callable[..., Any]:
+    """`scaled_value_and_grad` without the value.
+
+    Args, errors: see `scaled_value_and_grad`.
+
+    Returns:
+        `f(state, *args, **kwargs) -> grads`, or `(grads, aux)` with `has_aux`.
+
+    >>> import jax.numpy as jnp, jamp, optax
+    >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O0", verbosity=0)
+    >>> print(scaled_grad(lambda w: (w**2).sum())(state).tree)
+    [2. 2.]
+    """
+    both = _differentiate(
+        loss_fn,
+        "jamp.scaled_grad",
+        has_aux,
+        loss_id,
+        wrt,
+        axis_name,
+        predivide,
+        redo_on_overflow,
+    )
+
+    @functools.wraps(loss_fn)
+    def grad(state, *args, **kwargs):
+        _, aux, grads = both(state, *args, **kwargs)
+        return (grads, aux) if has_aux else grads
+
+    return grad
+
+
+def zero_grads(
+    state: HasLossScales,
+    loss_id: int = 0,
+    wrt: Any = None,
+    *,
+    redo_on_overflow: int = 0,
+) -> ScaledGrads:
+    """Zeros in float32 to begin a sum of `ScaledGrads`, as the carry of a scan.
+
+    Args:
+        state: an AmpState.
+        loss_id, wrt, redo_on_overflow: as given to `scaled_grad`.
+
+    Returns:
+        ScaledGrads at the present scale.
+
+    >>> import jax.numpy as jnp, jamp, optax
+    >>> tx = optax.sgd(1.0)
+    >>> state = jamp.initialize(jnp.ones(2), tx, "O2", loss_scale=128, verbosity=0)
+    >>> grads = jamp.scaled_grad(lambda w, x: (w * x).sum(dtype="float32"))
+    >>> step = lambda total, x: (total + grads(state, x), None)
+    >>> total, _ = jax.lax.scan(step, zero_grads(state), jnp.ones((4, 2), jnp.float16))
+    >>> print((total / 4).unscale()[0])
+    [1. 1.]
+    """
+    check_redo(redo_on_overflow)
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads")
+    keys = _groups.resolve_wrt(wrt, _groups.group_keys(state.tx))
+    named = tuple(wrt) if isinstance(wrt, list) else wrt
+    zeros = {}
+    for key in keys:
+        tree = differentiable(_groups.get(state.params, key))
+        params, overwrite = split_overwrite(tree)
+        zero = widen_tree(jax.tree.map(jnp.zeros_like, params))
+        zeros[key] = join_overwrite(zero, overwrite, tree)
+    return ScaledGrads(
+        tree=_groups.shape_like_wrt(zeros, named, state.params),
+        scale=rule.current(scale_state),
+        finite=jnp.asarray(True),
+        loss_id=loss_id,
+        groups=named,
+        scale_state=scale_state if redoes(rule, redo_on_overflow) else None,
+    )
+
+
+def _differentiate(
+    loss_fn: Callable[..., Any],
+    name: str,
+    has_aux: bool,
+    loss_id: int,
+    wrt: Any,
+    axis_name: Any,
+    predivide: float | None,
+    redo_on_overflow: int,
+) -> Callable[..., tuple[Array, Any, ScaledGrads]]:
+    """`f(state, *args, **kwargs) -> (loss, aux, grads)`."""
+    check_redo(redo_on_overflow)
+    check_predivide(predivide, axis_name)
+
+    def differentiate(state, *args, **kwargs):
+        rule, scale_state = find_loss_scale(state, loss_id, name)
+        check_same_devices(("state", state), ("args", args), *kwargs.items())
+        every = _groups.group_keys(state.tx)
+        keys = _groups.resolve_wrt(wrt, every)
+        redo = redoes(rule, redo_on_overflow)
+        trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
+        if axis_name is not None:
+            check_bound(axis_name)
+            trained = varying(trained, axis_name)
+
+        run_loss = under_autocast(loss_fn, state.properties)
+
+        def scaled_loss(trained, scale_state):
+            whole = {k: _groups.get(state.params, k) for k in every}
+            whole |= {k: merge(trained[k], whole[k]) for k in keys}
+            out = run_loss(_groups.pack(whole, state.params), *args, **kwargs)
+            loss, aux = split_aux(out, has_aux)
+            if redo:
+                check_aux_of_redo(aux)
+            return rule.scale_loss(loss, scale_state), (loss, aux)
+
+        def attempt(scale_state):
+            with forward_policy(state.properties):
+                grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(
+                    trained, scale_state
+                )
+            grads = row_major_on_cuda(grads)
+            if axis_name is not None:
+                grads, loss = averaged(grads, loss, axis_name, predivide)
+            finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
+            if axis_name is not None:
+                finite = agreed(finite, scale_state.scale, axis_name)
+            return (loss, aux, grads), finite
+
+        if redo:
+            (loss, aux, grads), finite, scale_state = until_finite(
+                attempt, rule, scale_state, redo_on_overflow
+            )
+        else:
+            (loss, aux, grads), finite = attempt(scale_state)
+        named = tuple(wrt) if isinstance(wrt, list) else wrt
+        scaled = ScaledGrads(
+            tree=_groups.shape_like_wrt(grads, named, state.params),
+            scale=rule.current(scale_state),
+            finite=finite,
+            loss_id=loss_id,
+            groups=named,
+            scale_state=scale_state if redo else None,
+        )
+        return loss, aux, scaled
+
+    return differentiate
+
+
+def _finite(grads: dict[Any, PyTree], txs: Any) -> Bool[Array, ""]:
+    """Whether all are finite; by the kernels of the optimizer that will step them."""
+    flags = []
+    for key, tree in grads.items():
+        tree, fused = split_overwrite(tree)[0], fused_inside(_groups.get(txs, key))
+        flags.append(fused.all_finite(tree) if fused else all_finite(tree))
+    return functools.reduce(jnp.logical_and, flags)

@@ -1,0 +1,303 @@
+"""The train state: `apply_gradients` unscales, checks, and steps or skips as one."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax.training.train_state import TrainState
+from jaxtyping import Array, Bool
+
+from jamp._core import groups as _groups
+from jamp._core.devices import check_same_devices
+from jamp._core.groups import Key
+from jamp._core.tree import check_like, select
+from jamp._policy.levels import Properties
+from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
+from jamp._state import parts as _gradients, serialization as _restore
+from jamp._state.add_params import grown
+from jamp._state.parts import Part
+from jamp._state.step import step, widened
+
+_FIELD_REMEDY = (
+    "a field keeps its structure and shapes; to change them, use "
+    "`state.replace(...)` outside of the step."
+)
+
+
+class AmpState(TrainState, kw_only=True):
+    """Flax's TrainState with a precision policy, masters and loss scales.
+
+    Made by `jamp.initialize`, not by `create`. Subclass it to declare extra fields:
+    `class Mine(jamp.AmpState): batch_stats: Any`.
+
+    Attributes:
+        step: steps that were not skipped, shape (), int32.
+        apply_fn: the model's forward under the policy. Static.
+        params: what the model consumes: half where the level says so.
+        tx: the transformation, wrapped in `master_weights` at O2 and O5. Static.
+        opt_state: its state, in float32.
+        loss_scales: one LossScaleState per loss.
+        skipped_steps: skipped steps, shape (), int32; per group where there are
+            several.
+        last_step_skipped: whether the last step was skipped, shape (), bool; likewise.
+        properties: what the opt level means. Static.
+        loss_scale_rules: one rule per loss. Static.
+    """
+
+    loss_scales: tuple[LossScaleState, ...]
+    skipped_steps: Any
+    last_step_skipped: Any
+    properties: Properties = flax.struct.field(pytree_node=False)
+    loss_scale_rules: tuple[LossScaleRule, ...] = flax.struct.field(pytree_node=False)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        _restore.register(cls)
+
+    @classmethod
+    def create(cls, **kwargs):
+        """Not here: `jamp.initialize(params, tx, opt_level, state_class=...)` is."""
+        del kwargs
+        raise TypeError(
+            f"{cls.__name__}.create would leave the params uncast. Write "
+            "`jamp.initialize(params, tx, opt_level, apply_fn=..., "
+            f"state_class={cls.__name__}, ...)`."
+        )
+
+    @property
+    def loss_scale(self) -> Any:
+        """The present loss scale, shape (), float32; a tuple of several."""
+        scales = tuple(state.scale for state in self.loss_scales)
+        return scales[0] if len(scales) == 1 else scales
+
+    def apply_gradients(
+        self, *, grads: Any, update_args: Mapping[str, Any] | None = None, **fields: Any
+    ) -> "AmpState":
+        """Unscales the gradients, and steps; or skips, if they are not finite.
+
+        A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
+        their bits; only the loss scale and the counters of skips move. A static scale
+        checks nothing, unless its rule says `check=True`.
+
+        Args:
+            grads: ScaledGrads; a sequence of them, of several losses, which are summed
+                in float32; or a tree like `params` of gradients already unscaled, with
+                None for a group to leave alone.
+            update_args: extra arguments for `tx.update`, such as `value`.
+            **fields: new values of extra fields, such as `batch_stats`. What must
+                advance on a skip too, such as an RNG key, goes through `replace`.
+
+        Returns:
+            The next state, with the structure, shapes and dtypes of this one.
+
+        Raises:
+            TypeError: there is no `tx`; a field is not declared.
+            ValueError: gradients or a field differ from the state in structure or
+                shape, or lie on other devices.
+        """
+        if self.tx is None:
+            raise TypeError(
+                "The state has no optimizer: pass one to jamp.initialize(params, tx)."
+            )
+        check_same_devices(("state", self), ("grads", grads), *fields.items())
+        parts = _gradients.parts(grads, self)
+        keys = _groups.group_keys(self.tx)
+        covered = [key for key in keys if any(key in part.trees for part in parts)]
+        clean = {key: _gradients.clean_flag(parts, key) for key in covered}
+        args = dict(update_args or {})
+        groups = {
+            key: _next_group(self, key, parts, clean[key], args)
+            if key in covered
+            else _group(self, key)
+            for key in keys
+        }
+        stepped = [_known(flag) for flag in clean.values()]
+        return self.replace(
+            step=self.step
+            + functools.reduce(jnp.logical_or, stepped).astype(jnp.int32),
+            loss_scales=_next_scales(self, parts),
+            **{
+                name: _groups.each(keys, lambda k, n=name: groups[k][n], self.params)
+                for name in _GROUPED
+            },
+            **{
+                name: _next_field(self, name, new, keys, clean)
+                for name, new in fields.items()
+            },
+        )
+
+    def add_params(
+        self,
+        params: Any,
+        tx: Any = None,
+        *,
+        allow_incoming_model_not_fp32: bool = False,
+        **fields: Any,
+    ) -> "AmpState":
+        """The state with more params, as after apex's `add_param_group`.
+
+        New params are cast as the level says, and get masters and fresh optimizer
+        state; every bit of the old ones stays. Call it outside of `jit`: the state has
+        another structure afterwards, so the step is compiled again.
+
+        With one group the optimizer takes the params on, and its count of steps is
+        theirs too: Adam's first updates of them are up to three times larger than at
+        step 1. A new group has a count of its own.
+
+        Args:
+            params: new float32 params: a mapping, merged into `state.params`; or with
+                several groups new ones, in the container of `state.params`.
+            tx: with several groups, the optimizers of the new ones.
+            allow_incoming_model_not_fp32: whether half params may come in.
+            **fields: more of extra fields, merged alike. `batch_stats` makes the
+                recognition of BatchNorm exact.
+
+        Returns:
+            A state of the same class.
+
+        Raises:
+            TypeError: `params` or `tx` in the wrong container; an unknown field.
+            ValueError: a name is there already; params that are not float32; an
+                optimizer whose state is not kept per param.
+
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> params = {"body": jnp.ones(2)}
+        >>> state = jamp.initialize(params, optax.adam(1e-3), "O2", verbosity=0)
+        >>> state = state.add_params({"head": jnp.zeros(3)})
+        >>> print(state.params["head"].dtype, state.opt_state.masters["head"].dtype)
+        float16 float32
+        """
+        allowed, extra = allow_incoming_model_not_fp32, extra_fields(self)
+        return self.replace(**grown(self, params, tx, allowed, extra, fields))
+
+
+_restore.register(AmpState)
+
+# What a state holds once per group.
+_GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
+
+type _Flags = Mapping[Key, Bool[Array, ""] | None]
+
+
+def _group(state: AmpState, key: Key) -> dict[str, Any]:
+    return {name: _groups.get(getattr(state, name), key) for name in _GROUPED}
+
+
+def _next_group(
+    state: AmpState,
+    key: Key,
+    parts: list[Part],
+    clean: Bool[Array, ""] | None,
+    update_args: dict[str, Any],
+) -> dict[str, Any]:
+    """One group after its step, or as it was."""
+    old = _group(state, key)
+    params, opt_state = step(
+        _groups.get(state.tx, key),
+        *_gradients.total(parts, key),
+        opt_state=old["opt_state"],
+        params=old["params"],
+        clean=clean,
+        update_args=update_args,
+    )
+    return {
+        "params": params,
+        "opt_state": opt_state,
+        "skipped_steps": old["skipped_steps"] + (~_known(clean)).astype(jnp.int32),
+        "last_step_skipped": ~_known(clean),
+    }
+
+
+def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
+    """Where nobody looked, True: a constant, which folds away."""
+    return jnp.asarray(True) if clean is None else clean
+
+
+def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ...]:
+    scales = list(state.loss_scales)
+    flags: dict[int, list[Any]] = {}
+    for part in parts:  # in order: losses that share a scale count one after another
+        if part.loss_id is not None:
+            rule = state.loss_scale_rules[part.loss_id]
+            begun = state.loss_scales[part.loss_id]
+            before = _redone(part, scales[part.loss_id], begun)
+            scales[part.loss_id] = rule.update(before, _known(part.finite))
+            flags.setdefault(part.loss_id, []).append(part.finite)
+    for loss_id, finite in flags.items():
+        if len(finite) > 1 and state.loss_scale_rules[loss_id].checks:
+            # They skip one step, and a clean loss must not hide one that never is.
+            clean = functools.reduce(jnp.logical_and, finite)
+            scales[loss_id] = scales[loss_id]._replace(
+                consecutive_skips=count_skips(state.loss_scales[loss_id], clean)
+            )
+    return tuple(scales)
+
+
+def _redone(part: Part, now: LossScaleState, begun: LossScaleState) -> LossScaleState:
+    """`now`, or the lower scale at which a part was computed again in this step."""
+    if part.scale_state is None:
+        return now
+    fell = part.scale_state.scale < begun.scale
+    lower = lower_of(now, part.scale_state)
+    return jax.tree.map(lambda low, x: jnp.where(fell, low, x), lower, now)
+
+
+def _next_field(
+    state: AmpState, name: str, new: Any, keys: tuple[Key, ...], clean: _Flags
+) -> Any:
+    """An extra field: the new value if the groups that it belongs to were clean."""
+    extra = extra_fields(state)
+    if name not in extra:
+        raise TypeError(
+            f"apply_gradients cannot set {name!r}; the state's extra fields are "
+            f"{extra}. Declare one with `jamp.initialize(..., name=value)`."
+        )
+    old = getattr(state, name)
+    check_like(new, old, name, _FIELD_REMEDY)
+    if _groups.is_container(old, keys):
+        return _groups.each(
+            keys,
+            lambda k: (
+                select(_known(clean[k]), new[k], old[k]) if k in clean else old[k]
+            ),
+            old,
+        )
+    flags = [flag for flag in clean.values() if flag is not None]
+    whole = functools.reduce(jnp.logical_and, flags) if flags else None
+    return select(_known(whole), new, old)
+
+
+def extra_fields(state: AmpState) -> list[str]:
+    """The names of a state's fields beyond those of AmpState."""
+    own = AmpState.__dataclass_fields__
+    return [name for name in state.__dataclass_fields__ if name not in own]
+
+
+def master_params(state: AmpState) -> Any:
+    """The params in float32: the masters where there are any.
+
+    Args:
+        state: an AmpState.
+
+    Returns:
+        A tree like `state.params`. Without masters, half params are widened.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = jnp.full(1, 0.1)
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
+    0.099976 0.100000
+    """
+    keys = _groups.group_keys(state.tx)
+    return _groups.each(
+        keys,
+        lambda key: widened(
+            _groups.get(state.tx, key),
+            _groups.get(state.opt_state, key),
+            _groups.get(state.params, key),
+        ),
+        state.params,
+    )

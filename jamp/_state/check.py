@@ -1,0 +1,48 @@
+"""A look at the loss scales from the host: has one collapsed?"""
+
+from jamp._state.amp_state import AmpState
+
+
+def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
+    """Raises, on the host, when a loss scale has collapsed: the run is lost.
+
+    A skip now and then is how dynamic scaling works. Nothing raises under `jit`, so
+    call this outside of it, every few hundred steps: it waits for the step.
+
+    Args:
+        state: an AmpState with concrete arrays.
+        max_consecutive_skips: how many skips in a row are too many.
+
+    Raises:
+        TypeError: `state` is no AmpState.
+        ValueError: `max_consecutive_skips` is less than 1.
+        FloatingPointError: a dynamic scale sits at its floor after a skip, or there
+            were `max_consecutive_skips` in a row.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
+    >>> bad = jnp.full(2, jnp.inf)
+    >>> for _ in range(3):
+    ...     state = state.apply_gradients(grads=bad)
+    >>> jamp.check(state, max_consecutive_skips=3)
+    Traceback (most recent call last):
+    FloatingPointError: Loss 0 skipped 3 steps in a row, its scale is 8192: ...
+    """
+    if not isinstance(state, AmpState):
+        raise TypeError(f"jamp.check takes an AmpState, got {type(state).__name__}.")
+    if isinstance(max_consecutive_skips, bool) or max_consecutive_skips < 1:
+        raise ValueError(
+            f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}."
+        )
+    for loss_id, (rule, scale_state) in enumerate(
+        zip(state.loss_scale_rules, state.loss_scales, strict=True)
+    ):
+        skips, scale = int(scale_state.consecutive_skips), float(scale_state.scale)
+        at_floor = rule.moves and skips > 0 and scale <= rule.floor
+        if skips >= max_consecutive_skips or at_floor:
+            raise FloatingPointError(
+                f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
+                f"{scale:g}: the gradients are not finite at any scale. Look for inf "
+                "or NaN in the data and the loss, lower the learning rate, or train "
+                "at O5."
+            )

@@ -1,0 +1,114 @@
+"""`closure`: the loss as optimizers that evaluate it themselves want it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jamp._core import groups as _groups
+from jamp._core.dtypes import cast, is_half
+from jamp._core.tree import differentiable, join_overwrite, merge, split_overwrite
+from jamp._scaling.by_hand import find_loss_scale
+from jamp._scaling.value_and_grad import scaled_value_and_grad
+
+
+def closure(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    loss_id: int = 0,
+    wrt: Any = None,
+) -> Callable[..., Callable[[PyTree], Float[Array, ""]]]:
+    """The loss of a batch as a function of float32 params, for a line search.
+
+    torch's closure, for `optax.lbfgs` and its kind, which evaluate the loss more than
+    once per step. They do so at masters: those are rounded to the params' dtypes, and
+    the loss runs under the state's policy. The derivative is that of the *scaled* loss,
+    unscaled in float32, so it does not underflow.
+
+    Args:
+        loss_fn, has_aux, loss_id: as given to `scaled_value_and_grad`; aux is dropped.
+        wrt: the group that the optimizer steps, if there are several.
+
+    Returns:
+        `f(state, *args, **kwargs) -> value_fn`, and `value_fn(params) -> loss`, shape
+        (), float32. `params` are the group's, in float32, without leaves that are no
+        floats.
+
+    Raises (when called):
+        ValueError: `wrt` does not name one group.
+        Others: see `scaled_value_and_grad`.
+
+    >>> import jax.numpy as jnp, jamp, optax
+    >>> state = jamp.initialize(jnp.ones(2), optax.lbfgs(), "O1", verbosity=0)
+    >>> loss_fn = lambda w, target: ((w - target) ** 2).sum()
+    >>> for _ in range(3):
+    ...     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, 4.0)
+    ...     args = {"value": loss, "grad": grads.unscale()[0]}
+    ...     args["value_fn"] = closure(loss_fn)(state, 4.0)
+    ...     state = state.apply_gradients(grads=grads, update_args=args)
+    >>> print(state.params)
+    [4. 4.]
+    """
+    both = scaled_value_and_grad(loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt)
+
+    def bind(state, *args, **kwargs):
+        find_loss_scale(state, loss_id, "jamp.closure")  # which checks the state
+        key = _group_of(wrt, _groups.group_keys(state.tx))
+
+        def value_and_grad(params):
+            loss, grads = both(_at(state, key, params), *args, **kwargs)
+            tree, _ = split_overwrite(grads.unscale()[0])
+            return (loss[0] if has_aux else loss), tree
+
+        return with_gradient(value_and_grad)
+
+    return bind
+
+
+def with_gradient(
+    value_and_grad: Callable[[PyTree], tuple[Float[Array, ""], PyTree]],
+) -> Callable[[PyTree], Float[Array, ""]]:
+    """The value as a function whose derivative is the gradient that comes with it."""
+
+    @jax.custom_vjp
+    def value_fn(params):
+        return value_and_grad(params)[0]
+
+    def backward(grads, cotangent):
+        return (jax.tree.map(lambda g: g * jnp.asarray(cotangent, g.dtype), grads),)
+
+    value_fn.defvjp(value_and_grad, backward)
+    return value_fn
+
+
+def rounded(masters: PyTree, params: PyTree) -> PyTree:
+    """The masters where `params` are trained, in the dtypes of `params`."""
+
+    def leaf(master, param):
+        return cast(master, param.dtype) if is_half(param) else master
+
+    return merge(jax.tree.map(leaf, masters, differentiable(params)), params)
+
+
+def _group_of(wrt: Any, keys: tuple[Any, ...]) -> Any:
+    if wrt is None and keys == (_groups.SINGLE,):
+        return _groups.SINGLE
+    if wrt is None or isinstance(wrt, list | tuple):
+        raise ValueError(
+            f"A closure is for the optimizer of one group: pass wrt=key, one of "
+            f"{list(keys)}; got wrt={wrt!r}."
+        )
+    return _groups.resolve_wrt(wrt, keys)[0]
+
+
+def _at(state: Any, key: Any, masters: PyTree) -> Any:
+    """The state with one group's params rounded from `masters`."""
+    old = _groups.get(state.params, key)
+    whole, overwrite = split_overwrite(old)
+    params = join_overwrite(rounded(masters, whole), overwrite, old)
+    keys = _groups.group_keys(state.tx)
+    entries = {k: _groups.get(state.params, k) for k in keys} | {key: params}
+    return state.replace(params=_groups.pack(entries, state.params))

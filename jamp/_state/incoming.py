@@ -1,0 +1,108 @@
+"""What `initialize` is given, checked before anything is made of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
+from jaxtyping import PyTree
+
+from jamp._core import groups as _groups
+from jamp._core.dtypes import FLOAT32
+from jamp._core.tree import path_string, trained_params
+from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights, MasterWeightsState
+
+ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def check_containers(params: Any, tx: Any) -> None:
+    """Raises unless `params` are arrays, and `tx` is in the same container."""
+    for variables in (params, *_entries(params)):
+        names = set(variables) if isinstance(variables, Mapping) else set()
+        if {"params", "batch_stats"} <= names:
+            raise TypeError(
+                "params are Flax variables with batch_stats, which no optimizer must "
+                'train. Pass variables["params"], and '
+                'batch_stats=variables["batch_stats"].'
+            )
+    is_state = lambda x: isinstance(x, TrainState)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_state):
+        where = f"params{jax.tree_util.keystr(path)}"
+        if is_state(leaf):
+            raise TypeError(
+                f"{where} is a {type(leaf).__name__}. Pass float32 params: "
+                "state.params, or jamp.master_params(state) of an AmpState."
+            )
+        if not isinstance(leaf, ARRAY_LIKE):
+            raise TypeError(
+                f"{where} is {leaf!r}, which is no array. Pass the params, "
+                '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
+            )
+    if tx is None or _groups.is_transformation(tx):
+        return
+    if not isinstance(tx, list | tuple | Mapping):
+        raise TypeError(
+            "tx must be an optax transformation, or a list, tuple or dict of them, "
+            f"got {tx!r}."
+        )
+    for entry in _entries(tx):
+        if not _groups.is_transformation(entry):
+            raise TypeError(f"tx holds {entry!r}, which is no optax transformation.")
+    if isinstance(tx, Mapping):
+        matches = isinstance(params, Mapping) and set(params) == set(tx)
+    else:
+        matches = type(params) is type(tx) and len(params) == len(tx)
+    if not matches:
+        raise ValueError(
+            f"params and tx must be in the same container, with the same keys: got "
+            f"{_kind(params)} of params and {_kind(tx)} of transformations. For one "
+            "model with several transformations in a row, pass optax.chain(...)."
+        )
+
+
+def _entries(container: Any) -> list[Any]:
+    if isinstance(container, Mapping):
+        return list(container.values())
+    return list(container) if isinstance(container, list | tuple) else []
+
+
+def _kind(container: Any) -> str:
+    if isinstance(container, Mapping):
+        return f"a dict with the keys {list(container)}"
+    if isinstance(container, list | tuple):
+        return f"a {type(container).__name__} of length {len(container)}"
+    return f"one {type(container).__name__}"
+
+
+def check_float32(params: Any) -> None:
+    """Raises a ValueError for the first float leaf that is not float32."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == FLOAT32:
+            continue
+        if "_overwrite_with_gradient" in path_string(path).split("/"):
+            continue
+        raise ValueError(
+            f"Found params{jax.tree_util.keystr(path)} with dtype {dtype}, expected "
+            "float32. You do not need to cast your model before jamp.initialize, no "
+            "matter what opt level you choose. If the model is meant to be mixed, pass "
+            "allow_incoming_model_not_fp32=True."
+        )
+
+
+def check_bare(tx: Any, params: PyTree) -> None:
+    """Raises if a transformation holds master_weights anywhere."""
+    if isinstance(tx, MasterWeights):
+        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
+    shapes = jax.eval_shape(tx.init, trained_params(params))
+    nodes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, MasterWeightsState))
+    if any(isinstance(node, MasterWeightsState) for node in nodes):
+        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
+
+
+_BARE = (
+    "Pass the bare transformation to jamp.initialize, or choose "
+    "master_weights=False at a level that casts."
+)

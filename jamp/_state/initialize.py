@@ -1,0 +1,279 @@
+"""The front end: params and an optimizer in, a state that trains at an opt level out.
+
+After apex/amp/frontend.py and _initialize.py, without their global state.
+"""
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jamp._core import groups as _groups
+from jamp._core.devices import check_same_devices
+from jamp._core.groups import Key
+from jamp._core.tree import strong_array, unshared
+from jamp._core.warnings import UnusedOptionWarning
+from jamp._policy.casting import cast_to_level, check_keep_fp32
+from jamp._policy.forward import patched_forward
+from jamp._policy.levels import BRIEFS, LEVELS, Properties
+from jamp._scaling.rules import loss_scale_rule
+from jamp._state.amp_state import AmpState
+from jamp._state.incoming import ARRAY_LIKE, check_bare, check_containers, check_float32
+from jamp._state.placement import settled, with_shardings
+from jamp._state.state_class import state_class_with
+from jamp._state.step import init_optimizer
+from jamp.optimizers._masters import master_weights as with_master_weights
+
+
+def initialize(
+    params: Any,
+    tx: Any = None,
+    opt_level: str = "O1",
+    *,
+    enabled: bool = True,
+    cast_model_type: Any = None,
+    patch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: Any = None,
+    cast_model_outputs: DTypeLike | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    apply_fn: Any = None,
+    keep_fp32: Any = None,
+    lists: Any = None,
+    promote: str | None = None,
+    store_remainder: bool = False,
+    allow_incoming_model_not_fp32: bool = False,
+    state_class: type[AmpState] = AmpState,
+    **fields: Any,
+) -> Any:
+    """Prepares params and an optimizer for training at an opt level.
+
+    | level | params | optimizer | loss scale |
+    |---|---|---|---|
+    | O0 | float32 | float32 | 1 |
+    | O1 | float32, autocast to float16 | float32 | dynamic |
+    | O2 | float16, BatchNorm float32 | float32 masters | dynamic |
+    | O3 | float16 | float32, no masters | 1 |
+    | O4 | float32, autocast to bfloat16 | float32 | 1 |
+    | O5 | bfloat16, BatchNorm float32 | float32 masters | 1 |
+
+    Every override that is not None replaces the level's value. Arrays are copied, so
+    donating the state never deletes yours. Works under `jit` and `eval_shape`.
+
+    Args:
+        params: float32 params, any pytree. Leaves that are no floats are kept out of
+            gradients and optimizer. Several models with an optimizer each: a list,
+            tuple or dict of them, with `tx` in the same container.
+        tx: an optax transformation, or the container of them; None for inference.
+        opt_level: "O0" to "O5".
+        enabled: False leaves everything as it is.
+        cast_model_type: dtype of params and inputs; False casts nothing.
+        patch_functions: apex's `patch_torch_functions`.
+        keep_batchnorm_fp32: also as "True" or "False". `batch_stats=` makes the
+            recognition of BatchNorm exact, see `cast_model`.
+        master_weights: whether to keep float32 masters of half params.
+        loss_scale: "dynamic", a number (also as a string), or a rule such as
+            `jamp.DynamicLossScale(window=500)`.
+        cast_model_outputs: dtype of the model's outputs.
+        num_losses: how many losses get a scale of their own.
+        verbosity: 1 prints the level and its properties, once, on process 0.
+        min_loss_scale: floor of a dynamic scale.
+        max_loss_scale: ceiling of a dynamic scale.
+        apply_fn: the model's forward, `model.apply` or `(variables, *args) -> outputs`;
+            `state.apply_fn` runs it under the policy.
+        keep_fp32: more leaves to keep in float32: regex, predicate, or a list of them.
+        lists: additions to autocast's table, a `jamp.AutocastLists`; O1 and O4 only.
+        promote: "narrowest" keeps sums of half and float32 in half; O1 and O4 only.
+        store_remainder: whether to keep 16 more bits beside bfloat16 params instead of
+            float32 masters, see `master_weights`; O5 only.
+        allow_incoming_model_not_fp32: whether half params may come in.
+        state_class: AmpState, or a subclass that declares extra fields.
+        **fields: extra fields of the state, such as `batch_stats`.
+
+    Returns:
+        An AmpState.
+
+    Raises:
+        OptLevelError: unknown level, or overrides that contradict it.
+        ValueError: params that are not float32, or on different meshes; `params` and
+            `tx` in different containers; a `keep_fp32` regex that matches nothing.
+        TypeError: params or tx of the wrong kind; an unknown keyword close to a known
+            one.
+
+    >>> import jax.numpy as jnp, jamp, optax
+    >>> params = {"Dense_0": {"kernel": jnp.ones((2, 2))}}
+    >>> state = jamp.initialize(params, optax.adam(1e-3), "O2", verbosity=0)
+    >>> print(state.params["Dense_0"]["kernel"].dtype, state.loss_scale)
+    float16 65536.0
+    """
+    properties = Properties.from_opt_level(
+        opt_level,
+        enabled=enabled,
+        cast_model_type=cast_model_type,
+        patch_functions=patch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        keep_fp32=keep_fp32,
+        lists=lists,
+        promote=promote,
+    )
+    check_containers(params, tx)
+    _check_fields(fields, state_class)
+    rules = _rules(properties, num_losses, min_loss_scale, max_loss_scale)
+    _print(opt_level, properties, verbosity)
+
+    keys = _groups.group_keys(tx)
+    fields = {name: _field(name, x, state_class) for name, x in fields.items()}
+    check_same_devices(("params", params), *fields.items())
+    params = jax.tree.map(strong_array, params)
+    if enabled and not allow_incoming_model_not_fp32:
+        check_float32(params)
+    check_keep_fp32(properties.keep_fp32, params)
+    model_params = cast_to_level(params, properties, fields.get("batch_stats"))
+    groups = {k: _groups.get(params, k) for k in keys}
+    txs = {k: _groups.get(tx, k) for k in keys}
+    if tx is not None:
+        for key in keys:
+            check_bare(txs[key], groups[key])
+    cast_groups = {k: _groups.get(model_params, k) for k in keys}
+    txs = {k: with_shardings(txs[k], cast_groups[k]) for k in keys}
+    if properties.master_weights and tx is not None:
+        txs = {
+            k: with_master_weights(t, store_remainder=store_remainder)
+            for k, t in txs.items()
+        }
+    elif store_remainder:
+        _warn_no_masters(opt_level)
+    begun = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
+    model_params = _groups.each(keys, lambda k: begun[k][0], model_params)
+    opt_states = {k: opt_state for k, (_, opt_state) in begun.items()}
+    state = state_class_with(state_class, fields)(
+        step=jnp.zeros((), jnp.int32),
+        apply_fn=_patch(apply_fn, properties),
+        params=model_params,
+        tx=_groups.hashable(txs, tx),
+        opt_state=jax.tree.map(strong_array, _groups.pack(opt_states, params)),
+        loss_scales=tuple(rule.init() for rule in rules),
+        skipped_steps=_groups.each(keys, lambda _: jnp.zeros((), jnp.int32), params),
+        last_step_skipped=_groups.each(keys, lambda _: jnp.zeros((), bool), params),
+        properties=properties,
+        loss_scale_rules=rules,
+        **fields,
+    )
+    return settled(unshared(state, (params, fields)), params)
+
+
+def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
+    """An extra field as arrays, unless a class of the user's declares it static."""
+    declared = state_class.__dataclass_fields__.get(name)
+    if declared is not None and not declared.metadata.get("pytree_node", True):
+        return value
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        if not isinstance(leaf, ARRAY_LIKE):
+            raise TypeError(
+                f"The extra field {name}{jax.tree_util.keystr(path)} is {leaf!r}, "
+                "which is no array. Declare a static field on a subclass of AmpState: "
+                f"`{name}: Any = flax.struct.field(pytree_node=False)`."
+            )
+    return jax.tree.map(strong_array, value)
+
+
+def _rules(
+    properties: Properties,
+    num_losses: int,
+    min_loss_scale: float | None,
+    max_loss_scale: float | None,
+) -> tuple[Any, ...]:
+    if (
+        isinstance(num_losses, bool)
+        or not isinstance(num_losses, int)
+        or num_losses < 1
+    ):
+        raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
+    scale = properties.loss_scale
+    if min_loss_scale is not None and scale != "dynamic" and properties.enabled:
+        warnings.warn(
+            f"min_loss_scale={min_loss_scale} has no effect: the loss scale is "
+            f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule.",
+            UnusedOptionWarning,
+            stacklevel=3,
+        )
+    return (loss_scale_rule(scale, min_loss_scale, max_loss_scale),) * num_losses
+
+
+def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
+    if verbosity < 1 or not properties.enabled or jax.process_index() != 0:
+        return
+    lines = [
+        f"Selected optimization level {BRIEFS[opt_level]}",
+        "Defaults for this optimization level are:",
+        *LEVELS[opt_level].describe(),
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+        *properties.describe(),
+    ]
+    print("\n".join(lines))
+
+
+def _patch(apply_fn: Any, properties: Properties) -> Any:
+    if apply_fn is None:
+        return None
+    if isinstance(apply_fn, list | tuple | Mapping):
+        items = (
+            apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)
+        )
+        patched: dict[Key, Any] = {
+            k: patched_forward(fn, properties) for k, fn in items
+        }
+        return _groups.hashable(patched, apply_fn)
+    return patched_forward(apply_fn, properties)
+
+
+def _warn_no_masters(opt_level: str) -> None:
+    warnings.warn(
+        f"store_remainder has no effect: {opt_level} keeps no master weights here. It "
+        "is for O5.",
+        UnusedOptionWarning,
+        stacklevel=3,
+    )
+
+
+_APEX_NAMES = {
+    "patch_torch_functions": "patch_functions",
+    "model": "params",
+    "models": "params",
+    "optimizer": "tx",
+    "optimizers": "tx",
+}
+
+
+def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
+    if not (isinstance(state_class, type) and issubclass(state_class, AmpState)):
+        raise TypeError(
+            f"state_class must be jamp.AmpState or a subclass, got {state_class!r}."
+        )
+    known = inspect.signature(initialize).parameters
+    options = [name for name in known if name not in ("params", "tx", "fields")]
+    for name in fields:
+        close = _APEX_NAMES.get(name) or next(
+            iter(difflib.get_close_matches(name, options, n=1, cutoff=0.75)), None
+        )
+        if close and name not in state_class.__dataclass_fields__:
+            raise TypeError(
+                f"initialize got an unknown keyword {name!r}. Did you mean {close!r}?"
+            )
+        if name in AmpState.__dataclass_fields__ or hasattr(AmpState, name):
+            raise TypeError(
+                f"initialize cannot take an extra field {name!r}: AmpState has its own."
+            )

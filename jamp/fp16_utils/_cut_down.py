@@ -1,0 +1,397 @@
+"""The cut-down `FP16_Optimizer`: all params half, in one flat buffer per group.
+
+After apex/optimizers/fp16_optimizer.py of 2019. `AmpState` does more and with less to
+call; `jamp.fp16_utils.FP16_Optimizer` takes any optimizer.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jamp._checkpoint.names import check_same, filled, named
+from jamp._core import groups as _groups
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast
+from jamp._core.groups import Key
+from jamp._core.tree import is_traced, strong_array, unshared
+from jamp._core.warnings import UnusedOptionWarning
+from jamp._scaling.layout import row_major_on_cuda
+from jamp._scaling.loss import split_aux
+from jamp._scaling.rules import check_scale
+from jamp.fp16_utils._flat import FlatSpec
+from jamp.fp16_utils._scalers import LossScalerState, first_state, window_update
+from jamp.optimizers._fused import FusedTransformation
+from pallas_kernels import Options, Weight, l2norm
+
+_FACTOR = 2.0
+_WINDOW = 1000
+_FIRST_DYNAMIC_SCALE = 2.0**16
+
+
+class FP16OptimizerState(flax.struct.PyTreeNode):
+    """State of the cut-down `FP16_Optimizer`. Buffers come once per group.
+
+    Attributes:
+        fp16_flat: the params, half, shape (n,).
+        fp32_flat: their masters, float32, shape (n,).
+        opt_state: the state of the fused optimizer, whose moments are flat too.
+        grads: gradients times the scale, half, shape (n,); None where there are none.
+        overflow: whether the last step was skipped, shape (), bool.
+        loss_scaler: scale, iteration, and that of the last overflow.
+        specs: how params lie in the buffers. Static.
+    """
+
+    fp16_flat: Any
+    fp32_flat: Any
+    opt_state: Any
+    grads: Any
+    overflow: Bool[Array, ""]
+    loss_scaler: LossScalerState
+    specs: tuple[tuple[Key, FlatSpec], ...] = flax.struct.field(pytree_node=False)
+
+    @property
+    def params(self) -> Any:
+        """The params as the model has them, half."""
+        specs = dict(self.specs)
+        return _groups.each(
+            tuple(specs),
+            lambda key: specs[key].unflatten(_groups.get(self.fp16_flat, key)),
+            self.fp16_flat,
+        )
+
+    @property
+    def loss_scale(self) -> Float[Array, ""]:
+        """The present loss scale, shape (), float32."""
+        return self.loss_scaler.cur_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def cur_iter(self) -> Int[Array, ""]:
+        """How many steps there were, skipped ones too, shape (), int32."""
+        return self.loss_scaler.cur_iter
+
+    @property
+    def last_overflow_iter(self) -> Int[Array, ""]:
+        """The last step that was skipped, or -1, shape (), int32."""
+        return self.loss_scaler.last_overflow_iter
+
+
+class FP16_Optimizer:  # noqa: N801, apex's name
+    """Loss scale and masters around a fused optimizer, on flat buffers.
+
+    Unscaling, clipping, the step and the half copy are one pass over each buffer. A
+    step whose gradients are not finite is skipped, under a static scale too. A dynamic
+    scale starts at 2^16, halves on overflow but not below 1, and doubles each 1000
+    steps without one. Methods work under `jit`, where no message is printed.
+
+    >>> import jamp
+    >>> optimizer = FP16_Optimizer(jamp.optimizers.fused_sgd(0.5), 64.0, verbose=False)
+    >>> state = optimizer.init({"w": jnp.ones(2, jnp.float16)})
+    >>> loss_fn = lambda params: (params["w"] ** 2).sum(dtype="float32")
+    >>> loss, state = optimizer.backward(state, loss_fn)
+    >>> state = optimizer.zero_grad(optimizer.step(state))
+    >>> print(loss, state.params["w"], state.fp32_flat)
+    2.0 [0. 0.] [0. 0.]
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ):
+        """Wraps a fused optimizer.
+
+        Args:
+            init_optimizer: one of `jamp.optimizers`, such as `fused_adam(legacy=True,
+                max_grad_norm=1.0)`; or a list, tuple or dict of them, one per group.
+            static_loss_scale: the loss scale.
+            dynamic_loss_scale: whether it moves.
+            dynamic_loss_args: refused, as by apex.
+            verbose: whether overflows under a dynamic scale are printed.
+
+        Raises:
+            TypeError: an optimizer is not fused.
+            SystemError: `dynamic_loss_args`.
+            ValueError: the scale is no number between 2^-126 and 2^126.
+        """
+        keys = _groups.group_keys(init_optimizer)
+        for tx in (_groups.get(init_optimizer, key) for key in keys):
+            if not isinstance(tx, FusedTransformation):
+                raise TypeError(
+                    "The cut-down FP16_Optimizer steps flat buffers with a fused "
+                    f"optimizer of jamp.optimizers, got {tx!r}. For any other there "
+                    "is jamp.fp16_utils.FP16_Optimizer."
+                )
+        if dynamic_loss_args is not None:
+            raise SystemError("Do not support dynamic loss scale args for now.")
+        if dynamic_loss_scale and static_loss_scale != 1.0:
+            _warn(
+                "static_loss_scale has no effect: it needs dynamic_loss_scale=False.", 3
+            )
+        check_scale("static_loss_scale", static_loss_scale)
+        self.optimizer = init_optimizer
+        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.static_loss_scale = float(static_loss_scale)
+        self.verbose = verbose
+        self._keys = keys
+
+    def init(self, params: Any) -> FP16OptimizerState:
+        """The state for a model.
+
+        Args:
+            params: trees of half params, in the container of the optimizers; each of
+                one dtype.
+
+        Returns:
+            A state without gradients.
+
+        Raises:
+            TypeError: a leaf that is not half, or of another dtype than the first.
+            ValueError: params in another container than the optimizers.
+        """
+        self._check_container(params)
+        groups = {key: _groups.get(params, key) for key in self._keys}
+        for key, tree in groups.items():
+            _check_half(tree, "params" if key is None else f"params[{key!r}]")
+        specs = {key: FlatSpec.of(tree) for key, tree in groups.items()}
+        half = {key: specs[key].flatten(tree) for key, tree in groups.items()}
+        masters = {key: flat.astype(FLOAT32) for key, flat in half.items()}
+        begun = {key: self._tx(key).init(flat) for key, flat in masters.items()}
+        dynamic = self.dynamic_loss_scale
+        scale = _FIRST_DYNAMIC_SCALE if dynamic else self.static_loss_scale
+        return FP16OptimizerState(
+            fp16_flat=_groups.pack(half, params),
+            fp32_flat=_groups.pack(masters, params),
+            opt_state=jax.tree.map(strong_array, _groups.pack(begun, params)),
+            grads=None,
+            overflow=jnp.asarray(False),
+            loss_scaler=first_state(scale),
+            specs=tuple(specs.items()),
+        )
+
+    def backward(
+        self,
+        state: FP16OptimizerState,
+        loss_fn: Callable[..., Any],
+        *args: Any,
+        has_aux: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Any, FP16OptimizerState]:
+        """Adds the gradients of a loss times the loss scale to `state.grads`, in half.
+
+        Args:
+            state: the state.
+            loss_fn: `(params, *args, **kwargs) -> loss`, a float scalar, in float32
+                rather than in half; or `(loss, aux)`.
+            has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+        Returns:
+            `(loss, state)` or `((loss, aux), state)`; the loss unscaled, in float32.
+
+        Raises:
+            TypeError: `state` is not of this optimizer; the loss is no float scalar.
+        """
+        self._check(state, "backward(state, loss_fn, ...)")
+
+        def scaled_loss(params):
+            loss, aux = split_aux(loss_fn(params, *args, **kwargs), has_aux)
+            return loss * state.loss_scale, (loss, aux)
+
+        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(state.params)
+        grads = row_major_on_cuda(grads)
+        flat = {key: spec.flatten(_groups.get(grads, key)) for key, spec in state.specs}
+        flat = _groups.pack(flat, state.fp16_flat)
+        if state.grads is not None:
+            flat = jax.tree.map(jnp.add, state.grads, flat)
+        return ((loss, aux) if has_aux else loss), state.replace(grads=flat)
+
+    def step(self, state: FP16OptimizerState, closure: Any = None) -> Any:
+        """Steps, or skips if a group's norm is not finite; and moves the scale.
+
+        Args:
+            state: the state.
+            closure: not called, as in apex; a warning says so.
+
+        Returns:
+            The state.
+
+        Raises:
+            ValueError: there are no gradients.
+        """
+        self._check(state, "step(state)")
+        if closure is not None:
+            _warn("The cut-down FP16_Optimizer does not call a closure.", 3)
+        if state.grads is None:
+            raise ValueError(
+                "There are no gradients: call `loss, state = optimizer.backward(state, "
+                "loss_fn, ...)` first."
+            )
+        finite = [
+            jnp.isfinite(self._norm(key, _groups.get(state.grads, key)))
+            for key in self._keys
+        ]
+        overflow = ~functools.reduce(jnp.logical_and, finite)
+        self._say(state, overflow)
+        groups = {key: self._step_group(state, key, overflow) for key in self._keys}
+        names = ("fp32_flat", "fp16_flat", "opt_state")
+        return state.replace(
+            overflow=overflow,
+            loss_scaler=self._next_scale(state.loss_scaler, overflow),
+            **{
+                name: _groups.each(
+                    self._keys, lambda k, i=i: groups[k][i], state.fp16_flat
+                )
+                for i, name in enumerate(names)
+            },
+        )
+
+    def zero_grad(
+        self, state: FP16OptimizerState, set_grads_to_None: bool = True
+    ) -> FP16OptimizerState:
+        """The state without gradients, or with zeros."""
+        self._check(state, "zero_grad(state)")
+        zeros = jax.tree.map(jnp.zeros_like, state.fp16_flat)
+        return state.replace(grads=None if set_grads_to_None else zeros)
+
+    def loss_scale(self, state: FP16OptimizerState) -> Float[Array, ""]:
+        """The present loss scale, shape (), float32."""
+        return state.loss_scale
+
+    def state_dict(self, state: FP16OptimizerState) -> dict[str, Any]:
+        """All that a checkpoint needs but gradients, by apex's names."""
+        scale = state.loss_scaler
+        of_dynamic = {
+            "last_overflow_iter": scale.last_overflow_iter,
+            "scale_factor": jnp.asarray(_FACTOR, jnp.float32),
+            "scale_window": jnp.asarray(_WINDOW, jnp.int32),
+        }
+        return {
+            "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
+            "cur_scale": scale.cur_scale,
+            "cur_iter": scale.cur_iter,
+            **(of_dynamic if self.dynamic_loss_scale else {}),
+            "optimizer_state_dict": named(state.opt_state),
+            "fp32_groups_flat": named(state.fp32_flat),
+        }
+
+    def load_state_dict(
+        self, state: FP16OptimizerState, state_dict: Mapping[str, Any]
+    ) -> FP16OptimizerState:
+        """The state with the values of a `state_dict`, and half params made of them.
+
+        Raises:
+            TypeError: `state_dict` is no mapping.
+            ValueError: a name is missing or unexpected, or a shape or dtype differs.
+                Nothing is taken before all has been checked.
+        """
+        self._check(state, "load_state_dict(state, state_dict)")
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"load_state_dict takes a mapping, got {type(state_dict).__name__}."
+            )
+        check_same(
+            state_dict,
+            jax.eval_shape(self.state_dict, state),
+            "The state dict",
+            "Nothing was loaded: wrap the optimizer, the params and the kind of loss "
+            "scale of the run that saved it.",
+        )
+        masters = filled(state.fp32_flat, state_dict["fp32_groups_flat"])
+        names = LossScalerState._fields
+        scale = {name: state_dict[name] for name in names if name in state_dict}
+        loaded = state.replace(
+            fp32_flat=masters,
+            fp16_flat=jax.tree.map(
+                lambda m, p: cast(m, p.dtype), masters, state.fp16_flat
+            ),
+            opt_state=filled(state.opt_state, state_dict["optimizer_state_dict"]),
+            loss_scaler=state.loss_scaler._replace(
+                **{k: filled(getattr(state, k), v) for k, v in scale.items()}
+            ),
+        )
+        return unshared(loaded, (state, state_dict))
+
+    def _tx(self, key: Key) -> FusedTransformation:
+        return _groups.get(self.optimizer, key)
+
+    def _norm(self, key: Key, flat: Array) -> Float[Array, ""]:
+        rule = self._tx(key).rule
+        options = Options(backend=rule.backend, shardings=rule.shardings)
+        return l2norm([flat], options=options).norm
+
+    def _step_group(
+        self, state: FP16OptimizerState, key: Key, overflow: Bool[Array, ""]
+    ) -> tuple[Array, Array | None, Any]:
+        weight = Weight(
+            _groups.get(state.fp32_flat, key), copy=_groups.get(state.fp16_flat, key)
+        )
+        weight, opt_state = self._tx(key).apply(
+            _groups.get(state.grads, key),
+            _groups.get(state.opt_state, key),
+            weight,
+            grad_scale=state.loss_scale,
+            found_inf=overflow,
+        )
+        return weight.param, weight.copy, opt_state
+
+    def _next_scale(
+        self, scale: LossScalerState, overflow: Bool[Array, ""]
+    ) -> LossScalerState:
+        if self.dynamic_loss_scale:
+            return window_update(scale, overflow, _FACTOR, _WINDOW)
+        return scale._replace(cur_iter=scale.cur_iter + 1)
+
+    def _say(self, state: FP16OptimizerState, overflow: Bool[Array, ""]) -> None:
+        if is_traced(overflow) or not overflow:
+            return
+        if jax.process_index() == 0 and (self.verbose or not self.dynamic_loss_scale):
+            kind = "dynamic" if self.dynamic_loss_scale else "static"
+            print(f"Grad overflow on iteration {state.cur_iter}")
+            print(f"Using {kind} loss scale of {state.loss_scale}")
+
+    def _check(self, state: Any, call: str) -> None:
+        if not isinstance(state, FP16OptimizerState):
+            raise TypeError(
+                f"FP16_Optimizer.{call} takes the state of `optimizer.init(params)` "
+                f"first, got {type(state).__name__}."
+            )
+
+    def _check_container(self, params: Any) -> None:
+        if self._keys == (_groups.SINGLE,):
+            return
+        like = self.optimizer
+        same_kind = isinstance(params, Mapping) == isinstance(like, Mapping)
+        if not same_kind or not _groups.is_container(params, self._keys):
+            raise ValueError(
+                "The optimizers are in a container, and params must be in the same, "
+                f"with the keys {list(self._keys)}; got {type(params).__name__}."
+            )
+
+
+def _check_half(tree: PyTree, name: str) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not leaves:
+        raise TypeError(f"{name} hold no arrays.")
+    first = getattr(leaves[0][1], "dtype", None)
+    for path, leaf in leaves:
+        dtype = getattr(leaf, "dtype", None)
+        if dtype not in HALF_DTYPES or dtype != first:
+            raise TypeError(
+                "The cut-down FP16_Optimizer takes params that are all float16, or all "
+                f"bfloat16; {name}{jax.tree_util.keystr(path)} is "
+                f"{dtype or type(leaf).__name__}. For others there is "
+                "jamp.fp16_utils.FP16_Optimizer."
+            )
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    warnings.warn(message, UnusedOptionWarning, stacklevel=stacklevel)

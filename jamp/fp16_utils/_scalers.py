@@ -1,0 +1,185 @@
+"""The loss scalers of apex's `fp16_utils`, as frozen objects with a state.
+
+After apex/fp16_utils/loss_scaler.py.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jamp._core.tree import all_finite, differentiable, merge
+from jamp._scaling.loss import checked_loss
+from jamp._scaling.rules import LARGEST_SCALE, check_scale
+
+_FLOOR = 1.0
+
+
+class LossScalerState(NamedTuple):
+    """What a loss scaler of `fp16_utils` remembers.
+
+    Attributes:
+        cur_scale: the factor on the loss, shape (), float32.
+        cur_iter: updates so far, shape (), int32.
+        last_overflow_iter: the last update with an overflow, or -1, shape (), int32.
+    """
+
+    cur_scale: Float[Array, ""]
+    cur_iter: Int[Array, ""]
+    last_overflow_iter: Int[Array, ""]
+
+
+def first_state(scale: float) -> LossScalerState:
+    """The state before the first update."""
+    return LossScalerState(
+        cur_scale=jnp.asarray(scale, jnp.float32),
+        cur_iter=jnp.asarray(0, jnp.int32),
+        last_overflow_iter=jnp.asarray(-1, jnp.int32),
+    )
+
+
+def window_update(
+    state: LossScalerState, overflow: Bool[Array, ""], factor: float, window: int
+) -> LossScalerState:
+    """Falls on overflow, not below 1; grows each `window` updates without one."""
+    overflow = jnp.asarray(overflow, bool)
+    since = state.cur_iter - state.last_overflow_iter
+    fallen = jnp.maximum(state.cur_scale / factor, _FLOOR)
+    grown = jnp.minimum(state.cur_scale * factor, LARGEST_SCALE)
+    kept = jnp.where(since % window == 0, grown, state.cur_scale)
+    return LossScalerState(
+        cur_scale=jnp.where(overflow, fallen, kept).astype(jnp.float32),
+        cur_iter=state.cur_iter + 1,
+        last_overflow_iter=jnp.where(
+            overflow, state.cur_iter, state.last_overflow_iter
+        ),
+    )
+
+
+class _Scaler:
+    """What both scalers do with their scale."""
+
+    def loss_scale(self, state: LossScalerState) -> Float[Array, ""]:
+        """The present scale, shape (), float32."""
+        return state.cur_scale
+
+    def scale_gradient(self, state: LossScalerState, grads: PyTree) -> PyTree:
+        """Gradients times the scale, in their dtypes."""
+        return jax.tree.map(lambda g: g * state.cur_scale.astype(g.dtype), grads)
+
+    def backward(
+        self,
+        state: LossScalerState,
+        loss_fn: Callable[..., Array],
+        params: PyTree,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Array, ""], PyTree]:
+        """`loss_fn(params, *args, **kwargs)`, and gradients of it times the scale.
+
+        Raises:
+            TypeError: the loss is no float scalar.
+        """
+
+        def scaled_loss(trained):
+            loss = checked_loss(loss_fn(merge(trained, params), *args, **kwargs))
+            return loss * state.cur_scale, loss
+
+        grads, loss = jax.grad(scaled_loss, has_aux=True)(differentiable(params))
+        return loss, grads
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaler(_Scaler):
+    """A static loss scale, which looks for no overflow.
+
+    Attributes:
+        scale: the factor on the loss.
+
+    Raises:
+        ValueError: it is no number between 2^-126 and 2^126.
+
+    >>> scaler = LossScaler(128.0)
+    >>> loss, grads = scaler.backward(scaler.init(), lambda w: 3 * w, jnp.ones(()))
+    >>> print(loss, grads)
+    3.0 384.0
+    """
+
+    scale: float = 1
+
+    def __post_init__(self):
+        check_scale("scale", self.scale)
+
+    def init(self) -> LossScalerState:
+        """The state before the first step."""
+        return first_state(self.scale)
+
+    def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
+        """False, as in apex."""
+        del grads
+        return jnp.asarray(False)
+
+    def update_scale(
+        self, state: LossScalerState, overflow: Bool[Array, ""]
+    ) -> LossScalerState:
+        """The same state."""
+        del overflow
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScaler(_Scaler):
+    """apex's first dynamic loss scale; `jamp.DynamicLossScale` is the present one.
+
+        overflow:  scale = max(scale / scale_factor, 1)
+        clean:     scale *= scale_factor, if the iterations since the last overflow are
+                   a multiple of scale_window
+
+    There is no ceiling but float32's: 2^126.
+
+    Attributes:
+        init_scale: the first scale.
+        scale_factor: greater than 1.
+        scale_window: iterations, at least 1.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+
+    >>> scaler = DynamicLossScaler(scale_window=2)
+    >>> state = scaler.update_scale(scaler.init(), jnp.isinf(jnp.inf))
+    >>> float(scaler.loss_scale(state))
+    2147483648.0
+    """
+
+    init_scale: float = 2.0**32
+    scale_factor: float = 2.0
+    scale_window: int = 1000
+
+    def __post_init__(self):
+        check_scale("init_scale", self.init_scale)
+        if not 1 < self.scale_factor < float("inf"):
+            raise ValueError(
+                f"scale_factor must be greater than 1, got {self.scale_factor}."
+            )
+        if self.scale_window < 1 or self.scale_window != int(self.scale_window):
+            raise ValueError(
+                f"scale_window must be an integer of at least 1, got "
+                f"{self.scale_window}."
+            )
+
+    def init(self) -> LossScalerState:
+        """The state before the first step."""
+        return first_state(self.init_scale)
+
+    def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
+        """Whether any element is inf or NaN; apex looks at sums."""
+        return ~all_finite(grads)
+
+    def update_scale(
+        self, state: LossScalerState, overflow: Bool[Array, ""]
+    ) -> LossScalerState:
+        """The state after a step."""
+        return window_update(state, overflow, self.scale_factor, self.scale_window)
