@@ -420,6 +420,26 @@ def test_a_checkpoint_goes_to_any_level_and_on(to):
         assert_same_bits(everything(again, other), everything(model, optimizer))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_model_of_other_leaves_than_the_optimizers_is_refused(wrap):
+    model, optimizer = make("O2", Shared(nnx.Rngs(0)))
+    others = {
+        "float32.*expected float16": Shared(nnx.Rngs(0)),  # was not initialized
+        "got bfloat16.*expected float16": make("O5", Shared(nnx.Rngs(0)))[0],
+        r"\['first'\]\['bias'\]: got none": make("O2", WithLoRA(nnx.Rngs(0)))[0],
+    }
+    for message, other in others.items():
+        before = copied(nnx.to_pure_dict(nnx.state(other)))
+        with pytest.raises(ValueError, match=f"not the one of this.*{message}"):
+            wrap(train_step)(other, optimizer, X, Y)
+        assert_same_bits(copied(nnx.to_pure_dict(nnx.state(other))), before)
+    grads = jamp.nnx.scaled_grad(loss_fn)(model, optimizer, X, Y)
+    with pytest.raises(ValueError, match="expected float16.*what one call of"):
+        optimizer.update(Shared(nnx.Rngs(0)), grads)
+    wrap(train_step)(nnx.clone(model), optimizer, X, Y)
+    assert optimizer.step.get_value() == 1
+
+
 # ---- errors ------------------------------------------------------------------------
 def test_a_model_goes_through_initialize_once():
     model, _ = make("O2")

@@ -7,8 +7,8 @@ from typing import Any
 from flax import nnx
 
 from jamp._autocast.transform import autocast as autocast_pure
-from jamp.nnx._arguments import take_out, values_of
-from jamp.nnx._variables import with_values
+from jamp.nnx._arguments import take_out, values_by_path
+from jamp.nnx._variables import from_pure
 
 
 def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
@@ -40,12 +40,12 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
         written: list[Any] = []
 
         def pure(values, others):
-            there = nnx.merge(graphdef, with_values(state, values))
-            before = values_of(there)
+            there = nnx.merge(graphdef, from_pure(state, values))
+            before = values_by_path(there)
             args, kwargs = put_back(there, others)
             out = fn(*args, **kwargs)
-            after = values_of(there)
-            _check_same(before, after)
+            after = values_by_path(there)
+            _check_paths(before, after)
             written[:] = [path for path in after if after[path] is not before[path]]
             return out, [after[path] for path in written]
 
@@ -65,7 +65,7 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
     return autocast_fn
 
 
-def _check_same(before: Any, after: Any) -> None:
+def _check_paths(before: Any, after: Any) -> None:
     if before.keys() != after.keys():
         names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
         raise ValueError(

@@ -21,7 +21,7 @@ from jamp.nnx._autocast import autocast
 _PROPERTIES = "_jamp_properties"
 
 
-def check_bare(model: nnx.Module) -> None:
+def check_fresh(model: nnx.Module) -> None:
     """Raises if a model has a policy already."""
     if hasattr(model, _PROPERTIES):
         raise ValueError(

@@ -5,11 +5,10 @@ from typing import Any
 from flax import nnx
 
 from jamp._policy.casting import cast_to_level
-from jamp._state import initialize as _initialize
-from jamp.nnx._cast import check_bare, patch
+from jamp._state.initialize import initialize as initialize_pure
+from jamp.nnx._cast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._origin import mark
-from jamp.nnx._variables import Models, arrays_of, assign, check_apart, entries
+from jamp.nnx._variables import Models, arrays_of, assign, check_models_apart, entries
 
 
 def initialize(
@@ -59,14 +58,14 @@ def initialize(
     for module in modules.values():
         if not isinstance(module, nnx.Module):
             raise TypeError(f"models hold {module!r}, which is no nnx.Module.")
-        check_bare(module)
-    check_apart(models)
+        check_fresh(module)
+    check_models_apart(models)
     for name in ("apply_fn", "batch_stats", "state_class"):
         if name in options:
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
     params = arrays_of(models, wrt)
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
-    state = _initialize.initialize(params, tx, opt_level, batch_stats=stats, **options)
+    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
     assign(models, wrt, state.params)
     rest = arrays_of(models, frozen)
@@ -75,4 +74,4 @@ def initialize(
         patch(module, state.properties)
     if tx is None:
         return models
-    return models, Optimizer(state, wrt, mark(models))
+    return models, Optimizer(state, wrt)

@@ -9,7 +9,6 @@ from jaxtyping import PyTree
 
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
-from jamp.nnx._origin import Origin, check_origin
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
 
 # What an AmpState has beyond its params, step and what is static.
@@ -34,10 +33,9 @@ class Optimizer(nnx.Optimizer):
         loss_scale_rules: one rule per loss. Static.
     """
 
-    def __init__(self, state: AmpState, wrt: Any, origin: Origin):
-        """Takes the parts of a state whose params are a model's, and both's origin."""
+    def __init__(self, state: AmpState, wrt: Any):
+        """Takes the parts of a state whose params are a model's."""
         self.graph = None
-        self.origin = origin
         self.wrt = wrt
         self.tx = state.tx
         self.properties = state.properties
@@ -54,11 +52,10 @@ class Optimizer(nnx.Optimizer):
             models: the model, or the container of them, that it was initialized with.
 
         Raises:
-            ValueError: the model is another one.
+            ValueError: trained Variables of other paths, shapes or dtypes.
         """
-        check_origin(models, self.origin)
         params = arrays_of(models, self.wrt)
-        _check(_shapes(params), self.shapes)
+        _check_shapes(_shapes(params), self.shapes)
         return AmpState(
             step=self.step.get_value(),
             apply_fn=None,  # pyright: ignore[reportArgumentType]
@@ -119,10 +116,13 @@ def _shapes(params: PyTree) -> _Shapes:
     )
 
 
-def _check(given: _Shapes, expected: _Shapes) -> None:
+def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
     if given == expected:
         return
-    have, want = ({path: rest for path, *rest in x} for x in (given, expected))
+    have, want = (
+        {path: f"{dtype}{list(shape)}" for path, shape, dtype in leaves}
+        for leaves in (given, expected)
+    )
     path = next(p for p in (*want, *have) if have.get(p) != want.get(p))
     raise ValueError(
         "The model is not the one of this optimizer: its trained Variables differ at "

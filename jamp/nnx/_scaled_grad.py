@@ -8,10 +8,12 @@ import jax
 from flax import nnx
 
 from jamp._core.tree import select
-from jamp._scaling import value_and_grad as _scaled_grad
-from jamp.nnx._arguments import check_apart, take_out
+from jamp._scaling.value_and_grad import (
+    scaled_value_and_grad as scaled_value_and_grad_pure,
+)
+from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, with_arrays, with_values
+from jamp.nnx._variables import Models, from_pure, with_arrays
 
 
 def scaled_value_and_grad(
@@ -37,7 +39,7 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
             scalar.
-        ValueError: the model comes from another `initialize`; an argument shares
+        ValueError: the model is not of the optimizer's shapes; an argument shares
             Variables with it; the loss makes Variables.
     """
 
@@ -52,28 +54,28 @@ def scaled_value_and_grad(
         state = optimizer.amp_state(models)
         graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
         nodes, others, put_back = take_out((args, kwargs))
-        check_apart(models, nodes)
+        check_arguments_apart(models, nodes)
         nodes_def, nodes_state = nnx.split(nodes)
         before = nnx.as_pure(rest), nnx.as_pure(nodes_state)
 
         def pure_loss(params, before, others):
             there = nnx.merge(
-                graphdef, with_arrays(trained, params), with_values(rest, before[0])
+                graphdef, with_arrays(trained, params), from_pure(rest, before[0])
             )
-            nodes = nnx.merge(nodes_def, with_values(nodes_state, before[1]))
+            nodes = nnx.merge(nodes_def, from_pure(nodes_state, before[1]))
             args, kwargs = put_back(nodes, others)
             out = loss_fn(there, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             left = nnx.state(there, nnx.Not(optimizer.wrt)), nnx.state(nodes)
             after = nnx.as_pure(left)
-            _check_rest(before, after)
+            _check_structure(before, after)
             return loss, (aux, after)
 
-        both = _scaled_grad.scaled_value_and_grad(pure_loss, has_aux=True, **options)
+        both = scaled_value_and_grad_pure(pure_loss, has_aux=True, **options)
         (loss, (aux, after)), grads = both(state, before, others)
         after = select(grads.finite, after, before)
-        nnx.update(models, with_values(rest, after[0]))
-        nnx.update(nodes, with_values(nodes_state, after[1]))
+        nnx.update(models, from_pure(rest, after[0]))
+        nnx.update(nodes, from_pure(nodes_state, after[1]))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
@@ -93,7 +95,7 @@ def scaled_grad(
     return grad
 
 
-def _check_rest(before: Any, after: Any) -> None:
+def _check_structure(before: Any, after: Any) -> None:
     """Raises if the loss made Variables, which a step that is skipped cannot have."""
     if jax.tree.structure(before) == jax.tree.structure(after):
         return

@@ -24,7 +24,7 @@ def entries(models: Models) -> dict[Any, nnx.Module]:
     )
 
 
-def check_apart(models: Models) -> None:
+def check_models_apart(models: Models) -> None:
     """Raises if two models hold one Variable: each optimizer would step it."""
     owners: dict[int, str] = {}
     for key, model in entries(models).items():
@@ -72,7 +72,7 @@ def with_arrays(state: nnx.State, arrays: PyTree) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
-def with_values[T](variables: T, values: PyTree) -> T:
+def from_pure[T](variables: T, values: PyTree) -> T:
     """A tree of Variables with other values: the inverse of `nnx.as_pure`."""
     return jax.tree.map(
         lambda v, x: v.replace(x), variables, values, is_leaf=_is_variable
