@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ from flax import nnx
 
 import jamp
 import jamp.nnx
+from jamp.nnx import _initialize, _scaled_grad
 from tests.bits import assert_same_bits, copy as copied
 
 pytestmark = pytest.mark.standard_promotion  # Flax's layers promote
@@ -348,6 +350,17 @@ def test_keep_fp32_keeps_a_head_in_float32():
     assert model.head(jnp.ones((1, 4), jnp.float16)).dtype == jnp.float32
 
 
+PRINTED = """\
+Optimizer(
+  opt_level: O2
+  params: 102 float16, 16 float32
+  loss_scale: (65536.0, 32768.0)
+  step: 1
+  skipped_steps: {'D': 0, 'G': 1}
+  last_step_skipped: {'D': False, 'G': True}
+)"""
+
+
 def test_several_models_and_losses_skip_by_themselves():
     models = {"G": CNN(nnx.Rngs(0)), "D": CNN(nnx.Rngs(1))}
     models, optimizer = jamp.nnx.initialize(
@@ -358,8 +371,11 @@ def test_several_models_and_losses_skip_by_themselves():
         verbosity=0,
     )
 
+    printed = []
+
     @nnx.jit
     def step(models, optimizer, x, bad):
+        printed.append(str(optimizer))
         of = jamp.nnx.scaled_grad
         d = of(lambda m, x: loss_fn(m["D"], x, Y), loss_id=0, wrt="D")
         g = of(lambda m, x: loss_fn(m["G"], x, Y), loss_id=1, wrt="G")
@@ -371,6 +387,10 @@ def test_several_models_and_losses_skip_by_themselves():
     assert_same_bits(copied(nnx.to_pure_dict(nnx.state(models["G"]))), before)
     assert nnx.as_pure(optimizer.skipped_steps) == {"D": 0, "G": 1}
     assert [float(s) for s in optimizer.loss_scale] == [2.0**16, 2.0**15]
+    assert repr(optimizer) == PRINTED
+    assert "  step: int32[]\n" in printed[0]
+    jax.tree.map(lambda x: x.delete(), nnx.as_pure(nnx.state(optimizer)))
+    assert str(optimizer) == printed[0]
 
 
 # ---- autocast -------------------------------------------------------------------
@@ -500,6 +520,16 @@ def test_what_a_loss_writes_into_trained_variables_is_dropped():
     before = np.array(model.head.bias[...])
     jamp.nnx.scaled_grad(writing)(model, optimizer, X, Y)
     np.testing.assert_array_equal(model.head.bias[...], before)
+
+
+def test_the_types_name_the_keywords_that_go_on_to_jamp():
+    for fn, options, own in (
+        (jamp.initialize, _initialize.Options, {"apply_fn", "state_class"}),
+        (jamp.scaled_value_and_grad, _scaled_grad.Options, {"has_aux"}),
+    ):
+        params = inspect.signature(fn).parameters.values()
+        names = {p.name for p in params if p.kind is p.KEYWORD_ONLY}
+        assert options.__annotations__.keys() == names - own
 
 
 # ---- what the second pair of eyes found ----------------------------------------------

@@ -119,7 +119,7 @@ def _call(
             forward,
             properties.patch_functions_type,
             lists=properties.lists,
-            promote=properties.promote,
+            promote=properties.promote,  # pyright: ignore[reportArgumentType]
         )
     with forward_policy(properties):
         out = forward(model, *args, **kwargs)

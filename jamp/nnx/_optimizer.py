@@ -1,8 +1,11 @@
 """`Optimizer`: an AmpState without its params, in the Variables of an NNX optimizer."""
 
+import math
+from collections import Counter
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
@@ -44,6 +47,23 @@ class Optimizer(nnx.Optimizer):
         self.step = OptState(state.step)
         for name in _PARTS:
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
+
+    def __repr__(self) -> str:
+        """A line for each thing one asks for, where NNX shows all Variables."""
+        sizes = Counter[str]()
+        for _, shape, dtype in self.shapes:
+            sizes[dtype] += math.prod(shape)
+        names = ("step", "skipped_steps", "last_step_skipped")
+        rows = {
+            "opt_level": self.properties.opt_level,
+            "params": ", ".join(f"{n:,} {dtype}" for dtype, n in sizes.most_common()),
+            "loss_scale": _shown(self.loss_scale),
+            **{name: _shown(nnx.as_pure(getattr(self, name))) for name in names},
+        }
+        lines = [f"  {name}: {row}" for name, row in rows.items()]
+        return "\n".join(["Optimizer(", *lines, ")"])
+
+    __str__ = __repr__  # NNX has a colored one
 
     def amp_state(self, models: Models) -> AmpState:
         """The AmpState of both: for `jamp.to_checkpoint`, `jamp.check` and the like.
@@ -103,6 +123,18 @@ class Optimizer(nnx.Optimizer):
     def master_params(self, models: Models) -> PyTree:
         """The trained params in float32, nested dicts by path."""
         return master_params(self.amp_state(models))
+
+
+def _shown(values: PyTree) -> PyTree:
+    """Numbers of arrays; dtype and shape of what has no value here, as a tracer."""
+
+    def shown(x):
+        try:
+            return np.asarray(x, x.dtype).tolist()
+        except (TypeError, RuntimeError):  # a RuntimeError: donated, or on other hosts
+            return f"{x.dtype}{list(x.shape)}"
+
+    return jax.tree.map(shown, values)
 
 
 type _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]

@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from flax import nnx
+from jaxtyping import Array
 
 from jamp._core.tree import select
+from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._scaling.value_and_grad import (
     scaled_value_and_grad as scaled_value_and_grad_pure,
 )
@@ -16,9 +18,34 @@ from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, from_pure, with_arrays
 
 
+class Options(TypedDict, total=False):
+    """The keywords of `jamp.scaled_value_and_grad`."""
+
+    loss_id: int
+    wrt: Any
+    axis_name: Any
+    predivide: float | None
+    redo_on_overflow: int
+
+
+type Fn[T] = Callable[..., T]
+
+
+@overload
 def scaled_value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, **options: Any
-) -> Callable[..., Any]:
+    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[Options]
+) -> Fn[tuple[Array, ScaledGrads]]: ...
+
+
+@overload
+def scaled_value_and_grad(
+    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[Options]
+) -> Fn[tuple[tuple[Array, Any], ScaledGrads]]: ...
+
+
+def scaled_value_and_grad(
+    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[Options]
+) -> Fn[tuple[Any, ScaledGrads]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
     What the loss writes into the model (BatchNorm's statistics, counters of keys), or
@@ -29,8 +56,7 @@ def scaled_value_and_grad(
     Args:
         loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
         has_aux: whether `loss_fn` returns `(loss, aux)`.
-        **options: `loss_id`, `wrt`, `axis_name`, `predivide` and `redo_on_overflow` of
-            `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
+        **options: of `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
 
     Returns:
         `f(model, optimizer, *args, **kwargs) -> (loss, grads)`, or `((loss, aux),
@@ -81,16 +107,28 @@ def scaled_value_and_grad(
     return value_and_grad
 
 
+@overload
 def scaled_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, **options: Any
-) -> Callable[..., Any]:
-    """`scaled_value_and_grad` without the value."""
+    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[Options]
+) -> Fn[ScaledGrads]: ...
+
+
+@overload
+def scaled_grad(
+    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[Options]
+) -> Fn[tuple[ScaledGrads, Any]]: ...
+
+
+def scaled_grad(
+    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[Options]
+) -> Fn[Any]:
+    """`scaled_value_and_grad` without the value: gives `grads`, or `(grads, aux)`."""
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)
 
     @functools.wraps(loss_fn)
     def grad(models, optimizer, *args, **kwargs):
-        out, grads = both(models, optimizer, *args, **kwargs)
-        return (grads, out[1]) if has_aux else grads
+        value, grads = both(models, optimizer, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
 
     return grad
 

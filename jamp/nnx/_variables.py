@@ -1,13 +1,13 @@
 """NNX models as trees of arrays, and back into the model's Variables."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-type Models = Any  # an nnx.Module, or a list, tuple or dict of them
+type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
 
 
 def entries(models: Models) -> dict[Any, nnx.Module]:
@@ -55,7 +55,7 @@ def arrays_of(models: Models, wrt: Any) -> PyTree:
         return arrays(models)
     if isinstance(models, Mapping):
         return {key: arrays(model) for key, model in models.items()}
-    return type(models)(arrays(model) for model in models)
+    return type(models)(map(arrays, models))  # pyright: ignore[reportCallIssue]
 
 
 def assign(models: Models, wrt: Any, arrays: PyTree) -> None:
