@@ -9,7 +9,7 @@ import pytest
 import jamp
 from jamp.fp16_utils import FP16_Optimizer
 from tests.bits import assert_same_bits
-from tests.fp16 import F32, assert_rounded, data, dot, like, make, params, run
+from tests.fp16 import F32, data, dot, like, make, params, run
 
 SGD = optax.sgd(1.0)
 
@@ -135,44 +135,29 @@ def test_a_line_search_evaluates_the_closure_at_other_weights():
     # Gradients of 89 fit at 2**9, the next, of 156, at 2**8; then a window ends.
     assert (state.loss_scale, state.loss_scaler.unskipped) == (2.0**9, 3)
     assert losses[0] > 100 * losses[-1]
-    assert_rounded(state.params, optimizer.master_params(state))
 
 
 # Messages
 
 
 def test_verbose_prints_what_is_received(capsys):
-    FP16_Optimizer(SGD).init(params())
+    make(verbose=True).init(params())
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "FP16_Optimizer processing param group 0:"
-    assert sorted(line.strip() for line in lines) == sorted(
-        f"FP16_Optimizer received {what}"
-        for what in ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")
-    )
-    make().init(params())
-    assert capsys.readouterr().out == ""
+    received = ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")
+    assert lines == [f"FP16_Optimizer received {x}" for x in received]
 
 
 # Errors
 
 
-WRAPPED = r"Wrapped parameters must be.*extra"
+EXTRA = "Wrapped parameters must be.*extra"
 GRADIENTS = "must call `optimizer.zero_grad` and `optimizer.backward`"
 UNUSED = jamp.UnusedOptionWarning
-
-
-def dynamic(**options):
-    return make(dynamic_loss_args=options)
-
-
-def init_with(optimizer, leaf):
-    return optimizer.init(params() | {"extra": [leaf]})
-
-
 # What is called with an optimizer, a state, and one whose gradients are None.
 REFUSED = [
-    (lambda *_: dynamic(growth=2), TypeError, "no 'growth'; its keys are"),
-    (lambda *_: dynamic(init_scale=np.inf), ValueError, "init_scale"),
+    (lambda *_: make(dynamic_loss_args={"growth": 2}), TypeError, "no 'growth'; its"),
+    (lambda *_: make(dynamic_loss_args={"init_scale": 0}), ValueError, "init_scale"),
     (lambda *_: make(dynamic=False, dynamic_loss_args={}), UNUSED, "dynamic_loss_args"),
     (lambda *_: make(static_loss_scale=8.0), UNUSED, "static_loss_scale .*=False"),
     (lambda *_: FP16_Optimizer(SGD, 0), ValueError, "between"),
@@ -180,8 +165,8 @@ REFUSED = [
     (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps the mast"),
     (lambda *_: FP16_Optimizer(make()), TypeError, "FP16_Optimizer object"),
     (lambda *_: FP16_Optimizer(None), TypeError, "None"),
-    (lambda o, *_: init_with(o, jnp.ones(2, jnp.float8_e4m3fn)), TypeError, WRAPPED),
-    (lambda o, *_: init_with(o, np.ones(2)), TypeError, WRAPPED),
+    (lambda o, *_: o.init({"extra": [jnp.ones(2, "float8_e4m3fn")]}), TypeError, EXTRA),
+    (lambda o, *_: o.init({"extra": [np.ones(2)]}), TypeError, EXTRA),
     (lambda o, s, _: o.step(s.params), TypeError, "step.*takes the state.*got dict"),
     (lambda o, _, none: o.step(none), ValueError, "backward"),
     (lambda o, _, none: o.update_master_grads(none), ValueError, "backward"),

@@ -9,22 +9,9 @@ import pytest
 import jamp
 from jamp.fp16_utils import FP16_Optimizer
 from jamp.optimizers import fused_adam
+from tests import fp16
 from tests.bits import assert_same_bits
-from tests.fp16 import (
-    BF16,
-    F16,
-    F32,
-    assert_state,
-    data,
-    dot,
-    host,
-    like,
-    make,
-    model_of,
-    params,
-    run,
-    steps,
-)
+from tests.fp16 import F16, F32, data, dot, host, like, make, params, run, steps
 from tests.oracles.loss_scale import Rule
 
 # What a step computes
@@ -32,10 +19,15 @@ from tests.oracles.loss_scale import Rule
 
 @pytest.mark.parametrize(
     "where, dtype, static",
-    [("eager", F16, None), ("jit", F16, None), ("scan", BF16, None), ("jit", F16, 128)],
+    [
+        ("eager", F16, None),
+        ("jit", F16, None),
+        ("scan", jnp.bfloat16, None),
+        ("jit", F16, 128),
+    ],
 )
 def test_a_run_matches_float64_and_a_static_scale_checks_nothing(where, dtype, static):
-    tree, model = params(dtype), model_of(params(dtype), static=static)
+    tree, model = params(dtype), fp16.model_of(params(dtype), static=static)
     optimizer, xs = make(), data(7, (0, 5))
     if static:
         optimizer, xs = make(dynamic=False, static_loss_scale=static), data(4, (3,))
@@ -43,7 +35,7 @@ def test_a_run_matches_float64_and_a_static_scale_checks_nothing(where, dtype, s
     for x, state in zip(xs, seen, strict=True):
         model.backward(host(x))
         model.step()
-        assert_state(optimizer, state, model)
+        fp16.assert_state(optimizer, state, model)
         model.zero_grad()
     skips = [i for i, state in enumerate(seen) if state.overflow]
     assert skips == ([] if static else [0, 5])
@@ -97,7 +89,7 @@ def test_params_of_all_dtypes_step_and_integers_stay():
 
 def assert_pairs(where, window, bad=()):
     """Two backward passes before each of two steps; the last state."""
-    optimizer, model = make(window=window), model_of(rule=Rule(window=window))
+    optimizer, model = make(window=window), fp16.model_of(rule=Rule(window=window))
 
     def both(state, *xs):
         for x in xs:
@@ -112,7 +104,7 @@ def assert_pairs(where, window, bad=()):
             model.backward(host(x))
         after = optimizer.step(state)
         model.step()
-        assert_state(optimizer, after, model)
+        fp16.assert_state(optimizer, after, model)
         if model.overflow:
             assert_same_bits(after, state)
             assert_same_bits(after.opt_state, before.opt_state)
@@ -138,7 +130,7 @@ def test_an_overflow_in_one_of_two_backward_passes_skips(bad, scale):
 
 
 def test_master_grads_may_be_updated_once_for_several_losses():
-    optimizer, model = make(), model_of()
+    optimizer, model = make(), fp16.model_of()
 
     @jax.jit
     def losses(state, first, second):
@@ -154,7 +146,7 @@ def test_master_grads_may_be_updated_once_for_several_losses():
         for x in xs:
             model.backward(host(x), update_master_grads=False)
         model.update_master_grads()
-        assert_state(optimizer, state, model)
+        fp16.assert_state(optimizer, state, model)
         for zeros in (waiting.master_grads, state.model_grads.tree):
             assert_same_bits(zeros, like(0.0))
 
@@ -213,13 +205,13 @@ def test_clipping_is_that_of_torch_but_changes_nothing_after_an_overflow():
     optimizer, x = make(), data(1)[0]
     _, start = optimizer.backward(optimizer.init(params()), dot, x)
     for args in ((2.0**-9,), (2.0**-9, "inf"), (100.0, 1)):
-        model = model_of()
+        model = fp16.model_of()
         model.backward(host(x))
         norm, state = optimizer.clip_master_grads(start, *args)
         expected = model.clip_master_grads(*map(float, args))
         np.testing.assert_allclose(norm, expected, rtol=1e-6)
         assert (args[0] < expected) == (args[0] < 1)
-        assert_state(optimizer, state, model)
+        fp16.assert_state(optimizer, state, model)
     _, state = optimizer.backward(start, dot, like(np.inf))
     norm, after = jax.jit(optimizer.clip_master_grads)(state, 1.0)
     assert norm == -1
@@ -242,7 +234,7 @@ def test_options_of_the_scale_are_honoured():
     args = {"init_scale": 64, "scale_factor": 4.0, "scale_window": 2}
     args |= {"min_loss_scale": 8.0, "max_loss_scale": 512.0}
     optimizer, xs = make(dynamic_loss_args=args), data(12, (0, 1, 2, 10))
-    model = model_of(rule=Rule(64.0, 4.0, 2, 8.0, 512.0))
+    model = fp16.model_of(rule=Rule(64.0, 4.0, 2, 8.0, 512.0))
     _, seen = steps(optimizer, optimizer.init(params()), xs, "scan")
     scales = []
     for x in xs:

@@ -2,7 +2,7 @@
 
 `FP16Optimizer` is the one of apex.fp16_utils as its documentation intends it: two
 backward passes give the sum of their gradients for half and for float32 parameters
-(7.2, where apex scales the latter wrongly). `CutDown` is the one of apex.optimizers.
+(7.2, where apex scales the latter wrongly). `cut_down` is the one of apex.optimizers.
 
 Imports neither JAX nor the library. A tree is a list of arrays. Gradients are given as
 they are, unscaled; `backward` scales them and rounds them to the parameters' dtypes, as
@@ -11,10 +11,12 @@ a backward pass does. Scales are rounded to float32.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from tests.oracles.fused_adam import fused_adam
 from tests.oracles.loss_scale import Rule, State, fp32, init, update
 from tests.oracles.steps import Leaves, float64, norm
 
@@ -81,10 +83,8 @@ class FP16Optimizer:
 
     def update_master_grads(self) -> None:
         unscaled = [x / self.scaler.scale for x in self.model_grads]
-        self.model_grads, self.master_grads = (
-            self._zeros(),
-            added(self.master_grads, unscaled),
-        )
+        self.master_grads = added(self.master_grads, unscaled)
+        self.model_grads = self._zeros()
         if self.rule:
             self.overflow |= not all(np.isfinite(x).all() for x in unscaled)
             self.scaler = update(self.rule, self.scaler, not self.overflow)
@@ -128,72 +128,32 @@ class DynamicLossScaler:
         self.cur_iter += 1
 
 
-@dataclasses.dataclass
-class OldAdam:
-    """8.1: FusedAdam of 2018, for one group of one flat parameter."""
+def cut_down(
+    groups: Sequence[Leaves],
+    adams: Sequence[dict[str, Any]],
+    steps: Sequence[Sequence[Leaves]],
+) -> Iterator[tuple[list[np.ndarray], tuple[float, int, int]]]:
+    """8.2: groups of half parameters, each flattened; norms and clipping per group.
 
-    learning_rate: float = 1e-3
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 0.0
-    bias_correction: bool = True
-    eps_inside_sqrt: bool = False
-    count: int = 0
-    mu: np.ndarray | float = 0.0
-    nu: np.ndarray | float = 0.0
-
-    def step(self, p: np.ndarray, g: np.ndarray, scale: float) -> np.ndarray:
-        """One step of a group with scaled gradients."""
-        divisor = scale
-        if self.max_grad_norm > 0:
-            excess = (float(norm(g)) / scale + 1e-6) / self.max_grad_norm
-            divisor = max(excess, 1.0) * scale
-        s = g / divisor
-        self.count += 1
-        self.mu = self.b1 * self.mu + (1 - self.b1) * s
-        self.nu = self.b2 * self.nu + (1 - self.b2) * s * s
-        if self.eps_inside_sqrt:
-            denominator = np.sqrt(self.nu + self.eps)
-        else:
-            denominator = np.sqrt(self.nu) + self.eps
-        step_size = self.learning_rate
-        if self.bias_correction:
-            step_size *= math.sqrt(1 - self.b2**self.count) / (1 - self.b1**self.count)
-        return p - step_size * (self.mu / denominator + self.weight_decay * p)
-
-
-class CutDown:
-    """8.2: groups of half parameters, each flattened; norms and clipping per group."""
-
-    def __init__(
-        self,
-        groups: Sequence[Leaves],
-        inners: Sequence[OldAdam] = (),
-        scale: float = 2.0**16,
-    ) -> None:
-        self.given, self.inners = groups, inners
-        self.masters = [flat(group) for group in groups]
-        self.scaler = DynamicLossScaler(scale)
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        self.grads = [[np.zeros_like(p) for p in group] for group in self.given]
-
-    def backward(self, grads: Sequence[Leaves]) -> None:
-        """Adds to `.grad`, in half."""
-        for i, group in enumerate(self.given):
-            new = scaled(grads[i], group, self.scaler.cur_scale)
-            self.grads[i] = added(self.grads[i], new)
-
-    def step(self) -> None:
-        grads, scale = [flat(group) for group in self.grads], self.scaler.cur_scale
-        overflow = not np.isfinite([norm(g) for g in grads]).all()
-        if not overflow:
-            for i, inner in enumerate(self.inners):
-                self.masters[i] = inner.step(self.masters[i], grads[i], scale)
-        self.scaler.update_scale(overflow)
+    `adams` has the options of the old FusedAdam, 8.1, of each group. Yields the masters
+    per group and the state of the scaler after each step.
+    """
+    scaler, grads, skips, states = DynamicLossScaler(2.0**16), [], [], []
+    for step in steps:
+        pairs, scale = zip(step, groups, strict=True), scaler.cur_scale
+        now = [flat(scaled(x, group, scale)) for x, group in pairs]
+        skips.append(not np.isfinite([norm(g) for g in now]).all())
+        grads.append([g / scale for g in now])
+        scaler.update_scale(skips[-1])
+        states.append(scaler.state)
+    runs = [
+        fused_adam(
+            [flat(group)], [[g[i]] for g in grads], skip=skips, legacy=True, **adams[i]
+        )
+        for i, group in enumerate(groups)
+    ]
+    for state, *results in zip(states, *runs, strict=True):
+        yield [result.params[0] for result in results], state
 
 
 def flat(leaves: Leaves) -> np.ndarray:
