@@ -27,8 +27,11 @@ class Case(NamedTuple):
     pack: Any = None
 
 
+NAMES = "dge"  # JAX sorts them
+
+
 def _named(values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip("dge", values, strict=False))
+    return dict(zip(NAMES, values, strict=False))
 
 
 def _case(*setup: Any, pack: Any = None) -> Case:
@@ -56,16 +59,14 @@ CASES = {
 }
 
 
-def keys(case: Case) -> tuple[Any, ...]:
-    """The groups' keys in the container; None for the only one."""
-    if case.pack is None:
-        return (None,)
-    made = case.pack(range(len(case.setup.groups)))
-    return tuple(made) if isinstance(made, Mapping) else tuple(range(len(made)))
+def groups(container: Any, case: Case) -> list[Any]:
+    """The entries of a container of groups, in the order of the setup."""
+    return [container] if case.pack is None else [container[k] for k in keys(case)]
 
 
-def group(container: Any, key: Any) -> Any:
-    return container if key is None else container[key]
+def keys(case: Case) -> list[Any]:
+    count = len(case.setup.groups)
+    return list(NAMES[:count] if case.pack is _named else range(count))
 
 
 def params(case: Case, dtypes: Sequence[Any] = FP32) -> Any:
@@ -166,14 +167,9 @@ def overflows(setup: oracle.Setup, infs: Sequence[Inf]) -> list[set[int]]:
     """The losses that overflow in each iteration: in a model that they train."""
     found = [set() for _ in range(ITERATIONS)]
     for i, loss, m, _ in infs:
-        if m in trained(setup, loss):
+        if m in setup.trained(loss):
             found[i].add(loss)
     return found
-
-
-def trained(setup: oracle.Setup, loss: int) -> list[int]:
-    """The models that a loss is differentiated for."""
-    return [m for g in setup.covers[loss] for m in setup.groups[g]]
 
 
 def by_model(tree: Any) -> dict[str, Any]:
@@ -276,17 +272,19 @@ def assert_state(state: Any, results: Sequence[oracle.Result], case: Case) -> No
     """Everything in a batch of states is as the oracle says."""
     weights = np.stack([r.weights for r in results])
     trace = np.stack([r.trace for r in results])
-    masters = jamp.master_params(state)
-    for g, key in enumerate(keys(case)):
-        assert_models(group(masters, key), weights, "masters")
-        assert_models(group(state.params, key), weights, "params")
-        momenta = traces(group(state.opt_state, key))
-        assert momenta.keys() == group(state.params, key).keys()
+    counters = ("skipped_steps", "last_step_skipped")
+    trees = (jamp.master_params(state), state.params, state.opt_state)
+    trees += tuple(getattr(state, name) for name in counters)
+    every = zip(*(groups(tree, case) for tree in trees), strict=True)
+    for g, (masters, params, opt_state, *counts) in enumerate(every):
+        assert_models(masters, weights, "masters")
+        assert_models(params, weights, "params")
+        momenta = traces(opt_state)
+        assert momenta.keys() == params.keys()
         assert_models(momenta, trace, "trace")
-        for name in ("skipped_steps", "last_step_skipped"):
-            got = group(getattr(state, name), key)
+        for name, got in zip(counters, counts, strict=True):
             wanted = [getattr(r, name)[g] for r in results]
-            np.testing.assert_array_equal(got, wanted, f"{name} {key}")
+            np.testing.assert_array_equal(got, wanted, f"{name} {g}")
     np.testing.assert_array_equal(state.step, [r.step for r in results])
     for i, scale in enumerate(state.loss_scales):
         # apex's tolerance goes on below 0, where it means the same.
@@ -298,7 +296,7 @@ def assert_state(state: Any, results: Sequence[oracle.Result], case: Case) -> No
 def assert_backward(losses, grads, finite, results, spoil, case, tol):
     """Flags; where nothing was spoilt, values and gradients are the oracle's."""
     for loss, models in enumerate(grads):
-        reached = trained(case.setup, loss)
+        reached = case.setup.trained(loss)
         clean = np.isfinite(spoil[:, loss, reached]).all((1, 2, 3))
         _assert_equal(finite[loss], clean, f"finite of loss {loss}")
         wanted = np.stack([r.grads[loss] for r in results])[clean]
