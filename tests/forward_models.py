@@ -217,9 +217,9 @@ CASES = {
 }
 
 
-def fill(shapes: Any, seed: int = 0) -> Any:
+def fill(shapes: Any) -> Any:
     """Variables of these shapes, none 0 or 1; no initializer runs, which is fast."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def leaf(s):
         if not jnp.issubdtype(s.dtype, jnp.floating):
@@ -231,17 +231,26 @@ def fill(shapes: Any, seed: int = 0) -> Any:
     return jax.tree.map(leaf, shapes)
 
 
-def variables_of(model: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:
+def variables_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     init = lambda *args: model.init(jax.random.key(0), *args, **kwargs)  # noqa: E731
-    return fill(jax.eval_shape(init, *inputs), seed)
+    return fill(jax.eval_shape(init, *inputs))
 
 
-def state_of(model: nn.Module, variables: Any, level: str, **overrides: Any) -> Any:
+def state_of(
+    model: nn.Module, *inputs: Any, level: str = "O2", variables=None, **overrides: Any
+) -> Any:
     """An AmpState with a small scale: no test here is about overflow."""
+    variables = variables_of(model, *inputs) if variables is None else variables
     options = {"loss_scale": 8.0, "apply_fn": model.apply} | overrides
     stats = variables.get("batch_stats", {})
     params, tx = variables["params"], optax.sgd(1.0)
     return jamp.initialize(params, tx, level, verbosity=0, batch_stats=stats, **options)
+
+
+def forward(state: Any, *args: Any, apply: Any = None, **kwargs: Any) -> Any:
+    """`state.apply_fn`, or another function, on the variables of the state."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return (apply or state.apply_fn)(variables, *args, **kwargs)
 
 
 def loss_of(case: Case, state: Any, route: str) -> Callable[..., Any]:
@@ -266,13 +275,8 @@ def mean_square(out: Any) -> Any:
 
 def under_policy(state: Any, fn: Callable[[], Any]) -> Any:
     """What `fn` returns when a loss under the state's policy calls it."""
-
-    def loss_fn(params):
-        del params
-        return jnp.float32(0), fn()
-
-    (_, out), _ = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-    return out
+    loss_fn = lambda _: (jnp.float32(0), fn())  # noqa: E731
+    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)[0][1]
 
 
 def products(fn: Callable[..., Any], *args: Any) -> list[str]:
