@@ -351,40 +351,19 @@ def test_nothing_retraces_on_step_2_or_for_a_second_state():
     traces, apply_fn = [], Noisy().apply
 
     @jax.jit
-    def counted(state, x):
+    def counted(state):
         traces.append(1)
-        grads = jamp.scaled_grad(dot)(state, x)
-        return state.apply_gradients(grads=grads, batch_stats=state.batch_stats)
+        return state.apply_gradients(grads=GRADS, batch_stats=state.batch_stats)
 
     def begin(**kwargs):
-        stats = {"mean": jnp.zeros(2, jnp.float32)}
-        return make(apply_fn=apply_fn, batch_stats=stats, **kwargs)
+        return make(apply_fn=apply_fn, batch_stats=OLD, **kwargs)
 
     for _ in range(2):
-        state = begin()
-        for seed in range(2):
-            state = counted(state, random_like(params(), seed))
+        state = counted(counted(begin()))
     assert len(traces) == 1
     # For its static parts compare and hash by value.
-    same, *others = (
-        jax.tree.structure(begin(**kwargs))
-        for kwargs in ({}, {"loss_scale": 3.0}, {"keep_fp32": ["norm", "b"]})
-    )
-    assert jax.tree.structure(state) == same
-    assert hash(jax.tree.structure(state)) == hash(same)
-    assert same not in others
-
-
-def test_an_ensemble_under_vmap_skips_each_member_alone():
-    stacked = {"w": jnp.asarray([[1.0, 2.0], [3.0, 4.0]], jnp.float32)}
-    states = jax.vmap(lambda p: make("O2", p, RATE_ONE))(stacked)
-    x = {"w": jnp.asarray([[2.0**-6, 0.0], [jnp.inf, 0.0]], jnp.float32)}
-    states = jax.vmap(step)(states, x)
-    assert states.step.tolist() == [1, 0]
-    assert states.skipped_steps.tolist() == [0, 1]
-    assert states.loss_scale.tolist() == [2.0**16, 2.0**15]
-    masters = jamp.master_params(states)["w"]
-    np.testing.assert_array_equal(masters, [[1 - 2.0**-6, 2], [3, 4]])
+    for kwargs in ({"loss_scale": 3.0}, {"keep_fp32": ["norm", "b"]}):
+        assert jax.tree.structure(begin(**kwargs)) != jax.tree.structure(state)
 
 
 # Fields

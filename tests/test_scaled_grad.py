@@ -88,12 +88,9 @@ def test_aux_comes_where_jax_puts_it_as_it_is():
 
 def test_static_arguments_and_python_branches():
     def branching(p, x, mode, *, times=1):
-        assert isinstance(mode, str)
-        total = loss_fn(p, x) * times
-        return -total if mode == "minus" else total
+        return loss_fn(p, x) * times * {"plus": 1, "minus": -1}[mode]
 
-    state = make(loss_scale=1.0)
-    f = jamp.scaled_value_and_grad(branching)
+    state, f = make(loss_scale=1.0), jamp.scaled_value_and_grad(branching)
     assert f(state, X, "plus")[0] == LOSS
     jitted = jax.jit(f, static_argnums=2, static_argnames="times")
     loss, grads = jitted(state, X, "minus", times=2)
@@ -194,12 +191,8 @@ def test_what_is_no_scalar_float_is_refused(name):
     for door in list(DOORS)[:4]:
         with pytest.raises(TypeError, match=rf"loss.*{words}"):
             DOORS[door](bad, state, 0)
-
-
-def test_has_aux_without_a_pair_is_refused():
-    for bad in (jnp.float32(1.0), (1.0, 2.0, 3.0)):
-        with pytest.raises(TypeError, match=r"has_aux=True .* return \(loss, aux\)"):
-            jamp.scaled_grad(lambda p, bad=bad: bad, has_aux=True)(make())
+    with pytest.raises(TypeError, match=r"has_aux=True .* return \(loss, aux\)"):
+        jamp.scaled_grad(lambda p: (1.0, 2.0, 3.0), has_aux=True)(state)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -234,31 +227,22 @@ def test_each_loss_has_its_own_scale():
 
 
 def test_integers_none_and_keys_are_held_out():
-    tree = {
-        "w": jnp.asarray([1.0, 2.0], jnp.float32),
-        "n": jnp.asarray([3, 4], jnp.int32),
-        "flag": jnp.asarray(True),
-        "key": jax.random.key(0),
-        "none": None,
-    }
-    state = make("O2", tree, loss_scale=2.0)
+    w, n = jnp.asarray([1.0, 2.0], jnp.float32), jnp.asarray([3, 4], jnp.int32)
+    tree = {"w": w, "n": n, "flag": jnp.asarray(True), "key": jax.random.key(0)}
+    state = make("O2", tree | {"none": None}, loss_scale=2.0)
 
     def uses_all(p):
-        assert set(p) == set(tree)
         assert p["none"] is None
         noise = jax.random.normal(p["key"], (), jnp.float32)
-        gain = jnp.where(p["flag"], p["n"].astype(jnp.float32), 0.0)
+        gain = jnp.where(p["flag"], wide(p["n"]), 0.0)
         return (wide(p["w"]) * gain).sum() + 0.0 * noise
 
     loss, grads = jamp.scaled_value_and_grad(uses_all)(state)
     assert loss == 11.0
-    for tree, scale in (
-        (grads.tree, 2),
-        (grads.unscale()[0], 1),
-        ((grads + jamp.zero_grads(state)).tree, 2),
-    ):
+    total = grads + jamp.zero_grads(state)
+    for tree, scale in ((grads.tree, 2), (grads.unscale()[0], 1), (total.tree, 2)):
         (leaf,) = jax.tree.leaves(tree)
-        np.testing.assert_array_equal(wide(leaf), np.float32([3, 4]) * scale)
+        np.testing.assert_array_equal(wide(leaf), wide(n) * scale)
 
 
 # Flags
@@ -368,12 +352,6 @@ def test_unscale_at_the_largest_scale_is_exact():
             make("O0", loss_scale=beyond)
 
 
-def test_disabled_amp_leaves_the_loss_alone():
-    state = make("O2", enabled=False)
-    assert jamp.scale_loss(jnp.float32(3.0), state) == 3.0
-    assert_same_bits(jamp.unscale(state.params, state), state.params)
-
-
 # Several groups
 
 
@@ -458,19 +436,6 @@ def test_a_wrt_that_names_no_groups_is_refused():
 
 
 # A mapped axis
-
-
-def test_axis_name_means_over_vmap_and_agrees_on_the_flag():
-    step = jamp.scaled_value_and_grad(loss_fn, axis_name="i")
-    f = jax.jit(jax.vmap(step, (None, 0), axis_name="i"))
-    xs = jnp.stack([X, 3 * X]) * 2.0**-10
-    loss, grads = f(make(), xs)
-    np.testing.assert_array_equal(loss, [LOSS * 2.0**-9] * 2)
-    np.testing.assert_array_equal(grads.finite, [True, True])
-    for i in range(2):
-        assert_grads(jax.tree.map(lambda x, i=i: x[i], grads.tree), 2 * 2.0**6)
-    _, grads = f(make(), xs.at[1, 0].set(jnp.inf))
-    np.testing.assert_array_equal(grads.finite, [False, False])
 
 
 @pytest.fixture(scope="module")
