@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, PyTree
 
-from jamp._core.tree import join_overwrite, split_overwrite
+from jamp._core.tree import split_overwrite, with_trained
 from jamp._policy.levels import Properties
 from jamp._scaling.loss import checked_loss
 from jamp._scaling.rules import LossScaleRule, LossScaleState
@@ -17,13 +17,18 @@ _WANTS_A_STATE = (
 
 
 class HasLossScales(Protocol):
-    """What this file needs of an `AmpState`."""
+    """What this room needs of an `AmpState`."""
 
-    params: Any
-    tx: Any
-    loss_scales: Any
-    loss_scale_rules: Any
-    properties: Any
+    @property
+    def params(self) -> Any: ...
+    @property
+    def tx(self) -> Any: ...
+    @property
+    def loss_scales(self) -> Any: ...
+    @property
+    def loss_scale_rules(self) -> Any: ...
+    @property
+    def properties(self) -> Any: ...
 
 
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
@@ -76,8 +81,8 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     if isinstance(grads, ScaledGrads):
         raise TypeError(NOT_A_TREE)
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale")
-    params, overwrite = split_overwrite(grads)
-    return join_overwrite(rule.unscale(params, scale_state), overwrite, grads)
+    tree, _ = split_overwrite(grads)
+    return with_trained(grads, rule.unscale(tree, scale_state))
 
 
 def find_loss_scale(

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.groups import Key
 from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
-from jamp._state import parts as _gradients, serialization as _restore
 from jamp._state.add_params import grown
-from jamp._state.parts import Part
+from jamp._state.parts import Part, clean_flag, covers, gradient_parts, total
+from jamp._state.serialization import register
 from jamp._state.step import step, widened
 
 _FIELD_REMEDY = (
@@ -55,7 +55,7 @@ class AmpState(TrainState, kw_only=True):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        _restore.register(cls)
+        register(cls)
 
     @classmethod
     def create(cls, **kwargs):
@@ -103,24 +103,22 @@ class AmpState(TrainState, kw_only=True):
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
         check_same_devices(("state", self), ("grads", grads), *fields.items())
-        parts = _gradients.parts(grads, self)
-        keys = _groups.group_keys(self.tx)
-        covered = [key for key in keys if any(key in part.trees for part in parts)]
-        clean = {key: _gradients.clean_flag(parts, key) for key in covered}
+        parts = gradient_parts(grads, self)
+        keys = groups.group_keys(self.tx)
+        clean = {k: clean_flag(parts, k) for k in keys if covers(parts, k)}
         args = dict(update_args or {})
-        groups = {
-            key: _next_group(self, key, parts, clean[key], args)
-            if key in covered
-            else _group(self, key)
-            for key in keys
+        after = {
+            k: _next_group(self, k, parts, clean[k], args)
+            if k in clean
+            else _group(self, k)
+            for k in keys
         }
-        stepped = [_known(flag) for flag in clean.values()]
+        stepped = functools.reduce(jnp.logical_or, map(_known, clean.values()))
         return self.replace(
-            step=self.step
-            + functools.reduce(jnp.logical_or, stepped).astype(jnp.int32),
+            step=self.step + stepped.astype(jnp.int32),
             loss_scales=_next_scales(self, parts),
             **{
-                name: _groups.each(keys, lambda k, n=name: groups[k][n], self.params)
+                name: groups.each(keys, lambda k, n=name: after[k][n], self.params)
                 for name in _GROUPED
             },
             **{
@@ -174,7 +172,7 @@ class AmpState(TrainState, kw_only=True):
         return self.replace(**grown(self, params, tx, allowed, extra, fields))
 
 
-_restore.register(AmpState)
+register(AmpState)
 
 # What a state holds once per group.
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
@@ -183,7 +181,7 @@ type _Flags = Mapping[Key, Bool[Array, ""] | None]
 
 
 def _group(state: AmpState, key: Key) -> dict[str, Any]:
-    return {name: _groups.get(getattr(state, name), key) for name in _GROUPED}
+    return {name: groups.get(getattr(state, name), key) for name in _GROUPED}
 
 
 def _next_group(
@@ -195,19 +193,23 @@ def _next_group(
 ) -> dict[str, Any]:
     """One group after its step, or as it was."""
     old = _group(state, key)
+    grads, overwrite, grad_scale = total(parts, key)
     params, opt_state = step(
-        _groups.get(state.tx, key),
-        *_gradients.total(parts, key),
-        opt_state=old["opt_state"],
-        params=old["params"],
+        groups.get(state.tx, key),
+        grads,
+        old["opt_state"],
+        old["params"],
+        grad_scale=grad_scale,
+        overwrite=overwrite,
         clean=clean,
         update_args=update_args,
     )
+    skipped = ~_known(clean)
     return {
         "params": params,
         "opt_state": opt_state,
-        "skipped_steps": old["skipped_steps"] + (~_known(clean)).astype(jnp.int32),
-        "last_step_skipped": ~_known(clean),
+        "skipped_steps": old["skipped_steps"] + skipped.astype(jnp.int32),
+        "last_step_skipped": skipped,
     }
 
 
@@ -257,8 +259,8 @@ def _next_field(
         )
     old = getattr(state, name)
     check_like(new, old, name, _FIELD_REMEDY)
-    if _groups.is_container(old, keys):
-        return _groups.each(
+    if groups.is_container(old, keys):
+        return groups.each(
             keys,
             lambda k: (
                 select(_known(clean[k]), new[k], old[k]) if k in clean else old[k]
@@ -291,13 +293,13 @@ def master_params(state: AmpState) -> Any:
     >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
     0.099976 0.100000
     """
-    keys = _groups.group_keys(state.tx)
-    return _groups.each(
+    keys = groups.group_keys(state.tx)
+    return groups.each(
         keys,
         lambda key: widened(
-            _groups.get(state.tx, key),
-            _groups.get(state.opt_state, key),
-            _groups.get(state.params, key),
+            groups.get(state.tx, key),
+            groups.get(state.opt_state, key),
+            groups.get(state.params, key),
         ),
         state.params,
     )
