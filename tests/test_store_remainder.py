@@ -287,7 +287,7 @@ def test_both_halves_are_of_one_value_whatever_the_compiler_does():
         return tx.apply(grads, state, weight, grad_scale=1000.0, found_inf=found_inf)
 
     options = {"xla_backend_optimization_level": 0}
-    args = (grads, tx.init(high), Weight(high, None, low), jnp.asarray(False))
+    args = (grads, tx.init(high), Weight(high, low), jnp.asarray(False))
     weight, _ = jax.jit(apply, compiler_options=options)(*args)
     expected = weights - 0.05 * (np.asarray(grads, np.float64) / 1000)
     np.testing.assert_allclose(

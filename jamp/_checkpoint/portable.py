@@ -109,19 +109,18 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
     keys = groups.group_keys(state.tx)
     originals = filled(state.params, found["params"])
     inner = filled(_inner_states(state), found["opt_state"])
-    begun = {
-        key: _group(
+    params, opt_states = {}, {}
+    for key in keys:
+        params[key], opt_states[key] = _group(
             groups.get(state.tx, key),
             groups.get(originals, key),
             groups.get(state.params, key),
             groups.get(inner, key) if state.tx is not None else None,
         )
-        for key in keys
-    }
     names = (*_COUNTERS, "step")
     restored = state.replace(
-        params=groups.each(keys, lambda k: begun[k][0], state.params),
-        opt_state=groups.each(keys, lambda k: begun[k][1], state.params),
+        params=groups.pack(params, state.params),
+        opt_state=groups.pack(opt_states, state.params),
         loss_scales=_scales(state, found),
         **{name: filled(getattr(state, name), found[name]) for name in names},
         **{
@@ -138,12 +137,11 @@ def _inner_states(state: AmpState) -> Any:
     if state.tx is None:
         return None
 
-    def inner(key):
-        opt_state = groups.get(state.opt_state, key)
-        has_masters = isinstance(opt_state, MasterWeightsState)
-        return opt_state.inner_state if has_masters else opt_state
-
-    return groups.each(groups.group_keys(state.tx), inner, state.params)
+    states = groups.split(state.opt_state, groups.group_keys(state.tx))
+    for key, opt_state in states.items():
+        if isinstance(opt_state, MasterWeightsState):
+            states[key] = opt_state.inner_state
+    return groups.pack(states, state.params)
 
 
 def _array_fields(state: AmpState) -> list[str]:

@@ -130,7 +130,7 @@ def scaled_value_and_grad(
         run_loss = under_autocast(loss_fn, state.properties)
 
         def scaled_loss(trained, scale_state):
-            whole = {k: groups.get(state.params, k) for k in every}
+            whole = groups.split(state.params, every)
             whole |= {k: merge(trained[k], whole[k]) for k in keys}
             out = run_loss(groups.pack(whole, state.params), *args, **kwargs)
             loss, aux = split_aux(out, has_aux)

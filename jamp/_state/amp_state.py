@@ -17,7 +17,7 @@ from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
 from jamp._state.add_params import grown
-from jamp._state.parts import Part, clean_flag, covers, gradient_parts, total
+from jamp._state.parts import Part, clean_flags, gradient_parts, total
 from jamp._state.serialization import register
 from jamp._state.step import step, widened
 
@@ -105,22 +105,30 @@ class AmpState(TrainState, kw_only=True):
         check_same_devices(("state", self), ("grads", grads), *fields.items())
         parts = gradient_parts(grads, self)
         keys = groups.group_keys(self.tx)
-        clean = {k: clean_flag(parts, k) for k in keys if covers(parts, k)}
-        args = dict(update_args or {})
-        after = {
-            k: _next_group(self, k, parts, clean[k], args)
-            if k in clean
-            else _group(self, k)
-            for k in keys
-        }
-        stepped = functools.reduce(jnp.logical_or, map(_known, clean.values()))
+        clean = clean_flags(parts)
+        params, opt_states, counts, skipped = (
+            groups.split(getattr(self, name), keys) for name in _GROUPED
+        )
+        for key, flag in clean.items():
+            unscaled, overwrite, grad_scale = total(parts, key)
+            params[key], opt_states[key] = step(
+                groups.get(self.tx, key),
+                unscaled,
+                opt_states[key],
+                params[key],
+                grad_scale=grad_scale,
+                overwrite=overwrite,
+                clean=flag,
+                update_args=dict(update_args or {}),
+            )
+            skipped[key] = ~_known(flag)
+            counts[key] = counts[key] + skipped[key].astype(jnp.int32)
+        stepped = functools.reduce(jnp.logical_or, [~skipped[key] for key in clean])
+        after = zip(_GROUPED, (params, opt_states, counts, skipped), strict=True)
         return self.replace(
             step=self.step + stepped.astype(jnp.int32),
             loss_scales=_next_scales(self, parts),
-            **{
-                name: groups.each(keys, lambda k, n=name: after[k][n], self.params)
-                for name in _GROUPED
-            },
+            **{name: groups.pack(values, self.params) for name, values in after},
             **{
                 name: _next_field(self, name, new, keys, clean)
                 for name, new in fields.items()
@@ -177,41 +185,6 @@ register(AmpState)
 # What a state holds once per group.
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
 
-type _Flags = Mapping[Key, Bool[Array, ""] | None]
-
-
-def _group(state: AmpState, key: Key) -> dict[str, Any]:
-    return {name: groups.get(getattr(state, name), key) for name in _GROUPED}
-
-
-def _next_group(
-    state: AmpState,
-    key: Key,
-    parts: list[Part],
-    clean: Bool[Array, ""] | None,
-    update_args: dict[str, Any],
-) -> dict[str, Any]:
-    """One group after its step, or as it was."""
-    old = _group(state, key)
-    grads, overwrite, grad_scale = total(parts, key)
-    params, opt_state = step(
-        groups.get(state.tx, key),
-        grads,
-        old["opt_state"],
-        old["params"],
-        grad_scale=grad_scale,
-        overwrite=overwrite,
-        clean=clean,
-        update_args=update_args,
-    )
-    skipped = ~_known(clean)
-    return {
-        "params": params,
-        "opt_state": opt_state,
-        "skipped_steps": old["skipped_steps"] + skipped.astype(jnp.int32),
-        "last_step_skipped": skipped,
-    }
-
 
 def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
     """Where nobody looked, True: a constant, which folds away."""
@@ -225,7 +198,9 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
             begun = state.loss_scales[part.loss_id]
-            before = _redone(part, scales[part.loss_id], begun)
+            before = scales[part.loss_id]
+            if part.scale_state is not None:
+                before = _redone(part.scale_state, before, begun)
             scales[part.loss_id] = rule.update(before, _known(part.finite))
             flags.setdefault(part.loss_id, []).append(part.finite)
     for loss_id, finite in flags.items():
@@ -238,17 +213,21 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     return tuple(scales)
 
 
-def _redone(part: Part, now: LossScaleState, begun: LossScaleState) -> LossScaleState:
+def _redone(
+    scale_state: LossScaleState, now: LossScaleState, begun: LossScaleState
+) -> LossScaleState:
     """`now`, or the lower scale at which a part was computed again in this step."""
-    if part.scale_state is None:
-        return now
-    fell = part.scale_state.scale < begun.scale
-    lower = lower_of(now, part.scale_state)
+    fell = scale_state.scale < begun.scale
+    lower = lower_of(now, scale_state)
     return jax.tree.map(lambda low, x: jnp.where(fell, low, x), lower, now)
 
 
 def _next_field(
-    state: AmpState, name: str, new: Any, keys: tuple[Key, ...], clean: _Flags
+    state: AmpState,
+    name: str,
+    new: Any,
+    keys: tuple[Key, ...],
+    clean: Mapping[Key, Any],
 ) -> Any:
     """An extra field: the new value if the groups that it belongs to were clean."""
     extra = extra_fields(state)
@@ -260,13 +239,8 @@ def _next_field(
     old = getattr(state, name)
     check_like(new, old, name, _FIELD_REMEDY)
     if groups.is_container(old, keys):
-        return groups.each(
-            keys,
-            lambda k: (
-                select(_known(clean[k]), new[k], old[k]) if k in clean else old[k]
-            ),
-            old,
-        )
+        chosen = {k: select(_known(clean[k]), new[k], old[k]) for k in clean}
+        return groups.pack(groups.split(old, keys) | chosen, old)
     flags = [flag for flag in clean.values() if flag is not None]
     whole = functools.reduce(jnp.logical_and, flags) if flags else None
     return select(_known(whole), new, old)
@@ -293,13 +267,7 @@ def master_params(state: AmpState) -> Any:
     >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
     0.099976 0.100000
     """
+    parts = (state.tx, state.opt_state, state.params)
     keys = groups.group_keys(state.tx)
-    return groups.each(
-        keys,
-        lambda key: widened(
-            groups.get(state.tx, key),
-            groups.get(state.opt_state, key),
-            groups.get(state.params, key),
-        ),
-        state.params,
-    )
+    wide = {k: widened(*(groups.get(part, k) for part in parts)) for k in keys}
+    return groups.pack(wide, state.params)

@@ -108,5 +108,5 @@ def _at(state: Any, key: Any, masters: PyTree) -> Any:
     """The state with one group's params rounded from `masters`."""
     params = rounded(masters, groups.get(state.params, key))
     keys = groups.group_keys(state.tx)
-    entries = {k: groups.get(state.params, k) for k in keys} | {key: params}
+    entries = groups.split(state.params, keys) | {key: params}
     return state.replace(params=groups.pack(entries, state.params))

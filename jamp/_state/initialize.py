@@ -140,29 +140,26 @@ def initialize(
         check_float32(params)
     check_keep_fp32(properties.keep_fp32, params)
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
-    begun = {
-        k: begin(
-            groups.get(tx, k),
-            groups.get(params, k),
-            groups.get(model_params, k),
+    txs, opt_states, trees = {}, {}, {}
+    for key in keys:
+        txs[key], trees[key], opt_states[key] = begin(
+            groups.get(tx, key),
+            groups.get(params, key),
+            groups.get(model_params, key),
             keeps_masters=properties.master_weights,
             store_remainder=store_remainder,
         )
-        for k in keys
-    }
     if store_remainder and not (properties.master_weights and tx is not None):
         _warn_no_masters(opt_level)
-    model_params = groups.each(keys, lambda k: begun[k][1], params)
-    opt_states = groups.each(keys, lambda k: begun[k][2], params)
     state = state_class_with(state_class, fields)(
         step=jnp.zeros((), jnp.int32),
         apply_fn=_patch(apply_fn, properties),
-        params=model_params,
-        tx=groups.hashable({k: begun[k][0] for k in keys}, tx),
-        opt_state=jax.tree.map(strong_array, opt_states),
+        params=groups.pack(trees, params),
+        tx=groups.hashable(txs, tx),
+        opt_state=jax.tree.map(strong_array, groups.pack(opt_states, params)),
         loss_scales=tuple(rule.init() for rule in rules),
-        skipped_steps=groups.each(keys, lambda _: jnp.zeros((), jnp.int32), params),
-        last_step_skipped=groups.each(keys, lambda _: jnp.zeros((), bool), params),
+        skipped_steps=groups.pack({k: jnp.int32(0) for k in keys}, params),
+        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in keys}, params),
         properties=properties,
         loss_scale_rules=rules,
         **fields,

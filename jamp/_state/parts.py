@@ -69,15 +69,14 @@ def gradient_parts(grads: Any, state: HasLossScales) -> list[Part]:
     return [_plain(grads, state, keys)]
 
 
-def covers(parts: list[Part], key: Key) -> bool:
-    """Whether there are gradients for a group."""
-    return any(key in part.trees for part in parts)
-
-
-def clean_flag(parts: list[Part], key: Key) -> Bool[Array, ""] | None:
-    """Whether the parts that cover a group are finite; None if nobody looked."""
-    flags = [p.finite for p in parts if key in p.trees and p.finite is not None]
-    return functools.reduce(jnp.logical_and, flags) if flags else None
+def clean_flags(parts: list[Part]) -> dict[Key, Bool[Array, ""] | None]:
+    """Per group that has gradients, whether all are finite; None if nobody looked."""
+    clean: dict[Key, Any] = {}
+    for part in parts:
+        for key in part.trees:
+            both = [f for f in (clean.get(key), part.finite) if f is not None]
+            clean[key] = functools.reduce(jnp.logical_and, both) if both else None
+    return clean
 
 
 def total(parts: list[Part], key: Key) -> tuple[PyTree, Any, Any]:
@@ -125,7 +124,7 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     """
     if keys != (groups.SINGLE,):
         _check_container(grads, state.params)
-    entries = {key: groups.get(grads, key) for key in keys}
+    entries = groups.split(grads, keys)
     if keys != (groups.SINGLE,):
         entries = {k: entry for k, entry in entries.items() if entry is not None}
     if not entries:

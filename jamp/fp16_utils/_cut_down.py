@@ -57,12 +57,9 @@ class FP16OptimizerState(flax.struct.PyTreeNode):
     @property
     def params(self) -> Any:
         """The params as the model has them, half."""
-        specs = dict(self.specs)
-        return groups.each(
-            tuple(specs),
-            lambda key: specs[key].unflatten(groups.get(self.fp16_flat, key)),
-            self.fp16_flat,
-        )
+        flat = self.fp16_flat
+        trees = {k: spec.unflatten(groups.get(flat, k)) for k, spec in self.specs}
+        return groups.pack(trees, flat)
 
     @property
     def loss_scale(self) -> Float[Array, ""]:
@@ -159,7 +156,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: params in another container than the optimizers.
         """
         self._check_container(params)
-        trees = {key: groups.get(params, key) for key in self._keys}
+        trees = groups.split(params, self._keys)
         for key, tree in trees.items():
             _check_half(tree, "params" if key is None else f"params[{key!r}]")
         specs = {key: FlatSpec.of(tree) for key, tree in trees.items()}
@@ -242,14 +239,12 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         overflow = ~functools.reduce(jnp.logical_and, finite)
         self._say(state, overflow)
         stepped = {key: self._step_group(state, key, overflow) for key in self._keys}
-        names = ("fp32_flat", "fp16_flat", "opt_state")
+        names, flat = ("fp32_flat", "fp16_flat", "opt_state"), state.fp16_flat
         return state.replace(
             overflow=overflow,
             loss_scaler=self._next_scale(state.loss_scaler, overflow),
             **{
-                name: groups.each(
-                    self._keys, lambda k, i=i: stepped[k][i], state.fp16_flat
-                )
+                name: groups.pack({k: stepped[k][i] for k in self._keys}, flat)
                 for i, name in enumerate(names)
             },
         )

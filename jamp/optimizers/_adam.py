@@ -157,6 +157,9 @@ class FusedAdam(FusedRule):
     ) -> tuple[list[Any], FusedAdamState]:
         """Clips, then steps."""
         c1, c2 = corrections(self, state.count)
+        mode = "decoupled" if self.adam_w_mode else "l2"
+        if self.legacy:
+            mode = "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
         results = adam(
             weights,
             grads,
@@ -169,7 +172,7 @@ class FusedAdam(FusedRule):
             weight_decay=self.weight_decay,
             correction1=c1,
             correction2=c2,
-            mode=self._mode(),
+            mode=mode,
             decays=decays,
             options=clipped(options, grads, self.max_grad_norm, self._clip),
         )
@@ -177,11 +180,6 @@ class FusedAdam(FusedRule):
         return results.weights, FusedAdamState(
             state.count, moments["mu"], moments["nu"]
         )
-
-    def _mode(self) -> Any:
-        if self.legacy:
-            return "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
-        return "decoupled" if self.adam_w_mode else "l2"
 
     def _clip(self, norm: Array) -> Array:
         if not self.legacy:

@@ -100,19 +100,23 @@ class FusedRule:
             )
         check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        scale, skip = grad_scale, found_inf
-        return self.step_tree(updates, state, weights, scale, skip, only_updates=True)
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        return self.apply(updates, state, weights, **scaling, only_updates=True)
 
-    def step_tree(
+    def apply(
         self,
         grads: PyTree,
         state: Any,
         weights: PyTree,
-        grad_scale: ArrayLike | None,
-        found_inf: ArrayLike | None,
-        only_updates: bool,
+        *,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        only_updates: bool = False,
     ) -> tuple[PyTree, Any]:
-        """Steps a tree of `Weight`; see `FusedTransformation.apply`."""
+        """Steps a tree of `Weight`; see `FusedTransformation.apply`.
+
+        With `only_updates` it returns what to add to the weights instead of them.
+        """
         _check_leaves(grads, "gradients")
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
@@ -165,7 +169,8 @@ class FusedTransformation(Transformation):
         Returns:
             New weights and state.
         """
-        return self.rule.step_tree(grads, state, weights, grad_scale, found_inf, False)
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        return self.rule.apply(grads, state, weights, **scaling)
 
 
 def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
@@ -174,23 +179,22 @@ def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array,
     return jnp.asarray(value, jnp.float32)
 
 
-def correction(b: ArrayLike, count: Int[Array, ""]) -> Float[Array, ""]:
-    """1 - b^t at step t = count + 1, to float32's precision.
+def corrections(rule: Any, count: Int[Array, ""]) -> list[Any]:
+    """1 - b^t of both moments at step t = count + 1, to float32's precision.
 
-    Not by that formula: 1 - 0.999 in float32 has an error of 1e-5.
+    Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. Ones for a rule that
+    corrects nothing.
     """
-    if isinstance(b, int | float):
-        log = math.log(b) if b > 0 else -math.inf
-    else:
-        log = jnp.log(jnp.asarray(b, jnp.float32))
-    return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
-
-
-def corrections(rule: Any, count: Int[Array, ""]) -> tuple[Any, Any]:
-    """The bias corrections of both moments; ones for a rule that corrects nothing."""
     if not rule.bias_correction:
-        return 1.0, 1.0
-    return correction(rule.b1, count), correction(rule.b2, count)
+        return [1.0, 1.0]
+    found, t = [], count.astype(jnp.float32) + 1
+    for b in (rule.b1, rule.b2):
+        if isinstance(b, int | float):
+            log = math.log(b) if b > 0 else -math.inf
+        else:
+            log = jnp.log(jnp.asarray(b, jnp.float32))
+        found.append(-jnp.expm1(t * log))
+    return found
 
 
 def zeros(params: PyTree) -> PyTree:

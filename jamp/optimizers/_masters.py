@@ -108,7 +108,7 @@ def master_weights(
 
 def inside(tx: Any) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
-    return tx.inner if isinstance(tx, MasterWeights) else tx
+    return tx.rule.tx if isinstance(tx, MasterWeights) else tx
 
 
 def fused_inside(tx: Any) -> FusedTransformation | None:
@@ -186,7 +186,9 @@ def joined(params: PyTree, masters: PyTree) -> PyTree:
     """A tree of `Weight` from params, and masters as a state keeps them."""
 
     def leaf(master, param):
-        return Weight(param) if _is_hole(master) else Weight(param, master)
+        if not _is_hole(master):
+            return Weight(param, master)
+        return param if _is_hole(param) else Weight(param)  # optax.masked leaves holes
 
     return jax.tree.map(leaf, masters, params, is_leaf=_is_hole)
 
