@@ -290,6 +290,4 @@ def test_both_halves_are_of_one_value_whatever_the_compiler_does():
     args = (grads, tx.init(high), Weight(high, low), jnp.asarray(False))
     weight, _ = jax.jit(apply, compiler_options=options)(*args)
     expected = weights - 0.05 * (np.asarray(grads, np.float64) / 1000)
-    np.testing.assert_allclose(
-        join(weight.param, weight.remainder), expected, 3e-7, 3e-8
-    )
+    np.testing.assert_allclose(weight.value, expected, 3e-7, 3e-8)

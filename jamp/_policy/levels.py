@@ -21,6 +21,8 @@ type KeepFp32 = (
     | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
 )
 
+type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+
 BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",
     "O1": "O1:  Insert automatic casts around JAX functions.\n",
@@ -77,7 +79,7 @@ class Properties:
     @classmethod
     def from_opt_level(
         cls,
-        opt_level: str = "O1",
+        opt_level: OptLevel = "O1",
         *,
         enabled: bool = True,
         cast_model_type: DTypeLike | Literal[False] | None = None,

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core.dtypes import widen
+from jamp._core.show import counted, shown
 from jamp._scaling.rules import LossScaleState, lower_of, unscale_tree
 
 NOT_A_TREE = (
@@ -48,6 +49,14 @@ class ScaledGrads:
     groups: Any = flax.struct.field(pytree_node=False, default=None)
     scale_state: LossScaleState | None = None
     overwrite: Any = flax.struct.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line: which loss, its scale, whether finite, how many; not the arrays."""
+        groups = "" if self.groups is None else f", groups {self.groups!r}"
+        return (
+            f"ScaledGrads(loss {self.loss_id}{groups}, scale {shown(self.scale)}, "
+            f"finite {shown(self.finite)}: {counted(self.tree)})"
+        )
 
     def unscale(self) -> tuple[PyTree, Bool[Array, ""]]:
         """Gradients in float32 divided by the scale, and whether they are finite."""

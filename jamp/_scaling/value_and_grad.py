@@ -113,7 +113,8 @@ def scaled_value_and_grad(
     """
 
     check_redo(redo_on_overflow)
-    check_predivide(predivide, axis_name)
+    if predivide is not None:
+        check_predivide(predivide, axis_name)
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):

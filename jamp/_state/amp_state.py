@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import flax.struct
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool
 from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.groups import Key
+from jamp._core.show import counted, shown
 from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
@@ -54,8 +55,22 @@ class AmpState(TrainState, kw_only=True):
     loss_scale_rules: tuple[LossScaleRule, ...] = flax.struct.field(pytree_node=False)
 
     def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
+        super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
         register(cls)
+
+    def __repr__(self) -> str:
+        """Level, params by dtype, step, scale and skips; not the arrays."""
+        level, scales = self.properties.opt_level, self.loss_scales
+        lines = [
+            f"{type(self).__name__} at {level or 'no level: enabled=False'}",
+            f"params: {counted(self.params)}",
+            f"optimizer state: {counted(self.opt_state)}",
+            f"step: {shown(self.step)}, skipped: {shown(self.skipped_steps)}",
+            f"loss scale: {', '.join(shown(state.scale) for state in scales)}",
+        ]
+        extra = extra_fields(self)
+        lines += [f"extra fields: {', '.join(extra)}"] if extra else []
+        return "\n  ".join(lines)
 
     @classmethod
     def create(cls, **kwargs):
@@ -75,7 +90,7 @@ class AmpState(TrainState, kw_only=True):
 
     def apply_gradients(
         self, *, grads: Any, update_args: Mapping[str, Any] | None = None, **fields: Any
-    ) -> "AmpState":
+    ) -> Self:
         """Unscales the gradients, and steps; or skips, if they are not finite.
 
         A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
@@ -142,7 +157,7 @@ class AmpState(TrainState, kw_only=True):
         *,
         allow_incoming_model_not_fp32: bool = False,
         **fields: Any,
-    ) -> "AmpState":
+    ) -> Self:
         """The state with more params, as after apex's `add_param_group`.
 
         New params are cast as the level says, and get masters and fresh optimizer

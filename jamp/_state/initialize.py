@@ -7,12 +7,15 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from typing_extensions import TypeVar
 
+from jamp._autocast.transform import Promote
 from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.groups import Key
@@ -20,26 +23,43 @@ from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
 from jamp._policy.casting import cast_to_level, check_keep_fp32
 from jamp._policy.forward import patched_forward
-from jamp._policy.levels import BRIEFS, LEVELS, Properties
-from jamp._scaling.rules import loss_scale_rule
+from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
+from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.placement import settled
 from jamp._state.state_class import state_class_with
 from jamp._state.step import begin
 
+S = TypeVar("S", bound=AmpState, default=AmpState)
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# Numbers and strings are left out, so that a misspelt keyword is a type error.
+type Field = (
+    jax.Array
+    | np.ndarray
+    | Mapping[Any, Any]
+    | tuple[Any, ...]
+    | list[Any]
+    | _Dataclass
+)
+
 
 def initialize(
     params: Any,
     tx: Any = None,
-    opt_level: str = "O1",
+    opt_level: OptLevel = "O1",
     *,
     enabled: bool = True,
     cast_model_type: Any = None,
     patch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: Any = None,
+    loss_scale: float | str | LossScaleRule | None = None,
     cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
@@ -48,12 +68,12 @@ def initialize(
     apply_fn: Any = None,
     keep_fp32: Any = None,
     lists: Any = None,
-    promote: str | None = None,
+    promote: Promote | None = None,
     store_remainder: bool = False,
     allow_incoming_model_not_fp32: bool = False,
-    state_class: type[AmpState] = AmpState,
-    **fields: Any,
-) -> Any:
+    state_class: type[S] = AmpState,
+    **fields: Field,
+) -> S:
     """Prepares params and an optimizer for training at an opt level.
 
     | level | params | optimizer | loss scale |

@@ -10,9 +10,9 @@ from jamp._state.amp_state import AmpState
 _NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
 
 
-def state_class_with(
-    state_class: type[AmpState], fields: Collection[str]
-) -> type[AmpState]:
+def state_class_with[S: AmpState](
+    state_class: type[S], fields: Collection[str]
+) -> type[S]:
     """`state_class`, with the fields that it does not declare.
 
     Raises:
@@ -26,7 +26,7 @@ def state_class_with(
             f"{state_class.__name__} declares no field {undeclared[0]!r}: add "
             f"`{undeclared[0]}: Any` to it."
         )
-    return _subclass(tuple(undeclared))
+    return _subclass(tuple(undeclared))  # pyright: ignore[reportReturnType]
 
 
 def __getattr__(name: str) -> Any:

@@ -185,19 +185,17 @@ def with_masters(
 def joined(params: PyTree, masters: PyTree) -> PyTree:
     """A tree of `Weight` from params, and masters as a state keeps them."""
 
-    def leaf(master, param):
-        if not _is_hole(master):
-            return Weight(param, master)
-        return param if _is_hole(param) else Weight(param)  # optax.masked leaves holes
-
-    return jax.tree.map(leaf, masters, params, is_leaf=_is_hole)
+    leaves, structure = jax.tree.flatten(masters, is_leaf=_is_hole)
+    both = zip(structure.flatten_up_to(params), leaves, strict=True)
+    return structure.unflatten([_weight(*pair) for pair in both])
 
 
 def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
     """The inverse of `joined`: params, and masters with holes."""
-    params = _map_weights(lambda w: w.param, weights)
-    masters = _map_weights(lambda w: _HOLE if w.master is None else w.master, weights)
-    return params, masters
+    leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
+    masters = [_HOLE if w.master is None else w.master for w in leaves]
+    params = [w.param for w in leaves]
+    return structure.unflatten(params), structure.unflatten(masters)
 
 
 def values(weights: PyTree) -> PyTree:
@@ -253,7 +251,7 @@ def _choose[T](clean: Any, new: T, old: T) -> T:
 
 
 def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
-    return jax.tree.map(fn, weights, *rest, is_leaf=lambda x: isinstance(x, Weight))
+    return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
 
 
 def _widened_copy(x: Any) -> Any:
@@ -300,6 +298,16 @@ def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
             )
 
     jax.tree_util.tree_map_with_path(leaf, state.masters, params, is_leaf=_is_hole)
+
+
+def _weight(param: Any, master: Any) -> Any:
+    if not _is_hole(master):
+        return Weight(param, master)
+    return param if _is_hole(param) else Weight(param)  # optax.masked leaves holes
+
+
+def _is_weight(x: object) -> bool:
+    return isinstance(x, Weight)
 
 
 def _is_hole(x: object) -> bool:
