@@ -35,7 +35,7 @@ from jamp._scaling.retry import check_aux_of_redo, check_redo, redoes, until_fin
 from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
 from jamp.optimizers._masters import fused_inside
 
-_NAME = "jamp.scaled_value_and_grad"
+_CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 
 
 class GradOptions(TypedDict, total=False):
@@ -118,7 +118,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):
-        rule, scale_state = find_loss_scale(state, loss_id, _NAME)
+        rule, scale_state = find_loss_scale(state, loss_id, _CALL)
         check_same_devices(("state", state), ("args", args), *kwargs.items())
         every = groups.group_keys(state.tx)
         keys = groups.resolve_wrt(wrt, every)
@@ -245,7 +245,7 @@ def zero_grads(
     [1. 1.]
     """
     check_redo(redo_on_overflow)
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads")
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads(state)")
     keys = groups.resolve_wrt(wrt, groups.group_keys(state.tx))
     named = tuple(wrt) if isinstance(wrt, list) else wrt
     trees = {k: differentiable(groups.get(state.params, k)) for k in keys}

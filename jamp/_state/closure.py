@@ -55,7 +55,7 @@ def closure(
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt)
 
     def bind(state, *args, **kwargs):
-        find_loss_scale(state, loss_id, "jamp.closure")  # which checks the state
+        find_loss_scale(state, loss_id, "jamp.closure(loss_fn)(state, ...)")
         key = _group_of(wrt, groups.group_keys(state.tx))
 
         def value_and_grad(params):
