@@ -202,10 +202,10 @@ def _from_flax(
     fields = {k: names.pop(k) for k in list(names) if k not in _FLAX}
     if state.tx is None:
         names["opt_state"] = None
-    known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
-    known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
-    if isinstance(state.step, jax.ShapeDtypeStruct):  # nothing to fall back on
-        known = {"fields": {}}
+    known: dict[str, Any] = {"fields": {}}
+    if not isinstance(state.step, jax.ShapeDtypeStruct):  # something to fall back on
+        known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
+        known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
     fresh |= {
         f"loss_scaler{i}": _scaler(rule, rule.init())
