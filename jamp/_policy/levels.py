@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 from jamp._autocast.lists import AutocastLists
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
-type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 type KeepFp32 = (
     str
     | re.Pattern[str]
     | Callable[[str, Any], bool]
     | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
 )
+
+type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 
 BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",
@@ -78,7 +79,7 @@ class Properties:
     @classmethod
     def from_opt_level(
         cls,
-        opt_level: str = "O1",
+        opt_level: OptLevel = "O1",
         *,
         enabled: bool = True,
         cast_model_type: DTypeLike | Literal[False] | None = None,

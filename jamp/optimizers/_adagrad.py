@@ -1,17 +1,16 @@
 """Fused Adagrad."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
-    fused,
-    hashable_mask,
     no_steps,
     rate,
     zeros,
@@ -67,39 +66,29 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    check_hyperparameters(
-        "fused_adagrad",
-        learning_rate=learning_rate,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    return fused(
+    return FusedTransformation.of(
         FusedAdagrad(
-            learning_rate,
-            eps,
-            weight_decay,
-            adagrad_w_mode,
-            hashable_mask(mask),
-            backend,
+            learning_rate=learning_rate,
+            eps=eps,
+            weight_decay=weight_decay,
+            adagrad_w_mode=adagrad_w_mode,
+            mask=mask,
+            backend=backend,
         )
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedAdagrad:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedAdagrad(FusedRule):
     """The hyperparameters of `fused_adagrad`, and its step."""
 
     name: ClassVar[str] = "fused_adagrad"
+    below: ClassVar = {"eps": math.inf}
 
-    learning_rate: Any
     eps: Any
-    weight_decay: Any
     adagrad_w_mode: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedAdagradState:
+    def first_state(self, params: PyTree) -> FusedAdagradState:
         """No steps, and sums of 0."""
         return FusedAdagradState(no_steps(), zeros(params))
 

@@ -1,6 +1,7 @@
 """Fused Adam, AdamW, and the FusedAdam of 2018."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -8,20 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
-    clips,
-    correction,
-    fused,
-    hashable_mask,
+    clipped,
+    corrections,
     no_steps,
     rate,
     refuse_amsgrad,
-    scaled,
     zeros,
 )
-from pallas_kernels import Options, Weight, adam, l2norm
+from pallas_kernels import Options, Weight, adam
 
 
 class FusedAdamState(NamedTuple):
@@ -105,60 +103,47 @@ def fused_adam(
     [0.89 1.09]
     """
     refuse_amsgrad("FusedAdam", amsgrad)
-    check_hyperparameters(
-        "fused_adam",
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
     if eps_inside_sqrt and not legacy:
         raise ValueError("fused_adam: eps_inside_sqrt=True needs legacy=True.")
     if legacy and not adam_w_mode:
         raise ValueError(
             "fused_adam: legacy=True knows one kind of decay. Leave adam_w_mode out."
         )
-    return fused(
+    return FusedTransformation.of(
         FusedAdam(
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            adam_w_mode,
-            bias_correction,
-            max_grad_norm,
-            legacy,
-            eps_inside_sqrt,
-            hashable_mask(mask),
-            backend,
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=adam_w_mode,
+            bias_correction=bias_correction,
+            max_grad_norm=max_grad_norm,
+            legacy=legacy,
+            eps_inside_sqrt=eps_inside_sqrt,
+            mask=mask,
+            backend=backend,
         )
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedAdam:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedAdam(FusedRule):
     """The hyperparameters of `fused_adam`, and its step."""
 
     name: ClassVar[str] = "fused_adam"
+    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf, "max_grad_norm": math.inf}
 
-    learning_rate: Any
     b1: Any
     b2: Any
     eps: Any
-    weight_decay: Any
     adam_w_mode: bool
     bias_correction: bool
     max_grad_norm: Any
     legacy: bool
     eps_inside_sqrt: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedAdamState:
+    def first_state(self, params: PyTree) -> FusedAdamState:
         """No steps, and moments of 0."""
         return FusedAdamState(no_steps(), zeros(params), zeros(params))
 
@@ -171,9 +156,10 @@ class FusedAdam:
         options: Options,
     ) -> tuple[list[Any], FusedAdamState]:
         """Clips, then steps."""
-        corrections = [1.0, 1.0]
-        if self.bias_correction:
-            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
+        c1, c2 = corrections(self, state.count)
+        mode = "decoupled" if self.adam_w_mode else "l2"
+        if self.legacy:
+            mode = "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
         results = adam(
             weights,
             grads,
@@ -184,29 +170,19 @@ class FusedAdam:
             b2=self.b2,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            correction1=corrections[0],
-            correction2=corrections[1],
-            mode=self._mode(),
+            correction1=c1,
+            correction2=c2,
+            mode=mode,
             decays=decays,
-            options=self._clipped(grads, options),
+            options=clipped(options, grads, self.max_grad_norm, self._clip),
         )
         moments = results.moments
         return results.weights, FusedAdamState(
             state.count, moments["mu"], moments["nu"]
         )
 
-    def _mode(self) -> Any:
-        if self.legacy:
-            return "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
-        return "decoupled" if self.adam_w_mode else "l2"
-
-    def _clipped(self, grads: Sequence[Array], options: Options) -> Options:
-        if not clips(self.max_grad_norm):
-            return options
-        norm = l2norm(grads, options=options).norm
-        if self.legacy:
-            excess = (norm + 1e-6) / self.max_grad_norm
-            factor = jnp.where(excess > 1, 1 / excess, 1)
-        else:
-            factor = jnp.minimum(1, self.max_grad_norm / norm)
-        return scaled(options, factor)
+    def _clip(self, norm: Array) -> Array:
+        if not self.legacy:
+            return jnp.minimum(1, self.max_grad_norm / norm)
+        excess = (norm + 1e-6) / self.max_grad_norm
+        return jnp.where(excess > 1, 1 / excess, 1)

@@ -2,13 +2,13 @@
 
 A rule is a frozen dataclass of hyperparameters that steps lists of leaves with kernels.
 `FusedTransformation` is the optax transformation of a rule: `update` adds, as optax
-wants it; `apply` writes weights, masters and half copies in one pass.
+wants it; `apply` writes weights, masters and half params in one pass.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,37 +18,48 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
+from jamp.optimizers._transformation import Transformation
 from pallas_kernels import (
     Options,
     Weight,
     check_backend,
     found_inf as found_inf_of,
+    l2norm,
 )
 
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
-class Rule(Protocol):
-    """An optimizer: its hyperparameters, and what it does to lists of leaves."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedRule:
+    """The hyperparameters that all fused optimizers have, and how they step trees.
 
-    @property
-    def mask(self) -> Any:
-        """Which leaves decay."""
-        ...
+    Attributes:
+        learning_rate: a number, or a schedule of the count of steps.
+        weight_decay: of the leaves that decay.
+        mask: which leaves decay.
+        backend: where to run.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+    """
 
-    @property
-    def backend(self) -> str:
-        """Where to run."""
-        ...
+    name: ClassVar[str]
+    below: ClassVar[Mapping[str, float]]  # the limit of each number; all begin at 0
 
-    @property
-    def shardings(self) -> Any:
-        """Per leaf a NamedSharding, for a mesh of Auto axes; or None."""
-        ...
+    learning_rate: Any
+    weight_decay: Any
+    mask: Any
+    backend: str
+    shardings: Any = None
 
-    def init(self, params: PyTree) -> Any:
+    def __post_init__(self):
+        check_backend(self.backend)
+        object.__setattr__(self, "mask", hashable_mask(self.mask))
+        unlimited = dict.fromkeys(("learning_rate", "weight_decay"), math.inf)
+        check_numbers(self.name, unlimited | dict(self.below), self)
+
+    def first_state(self, params: PyTree) -> Any:
         """The state for `params`: a NamedTuple of `count` and trees like `params`."""
-        ...
+        raise NotImplementedError
 
     def step(
         self,
@@ -64,20 +75,73 @@ class Rule(Protocol):
             New weights, or with `options.only_updates` what to add to them; and the
             state, with the old count.
         """
-        ...
+        raise NotImplementedError
+
+    def init(self, params: PyTree) -> Any:
+        """optax's `init`."""
+        _check_leaves(params, "params")
+        return self.first_state(params)
+
+    def update(
+        self,
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Any]:
+        """optax's `update`."""
+        del extra_args
+        if params is None:
+            raise ValueError(
+                f"{self.name} needs the params: call `update(grads, state, params)`."
+            )
+        check_like(updates, params, "updates", "they must match the params.")
+        weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        return self.apply(updates, state, weights, **scaling, only_updates=True)
+
+    def apply(
+        self,
+        grads: PyTree,
+        state: Any,
+        weights: PyTree,
+        *,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        only_updates: bool = False,
+    ) -> tuple[PyTree, Any]:
+        """Steps a tree of `Weight`; see `FusedTransformation.apply`.
+
+        With `only_updates` it returns what to add to the weights instead of them.
+        """
+        _check_leaves(grads, "gradients")
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+        weights = structure.flatten_up_to(weights)
+        decays = leaf_decays(
+            self.mask, structure.unflatten([weight.param for weight in weights])
+        )
+        skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
+        unscale = None if grad_scale is None else 1 / jnp.asarray(grad_scale, "float32")
+        options = Options(unscale, skip, only_updates, self.backend, self.shardings)
+        trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
+        lists = type(state)(state.count, *trees)
+        weights, lists = self.step(weights, leaves, lists, decays, options)
+        count = optax.safe_increment(state.count)
+        if skip is not None:
+            count = jnp.where(skip, state.count, count)
+        trees = [None if x is None else structure.unflatten(x) for x in lists[1:]]
+        return structure.unflatten(weights), type(state)(count, *trees)
 
 
-class FusedTransformation(optax.GradientTransformationExtraArgs):
+class FusedTransformation(Transformation):
     """An optax transformation that can also step weights in one pass."""
-
-    @property
-    def rule(self) -> Any:
-        """The hyperparameters, a frozen dataclass."""
-        return self.init.rule  # pyright: ignore[reportAttributeAccessIssue]
 
     def replace(self, **changes: Any) -> Self:
         """The same optimizer with other hyperparameters."""
-        return fused(dataclasses.replace(self.rule, **changes))  # pyright: ignore[reportReturnType]
+        return type(self).of(dataclasses.replace(self.rule, **changes))
 
     def all_finite(self, grads: PyTree) -> Bool[Array, ""]:
         """Whether no gradient is inf or NaN, shape (), bool."""
@@ -105,81 +169,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             New weights and state.
         """
-        return _apply(self.rule, grads, state, weights, grad_scale, found_inf, False)
-
-
-def fused(rule: Rule) -> FusedTransformation:
-    """The transformation of a rule; equal rules give equal transformations."""
-    check_backend(rule.backend)
-    return FusedTransformation(_Init(rule), _Update(rule))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Init:
-    rule: Any
-
-    def __call__(self, params: PyTree) -> Any:
-        _check_leaves(params, "params")
-        return self.rule.init(params)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    rule: Any
-
-    def __call__(
-        self,
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        grad_scale: ArrayLike | None = None,
-        found_inf: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
-        del extra_args
-        if params is None:
-            raise ValueError(
-                f"{self.rule.name} needs the params: call "
-                "`update(grads, state, params)`."
-            )
-        check_like(updates, params, "updates", "they must match the params.")
-        weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        return _apply(self.rule, updates, state, weights, grad_scale, found_inf, True)
-
-
-def _apply(
-    rule: Any,
-    grads: PyTree,
-    state: Any,
-    weights: PyTree,
-    grad_scale: ArrayLike | None,
-    found_inf: ArrayLike | None,
-    only_updates: bool,
-) -> tuple[PyTree, Any]:
-    _check_leaves(grads, "gradients")
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-    weights = structure.flatten_up_to(weights)
-    params = structure.unflatten([weight.param for weight in weights])
-    skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
-    options = Options(
-        unscale=None if grad_scale is None else _reciprocal(grad_scale),
-        skip=skip,
-        only_updates=only_updates,
-        backend=rule.backend,
-        shardings=rule.shardings,
-    )
-    lists = type(state)(
-        state.count,
-        *(None if x is None else structure.flatten_up_to(x) for x in state[1:]),
-    )
-    decays = leaf_decays(rule.mask, params)
-    results, lists = rule.step(weights, leaves, lists, decays, options)
-    count = optax.safe_increment(state.count)
-    if skip is not None:
-        count = jnp.where(skip, state.count, count)
-    trees = (None if x is None else structure.unflatten(x) for x in lists[1:])
-    return structure.unflatten(results), type(state)(count, *trees)
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        return self.rule.apply(grads, state, weights, **scaling)
 
 
 def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
@@ -188,16 +179,22 @@ def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array,
     return jnp.asarray(value, jnp.float32)
 
 
-def correction(b: ArrayLike, count: Int[Array, ""]) -> Float[Array, ""]:
-    """1 - b^t at step t = count + 1, to float32's precision.
+def corrections(rule: Any, count: Int[Array, ""]) -> list[Any]:
+    """1 - b^t of both moments at step t = count + 1, to float32's precision.
 
-    Not by that formula: 1 - 0.999 in float32 has an error of 1e-5.
+    Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. Ones for a rule that
+    corrects nothing.
     """
-    if isinstance(b, int | float):
-        log = math.log(b) if b > 0 else -math.inf
-    else:
-        log = jnp.log(jnp.asarray(b, jnp.float32))
-    return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
+    if not rule.bias_correction:
+        return [1.0, 1.0]
+    found, t = [], count.astype(jnp.float32) + 1
+    for b in (rule.b1, rule.b2):
+        if isinstance(b, int | float):
+            log = math.log(b) if b > 0 else -math.inf
+        else:
+            log = jnp.log(jnp.asarray(b, jnp.float32))
+        found.append(-jnp.expm1(t * log))
+    return found
 
 
 def zeros(params: PyTree) -> PyTree:
@@ -215,31 +212,43 @@ def no_steps() -> Int[Array, ""]:
     return jnp.zeros((), jnp.int32)
 
 
-def check_hyperparameters(name: str, **values: Any) -> None:
-    """Raises for what is no number, or out of range; arrays are not looked at.
+def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:
+    """Raises for what is no number, or not from 0 to below its limit.
 
-    Numbers must not be negative, and names that begin with `b` must be below 1.
+    Schedules and arrays are not looked at.
+
+    Args:
+        optimizer: for the message.
+        below: the limit of each hyperparameter, by name.
+        values: an object that has them.
     """
-    for key, value in values.items():
+    for name, limit in below.items():
+        value = getattr(values, name)
         if isinstance(value, bool | str):
-            raise TypeError(f"{name}: {key} must be a number, got {value!r}.")
-        if not is_number(value):
-            continue
-        if not 0 <= value < (1 if key.startswith("b") else math.inf):
-            raise ValueError(f"{name}: invalid {key}: {value}.")
+            raise TypeError(f"{optimizer}: {name} must be a number, got {value!r}.")
+        if is_number(value) and not 0 <= value < limit:
+            raise ValueError(f"{optimizer}: invalid {name}: {value}.")
 
 
-def clips(max_grad_norm: Any) -> bool:
-    """Whether there is a norm to clip to: neither None nor Python's 0."""
-    if max_grad_norm is None:
-        return False
-    return not (is_number(max_grad_norm) and max_grad_norm == 0)
+def clipped(
+    options: Options,
+    grads: Sequence[Array],
+    max_grad_norm: Any,
+    factor: Callable[[Array], Array],
+) -> Options:
+    """Options under which gradients are clipped by `factor` of their norm.
 
-
-def scaled(options: Options, factor: Array) -> Options:
-    """Options under which gradients are multiplied by `factor` too."""
+    A largest norm of None or 0 clips nothing: an array of 0 too, which is what
+    `optax.inject_hyperparams` makes of it.
+    """
+    known = is_number(max_grad_norm)
+    if max_grad_norm is None or (known and max_grad_norm == 0):
+        return options
+    times = factor(l2norm(grads, options=options).norm)
+    if not known:
+        times = jnp.where(max_grad_norm == 0, 1, times)
     unscale = 1.0 if options.unscale is None else options.unscale
-    return options._replace(unscale=unscale * factor)
+    return options._replace(unscale=unscale * times)
 
 
 def is_number(x: Any) -> bool:
@@ -291,10 +300,6 @@ def leaf_decays(mask: Any, params: PyTree) -> list[bool]:
             f"mask must be a tree of bools like the params, or a prefix of it: {error}"
         ) from None
     return [_checked_bool(leaf) for leaf in jax.tree.leaves(full)]
-
-
-def _reciprocal(scale: ArrayLike) -> Float[Array, ""]:
-    return 1 / jnp.asarray(scale, jnp.float32)
 
 
 def _check_leaves(tree: PyTree, what: str) -> None:

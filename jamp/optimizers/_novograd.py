@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
 from jamp.optimizers._fused import (
+    FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
-    correction,
-    fused,
-    hashable_mask,
+    corrections,
     no_steps,
     rate,
     refuse_amsgrad,
@@ -107,53 +105,41 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    check_hyperparameters(
-        "fused_novograd",
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    return fused(
+    return FusedTransformation.of(
         FusedNovoGrad(
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            bias_correction,
-            reg_inside_moment,
-            grad_averaging,
-            norm_type == 2,
-            init_zero,
-            hashable_mask(mask),
-            backend,
+            learning_rate=learning_rate,
+            b1=b1,
+            b2=b2,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            reg_inside_moment=reg_inside_moment,
+            grad_averaging=grad_averaging,
+            is_l2=norm_type == 2,
+            init_zero=init_zero,
+            mask=mask,
+            backend=backend,
         )
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedNovoGrad:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedNovoGrad(FusedRule):
     """The hyperparameters of `fused_novograd`, and its step."""
 
     name: ClassVar[str] = "fused_novograd"
+    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    learning_rate: Any
     b1: Any
     b2: Any
     eps: Any
-    weight_decay: Any
     bias_correction: bool
     reg_inside_moment: bool
     grad_averaging: bool
     is_l2: bool
     init_zero: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedNovoGradState:
+    def first_state(self, params: PyTree) -> FusedNovoGradState:
         """No steps, moments and norms of 0."""
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return FusedNovoGradState(no_steps(), zeros(params), norms)
@@ -169,19 +155,17 @@ class FusedNovoGrad:
         """Measures, blends the norms, then steps."""
         old = jnp.stack(state.nu) if state.nu else jnp.zeros(0)
         norms = self._blended(old, grads, state.count, options)
-        corrections = [1.0, 1.0]
-        if self.bias_correction:
-            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
+        c1, c2 = corrections(self, state.count)
         results = novograd(
             weights,
             grads,
             state.mu,
-            norms=norms / jnp.sqrt(jnp.asarray(corrections[1])) + self.eps,
+            norms=norms / jnp.sqrt(jnp.asarray(c2)) + self.eps,
             learning_rate=rate(self.learning_rate, state.count),
             b1=self.b1,
             averaging=1 - self.b1 if self.grad_averaging else 1.0,
             weight_decay=self.weight_decay,
-            correction1=corrections[0],
+            correction1=c1,
             reg_inside_moment=self.reg_inside_moment,
             decays=decays,
             options=options,

@@ -1,6 +1,7 @@
 """Fused SGD."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -8,11 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
-    fused,
-    hashable_mask,
     is_number,
     no_steps,
     rate,
@@ -79,48 +78,37 @@ def fused_sgd(
     >>> print(optax.apply_updates(params, updates))
     [0.85 0.85]
     """
-    check_hyperparameters(
-        "fused_sgd",
-        learning_rate=learning_rate,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-    )
     if nesterov and (_is_zero(momentum) or (is_number(dampening) and dampening)):
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return fused(
+    return FusedTransformation.of(
         FusedSGD(
-            learning_rate,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            wd_after_momentum,
-            hashable_mask(mask),
-            backend,
+            learning_rate=learning_rate,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
+            mask=mask,
+            backend=backend,
         )
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedSGD:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedSGD(FusedRule):
     """The hyperparameters of `fused_sgd`, and its step."""
 
     name: ClassVar[str] = "fused_sgd"
+    below: ClassVar = {"momentum": math.inf, "dampening": math.inf}
 
-    learning_rate: Any
     momentum: Any
     dampening: Any
-    weight_decay: Any
     nesterov: bool
     wd_after_momentum: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedSGDState:
+    def first_state(self, params: PyTree) -> FusedSGDState:
         """No steps, and buffers of 0."""
         return FusedSGDState(
             no_steps(), None if _is_zero(self.momentum) else zeros(params)
