@@ -40,7 +40,7 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
     """Params and optimizer state, from the user's params rather than rounded ones.
 
     Raises:
-        ValueError: the transformation keeps masters somewhere masters.inside already.
+        ValueError: the transformation keeps masters somewhere inside already.
     """
     if tx is None:
         return params, None
@@ -65,14 +65,14 @@ def first_weights(tx: Any, originals: PyTree, params: PyTree) -> PyTree:
 def with_weights(
     tx: Any, weights: PyTree, state: Any, params: PyTree, overwrite: Any = None
 ) -> tuple[PyTree, Any]:
-    """Params and optimizer state from stepped weights and the state of what is masters.inside.
+    """Params and optimizer state from stepped weights and their inner state.
 
     Args:
         tx: a transformation, maybe wrapped in `master_weights`.
         weights: a tree of `Weight`.
-        state: of the transformation masters.inside.
+        state: of the transformation inside.
         params: the whole params, leaves that are no floats included.
-        overwrite: new masters.values of Flax's `_overwrite_with_gradient`, or None.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
     """
     trained, kept = masters.parted(weights)
     if isinstance(tx, masters.MasterWeights):
@@ -104,7 +104,7 @@ def step(
         opt_state: its state.
         params: the whole params, leaves that are no floats included.
         grad_scale: what to divide the gradients by; None for 1.
-        overwrite: new masters.values of Flax's `_overwrite_with_gradient`, or None.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
         clean: whether to step; if not, all bits stay. By select: a `lax.cond` would
             spare the work of a rare skip, and cost 40 % more traffic always. None for
             always.
@@ -113,13 +113,9 @@ def step(
     Returns:
         New params and optimizer state.
     """
-    weights, state, inner = (
-        weights_of(tx, opt_state, params),
-        opt_state,
-        masters.inside(tx),
-    )
-    if isinstance(tx, masters.MasterWeights):
-        state = opt_state.inner_state
+    inner, weights = masters.inside(tx), weights_of(tx, opt_state, params)
+    has_masters = isinstance(tx, masters.MasterWeights)
+    state = opt_state.inner_state if has_masters else opt_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
         weights, state = inner.rule.apply(

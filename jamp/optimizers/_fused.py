@@ -85,7 +85,8 @@ class FusedRule:
 
     def rate(self, count: Int[Array, ""]) -> Float[Array, ""]:
         """The learning rate of the step after `count` steps."""
-        return rate(self.learning_rate, count)
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
     def corrections(self, count: Int[Array, ""]) -> list[Any]:
         """1 - b^t of both moments at step t = count + 1, to float32's precision.
@@ -112,11 +113,11 @@ class FusedRule:
         `optax.inject_hyperparams` makes of it.
         """
         rule: Any = self
-        most, known = rule.max_grad_norm, is_number(rule.max_grad_norm)
-        if most is None or (known and most == 0):
+        most = rule.max_grad_norm
+        if most is None or (is_number(most) and most == 0):
             return options
         factor = rule.clip_factor(l2norm(grads, options=options).norm)
-        if not known:
+        if not is_number(most):
             factor = jnp.where(most == 0, 1, factor)
         unscale = 1.0 if options.unscale is None else options.unscale
         return options._replace(unscale=unscale * factor)
@@ -216,12 +217,6 @@ class FusedTransformation(Transformation):
         """
         scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
         return self.rule.apply(grads, state, weights, **scaling)
-
-
-def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
-    """The learning rate of the step after `count` steps."""
-    value = learning_rate(count) if callable(learning_rate) else learning_rate
-    return jnp.asarray(value, jnp.float32)
 
 
 def zeros(params: PyTree) -> PyTree:
