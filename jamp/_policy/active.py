@@ -9,7 +9,7 @@ import jax
 from jamp._core.dtypes import cast_floats
 from jamp._policy.levels import Properties
 
-# `policy.value` are the innermost properties; `with policy(properties)` makes others so.
+# `policy.value` is the innermost; `with policy(properties)` makes these the innermost.
 policy = jax.make_user_context(default_value=None)
 
 
