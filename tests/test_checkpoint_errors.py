@@ -61,6 +61,8 @@ TWO = np.ones(2, F32)
 HALF = TrainState.create(apply_fn=None, params={"w": jnp.ones(2, F16)}, tx=ADAM)
 RBG, KEY = jax.random.key(1, impl="rbg"), jax.random.key(1)
 NOTHING = {"tx": None}
+CAST = "float16, expected float32.*cast to float32 first"
+RAW = "flax.serialization.from_state_dict.*same opt level.*to_checkpoint"
 TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
 # Words of the message, in their order; the checkpoint, made when needed; the target.
 WRONG = [
@@ -70,11 +72,7 @@ WRONG = [
     (rf"{BIAS}.*\(3,\).*\(2,\)", lambda: changed(BIAS, np.ones(3, F32)), {}),
     (rf"{BIAS}.*\(\).*\(2,\)", lambda: changed(BIAS, np.ones((), F32)), {}),
     (rf"{MU}.*\(1, 2\).*\(2,\)", lambda: changed(MU, np.ones((1, 2), F32)), {}),
-    (
-        f"{BIAS}.*float16, expected float32.*cast to float32 first",
-        lambda: changed(BIAS, np.ones(2, F16)),
-        {},
-    ),
+    (f"{BIAS}.*{CAST}", lambda: changed(BIAS, np.ones(2, F16)), {}),
     (f"{BIAS}.*float64, exp.*float32", lambda: changed(BIAS, np.ones(2, F64)), {}),
     (f"{BIAS}.*int32, exp.*float32", lambda: changed(BIAS, np.ones(2, np.int32)), {}),
     (f"{MU}.*float16, exp.*float32", lambda: changed(MU, np.ones(2, F16)), {}),
@@ -98,29 +96,19 @@ WRONG = [
     ("params/2 is missing", lambda: saved(**several(2)), several(3)),
     ("version 2,.* 1 .*newer jamp", lambda: changed("version", np.int32(2)), {}),
     ("version 3,.*newer jamp", lambda: {"version": np.int32(3), "weights": {}}, {}),
-    (
-        "flax.serialization.from_state_dict.*same opt level.*to_checkpoint",
-        lambda: serialization.to_state_dict(make()),
-        {},
-    ),
+    (RAW, lambda: serialization.to_state_dict(make()), {}),
     (f"{TAKES}.*'dense'", lambda: {"dense": {"bias": TWO}}, {}),
     (rf"{TAKES}.*\[\]", lambda: {}, {}),
-    (
-        "params/w.*float16, expected float32.*cast to float32 first",
-        lambda: HALF,
-        {"tree": {"w": jnp.ones(2)}},
-    ),
+    (f"params/w.*{CAST}", lambda: HALF, {"tree": {"w": jnp.ones(2)}}),
     (f"{MU} is missing.*optimizer", lambda: plain(opt_state={"0": {}, "1": {}}), {}),
     ("fields/stats/mean is unexp", lambda: plain(stats={"mean": TWO}), {}),
     ("step is 1.5", lambda: plain(step=1.5), {}),
 ]
 
 
-@pytest.mark.parametrize("words, make_checkpoint, options", WRONG)
-def test_what_does_not_fit_is_named_and_nothing_changes(
-    words, make_checkpoint, options
-):
-    checkpoint, target = make_checkpoint(), make(**options)
+@pytest.mark.parametrize("words, checkpoint, options", WRONG)
+def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, options):
+    checkpoint, target = checkpoint(), make(**options)
     before, held = copy(target), jax.tree.map(np.array, checkpoint)
     with pytest.raises(ValueError, match=words):
         jamp.from_checkpoint(target, checkpoint)

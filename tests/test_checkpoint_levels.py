@@ -36,38 +36,9 @@ def params(seed=0):
     }
 
 
-def make(level, seed=0, tx=ADAM, tree=None, **kwargs):
-    tree = params(seed) if tree is None else tree
+def make(level, seed=0, tx=ADAM, tree=params, **kwargs):
+    tree = tree(seed) if callable(tree) else tree
     return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
-
-
-def gradients(tree, seed=5, spoil=0.0):
-    """Float32, as after `unscale`; float0 for what is no float."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(x):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.zeros(x.shape, jax.dtypes.float0)
-        return jnp.asarray(rng.normal(size=x.shape) + spoil, jnp.float32)
-
-    return jax.tree.map(leaf, tree)
-
-
-def stepped(state, seed=5, spoil=0.0):
-    # Not compiled: each operation in float32 gives the same bits at every level.
-    return state.apply_gradients(grads=gradients(state.params, seed, spoil))
-
-
-def skipped(state):
-    return stepped(state, spoil=np.inf)
-
-
-def trained(state):
-    """After a step, a skip where scales are checked, and a step."""
-    state = stepped(state, 1)
-    if any(rule.checks for rule in state.loss_scale_rules):
-        state = skipped(state)
-    return stepped(state, 2)
 
 
 def rounded(master, dtype):
@@ -78,13 +49,13 @@ def rounded(master, dtype):
     return np.clip(np.asarray(master), -limit, limit).astype(dtype)
 
 
-def lived(state, seed=7):
-    """As after a long life: every array has values of its own, drawn by NumPy."""
+def drawn(tree, seed=7):
+    """Every array with values of its own, drawn by NumPy."""
     rng = np.random.default_rng(seed)
 
     def draw(x):
         if jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.asarray(rng.normal(size=x.shape), x.dtype)
+            return jnp.asarray(rng.uniform(0.1, 2.0, x.shape), x.dtype)
         if jnp.issubdtype(x.dtype, jnp.integer):
             return jnp.asarray(rng.integers(1, 100, x.shape), x.dtype)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -92,14 +63,29 @@ def lived(state, seed=7):
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jnp.asarray(rng.choice([True, False], x.shape))
 
-    state = jax.tree.map(draw, state)
+    return jax.tree.map(draw, tree)
+
+
+def lived(state):
+    """As after a long life: params are the masters, rounded; static scales stay."""
+    old, state = state, drawn(state)
+    scales = zip(old.loss_scale_rules, old.loss_scales, state.loss_scales, strict=True)
     return state.replace(
+        loss_scales=tuple(
+            now if rule.moves else now._replace(scale=was.scale)
+            for rule, was, now in scales
+        ),
         params=jax.tree.map(
             lambda m, p: jnp.asarray(rounded(m, p.dtype)),
             jamp.master_params(state),
             state.params,
-        )
+        ),
     )
+
+
+@functools.cache
+def at(level):
+    return lived(make(level))
 
 
 def written(checkpoint):
@@ -154,84 +140,44 @@ def assert_moved(new, old, fresh):
     assert_same_bits(moments(new.opt_state), moments(old.opt_state))
     assert_same_bits(others(new), others(old))
     for i, rule in enumerate(old.loss_scale_rules):
-        if rule.moves == new.loss_scale_rules[i].moves:
-            assert_same_bits(new.loss_scales[i], old.loss_scales[i])
-        else:
-            assert new.loss_scales[i].scale == fresh.loss_scales[i].scale
-
-
-@pytest.fixture(scope="module")
-def at():
-    """By level, a state that has trained."""
-    with jax.numpy_dtype_promotion("standard"):
-        return {level: trained(make(level)) for level in LEVELS}
+        source = old if rule.moves == new.loss_scale_rules[i].moves else fresh
+        assert_same_bits(new.loss_scales[i], source.loss_scales[i])
 
 
 # From each level to each
 
 
-def test_the_fixture_has_something_to_lose(at):
-    for level in ("O1", "O2"):
-        (scale,) = at[level].loss_scales
-        counters = scale.unskipped, at[level].skipped_steps
-        assert (scale.scale, *counters) == (2.0**15, 1, 1)
-    for level in LEVELS:
-        nu = optax.tree.get(at[level].opt_state, "nu")
-        for tree, is_half in (
-            (jamp.master_params(at[level]), level == "O3"),
-            (nu, False),
-        ):
-            kernel = tree["dense"]["kernel"]
-            assert np.array_equal(kernel.astype(jnp.float16), kernel) == is_half
-        assert optax.tree.get(at[level].opt_state, "count") == 2
-
-
 @pytest.mark.parametrize("target", LEVELS)
 @pytest.mark.parametrize("source", LEVELS)
-def test_from_each_level_to_each(at, source, target):
-    fresh = make(target, seed=1)
-    new = moved(at[source], fresh)
-    assert_moved(new, at[source], fresh)
+def test_from_each_level_to_each(source, target):
+    state, fresh = at(source), make(target, seed=1)
+    new = moved(state, fresh)
+    assert_moved(new, state, fresh)
+    # Into shapes alone.
+    assert_same_bits(moved(state, jax.eval_shape(lambda: fresh)), new)
     if source == target:
-        assert_same_bits(new, at[source])
-    if source == "O5" and target in EXACT:  # and back
-        again = moved(new, make("O5", seed=2))
-        assert_same_bits(again.params, at["O5"].params)
-        assert_same_bits(again.opt_state, at["O5"].opt_state)
+        assert_same_bits(new, state)
+        checkpoint = jamp.to_checkpoint(state)
+        assert checkpoint["opt_level"] == int(source[1])
+        assert_same_bits(checkpoint["params"], jamp.master_params(state))
+        shapes = jax.eval_shape(jamp.to_checkpoint, state)
+        assert shapes == jax.eval_shape(lambda: checkpoint)
+    if source == "O5" and target in EXACT:
+        there_and_back = moved(new, make("O5", seed=2))
+        assert_same_bits(there_and_back.params, state.params)
+        assert_same_bits(there_and_back.opt_state, state.opt_state)
 
 
-@pytest.mark.parametrize(
-    "target, options",
-    [("O0", {}), ("O2", {}), ("O5", {}), ("O5", {"store_remainder": True})],
-)
-def test_training_goes_on_with_the_same_masters_and_moments(at, target, options):
-    fresh = make(target, seed=1, **options)
-    new, old = stepped(moved(at["O2"], fresh), 3), stepped(at["O2"], 3)
-    assert_same_bits(jamp.master_params(new), jamp.master_params(old))
-    assert_same_bits(moments(new.opt_state), moments(old.opt_state))
-    assert new.step == 3
-
-
-def test_a_pending_skip_is_kept():
-    rule = jamp.DynamicLossScale(hysteresis=2)
-    state = skipped(make("O2", loss_scale=rule))
-    new = moved(state, make("O5", seed=1, loss_scale=rule))
-    assert new.last_step_skipped
-    assert_same_bits(new.loss_scales, state.loss_scales)
-    assert (new.loss_scale, new.loss_scales[0].hysteresis) == (2.0**16, 1)
-    assert (skipped(new).loss_scale, skipped(new).skipped_steps) == (2.0**15, 2)
-
-
-def test_a_static_scale_neither_gives_nor_takes(at):
+def test_a_static_scale_neither_gives_nor_takes():
     # The factor of a static scale is compiled in: another one would be a lie.
-    static = trained(make("O2", loss_scale=128.0))
+    static = lived(make("O2", loss_scale=128.0))
     for source, rule, scale in (
-        (at["O2"], 128.0, 128.0),
+        (at("O2"), 128.0, 128.0),
         (static, None, 2.0**16),
         (static, 64.0, 64.0),
     ):
         new = moved(source, make("O2", seed=1, loss_scale=rule))
-        assert new.loss_scale == scale
+        assert new.loss_scale == new.loss_scales[0].scale == scale
         assert_same_bits(new.opt_state, source.opt_state)
 
 
@@ -247,25 +193,20 @@ def test_masters_beyond_half_come_through_and_are_clamped():
 # What is in it
 
 
-def test_a_checkpoint_says_what_it_holds(at):
-    state = at["O2"]
+def test_a_checkpoint_says_what_it_holds_and_nothing_is_copied():
+    state = at("O2")
     checkpoint = jamp.to_checkpoint(state)
     names = "version opt_level step params opt_state loss_scaler0 skipped_steps "
     assert set(checkpoint) == set((names + "last_step_skipped fields").split())
-    assert checkpoint["version"].dtype == checkpoint["opt_level"].dtype == jnp.int32
-    assert (checkpoint["version"], checkpoint["opt_level"]) == (1, 2)
-    assert (checkpoint["step"], checkpoint["skipped_steps"]) == (2, 1)
-    assert checkpoint["loss_scaler0"] == {
-        "loss_scale": 2.0**15,
-        "unskipped": 1,
-        "hysteresis": 1,
-        "consecutive_skips": 0,
-        "dynamic": True,
-    }
+    numbers = {"version": jnp.int32(1), "opt_level": jnp.int32(2)}
+    numbers |= {k: getattr(state, k) for k in ("step", "skipped_steps")}
+    assert_same_bits({name: checkpoint[name] for name in numbers}, numbers)
+    scaler = state.loss_scales[0]._asdict()
+    scaler |= {"loss_scale": scaler.pop("scale"), "dynamic": jnp.asarray(True)}
+    assert_same_bits(checkpoint["loss_scaler0"], scaler)
     assert set(checkpoint["opt_state"]) == {"0", "1"}
     assert set(checkpoint["opt_state"]["0"]) == {"count", "mu", "nu"}
     assert checkpoint["opt_state"]["1"] == {}
-    # Nothing is copied.
     nu = optax.tree.get(state.opt_state, "nu")
     for given, tree in (
         (checkpoint["params"], state.opt_state.masters),
@@ -275,40 +216,18 @@ def test_a_checkpoint_says_what_it_holds(at):
         assert len(set(pair)) == 1
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_params_are_the_masters_in_float32_under_their_names(at, level):
-    checkpoint = jamp.to_checkpoint(at[level])
-    assert checkpoint["opt_level"] == int(level[1])
-    assert_same_bits(checkpoint["params"], jamp.master_params(at[level]))
-    shapes = jax.eval_shape(jamp.to_checkpoint, at[level])
-    assert shapes == jax.eval_shape(lambda: checkpoint)
-
-
-@pytest.mark.parametrize("target", ["O0", "O2", "O5"])
-def test_a_target_may_be_shapes_alone(at, target):
-    shapes = jax.eval_shape(functools.partial(make, target, seed=1))
-    checkpoint = written(jamp.to_checkpoint(at["O2"]))
-    new = jamp.from_checkpoint(shapes, checkpoint)
-    assert_moved(new, at["O2"], make(target))
-
-
-def test_a_step_is_not_compiled_anew_for_a_restored_state(at):
-    step = jax.jit(lambda s: s.replace(step=s.step + 1))
-    for turn, level in enumerate(("O2", "O5"), 1):
-        step(make(level, seed=1))
-        step(moved(at["O2"], make(level, seed=1)))
-        assert step._cache_size() == turn
-
-
-def test_a_restored_state_can_be_donated_and_leaves_the_others_alone(at):
-    kept = copy(at["O0"])
-    # A state is taken as its checkpoint, too.
-    for level, given in (("O0", jamp.to_checkpoint(at["O0"])), ("O2", at["O0"])):
-        new = jamp.from_checkpoint(make(level, seed=1), given)
-        assert_moved(new, at["O0"], make(level))
-        step = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
-        assert step(new).step == 3
-    assert_same_bits(jax.tree.map(jnp.asarray, kept), at["O0"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_restored_state_is_not_compiled_anew_and_can_be_donated(level):
+    state = at("O0")
+    kept, fresh = copy(state), make(level, seed=1)
+    step = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
+    step(make(level))
+    for given in (jamp.to_checkpoint(state), state):  # which is taken as its own
+        new = jamp.from_checkpoint(fresh, given)
+        assert_moved(new, state, fresh)
+        assert step(new).step == state.step + 1
+    assert step._cache_size() == 1
+    assert_same_bits(jax.tree.map(jnp.asarray, kept), state)
 
 
 # Masters as 16 bits beside bfloat16. Ties: params rounded from masters would be others.
@@ -407,13 +326,14 @@ OPTIMIZERS = {
 }
 
 
-def with_groups(level, seed, keys):
-    def pack(pair):
-        return dict(zip(keys, pair, strict=True)) if keys else pair
-
+def with_groups(level, seed, pack):
     trees, txs = [params(seed), params(seed + 10)], [ADAM, jo.fused_sgd(0.1, 0.9)]
     rule, options = jamp.DynamicLossScale(), {"num_losses": 3}
     return make(level, seed, pack(txs), pack(trees), loss_scale=rule, **options)
+
+
+def in_dict(pair):
+    return dict(zip("gd", pair, strict=True))
 
 
 def with_fields(level, seed, **kwargs):
@@ -427,18 +347,14 @@ def with_fields(level, seed, **kwargs):
     )
 
 
-def many_kinds():
-    for name, tree in TREES.items():
-        yield name, lambda level, seed, tree=tree: make(level, tree=tree(seed))
-    for name, tx in OPTIMIZERS.items():
-        yield name, functools.partial(make, tx=tx)
-    for name, keys in (("groups in a list", None), ("groups in a dict", "gd")):
-        yield name, functools.partial(with_groups, keys=keys)
-    yield "fields", with_fields
-    yield "declared fields", functools.partial(with_fields, state_class=Mine)
-
-
-KINDS = dict(many_kinds())
+KINDS = {
+    **{name: functools.partial(make, tree=tree) for name, tree in TREES.items()},
+    **{name: functools.partial(make, tx=tx) for name, tx in OPTIMIZERS.items()},
+    "groups in a list": functools.partial(with_groups, pack=list),
+    "groups in a dict": functools.partial(with_groups, pack=in_dict),
+    "fields": with_fields,
+    "declared fields": functools.partial(with_fields, state_class=Mine),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -453,18 +369,14 @@ def test_states_of_every_kind_move(kind):
             assert_same_bits(new, state)
 
 
-def test_params_that_were_added_move():
-    state = lived(make("O2", tree=params()["dense"]))
-    state = state.add_params({"head": params(2)["dense"]})
-    target = make("O5", tree=params(1)["dense"] | {"head": params(3)["dense"]})
-    assert_moved(moved(state, target), state, target)
-
-
-def test_a_disabled_state_moves(at):
-    plain = trained(make("O2", enabled=False))
-    for source, target in ((plain, {}), (at["O2"], {"enabled": False})):
-        fresh = make("O2", seed=1, **target)
-        assert_moved(moved(source, fresh), source, fresh)
+def test_params_that_were_added_and_disabled_states_move():
+    grown = lived(make("O2", tree=params()["dense"]))
+    grown = grown.add_params({"head": params(2)["dense"]})
+    like_grown = make("O5", tree=params(1)["dense"] | {"head": params(3)["dense"]})
+    enabled, disabled = make("O2", seed=1), make("O2", seed=1, enabled=False)
+    plain = lived(make("O2", enabled=False))
+    for state, target in ((grown, like_grown), (plain, enabled), (at("O2"), disabled)):
+        assert_moved(moved(state, target), state, target)
 
 
 @pytest.mark.parametrize(
@@ -483,26 +395,15 @@ def test_for_inference_params_and_fields_are_read_alone(tx, level):
 # Orbax, and other devices
 
 
-def through_orbax(tree, folder, *target):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "tree", tree)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "tree", *target)
-
-
-def test_through_orbax_at_another_level(tmp_path):
-    state, target = with_fields("O2", 3), with_fields("O5", 1)
-    shapes = jax.eval_shape(jamp.to_checkpoint, target)
-    checkpoint = through_orbax(jamp.to_checkpoint(state), tmp_path, shapes)
-    assert_moved(jamp.from_checkpoint(target, checkpoint), state, target)
-
-
 @pytest.mark.parametrize("kind", ["to_checkpoint", "plain Flax"])
 def test_what_orbax_restores_without_a_target_is_read(tmp_path, kind):
     # Tuples come back as lists, empty states as None.
     state = lived(like_flax("O0")) if kind == "to_checkpoint" else flax_state()
     tree = jamp.to_checkpoint(state) if kind == "to_checkpoint" else state
-    found = through_orbax(tree, tmp_path)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", tree)
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "tree")
     assert isinstance(found, dict)
     new = jamp.from_checkpoint(like_flax("O2"), found)
     assert_same_bits(jamp.master_params(new), state.params)
@@ -527,20 +428,12 @@ def test_a_step_may_donate_what_orbax_still_writes(tmp_path):
     assert (checkpoint["opt_state"]["0"]["mu"]["w"] == 0).all()
 
 
-@pytest.fixture(scope="module")
-def elsewhere():
-    return subprocesses.on_devices(2, "tests.resharding")
-
-
-@pytest.mark.parametrize("way", ["to a mesh", "across the mesh", "to one device"])
-@pytest.mark.parametrize(
-    "form", ["raw orbax", "orbax", "numpy", "orbax into shapes", "numpy into shapes"]
-)
-def test_another_sharding(elsewhere, form, way):
-    expected = {"same": True, "misplaced": []}
-    if way == "across the mesh":
-        expected["step"] = 8
-    assert elsewhere[f"{form}, {way}"] == expected
+def test_another_sharding():
+    found = subprocesses.on_devices(2, "tests.resharding")
+    assert len(found) == 15
+    for name, seen in found.items():
+        trained = {"step": 8} if "across the mesh" in name else {}
+        assert seen == {"same": True, "misplaced": []} | trained, name
 
 
 # Plain Flax
@@ -553,9 +446,7 @@ class WithStats(TrainState):
 def flax_state(cls=TrainState, **fields):
     tree = {k: params()[k] for k in ("dense", "bn1")}
     state = cls.create(apply_fn=None, params=tree, tx=ADAM, **fields)
-    for seed in (1, 2):
-        state = state.apply_gradients(grads=gradients(tree, seed))
-    return state
+    return state.replace(step=2, opt_state=drawn(state.opt_state))
 
 
 def like_flax(level, seed=1, **kwargs):
@@ -585,7 +476,9 @@ def test_from_plain_flax_and_back(level):
     assert (new.step, new.skipped_steps) == (2, 0)
     assert new.loss_scale == fresh.loss_scale
 
-    new = stepped(new)
+    # Not compiled: each operation in float32 gives the same bits at every level.
+    grads = drawn(plain.params, seed=5)
+    new = new.apply_gradients(grads=grads)
     checkpoint = written(jamp.to_checkpoint(new))
     names = {k: checkpoint[k] for k in ("step", "params", "opt_state")}
     back = serialization.from_state_dict(plain, names)
@@ -593,7 +486,7 @@ def test_from_plain_flax_and_back(level):
     assert_same_bits(jax.tree.map(jnp.asarray, back.params), jamp.master_params(new))
     assert back.step == 3
     if level in EXACT:
-        after = plain.apply_gradients(grads=gradients(plain.params))
+        after = plain.apply_gradients(grads=grads)
         assert_same_bits(after.params, jamp.master_params(new))
 
 

@@ -16,7 +16,6 @@ from tests.forward_models import (
     SEQUENCE,
     SMALL,
     TOKENS,
-    Case,
     Headed,
     Normed,
     Recurrent,
@@ -40,17 +39,16 @@ UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 X = normal(5, 6)
 
 
-def gradient(case, route="state.apply_fn"):
-    """Of a state."""
+def gradient(x, apply=None):
+    """Of a state: loss, outputs and statistics, and gradients."""
     return lambda state: jamp.scaled_value_and_grad(
-        loss_of(case, state, route), has_aux=True
+        loss_of(state, x, apply=apply), has_aux=True
     )(state)
 
 
-def plain_gradient(case, state):
+def plain_gradient(state, x, apply):
     """Of params, without jamp."""
-    loss_fn = loss_of(case, state.replace(apply_fn=case.model.apply), "state.apply_fn")
-    return jax.value_and_grad(loss_fn, has_aux=True)
+    return jax.value_and_grad(loss_of(state, x, apply=apply), has_aux=True)
 
 
 FEW = ("cnn", "transformer-float32", "optimized-lstm", "scan-remat")
@@ -58,38 +56,37 @@ FEW = ("cnn", "transformer-float32", "optimized-lstm", "scan-remat")
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_product_of_a_model_is_half_and_none_is_missing(name):
-    case = CASES[name]
-    variables = variables_of(case.model, *case.inputs)
+    model, x = CASES[name]
+    variables = variables_of(model, x)
     for level in {"cnn": HALF}.get(name, ["O2", "O5"] if name in FEW else ["O2"]):
-        state = state_of(case.model, level=level, variables=variables)
-        trace = jax.make_jaxpr(gradient(case, "model.apply"), return_shape=True)
+        state = state_of(model, level=level, variables=variables)
+        trace = jax.make_jaxpr(gradient(x, model.apply), return_shape=True)
         jaxpr, ((_, (out, stats)), grads) = trace(state)
         found = [{p.lhs, p.rhs} for p in programs.products_of(jaxpr.jaxpr)]
-        plain = products(plain_gradient(case, state), variables["params"])
-        assert found == [{jnp.dtype(HALF[level]).name}] * len(plain)
+        plain = plain_gradient(state, x, model.apply)
+        count = len(products(plain, variables["params"]))
+        assert found == [{jnp.dtype(HALF[level]).name}] * count
         assert set(dtypes(out)) == {"float32"} and set(dtypes(stats)) <= {"float32"}
         assert dtypes(grads.tree) == dtypes(state.params)
         if level == "O2":
             # state.apply_fn inside of a loss enters the policy twice: no effect.
-            assert str(jax.make_jaxpr(gradient(case))(state)) == str(jaxpr)
+            assert str(jax.make_jaxpr(gradient(x))(state)) == str(jaxpr)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_o0_adds_nothing_to_a_float32_model(name):
-    case = CASES[name]
-    variables = variables_of(case.model, *case.inputs)
-    state = state_of(case.model, level="O0", variables=variables)
-    ours = jax.value_and_grad(loss_of(case, state, "state.apply_fn"), has_aux=True)
-    plain = plain_gradient(case, state)
-    assert same_program(ours, plain, state.params)
+    model, x = CASES[name]
+    variables = variables_of(model, x)
+    state = state_of(model, level="O0", variables=variables)
+    ours, plain = (
+        jax.make_jaxpr(plain_gradient(state, x, apply))(state.params)
+        for apply in (state.apply_fn, model.apply)
+    )
+    assert str(ours) == str(plain)
     # Nor where a loss under the policy calls the model by itself.
-    off = state_of(case.model, level="O0", variables=variables, cast_model_type=False)
-    trace = jax.make_jaxpr(gradient(case, "model.apply"))
+    off = state_of(model, level="O0", variables=variables, cast_model_type=False)
+    trace = jax.make_jaxpr(gradient(x, model.apply))
     assert str(trace(state)) == str(trace(off))
-
-
-def same_program(fn, other, *args):
-    return str(jax.make_jaxpr(fn)(*args)) == str(jax.make_jaxpr(other)(*args))
 
 
 # jit that rounds where the program says so, as XLA does not by default.
@@ -106,20 +103,19 @@ OP_BY_OP = {
     + [(name, "O2") for name in ("transformer", "optimized-lstm", "setup-float32")],
 )
 def test_equals_the_half_model_written_by_hand(name, level):
-    case, half = CASES[name], HALF[level]
-    state = state_of(case.model, *case.inputs, level=level)
-    hand = case.model.clone(dtype=half)
-    x = jax.tree.map(lambda x: x if x is TOKENS else x.astype(half), case.inputs)
+    (model, x), half = CASES[name], HALF[level]
+    state, hand = state_of(model, x, level=level), model.clone(dtype=half)
+    hand_x = x if x is TOKENS else x.astype(half)
 
     def by_hand(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
-        out, new = hand.apply(variables, *x, mutable=["batch_stats"])
+        out, new = hand.apply(variables, hand_x, mutable=["batch_stats"])
         out = jax.tree.map(lambda y: y.astype(jnp.float32), out)
         loss = mean_square(out)
         return loss * 8.0, (loss, out, new.get("batch_stats", {}))
 
     def both(state):
-        (loss, (out, stats)), grads = gradient(case)(state)
+        (loss, (out, stats)), grads = gradient(x)(state)
         ours = grads.tree, (loss, out, stats)
         return ours, jax.grad(by_hand, has_aux=True)(state.params)
 
@@ -272,7 +268,7 @@ def test_products_of_what_is_kept_are_float32_and_no_others(
     model, x, keep_fp32, expected
 ):
     state = state_of(model, x, keep_fp32=keep_fp32)
-    found = products(gradient(Case(model, (x,)), "model.apply"), state)
+    found = products(gradient(x, model.apply), state)
     forwards = products(lambda s: forward(s, x), state)
     names = {"half": "float16,float16", "float": "float32,float32"}
     assert forwards == [names[word] for word in expected.split()]

@@ -134,6 +134,7 @@ WRONG = [
     ({"loss_scaler0": {"loss_scale": 4.0}}, ENTRIES + "{'loss_scale': 4.0}"),
     ({"loss_scaler0": {**ONE["loss_scaler0"], "window": 5}}, ENTRIES + ".*window"),
     ({"loss_scaler0": 65536.0}, ENTRIES + "65536.0"),
+    (scalers((4.0, 2**31)), "int32|too large"),
     *((scalers((x, 1)), SCALE.format(re.escape(repr(x)))) for x in BAD_SCALES),
     *((scalers((4.0, x)), COUNT.format(re.escape(repr(x)))) for x in BAD_COUNTS),
 ]
@@ -143,13 +144,8 @@ WRONG = [
 @pytest.mark.parametrize("given, words", WRONG)
 def test_what_does_not_fit_is_named(given, words):
     for level in ("O0", "O2"):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, OverflowError), match=words):
             jamp.load_state_dict(make(level), given)
-
-
-def test_a_count_beyond_int32_is_an_error_and_not_wrapped():
-    with pytest.raises((ValueError, OverflowError)):
-        jamp.load_state_dict(make(), scalers((4.0, 2**31)))
 
 
 def test_all_is_checked_before_anything_is_loaded():
