@@ -9,13 +9,8 @@ import jax
 from jamp._core.dtypes import cast_floats
 from jamp._policy.levels import Properties
 
-# `activated(properties)` is a context in which these are the innermost policy.
-activated = jax.make_user_context(default_value=None)
-
-
-def active_policy() -> Properties | None:
-    """The innermost policy."""
-    return activated.value
+# `policy.value` is the innermost; `with policy(properties)` makes these the innermost.
+policy = jax.make_user_context(default_value=None)
 
 
 def cast_inputs[T](tree: T, properties: Properties) -> T:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jamp._autocast.transform import autocast
-from jamp._policy.active import activated, active_policy, cast_inputs, cast_outputs
+from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.levels import Properties
 from jamp._policy.linen import is_linen, linen_in_half
 
@@ -14,10 +14,10 @@ from jamp._policy.linen import is_linen, linen_in_half
 @contextlib.contextmanager
 def forward_policy(properties: Properties) -> Iterator[None]:
     """Runs models under `properties`; entering the same ones twice changes nothing."""
-    if active_policy() == properties:
+    if policy.value == properties:
         yield
         return
-    with activated(properties), linen_in_half(properties):
+    with policy(properties), linen_in_half(properties):
         yield
 
 
@@ -25,7 +25,7 @@ def under_autocast(
     fn: Callable[..., Any], properties: Properties
 ) -> Callable[..., Any]:
     """`fn` under the level's autocast, if it has one and is not in it already."""
-    if not properties.patch_functions or active_policy() == properties:
+    if not properties.patch_functions or policy.value == properties:
         return fn
     return autocast(
         fn,

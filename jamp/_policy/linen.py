@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast_floats, is_castable
-from jamp._policy.active import active_policy, cast_inputs, cast_outputs
+from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.levels import Properties
 
 
@@ -69,7 +69,7 @@ class _Patch:
 
     def __call__(self, next_fun, args, kwargs, context):
         module = context.module
-        innermost = active_policy() == self.properties
+        innermost = policy.value == self.properties
         # nn.scan and nn.RNN pass functions of their own through here, with the carry.
         is_method = hasattr(type(module), context.method_name)
         if not innermost or not is_method or module.scope is None:

@@ -21,17 +21,10 @@ from jamp._core.tree import (
     split_overwrite,
 )
 from jamp._policy.forward import forward_policy, under_autocast
+from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
 from jamp._scaling.loss import split_aux
-from jamp._scaling.mapped_axis import (
-    agreed,
-    averaged,
-    check_bound,
-    check_predivide,
-    varying,
-)
-from jamp._scaling.retry import check_aux_of_redo, check_redo, redoes, until_finite
 from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
 from jamp.optimizers._masters import fused_inside
 
@@ -112,9 +105,9 @@ def scaled_value_and_grad(
     [24. 24.] [3. 3.]
     """
 
-    check_redo(redo_on_overflow)
+    retry.check_redo(redo_on_overflow)
     if predivide is not None:
-        check_predivide(predivide, axis_name)
+        mapped_axis.check_predivide(predivide, axis_name)
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):
@@ -122,11 +115,11 @@ def scaled_value_and_grad(
         check_same_devices(("state", state), ("args", args), *kwargs.items())
         every = groups.group_keys(state.tx)
         keys = groups.resolve_wrt(wrt, every)
-        redo = redoes(rule, redo_on_overflow)
+        redo = retry.redoes(rule, redo_on_overflow)
         trained = {k: differentiable(groups.get(state.params, k)) for k in keys}
         if axis_name is not None:
-            check_bound(axis_name)
-            trained = varying(trained, axis_name)
+            mapped_axis.check_bound(axis_name)
+            trained = mapped_axis.varying(trained, axis_name)
 
         run_loss = under_autocast(loss_fn, state.properties)
 
@@ -136,7 +129,7 @@ def scaled_value_and_grad(
             out = run_loss(groups.pack(whole, state.params), *args, **kwargs)
             loss, aux = split_aux(out, has_aux)
             if redo:
-                check_aux_of_redo(aux)
+                retry.check_aux_of_redo(aux)
             return rule.scale_loss(loss, scale_state), (loss, aux)
 
         def attempt(scale_state):
@@ -146,17 +139,17 @@ def scaled_value_and_grad(
                 )
             grads = row_major_on_cuda(grads)
             if axis_name is not None:
-                grads, loss = averaged(grads, loss, axis_name, predivide)
+                grads, loss = mapped_axis.averaged(grads, loss, axis_name, predivide)
             both = {k: split_overwrite(tree) for k, tree in grads.items()}
             grads = {k: tree for k, (tree, _) in both.items()}
             overwrite = {k: new for k, (_, new) in both.items() if new is not None}
             finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
             if axis_name is not None:
-                finite = agreed(finite, scale_state.scale, axis_name)
+                finite = mapped_axis.agreed(finite, scale_state.scale, axis_name)
             return (loss, aux, grads, overwrite), finite
 
         if redo:
-            out, finite, scale_state = until_finite(
+            out, finite, scale_state = retry.until_finite(
                 attempt, rule, scale_state, redo_on_overflow
             )
         else:
@@ -244,7 +237,7 @@ def zero_grads(
     >>> print((total / 4).unscale()[0])
     [1. 1.]
     """
-    check_redo(redo_on_overflow)
+    retry.check_redo(redo_on_overflow)
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads(state)")
     keys = groups.resolve_wrt(wrt, groups.group_keys(state.tx))
     named = tuple(wrt) if isinstance(wrt, list) else wrt
@@ -260,7 +253,7 @@ def zero_grads(
         finite=jnp.asarray(True),
         loss_id=loss_id,
         groups=named,
-        scale_state=scale_state if redoes(rule, redo_on_overflow) else None,
+        scale_state=scale_state if retry.redoes(rule, redo_on_overflow) else None,
         overwrite={k: values for k, (_, values) in both.items() if values is not None},
     )
 

@@ -23,7 +23,7 @@ from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
 from jamp._policy.casting import cast_to_level, check_keep_fp32
 from jamp._policy.forward import patched_forward
-from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
+from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
@@ -134,19 +134,9 @@ def initialize(
     >>> print(state.params["Dense_0"]["kernel"].dtype, state.loss_scale)
     float16 65536.0
     """
-    properties = Properties.from_opt_level(
-        opt_level,
-        enabled=enabled,
-        cast_model_type=cast_model_type,
-        patch_functions=patch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        keep_fp32=keep_fp32,
-        lists=lists,
-        promote=promote,
-    )
+    given = locals()
+    overrides = {name: given[name] for name in OVERRIDES}
+    properties = Properties.from_opt_level(opt_level, enabled=enabled, **overrides)
     check_containers(params, tx)
     _check_fields(fields, state_class)
     rules = _rules(properties, num_losses, min_loss_scale, max_loss_scale)

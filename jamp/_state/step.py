@@ -8,19 +8,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jamp._core.tree import select, split_overwrite, trained_params, with_trained
 from jamp._scaling.rules import unscale_tree
 from jamp._state.placement import moments_like_params, with_shardings
-from jamp.optimizers import FusedTransformation
-from jamp.optimizers._masters import (
-    ALREADY_WRAPPED,
-    MasterWeights,
-    MasterWeightsState,
-    inside,
-    joined,
-    master_weights,
-    parted,
-    step_weights,
-    values,
-    with_masters,
-)
+from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
 
@@ -44,7 +32,7 @@ def begin(
     if tx is not None:
         tx = with_shardings(tx, params)
         if keeps_masters:
-            tx = master_weights(tx, store_remainder=store_remainder)
+            tx = masters.master_weights(tx, store_remainder=store_remainder)
     return tx, *init_optimizer(tx, originals, params)
 
 
@@ -57,10 +45,10 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
     if tx is None:
         return params, None
     weights = first_weights(tx, originals, params)
-    opt_state = inside(tx).init(values(weights))
-    is_masters = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
+    opt_state = masters.inside(tx).init(masters.values(weights))
+    is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
     if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
-        raise ValueError(ALREADY_WRAPPED)
+        raise ValueError(masters.ALREADY_WRAPPED)
     opt_state = moments_like_params(opt_state, trained_params(params))
     return with_weights(tx, weights, opt_state, params)
 
@@ -68,16 +56,16 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
 def first_weights(tx: Any, originals: PyTree, params: PyTree) -> PyTree:
     """A tree of `Weight` as `tx` steps them; `params` were cast from `originals`."""
     trained = trained_params(params)
-    if not isinstance(tx, MasterWeights):
+    if not isinstance(tx, masters.MasterWeights):
         return jax.tree.map(Weight, trained)
     originals = trained_params(originals)
-    return with_masters(trained, originals, store_remainder=tx.store_remainder)
+    return masters.with_masters(trained, originals, store_remainder=tx.store_remainder)
 
 
 def with_weights(
     tx: Any, weights: PyTree, state: Any, params: PyTree, overwrite: Any = None
 ) -> tuple[PyTree, Any]:
-    """Params and optimizer state from stepped weights and the state of what is inside.
+    """Params and optimizer state from stepped weights and their inner state.
 
     Args:
         tx: a transformation, maybe wrapped in `master_weights`.
@@ -86,9 +74,9 @@ def with_weights(
         params: the whole params, leaves that are no floats included.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
     """
-    trained, masters = parted(weights)
-    if isinstance(tx, MasterWeights):
-        state = MasterWeightsState(masters, state)
+    trained, kept = masters.parted(weights)
+    if isinstance(tx, masters.MasterWeights):
+        state = masters.MasterWeightsState(kept, state)
     return with_trained(params, trained, overwrite), state
 
 
@@ -125,9 +113,9 @@ def step(
     Returns:
         New params and optimizer state.
     """
-    weights, state, inner = weights_of(tx, opt_state, params), opt_state, inside(tx)
-    if isinstance(tx, MasterWeights):
-        state = opt_state.inner_state
+    inner, weights = masters.inside(tx), weights_of(tx, opt_state, params)
+    has_masters = isinstance(tx, masters.MasterWeights)
+    state = opt_state.inner_state if has_masters else opt_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
         weights, state = inner.rule.apply(
@@ -135,7 +123,7 @@ def step(
         )
     else:
         grads = grads if grad_scale is None else unscale_tree(grads, grad_scale)
-        weights, state, _ = step_weights(
+        weights, state, _ = masters.step_weights(
             inner, grads, state, weights, clean, **update_args
         )
     if overwrite is not None and clean is not None:
@@ -146,11 +134,11 @@ def step(
 def weights_of(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     """What is trained of the params, with the masters that `tx` keeps beside it."""
     trained = trained_params(params)
-    if isinstance(tx, MasterWeights):
-        return joined(trained, opt_state.masters)
+    if isinstance(tx, masters.MasterWeights):
+        return masters.joined(trained, opt_state.masters)
     return jax.tree.map(Weight, trained)
 
 
 def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     """The params in float32: the masters where `tx` keeps some."""
-    return with_trained(params, values(weights_of(tx, opt_state, params)))
+    return with_trained(params, masters.values(weights_of(tx, opt_state, params)))

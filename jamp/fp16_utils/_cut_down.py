@@ -20,8 +20,7 @@ from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast
 from jamp._core.groups import Key
 from jamp._core.tree import is_traced, strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
-from jamp._scaling.layout import row_major_on_cuda
-from jamp._scaling.loss import split_aux
+from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp.fp16_utils._flat import FlatSpec
 from jamp.fp16_utils._scalers import LossScalerState, first_state, window_update
@@ -198,18 +197,14 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: `state` is not of this optimizer; the loss is no float scalar.
         """
         self._check(state, "backward(state, loss_fn, ...)")
-
-        def scaled_loss(params):
-            loss, aux = split_aux(loss_fn(params, *args, **kwargs), has_aux)
-            return loss * state.loss_scale, (loss, aux)
-
-        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(state.params)
-        grads = row_major_on_cuda(grads)
+        value, grads = grad_of_scaled(
+            loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
+        )
         flat = {key: spec.flatten(groups.get(grads, key)) for key, spec in state.specs}
         flat = groups.pack(flat, state.fp16_flat)
         if state.grads is not None:
             flat = jax.tree.map(jnp.add, state.grads, flat)
-        return ((loss, aux) if has_aux else loss), state.replace(grads=flat)
+        return value, state.replace(grads=flat)
 
     def step(self, state: FP16OptimizerState, closure: Any = None) -> Any:
         """Steps, or skips if a group's norm is not finite; and moves the scale.

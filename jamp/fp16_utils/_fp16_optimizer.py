@@ -16,16 +16,13 @@ from jamp._core.devices import placed_like
 from jamp._core.dtypes import MODEL_DTYPES, is_differentiable
 from jamp._core.tree import (
     all_finite,
-    differentiable,
     is_traced,
-    merge,
     select,
     strong_array,
     unshared,
 )
 from jamp._core.warnings import PrecisionWarning
-from jamp._scaling.layout import row_major_on_cuda
-from jamp._scaling.loss import split_aux
+from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.step import init_optimizer, step, widened
@@ -145,15 +142,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         _check_state(state, "backward(state, loss_fn, ...)")
         scale = state.loss_scaler.scale
-
-        def scaled_loss(trained):
-            out = loss_fn(merge(trained, state.params), *args, **kwargs)
-            loss, aux = split_aux(out, has_aux)
-            return loss * scale, (loss, aux)
-
-        trained = differentiable(state.params)
-        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
-        grads = row_major_on_cuda(grads)
+        value, grads = grad_of_scaled(
+            loss_fn, state.params, scale, args, kwargs, has_aux
+        )
         scaled = ScaledGrads(tree=grads, scale=scale, finite=self._finite(grads))
         before = state.model_grads
         if before is None:
@@ -161,7 +152,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         state = state.replace(model_grads=scaled + before)  # at the present scale
         if update_master_grads:
             state = self.update_master_grads(state)
-        return ((loss, aux) if has_aux else loss), state
+        return value, state
 
     def update_master_grads(self, state: FP16_OptimizerState) -> FP16_OptimizerState:
         """Unscales `model_grads` and adds them to `master_grads`; moves the scale.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jamp._core.tree import all_finite, differentiable, merge
-from jamp._scaling.loss import checked_loss
+from jamp._core.tree import all_finite
+from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import DynamicLossScale, LossScaleState, check_scale
 
 
@@ -80,13 +80,7 @@ class _Scaler:
         Raises:
             TypeError: the loss is no float scalar.
         """
-
-        def scaled_loss(trained):
-            loss = checked_loss(loss_fn(merge(trained, params), *args, **kwargs))
-            return loss * state.cur_scale, loss
-
-        grads, loss = jax.grad(scaled_loss, has_aux=True)(differentiable(params))
-        return loss, grads
+        return grad_of_scaled(loss_fn, params, state.cur_scale, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

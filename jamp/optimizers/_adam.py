@@ -2,24 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    FusedRule,
-    FusedTransformation,
-    ScalarOrSchedule,
-    clipped,
-    corrections,
-    no_steps,
-    rate,
-    refuse_amsgrad,
-    zeros,
-)
-from pallas_kernels import Options, Weight, adam
+from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from pallas_kernels import adam
 
 
 class FusedAdamState(NamedTuple):
@@ -102,29 +91,13 @@ def fused_adam(
     >>> print(optax.apply_updates(params, updates))
     [0.89 1.09]
     """
-    refuse_amsgrad("FusedAdam", amsgrad)
     if eps_inside_sqrt and not legacy:
         raise ValueError("fused_adam: eps_inside_sqrt=True needs legacy=True.")
     if legacy and not adam_w_mode:
         raise ValueError(
             "fused_adam: legacy=True knows one kind of decay. Leave adam_w_mode out."
         )
-    return FusedTransformation.of(
-        FusedAdam(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            adam_w_mode=adam_w_mode,
-            bias_correction=bias_correction,
-            max_grad_norm=max_grad_norm,
-            legacy=legacy,
-            eps_inside_sqrt=eps_inside_sqrt,
-            mask=mask,
-            backend=backend,
-        )
-    )
+    return FusedTransformation.of(FusedAdam(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +105,7 @@ class FusedAdam(FusedRule):
     """The hyperparameters of `fused_adam`, and its step."""
 
     name: ClassVar[str] = "fused_adam"
+    state: ClassVar = FusedAdamState
     below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf, "max_grad_norm": math.inf}
 
     b1: Any
@@ -143,29 +117,18 @@ class FusedAdam(FusedRule):
     legacy: bool
     eps_inside_sqrt: bool
 
-    def first_state(self, params: PyTree) -> FusedAdamState:
-        """No steps, and moments of 0."""
-        return FusedAdamState(no_steps(), zeros(params), zeros(params))
-
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedAdamState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedAdamState]:
+    def step(self, weights, grads, state, decays, options):
         """Clips, then steps."""
-        c1, c2 = corrections(self, state.count)
+        c1, c2 = self.corrections(state.count)
         mode = "decoupled" if self.adam_w_mode else "l2"
         if self.legacy:
             mode = "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
-        results = adam(
+        return adam(
             weights,
             grads,
             state.mu,
             state.nu,
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
@@ -174,14 +137,11 @@ class FusedAdam(FusedRule):
             correction2=c2,
             mode=mode,
             decays=decays,
-            options=clipped(options, grads, self.max_grad_norm, self._clip),
-        )
-        moments = results.moments
-        return results.weights, FusedAdamState(
-            state.count, moments["mu"], moments["nu"]
+            options=self.clipped(options, grads),
         )
 
-    def _clip(self, norm: Array) -> Array:
+    def clip_factor(self, norm: Array) -> Array:
+        """What gradients of a norm are multiplied by."""
         if not self.legacy:
             return jnp.minimum(1, self.max_grad_norm / norm)
         excess = (norm + 1e-6) / self.max_grad_norm

@@ -21,6 +21,7 @@ from jamp._core.tree import check_like
 from jamp.optimizers._transformation import Transformation
 from pallas_kernels import (
     Options,
+    Stepped,
     Weight,
     check_backend,
     found_inf as found_inf_of,
@@ -43,6 +44,7 @@ class FusedRule:
     """
 
     name: ClassVar[str]
+    state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
     below: ClassVar[Mapping[str, float]]  # the limit of each number; all begin at 0
 
     learning_rate: Any
@@ -50,16 +52,20 @@ class FusedRule:
     mask: Any
     backend: str
     shardings: Any = None
+    amsgrad: dataclasses.InitVar[bool] = False
 
-    def __post_init__(self):
+    def __post_init__(self, amsgrad: bool):
+        if amsgrad:  # as apex does
+            name = type(self).__name__
+            raise RuntimeError(f"{name} does not support the AMSGrad variant.")
         check_backend(self.backend)
         object.__setattr__(self, "mask", hashable_mask(self.mask))
         unlimited = dict.fromkeys(("learning_rate", "weight_decay"), math.inf)
         check_numbers(self.name, unlimited | dict(self.below), self)
 
     def first_state(self, params: PyTree) -> Any:
-        """The state for `params`: a NamedTuple of `count` and trees like `params`."""
-        raise NotImplementedError
+        """The state for `params`: no steps, and zeros."""
+        return self.state(no_steps(), *(zeros(params) for _ in self.state._fields[1:]))
 
     def step(
         self,
@@ -68,14 +74,53 @@ class FusedRule:
         state: Any,
         decays: Sequence[bool],
         options: Options,
-    ) -> tuple[list[Any], Any]:
+    ) -> Stepped:
         """Steps leaves; `state` has lists of leaves for trees.
 
         Returns:
-            New weights, or with `options.only_updates` what to add to them; and the
-            state, with the old count.
+            New weights, or with `options.only_updates` what to add to them; and by name
+            what the state holds beside the count.
         """
         raise NotImplementedError
+
+    def rate(self, count: Int[Array, ""]) -> Float[Array, ""]:
+        """The learning rate of the step after `count` steps."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+
+    def corrections(self, count: Int[Array, ""]) -> list[Any]:
+        """1 - b^t of both moments at step t = count + 1, to float32's precision.
+
+        Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. Ones for a rule
+        that corrects nothing.
+        """
+        rule: Any = self
+        if not rule.bias_correction:
+            return [1.0, 1.0]
+        found, t = [], count.astype(jnp.float32) + 1
+        for b in (rule.b1, rule.b2):
+            if isinstance(b, int | float):
+                log = math.log(b) if b > 0 else -math.inf
+            else:
+                log = jnp.log(jnp.asarray(b, jnp.float32))
+            found.append(-jnp.expm1(t * log))
+        return found
+
+    def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
+        """Options under which gradients are clipped by a factor of their norm.
+
+        A largest norm of None or 0 clips nothing: an array of 0 too, which is what
+        `optax.inject_hyperparams` makes of it.
+        """
+        rule: Any = self
+        most = rule.max_grad_norm
+        if most is None or (is_number(most) and most == 0):
+            return options
+        factor = rule.clip_factor(l2norm(grads, options=options).norm)
+        if not is_number(most):
+            factor = jnp.where(most == 0, 1, factor)
+        unscale = 1.0 if options.unscale is None else options.unscale
+        return options._replace(unscale=unscale * factor)
 
     def init(self, params: PyTree) -> Any:
         """optax's `init`."""
@@ -128,12 +173,13 @@ class FusedRule:
         options = Options(unscale, skip, only_updates, self.backend, self.shardings)
         trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
         lists = type(state)(state.count, *trees)
-        weights, lists = self.step(weights, leaves, lists, decays, options)
+        stepped = self.step(weights, leaves, lists, decays, options)
         count = optax.safe_increment(state.count)
         if skip is not None:
             count = jnp.where(skip, state.count, count)
-        trees = [None if x is None else structure.unflatten(x) for x in lists[1:]]
-        return structure.unflatten(weights), type(state)(count, *trees)
+        lists = [stepped.moments.get(name) for name in state._fields[1:]]
+        trees = [None if x is None else structure.unflatten(x) for x in lists]
+        return structure.unflatten(stepped.weights), type(state)(count, *trees)
 
 
 class FusedTransformation(Transformation):
@@ -173,30 +219,6 @@ class FusedTransformation(Transformation):
         return self.rule.apply(grads, state, weights, **scaling)
 
 
-def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
-    """The learning rate of the step after `count` steps."""
-    value = learning_rate(count) if callable(learning_rate) else learning_rate
-    return jnp.asarray(value, jnp.float32)
-
-
-def corrections(rule: Any, count: Int[Array, ""]) -> list[Any]:
-    """1 - b^t of both moments at step t = count + 1, to float32's precision.
-
-    Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. Ones for a rule that
-    corrects nothing.
-    """
-    if not rule.bias_correction:
-        return [1.0, 1.0]
-    found, t = [], count.astype(jnp.float32) + 1
-    for b in (rule.b1, rule.b2):
-        if isinstance(b, int | float):
-            log = math.log(b) if b > 0 else -math.inf
-        else:
-            log = jnp.log(jnp.asarray(b, jnp.float32))
-        found.append(-jnp.expm1(t * log))
-    return found
-
-
 def zeros(params: PyTree) -> PyTree:
     """Moments: float32, like the params; float64 for float64."""
 
@@ -230,36 +252,9 @@ def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> No
             raise ValueError(f"{optimizer}: invalid {name}: {value}.")
 
 
-def clipped(
-    options: Options,
-    grads: Sequence[Array],
-    max_grad_norm: Any,
-    factor: Callable[[Array], Array],
-) -> Options:
-    """Options under which gradients are clipped by `factor` of their norm.
-
-    A largest norm of None or 0 clips nothing: an array of 0 too, which is what
-    `optax.inject_hyperparams` makes of it.
-    """
-    known = is_number(max_grad_norm)
-    if max_grad_norm is None or (known and max_grad_norm == 0):
-        return options
-    times = factor(l2norm(grads, options=options).norm)
-    if not known:
-        times = jnp.where(max_grad_norm == 0, 1, times)
-    unscale = 1.0 if options.unscale is None else options.unscale
-    return options._replace(unscale=unscale * times)
-
-
 def is_number(x: Any) -> bool:
     """Whether `x` is a number of Python or NumPy, known now."""
     return isinstance(x, int | float | np.number)
-
-
-def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raises as apex does."""
-    if amsgrad:
-        raise RuntimeError(f"{name} does not support the AMSGrad variant.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,24 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    FusedRule,
-    FusedTransformation,
-    ScalarOrSchedule,
-    clipped,
-    corrections,
-    no_steps,
-    rate,
-    refuse_amsgrad,
-    zeros,
-)
-from pallas_kernels import Options, Weight, lamb
+from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from pallas_kernels import lamb
 
 
 class FusedLAMBState(NamedTuple):
@@ -93,23 +82,7 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    refuse_amsgrad("FusedLAMB", amsgrad)
-    return FusedTransformation.of(
-        FusedLAMB(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-            mask=mask,
-            backend=backend,
-        )
-    )
+    return FusedTransformation.of(FusedLAMB(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +90,7 @@ class FusedLAMB(FusedRule):
     """The hyperparameters of `fused_lamb`, and its step."""
 
     name: ClassVar[str] = "fused_lamb"
+    state: ClassVar = FusedLAMBState
     below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf, "max_grad_norm": math.inf}
 
     b1: Any
@@ -128,26 +102,15 @@ class FusedLAMB(FusedRule):
     max_grad_norm: Any
     use_nvlamb: bool
 
-    def first_state(self, params: PyTree) -> FusedLAMBState:
-        """No steps, and moments of 0."""
-        return FusedLAMBState(no_steps(), zeros(params), zeros(params))
-
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedLAMBState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedLAMBState]:
+    def step(self, weights, grads, state, decays, options):
         """Clips, measures, then steps."""
-        c1, c2 = corrections(self, state.count)
-        results = lamb(
+        c1, c2 = self.corrections(state.count)
+        return lamb(
             weights,
             grads,
             state.mu,
             state.nu,
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
@@ -158,13 +121,10 @@ class FusedLAMB(FusedRule):
             adam_w_mode=self.adam_w_mode,
             use_nvlamb=self.use_nvlamb,
             decays=decays,
-            options=clipped(options, grads, self.max_grad_norm, self._clip),
-        )
-        moments = results.moments
-        return results.weights, FusedLAMBState(
-            state.count, moments["mu"], moments["nu"]
+            options=self.clipped(options, grads),
         )
 
-    def _clip(self, norm: Array) -> Array:
+    def clip_factor(self, norm: Array) -> Array:
+        """What gradients of a norm are multiplied by."""
         # A NaN compares false, as in apex.
         return jnp.where(norm > self.max_grad_norm, self.max_grad_norm / norm, 1)

@@ -22,7 +22,6 @@ from jamp.optimizers._fused import (
     hashable_mask,
     leaf_decays,
     no_steps,
-    rate,
 )
 from jamp.optimizers._transformation import Transformation
 from pallas_kernels import Options, l2norm
@@ -181,7 +180,8 @@ class _LARC:
         decay = jnp.where(jnp.array(decays, bool), self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
         if self.clip:
-            eta = rate(self.learning_rate, count)
+            eta = self.learning_rate
+            eta = eta(count) if callable(eta) else jnp.asarray(eta, jnp.float32)
             ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
         adapts = (g != 0) & (w != 0)
         ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -13,13 +12,10 @@ from jamp.optimizers._fused import (
     FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    corrections,
     no_steps,
-    rate,
-    refuse_amsgrad,
     zeros,
 )
-from pallas_kernels import Options, Weight, l2norm, max_norm, novograd
+from pallas_kernels import l2norm, max_norm, novograd
 
 
 class FusedNovoGradState(NamedTuple):
@@ -94,7 +90,6 @@ def fused_novograd(
     >>> print(optax.apply_updates(params, updates), state.nu)
     [0.94 0.92] 5.0
     """
-    refuse_amsgrad("FusedNovoGrad", amsgrad)
     if isinstance(norm_type, jax.Array):
         raise TypeError(
             "fused_novograd: norm_type cannot be an array. With inject_hyperparams "
@@ -105,22 +100,7 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    return FusedTransformation.of(
-        FusedNovoGrad(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            reg_inside_moment=reg_inside_moment,
-            grad_averaging=grad_averaging,
-            is_l2=norm_type == 2,
-            init_zero=init_zero,
-            mask=mask,
-            backend=backend,
-        )
-    )
+    return FusedTransformation.of(FusedNovoGrad(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +108,7 @@ class FusedNovoGrad(FusedRule):
     """The hyperparameters of `fused_novograd`, and its step."""
 
     name: ClassVar[str] = "fused_novograd"
+    state: ClassVar = FusedNovoGradState
     below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
     b1: Any
@@ -136,7 +117,7 @@ class FusedNovoGrad(FusedRule):
     bias_correction: bool
     reg_inside_moment: bool
     grad_averaging: bool
-    is_l2: bool
+    norm_type: Any
     init_zero: bool
 
     def first_state(self, params: PyTree) -> FusedNovoGradState:
@@ -144,24 +125,20 @@ class FusedNovoGrad(FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return FusedNovoGradState(no_steps(), zeros(params), norms)
 
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedNovoGradState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedNovoGradState]:
+    def step(self, weights, grads, state, decays, options):
         """Measures, blends the norms, then steps."""
         old = jnp.stack(state.nu) if state.nu else jnp.zeros(0)
-        norms = self._blended(old, grads, state.count, options)
-        c1, c2 = corrections(self, state.count)
+        measure = l2norm if self.norm_type == 2 else max_norm
+        new = measure(grads, per_leaf=True, options=options).norm
+        begun = old if self.init_zero else jnp.where(state.count == 0, new, old)
+        norms = self._blended(begun, new)
+        c1, c2 = self.corrections(state.count)
         results = novograd(
             weights,
             grads,
             state.mu,
             norms=norms / jnp.sqrt(jnp.asarray(c2)) + self.eps,
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             averaging=1 - self.b1 if self.grad_averaging else 1.0,
             weight_decay=self.weight_decay,
@@ -172,21 +149,9 @@ class FusedNovoGrad(FusedRule):
         )
         if options.skip is not None:
             norms = jnp.where(options.skip, old, norms)
-        return results.weights, FusedNovoGradState(
-            state.count, results.moments["mu"], list(norms)
-        )
+        return results._replace(moments=results.moments | {"nu": list(norms)})
 
-    def _blended(
-        self,
-        old: Float[Array, " n"],
-        grads: Sequence[Array],
-        count: Int[Array, ""],
-        options: Options,
-    ) -> Float[Array, " n"]:
-        measure = l2norm if self.is_l2 else max_norm
-        new = measure(grads, per_leaf=True, options=options).norm
-        if not self.init_zero:
-            old = jnp.where(count == 0, new, old)
-        if self.is_l2:
+    def _blended(self, old: Array, new: Array) -> Float[Array, " n"]:
+        if self.norm_type == 2:
             return jnp.sqrt(self.b2 * old**2 + (1 - self.b2) * new**2)
         return self.b2 * old + (1 - self.b2) * new

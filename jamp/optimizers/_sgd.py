@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -14,10 +13,9 @@ from jamp.optimizers._fused import (
     ScalarOrSchedule,
     is_number,
     no_steps,
-    rate,
     zeros,
 )
-from pallas_kernels import Options, Weight, sgd
+from pallas_kernels import sgd
 
 
 class FusedSGDState(NamedTuple):
@@ -82,18 +80,7 @@ def fused_sgd(
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return FusedTransformation.of(
-        FusedSGD(
-            learning_rate=learning_rate,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            wd_after_momentum=wd_after_momentum,
-            mask=mask,
-            backend=backend,
-        )
-    )
+    return FusedTransformation.of(FusedSGD(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +88,7 @@ class FusedSGD(FusedRule):
     """The hyperparameters of `fused_sgd`, and its step."""
 
     name: ClassVar[str] = "fused_sgd"
+    state: ClassVar = FusedSGDState
     below: ClassVar = {"momentum": math.inf, "dampening": math.inf}
 
     momentum: Any
@@ -114,23 +102,16 @@ class FusedSGD(FusedRule):
             no_steps(), None if _is_zero(self.momentum) else zeros(params)
         )
 
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedSGDState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedSGDState]:
+    def step(self, weights, grads, state, decays, options):
         """One pass."""
         undampened = 1.0
         if not _is_zero(self.dampening):
             undampened = jnp.where(state.count == 0, 1, 1 - self.dampening)
-        results = sgd(
+        return sgd(
             weights,
             grads,
             state.trace,  # pyright: ignore[reportArgumentType]
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             momentum=self.momentum,
             undampened=undampened,
             weight_decay=self.weight_decay,
@@ -139,7 +120,6 @@ class FusedSGD(FusedRule):
             decays=decays,
             options=options,
         )
-        return results.weights, FusedSGDState(state.count, results.moments.get("trace"))
 
 
 def _is_zero(x: Any) -> bool:
