@@ -18,10 +18,9 @@ from flax.training.train_state import TrainState
 
 import jamp
 from tests.bits import assert_same_bits
+from tests.states import HALF, RUNNING
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-RUNNING = ("O0", "O2", "O3", "O5")
-HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 SGD = optax.sgd(0.5, momentum=0.9)
 W = {"w": np.ones(2, np.float32)}
 HALF_W = {"w": np.ones(2, np.float16)}
