@@ -78,12 +78,11 @@ def test_a_static_scale_trains_as_the_plain_run(level, static):
     step = several.make_step(case, several.scaling(case, False).loss_ids)
     step = several.batched(step, state, clean)
     for result in several.expected(name, False)[0]:
-        state, *_, finite = step(state, clean)
+        state = step(state, clean)
         weights = np.stack([result.weights] * several.BATCH)
         for tree in (state.params, jamp.master_params(state)):
             several.assert_models(several.by_model(tree), weights, "params")
         assert (state.step == result.step).all()
-        assert np.all(finite)
     assert not np.any(state.skipped_steps)
     assert np.unique(state.loss_scale) == (static or 1.0)
 
@@ -103,7 +102,7 @@ def test_a_compiled_step_is_the_same_and_traced_once():
         state = begin(name, False, "O2")
         spoil = several.spoil(case.setup, every[n])
         for i, result in enumerate(several.expected(name, False)[n]):
-            state, *_ = step(state, spoil[i])
+            state = step(state, spoil[i])
             batch = jax.tree.map(lambda x: x[None], jax.device_get(state))
             several.assert_state(batch, [result], case)
     assert len(traces) == 1

@@ -55,10 +55,8 @@ class Scaling(NamedTuple):
 
 
 class Result(NamedTuple):
-    """After an iteration; `grads` of each loss are those that it was made of."""
+    """After an iteration."""
 
-    losses: list[float]
-    grads: list[Weights]
     weights: Weights
     trace: Weights
     step: int
@@ -73,14 +71,13 @@ def weights(models: int) -> Weights:
     return unique + np.array([[0.0, 1.0], [1.0, 2.0]])
 
 
-def value_and_gradient(models: Sequence[int], w: Weights) -> tuple[float, Weights]:
-    """The loss over a ring of models; its gradient is zero for those outside of it."""
-    value, g = 0.0, np.zeros_like(w)
+def gradient(models: Sequence[int], w: Weights) -> Weights:
+    """Of the loss over a ring of models; zero for those outside of it."""
+    g = np.zeros_like(w)
     for a, b in zip(models, (*models[1:], models[0]), strict=True):
-        value += float(w[a, 0] @ w[b, 1])
         g[a, 0] += w[b, 1]
         g[b, 1] += w[a, 0]
-    return value, g
+    return g
 
 
 def train(
@@ -98,8 +95,7 @@ def train(
     step, counts = 0, [0] * len(setup.groups)
     last = [False] * len(setup.groups)
     for overflow in overflows:
-        pairs = [value_and_gradient(models, w) for models in setup.losses]
-        values, grads = map(list, zip(*pairs, strict=True))
+        grads = [gradient(models, w) for models in setup.losses]
         w, trace, stepped = w.copy(), trace.copy(), False
         for g, models in enumerate(setup.groups):
             covering = [i for i, covers in enumerate(setup.covers) if g in covers]
@@ -115,7 +111,7 @@ def train(
                 w[mine] -= rates * trace[mine]
         step += stepped
         scales = _after_backward(scaling, scales, overflow)
-        yield Result(values, grads, w, trace, step, [*counts], [*last], scales)
+        yield Result(w, trace, step, [*counts], [*last], scales)
 
 
 def _after_backward(
