@@ -32,6 +32,14 @@ def is_differentiable(x: object) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def names_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
+    """Whether a module's field, which may hold anything, names one of these dtypes."""
+    try:
+        return jnp.dtype(field) in dtypes
+    except TypeError:
+        return False
+
+
 def widen(x: jax.Array) -> jax.Array:
     """Half as float32; all else as it is."""
     return x.astype(FLOAT32) if is_half(x) else x

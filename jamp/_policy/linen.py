@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast_floats, is_castable
+from jamp._core.dtypes import (
+    FLOAT32,
+    HALF_DTYPES,
+    cast_floats,
+    is_castable,
+    names_dtype,
+)
 from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.levels import Properties
 
@@ -119,7 +124,7 @@ class _Patch:
         field, half = getattr(module, "dtype", None), self.properties.half_dtype
         if half is None or _is_batchnorm(module) and not facts.owns_half:
             return field
-        is_float32 = field is not None and _is_dtype(field, (FLOAT32,))
+        is_float32 = field is not None and names_dtype(field, (FLOAT32,))
         if not facts.has_leaves:
             return half if is_float32 else field
         if facts.has_half:
@@ -127,7 +132,7 @@ class _Patch:
             # with a kept bias, would promote to float32 where dtype is None.
             promotes = isinstance(module, nn.RNNCellBase) or facts.owns_both
             return half if is_float32 or (promotes and field is None) else field
-        if field is not None and _is_dtype(field, HALF_DTYPES):
+        if field is not None and names_dtype(field, HALF_DTYPES):
             return FLOAT32
         return field
 
@@ -166,13 +171,6 @@ def _dtypes(tree: PyTree) -> set[Any]:
 def _is_batchnorm(module: nn.Module) -> bool:
     stats = module.variables.get("batch_stats", {})
     return isinstance(module, nn.BatchNorm) or {"mean", "var"} <= set(stats)
-
-
-def _is_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
-    try:
-        return jnp.dtype(field) in dtypes
-    except TypeError:  # a field of that name may hold anything
-        return False
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ type Tx = (
 )
 
 
-class Options(TypedDict, total=False):
+class InitOptions(TypedDict, total=False):
     """The keywords of `jamp.initialize`, but for what a model holds itself."""
 
     enabled: bool
@@ -51,7 +51,7 @@ def initialize[M: Models](
     opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Unpack[Options],
+    **options: Unpack[InitOptions],
 ) -> M: ...
 
 
@@ -62,7 +62,7 @@ def initialize[M: Models](
     opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Unpack[Options],
+    **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
 
 
@@ -72,7 +72,7 @@ def initialize(
     opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Unpack[Options],
+    **options: Unpack[InitOptions],
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.
 

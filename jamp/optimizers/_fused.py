@@ -165,7 +165,7 @@ class FusedRule:
         _check_leaves(grads, "gradients")
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
-        decays = leaf_decays(
+        decays = decays_by_mask(
             self.mask, structure.unflatten([weight.param for weight in weights])
         )
         skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
@@ -283,7 +283,7 @@ def _checked_bool(leaf: Any) -> bool:
     return bool(leaf)
 
 
-def leaf_decays(mask: Any, params: PyTree) -> list[bool]:
+def decays_by_mask(mask: Any, params: PyTree) -> list[bool]:
     """Per leaf, whether it decays."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))

@@ -19,8 +19,8 @@ from jamp.optimizers._fused import (
     FusedTransformation,
     ScalarOrSchedule,
     check_numbers,
+    decays_by_mask,
     hashable_mask,
-    leaf_decays,
     no_steps,
 )
 from jamp.optimizers._transformation import Transformation
@@ -171,7 +171,7 @@ class _LARC:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        decays = leaf_decays(self.mask, params)
+        decays = decays_by_mask(self.mask, params)
         unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
         how = Options(backend=self.backend)
         of_grads = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
