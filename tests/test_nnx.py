@@ -119,6 +119,7 @@ def test_overrides_reach_the_modules():
     found = products(lambda model, x: model(x), model, X)
     assert [p.lhs for p in found] == ["float16", "float32"]
     assert jax.eval_shape(lambda model, x: model(x), model, X).dtype == "bfloat16"
+    assert type(make(model=linear(), enabled=False)[0]) is nnx.Linear
     model, _ = make("O0", linear(dtype=jnp.float16))
     assert products(lambda model, x: model(x), model, X)[0].lhs == "float32"
 
