@@ -149,7 +149,7 @@ def _axes(spec: Any) -> tuple[str, ...]:
 
 def _sharding(leaf: Leaf) -> Any:
     """The sharding that decides for a leaf: that of its weight, where it has one."""
-    return jax.typeof(leaf.get("param", next(iter(leaf.values())))).sharding
+    return jax.typeof(leaf.get("weight", next(iter(leaf.values())))).sharding
 
 
 def _shape(mesh: Any) -> tuple[Any, ...]:
