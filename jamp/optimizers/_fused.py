@@ -158,9 +158,18 @@ class FusedRule:
         found_inf: ArrayLike | None = None,
         only_updates: bool = False,
     ) -> tuple[PyTree, Any]:
-        """Steps a tree of `Weight`; see `FusedTransformation.apply`.
+        """Steps weights in place, in one pass over each leaf.
 
-        With `only_updates` it returns what to add to the weights instead of them.
+        Args:
+            grads: gradients of any float dtype, times `grad_scale`.
+            state: what `init` or the last step returned.
+            weights: a tree like `grads` of `pallas_kernels.Weight`.
+            grad_scale: what to divide the gradients by, shape ().
+            found_inf: if not zero, all bits stay, shape ().
+            only_updates: whether to return what to add to the weights, not them.
+
+        Returns:
+            New weights and state.
         """
         _check_leaves(grads, "gradients")
         leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
@@ -194,29 +203,10 @@ class FusedTransformation(Transformation):
         options = Options(backend=self.rule.backend, shardings=self.rule.shardings)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
-    def apply(
-        self,
-        grads: PyTree,
-        state: Any,
-        weights: PyTree,
-        *,
-        grad_scale: ArrayLike | None = None,
-        found_inf: ArrayLike | None = None,
-    ) -> tuple[PyTree, Any]:
-        """Steps weights in place, in one pass over each leaf.
-
-        Args:
-            grads: gradients of any float dtype, times `grad_scale`.
-            state: what `init` or the last step returned.
-            weights: a tree like `grads` of `pallas_kernels.Weight`.
-            grad_scale: what to divide the gradients by, shape ().
-            found_inf: if not zero, all bits stay, shape ().
-
-        Returns:
-            New weights and state.
-        """
-        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
-        return self.rule.apply(grads, state, weights, **scaling)
+    @property
+    def apply(self) -> Callable[..., tuple[PyTree, Any]]:
+        """Steps weights in place, in one pass over each leaf: `FusedRule.apply`."""
+        return self.rule.apply
 
 
 def zeros(params: PyTree) -> PyTree:
