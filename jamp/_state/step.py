@@ -118,7 +118,7 @@ def step(
     state = opt_state.inner_state if has_masters else opt_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
-        weights, state = inner.apply(
+        weights, state = inner.rule.apply(
             grads, state, weights, grad_scale=grad_scale, found_inf=skip
         )
     else:
