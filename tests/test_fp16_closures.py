@@ -121,7 +121,7 @@ def test_a_line_search_evaluates_the_closure_at_other_weights():
     assert losses[0] > 100 * losses[-1]
 
 
-# Messages
+# Messages and errors
 
 
 def test_verbose_prints_what_is_received(capsys):
@@ -130,9 +130,6 @@ def test_verbose_prints_what_is_received(capsys):
     assert first == "FP16_Optimizer processing param group 0:"
     received = ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")
     assert lines == [f"FP16_Optimizer received {x}" for x in received]
-
-
-# Errors
 
 
 EXTRA = "Wrapped parameters must be.*extra"

@@ -16,10 +16,8 @@ def test_a_static_scaler_never_moves():
     scaler = fu.LossScaler(128.0)
     state = scaler.init()
     assert not scaler.has_overflow({"w": jnp.asarray([np.inf], F16)})
-    for overflow in (True, False):
-        assert_same_bits(scaler.update_scale(state, overflow), state)
-    assert scaler.loss_scale(state) == 128
-    assert fu.LossScaler().init().cur_scale == 1
+    assert_same_bits(scaler.update_scale(state, jnp.asarray(True)), state)
+    assert (scaler.loss_scale(state), fu.LossScaler().init().cur_scale) == (128, 1)
     assert hash(scaler) == hash(fu.LossScaler(128.0))
 
 
@@ -79,18 +77,3 @@ def test_backward_and_scale_gradient_multiply_by_the_scale(make):
     assert_same_bits(grads["w"], jnp.asarray([256.0, 128.0], F16))
     scaled = scaler.scale_gradient(state, {"w": x, "b": None})
     assert_same_bits(scaled, {"w": jnp.asarray([256.0, 128.0]), "b": None})
-
-
-@pytest.mark.parametrize(
-    "make, kwargs",
-    [
-        (fu.LossScaler, {"scale": 0.0}),
-        (fu.DynamicLossScaler, {"init_scale": 0.0}),
-        (fu.DynamicLossScaler, {"scale_factor": 1.0}),
-        (fu.DynamicLossScaler, {"scale_window": 0}),
-        (fu.DynamicLossScaler, {"scale_window": 1.5}),
-    ],
-)
-def test_scalers_refuse_impossible_numbers(make, kwargs):
-    with pytest.raises(ValueError, match=next(iter(kwargs))):
-        make(**kwargs)

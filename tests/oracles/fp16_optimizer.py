@@ -10,13 +10,12 @@ a backward pass does. Scales are rounded to float32.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from tests.oracles.fused import fused_adam
+from tests.oracles import fused
 from tests.oracles.loss_scale import Rule, State, fp32, init, update
 from tests.oracles.steps import Leaves, float64, norm
 
@@ -38,19 +37,11 @@ def added(a: Leaves, b: Leaves) -> list[np.ndarray]:
         return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def total_norm(leaves: Leaves, norm_type: float = 2.0) -> float:
-    """torch's clip_grad_norm_: the norm of the norms of the leaves."""
-    leaves = [np.abs(x) for x in float64(leaves)]
-    if math.isinf(norm_type):
-        return float(max(x.max(initial=0.0) for x in leaves))
-    return sum(float((x**norm_type).sum()) for x in leaves) ** (1 / norm_type)
-
-
 def clip(
     leaves: Leaves, max_norm: float, norm_type: float
 ) -> tuple[float, list[np.ndarray]]:
     """torch's clip_grad_norm_: the norm before clipping, and clipped gradients."""
-    before = total_norm(leaves, norm_type)
+    before = float(np.linalg.norm(flat(leaves), norm_type))
     factor = min(1.0, max_norm / (before + 1e-6))
     return before, [x * factor for x in float64(leaves)]
 
@@ -130,13 +121,13 @@ class DynamicLossScaler:
 
 def cut_down(
     groups: Sequence[Leaves],
-    adams: Sequence[dict[str, Any]],
+    rules: Sequence[tuple[str, dict[str, Any]]],
     steps: Sequence[Sequence[Leaves]],
 ) -> Iterator[tuple[list[np.ndarray], tuple[float, int, int]]]:
     """8.2: groups of half parameters, each flattened; norms and clipping per group.
 
-    `adams` has the options of the old FusedAdam, 8.1, of each group. Yields the masters
-    per group and the state of the scaler after each step.
+    A rule is an oracle of `fused` and its options. Yields the masters per group and the
+    state of the scaler after each step.
     """
     scaler, grads, skips, states = DynamicLossScaler(2.0**16), [], [], []
     for step in steps:
@@ -147,10 +138,8 @@ def cut_down(
         scaler.update_scale(skips[-1])
         states.append(scaler.state)
     runs = [
-        fused_adam(
-            [flat(group)], [[g[i]] for g in grads], skip=skips, legacy=True, **adams[i]
-        )
-        for i, group in enumerate(groups)
+        getattr(fused, name)([flat(x)], [[g[i]] for g in grads], skip=skips, **options)
+        for i, (x, (name, options)) in enumerate(zip(groups, rules, strict=True))
     ]
     for state, *results in zip(states, *runs, strict=True):
         yield [result.params[0] for result in results], state
