@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jamp._autocast.lists import AutocastLists
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
+type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 type KeepFp32 = (
     str
     | re.Pattern[str]

@@ -85,11 +85,11 @@ class DynamicLossScale:
             object.__setattr__(self, name, int(value))
         if not 1 < self.factor < float("inf"):
             raise ValueError(f"`factor` must be greater than 1, got {self.factor}.")
-        check_scale("init_scale", self.init_scale, FLOAT32_MAX)
+        check_scale("init_scale", self.init_scale, capped=True)
         if self.min_scale:
             check_scale("min_scale", self.min_scale)
         if self.max_scale is not None:
-            check_scale("max_scale", self.max_scale, FLOAT32_MAX)
+            check_scale("max_scale", self.max_scale, capped=True)
         if not self.floor <= self.ceiling:
             raise ValueError(
                 f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
@@ -289,10 +289,12 @@ def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""
     return jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
 
 
-def check_scale(name: str, scale: float, most: float = LARGEST_SCALE) -> None:
-    """Raises unless float32 holds a scale and its reciprocal."""
+def check_scale(name: str, scale: float, capped: bool = False) -> None:
+    """Raises unless float32 holds a scale and, if nothing caps it, its reciprocal."""
+    most, limit = LARGEST_SCALE, "2**126, where float32 holds it and its reciprocal"
+    if capped:
+        most, limit = FLOAT32_MAX, "3.4e38, float32's largest"
     if not SMALLEST_SCALE <= scale <= most:
         raise ValueError(
-            f"`{name}` must be a finite number between 2**-126 and 2**126, where "
-            f"float32 holds it and its reciprocal, got {scale}."
+            f"`{name}` must be a number between 2**-126 and {limit}, got {scale}."
         )

@@ -38,13 +38,13 @@ def take_out(
     return nodes, [x for x in leaves if not is_node(x)], put_back
 
 
-def values_of(nodes: Any, which: Any = ...) -> dict[tuple[Any, ...], Any]:
+def values_by_path(nodes: Any, which: Any = ...) -> dict[tuple[Any, ...], Any]:
     """The values of the Variables that a filter picks, by path."""
     flat = nnx.to_flat_state(nnx.state(nodes, which))
     return {path: variable.get_value() for path, variable in flat}
 
 
-def check_apart(models: Any, nodes: tuple[Any, ...]) -> None:
+def check_arguments_apart(models: Any, nodes: tuple[Any, ...]) -> None:
     """Raises if an argument shares a Variable with the models that are trained."""
     owned = {id(x): path for path, x in variables_of(models)}
     for node in nodes:

@@ -5,13 +5,21 @@ from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
+from jax.typing import DTypeLike
 
-from jamp._autocast.transform import autocast as autocast_pure
-from jamp.nnx._arguments import take_out, values_of
-from jamp.nnx._variables import with_values
+from jamp._autocast.lists import AutocastLists
+from jamp._autocast.transform import Promote, autocast as autocast_pure
+from jamp.nnx._arguments import take_out, values_by_path
+from jamp.nnx._variables import from_pure
 
 
-def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
+def autocast[**P, R](
+    fn: Callable[P, R],
+    dtype: DTypeLike | None = None,
+    *,
+    lists: AutocastLists | None = None,
+    promote: Promote = "widest",
+) -> Callable[P, R]:
     """`jamp.autocast` for functions of NNX models.
 
     The models among the arguments go in as arrays and come out as arrays, so what `fn`
@@ -19,7 +27,7 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
 
     Args:
         fn: takes NNX modules, arrays, and whatever else.
-        dtype, **options: as of `jamp.autocast`.
+        dtype, lists, promote: as of `jamp.autocast`; None is float16.
 
     Returns:
         A function with the signature of `fn`.
@@ -30,8 +38,7 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
     >>> print(y.shape, y.dtype)
     (1, 2) float32
     """
-
-    which = {} if dtype is None else {"dtype": dtype}
+    half = "float16" if dtype is None else dtype
 
     @functools.wraps(fn)
     def autocast_fn(*args, **kwargs):
@@ -40,18 +47,17 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
         written: list[Any] = []
 
         def pure(values, others):
-            there = nnx.merge(graphdef, with_values(state, values))
-            before = values_of(there)
+            there = nnx.merge(graphdef, from_pure(state, values))
+            before = values_by_path(there)
             args, kwargs = put_back(there, others)
-            out = fn(*args, **kwargs)
-            after = values_of(there)
-            _check_same(before, after)
+            out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            after = values_by_path(there)
+            _check_paths(before, after)
             written[:] = [path for path in after if after[path] is not before[path]]
             return out, [after[path] for path in written]
 
-        out, values = autocast_pure(pure, **which, **options)(
-            nnx.as_pure(state), others
-        )
+        run = autocast_pure(pure, half, lists=lists, promote=promote)
+        out, values = run(nnx.as_pure(state), others)
         # Those alone: a Variable of an outer trace may be read here, but not be set.
         variables = dict(nnx.to_flat_state(state))
         changed = {
@@ -65,7 +71,7 @@ def autocast(fn: Callable[..., Any], dtype: Any = None, **options: Any) -> Any:
     return autocast_fn
 
 
-def _check_same(before: Any, after: Any) -> None:
+def _check_paths(before: Any, after: Any) -> None:
     if before.keys() != after.keys():
         names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
         raise ValueError(

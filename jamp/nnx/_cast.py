@@ -21,7 +21,7 @@ from jamp.nnx._autocast import autocast
 _PROPERTIES = "_jamp_properties"
 
 
-def check_bare(model: nnx.Module) -> None:
+def check_fresh(model: nnx.Module) -> None:
     """Raises if a model has a policy already."""
     if hasattr(model, _PROPERTIES):
         raise ValueError(
@@ -119,7 +119,7 @@ def _call(
             forward,
             properties.patch_functions_type,
             lists=properties.lists,
-            promote=properties.promote,
+            promote=properties.promote,  # pyright: ignore[reportArgumentType]
         )
     with forward_policy(properties):
         out = forward(model, *args, **kwargs)

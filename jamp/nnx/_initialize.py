@@ -1,24 +1,78 @@
 """The front end for NNX: model and optimizer in, model and optimizer out."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack, overload
 
+import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
+from jamp._autocast.lists import AutocastLists
+from jamp._autocast.transform import Promote
 from jamp._policy.casting import cast_to_level
-from jamp._state import initialize as _initialize
-from jamp.nnx._cast import check_bare, patch
+from jamp._policy.levels import OptLevel
+from jamp._state.initialize import initialize as initialize_pure
+from jamp.nnx._cast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._origin import mark
-from jamp.nnx._variables import Models, arrays_of, assign, check_apart, entries
+from jamp.nnx._variables import Models, arrays_of, assign, check_models_apart, entries
+
+type Tx = (
+    optax.GradientTransformation
+    | Sequence[optax.GradientTransformation]
+    | Mapping[Any, optax.GradientTransformation]
+)
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `jamp.initialize`, but for what a model holds itself."""
+
+    enabled: bool
+    cast_model_type: Any
+    patch_functions: bool | None
+    keep_batchnorm_fp32: bool | str | None
+    master_weights: bool | None
+    loss_scale: Any
+    cast_model_outputs: DTypeLike | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    keep_fp32: Any
+    lists: AutocastLists | None
+    promote: Promote | None
+    store_remainder: bool
+    allow_incoming_model_not_fp32: bool
+
+
+@overload
+def initialize[M: Models](
+    models: M,
+    tx: None = None,
+    opt_level: OptLevel = "O1",
+    *,
+    wrt: Any = nnx.Param,
+    **options: Unpack[Options],
+) -> M: ...
+
+
+@overload
+def initialize[M: Models](
+    models: M,
+    tx: Tx,
+    opt_level: OptLevel = "O1",
+    *,
+    wrt: Any = nnx.Param,
+    **options: Unpack[Options],
+) -> tuple[M, Optimizer]: ...
 
 
 def initialize(
     models: Models,
-    tx: Any = None,
-    opt_level: str = "O1",
+    tx: Tx | None = None,
+    opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.
 
@@ -59,14 +113,14 @@ def initialize(
     for module in modules.values():
         if not isinstance(module, nnx.Module):
             raise TypeError(f"models hold {module!r}, which is no nnx.Module.")
-        check_bare(module)
-    check_apart(models)
+        check_fresh(module)
+    check_models_apart(models)
     for name in ("apply_fn", "batch_stats", "state_class"):
         if name in options:
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
     params = arrays_of(models, wrt)
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
-    state = _initialize.initialize(params, tx, opt_level, batch_stats=stats, **options)
+    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
     assign(models, wrt, state.params)
     rest = arrays_of(models, frozen)
@@ -75,4 +129,4 @@ def initialize(
         patch(module, state.properties)
     if tx is None:
         return models
-    return models, Optimizer(state, wrt, mark(models))
+    return models, Optimizer(state, wrt)

@@ -1,15 +1,17 @@
 """`Optimizer`: an AmpState without its params, in the Variables of an NNX optimizer."""
 
+import math
+from collections import Counter
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
-from jamp.nnx._origin import Origin, check_origin
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
 
 # What an AmpState has beyond its params, step and what is static.
@@ -34,10 +36,9 @@ class Optimizer(nnx.Optimizer):
         loss_scale_rules: one rule per loss. Static.
     """
 
-    def __init__(self, state: AmpState, wrt: Any, origin: Origin):
-        """Takes the parts of a state whose params are a model's, and both's origin."""
+    def __init__(self, state: AmpState, wrt: Any):
+        """Takes the parts of a state whose params are a model's."""
         self.graph = None
-        self.origin = origin
         self.wrt = wrt
         self.tx = state.tx
         self.properties = state.properties
@@ -47,6 +48,23 @@ class Optimizer(nnx.Optimizer):
         for name in _PARTS:
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
 
+    def __repr__(self) -> str:
+        """A line for each thing one asks for, where NNX shows all Variables."""
+        sizes = Counter[str]()
+        for _, shape, dtype in self.shapes:
+            sizes[dtype] += math.prod(shape)
+        names = ("step", "skipped_steps", "last_step_skipped")
+        rows = {
+            "opt_level": self.properties.opt_level,
+            "params": ", ".join(f"{n:,} {dtype}" for dtype, n in sizes.most_common()),
+            "loss_scale": _shown(self.loss_scale),
+            **{name: _shown(nnx.as_pure(getattr(self, name))) for name in names},
+        }
+        lines = [f"  {name}: {row}" for name, row in rows.items()]
+        return "\n".join(["Optimizer(", *lines, ")"])
+
+    __str__ = __repr__  # NNX has a colored one
+
     def amp_state(self, models: Models) -> AmpState:
         """The AmpState of both: for `jamp.to_checkpoint`, `jamp.check` and the like.
 
@@ -54,11 +72,10 @@ class Optimizer(nnx.Optimizer):
             models: the model, or the container of them, that it was initialized with.
 
         Raises:
-            ValueError: the model is another one.
+            ValueError: trained Variables of other paths, shapes or dtypes.
         """
-        check_origin(models, self.origin)
         params = arrays_of(models, self.wrt)
-        _check(_shapes(params), self.shapes)
+        _check_shapes(_shapes(params), self.shapes)
         return AmpState(
             step=self.step.get_value(),
             apply_fn=None,  # pyright: ignore[reportArgumentType]
@@ -108,6 +125,18 @@ class Optimizer(nnx.Optimizer):
         return master_params(self.amp_state(models))
 
 
+def _shown(values: PyTree) -> PyTree:
+    """Numbers of arrays; dtype and shape of what has no value here, as a tracer."""
+
+    def shown(x):
+        try:
+            return np.asarray(x, x.dtype).tolist()
+        except (TypeError, RuntimeError):  # a RuntimeError: donated, or on other hosts
+            return f"{x.dtype}{list(x.shape)}"
+
+    return jax.tree.map(shown, values)
+
+
 type _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
@@ -119,10 +148,13 @@ def _shapes(params: PyTree) -> _Shapes:
     )
 
 
-def _check(given: _Shapes, expected: _Shapes) -> None:
+def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
     if given == expected:
         return
-    have, want = ({path: rest for path, *rest in x} for x in (given, expected))
+    have, want = (
+        {path: f"{dtype}{list(shape)}" for path, shape, dtype in leaves}
+        for leaves in (given, expected)
+    )
     path = next(p for p in (*want, *have) if have.get(p) != want.get(p))
     raise ValueError(
         "The model is not the one of this optimizer: its trained Variables differ at "

@@ -2,21 +2,50 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from flax import nnx
+from jaxtyping import Array
 
 from jamp._core.tree import select
-from jamp._scaling import value_and_grad as _scaled_grad
-from jamp.nnx._arguments import check_apart, take_out
+from jamp._scaling.scaled_grads import ScaledGrads
+from jamp._scaling.value_and_grad import (
+    scaled_value_and_grad as scaled_value_and_grad_pure,
+)
+from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, with_arrays, with_values
+from jamp.nnx._variables import Models, from_pure, with_arrays
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `jamp.scaled_value_and_grad`."""
+
+    loss_id: int
+    wrt: Any
+    axis_name: Any
+    predivide: float | None
+    redo_on_overflow: int
+
+
+type Fn[T] = Callable[..., T]
+
+
+@overload
+def scaled_value_and_grad(
+    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[Options]
+) -> Fn[tuple[Array, ScaledGrads]]: ...
+
+
+@overload
+def scaled_value_and_grad(
+    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[Options]
+) -> Fn[tuple[tuple[Array, Any], ScaledGrads]]: ...
 
 
 def scaled_value_and_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, **options: Any
-) -> Callable[..., Any]:
+    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[Options]
+) -> Fn[tuple[Any, ScaledGrads]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
     What the loss writes into the model (BatchNorm's statistics, counters of keys), or
@@ -27,8 +56,7 @@ def scaled_value_and_grad(
     Args:
         loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
         has_aux: whether `loss_fn` returns `(loss, aux)`.
-        **options: `loss_id`, `wrt`, `axis_name`, `predivide` and `redo_on_overflow` of
-            `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
+        **options: of `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
 
     Returns:
         `f(model, optimizer, *args, **kwargs) -> (loss, grads)`, or `((loss, aux),
@@ -37,7 +65,7 @@ def scaled_value_and_grad(
     Raises (when called):
         TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
             scalar.
-        ValueError: the model comes from another `initialize`; an argument shares
+        ValueError: the model is not of the optimizer's shapes; an argument shares
             Variables with it; the loss makes Variables.
     """
 
@@ -52,48 +80,60 @@ def scaled_value_and_grad(
         state = optimizer.amp_state(models)
         graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
         nodes, others, put_back = take_out((args, kwargs))
-        check_apart(models, nodes)
+        check_arguments_apart(models, nodes)
         nodes_def, nodes_state = nnx.split(nodes)
         before = nnx.as_pure(rest), nnx.as_pure(nodes_state)
 
         def pure_loss(params, before, others):
             there = nnx.merge(
-                graphdef, with_arrays(trained, params), with_values(rest, before[0])
+                graphdef, with_arrays(trained, params), from_pure(rest, before[0])
             )
-            nodes = nnx.merge(nodes_def, with_values(nodes_state, before[1]))
+            nodes = nnx.merge(nodes_def, from_pure(nodes_state, before[1]))
             args, kwargs = put_back(nodes, others)
             out = loss_fn(there, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
             left = nnx.state(there, nnx.Not(optimizer.wrt)), nnx.state(nodes)
             after = nnx.as_pure(left)
-            _check_rest(before, after)
+            _check_structure(before, after)
             return loss, (aux, after)
 
-        both = _scaled_grad.scaled_value_and_grad(pure_loss, has_aux=True, **options)
+        both = scaled_value_and_grad_pure(pure_loss, has_aux=True, **options)
         (loss, (aux, after)), grads = both(state, before, others)
         after = select(grads.finite, after, before)
-        nnx.update(models, with_values(rest, after[0]))
-        nnx.update(nodes, with_values(nodes_state, after[1]))
+        nnx.update(models, from_pure(rest, after[0]))
+        nnx.update(nodes, from_pure(nodes_state, after[1]))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad
 
 
+@overload
 def scaled_grad(
-    loss_fn: Callable[..., Any], *, has_aux: bool = False, **options: Any
-) -> Callable[..., Any]:
-    """`scaled_value_and_grad` without the value."""
+    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[Options]
+) -> Fn[ScaledGrads]: ...
+
+
+@overload
+def scaled_grad(
+    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[Options]
+) -> Fn[tuple[ScaledGrads, Any]]: ...
+
+
+def scaled_grad(
+    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[Options]
+) -> Fn[Any]:
+    """`scaled_value_and_grad` without the value: gives `grads`, or `(grads, aux)`."""
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)
 
     @functools.wraps(loss_fn)
     def grad(models, optimizer, *args, **kwargs):
-        out, grads = both(models, optimizer, *args, **kwargs)
-        return (grads, out[1]) if has_aux else grads
+        value, grads = both(models, optimizer, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
 
     return grad
 
 
-def _check_rest(before: Any, after: Any) -> None:
+def _check_structure(before: Any, after: Any) -> None:
     """Raises if the loss made Variables, which a step that is skipped cannot have."""
     if jax.tree.structure(before) == jax.tree.structure(after):
         return

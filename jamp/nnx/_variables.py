@@ -1,13 +1,13 @@
 """NNX models as trees of arrays, and back into the model's Variables."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-type Models = Any  # an nnx.Module, or a list, tuple or dict of them
+type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
 
 
 def entries(models: Models) -> dict[Any, nnx.Module]:
@@ -24,7 +24,7 @@ def entries(models: Models) -> dict[Any, nnx.Module]:
     )
 
 
-def check_apart(models: Models) -> None:
+def check_models_apart(models: Models) -> None:
     """Raises if two models hold one Variable: each optimizer would step it."""
     owners: dict[int, str] = {}
     for key, model in entries(models).items():
@@ -55,7 +55,7 @@ def arrays_of(models: Models, wrt: Any) -> PyTree:
         return arrays(models)
     if isinstance(models, Mapping):
         return {key: arrays(model) for key, model in models.items()}
-    return type(models)(arrays(model) for model in models)
+    return type(models)(map(arrays, models))  # pyright: ignore[reportCallIssue]
 
 
 def assign(models: Models, wrt: Any, arrays: PyTree) -> None:
@@ -72,7 +72,7 @@ def with_arrays(state: nnx.State, arrays: PyTree) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
-def with_values[T](variables: T, values: PyTree) -> T:
+def from_pure[T](variables: T, values: PyTree) -> T:
     """A tree of Variables with other values: the inverse of `nnx.as_pure`."""
     return jax.tree.map(
         lambda v, x: v.replace(x), variables, values, is_leaf=_is_variable

@@ -20,23 +20,26 @@ type Loss = int
 type Weights = np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """Who optimizes and who loses what.
 
     Attributes:
         groups: the models of each optimizer.
         losses: the models in the ring of each loss.
         covers: the groups that each loss is differentiated for.
-        learning_rates: one per model.
-        momentum: one per group.
+        learning_rates: one per model, or more.
+        momentum: one per group, or more.
     """
 
     groups: tuple[tuple[int, ...], ...]
     losses: tuple[tuple[int, ...], ...]
     covers: tuple[tuple[Group, ...], ...]
-    learning_rates: tuple[float, ...]
-    momentum: tuple[float, ...]
+    learning_rates: tuple[float, ...] = (0.25, 0.5, 0.125)
+    momentum: tuple[float, ...] = (0.125, 0.25, 0.5)
+
+    @property
+    def models(self) -> int:
+        return sum(map(len, self.groups))
 
 
 class Scaling(NamedTuple):
@@ -97,7 +100,7 @@ def plain(
 
     Yields the values and gradients of each loss, then weights and traces after it.
     """
-    w = weights(len(setup.learning_rates))
+    w = weights(setup.models)
     trace = np.zeros_like(w)
     for groups in stepping:
         values = [value(models, w) for models in setup.losses]

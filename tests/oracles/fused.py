@@ -1,0 +1,287 @@
+"""apex's fused optimizers, and LARC, in NumPy float64, from apex_semantics 8.
+
+Imports neither JAX nor the library. Each oracle says what happens to one leaf, and
+yields the parameters and the state's fields after each of the steps.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tests.oracles.steps import (
+    LearningRate,
+    Leaves,
+    Result,
+    decay_of_leaves,
+    float64,
+    global_norm,
+    norm,
+    rate,
+    unscaled_steps,
+)
+
+type Grads = Iterable[Leaves]
+
+
+def _run(
+    leaf: Callable[..., Any],
+    fields: dict[str, Callable[[np.ndarray], Any]],
+    params: Leaves,
+    grads: Grads,
+    learning_rate: LearningRate,
+    weight_decay: float,
+    divisor: Callable[[Leaves], Any] = lambda g: 1.0,
+    decays: Sequence[bool] | None = None,
+    grad_scale: float = 1.0,
+    skip: Sequence[bool] | None = None,
+) -> Iterator[Result]:
+    """Steps every leaf by `leaf(t, lr, wd, g, p, *fields) -> (p, *fields)`.
+
+    Step t counts from 1, and only those that are taken. `fields` make a state's fields
+    for a leaf. `divisor`, of all gradients together, is what they are divided by.
+    """
+    p = float64(params)
+    state = [[make(x) for make in fields.values()] for x in p]
+    wd = decay_of_leaves(weight_decay, decays, len(p))
+    t = 0
+    for g in unscaled_steps(grads, grad_scale, skip):
+        if g is not None:
+            lr = rate(learning_rate, t)
+            t += 1
+            by = divisor(g)
+            for i, x in enumerate(g):
+                p[i], *state[i] = leaf(t, lr, wd[i], x / by, p[i], *state[i])
+        trees = {name: [s[k] for s in state] for k, name in enumerate(fields)}
+        yield Result(list(p), {"count": t} | trees)
+
+
+MOMENTS = {"mu": np.zeros_like, "nu": np.zeros_like}
+
+
+def fused_adam(
+    params: Leaves,
+    grads: Grads,
+    *,
+    learning_rate: LearningRate = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    adam_w_mode: bool = True,
+    bias_correction: bool = True,
+    max_grad_norm: float | None = None,
+    legacy: bool = False,
+    eps_inside_sqrt: bool = False,
+    **how: Any,
+) -> Iterator[Result]:
+    """FusedAdam, from 8.3; with `legacy` the older one, from 8.1."""
+    assert legacy or not eps_inside_sqrt
+    assert adam_w_mode or not legacy
+
+    def divisor(g):
+        if not max_grad_norm:
+            return 1.0
+        n = global_norm(g)
+        if legacy:  # a NaN compares false, so it clips nothing
+            clip = (n + 1e-6) / max_grad_norm
+            return clip if clip > 1 else 1.0
+        # optax.clip_by_global_norm: a NaN norm makes every gradient NaN.
+        return np.maximum(n, max_grad_norm) / max_grad_norm
+
+    def leaf(t, lr, wd, g, p, m, v):
+        c1 = 1 - b1**t if bias_correction else 1.0
+        c2 = 1 - b2**t if bias_correction else 1.0
+        s = g if adam_w_mode else g + wd * p
+        m = b1 * m + (1 - b1) * s
+        v = b2 * v + (1 - b2) * s * s
+        if legacy:
+            denom = np.sqrt(v + eps) if eps_inside_sqrt else np.sqrt(v) + eps
+            return p - lr * np.sqrt(c2) / c1 * (m / denom + wd * p), m, v
+        u = (m / c1) / (np.sqrt(v / c2) + eps)
+        return p - lr * (u + wd * p if adam_w_mode else u), m, v
+
+    return _run(
+        leaf, MOMENTS, params, grads, learning_rate, weight_decay, divisor, **how
+    )
+
+
+def fused_sgd(
+    params: Leaves,
+    grads: Grads,
+    *,
+    learning_rate: LearningRate,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    wd_after_momentum: bool = False,
+    **how: Any,
+) -> Iterator[Result]:
+    """FusedSGD, from 8.4; `trace` is None without momentum."""
+    assert not nesterov or (momentum > 0 and dampening == 0)
+
+    def leaf(t, lr, wd, g, p, *trace):
+        d = g if wd_after_momentum else g + wd * p
+        if trace:
+            # The first step is not dampened.
+            b = d if t == 1 else momentum * trace[0] + (1 - dampening) * d
+            d = d + momentum * b if nesterov else b
+            trace = (b,)
+        if wd_after_momentum:
+            d = d + wd * p
+        return p - lr * d, *trace
+
+    fields = {"trace": np.zeros_like} if momentum else {}
+    for p, state in _run(
+        leaf, fields, params, grads, learning_rate, weight_decay, **how
+    ):
+        yield Result(p, {"trace": None} | state)
+
+
+def fused_lamb(
+    params: Leaves,
+    grads: Grads,
+    *,
+    learning_rate: LearningRate = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    bias_correction: bool = True,
+    adam_w_mode: bool = True,
+    grad_averaging: bool = True,
+    max_grad_norm: float | None = 1.0,
+    use_nvlamb: bool = False,
+    **how: Any,
+) -> Iterator[Result]:
+    """FusedLAMB, from 8.5."""
+    b3 = 1 - b1 if grad_averaging else 1.0
+
+    def divisor(g):
+        n = global_norm(g)
+        # A NaN compares false, so it clips nothing.
+        return n / max_grad_norm if max_grad_norm and n > max_grad_norm else 1.0
+
+    def leaf(t, lr, wd, g, p, m, v):
+        c1 = 1 - b1**t if bias_correction else 1.0
+        c2 = 1 - b2**t if bias_correction else 1.0
+        s = g if adam_w_mode else g + wd * p
+        m = b1 * m + b3 * s
+        v = b2 * v + (1 - b2) * s * s
+        u = (m / c1) / (np.sqrt(v / c2) + eps)
+        if adam_w_mode:
+            u = u + wd * p
+        has_ratio = (use_nvlamb or wd != 0) and norm(p) != 0 and norm(u) != 0
+        return p - (lr * norm(p) / norm(u) if has_ratio else lr) * u, m, v
+
+    return _run(
+        leaf, MOMENTS, params, grads, learning_rate, weight_decay, divisor, **how
+    )
+
+
+def fused_novograd(
+    params: Leaves,
+    grads: Grads,
+    *,
+    learning_rate: LearningRate = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    reg_inside_moment: bool = False,
+    grad_averaging: bool = True,
+    norm_type: Literal[2, "inf"] = 2,
+    init_zero: bool = False,
+    **how: Any,
+) -> Iterator[Result]:
+    """FusedNovoGrad, from 8.6; nu holds one norm per leaf, not squared."""
+    assert norm_type in (2, "inf")
+    b3 = 1 - b1 if grad_averaging else 1.0
+
+    def leaf(t, lr, wd, g, p, m, n):
+        c1 = 1 - b1**t if bias_correction else 1.0
+        c2_root = np.sqrt(1 - b2**t) if bias_correction else 1.0
+        now = norm(g) if norm_type == 2 else np.max(np.abs(g), initial=0)
+        if t == 1 and not init_zero:
+            n = now
+        if norm_type == 2:
+            n = np.sqrt(b2 * n**2 + (1 - b2) * now**2)
+        else:
+            n = b2 * n + (1 - b2) * now
+        d = n / c2_root + eps
+        if reg_inside_moment:
+            m = b1 * m + b3 * (g / d + wd * p)
+            return p - lr * (m / c1), m, n
+        m = b1 * m + b3 * g
+        return p - lr * ((m / c1) / d + wd * p), m, n
+
+    fields = {"mu": np.zeros_like, "nu": lambda p: 0.0}
+    return _run(leaf, fields, params, grads, learning_rate, weight_decay, **how)
+
+
+def fused_adagrad(
+    params: Leaves,
+    grads: Grads,
+    *,
+    learning_rate: LearningRate = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    adagrad_w_mode: bool = False,
+    **how: Any,
+) -> Iterator[Result]:
+    """FusedAdagrad, from 8.7."""
+
+    def leaf(t, lr, wd, g, p, h):
+        s = g if adagrad_w_mode else g + wd * p
+        h = h + s * s
+        u = s / (np.sqrt(h) + eps)
+        return p - lr * (u + wd * p if adagrad_w_mode else u), h
+
+    fields = {"sum_of_squares": np.zeros_like}
+    return _run(leaf, fields, params, grads, learning_rate, weight_decay, **how)
+
+
+def larc(
+    params: Leaves,
+    grads: Grads,
+    *,
+    learning_rate: LearningRate,
+    trust_coefficient: float = 0.02,
+    clip: bool = True,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    inner: Callable[..., Iterator[Result]] = fused_sgd,
+    decays: Sequence[bool] | None = None,
+    grad_scale: float = 1.0,
+    skip: Sequence[bool] | None = None,
+) -> Iterator[Result]:
+    """LARC, from 8.8, around any of the oracles, which gets the same learning rate.
+
+    `inner` has no decay; bind its other options by functools.partial.
+    """
+    p = float64(params)
+    wd = decay_of_leaves(weight_decay, decays, len(p))
+    count = 0
+
+    def adapt(p, g, wd, lr):
+        if norm(p) == 0 or norm(g) == 0:
+            return g  # untouched
+        a = trust_coefficient * norm(p) / (norm(g) + norm(p) * wd + eps)
+        if clip:
+            a = a / max(a, lr)  # min(a / lr, 1), and 1 where lr is 0
+        return (g + wd * p) * a
+
+    def adapted() -> Iterator[list[np.ndarray] | None]:
+        # `inner` asks for a step's gradients after the parameters of the last are in.
+        nonlocal count
+        for g in unscaled_steps(grads, grad_scale, skip):
+            if g is not None:
+                lr = rate(learning_rate, count)
+                count += 1
+                g = [adapt(*x, lr) for x in zip(p, g, wd, strict=True)]
+            yield g
+
+    for p, state in inner(params, adapted(), learning_rate=learning_rate, skip=skip):
+        yield Result(list(p), {"count": count, "inner_state": state})
