@@ -41,7 +41,7 @@ def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Pla
     """
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
     # The sharding that decides for a leaf is that of its weight, where it has one.
-    deciding = [leaf.get("param", next(iter(leaf.values()))) for leaf in leaves]
+    deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
     types = [jax.typeof(x).sharding for x in deciding]
     meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]
     if not meshes:

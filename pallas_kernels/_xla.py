@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels._dtypes import widen
 from pallas_kernels._once import computed_once
 
 type Blocks = dict[str, Array]
@@ -105,11 +106,6 @@ def join(job: Job, parts: Sequence[Part]) -> Part:
         else:
             reductions[name] = jnp.concatenate(values)[np.argsort(list(leaves))]
     return Part({k: leaves[k] for k in sorted(leaves)}, reductions)
-
-
-def widen(x: Array) -> Array:
-    """Half as float32; all else as it is."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
 
 
 def size_of(leaf: Leaf) -> int:

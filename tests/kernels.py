@@ -76,10 +76,9 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
 def weight(kind: str, dtype: Any, n: int) -> pk.Weight:
     x = noise(n, F32, 1)
     if kind == "split":
-        high, low = pk.split(x)
-        return pk.Weight(high, None, low)
+        return pk.Weight(*pk.split(x))
     if kind == "copied":
-        return pk.Weight(x, noise(n, dtype, 2))
+        return pk.Weight(noise(n, dtype, 2), x)
     return pk.Weight(x.astype(dtype))
 
 

@@ -141,7 +141,7 @@ def test_a_line_search_evaluates_the_closure_at_other_weights():
 
 
 def test_verbose_prints_what_is_received(capsys):
-    make(verbose=True).init(params())
+    FP16_Optimizer(SGD).init(params())
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "FP16_Optimizer processing param group 0:"
     received = ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")

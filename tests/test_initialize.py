@@ -18,10 +18,9 @@ from flax.training.train_state import TrainState
 
 import jamp
 from tests.bits import assert_same_bits
+from tests.states import HALF, RUNNING
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-RUNNING = ("O0", "O2", "O3", "O5")
-HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 SGD = optax.sgd(0.5, momentum=0.9)
 W = {"w": np.ones(2, np.float32)}
 HALF_W = {"w": np.ones(2, np.float16)}
@@ -87,10 +86,12 @@ def test_the_properties_are_those_of_the_level_and_its_overrides():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_leaf_is_weakly_typed(level):
-    weak = {"a": jnp.asarray(1.0), "b": jnp.asarray([2.0], jnp.float32), "c": 3.0}
+    weak = {"a": jnp.asarray(1.0), "b": jnp.asarray([2.0]), "c": 3.0, "d": np.ones(2)}
     state = make(level, weak, num_losses=2, ema=jnp.asarray(1.0), epoch=0)
     assert jnp.asarray(1.0).weak_type  # or the test shows nothing
     assert not any(x.weak_type for x in jax.tree.leaves(state))
+    half = HALF.get(level, jnp.float32)  # NumPy's default float64, too
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(half)}
 
 
 @pytest.mark.parametrize("level", RUNNING)
@@ -189,7 +190,7 @@ def test_disabled_leaves_everything_as_it_is(level):
 # What is refused: at O0 and O2, or at the level that a row gives.
 
 VARIABLES = {"params": W, "batch_stats": {"bn": STATS}}
-TWO = {"g": W, "d": W}
+TWO, TWO_TX = {"g": W, "d": W}, {"g": SGD, "d": SGD}
 WRAPPED = jamp.master_weights(SGD)
 TYPE_ERRORS = [
     *((dict(tx=tx), "tx must be an optax tra") for tx in (0.1, optax.sgd, "adam")),
@@ -221,7 +222,7 @@ VALUE_ERRORS = [
     (dict(tree=TWO, tx={"g": SGD, "e": SGD}), r"keys \['g', 'd'\].*keys \['g', 'e'\]"),
     (dict(tree=TWO, tx={"g": SGD}), r"keys \['g', 'd'\].*keys \['g'\]"),
     (dict(tree=TWO, tx=[SGD, SGD]), "a dict.*a list"),
-    (dict(tree=[W, W], tx={"g": SGD, "d": SGD}), "a list.*a dict"),
+    (dict(tree=[W, W], tx=TWO_TX), "a list.*a dict"),
     (dict(tx=WRAPPED), "master weights already.*master_weights=False"),
     (dict(tx=optax.chain(optax.clip(1.0), WRAPPED)), "master weights already"),
     *(
@@ -231,10 +232,8 @@ VALUE_ERRORS = [
     (dict(level="O2", min_loss_scale=-1.0), "min_scale.*-1.0"),
     (dict(level="O2", max_loss_scale=0.0), "max_scale.*0.0"),
     (dict(keep_fp32="haed"), "keep_fp32='haed' matches no leaf"),
-    (
-        dict(tree={"d": W, "g": {"h": HALF_W}}, tx={"g": SGD, "d": SGD}),
-        r"\['g'\]\['h'\].* float16",
-    ),
+    (dict(tree=TWO, tx=TWO_TX, keep_fp32="^w$"), "in these paths: d/w, g/w"),
+    (dict(tree={"d": W, "g": {"h": HALF_W}}, tx=TWO_TX), r"\['g'\]\['h'\].* float16"),
 ]
 
 
@@ -293,10 +292,6 @@ def test_only_float32_params_come_in_unless_others_are_allowed(level, dtype):
             assert_same_bits(jamp.master_params(state)["w"], half.astype(np.float32))
 
 
-def test_numpys_default_float64_becomes_float32():
-    assert make("O0", {"w": np.full(2, 0.1)}).params["w"].dtype == jnp.float32
-
-
 # Printing
 
 BRIEFS = {
@@ -339,17 +334,33 @@ def test_nothing_is_printed_at_verbosity_0_nor_disabled_nor_elsewhere(
 # Statistics, and containers of groups
 
 
-def test_batch_stats_name_the_batchnorms_and_stay_float32():
+WHITENED, STATISTICS = {"whitening": {"scale": W["w"]}}, {"whitening": STATS}
+GAN = {"g": WHITENED, "d": {"dense": W}}
+
+
+@pytest.mark.parametrize(
+    "tree, tx, fields, kept",
+    [
+        (WHITENED, SGD, {}, [False]),
+        (WHITENED, SGD, {"batch_stats": STATISTICS}, [True]),
+        ({"params": WHITENED}, SGD, {"batch_stats": STATISTICS}, [True]),
+        (GAN, TWO_TX, {}, [False, False]),
+        (GAN, TWO_TX, {"batch_stats": {}}, [False, False]),
+        (GAN, TWO_TX, {"batch_stats": {"g": STATISTICS}}, [False, True]),
+        (GAN, TWO_TX, {"batch_stats": dict.fromkeys("gd", STATISTICS)}, [False, True]),
+        (GAN, TWO_TX, {"keep_fp32": "dense/w"}, [True, False]),
+        (GAN, TWO_TX, {"keep_fp32": "^d/dense/w$"}, [True, False]),
+    ],
+)
+def test_batch_stats_and_keep_fp32_say_what_stays_float32(tree, tx, fields, kept):
     for level in RUNNING:
-        for nest in (lambda tree: tree, lambda tree: {"params": tree}):
-            tree = nest({"whitening": {"scale": np.ones(2, np.float32)}})
-            plain = make(level, tree)
-            state = make(level, tree, batch_stats={"whitening": STATS})
-            (scale,), (kept,) = map(jax.tree.leaves, (plain.params, state.params))
-            half = HALF.get(level, jnp.float32)
-            assert scale.dtype == half
-            assert kept.dtype == (half if level == "O3" else jnp.float32)
-            assert_same_bits(state.batch_stats, {"whitening": STATS})
+        state = make(level, tree, tx, **fields)
+        half = HALF.get(level, jnp.float32)
+        by_statistics = level == "O3" and "batch_stats" in fields
+        expected = [jnp.float32 if k and not by_statistics else half for k in kept]
+        assert [x.dtype for x in jax.tree.leaves(state.params)] == expected
+        if "batch_stats" in fields:
+            assert_same_bits(state.batch_stats, fields["batch_stats"])
 
 
 PACKS = [list, tuple, lambda pair: dict(zip("gd", pair, strict=True))]
@@ -381,27 +392,6 @@ def test_each_group_has_its_own_optimizer(rates):
     state = state.apply_gradients(grads=like(trees))
     moved = [1 - float(state.params[k]["w"][0]) for k in "gd"]
     assert moved == list(rates)
-
-
-@pytest.mark.parametrize("given", ["", "g", "gd"])
-def test_batch_stats_of_some_groups_or_none(given):
-    trees = {"g": {"whitening": {"scale": W["w"]}}, "d": {"dense": W}}
-    for stats in [dict.fromkeys(given, {"whitening": STATS})] + [None] * (not given):
-        fields = {} if stats is None else {"batch_stats": stats}
-        state = make("O2", trees, {"g": SGD, "d": SGD}, **fields)
-        kept = jnp.float32 if "g" in given else jnp.float16
-        assert state.params["g"]["whitening"]["scale"].dtype == kept
-        assert state.params["d"]["dense"]["w"].dtype == jnp.float16
-
-
-def test_keep_fp32_is_searched_in_the_path_through_the_groups():
-    trees, txs = {"g": params(), "d": {"head": W}}, {"g": SGD, "d": SGD}
-    for pattern in ("head/w", "^d/head/w$"):
-        state = make("O2", trees, txs, keep_fp32=pattern)
-        assert state.params["d"]["head"]["w"].dtype == jnp.float32
-        assert state.params["g"]["Dense_0"]["kernel"].dtype == jnp.float16
-    with pytest.raises(ValueError, match="head/w"):
-        make("O2", trees, txs, keep_fp32="^head/w$")
 
 
 # Losses and scales

@@ -127,7 +127,7 @@ def joined(results: Any) -> Any:
     """Weights in halves as float32: their lower halves may differ by a rounding."""
 
     def join(x):
-        return pk.join(x.param, x.remainder) if is_split(x) else x
+        return x.value if is_split(x) else x
 
     def is_split(x):
         return isinstance(x, pk.Weight) and x.kind == "split"

@@ -34,17 +34,15 @@ def ours(rule):
     return jamp.DynamicLossScale(**dataclasses.asdict(rule))
 
 
-def scanned(rule, flags):
+@functools.partial(jax.jit, static_argnums=0)
+def run(rule, flags):
     """The LossScaleState after each of the flags."""
 
     def step(state, finite):
         state = rule.update(state, finite)
         return state, state
 
-    return jax.lax.scan(step, rule.init(), jnp.asarray(flags))[1]
-
-
-run = functools.partial(jax.jit, static_argnums=0)(scanned)
+    return jax.lax.scan(step, rule.init(), flags)[1]
 
 
 def run_oracle(rule, flags):
@@ -106,17 +104,16 @@ FLAGS = st.one_of(
 @given(rule=st.sampled_from(RULES), flags=FLAGS)
 def test_update_matches_oracle_on_any_sequence(rule, flags):
     assert tuple(ours(rule).init()) == dataclasses.astuple(oracle.init(rule))
-    assert_same(rule, run(ours(rule), flags), run_oracle(rule, flags))
+    assert_same(rule, run(ours(rule), np.array(flags)), run_oracle(rule, flags))
 
 
 @settings(max_examples=20)
 @given(
     rule=st.builds(
         oracle.Rule,
-        init_scale=st.sampled_from([1.0, 2.0**8, 2.0**16]),
         factor=st.sampled_from([2.0, 4.0, 8.0]),
         window=st.integers(1, 6),
-        min_scale=st.sampled_from([None, 2.0**-10, 0.5, 1.0]),
+        min_scale=st.sampled_from([None, 2.0**-10, 1.0]),
         max_scale=st.sampled_from([2.0**16, 2.0**20, 2.0**60]),
         hysteresis=st.integers(1, 4),
     ),
@@ -174,13 +171,10 @@ def test_states_have_strong_fixed_dtypes_and_no_array_twice():
     dynamic, static = jamp.DynamicLossScale(), jamp.StaticLossScale(2.0, check=True)
     for rule in (dynamic, static, jamp.StaticLossScale(2.0)):
         for state in (rule.init(), advance(rule, [True]), advance(rule, [False])):
-            assert isinstance(state, jamp.LossScaleState)
-            dtypes = [x.dtype for x in state]
-            assert dtypes == [jnp.float32, jnp.int32, jnp.int32, jnp.int32]
-            assert [x.shape for x in state] == [()] * 4
-            assert not any(x.weak_type for x in state)
-    names = ("scale", "unskipped", "hysteresis", "consecutive_skips")
-    assert jamp.LossScaleState._fields == names
+            types = jax.tree.map(jax.typeof, dynamic.init())
+            assert jax.tree.map(jax.typeof, state) == types
+    scalar = ["float32[]", "int32[]", "int32[]", "int32[]"]
+    assert [str(x) for x in types] == scalar  # weak types have a ~
     leaves = jax.tree.leaves([dynamic.init(), static.init()])
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves) == 8
 
@@ -191,7 +185,7 @@ def test_states_have_strong_fixed_dtypes_and_no_array_twice():
 @pytest.mark.parametrize("check", [False, True])
 def test_static_scale_never_moves_but_counts(check):
     rule = jamp.StaticLossScale(128.0, check=check)
-    states = scanned(rule, [True, True, False, False, True])
+    states = run(rule, np.array([True, True, False, False, True]))
     assert states.scale.tolist() == [128.0] * 5
     wanted = ([1, 2, 0, 0, 1], [0, 0, 1, 2, 0]) if check else ([1, 2, 3, 4, 5], [0] * 5)
     assert (states.unskipped.tolist(), states.consecutive_skips.tolist()) == wanted
@@ -199,15 +193,6 @@ def test_static_scale_never_moves_but_counts(check):
 
 
 # Scaling and unscaling
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize(
-    "rule", [jamp.DynamicLossScale(), jamp.StaticLossScale(2.0**16)]
-)
-def test_scaled_loss_is_fp32_even_beyond_the_range_of_half(rule, dtype):
-    scaled = rule.scale_loss(jnp.asarray(3.5, dtype), rule.init())
-    assert (scaled.dtype, scaled) == (jnp.float32, 3.5 * 2.0**16)
 
 
 def test_unscale_returns_fp32_and_leaves_the_rest_alone():
@@ -233,45 +218,37 @@ def test_unscale_returns_fp32_and_leaves_the_rest_alone():
     for got, x in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
         assert got.dtype == x.dtype
         assert got is x or np.array_equal(got, x, equal_nan=True)
-    three = jamp.StaticLossScale(3.0)
-    got = three.unscale(three.scale_loss(5.0, three.init()), three.init())
-    np.testing.assert_allclose(got, 5.0, rtol=1e-6)
+    for rule in (jamp.StaticLossScale(3.0), jamp.DynamicLossScale(3 * 2.0**15)):
+        for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+            scaled = rule.scale_loss(jnp.asarray(3.5, dtype), rule.init())
+            assert (scaled.dtype, scaled) == (jnp.float32, 3.5 * rule.init().scale)
+            np.testing.assert_allclose(
+                rule.unscale(scaled, rule.init()), 3.5, rtol=1e-6
+            )
 
 
 # Rules are values
 
-VALUES = [
-    lambda: jamp.DynamicLossScale(init_scale=2.0**8, window=7, min_scale=1.0),
-    lambda: jamp.StaticLossScale(128.0),
-    lambda: jamp.StaticLossScale(128.0, check=True),
-]
 
-
-@pytest.mark.parametrize("make", VALUES)
-def test_rules_are_frozen_and_compare_hash_and_pickle_by_value(make):
-    copy = pickle.loads(pickle.dumps(make()))
-    assert make() == make() == copy
-    assert hash(make()) == hash(make()) == hash(copy)
-    assert len({m() for m in VALUES}) == len(VALUES)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(copy, dataclasses.fields(copy)[0].name, 3)
-
-
-@pytest.mark.parametrize("scalar", [np.float32(8.0), jnp.float32(8.0), 8], ids=type)
-def test_rules_built_from_scalars_of_any_kind_are_equal_and_hashable(scalar):
+def test_rules_are_frozen_and_compare_hash_and_pickle_by_value():
     names = [field.name for field in dataclasses.fields(jamp.DynamicLossScale)]
-    for rule, fields in (
-        (jamp.DynamicLossScale, names),
-        (jamp.StaticLossScale, ["scale"]),
-    ):
-        got = rule(**dict.fromkeys(fields, scalar))
-        assert got == rule(**dict.fromkeys(fields, 8.0))
-        assert {got: 1}[rule(**dict.fromkeys(fields, 8))]
-
-
-def test_defaults_are_apexs():
-    rule = dataclasses.astuple(jamp.DynamicLossScale())
-    assert rule == (2.0**16, 2.0, 2000, None, 2.0**24, 1)
+    every = [
+        lambda x: jamp.DynamicLossScale(**dict.fromkeys(names, x)),
+        lambda x: jamp.StaticLossScale(x),
+        lambda x: jamp.StaticLossScale(x, check=True),
+    ]
+    for make in every:
+        rule = make(8.0)
+        copies = [make(x) for x in (np.float32(8.0), jnp.float32(8.0), 8)]
+        for copy in (*copies, pickle.loads(pickle.dumps(rule))):
+            assert copy == rule
+            assert hash(copy) == hash(rule)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(rule, dataclasses.fields(rule)[0].name, 3)
+    assert len({make(8.0) for make in every}) == len(every)
+    # The defaults are apex's.
+    defaults = (2.0**16, 2.0, 2000, None, 2.0**24, 1)
+    assert dataclasses.astuple(jamp.DynamicLossScale()) == defaults
     assert jamp.StaticLossScale(2.0).check is False
 
 
@@ -301,11 +278,11 @@ def test_senseless_settings_are_refused(name, value, words):
 
 
 def test_floor_ceiling_and_start_must_fit():
-    for kwargs, words in (
-        ({"min_scale": 2.0**10, "max_scale": 2.0**9}, "`min_scale` .*exceed `max_sc"),
-        ({"min_scale": 16.0, "init_scale": 8.0}, "`init_scale` .*at least `min_scale`"),
+    for start, words in (
+        ((8.0, 2.0, 1, 16.0, 8.0), "`min_scale` must not exceed `max_scale`"),
+        ((8.0, 2.0, 1, 16.0, 16.0), "`init_scale` must be at least `min_scale`"),
     ):
         with pytest.raises(ValueError, match=words):
-            jamp.DynamicLossScale(**kwargs)
+            jamp.DynamicLossScale(*start)
     rule = jamp.DynamicLossScale(8.0, min_scale=8.0, max_scale=8.0)
     assert advance(rule, [False, True]).scale == 8.0

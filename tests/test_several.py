@@ -31,28 +31,26 @@ def begin(name, shared, level, **kwargs):
 
 
 def test_apexs_two_models_by_hand():
-    setup = several.CASES["2 models, 2 losses, 1 optimizer"].setup
-    first, second = (w for *_, w, _ in oracle.plain(setup, [[0], [0]]))
-    # w0 = (1, 2), w1 = (2, 3); each is the gradient of the other; rate 1/4.
-    np.testing.assert_array_equal(first[0], [[0.5, 1.25], [1.75, 2.5]])
-    # Traces 1/8 (2, 3) + (1.75, 2.5) and 1/8 (1, 2) + (0.5, 1.25).
-    np.testing.assert_array_equal(second[0], [[0.0, 0.53125], [1.59375, 2.125]])
-    # w0 = (2, 3), w1 = (3, 4), rate 1/2; then traces (2.375, 3) and (0.75, 1.375).
-    np.testing.assert_array_equal(first[1], [[0.5, 1.0], [2.0, 2.5]])
-    np.testing.assert_array_equal(second[1], [[-0.6875, -0.5], [1.625, 1.8125]])
-
-
-@pytest.mark.parametrize("loss", [0, 1])
-@pytest.mark.parametrize("iteration", [0, 1, 2])
-def test_the_oracle_is_a_shorter_run_where_one_optimizer_skips(iteration, loss):
     case = several.CASES["2 models, 2 losses, 1 optimizer"]
-    bad = [set() for _ in range(3)]
-    bad[iteration] = {loss}
-    *_, skipped = oracle.train(case.setup, several.scaling(case, False), bad)
-    *_, (_, _, weights, trace) = oracle.plain(case.setup, [[0], [0]])
-    np.testing.assert_array_equal(skipped.weights, weights)
-    np.testing.assert_array_equal(skipped.trace, trace)
-    assert (skipped.step, skipped.skipped_steps) == (2, [1])
+    # The second of three steps overflows.
+    overflows = [set(), {1}, set()]
+    steps = list(oracle.train(case.setup, several.scaling(case, False), overflows))
+    (first, second), *_, last = [step.weights for step in steps]
+    # w0 = (1, 2), w1 = (2, 3); each is the gradient of the other; rate 1/4.
+    np.testing.assert_array_equal(first, [[0.5, 1.25], [1.75, 2.5]])
+    # w0 = (2, 3), w1 = (3, 4), rate 1/2.
+    np.testing.assert_array_equal(second, [[0.5, 1.0], [2.0, 2.5]])
+    np.testing.assert_array_equal(steps[1].weights, steps[0].weights)
+    # Traces 1/8 (2, 3) + (1.75, 2.5) and 1/8 (1, 2) + (0.5, 1.25).
+    np.testing.assert_array_equal(last[0], [[0.0, 0.53125], [1.59375, 2.125]])
+    # Traces (2.375, 3) and (0.75, 1.375).
+    np.testing.assert_array_equal(last[1], [[-0.6875, -0.5], [1.625, 1.8125]])
+    assert [step.step for step in steps] == [1, 1, 2]
+    assert [step.skipped_steps for step in steps] == [[0], [1], [1]]
+    assert [step.last_step_skipped for step in steps] == [[False], [True], [False]]
+    scales = [[(s.scale, s.unskipped) for s in step.scales] for step in steps]
+    assert scales[:2] == [[(4, 1), (16, 1)], [(4, 2), (8, 0)]]
+    assert scales[2] == [(8, 0), (8, 1)]
 
 
 # Everything that a state holds, after every step
@@ -80,12 +78,11 @@ def test_a_static_scale_trains_as_the_plain_run(level, static):
     step = several.make_step(case, several.scaling(case, False).loss_ids)
     step = several.batched(step, state, clean)
     for result in several.expected(name, False)[0]:
-        state, *_, finite = step(state, clean)
+        state = step(state, clean)
         weights = np.stack([result.weights] * several.BATCH)
         for tree in (state.params, jamp.master_params(state)):
             several.assert_models(several.by_model(tree), weights, "params")
         assert (state.step == result.step).all()
-        assert np.all(finite)
     assert not np.any(state.skipped_steps)
     assert np.unique(state.loss_scale) == (static or 1.0)
 
@@ -105,7 +102,7 @@ def test_a_compiled_step_is_the_same_and_traced_once():
         state = begin(name, False, "O2")
         spoil = several.spoil(case.setup, every[n])
         for i, result in enumerate(several.expected(name, False)[n]):
-            state, *_ = step(state, spoil[i])
+            state = step(state, spoil[i])
             batch = jax.tree.map(lambda x: x[None], jax.device_get(state))
             several.assert_state(batch, [result], case)
     assert len(traces) == 1

@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 from jamp._autocast.lists import AutocastLists
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
-type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 type KeepFp32 = (
     str
     | re.Pattern[str]
     | Callable[[str, Any], bool]
     | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
 )
+
+type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 
 BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",
@@ -78,7 +79,7 @@ class Properties:
     @classmethod
     def from_opt_level(
         cls,
-        opt_level: str = "O1",
+        opt_level: OptLevel = "O1",
         *,
         enabled: bool = True,
         cast_model_type: DTypeLike | Literal[False] | None = None,
@@ -116,17 +117,8 @@ class Properties:
         >>> Properties.from_opt_level("O5").cast_model_type
         dtype(bfloat16)
         """
-        overrides = {
-            "cast_model_type": cast_model_type,
-            "patch_functions": patch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-            "keep_fp32": keep_fp32,
-            "lists": lists,
-            "promote": promote,
-        }
+        given = locals()
+        overrides = {k: given[k] for k in _PARSERS if given[k] is not None}
         if not enabled:
             return DISABLED
         if not isinstance(opt_level, str) or opt_level not in LEVELS:
@@ -135,7 +127,6 @@ class Properties:
                 "'O2', 'O3', 'O4', 'O5'. Note that in `O0`, `O1`, etc., the prefix O "
                 "is the letter O, not the number zero."
             )
-        overrides = {k: v for k, v in overrides.items() if v is not None}
         values, complaints = {}, []
         for name, value in overrides.items():
             try:
@@ -337,3 +328,4 @@ _PARSERS = {
     "lists": _parse_lists,
     "promote": _parse_promote,
 }
+OVERRIDES = tuple(_PARSERS)

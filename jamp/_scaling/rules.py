@@ -4,7 +4,7 @@ After apex/amp/scaler.py, with the hysteresis of apex's update_scale_hysteresis 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,9 @@ class DynamicLossScale:
     [8.0, 16.0, 8.0]
     """
 
+    checks: ClassVar[bool] = True  # gradients are looked at, and steps skipped
+    moves: ClassVar[bool] = True  # the scale can change
+
     init_scale: float = 2.0**16
     factor: float = 2.0
     window: int = 2000
@@ -100,16 +103,6 @@ class DynamicLossScale:
                 f"`init_scale` must be at least `min_scale`, got {self.init_scale} and "
                 f"{self.min_scale}."
             )
-
-    @property
-    def checks(self) -> bool:
-        """Whether gradients are checked, and steps skipped."""
-        return True
-
-    @property
-    def moves(self) -> bool:
-        """Whether the scale can change."""
-        return True
 
     @property
     def floor(self) -> float:
@@ -180,6 +173,8 @@ class StaticLossScale:
     256.0
     """
 
+    moves: ClassVar[bool] = False  # the scale cannot change
+
     scale: float
     check: bool = False
 
@@ -193,11 +188,6 @@ class StaticLossScale:
     def checks(self) -> bool:
         """Whether gradients are checked, and steps skipped."""
         return self.check
-
-    @property
-    def moves(self) -> bool:
-        """Whether the scale can change."""
-        return False
 
     @property
     def floor(self) -> float:

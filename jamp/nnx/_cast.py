@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
-from jamp._policy.active import active_policy, cast_inputs, cast_outputs
+from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.forward import forward_policy
 from jamp._policy.levels import Properties
 from jamp.nnx._arguments import map_arrays
@@ -114,7 +114,7 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     args, kwargs = map_arrays(lambda x: cast_inputs(x, properties), (args, kwargs))
-    if properties.patch_functions and active_policy() != properties:
+    if properties.patch_functions and policy.value != properties:
         forward = autocast(
             forward,
             properties.patch_functions_type,

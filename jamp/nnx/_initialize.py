@@ -120,7 +120,7 @@ def initialize(
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
     params = arrays_of(models, wrt)
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
-    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)
+    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)  # pyright: ignore[reportArgumentType]
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
     assign(models, wrt, state.params)
     rest = arrays_of(models, frozen)

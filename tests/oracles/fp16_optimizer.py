@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.fused_adam import fused_adam
+from tests.oracles.fused import fused_adam
 from tests.oracles.loss_scale import Rule, State, fp32, init, update
 from tests.oracles.steps import Leaves, float64, norm
 
