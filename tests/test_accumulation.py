@@ -18,12 +18,9 @@ SGD = optax.sgd(LR, MOMENTUM)
 START = {"w": [2.0, -1.0], "b": [1.0, 0.5]}
 
 
-def make(level, tx=SGD, groups="", **kwargs):
-    """A state; of `groups`, which have the same params and optimizer, or of one."""
+def make(level, tx=SGD, **kwargs):
     weights = {k: jnp.asarray(x, jnp.float32) for k, x in START.items()}
     kwargs = KEEP.get(level, {}) | {"loss_scale": jamp.DynamicLossScale(16.0)} | kwargs
-    if groups:
-        weights, tx = ({key: x for key in groups} for x in (weights, tx))
     return states.make(level, weights, tx, **kwargs)
 
 
@@ -51,15 +48,13 @@ def momentum(*grads):
     return moved
 
 
-def assert_moved(state, by, key=None):
-    """Masters and params are where they began, less `by`; of one group of several."""
-    trees = jamp.master_params(state), state.params
-    masters, params = (tree if key is None else tree[key] for tree in trees)
+def assert_moved(state, by):
+    """Masters and params are where they began, less `by`."""
+    masters = jamp.master_params(state)
     for name, start in START.items():
-        wanted = np.float64(start) - by
+        wanted, param = np.float64(start) - by, np.asarray(state.params[name])
         np.testing.assert_array_equal(np.float64(masters[name]), wanted)
-        rounded = wanted.astype(params[name].dtype)
-        np.testing.assert_array_equal(np.asarray(params[name]), rounded)
+        np.testing.assert_array_equal(param, wanted.astype(param.dtype))
 
 
 # Sums of ScaledGrads
@@ -122,43 +117,6 @@ def test_micro_batches_step_once_by_their_mean_or_not_at_all(level):
     assert (after.step, after.skipped_steps) == (1, 0)
     if level != "O4":  # 4000 is no bfloat16
         assert_moved(after, momentum(2000.0))
-
-
-def test_losses_of_several_groups_accumulate_side_by_side():
-    # The first loss covers "d", the second both; in half a mean of 2049 is none.
-    state = with_scales(make("O2", groups="dg", num_losses=2), 16, 2)
-
-    def loss(p, keys, x):
-        return sum(loss_fn(p[key], x) for key in keys)
-
-    @jax.jit
-    def step(state, xs):
-        options = ({"wrt": "d"}, {"loss_id": 1})
-        totals = [jamp.zero_grads(state, **kwargs) for kwargs in options]
-        for x in xs:
-            for i, keys in enumerate(("d", "dg")):
-                grads = jamp.scaled_grad(loss, **options[i])(state, keys, x[i])
-                totals[i] = totals[i] + grads
-        return state.apply_gradients(grads=[total / 2 for total in totals])
-
-    xs = np.stack([gradients(2.0, 2.0**-10), gradients(0.5, 1.0)], 1)
-    after = step(state, xs)
-    assert_moved(after, momentum(1 + 2.0**-11 + 0.75), "d")
-    assert_moved(after, momentum(0.75), "g")
-    assert [int(s.unskipped) for s in after.loss_scales] == [1, 1]
-    for i, held, scales in ((0, "d", (8, 2)), (1, "dg", (16, 1))):
-        bad = xs.copy()
-        bad[1, i, 0, 0] = np.inf
-        skipped = step(after, bad)
-        assert skipped.loss_scale == scales
-        for key in "dg":
-            assert int(skipped.skipped_steps[key]) == (key in held)
-            if key not in held:
-                assert_moved(skipped, momentum(0.75, 0.75), key)
-                continue
-            for name in ("params", "opt_state"):
-                old, new = (getattr(s, name)[key] for s in (after, skipped))
-                assert_same_bits(new, old)
 
 
 @pytest.mark.parametrize("scales", [(16.0, 2.0), (2.0, 16.0)])

@@ -160,17 +160,14 @@ def test_a_compiled_step_goes_on_and_a_donated_one_leaves_the_users_arrays():
     assert_same_bits(copy(given), before)
 
 
-def labelled():
-    def label(params):
-        return jax.tree.map_with_path(lambda path, _: path[0].key, params)
-
-    txs = {name: optax.sgd(LR, 0.5) for name in ("body", "norm", "head", "n")}
-    return optax.partition(txs, label)
+def label(params):
+    return jax.tree.map_with_path(lambda path, _: path[0].key, params)
 
 
+BY_LABEL = {name: optax.sgd(LR, 0.5) for name in ("body", "norm", "head", "n")}
 OTHERS = {
     "MultiSteps": optax.MultiSteps(optax.sgd(LR, 0.5), 3).gradient_transformation(),
-    "partition": labelled(),
+    "partition": optax.partition(BY_LABEL, label),
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(1e-3),
     "chain": optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -245,11 +242,7 @@ def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "pack, level, tx, options",
-    [
-        (dict, "O5", FUSED, REMAINDER),
-        (list, "O2", ADAM, {}),
-        (tuple, "O0", ADAM, {}),
-    ],
+    [(dict, "O5", FUSED, REMAINDER), (list, "O2", ADAM, {}), (tuple, "O0", ADAM, {})],
 )
 def test_new_groups_begin_as_in_a_state_of_their_own(pack, level, tx, options):
     keys = "abcd" if pack is dict else range(4)

@@ -181,21 +181,19 @@ def test_an_exception_leaves_no_patch_behind(state, where):
         @nn.compact
         def __call__(self, x):
             nn.Dense(2, dtype=jnp.float32, name="Dense_0")(x)
-            raise ZeroDivisionError(where)
+            raise ZeroDivisionError
 
-    def fail():
-        if where == "module":
-            forward(state, X, apply=Broken().apply)
-        if where == "init":
-            Broken().init(jax.random.key(0), X)
-        raise ZeroDivisionError(where)
-
-    with pytest.raises(ZeroDivisionError, match=where):
+    fail = {
+        "module": lambda: forward(state, X, apply=Broken().apply),
+        "loss": lambda: 1 / 0,
+        "init": lambda: Broken().init(jax.random.key(0), X),
+    }[where]
+    with pytest.raises(ZeroDivisionError):
         under_policy(state, fail)
     assert width_of(state) == 4
 
     def recover():
-        with pytest.raises(ZeroDivisionError, match=where):
+        with pytest.raises(ZeroDivisionError):
             fail()
         return forward(state, X, apply=WITNESS.apply)
 

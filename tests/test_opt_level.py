@@ -190,25 +190,8 @@ def test_properties_are_immutable_values():
     for p in (make(), make(), pickle.loads(pickle.dumps(make())), make(2.0)):
         f(1.0, p)
     assert traces == [make(), make(2.0)]
+    off = jamp.Properties(enabled=False, opt_level=None)
+    assert properties("O2", enabled=False, loss_scale=4.0) == off
     for name in ("loss_scale", "new_name"):
         with pytest.raises(AttributeError):
             setattr(make(), name, None)
-
-
-@pytest.mark.parametrize(
-    "level, overrides, half, outputs",
-    [
-        ("O0", {}, None, F32),
-        ("O1", {}, None, None),
-        ("O2", {}, F16, F32),
-        ("O5", {}, BF16, F32),
-        ("O2", {"cast_model_outputs": BF16}, F16, BF16),
-        ("O2", {"cast_model_type": False}, None, None),
-        ("O2", {"cast_model_type": False, "cast_model_outputs": F16}, None, F16),
-        ("O2", {"enabled": False, "cast_model_outputs": F16}, None, None),
-    ],
-)
-def test_dtypes_of_a_model_and_its_outputs(level, overrides, half, outputs):
-    p = properties(level, **overrides)
-    assert (p.half_dtype, p.output_dtype) == (half, outputs)
-    assert p.enabled is overrides.get("enabled", True)

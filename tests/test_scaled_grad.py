@@ -70,34 +70,28 @@ def test_loss_and_gradients_of_every_level(level):
     assert_same_bits(jamp.unscale(by_hand, state), tree)
 
 
-def test_aux_comes_where_jax_puts_it_as_it_is():
+def test_aux_and_static_arguments_are_those_of_jax():
     opaque = object()
 
-    def with_aux(p, x):
-        half = {"x": x, "half": jnp.float16(1.5), "int": jnp.int32(7)}
-        return loss_fn(p, x), (half, "text", None, 3, opaque, print)
+    def with_aux(p, x, mode, *, times=1):
+        arrays = {"x": x, "half": jnp.float16(1.5), "int": jnp.int32(7)}
+        if mode == "arrays":
+            return times * loss_fn(p, x), arrays
+        return loss_fn(p, x), (arrays, "text", None, 3, opaque, print)
 
-    state = make()
-    (loss, aux), grads = jamp.scaled_value_and_grad(with_aux, has_aux=True)(state, X)
-    grads2, aux2 = jamp.scaled_grad(with_aux, has_aux=True)(state, X)
+    state, f = make(), jamp.scaled_value_and_grad(with_aux, has_aux=True)
+    (loss, aux), grads = f(state, X, "all")
+    grads2, aux2 = jamp.scaled_grad(with_aux, has_aux=True)(state, X, "all")
     assert loss == LOSS
     assert_same_bits(grads2, grads)
     for arrays, *others in (aux, aux2):
         np.testing.assert_array_equal(arrays["x"], X)
         assert (arrays["half"].dtype, arrays["int"].dtype) == (jnp.float16, jnp.int32)
         assert others == ["text", None, 3, opaque, print]
-
-
-def test_static_arguments_and_python_branches():
-    def branching(p, x, mode, *, times=1):
-        return loss_fn(p, x) * times * {"plus": 1, "minus": -1}[mode]
-
-    state, f = make(loss_scale=1.0), jamp.scaled_value_and_grad(branching)
-    assert f(state, X, "plus")[0] == LOSS
     jitted = jax.jit(f, static_argnums=2, static_argnames="times")
-    loss, grads = jitted(state, X, "minus", times=2)
-    assert loss == -2 * LOSS
-    assert_grads(grads.tree, -2.0)
+    (loss, aux), grads = jitted(state, X, "arrays", times=2)
+    assert loss == 2 * LOSS
+    assert_same_bits(aux, arrays)
 
 
 @pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
@@ -127,11 +121,9 @@ def test_the_loss_is_the_fp32_loss_bit_for_bit():
     np.testing.assert_array_equal(f(state, values)[0], values)
 
 
-@pytest.mark.parametrize("level", RUNNING)
-def test_a_scaled_loss_beyond_fp16_is_no_nan_on_step_1(level):
+def test_a_scaled_loss_beyond_fp16_is_no_nan_on_step_1():
     # 3 * 2^16 is inf in fp16; so is 1 * 2^16.
-    state = make(level, loss_scale="dynamic")
-    f = jax.jit(jamp.scaled_value_and_grad(loss_fn))
+    state, f = make(), jax.jit(jamp.scaled_value_and_grad(loss_fn))
     loss, grads = f(state, X * np.float32(2.0**-10))
     assert (loss, grads.scale, grads.finite) == (LOSS * 2.0**-10, 2.0**16, True)
     assert_grads(grads.tree, 2.0**6)
@@ -403,17 +395,6 @@ def test_wrt_gives_a_tree_or_a_tuple_in_its_order_or_the_container(pack, wrt, sl
     xs = jnp.asarray([1.0, 2.0], jnp.float32)
     total, _ = lax.scan(lambda sum, x: (sum + f(state, x), None), zeros, xs)
     assert_same_bits(total.tree, jax.tree.map(lambda x: 3 * wide(x), expected))
-
-
-def test_wrt_leaves_no_gradient_through_the_other_groups():
-    # Only what is differentiated can overflow.
-    state = groups(named, loss_scale="dynamic")
-
-    def loss_fn(p):
-        return wide(p["a"]["w"]).sum() * 1e30 + wide(p["b"]["w"]).sum() * 2.0**-10
-
-    for wrt, finite in (("b", True), ("a", False), (None, False)):
-        assert jamp.scaled_grad(loss_fn, wrt=wrt)(state).finite == finite
 
 
 def test_a_wrt_that_names_no_groups_is_refused():

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
 
-from jamp._checkpoint.names import check_same, filled, named
 from jamp._core import groups
 from jamp._core.devices import placed_like
 from jamp._core.dtypes import cast, is_castable
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._state.amp_state import AmpState, extra_fields, master_params
+from jamp._state.serialization import array_fields
 from jamp._state.step import first_weights, with_weights
 from jamp.optimizers._masters import MasterWeightsState
 
@@ -70,7 +71,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
         "opt_state": named(_inner_states(state)),
         **{f"loss_scaler{i}": _scaler(*pair) for i, pair in enumerate(scalers)},
         **{name: named(getattr(state, name)) for name in _COUNTERS},
-        "fields": {name: named(getattr(state, name)) for name in _array_fields(state)},
+        "fields": {name: named(getattr(state, name)) for name in _extra(state)},
     }
 
 
@@ -125,7 +126,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
         **{name: filled(getattr(state, name), found[name]) for name in names},
         **{
             name: filled(getattr(state, name), found["fields"][name])
-            for name in _array_fields(state)
+            for name in _extra(state)
         },
     )
     restored = jax.tree.map(placed_like, restored, state)
@@ -144,14 +145,9 @@ def _inner_states(state: AmpState) -> Any:
     return groups.pack(states, state.params)
 
 
-def _array_fields(state: AmpState) -> list[str]:
+def _extra(state: AmpState) -> list[str]:
     """The extra fields that hold arrays; the others are the program's."""
-    declared = state.__dataclass_fields__
-    return [
-        name
-        for name in extra_fields(state)
-        if declared[name].metadata.get("pytree_node", True)
-    ]
+    return [name for name in extra_fields(state) if name in array_fields(state)]
 
 
 def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
@@ -205,7 +201,7 @@ def _from_flax(
     known: dict[str, Any] = {"fields": {}}
     if not isinstance(state.step, jax.ShapeDtypeStruct):  # something to fall back on
         known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
-        known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
+        known["fields"] = {k: named(getattr(state, k)) for k in _extra(state)}
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
     fresh |= {
         f"loss_scaler{i}": _scaler(rule, rule.init())

@@ -1,4 +1,4 @@
-"""Short texts of arrays and trees, for what `print` shows."""
+"""What `print` shows of a state: a few lines, and not its arrays."""
 
 from collections import Counter
 from typing import Any
@@ -7,30 +7,36 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jamp._core.tree import is_traced
-
 
 def shown(tree: PyTree) -> str:
-    """Scalars as values; as dtype and shape where there is none to read."""
-    return str(jax.tree.map(_Raw, tree)).replace("'", "")
+    """The numbers of arrays; dtype and shape of one that has no value, as a tracer."""
+
+    def leaf(x):
+        try:
+            return np.asarray(x, x.dtype).tolist()
+        except (TypeError, RuntimeError):  # a RuntimeError: donated, or on other hosts
+            return f"{x.dtype}{list(x.shape)}"
+
+    return str(jax.tree.map(leaf, tree)).replace("'", "")
 
 
 def counted(tree: PyTree) -> str:
     """How many numbers a tree holds, by dtype: `"1,024 float16, 64 float32"`."""
     counts: Counter[str] = Counter()
     for x in jax.tree.leaves(tree):
-        counts[str(getattr(x, "dtype", type(x).__name__))] += int(np.size(x))
+        counts[str(x.dtype)] += x.size
     return ", ".join(f"{n:,} {dtype}" for dtype, n in counts.most_common()) or "none"
 
 
-class _Raw:
-    """A leaf that prints as its value."""
-
-    def __init__(self, x: Any):
-        self.x = x
-
-    def __repr__(self) -> str:
-        x = self.x
-        if is_traced(x) or not getattr(x, "is_fully_addressable", False):
-            return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else str(x)
-        return str(x.item() if x.size == 1 else np.asarray(x))
+def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
+    """The lines for a state, or for what holds the same things."""
+    level = state.properties.opt_level or "no level: enabled=False"
+    return "\n  ".join(
+        (
+            f"{title} at {level}",
+            f"params: {counted(params)}",
+            f"optimizer state: {counted(opt_state)}",
+            f"step: {shown(state.step)}, skipped: {shown(state.skipped_steps)}",
+            f"loss scale: {shown(state.loss_scale)}",
+        )
+    )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.groups import Key
-from jamp._core.show import counted, shown
+from jamp._core.show import summary
 from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
@@ -60,17 +60,9 @@ class AmpState(TrainState, kw_only=True):
 
     def __repr__(self) -> str:
         """Level, params by dtype, step, scale and skips; not the arrays."""
-        level, scales = self.properties.opt_level, self.loss_scales
-        lines = [
-            f"{type(self).__name__} at {level or 'no level: enabled=False'}",
-            f"params: {counted(self.params)}",
-            f"optimizer state: {counted(self.opt_state)}",
-            f"step: {shown(self.step)}, skipped: {shown(self.skipped_steps)}",
-            f"loss scale: {', '.join(shown(state.scale) for state in scales)}",
-        ]
+        text = summary(type(self).__name__, self, self.params, self.opt_state)
         extra = extra_fields(self)
-        lines += [f"extra fields: {', '.join(extra)}"] if extra else []
-        return "\n  ".join(lines)
+        return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @classmethod
     def create(cls, **kwargs):

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jamp._checkpoint.names import check_same, filled, named
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast
 from jamp._core.groups import Key
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import is_traced, strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
 from jamp._scaling.loss import grad_of_scaled

@@ -11,6 +11,7 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
+from jamp._scaling.rules import LossScaleRule
 from jamp._state.initialize import initialize as initialize_pure
 from jamp.nnx._cast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
@@ -31,7 +32,7 @@ class Options(TypedDict, total=False):
     patch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | None
-    loss_scale: Any
+    loss_scale: float | str | LossScaleRule | None
     cast_model_outputs: DTypeLike | None
     num_losses: int
     verbosity: int
