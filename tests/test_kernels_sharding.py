@@ -47,7 +47,7 @@ def arguments(layout: str, mesh: Mesh) -> tuple[Any, ...]:
             for (shape, _), sharding in zip(LAYOUTS[layout], shardings, strict=True)
         ]
 
-    weights = list(map(pk.Weight, column(jnp.float32), column(jnp.bfloat16)))
+    weights = list(map(pk.Weight, column(jnp.bfloat16), column(jnp.float32)))
     mu, nu = column(jnp.float32), column(jnp.float32)
     scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     return weights, mu, nu, column(jnp.bfloat16), scale

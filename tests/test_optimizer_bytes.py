@@ -103,7 +103,7 @@ MANY = specs.many_leaves()
 LAUNCHES = {
     "optax's Adam, compiled": (optax_chain, 763),
     "`fused_adam`, XLA": (functools.partial(jamp_fused, backend="xla"), 215),
-    "`fused_adam`, Mosaic": (functools.partial(jamp_fused, backend="mosaic"), 29),
+    "`fused_adam`, Mosaic": (functools.partial(jamp_fused, backend="mosaic"), 28),
 }
 
 
