@@ -65,6 +65,15 @@ def test_defaults_of_each_level(level):
     assert properties(level, **nothing) == properties(level)
 
 
+def test_a_line_describes_each_of_apexs_properties_and_what_else_is_set():
+    lines = properties("O5", keep_fp32="head", cast_model_type=False).describe()
+    apexs = "enabled True, opt_level O5, cast_model_type False, patch_functions False"
+    apexs += ", keep_batchnorm_fp32 True, master_weights True, loss_scale 1.0"
+    expected = [pair.split() for pair in apexs.split(", ")]
+    expected += [["keep_fp32", "('head',)"]]
+    assert lines == [f"{name:<22} : {value}" for name, value in expected]
+
+
 # The table at the end of apex_semantics 1.3, with O4 as O1 and O5 as O2; then ours.
 ACCEPTED = [
     ("cast_model_type", jnp.float16, F16, CASTING),
