@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jamp import (
-    fp16_utils as fp16_utils,
     linen as linen,
     multi_tensor as multi_tensor,
     optimizers as optimizers,
@@ -49,7 +48,6 @@ from jamp._state.amp_state import AmpState as AmpState, master_params as master_
 from jamp._state.check import check as check
 from jamp._state.closure import closure as closure
 from jamp._state.initialize import initialize as initialize
-from jamp.diagnostics import explain as explain
 from jamp.optimizers._masters import (
     MasterWeightsState as MasterWeightsState,
     master_weights as master_weights,
@@ -58,11 +56,20 @@ from jamp.optimizers._masters import (
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from jamp import nnx as nnx
+    from jamp import fp16_utils as fp16_utils, nnx as nnx
+    from jamp.diagnostics import explain as explain
+
+_LATE = ("diagnostics", "fp16_utils", "nnx")
 
 
 def __getattr__(name: str) -> Any:
-    """Loads `jamp.nnx` when it is first used: most programs never do."""
-    if name == "nnx":
-        return importlib.import_module("jamp.nnx")
+    """Loads a room when it is first used: most programs never do."""
+    if name == "explain":
+        return importlib.import_module("jamp.diagnostics").explain
+    if name in _LATE:
+        return importlib.import_module(f"jamp.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "explain", *_LATE})

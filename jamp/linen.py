@@ -16,6 +16,7 @@ def batchnorm_paths(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[str,
     Returns:
         The paths, sorted: `("BatchNorm_0", "block/norm")`. Nothing is computed.
 
+    >>> import flax.linen as nn, jax.numpy as jnp
     >>> class Net(nn.Module):
     ...     @nn.compact
     ...     def __call__(self, x):

@@ -60,29 +60,28 @@ def resolve(backend: str, arrays: Iterable[Array] = ()) -> Backend:
     check_backend(backend)
     if backend in ("xla", "interpret"):
         return backend
+    if backend == "auto" and not MEASURED_FASTER:
+        return "xla"
     kind, supported = _target(arrays)
-    if backend == "mosaic":
-        if not supported:
-            raise BackendError(
-                f"backend='mosaic' needs an NVIDIA GPU of compute capability 9.0 or "
-                f"newer, the device is {kind!r}. Choose backend='auto', which never "
-                "fails, or 'interpret' to debug on the CPU."
-            )
-        return "mosaic"
-    return "mosaic" if supported and kind in MEASURED_FASTER else "xla"
+    if backend == "mosaic" and not supported:
+        raise BackendError(
+            f"backend='mosaic' needs an NVIDIA GPU of compute capability 9.0 or newer, "
+            f"the device is {kind!r}. Choose backend='auto', which never fails, or "
+            "'interpret' to debug on the CPU."
+        )
+    fast = supported and (backend == "mosaic" or kind in MEASURED_FASTER)
+    return "mosaic" if fast else "xla"
 
 
 def _target(arrays: Iterable[Array]) -> tuple[str, bool]:
     """The kind of the device that the program is for, and whether Mosaic knows it."""
     device = jax.local_devices()[0]
-    for x in arrays:
-        mesh = jax.typeof(x).sharding.mesh
-        abstract = getattr(mesh, "abstract_device", None)
-        if abstract is not None and abstract.device_kind != device.device_kind:
-            return abstract.device_kind, _is_supported_kind(abstract.device_kind)
-        if abstract is not None:
-            break
-    return device.device_kind, _is_supported_device(device)
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    told = (getattr(mesh, "abstract_device", None) for mesh in meshes)
+    abstract = next(filter(None, told), device)
+    if abstract.device_kind == device.device_kind:
+        return device.device_kind, _is_supported_device(device)
+    return abstract.device_kind, _is_supported_kind(abstract.device_kind)
 
 
 def _is_supported_device(device: Any) -> bool:

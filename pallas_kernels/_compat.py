@@ -1,4 +1,4 @@
-"""The only file that asks which JAX this is."""
+"""What JAX may call otherwise in its next version."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import jax
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The mesh axes along which `x` differs, inside `shard_map` with `check_vma`."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "mat"):  # JAX 0.11 and newer
-        return frozenset(aval.mat.varying)
-    return frozenset(getattr(aval, "vma", ()))
+    """The mesh axes along which an array, or what has the type of one, differs.
+
+    There are some inside of `shard_map` with `check_vma`.
+    """
+    aval = x if hasattr(x, "strip_weak_type") else jax.typeof(x)
+    manual = getattr(aval, "mat", None)  # a reference or a token has none
+    return frozenset() if manual is None else frozenset(manual.varying)

@@ -13,7 +13,7 @@ before its stores.
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels._dtypes import fits_kernel, widen
-from pallas_kernels._xla import JOIN
+from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, Part, kinds, size_of
 
 WARPGROUP = 128
 # Elements of a column that one grid step works on. Adam takes 72 registers of a thread
@@ -38,34 +37,73 @@ _PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 INT32_LIMIT = 2**31
-
-type Leaf = Mapping[str, Array]
+_DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.uint16)
 
 
 class Work(NamedTuple):
     """What a kernel does, but for the arrays.
 
     Attributes:
-        formula: `(scalars, blocks) -> blocks`, in float32.
-        derive: `blocks -> blocks`: columns that depend on those that were written.
-        reductions: which results to reduce over a leaf, and how: "sum" or "max".
-        fresh: dtypes of the results that are new arrays; zero where skipped.
-        written: the columns that results replace.
-        unread: those of them that are not loaded.
-        has_skip: whether scalar 0 says, by not being zero, to store nothing.
+        job: the formula, and what becomes of its results.
+        names: of the scalars. The first may be "skip": if not zero, to store nothing.
+        tag: what is static about the leaves.
+        interpret: whether to emulate the GPU on the CPU, and look for races.
     """
 
-    formula: Callable[[Any, dict[str, Array]], dict[str, Array]]
-    derive: Callable[[dict[str, Array]], dict[str, Array]]
-    reductions: Mapping[str, str]
-    fresh: Mapping[str, Any]
-    written: tuple[str, ...]
-    unread: tuple[str, ...]
-    has_skip: bool
+    job: Job
+    names: tuple[str, ...]
+    tag: Any
+    interpret: bool
 
-    def __hash__(self) -> int:
-        parts = (self.reductions.items(), self.fresh.items())
-        return hash((self.formula, self.derive, *map(tuple, parts), *self[4:]))
+    def results(self, scalars: Sequence[Any], blocks: Blocks) -> Blocks:
+        """What the formula gives, as it is stored."""
+        numbers = dict(zip(self.names, scalars, strict=True))
+        results = self.job.results(blocks, self.tag, numbers)
+        stored = self.job.stored
+        return results if stored is None else stored(self.tag, results)
+
+    def stored_dtypes(self, leaf: Leaf) -> dict[str, Any]:
+        """The dtypes of all results but reductions."""
+        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(self.names)
+        block = {
+            c: jax.ShapeDtypeStruct((WARPGROUP,), x.dtype) for c, x in leaf.items()
+        }
+        results = jax.eval_shape(self.results, scalars, block)
+        return {c: x.dtype for c, x in results.items() if c not in self.job.reductions}
+
+
+def fits(leaf: Leaf) -> bool:
+    """Whether a kernel can take a leaf: at least one element for each thread."""
+    n = size_of(leaf)
+    if n < WARPGROUP or (n >= INT32_LIMIT and n % LONE_BLOCK):
+        return False
+    return all(x.dtype in _DTYPES for x in leaf.values())
+
+
+def launch_all(
+    job: Job,
+    names: tuple[str, ...],
+    tags: Sequence[Any],
+    interpret: bool,
+    members: Sequence[int],
+    leaves: Sequence[Leaf],
+    packed: Float[Array, " s"],
+    table: Float[Array, "n p"] | None = None,
+) -> list[Part]:
+    """Runs the leaves `members`, which fit, in as few launches as can be.
+
+    For the arguments see `Work` and `run_in_xla`.
+    """
+    parts = []
+    for kind in kinds(members, leaves, tags):
+        work = Work(job, names, tags[kind[0]], interpret)
+        sizes = [size_of(leaves[k]) for k in kind]
+        for chunk in chunks(sizes, len(leaves[kind[0]])):
+            ks = [kind[c] for c in chunk]
+            rows = None if table is None else table[jnp.array(ks)]
+            blocks, values = launch(work, [dict(leaves[k]) for k in ks], packed, rows)
+            parts.append(Part(dict(zip(ks, blocks, strict=True)), values))
+    return parts
 
 
 def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
@@ -82,75 +120,55 @@ def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
     return launches + _batched(mixed, most)
 
 
-def fits(leaf: Leaf) -> bool:
-    """Whether a kernel can take a leaf: at least one element for each thread."""
-    n = next(iter(leaf.values())).size
-    if n < WARPGROUP or (n >= INT32_LIMIT and n % LONE_BLOCK):
-        return False
-    return all(fits_kernel(x) for x in leaf.values())
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def launch(
     work: Work,
-    interpret: bool,
     leaves: Sequence[Leaf],
     scalars: Float[Array, " s"],
     per_leaf: Float[Array, "n p"] | None,
-) -> tuple[list[dict[str, Array]], dict[str, Float[Array, " n"]]]:
+) -> tuple[list[Blocks], dict[str, Array]]:
     """Runs `work` over leaves of at least 128 elements, in one launch.
 
     Args:
         work: what to do.
-        interpret: whether to emulate the GPU on the CPU, and look for races.
         leaves: columns of 16 or 32 bits per element, of any shape.
-        scalars: handed to the formula by position.
+        scalars: those for all leaves.
         per_leaf: a row of further scalars per leaf.
 
     Returns:
-        Per leaf the columns that were written; per reduction its value at each leaf.
+        Per leaf the columns that were written; the reductions.
     """
-    names = list(leaves[0])
-    sizes = [leaf[names[0]].size for leaf in leaves]
-    lone = len(names) == 1 and not (work.written or work.fresh)
-    block = LONE_BLOCK if lone else BLOCK
+    job, stored = work.job, work.stored_dtypes(leaves[0])
+    written = [c for c in leaves[0] if c in stored or c in job.unread]
+    new = {c: dtype for c, dtype in stored.items() if c not in leaves[0]}
+    block = BLOCK if len(leaves[0]) > 1 or stored else LONE_BLOCK
+    sizes = [size_of(leaf) for leaf in leaves]
     starts = [0, *itertools.accumulate(max(n // block, 1) for n in sizes)]
-    read_only = [c for c in names if c not in work.written]
-    in_place = work.written
-    refs = [
-        {c: jax.new_ref(_flat(leaf[c], block)) for c in in_place} for leaf in leaves
-    ]
-    inputs = [{c: _flat(leaf[c], block) for c in read_only} for leaf in leaves]
-    fresh = [
-        {
-            c: jax.ShapeDtypeStruct(_flat_shape(n, block), d)
-            for c, d in work.fresh.items()
-        }
-        for n in sizes
-    ]
-    partials = {
-        name: jax.ShapeDtypeStruct((starts[-1],), jnp.float32)
-        for name in work.reductions
-    }
-    body = functools.partial(_body, work, sizes, starts, block)
+    inputs, refs, fresh = [], [], []
+    for leaf, n in zip(leaves, sizes, strict=True):
+        shape = _flat_shape(n, block)
+        flat = {c: x.reshape(shape) for c, x in leaf.items()}
+        refs.append({c: jax.new_ref(flat.pop(c)) for c in written})
+        inputs.append(flat)
+        fresh.append({c: jax.ShapeDtypeStruct(shape, d) for c, d in new.items()})
+    per_block = jax.ShapeDtypeStruct((starts[-1],), jnp.float32)
     kernel = plgpu.kernel(
-        body,
-        out_type=(fresh, partials),
+        functools.partial(_body, work, sizes, starts, block),
+        out_type=(fresh, dict.fromkeys(job.reductions, per_block)),
         grid=(starts[-1],),
         grid_names=("block",),
-        interpret=_INTERPRET if interpret else None,
+        interpret=_INTERPRET if work.interpret else None,
         compiler_params=_PARAMS,
     )
-    rows = () if per_leaf is None else (per_leaf,)
-    fresh, partials = kernel(scalars, rows, inputs, refs)
+    fresh, partials = kernel(scalars, per_leaf, inputs, refs)
     results = []
-    for leaf, ref, new in zip(leaves, refs, fresh, strict=True):
-        written = {c: jax.freeze(r) for c, r in ref.items()}
-        shape = leaf[names[0]].shape
-        results.append({c: x.reshape(shape) for c, x in (written | new).items()})
+    for leaf, ref, x in zip(leaves, refs, fresh, strict=True):
+        shape = next(iter(leaf.values())).shape
+        columns = {c: jax.freeze(r) for c, r in ref.items()} | x
+        results.append({c: x.reshape(shape) for c, x in columns.items()})
     return results, {
-        name: _per_leaf(partials[name], starts, how)
-        for name, how in work.reductions.items()
+        name: _join_blocks(partials[name], how, None if job.totals else starts)
+        for name, how in job.reductions.items()
     }
 
 
@@ -171,13 +189,14 @@ def _body(
     shared = [scalars[j] for j in range(scalars.shape[0])]
 
     def visit(k: int) -> None:
-        columns = inputs[k] | refs[k] | fresh[k]
-        row = [rows[0][k, j] for j in range(rows[0].shape[1])] if rows else []
+        row = [] if rows is None else [rows[k, j] for j in range(rows.shape[1])]
+        leaf = inputs[k], refs[k], fresh[k]
         run = functools.partial(
-            _run_block, work, [*shared, *row], columns, partials, step
+            _run_block, work, [*shared, *row], *leaf, partials, step
         )
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
-        vec = 8 if all(columns[c].dtype.itemsize == 2 for c in columns) else 4
+        narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
+        vec = 8 if narrow else 4
         whole = Window(_at(sizes[k], block, number), block, vec, 0)
         if sizes[k] % block == 0:
             run([whole])
@@ -229,45 +248,47 @@ def _last_windows(n: int, block: int, vec: int) -> list[Window]:
 def _run_block(
     work: Work,
     scalars: list[Any],
-    columns: dict[str, Any],
+    inputs: Blocks,
+    refs: Blocks,
+    fresh: Blocks,
     partials: dict[str, Any],
     step: Any,
     windows: list[Window],
 ) -> None:
     """Loads all windows, then computes, then stores."""
-    loaded = [c for c in columns if c not in work.unread and c not in work.fresh]
-    old = [{c: _load(columns[c], w) for c in loaded} for w in windows]
-    new = [work.formula(scalars, blocks) for blocks in old]
-    for name, how in work.reductions.items():
+    job, out = work.job, refs | fresh
+    read = {c: ref for c, ref in (inputs | refs).items() if c not in job.unread}
+    old = [{c: _load(ref, w) for c, ref in read.items()} for w in windows]
+    new = [work.results(scalars, blocks) for blocks in old]
+    for name, how in job.reductions.items():
         values = [
-            _reduce(block[name], w, how) for block, w in zip(new, windows, strict=True)
+            _reduce(blocks[name], w, how)
+            for blocks, w in zip(new, windows, strict=True)
         ]
         partials[name][step] = functools.reduce(JOIN[how], values)
 
     def store():
         for blocks, window in zip(new, windows, strict=True):
-            results = blocks | work.derive(blocks)
-            for c in (*work.written, *work.fresh):
-                columns[c][window.index] = results[c].astype(columns[c].dtype)
+            results = blocks | job.derived(refs, blocks)
+            for c, ref in out.items():
+                ref[window.index] = results[c].astype(ref.dtype)
 
     def store_zeros():
         for blocks, window in zip(new, windows, strict=True):
-            for c in work.fresh:
-                zeros = jnp.zeros_like(blocks[c])
-                columns[c][window.index] = zeros.astype(columns[c].dtype)
+            for c, ref in fresh.items():
+                ref[window.index] = jnp.zeros_like(blocks[c]).astype(ref.dtype)
 
-    if not work.has_skip:
+    if work.names[:1] != ("skip",):
         store()
         return
     pl.when(scalars[0] == 0)(store)
-    if work.fresh:
+    if fresh:
         pl.when(scalars[0] != 0)(store_zeros)
 
 
 def _load(ref: Any, window: Window) -> Array:
     layout = plgpu.Layout.WG_STRIDED((window.size,), vec_size=window.vec)
-    block = plgpu.load(ref.at[window.index], layout=layout)
-    return widen(block)
+    return plgpu.load(ref.at[window.index], layout=layout)
 
 
 def _reduce(x: Array, window: Window, how: str) -> Array:
@@ -279,8 +300,10 @@ def _reduce(x: Array, window: Window, how: str) -> Array:
     return jnp.sum(x) if how == "sum" else jnp.max(x)
 
 
-def _per_leaf(partials: Array, starts: Sequence[int], how: str) -> Array:
-    """One value per leaf from one per block."""
+def _join_blocks(partials: Array, how: str, starts: Sequence[int] | None) -> Array:
+    """One value per leaf from one per block; without `starts` one of all."""
+    if starts is None:
+        return partials.sum() if how == "sum" else partials.max()
     counts = [b - a for a, b in itertools.pairwise(starts)]
     if len(set(counts)) == 1:
         table = partials.reshape(len(counts), counts[0])
@@ -290,10 +313,6 @@ def _per_leaf(partials: Array, starts: Sequence[int], how: str) -> Array:
         table = partials.at[first + place].get(mode="fill", fill_value=0)
         table = jnp.where(place < count, table, 0)
     return table.sum(1) if how == "sum" else table.max(1)
-
-
-def _flat(x: Array, block: int) -> Array:
-    return x.reshape(_flat_shape(x.size, block))
 
 
 def _flat_shape(n: int, block: int) -> tuple[int, ...]:

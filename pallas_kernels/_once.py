@@ -1,7 +1,5 @@
 """One value for all that is made of it."""
 
-from typing import Any
-
 import jax
 
 
@@ -12,8 +10,5 @@ def computed_once[T](values: T) -> T:
     the halves of a split would be of two values. On a GPU all that is made of a value
     is one fusion, which a barrier would break up.
     """
-
-    def barrier(x: Any) -> Any:
-        return jax.lax.optimization_barrier(x)
-
+    barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)

@@ -5,20 +5,16 @@ first. So it runs under `shard_map`, with the specs that the arrays have: known 
 tracing on a mesh of Explicit axes, and to be told on one of Auto axes.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from pallas_kernels._backend import BackendError
 from pallas_kernels._compat import varying_axes
-from pallas_kernels._xla import JOIN
-
-type Leaf = Mapping[str, Array]
+from pallas_kernels._xla import Job, Leaf, Part, join
 
 
 class Placement(NamedTuple):
@@ -35,28 +31,6 @@ class Placement(NamedTuple):
     specs: tuple[Any, ...] = ()
     unknown: str = ""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether a kernel can run."""
-        return not self.unknown
-
-    @property
-    def is_one_device(self) -> bool:
-        """Whether flattening an array sends nothing."""
-        return self.is_known and self.mesh is None
-
-    def require_known(self, backend: str) -> None:
-        """Raises a BackendError if the user insists on kernels, which cannot run."""
-        if self.unknown and backend != "auto":
-            raise BackendError(f"backend={backend!r} cannot run: {self.unknown}")
-
-    def by_axes(self) -> dict[tuple[str, ...], list[int]]:
-        """The leaves by the mesh axes that split them."""
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for k, spec in enumerate(self.specs):
-            groups.setdefault(_axes(spec), []).append(k)
-        return groups
-
 
 def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Placement:
     """Where `leaves` lie.
@@ -66,7 +40,9 @@ def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Pla
         shardings: per leaf a NamedSharding or None, for a mesh of Auto axes.
     """
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
-    types = [_sharding(leaf) for leaf in leaves]
+    # The sharding that decides for a leaf is that of its weight, where it has one.
+    deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
+    types = [jax.typeof(x).sharding for x in deciding]
     meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]
     if not meshes:
         return Placement(None)
@@ -84,48 +60,45 @@ def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Pla
 
 
 def on_each_device(
-    local: Callable[..., tuple[dict[int, Any], dict[str, Array]]],
-    how: Mapping[str, str],
+    local: Callable[..., Part],
+    job: Job,
     placement: Placement,
     leaves: Sequence[Leaf],
     *numbers: Any,
-) -> tuple[dict[int, Any], dict[str, Any]]:
+) -> Part:
     """Runs `local(members, leaves, *numbers)` under `shard_map`.
 
     Reductions are completed over the axes that split a leaf; nothing else is sent.
-
-    Returns:
-        By leaf, its results; by name, the reductions.
     """
-    groups = placement.by_axes()
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for k, spec in enumerate(placement.specs):
+        groups.setdefault(_axes(spec), []).append(k)
 
     def body(leaves, *numbers):
-        done, parts = {}, []
+        parts = []
         for axes, members in groups.items():
-            blocks, values = local(members, leaves, *numbers)
-            done |= blocks
-            parts.append({n: _complete(x, how[n], axes) for n, x in values.items()})
-        return done, {n: combine([p[n] for p in parts], how[n]) for n in how}
+            done, values = local(members, leaves, *numbers)
+            values = {
+                name: _complete(x, job.reductions[name], axes)
+                for name, x in values.items()
+            }
+            parts.append(Part(done, values))
+        return join(job, parts)
 
     specs = placement.specs
+    replicated: Any = PartitionSpec()
     leaves = [
         {c: _resharded(x, spec, placement.mesh) for c, x in leaf.items()}
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    replicated = jax.tree.map(lambda _: PartitionSpec(), numbers)
     # Refs cannot be checked for how they vary; every reduction is completed by hand.
     return jax.shard_map(
         body,
         mesh=placement.mesh,
-        in_specs=(list(specs), *replicated),
-        out_specs=(dict(enumerate(specs)), PartitionSpec()),
+        in_specs=(list(specs), *[replicated] * len(numbers)),
+        out_specs=Part(dict(enumerate(specs)), replicated),
         check_vma=False,
     )(leaves, *numbers)
-
-
-def combine(parts: Sequence[Array], how: str) -> Array:
-    """One reduction from those over parts of the leaves."""
-    return functools.reduce(JOIN[how], parts)
 
 
 def _complete(x: Array, how: str, axes: tuple[str, ...]) -> Array:
@@ -145,11 +118,6 @@ def _axes(spec: Any) -> tuple[str, ...]:
     """The mesh axes that a spec names."""
     names = [n if isinstance(n, tuple) else (n,) for n in spec if n is not None]
     return tuple(sorted(itertools.chain.from_iterable(names)))
-
-
-def _sharding(leaf: Leaf) -> Any:
-    """The sharding that decides for a leaf: that of its weight, where it has one."""
-    return jax.typeof(leaf.get("param", next(iter(leaf.values())))).sharding
 
 
 def _shape(mesh: Any) -> tuple[Any, ...]:

@@ -167,11 +167,11 @@ def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
 def _formula(
     update: Update, only_updates: bool, numbers: Numbers, kind: Any, blocks: Blocks
 ) -> Blocks:
-    numbers, tag, grad, param, moments = _read(numbers, kind, blocks)
-    delta, moments = update(numbers, tag, grad, param, moments)
+    numbers, tag, grad, weight, moments = _read(numbers, kind, blocks)
+    delta, moments = update(numbers, tag, grad, weight, moments)
     if only_updates:
         return {"update": delta, **moments}
-    return {"param": param + delta, **moments}
+    return {"weight": weight + delta, **moments}
 
 
 def _stored(kind: Any, results: Blocks) -> Blocks:
@@ -179,15 +179,15 @@ def _stored(kind: Any, results: Blocks) -> Blocks:
     _, storage, dtype = kind
     if storage == "copied" or "update" in results:
         return results
-    new = results["param"]
+    new = results["weight"]
     if storage == "split":
         high, low = split_wide(new)
-        return results | {"param": high, "low": low}
-    return results | {"param": saturate(new, dtype)}
+        return results | {"weight": high, "low": low}
+    return results | {"weight": saturate(new, dtype)}
 
 
 def _copy(results: Blocks, dtype: Any) -> Array:
-    return saturate(results["param"], dtype)
+    return saturate(results["weight"], dtype)
 
 
 def _measured(
@@ -203,13 +203,13 @@ def _read(numbers: Numbers, kind: Any, blocks: Blocks) -> tuple[Any, ...]:
     """
     tag, storage, _ = kind
     rest = dict(blocks)
-    param, grad = rest.pop("param"), rest.pop("grad")
+    weight, grad = rest.pop("weight"), rest.pop("grad")
     if storage == "split":
-        param = join(param, rest.pop("low"))
-    if param.dtype != jnp.float32:
-        numbers = {name: x.astype(param.dtype) for name, x in numbers.items()}
-        rest = {name: x.astype(param.dtype) for name, x in rest.items()}
-    grad = grad.astype(param.dtype)
+        weight = join(weight, rest.pop("low"))
+    if weight.dtype != jnp.float32:
+        numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
+        rest = {name: x.astype(weight.dtype) for name, x in rest.items()}
+    grad = grad.astype(weight.dtype)
     if "unscale" in numbers:
         grad = grad * numbers["unscale"]
-    return numbers, tag, grad, param, rest
+    return numbers, tag, grad, weight, rest

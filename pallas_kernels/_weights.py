@@ -11,41 +11,55 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt16
 
+from pallas_kernels._dtypes import widen
 from pallas_kernels._once import computed_once
 
 type Kind = Literal["own", "copied", "split"]
 
 
 class Weight(NamedTuple):
-    """The weights of one leaf.
+    """A param, and the master beside it.
 
     Attributes:
-        param: what is stepped: float32, or half without a master. With a remainder,
-            the upper half of a float32 master, in bfloat16.
-        copy: a half copy, written anew from `param` at each step; None for none.
-        remainder: the lower 16 bits of the master; None for none.
+        param: what the model consumes.
+        master: what an optimizer steps in its place: a float32 copy, from which `param`
+            is rounded; or the 16 bits, uint16, that a bfloat16 `param` lacks of it.
+            None for a param that is its own master.
     """
 
     param: Array
-    copy: Array | None = None
-    remainder: UInt16[Array, "..."] | None = None
+    master: Array | None = None
 
     @property
     def kind(self) -> Kind:
-        """How it is stored."""
-        if self.remainder is not None:
-            return "split"
-        return "own" if self.copy is None else "copied"
+        """How its master is kept."""
+        if self.master is None:
+            return "own"
+        return "split" if self.master.dtype == jnp.uint16 else "copied"
+
+    @property
+    def value(self) -> Array:
+        """What an optimizer steps, in float32 at least."""
+        if self.master is None:
+            return widen(self.param)
+        split = self.kind == "split"
+        return join(self.param, self.master) if split else self.master
 
     @property
     def columns(self) -> dict[str, Array]:
         """Its arrays by the names under which kernels know them."""
-        columns = {"param": self.param, "copy": self.copy, "low": self.remainder}
-        return {name: x for name, x in columns.items() if x is not None}
+        if self.master is None:
+            return {"weight": self.param}
+        if self.kind == "split":
+            return {"weight": self.param, "low": self.master}
+        return {"weight": self.master, "copy": self.param}
 
     def written(self, columns: dict[str, Array]) -> "Weight":
-        """The same weights with what a kernel wrote."""
-        return Weight(columns["param"], columns.get("copy"), columns.get("low"))
+        """The same weight with what a kernel wrote."""
+        weight = columns["weight"]
+        if self.kind == "copied":
+            return Weight(columns["copy"], weight)
+        return Weight(weight, columns.get("low"))
 
 
 def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:

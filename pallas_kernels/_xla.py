@@ -1,6 +1,5 @@
-"""The same formulas as plain JAX: on one leaf, or on small leaves side by side."""
+"""Jobs, and what XLA makes of them: on one leaf, or on small leaves side by side."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+import numpy as np
+from jaxtyping import Array, Float
 
 from pallas_kernels._dtypes import widen
 from pallas_kernels._once import computed_once
@@ -27,8 +27,7 @@ _PER_KERNEL = 11  # of four arrays read and four written, in 96 operands
 JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
+class Bound(NamedTuple):
     """A function and its first arguments; equal, unlike a partial, if these are.
 
     What is equal is traced and compiled once.
@@ -55,7 +54,7 @@ class Job(NamedTuple):
             results, and the dtype that it is rounded to.
         reductions: results to reduce over each leaf: "sum", or "max" of what is not
             negative.
-        totals: whether to reduce over all leaves.
+        totals: whether to reduce over all leaves, and give nothing else.
         stored: `(tag, results) -> results`: how results are stored, such as in two
             halves, that must be of one value.
     """
@@ -75,53 +74,126 @@ class Job(NamedTuple):
         read = {c: widen(x) for c, x in leaf.items() if c not in self.unread}
         return self.formula(numbers, tag, read)
 
-    def store(self, tag: Any, results: Blocks) -> Blocks:
-        """The results as they are stored."""
-        return results if self.stored is None else self.stored(tag, results)
-
-    def derived(self, dtypes: Mapping[str, Any], results: Blocks) -> Blocks:
-        """The columns that depend on the results, of those that a leaf has.
-
-        Args:
-            dtypes: of the leaf's columns.
-            results: those that were written.
-        """
+    def derived(self, leaf: Leaf, results: Blocks) -> Blocks:
+        """The columns that depend on the results, of those that a leaf has."""
         return {
-            c: derive(results, dtypes[c]).astype(dtypes[c])
+            c: derive(results, leaf[c].dtype).astype(leaf[c].dtype)
             for c, derive in self.unread.items()
-            if c in dtypes
+            if c in leaf
         }
 
 
-def pack(numbers: Mapping[str, ArrayLike]) -> Float[Array, " s"]:
-    """The numbers in one vector."""
-    values = [jnp.asarray(x, jnp.float32) for x in numbers.values()]
-    return jnp.stack(values) if values else jnp.zeros(0, jnp.float32)
+class Part(NamedTuple):
+    """What a job gave for some leaves.
+
+    Attributes:
+        leaves: by number, a leaf's written columns and new arrays.
+        reductions: by name, a value for each of these leaves; with `totals` one.
+    """
+
+    leaves: dict[int, Blocks]
+    reductions: dict[str, Array]
 
 
-def together(
-    leaves: Sequence[Leaf], members: Sequence[int], packed: Float[Array, " s"]
-) -> Iterator[tuple[list[int], list[Array]]]:
+def join(job: Job, parts: Sequence[Part]) -> Part:
+    """Several parts as one, its leaves in order."""
+    leaves = {k: blocks for part in parts for k, blocks in part.leaves.items()}
+    reductions = {}
+    for name, how in job.reductions.items():
+        values = [part.reductions[name] for part in parts]
+        if job.totals:
+            reductions[name] = functools.reduce(JOIN[how], values)
+        else:
+            reductions[name] = jnp.concatenate(values)[np.argsort(list(leaves))]
+    return Part({k: leaves[k] for k in sorted(leaves)}, reductions)
+
+
+def size_of(leaf: Leaf) -> int:
+    """Elements of each of its columns."""
+    return next(iter(leaf.values())).size
+
+
+def kinds(
+    members: Sequence[int], leaves: Sequence[Leaf], tags: Sequence[Any]
+) -> list[list[int]]:
+    """Leaves with the same columns, dtypes and tag: those that one kernel can take."""
+    found: dict[Any, list[int]] = {}
+    for k in members:
+        columns = tuple((name, x.dtype) for name, x in leaves[k].items())
+        found.setdefault((tags[k], columns), []).append(k)
+    return list(found.values())
+
+
+def run_in_xla(
+    job: Job,
+    names: Sequence[str],
+    tags: Sequence[Any],
+    flattens: bool,
+    members: Sequence[int],
+    leaves: Sequence[Leaf],
+    packed: Float[Array, " s"],
+    table: Float[Array, "n p"] | None = None,
+) -> Part:
+    """Runs the leaves `members`, in order, so that XLA merges what it can.
+
+    Args:
+        job: what to do.
+        names: of the numbers.
+        tags: one per leaf.
+        flattens: whether totals may take leaves concatenated.
+        members: which leaves.
+        leaves: all of them.
+        packed: the numbers for all leaves.
+        table: further numbers, a row per leaf.
+    """
+    groups = kinds(members, leaves, tags)
+    if job.totals:
+        numbers = dict(zip(names, packed, strict=True))
+        totals = [
+            Part({}, reduce_group(job, tags[ks[0]], batch, numbers))
+            for ks in groups
+            for batch in _side_by_side(ks, leaves, flattens)
+        ]
+        return Part(dict.fromkeys(members, {}), join(job, totals).reductions)
+    done = {}
+    for group, shared in _with_numbers(groups, leaves, packed):
+        for k in group:
+            row = () if table is None else table[k]
+            numbers = dict(zip(names, [*shared, *row], strict=True))
+            done[k] = run_leaf(job, leaves[k], tags[k], numbers)
+    return Part(
+        {k: done[k][0] for k in members},
+        {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions},
+    )
+
+
+def _with_numbers(
+    groups: Sequence[Sequence[int]], leaves: Sequence[Leaf], packed: Float[Array, " s"]
+) -> Iterator[tuple[Sequence[int], list[Array]]]:
     """Groups leaves that XLA shall update in one kernel, each with the numbers.
 
     XLA merges fusions of equal size that share an operand which is no scalar, as many
-    as fit. So small leaves read their numbers from one vector per group: behind a
-    barrier, or XLA would see through it. A leaf on its own reads scalars, which a CPU
-    keeps in registers; large ones gain nothing from company, and eleven in one kernel
-    would take all registers of a GPU.
+    as fit. So small leaves of one kind read their numbers from one vector per group:
+    behind a barrier, or XLA would see through it. A leaf on its own reads scalars,
+    which a CPU keeps in registers; large ones gain nothing from company, and eleven in
+    one kernel would take all registers of a GPU.
     """
-    groups = []
-    size = lambda k: size_of(leaves[k])  # noqa: E731
-    small = sorted((k for k in members if size(k) <= SMALL), key=size)
-    for _, run in itertools.groupby(small, key=size):
-        groups += [list(ks) for ks in itertools.batched(run, _PER_KERNEL)]
+    sizes = [size_of(leaf) for leaf in leaves]
+    small, large = [], []
+    for ks in groups:
+        by_size = sorted(ks, key=sizes.__getitem__)
+        for size, run in itertools.groupby(by_size, key=sizes.__getitem__):
+            if size > SMALL:
+                large += run
+            else:
+                small += itertools.batched(run, _PER_KERNEL)
     padded = jnp.pad(packed, (0, max(0, 2 - packed.size)))
-    vectors = jax.lax.optimization_barrier([padded] * len(groups))
-    for group, vector in zip(groups, vectors, strict=True):
+    vectors = jax.lax.optimization_barrier([padded] * len(small))
+    for group, vector in zip(small, vectors, strict=True):
         numbers = padded if len(group) == 1 else vector
         yield group, [numbers[j] for j in range(packed.size)]
     scalars = list(packed)
-    yield from (([k], scalars) for k in members if size(k) > SMALL)
+    yield from (([k], scalars) for k in large)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -135,7 +207,7 @@ def run_leaf(
     """
     results = job.results(leaf, tag, numbers)
     if job.stored is not None:
-        results = job.store(tag, computed_once(results))
+        results = job.stored(tag, computed_once(results))
     skip = numbers["skip"] != 0 if "skip" in numbers else None
     reduced, written = {}, {}
     for name, x in results.items():
@@ -149,26 +221,30 @@ def run_leaf(
         written[name] = x
     # Of what was selected: the other way round it would read the old column too.
     kept = {name: widen(x) for name, x in written.items()}
-    dtypes = {c: x.dtype for c, x in leaf.items()}
-    return written | job.derived(dtypes, kept), reduced
+    return written | job.derived(leaf, kept), reduced
 
 
-def side_by_side(leaves: Sequence[Leaf], members: Sequence[int]) -> list[list[Leaf]]:
+def _side_by_side(
+    members: Sequence[int], leaves: Sequence[Leaf], flattens: bool
+) -> list[list[Leaf]]:
     """Leaves of one kind in groups that one kernel can reduce.
 
-    For reductions over all leaves, which need not know what is whose, on one device:
-    leaves of one shape together, and small ones of any shape concatenated.
+    Totals need not know what is whose. On one device leaves of one shape go together,
+    and small ones of any shape concatenated.
     """
-    large = [k for k in members if size_of(leaves[k]) > SMALL]
-    small = [k for k in members if size_of(leaves[k]) <= SMALL]
-    names = list(leaves[members[0]]) if members else []
+    if not flattens:
+        return [[leaves[k]] for k in members]
+    large = [leaves[k] for k in members if size_of(leaves[k]) > SMALL]
+    small = [leaves[k] for k in members if size_of(leaves[k]) <= SMALL]
     groups: list[list[Leaf]] = [
-        [{c: jnp.concatenate([leaves[k][c].reshape(-1) for k in ks]) for c in names}]
-        for ks in itertools.batched(small, _PER_BUCKET)
+        [{c: jnp.concatenate([x[c].reshape(-1) for x in xs]) for c in xs[0]}]
+        for xs in itertools.batched(small, _PER_BUCKET)
     ]
-    shape_of = lambda k: leaves[k][names[0]].shape  # noqa: E731
-    for _, run in itertools.groupby(sorted(large, key=shape_of), key=shape_of):
-        groups += [[leaves[k] for k in ks] for ks in itertools.batched(run, _PER_SUM)]
+    shapes: dict[tuple[int, ...], list[Leaf]] = {}
+    for leaf in large:
+        shapes.setdefault(next(iter(leaf.values())).shape, []).append(leaf)
+    for shape in sorted(shapes):
+        groups += map(list, itertools.batched(shapes[shape], _PER_SUM))
     return groups
 
 
@@ -182,11 +258,6 @@ def reduce_group(
         name: _reduce(functools.reduce(JOIN[how], [r[name] for r in results]), how)
         for name, how in job.reductions.items()
     }
-
-
-def size_of(leaf: Leaf) -> int:
-    """Elements of each of its columns."""
-    return next(iter(leaf.values())).size
 
 
 def _reduce(x: Array, how: str) -> Array:

@@ -50,14 +50,14 @@ def adagrad(
         options: how to run.
 
     Returns:
-        New weights, and moment "sums".
+        New weights, and moment "sum_of_squares".
     """
     numbers = {"rate": learning_rate, "eps": eps, "decay": weight_decay}
     return step(
         bind(_formula, adagrad_w_mode),
         weights,
         grads,
-        {"sums": sums},
+        {"sum_of_squares": sums},
         numbers,
         options,
         tags=leaf_decays(weight_decay, decays, len(weights)),
@@ -69,8 +69,8 @@ def _formula(
 ) -> tuple[Array, Blocks]:
     if decays and not w_mode:
         g = g + s["decay"] * w
-    h = moments["sums"] + g * g
+    h = moments["sum_of_squares"] + g * g
     u = g / (jnp.sqrt(h) + s["eps"])
     if decays and w_mode:
         u = u + s["decay"] * w
-    return -s["rate"] * u, {"sums": h}
+    return -s["rate"] * u, {"sum_of_squares": h}

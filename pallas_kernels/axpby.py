@@ -45,11 +45,7 @@ def axpby(
     [5. 5.] False
     """
     results = run(
-        Job(
-            bind(_formula, check),
-            reductions={"defects": "sum"},
-            totals=True,
-        ),
+        Job(bind(_formula, check), reductions={"defects": "sum"}),
         [{"x": u, "y": v} for u, v in zip(x, y, strict=True)],
         scalars={"a": a, "b": b},
         tags=[jnp.dtype(dtype) for dtype in dtypes],

@@ -51,7 +51,7 @@ def scale(
     [0.5 3. ] False
     """
     results = run(
-        Job(_formula, reductions={"defects": "sum"}, totals=True),
+        Job(_formula, reductions={"defects": "sum"}),
         [{"x": x} for x in leaves],
         scalars={"factor": factor},
         tags=[jnp.dtype(dtype) for dtype in dtypes],
@@ -63,8 +63,8 @@ def scale(
 
 def checked(results: Any) -> Checked:
     """The new arrays "out", and the flag from "defects"."""
-    defects = results.reductions.get("defects", jnp.zeros(()))
-    return Checked([leaf["out"] for leaf in results.leaves], defects != 0)
+    found_inf = jnp.any(results.reductions["defects"] != 0)
+    return Checked([leaf["out"] for leaf in results.leaves], found_inf)
 
 
 def _formula(numbers: Numbers, dtype: Any, columns: Blocks) -> Blocks:

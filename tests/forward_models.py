@@ -5,7 +5,7 @@ not depend on jamp's internals: they read jaxprs, and what a module saw of its i
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -182,14 +182,6 @@ class Normed(nn.Module):
         return nn.Dense(3)(y), jnp.asarray(y.dtype.itemsize)
 
 
-class Case(NamedTuple):
-    """A model, inputs that it takes, and whether it updates batch_stats."""
-
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    mutable: bool = False
-
-
 def normal(*shape, seed=0, dtype=np.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
@@ -198,28 +190,29 @@ IMAGES, SEQUENCE = normal(2, 6, 6, 3), normal(2, 3, 4)
 TOKENS = jnp.asarray([[1, 5, 0], [2, 2, 4]])
 SMALL = {"width": 4, "heads": 2, "depth": 1, "length": 3, "vocabulary": 6}
 
+# Each with inputs that it takes.
 CASES = {
-    "cnn": Case(CNN((4, 8), 1), (IMAGES,), True),
-    "cnn-float32": Case(CNN((4, 8), 1, dtype=jnp.float32), (IMAGES,), True),
-    "transformer": Case(Transformer(**SMALL), (TOKENS,)),
-    "transformer-float32": Case(Transformer(**SMALL, dtype=jnp.float32), (TOKENS,)),
-    "explicit-float32": Case(Explicit(), (SEQUENCE,)),
-    "lstm": Case(Recurrent(nn.LSTMCell), (SEQUENCE,)),
-    "lstm-float32": Case(Recurrent(nn.LSTMCell, dtype=jnp.float32), (SEQUENCE,)),
-    "optimized-lstm": Case(Recurrent(nn.OptimizedLSTMCell), (SEQUENCE,)),
-    "gru": Case(Recurrent(nn.GRUCell), (SEQUENCE,)),
-    "scan-remat": Case(Scanned(), (SEQUENCE,)),
-    "nn.jit": Case(Jitted(), (SEQUENCE,)),
-    "setup": Case(Tied(), (TOKENS,)),
-    "setup-float32": Case(Tied(dtype=jnp.float32), (TOKENS,)),
-    "repeated": Case(Repeated(), (SEQUENCE,), True),
-    "own-param": Case(AfterIsland(), (SEQUENCE,)),
+    "cnn": (CNN((4, 8), 1), IMAGES),
+    "cnn-float32": (CNN((4, 8), 1, dtype=jnp.float32), IMAGES),
+    "transformer": (Transformer(**SMALL), TOKENS),
+    "transformer-float32": (Transformer(**SMALL, dtype=jnp.float32), TOKENS),
+    "explicit-float32": (Explicit(), SEQUENCE),
+    "lstm": (Recurrent(nn.LSTMCell), SEQUENCE),
+    "lstm-float32": (Recurrent(nn.LSTMCell, dtype=jnp.float32), SEQUENCE),
+    "optimized-lstm": (Recurrent(nn.OptimizedLSTMCell), SEQUENCE),
+    "gru": (Recurrent(nn.GRUCell), SEQUENCE),
+    "scan-remat": (Scanned(), SEQUENCE),
+    "nn.jit": (Jitted(), SEQUENCE),
+    "setup": (Tied(), TOKENS),
+    "setup-float32": (Tied(dtype=jnp.float32), TOKENS),
+    "repeated": (Repeated(), SEQUENCE),
+    "own-param": (AfterIsland(), SEQUENCE),
 }
 
 
-def fill(shapes: Any, seed: int = 0) -> Any:
+def fill(shapes: Any) -> Any:
     """Variables of these shapes, none 0 or 1; no initializer runs, which is fast."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
     def leaf(s):
         if not jnp.issubdtype(s.dtype, jnp.floating):
@@ -231,30 +224,35 @@ def fill(shapes: Any, seed: int = 0) -> Any:
     return jax.tree.map(leaf, shapes)
 
 
-def variables_of(model: nn.Module, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:
+def variables_of(model: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
     init = lambda *args: model.init(jax.random.key(0), *args, **kwargs)  # noqa: E731
-    return fill(jax.eval_shape(init, *inputs), seed)
+    return fill(jax.eval_shape(init, *inputs))
 
 
-def state_of(model: nn.Module, variables: Any, level: str, **overrides: Any) -> Any:
+def state_of(
+    model: nn.Module, *inputs: Any, level: str = "O2", variables=None, **overrides: Any
+) -> Any:
     """An AmpState with a small scale: no test here is about overflow."""
+    variables = variables_of(model, *inputs) if variables is None else variables
     options = {"loss_scale": 8.0, "apply_fn": model.apply} | overrides
     stats = variables.get("batch_stats", {})
     params, tx = variables["params"], optax.sgd(1.0)
     return jamp.initialize(params, tx, level, verbosity=0, batch_stats=stats, **options)
 
 
-def loss_of(case: Case, state: Any, route: str) -> Callable[..., Any]:
-    """`params -> (loss, (outputs, batch_stats))`, through the state or the model."""
-    apply = state.apply_fn if route == "state.apply_fn" else case.model.apply
+def forward(state: Any, *args: Any, apply: Any = None, **kwargs: Any) -> Any:
+    """`state.apply_fn`, or another function, on the variables of the state."""
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return (apply or state.apply_fn)(variables, *args, **kwargs)
+
+
+def loss_of(state: Any, *inputs: Any, apply: Any = None) -> Callable[..., Any]:
+    """`params -> (loss, (outputs, batch_stats))`, through the state or `model.apply`."""
 
     def loss_fn(params):
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        if case.mutable:
-            out, new = apply(variables, *case.inputs, mutable=["batch_stats"])
-        else:
-            out, new = apply(variables, *case.inputs), {"batch_stats": {}}
-        return mean_square(out), (out, new["batch_stats"])
+        options = {"apply": apply, "mutable": ["batch_stats"]}
+        out, new = forward(state.replace(params=params), *inputs, **options)
+        return mean_square(out), (out, new.get("batch_stats", {}))
 
     return loss_fn
 
@@ -266,13 +264,8 @@ def mean_square(out: Any) -> Any:
 
 def under_policy(state: Any, fn: Callable[[], Any]) -> Any:
     """What `fn` returns when a loss under the state's policy calls it."""
-
-    def loss_fn(params):
-        del params
-        return jnp.float32(0), fn()
-
-    (_, out), _ = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-    return out
+    loss_fn = lambda _: (jnp.float32(0), fn())  # noqa: E731
+    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)[0][1]
 
 
 def products(fn: Callable[..., Any], *args: Any) -> list[str]:

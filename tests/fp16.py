@@ -1,22 +1,17 @@
-"""Small states of fp16_utils.FP16_Optimizer, gradients for them, and how to step."""
+"""Small states of both FP16_Optimizers, gradients for them, and how to step."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax import lax
 
-from jamp.fp16_utils import FP16_Optimizer
-from tests.bits import assert_same_bits
+from jamp import fp16_utils, optimizers
 from tests.oracles import fp16_optimizer as oracle
 from tests.oracles.loss_scale import Rule
 
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-REFUSED = (TypeError, ValueError)
 RULE = Rule(window=4)
-EAGER_OR_JIT = pytest.mark.parametrize("where", ["eager", "jit"])
-WHERE = pytest.mark.parametrize("where", ["eager", "jit", "scan"])
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
 def params(dtype=F16):
@@ -30,42 +25,55 @@ def params(dtype=F16):
     }
 
 
+def group(seed=0, dtype=F16):
+    """11 numbers, all half, for the cut-down optimizer."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=11), F32).astype(dtype)
+    return {"kernel": x[:6].reshape(3, 2), "layer": {"bias": x[6:10]}, "scale": x[10]}
+
+
 def dot(p, x):
     """A loss whose gradient is `x`, in the dtypes of the params."""
     products = jax.tree.map(lambda p, x: (p.astype(F32) * x).sum(), p, x)
     return sum(jax.tree.leaves(products))
 
 
-def like(value):
-    return jax.tree.map(lambda p: jnp.full(p.shape, value, F32), params())
+def like(value, tree=None):
+    tree = params() if tree is None else tree
+    return jax.tree.map(lambda p: jnp.full(p.shape, value, F32), tree)
 
 
-def only(name, value):
-    """Zero gradients, but for one leaf."""
-    return like(0.0) | {name: jnp.full(params()[name].shape, value, F32)}
-
-
-def data(steps, overflows=(), seed=0):
+def data(steps, overflows=(), seed=0, tree=None):
     """Gradients that half holds at a scale of 2**18; not so at `overflows`."""
     rng = np.random.default_rng(seed)
-    bad = (like(np.inf), only("norm", np.nan), like(1e38))
+    zeros, structure = jax.tree.flatten(like(0.0, tree))
+    only_last = structure.unflatten([*zeros[:-1], zeros[-1] + np.nan])
+    bad = (only_last, like(np.inf, tree), like(1e38, tree))
 
     def one(i):
         if i in overflows:
             return bad[sorted(overflows).index(i) % len(bad)]
-        return jax.tree.map(
-            lambda p: jnp.asarray(rng.normal(size=p.shape) * 2.0**-9, F32), params()
-        )
+        leaves = [rng.normal(size=x.shape) * 2.0**-9 for x in zeros]
+        return structure.unflatten([jnp.asarray(x, F32) for x in leaves])
 
     return [one(i) for i in range(steps)]
 
 
 def make(tx=None, *, window=4, dynamic=True, **kwargs):
-    kwargs.setdefault("verbose", False)
-    if dynamic:
-        kwargs.setdefault("dynamic_loss_args", {"scale_window": window})
-    tx = optax.sgd(0.5, momentum=0.5) if tx is None else tx
-    return FP16_Optimizer(tx, dynamic_loss_scale=dynamic, **kwargs)
+    """The one of fp16_utils."""
+    args = {"dynamic_loss_args": {"scale_window": window}} if dynamic else {}
+    return fp16_utils.FP16_Optimizer(
+        tx or optax.sgd(0.5, momentum=0.5),
+        dynamic_loss_scale=dynamic,
+        **{"verbose": False} | args | kwargs,
+    )
+
+
+def cut_down(tx=None, **kwargs):
+    """The one of optimizers."""
+    kwargs = {"dynamic_loss_scale": True, "verbose": False} | kwargs
+    tx = tx or optimizers.fused_adam(1e-2, legacy=True)
+    return optimizers.FP16_Optimizer(tx, **kwargs)
 
 
 def step_of(optimizer):
@@ -74,13 +82,7 @@ def step_of(optimizer):
     def step(state, x):
         _, state = optimizer.backward(state, dot, x)
         state = optimizer.step(state)
-        seen = (
-            state.params,
-            optimizer.master_params(state),
-            state.loss_scaler,
-            state.overflow,
-        )
-        return optimizer.zero_grad(state), seen
+        return optimizer.zero_grad(state), state
 
     return step
 
@@ -91,42 +93,39 @@ def run(step, state, xs, where="jit"):
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *xs)
         state, seen = jax.jit(lambda s, x: lax.scan(step, s, x))(state, stacked)
         return state, [jax.tree.map(lambda x, i=i: x[i], seen) for i in range(len(xs))]
-    step = jax.jit(step) if where == "jit" else step
-    seen = []
+    step, seen = (jax.jit(step) if where == "jit" else step), []
     for x in xs:
         state, now = step(state, x)
         seen.append(now)
     return state, seen
 
 
-def assert_near(tree, leaves, rtol=2e-6, atol=2e-6):
-    for got, wanted in zip(jax.tree.leaves(tree), leaves, strict=True):
-        assert got.dtype == F32
-        np.testing.assert_allclose(got, wanted, rtol=rtol, atol=atol)
+def steps(optimizer, state, xs, where="jit"):
+    return run(step_of(optimizer), state, xs, where)
 
 
-def assert_rounded(half, masters):
-    """The params are the masters, rounded."""
-    expected = jax.tree.map(lambda p, m: np.asarray(m).astype(p.dtype), half, masters)
-    assert_same_bits(half, jax.tree.map(jnp.asarray, expected))
+def host(x):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(x)]
 
 
 def model_of(tree=None, *, static=None, rule=RULE):
-    inner = oracle.Momentum(0.5, 0.5)
-    leaves = jax.tree.leaves(params() if tree is None else tree)
-    leaves = [np.asarray(x) for x in leaves]
-    if static is not None:
-        return oracle.FP16Optimizer(leaves, inner, static=static)
-    return oracle.FP16Optimizer(leaves, inner, rule=rule)
+    """The oracle of `make()`."""
+    leaves = host(params() if tree is None else tree)
+    return oracle.FP16Optimizer(leaves, None if static else rule, static)
 
 
-def leaves_of(x):
-    return [np.asarray(x) for x in jax.tree.leaves(x)]
-
-
-def assert_state(state, model):
-    """Gradients, flag, scale and counter are those of the oracle."""
-    np.testing.assert_equal(float(state.loss_scale), model.scale)
-    assert int(state.loss_scaler.unskipped) == model.scaler.unskipped
+def assert_state(optimizer, state, model):
+    """All is as in the oracle, and the params are the masters, rounded."""
+    seen = float(state.loss_scale), int(state.loss_scaler.unskipped)
+    assert seen == (model.scaler.scale, model.scaler.unskipped)
     assert bool(state.overflow) == model.overflow
-    assert_near(state.master_grads, model.master_grads, rtol=1e-6, atol=0)
+    masters = optimizer.master_params(state)
+    for p, m in zip(host(state.params), host(masters), strict=True):
+        assert p.tobytes() == m.astype(p.dtype).tobytes()
+    for tree, wanted, atol in (
+        (state.master_grads, model.master_grads, 0),
+        (masters, model.masters, 2e-6),
+    ):
+        for x, y in zip(host(tree), wanted, strict=True):
+            assert x.dtype == F32
+            np.testing.assert_allclose(x, y, rtol=2e-6, atol=atol)

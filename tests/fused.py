@@ -11,21 +11,15 @@ import pytest
 from jamp import optimizers as jo
 
 
-def larc_sgd(
-    learning_rate, momentum=0.9, weight_decay=0.0, trust_coefficient=0.02, eps=1e-8
-):
+def larc_sgd(learning_rate, momentum=0.9, weight_decay=0.0, trust_coefficient=0.02):
     inner = jo.fused_sgd(learning_rate, momentum, weight_decay=weight_decay)
-    return jo.larc(inner, trust_coefficient=trust_coefficient, eps=eps)
+    return jo.larc(inner, trust_coefficient=trust_coefficient)
 
 
-def larc_adam(learning_rate, b1=0.9, weight_decay=0.0, trust_coefficient=0.02):
+def larc_adam(learning_rate, b1=0.9, weight_decay=0.0, trust_coefficient=0.05):
     inner = optax.adam(learning_rate, b1)
-    return jo.larc(
-        inner,
-        learning_rate,
-        trust_coefficient=trust_coefficient,
-        weight_decay=weight_decay,
-    )
+    kwargs = {"trust_coefficient": trust_coefficient, "weight_decay": weight_decay}
+    return jo.larc(inner, learning_rate, **kwargs)
 
 
 # How to make each, and with which hyperparameters it minimises the two problems.
@@ -36,20 +30,13 @@ OPTIMIZERS = {
     "novograd": (jo.fused_novograd, {"learning_rate": 0.02}),
     "adagrad": (jo.fused_adagrad, {"learning_rate": 0.5}),
     "larc_sgd": (larc_sgd, {"learning_rate": 1e-3}),
-    "larc_adam": (larc_adam, {"learning_rate": 0.02, "trust_coefficient": 0.05}),
+    "larc_adam": (larc_adam, {"learning_rate": 0.02}),
 }
 BARE = ("adam", "sgd", "lamb", "novograd", "adagrad")
 
 # Where the state keeps what has the parameters' structure.
-FIELDS = {
-    "adam": ("mu", "nu"),
-    "sgd": ("trace",),
-    "lamb": ("mu", "nu"),
-    "novograd": ("mu", "nu"),
-    "adagrad": ("sum_of_squares",),
-    "larc_sgd": ("trace",),
-    "larc_adam": ("mu", "nu"),
-}
+FIELDS = {name: ("mu", "nu") for name in OPTIMIZERS}
+FIELDS |= {"sgd": ("trace",), "larc_sgd": ("trace",), "adagrad": ("sum_of_squares",)}
 
 # optax's adam, inside larc, promotes as it likes.
 STANDARD = pytest.mark.standard_promotion
@@ -77,20 +64,27 @@ def tree(dtype=jnp.float32, seed=0):
     def leaf(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
 
-    return {
-        "dense": {"kernel": leaf(3, 2)},
-        "gain": leaf(),
-        "rest": [None],
-    }
+    return {"dense": {"kernel": leaf(3, 2)}, "gain": leaf(), "rest": [None]}
 
 
-def gradients(seed=1, dtype=jnp.float32):
-    return tree(dtype, seed)
+def gradients(seed=1):
+    return tree(seed=seed)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def update(tx, grads, state, params, **kwargs):
     return tx.update(grads, state, params, **kwargs)
+
+
+def first(tx, params, grads=None, **kwargs):
+    """The updates and the state of the first step."""
+    grads = params if grads is None else grads
+    return update(tx, grads, tx.init(params), params, **kwargs)
+
+
+def counts(state):
+    """Every count in a state, LARC's and that of what it wraps."""
+    return {int(x) for _, x in optax.tree.get_all_with_path(state, "count")}
 
 
 def assert_close(a, b, rtol=1e-6, atol=1e-7):

@@ -99,21 +99,21 @@ def weight(x: np.ndarray, kind: Kind) -> Weight:
         case "half":
             arrays = [master.astype(kind.dtype)]
         case "copied":
-            arrays = [master, master.astype(kind.dtype)]
+            arrays = [master.astype(kind.dtype), master]
         case "split":  # ties away from zero, and what is left
             bits = master.view(np.uint32)
             high = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
-            arrays = [high.view(kind.dtype), None, np.uint16(bits & np.uint32(0xFFFF))]
+            arrays = [high.view(kind.dtype), np.uint16(bits & np.uint32(0xFFFF))]
         case _:
             raise AssertionError(kind)
-    return Weight(*(None if x is None else jnp.asarray(x) for x in arrays))
+    return Weight(*map(jnp.asarray, arrays))
 
 
 def value(w: Weight) -> np.ndarray:
     """What a weight stands for, in float64."""
-    param = np.asarray(w.param)
-    if w.remainder is not None:
-        low = np.asarray(w.remainder)
+    param = np.asarray(w.master if w.kind == "copied" else w.param)
+    if w.kind == "split":
+        low = np.asarray(w.master)
         # Its upper half went up where the lower half has its first bit.
         high = param.view(np.uint16) - (low >> 15)
         bits = (high.astype(np.uint32) << 16) | low
@@ -137,12 +137,13 @@ def weights_of(tree: Any) -> list[Weight]:
 
 def params_of(weights: Any) -> Any:
     """What an optimizer's `init` and `update` take for a tree of weights."""
-    return jax.tree.map(lambda w: w.param, weights, is_leaf=is_weight)
+    stepped = lambda w: w.master if w.kind == "copied" else w.param  # noqa: E731
+    return jax.tree.map(stepped, weights, is_leaf=is_weight)
 
 
 def assert_rounded(w: Weight) -> None:
     """The half copy is its master, rounded to nearest even, and never infinite."""
-    if w.copy is not None:
-        limit = float(jnp.finfo(w.copy.dtype).max)
-        expected = np.clip(np.asarray(w.param), -limit, limit).astype(w.copy.dtype)
-        assert np.asarray(w.copy).tobytes() == expected.tobytes()
+    if w.kind == "copied":
+        limit = float(jnp.finfo(w.param.dtype).max)
+        expected = np.clip(np.asarray(w.master), -limit, limit).astype(w.param.dtype)
+        assert np.asarray(w.param).tobytes() == expected.tobytes()

@@ -1,7 +1,6 @@
 """Fused optimizers in AmpState, as the tests of one pass take them: runs and trees."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +11,6 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from tests.mixed_leaves import BACKENDS, FAST
-from tests.oracles.fused_adagrad import fused_adagrad
-from tests.oracles.fused_adam import fused_adam
-from tests.oracles.fused_lamb import fused_lamb
-from tests.oracles.fused_novograd import fused_novograd
-from tests.oracles.fused_sgd import fused_sgd
 
 F32 = jnp.float32
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
@@ -24,55 +18,40 @@ STEPS = 6
 # Where a step overflows: in the first and the last leaf, which are half, and in one
 # that stays float32. Two such steps follow each other.
 BAD = {1: ("a", -1, np.inf), 3: ("z", 0, np.nan), 4: ("n", 64, -np.inf)}
+KEPT = ("bare", "masters", "split")
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_kept = pytest.mark.parametrize("kept", KEPT)
 
 
 def decreasing(count):
-    return 0.05 / (1 + count if isinstance(count, int) else 1 + count.astype(F32))
+    return 0.05 / (1 + count.astype(F32))
 
 
 class Case(NamedTuple):
-    """An optimizer, its oracle, and options for both; the level without masters."""
+    """An optimizer; a level without masters, and one with them."""
 
-    make: Callable[..., Any]
-    oracle: Callable[..., Any]
-    options: dict[str, Any]
+    make: Any
     bare: str
     masters: str
 
+    def level(self, kept: str) -> str:
+        return {"bare": self.bare, "masters": self.masters, "split": "O5"}[kept]
 
-DECAY = {"weight_decay": 0.1}
+
+def case(name: str, bare: str, masters: str, **options: Any) -> Case:
+    options = {"learning_rate": 0.05, "weight_decay": 0.1} | options
+    return Case(functools.partial(getattr(jo, name), **options), bare, masters)
+
+
+MORE = {"momentum": 0.9, "dampening": 0.3}
 CASES = {
-    "adam": Case(
-        jo.fused_adam,
-        fused_adam,
-        DECAY | {"learning_rate": decreasing, "max_grad_norm": 0.5},
-        "O0",
-        "O2",
-    ),
-    "sgd": Case(
-        jo.fused_sgd,
-        fused_sgd,
-        DECAY | {"learning_rate": decreasing, "momentum": 0.9, "dampening": 0.3},
-        "O1",
-        "O5",
-    ),
-    "lamb": Case(jo.fused_lamb, fused_lamb, {"learning_rate": 0.05}, "O3", "O2"),
-    "novograd": Case(
-        jo.fused_novograd, fused_novograd, DECAY | {"learning_rate": 0.05}, "O4", "O5"
-    ),
-    "adagrad": Case(
-        jo.fused_adagrad, fused_adagrad, DECAY | {"learning_rate": 0.1}, "O3", "O2"
-    ),
+    "adam": case("fused_adam", "O0", "O2", max_grad_norm=0.5),
+    "sgd": case("fused_sgd", "O1", "O5", learning_rate=decreasing, **MORE),
+    "lamb": case("fused_lamb", "O3", "O2"),
+    "novograd": case("fused_novograd", "O4", "O5"),
+    "adagrad": case("fused_adagrad", "O3", "O2", learning_rate=decreasing),
 }
-KEPT = ("bare", "masters", "split")
-RUNS = [(name, kept, "xla") for name in CASES for kept in KEPT]
-# The emulator takes its time, and the formulas have tests of their own.
-EMULATED = [("adam", "masters"), ("adam", "split"), ("lamb", "split")]
-EMULATED += [("sgd", "masters"), ("novograd", "bare"), ("adagrad", "bare")]
-RUNS += [(*pair, "interpret") for pair in EMULATED]
-
-every_run = pytest.mark.parametrize("name, kept, backend", RUNS)
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def normal(shape, seed):
@@ -117,23 +96,10 @@ def one_step(state, x):
 step = jax.jit(one_step, compiler_options=FAST)
 
 
-class Run(NamedTuple):
-    """The states before and after each step, and how often the step was traced."""
-
-    states: list[Any]
-    traces: int
-
-    def clean(self):
-        return [k for k in range(STEPS) if k not in BAD]
-
-
-def level_of(name, kept):
-    return "O5" if kept == "split" else getattr(CASES[name], kept)
-
-
 @functools.cache
-def run(name, kept, backend) -> Run:
-    case, traces = CASES[name], []
+def run(name: str, kept: str, backend: str) -> tuple[list[Any], int]:
+    """The states before and after each step, and how often the step was traced."""
+    traces = []
 
     @functools.partial(jax.jit, compiler_options=FAST)
     def counted(state, x):
@@ -141,16 +107,12 @@ def run(name, kept, backend) -> Run:
         grads = jamp.scaled_grad(dot)(state, x)
         return state.apply_gradients(grads=grads, seen=state.seen + 1)
 
-    state = start(
-        case.make(**case.options, backend=backend),
-        level_of(name, kept),
-        store_remainder=kept == "split",
-        seen=jnp.zeros((), F32),
-    )
-    states = [state]
+    tx, level = CASES[name].make(backend=backend), CASES[name].level(kept)
+    seen = jnp.zeros((), F32)
+    states = [start(tx, level, store_remainder=kept == "split", seen=seen)]
     for k in range(STEPS):
         states.append(counted(states[-1], gradients(k)))
-    return Run(states, len(traces))
+    return states, len(traces)
 
 
 def inner(state):

@@ -10,7 +10,9 @@ import pytest
 
 import jamp
 from tests import by_hand, models
+from tests.bits import assert_same_bits
 from tests.by_jamp import amp_init, amp_step
+from tests.states import with_scales
 
 # optax, and a model with `dtype=`, promote; as in the programs that users write.
 pytestmark = pytest.mark.standard_promotion
@@ -20,18 +22,22 @@ STEPS = 8
 # Otherwise LLVM contracts a * b + c here and not there, which rounds once less.
 EXACT = {"xla_backend_optimization_level": 0}
 MODELS = {
-    "cnn": models.CNN(features=(8,), depth=2),
+    "cnn": models.CNN(features=(8,), depth=1),
     "transformer": models.Transformer(16, width=16, heads=2, depth=1, length=8),
 }
 
 
-def batches(name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def setup(name: str, level: str) -> tuple[Any, Any, Any]:
+    """(variables, jamp's state, batches)"""
     rng = np.random.default_rng(0)
     if name == "transformer":
         tokens = rng.integers(16, size=(STEPS, 4, 9))
-        return [(t[:, :-1], t[:, 1:]) for t in tokens]
-    images = rng.normal(size=(STEPS, 4, 8, 8, 3)).astype(np.float32)
-    return list(zip(images, rng.integers(10, size=(STEPS, 4)), strict=True))
+        data = [(t[:, :-1], t[:, 1:]) for t in tokens]
+    else:
+        images = rng.normal(size=(STEPS, 4, 8, 8, 3)).astype(np.float32)
+        data = list(zip(images, rng.integers(10, size=(STEPS, 4)), strict=True))
+    variables = jax.jit(MODELS[name].init)(jax.random.key(0), data[0][0])
+    return variables, amp_init(MODELS[name], variables, TX, level), data
 
 
 def train(step: Any, state: Any, data: Any) -> tuple[Any, list[float]]:
@@ -42,48 +48,33 @@ def train(step: Any, state: Any, data: Any) -> tuple[Any, list[float]]:
     return state, losses
 
 
-def setup(name: str, level: str) -> tuple[Any, Any]:
-    model = MODELS[name]
-    inputs, _ = batches(name)[0]
-    variables = jax.jit(model.init)(jax.random.key(0), inputs)
-    state = amp_init(model, variables, TX, level)
-    return variables, state
-
-
-def assert_same_bits(actual: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
-
 def test_o0_is_flax_train_state():
-    variables, state = setup("cnn", "O0")
+    variables, state, data = setup("cnn", "O0")
     plain = by_hand.plain_init(MODELS["cnn"], variables, TX)
-    plain, expected = train(by_hand.plain_step, plain, batches("cnn"))
-    state, losses = train(amp_step, state, batches("cnn"))
+    plain, expected = train(by_hand.plain_step, plain, data)
+    state, losses = train(amp_step, state, data)
     assert losses == expected
-    assert_same_bits(state.params, plain.params)
-    assert_same_bits(state.opt_state, plain.opt_state)
-    assert_same_bits(state.batch_stats, plain.batch_stats)
+    for name in ("params", "opt_state", "batch_stats"):
+        assert_same_bits(getattr(state, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_o2_is_o2_by_hand(name):
-    variables, state = setup(name, "O2")
+    variables, state, data = setup(name, "O2")
     mixed = by_hand.mixed_init(variables, TX, jnp.float16)
     # More than the gradients bear: the first steps are skipped.
-    scale = jnp.float32(2.0**21)
-    state = state.replace(loss_scales=(state.loss_scales[0]._replace(scale=scale),))
-    mixed = mixed._replace(scale=scale)
+    state = with_scales(state, 2.0**21)
+    mixed = mixed._replace(scale=state.loss_scale)
 
     model = MODELS[name].clone(dtype=jnp.float16)
     step = by_hand.mixed_step(model, TX, jnp.float16)
-    mixed, expected = train(step, mixed, batches(name))
-    state, losses = train(amp_step, state, batches(name))
+    mixed, expected = train(step, mixed, data)
+    state, losses = train(amp_step, state, data)
     assert 0 < mixed.skipped_steps < STEPS
     assert losses == expected
     assert_same_bits(state.params, by_hand.model_params(mixed))
     assert_same_bits(jamp.master_params(state), mixed.masters)
     assert_same_bits(state.opt_state.inner_state, mixed.opt_state)
-    assert_same_bits(state.batch_stats, mixed.batch_stats)
     assert_same_bits(state.loss_scale, mixed.scale)
-    assert_same_bits(state.skipped_steps, mixed.skipped_steps)
-    assert_same_bits(state.step, mixed.step)
+    for name in ("batch_stats", "skipped_steps", "step"):
+        assert_same_bits(getattr(state, name), getattr(mixed, name))

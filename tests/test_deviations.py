@@ -17,7 +17,7 @@ import jamp
 from jamp import optimizers as jo
 from jamp.fp16_utils import FP16_Optimizer
 from tests.forward_models import products
-from tests.oracles.fused_sgd import fused_sgd
+from tests.oracles.fused import fused_sgd
 
 HALVES = (jnp.float16, jnp.bfloat16)
 W, X = jnp.full((2, 1), 2.0), jnp.full((4, 2), 2.5)  # x @ w is 10

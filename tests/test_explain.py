@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
-from jamp._autocast import _paint
+from jamp._autocast import rewrite
 from jamp.diagnostics import Explanation, Operation
 from tests.programs import products
 
@@ -38,7 +38,7 @@ def unknown():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jamp.AutocastWarning)
         yield
-    _paint._warn_once.cache_clear()
+    rewrite._warn_once.cache_clear()
 
 
 # ---- what runs in what, and why

@@ -1,6 +1,8 @@
-"""Every way to call a Linen model under a policy: methods, containers, collections."""
+"""Every way to call a model under a policy, a Linen one or a function of any framework:
+methods, containers, collections. Inputs go half, outputs come back in float32."""
 
-import dataclasses
+import functools
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,14 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
+import jamp
+from tests.bits import assert_same_bits
 from tests.forward_models import (
-    SEQUENCE,
     TOKENS,
     Headed,
     Tied,
     Witness,
     dtypes,
+    forward,
     normal,
     products,
     state_of,
@@ -29,6 +34,7 @@ from tests.forward_models import (
 pytestmark = pytest.mark.standard_promotion
 
 X = normal(3, 4)
+O2, O3, O5 = (jamp.Properties.from_opt_level(level) for level in ("O2", "O3", "O5"))
 
 
 class Point(NamedTuple):
@@ -54,7 +60,7 @@ class Inputs(nn.Module):
         return self.body(*args, **kwargs)
 
 
-def call(*args, level="O2", returns=None, **kwargs):
+def call(door, level, *args, returns=None, **kwargs):
     """What a model sees of its inputs, and what comes back of its outputs."""
     seen = []
 
@@ -62,126 +68,51 @@ def call(*args, level="O2", returns=None, **kwargs):
         seen.append((args, kwargs))
         return returns
 
-    model = Inputs(body)
-    state = state_of(model, variables_of(model), level)
-    seen.clear()
-    out = state.apply_fn({"params": state.params}, *args, **kwargs)
+    if door == "linen":
+        model = Inputs(body)
+        state = state_of(model, level=level)
+        seen.clear()
+        out = forward(state, *args, **kwargs)
+    else:
+        properties = jamp.Properties.from_opt_level(level)
+        apply_fn = lambda variables, *args, **kwargs: body(*args, **kwargs)  # noqa: E731
+        out = jamp.cast_forward(apply_fn, properties)({}, *args, **kwargs)
     assert len(seen) == 1
     return *seen[0], out
 
 
-def test_containers_of_inputs_keep_their_types():
-    given = {
-        "dict": {"a": X, "b": [X, (X, None)]},
-        "namedtuple": Point(X, TOKENS),
-        "dataclass": Graph(X, {"w": X}),
-    }
-    (positional,), keywords, _ = call(given, named=Point(X, X))
-    assert jax.tree.structure(positional) == jax.tree.structure(given)
-    assert dtypes(positional["dict"]) == ["float16"] * 3
-    assert isinstance(positional["namedtuple"], Point)
-    assert dtypes(positional["namedtuple"]) == ["float16", "int32"]
-    assert isinstance(positional["dataclass"], Graph)
-    assert dtypes(positional["dataclass"]) == ["float16"] * 2
-    assert dtypes(keywords["named"]) == ["float16"] * 2
+FLOATS = {
+    "jax": X,
+    "numpy": np.asarray(X),
+    "float64": np.asarray(X, np.float64),
+    "float16": X.astype(jnp.float16),
+    "bfloat16": X.astype(jnp.bfloat16),
+    "point": Point(X, None),
+    "graph": [Graph(X, {"w": X})],
+}
+OTHERS = {
+    "arrays": [TOKENS, np.arange(3, dtype=np.uint8), jnp.asarray([True, False])],
+    "complex": (jnp.asarray([1 + 2j]), None),
+    "keys": Point(jax.random.key(3), jax.random.PRNGKey(3)),
+    # Numbers can still be branched on: rates of stochastic depth from np.linspace.
+    "python": [0.1, 3, True, "mean", jnp.tanh, np.float64(0.1), np.float32(0.1)],
+}
 
 
-@pytest.mark.parametrize("level, half", [("O2", "float16"), ("O5", "bfloat16")])
-@pytest.mark.parametrize(
-    "x",
-    [
-        X,
-        np.asarray(X),
-        np.asarray(X, np.float64),
-        X.astype(jnp.float16),
-        X.astype(jnp.bfloat16),
-    ],
-    ids=["jax", "numpy", "float64", "float16", "bfloat16"],
-)
-def test_every_float_array_is_cast(x, level, half):
-    (seen,), _, _ = call(x, level=level)
-    assert seen.dtype == half
-    # Rounded once, straight from what was given.
-    expected = np.asarray(x).astype(seen.dtype)
-    assert np.asarray(seen).tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        TOKENS,
-        np.arange(3, dtype=np.uint8),
-        jnp.asarray([True, False]),
-        jnp.asarray([1 + 2j]),
-        jax.random.key(3),
-        jax.random.PRNGKey(3),
-    ],
-    ids=["int", "numpy-uint8", "bool", "complex", "key", "raw-key"],
-)
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_other_arrays_pass_untouched(value, level):
-    (seen,), keywords, _ = call(value, level=level, again=value)
-    assert seen is value and keywords["again"] is value
-
-
-@pytest.mark.parametrize(
-    "value", [0.1, 3, True, None, "mean", jnp.tanh, np.float64(0.1), np.float32(0.1)]
-)
-def test_python_values_pass_untouched(value):
-    (seen,), keywords, _ = call(value, again=value)
-    assert seen is value and keywords["again"] is value
-
-
-@pytest.mark.parametrize("rate", [0.1, np.linspace(0, 0.2, 3)[1]])
-def test_numbers_can_still_be_branched_on_under_jit(rate):
-    # Rates of stochastic depth come from np.linspace; as arrays they would be traced.
-    class Rated(nn.Module):
-        @nn.compact
-        def __call__(self, x, rate):
-            return nn.Dense(2)(x) if rate > 0 else x
-
-    model = Rated()
-    state = state_of(model, variables_of(model, X, rate=0.1), "O2")
-    out = jax.jit(lambda p: state.apply_fn({"params": p}, X, rate))(state.params)
-    assert out.shape == (3, 2) and out.dtype == jnp.float32
-
-
-def test_modules_as_inputs_and_outputs_pass_untouched():
-    # They have a `dtype` too, without being arrays.
-    class Calls(nn.Module):
-        @nn.compact
-        def __call__(self, x, other):
-            w = self.param("w", nn.initializers.ones, (4, 4))
-            return other(x @ w)
-
-    class Outer(nn.Module):
-        def setup(self):
-            self.calls, self.dense = Calls(), nn.Dense(2, dtype=jnp.float32)
-
-        def part(self):
-            return self.dense
-
-        def __call__(self, x):
-            return self.calls(x, self.part())
-
-    model = Outer()
-    state = state_of(model, variables_of(model, X), "O2")
-    fn = lambda p: state.apply_fn({"params": p}, X)  # noqa: E731
-    assert products(fn, state.params) == ["float16,float16"] * 2
-    bound = model.bind({"params": state.params})
-    assert isinstance(under_policy(state, bound.part), nn.Dense)
-
-
-def test_containers_of_outputs_come_back_in_float32():
-    half, ints = X.astype(jnp.float16), TOKENS
-    returns = {"p": Point(half, ints), "l": [half, None, 0.5], "x": X}
-    _, _, out = call(returns=returns)
-    assert jax.tree.structure(out) == jax.tree.structure(returns)
-    assert isinstance(out["p"], Point)
-    assert out["p"].x.dtype == out["l"][0].dtype == out["x"].dtype == jnp.float32
-    np.testing.assert_array_equal(out["p"].x, np.float32(half))
-    np.testing.assert_array_equal(out["x"], X)  # float32 within: no bit is lost
-    assert out["p"].y.dtype == jnp.int32 and out["l"][2] == 0.5
+@pytest.mark.parametrize("door", ["linen", "function"])
+def test_every_float_array_is_cast_and_nothing_else(door, level):
+    half = {"O0": "float32", "O5": "bfloat16"}.get(level, "float16")
+    given = {"floats": FLOATS, "others": OTHERS}
+    (seen,), keywords, out = call(door, level, given, again=given, returns=given)
+    rows = [(seen, half), (keywords["again"], half), (out, "float32")]
+    for got, dtype in rows:
+        assert jax.tree.structure(got) == jax.tree.structure(given)
+        # Rounded once, straight from what was given.
+        cast = jax.tree.map(lambda x, d=dtype: np.asarray(x).astype(d), FLOATS)
+        assert_same_bits(got["floats"], cast)
+        pairs = zip(*map(jax.tree.leaves, (got["others"], OTHERS)), strict=True)
+        assert all(a is b for a, b in pairs)
 
 
 class Coder(Tied):
@@ -200,45 +131,33 @@ class Coder(Tied):
 
 
 METHODS = {
-    "name": "encode",
-    "function": Coder.encode,
-    "lambda": lambda m, tokens: m.decode(m.encode(tokens)[0]),
+    "name": ("encode", TOKENS),
+    "function": (Coder.encode, TOKENS),
+    "lambda": (lambda m, tokens: m.decode(m.encode(tokens)[0]), TOKENS),
+    "of floats": ("decode", normal(2, 3, 4)),
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("route", ["state.apply_fn", "model.apply"])
-def test_methods_other_than_call(method, route):
+def test_methods_other_than_call(name, route):
     model = Coder(dtype=jnp.float32)
-    state = state_of(model, variables_of(model, TOKENS), "O2")
-    apply = state.apply_fn if route == "state.apply_fn" else model.apply
+    state, (method, x) = state_of(model, TOKENS), METHODS[name]
+    apply = None if route == "state.apply_fn" else model.apply
 
-    def run(params):
-        variables = {"params": params}
-        return apply(variables, TOKENS, method=METHODS[method])
+    def run(state):
+        run = lambda: forward(state, x, apply=apply, method=method)  # noqa: E731
+        return under_policy(state, run)
 
-    out, width = under_policy(state, lambda: run(state.params))
+    out, width = run(state)
     assert out.dtype == jnp.float32 and width == 2
-    found = products(lambda p: under_policy(state, lambda: run(p)), state.params)
-    assert set(found) == {"float16,float16"}
-
-
-def test_float_inputs_of_a_method_are_cast():
-    model = Coder()
-    state = state_of(model, variables_of(model, TOKENS), "O2")
-    x = normal(2, 3, 4)
-    logits, width = state.apply_fn({"params": state.params}, x, method="decode")
-    assert width == 2 and logits.dtype == jnp.float32
-    table = np.float64(state.params["embed"]["embedding"])
-    # Four products of rounded numbers, and their partial sums.
-    exact, size = np.float64(x) @ table.T, np.abs(np.float64(x)) @ np.abs(table.T)
-    assert np.all(np.abs(logits - exact) <= 6 * 2.0**-11 * size)
+    assert set(products(run, state)) == {"float16,float16"}
 
 
 @pytest.mark.parametrize("bound", ["outside", "inside"])
 def test_bind(bound):
     model = Coder()
-    state = state_of(model, variables_of(model, TOKENS), "O2")
+    state = state_of(model, TOKENS)
     bind = lambda: model.bind({"params": state.params})  # noqa: E731
     before = bind()
 
@@ -246,14 +165,22 @@ def test_bind(bound):
         m = before if bound == "outside" else bind()
         code, first = m.encode(TOKENS)
         logits, second = m(TOKENS)
-        layer = m.layers[0](normal(2, 4))
-        return (code, logits, layer), (first, second)
+        return (code, logits, m.layers[0](normal(2, 4))), (first, second)
 
     out, widths = under_policy(state, run)
     assert dtypes(out) == ["float32"] * 3
     assert [int(w) for w in widths] == [2, 2]
     # Outside of the policy the same bound module promotes, as Flax does.
     assert before.decode(normal(2, 4))[1] == 4
+
+
+def test_a_dtype_field_is_restored():
+    # The user's module object is not touched, nor is a bound one after the call.
+    model = Headed(dtype=jnp.float32, head_dtype=jnp.float32)
+    state = state_of(model, X)
+    bound = model.bind({"params": state.params})
+    under_policy(state, lambda: bound(X))
+    assert bound.dtype == model.dtype == jnp.float32
 
 
 def test_mutable_and_sow():
@@ -270,7 +197,7 @@ def test_mutable_and_sow():
 
     model = Sowing()
     variables = variables_of(model, X)
-    state = state_of(model, variables, "O2")
+    state = state_of(model, variables=variables)
     variables = {"params": state.params, "counts": variables["counts"]}
     for mutable in (["intermediates", "counts"], True):
         out, new = state.apply_fn(variables, X, mutable=mutable)
@@ -278,25 +205,11 @@ def test_mutable_and_sow():
         hidden = new["intermediates"]["hidden"][0]
         assert hidden.dtype == jnp.float16  # what the model had, not a copy of it
         assert dtypes(new["counts"]) == ["int32", "float32"]
-        plain = model.apply(variables, X, mutable=mutable)[1]
-        assert jax.tree.structure(new) == jax.tree.structure(plain)
+        plain = jax.eval_shape(lambda m=mutable: model.apply(variables, X, mutable=m))
+        assert jax.tree.structure(new) == jax.tree.structure(plain[1])
         start = np.float64(variables["counts"]["total"])
         expected = start + np.float64(hidden).sum()
         np.testing.assert_allclose(new["counts"]["total"], expected, rtol=1e-6)
-
-
-def test_captured_intermediates():
-    model = Headed()
-    state = state_of(model, variables_of(model, X), "O2")
-    out, new = state.apply_fn(
-        {"params": state.params},
-        X,
-        capture_intermediates=True,
-        mutable=["intermediates"],
-    )
-    seen = new["intermediates"]
-    assert seen["body"]["__call__"][0].dtype == jnp.float16
-    np.testing.assert_array_equal(np.float32(seen["head"]["__call__"][0]), out)
 
 
 def test_dropout_draws_the_same_mask():
@@ -307,10 +220,9 @@ def test_dropout_draws_the_same_mask():
 
     model = Dropped()
     variables = variables_of(model, X, train=False)
-    state = state_of(model, variables, "O2")
+    state = state_of(model, variables=variables)
     options = {"train": True, "rngs": {"dropout": jax.random.key(5)}}
-    out = state.apply_fn({"params": state.params}, X, **options)
-    fp32 = model.apply(variables, X, **options)
+    out, fp32 = forward(state, X, **options), model.apply(variables, X, **options)
     assert out.dtype == jnp.float32
     np.testing.assert_array_equal(out == 0, fp32 == 0)
     assert 0.3 < np.mean(out == 0) < 0.7
@@ -320,30 +232,85 @@ def test_dropout_draws_the_same_mask():
     assert np.all(np.abs(out - fp32) <= 2 * 8 * 2.0**-11 * size)
 
 
-def test_a_model_in_a_model_through_apply():
-    # A student that calls `apply` on another half model: that one is patched as well.
-    inner = Witness()
-    variables = variables_of(inner, X)
-    params = jax.tree.map(lambda p: p.astype(jnp.float16), variables["params"])
+# Functions, by cast_forward and by state.apply_fn
 
-    class Outer(nn.Module):
+
+def plain(params, x):
+    """Module level, so that it can be pickled."""
+    return jnp.tanh(x @ params["w"])
+
+
+def test_variables_are_not_cast_nor_are_updated_collections():
+    half, seen = X.astype(jnp.float16), []
+
+    def apply_fn(variables, x, mutable=False, **kwargs):
+        seen.append((variables, mutable))
+        return half, {"cache": half}
+
+    fn, variables = jamp.cast_forward(apply_fn, O2), {"params": {"w": X}, "state": X}
+    for mutable in (["cache"], "cache", True, []):
+        out, new = fn(variables, X, mutable=mutable)
+        assert out.dtype == jnp.float32 and new["cache"] is half
+        assert seen[-1][0] is variables and seen[-1][1] == mutable
+    # Else a tuple is an output like any other.
+    for kwargs in ({}, {"mutable": False}):
+        assert dtypes(fn(variables, X, **kwargs)) == ["float32"] * 2
+
+
+def test_a_function_of_jax_runs_in_half():
+    w = normal(4, 2)
+    state = jamp.initialize({"w": w}, None, "O5", apply_fn=plain, verbosity=0)
+    out = state.apply_fn(state.params, X)
+    # Bitwise what the half program by hand gives, widened.
+    by_hand = plain({"w": w.astype(jnp.bfloat16)}, X.astype(jnp.bfloat16))
+    assert_same_bits(out, by_hand.astype(jnp.float32))
+
+    fn = jamp.scaled_value_and_grad(lambda params: jnp.sum(state.apply_fn(params, X)))
+    loss, grads = fn(state)
+    assert loss.dtype == jnp.float32 and dtypes(grads.tree) == ["bfloat16"]
+    assert set(products(fn, state)) == {"bfloat16,bfloat16"}
+    y = np.tanh(np.float64(X) @ np.float64(state.params["w"]))
+    expected = np.float64(X).T @ (1 - y * y)
+    # Five roundings of bfloat16 on the longest way to one of three terms.
+    size = np.abs(np.float64(X)).T @ np.ones_like(y)
+    assert np.all(np.abs(np.float64(grads.tree["w"]) - expected) <= 8 * 2.0**-8 * size)
+
+
+def test_equal_wrappers_are_one_static_argument():
+    # TrainState keeps apply_fn as static data: a second hash would retrace every step.
+    first, second = jamp.cast_forward(plain, O2), jamp.cast_forward(plain, O2)
+    assert first == second and hash(first) == hash(second)
+    assert first != jamp.cast_forward(plain, O5)
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+@pytest.mark.parametrize("kind", ["lambda", "partial", "jit"])
+def test_a_function_around_a_linen_model(kind):
+    # jamp cannot see that it is a model's: inputs and outputs are cast all the same,
+    # and the model inside runs under the policy.
+    class Mixed(nn.Module):
         @nn.compact
         def __call__(self, x):
-            y, width = inner.apply({"params": params}, x.astype(jnp.float32))
-            return nn.Dense(2)(y), width
+            x = nn.BatchNorm(use_running_average=True, dtype=jnp.float32)(x)
+            return Witness(name="witness")(x)
 
-    state = state_of(Outer(), variables_of(Outer(), X), "O2")
-    fn = lambda p: state.apply_fn({"params": p}, X)  # noqa: E731
-    assert fn(state.params)[1] == 2
-    assert products(fn, state.params) == ["float16,float16"] * 2
+    model = Mixed()
+    apply_fn = {
+        "lambda": lambda variables, x: model.apply(variables, x),
+        "partial": functools.partial(model.apply, mutable=False),
+        "jit": jax.jit(model.apply),
+    }[kind]
+    out, width = forward(state_of(model, X, apply_fn=apply_fn), X)
+    assert out.dtype == jnp.float32 and width == 2
 
 
-def test_a_dtype_field_is_restored():
-    # The user's module object is not touched, nor is a bound one after the call.
-    model = Headed(dtype=jnp.float32, head_dtype=jnp.float32)
-    state = state_of(model, variables_of(model, SEQUENCE), "O2")
-    bound = model.bind({"params": state.params})
-    under_policy(state, lambda: bound(SEQUENCE))
-    assert bound.dtype == model.dtype == jnp.float32
-    fields = [field.name for field in dataclasses.fields(Headed)]
-    assert "dtype" in fields and model == Headed(jnp.float32, jnp.float32)
+def test_functions_of_several_models_keep_their_container():
+    fn, w = jamp.cast_forward(plain, O2), {"w": normal(4, 2)}
+    for given, expected in (
+        ([plain, plain], (fn, fn)),
+        ((plain,), (fn,)),
+        ({"a": plain, "b": plain}, FrozenDict(a=fn, b=fn)),
+        (None, None),
+    ):
+        state = jamp.initialize(w, None, "O2", apply_fn=given, verbosity=0)
+        assert state.apply_fn == expected and hash(state.apply_fn) == hash(expected)

@@ -1,6 +1,6 @@
-"""fp16_utils.FP16_Optimizer: state_dict, Flax and Orbax bring every bit back."""
+"""Both FP16_Optimizers: state_dict, Flax and Orbax bring every bit back."""
 
-import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,192 +9,132 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jamp.optimizers import fused_adam
 from tests.bits import assert_same_bits
-from tests.fp16 import F32, data, dot, like, make, params, run, step_of
+from tests.fp16 import cut_down, data, dot, group, like, make, params, run, step_of
 
-KEYS = {
-    "loss_scaler",
-    "dynamic_loss_scale",
-    "overflow",
-    "first_closure_call_this_step",
-    "optimizer_state_dict",
-    "fp32_from_fp16",
-    "fp32_from_fp32",
-}
-XS = data(10, (2, 6))
 OPTIMIZER = make(fused_adam(1e-2), window=3)
-STEP = jax.jit(step_of(OPTIMIZER))
-BACKWARD = jax.jit(lambda state, x: OPTIMIZER.backward(state, dot, x)[1])
+OF_BOTH = "dynamic_loss_scale optimizer_state_dict "
+OF_CUT_DOWN = OF_BOTH + "cur_scale cur_iter fp32_groups_flat "
+OF_DYNAMIC = "last_overflow_iter scale_factor scale_window"
+OF_FP16_UTILS = "loss_scaler overflow first_closure_call_this_step fp32_from_fp16 "
+# The optimizer, its params, and apex's keys.
+BOTH = {
+    "fp16_utils": (OPTIMIZER, params(), OF_BOTH + OF_FP16_UTILS + "fp32_from_fp32"),
+    "cut_down": (cut_down(), group(), OF_CUT_DOWN + OF_DYNAMIC),
+    "static": (cut_down(dynamic_loss_scale=False), group(), OF_CUT_DOWN),
+}
+EITHER = pytest.mark.parametrize("kind", BOTH)
 
 
-@pytest.fixture(scope="module")
-def trained():
-    """After five steps, the third of them skipped."""
-    return run(STEP, OPTIMIZER.init(params()), XS[:5], "eager")[0]
+@functools.cache
+def uninterrupted(kind):
+    """After five steps of ten, and the last; and how to get from there to here."""
+    optimizer, tree, _ = BOTH[kind]
+    step, xs = jax.jit(step_of(optimizer)), data(10, (2, 6), tree=tree)
+    start = optimizer.zero_grad(optimizer.init(tree))
+    half_way, _ = run(step, start, xs[:5], "eager")
+    resume = lambda state: run(step, state, xs[5:], "eager")[0]  # noqa: E731
+    return half_way, resume(half_way), resume
 
 
-@pytest.fixture(scope="module")
-def overflowed(trained):
-    """Between an overflowing backward and the step that it will skip."""
-    return BACKWARD(trained, like(np.inf))
-
-
-def test_a_donated_state_takes_no_array_along():
-    tree, clear = params(), jax.jit(OPTIMIZER.zero_grad, donate_argnums=0)
-    state = clear(OPTIMIZER.init(tree))
-    assert_same_bits(tree, params())
-    saved = OPTIMIZER.state_dict(state)
-    before = jax.tree.map(np.array, saved)
-    target = other()
-    clear(OPTIMIZER.load_state_dict(target, saved))
-    assert_same_bits(saved, before)
-    assert_same_bits(target, other())
-
-
-def other():
+def other(kind="fp16_utils"):
     """A state with no bit of the trained one's."""
-    tree = jax.tree.map(lambda p: -p * 2, params())
-    return OPTIMIZER.init(tree)
+    optimizer, tree, _ = BOTH[kind]
+    return optimizer.zero_grad(optimizer.init(jax.tree.map(lambda p: -p * 2, tree)))
 
 
-def test_state_dict_has_apex_keys_and_the_masters(trained):
-    saved = OPTIMIZER.state_dict(trained)
-    assert saved.keys() == KEYS
-    masters = OPTIMIZER.master_params(trained)
-    halves = {x.tobytes() for x in map(np.asarray, jax.tree.leaves(masters["dense"]))}
-    from_half = jax.tree.leaves(saved["fp32_from_fp16"])
-    assert {np.asarray(x).tobytes() for x in from_half} == halves
-    assert {x.dtype for x in from_half} == {jnp.dtype(F32)}
-    (own,) = jax.tree.leaves(saved["fp32_from_fp32"])
-    assert own == trained.params["norm"]
-    assert saved["dynamic_loss_scale"]
-    assert not make(dynamic=False).state_dict(trained)["dynamic_loss_scale"]
+@functools.cache
+def overflowed():
+    """Between an overflowing backward and the step that it will skip."""
+    backward = jax.jit(lambda state, x: OPTIMIZER.backward(state, dot, x)[1])
+    return backward(uninterrupted("fp16_utils")[0], like(np.inf))
 
 
-def test_state_dict_round_trips_and_refreshes_the_half_params(trained):
-    saved = OPTIMIZER.state_dict(trained)
-    loaded = OPTIMIZER.load_state_dict(other(), saved)
-    assert_same_bits(OPTIMIZER.state_dict(loaded), saved)
-    assert_same_bits(loaded.params, trained.params)
-    assert_same_bits(loaded.opt_state, trained.opt_state)
+@EITHER
+def test_state_dict_has_apex_keys_and_a_donated_state_takes_no_array_along(kind):
+    optimizer, tree, keys = BOTH[kind]
+    before = jax.tree.map(np.array, tree)
+    clear = jax.jit(optimizer.zero_grad, donate_argnums=0)
+    saved = optimizer.state_dict(clear(clear(optimizer.init(tree))))
+    assert saved.keys() == set(keys.split())
+    assert saved["dynamic_loss_scale"] == (kind != "static")
+    held, target = jax.tree.map(np.array, saved), other(kind)
+    clear(optimizer.load_state_dict(target, saved))
+    assert_same_bits((tree, saved, target), (before, held, other(kind)))
 
 
-def test_a_pending_overflow_is_saved(overflowed):
-    loaded = OPTIMIZER.load_state_dict(other(), OPTIMIZER.state_dict(overflowed))
+def test_state_dict_round_trips_and_refreshes_the_half_params():
+    state, start = overflowed(), other()
+    saved, masters = OPTIMIZER.state_dict(state), OPTIMIZER.master_params(state)
+    assert_same_bits(saved["fp32_from_fp16"]["dense"], masters["dense"])
+    assert_same_bits(saved["fp32_from_fp32"]["norm"], state.params["norm"])
+    written = serialization.msgpack_serialize(saved)
+    loaded = OPTIMIZER.load_state_dict(start, serialization.msgpack_restore(written))
     assert loaded.overflow
-    assert_same_bits(loaded.loss_scaler, overflowed.loss_scaler)
-    stepped = OPTIMIZER.step(loaded)
-    assert_same_bits(stepped.params, overflowed.params)
-    assert_same_bits(stepped.opt_state, overflowed.opt_state)
+    gradients = {name: getattr(start, name) for name in ("model_grads", "master_grads")}
+    assert_same_bits(loaded, state.replace(**gradients))
+    stepped = jax.jit(OPTIMIZER.step)(loaded)
+    assert_same_bits(stepped.params, state.params)
+    assert_same_bits(stepped.opt_state, state.opt_state)
 
 
-def through_state_dict(state):
-    return OPTIMIZER.load_state_dict(other(), OPTIMIZER.state_dict(state))
+@EITHER
+def test_a_resumed_run_is_the_uninterrupted_one(kind):
+    (half_way, last, resume), (optimizer, *_) = uninterrupted(kind), BOTH[kind]
+    loaded = optimizer.load_state_dict(other(kind), optimizer.state_dict(half_way))
+    assert_same_bits(loaded.params, half_way.params)
+    assert_same_bits(resume(loaded), last)
 
 
-def through_flax(state):
-    return serialization.from_bytes(other(), serialization.to_bytes(state))
+def test_flax_and_orbax_bring_every_bit_back(tmp_path):
+    def three(flat, state):
+        none = OPTIMIZER.zero_grad(state, set_grads_to_None=True)
+        return {"cut_down": flat, "fp16_utils": state, "none": none}
 
-
-def through_dict_of_flax(state):
-    """The state_dict itself, as msgpack."""
-    target = OPTIMIZER.state_dict(other())
-    written = serialization.to_bytes(OPTIMIZER.state_dict(state))
-    return OPTIMIZER.load_state_dict(other(), serialization.from_bytes(target, written))
-
-
-@pytest.mark.parametrize(
-    "through", [through_state_dict, through_flax, through_dict_of_flax]
-)
-def test_a_resumed_run_is_the_uninterrupted_one(trained, through):
-    resumed, seen = run(STEP, through(trained), XS[5:], "eager")
-    whole, expected = run(STEP, OPTIMIZER.init(params()), XS, "eager")
-    assert_same_bits(resumed, whole)
-    assert_same_bits(seen, expected[5:])
-
-
-@pytest.mark.parametrize("which", ["trained", "overflowed"])
-def test_flax_brings_the_whole_state_back(which, request):
-    state = request.getfixturevalue(which)
-    restored = serialization.from_bytes(other(), serialization.to_bytes(state))
-    assert_same_bits(jax.tree.map(jnp.asarray, restored), state)
-
-
-def test_flax_brings_none_back(trained):
-    state = OPTIMIZER.zero_grad(trained, set_grads_to_None=True)
-    target = OPTIMIZER.zero_grad(other(), set_grads_to_None=True)
-    restored = serialization.from_bytes(target, serialization.to_bytes(state))
-    assert restored.model_grads is None
-    assert_same_bits(jax.tree.map(jnp.asarray, restored), state)
-
-
-def test_orbax_brings_the_whole_state_back(overflowed, tmp_path):
+    states = three(uninterrupted("cut_down")[0], overflowed())
+    target = three(other("cut_down"), other())
+    restored = serialization.from_bytes(target, serialization.to_bytes(states))
+    assert_same_bits(jax.tree.map(jnp.asarray, restored), states)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", overflowed)
+        checkpointer.save(tmp_path / "states", states)
         checkpointer.wait_until_finished()
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, other())
-        restored = checkpointer.restore(tmp_path / "state", target)
-    assert_same_bits(restored, overflowed)
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+        assert_same_bits(checkpointer.restore(tmp_path / "states", shapes), states)
 
 
-def missing_key(saved):
-    del saved["loss_scaler"]
-
-
-def surplus_key(saved):
-    saved["extra"] = 1
-
-
-def drop_leaf(saved):
-    _first_array(saved["fp32_from_fp16"])[0].clear()
-
-
-def wrong_shape(saved):
-    container, key = _first_array(saved["fp32_from_fp16"])
-    container[key] = jnp.zeros((7, 7), F32)
-
-
-def wrong_dtype(saved):
-    container, key = _first_array(saved["fp32_from_fp16"])
-    container[key] = container[key].astype(jnp.float16)
-
-
-def _first_array(tree):
-    """The innermost container that holds an array, and where in it."""
-    keys = list(tree) if isinstance(tree, dict) else range(len(tree))
-    for key in keys:
-        if hasattr(tree[key], "dtype"):
-            return tree, key
-        if isinstance(tree[key], dict | list) and tree[key]:
-            return _first_array(tree[key])
-    raise AssertionError("no array")
+BIAS = "fp32_from_fp16/dense/bias"
 
 
 @pytest.mark.parametrize(
-    "spoil", [missing_key, surplus_key, drop_leaf, wrong_shape, wrong_dtype]
+    "name, value, words",
+    [
+        ("loss_scaler/scale", None, "is missing"),
+        ("extra", 1, "is unexpected"),
+        (BIAS, None, "is missing"),
+        (BIAS, np.zeros(7, np.float32), "has shape"),
+        (BIAS, np.zeros(2, np.float16), "has dtype"),
+        ("fp32_from_fp16/dense/weight", np.zeros(2), "is unexpected"),
+    ],
 )
-def test_what_does_not_fit_is_refused(trained, spoil):
-    saved = copy.deepcopy(OPTIMIZER.state_dict(trained))
-    spoil(saved)
+def test_what_does_not_fit_is_refused(name, value, words):
+    saved = flatten_dict(OPTIMIZER.state_dict(other()), sep="/")
+    saved |= {name: value}
+    if value is None:
+        del saved[name]
     state = other()
     before = jax.tree.map(np.array, state)
-    with pytest.raises(ValueError):
-        OPTIMIZER.load_state_dict(state, saved)
+    with pytest.raises(ValueError, match=f"{name} {words}"):
+        OPTIMIZER.load_state_dict(state, unflatten_dict(saved, sep="/"))
     assert_same_bits(state, before)
 
 
-def test_another_optimizers_state_is_refused(trained):
-    saved = make(optax.sgd(0.5, momentum=0.5))
-    saved = saved.state_dict(saved.init(params()))
-    with pytest.raises(ValueError):
-        OPTIMIZER.load_state_dict(trained, saved)
-
-
-def test_other_params_are_refused(trained):
-    saved = OPTIMIZER.state_dict(trained)
-    renamed = params()
-    renamed["dense"]["weight"] = renamed["dense"].pop("kernel")
-    with pytest.raises(ValueError, match="weight|kernel"):
-        OPTIMIZER.load_state_dict(OPTIMIZER.init(renamed), saved)
+def test_what_another_optimizer_saved_is_refused():
+    static = make(fused_adam(1e-2), dynamic=False)
+    sgd = make(optax.sgd(0.5, momentum=0.5))
+    for optimizer, words in ((sgd, "mu/.* is missing"), (static, "dynamic_loss_scale")):
+        saved = optimizer.state_dict(optimizer.init(params()))
+        with pytest.raises(ValueError, match=words):
+            OPTIMIZER.load_state_dict(other(), saved)

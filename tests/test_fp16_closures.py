@@ -9,68 +9,27 @@ import pytest
 import jamp
 from jamp.fp16_utils import FP16_Optimizer
 from tests.bits import assert_same_bits
-from tests.fp16 import (
-    BF16,
-    EAGER_OR_JIT,
-    F16,
-    F32,
-    REFUSED,
-    WHERE,
-    assert_rounded,
-    data,
-    dot,
-    like,
-    make,
-    params,
-    run,
-)
+from tests.fp16 import F32, data, dot, like, make, params
 
-
-def closure_for(optimizer, loss_fn, *args):
-    """What a user of apex writes: zero_grad, backward, and the loss."""
-
-    def closure(state):
-        return optimizer.backward(optimizer.zero_grad(state), loss_fn, *args)
-
-    return closure
-
-
-def step_with(optimizer, loss_fn, where):
-    def step(state, *args):
-        return optimizer.step(state, closure_for(optimizer, loss_fn, *args))
-
-    return jax.jit(step) if where == "jit" else step
-
+SGD = optax.sgd(1.0)
 
 # Closures
 
 
-@WHERE
-def test_a_closure_steps_as_backward_and_step_do(where):
-    optimizer, xs = make(), data(2)
-    plain = optimizer.init(params())
-    with_closure = step_with(optimizer, dot, "eager")
+def step_with(optimizer, loss_fn, where="jit"):
+    def step(state, *args):
+        def closure(state):
+            """What a user of apex writes: zero_grad, backward, and the loss."""
+            return optimizer.backward(optimizer.zero_grad(state), loss_fn, *args)
 
-    def step(state, x):
-        loss, state = with_closure(state, x)
-        return state, loss
+        return optimizer.step(state, closure)
 
-    state, losses = run(step, optimizer.init(params()), xs, where)
-    for x, loss in zip(xs, losses, strict=True):
-        expected, plain = optimizer.backward(optimizer.zero_grad(plain), dot, x)
-        plain = optimizer.step(plain)
-        np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert_same_bits(state.params, plain.params)
-    assert_same_bits(state.opt_state, plain.opt_state)
-    assert_same_bits(state.loss_scaler, plain.loss_scaler)
-    assert state.first_closure_call_this_step
-    assert not state.overflow
+    return jax.jit(step) if where == "jit" else step
 
 
-OVERFLOW_IN_CLOSURE = (
-    "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
-)
 SKIPPED = "Gradient overflow.  Skipping step, reducing loss scale to {}\n"
+IN_CLOSURE = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
+EAGER_OR_JIT = pytest.mark.parametrize("where", ["eager", "jit"])
 
 
 @EAGER_OR_JIT
@@ -85,7 +44,7 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(where, capsys
     assert float(loss) == float(dot(params(), like(4.0)))
     assert state.params["dense"]["bias"].tolist() == [-0.125, 0.0]
     assert state.params["norm"] == 2.75
-    printed = [OVERFLOW_IN_CLOSURE.format(2.0**n) for n in (15, 14, 13)]
+    printed = [IN_CLOSURE.format(2.0**n) for n in (15, 14, 13)]
     assert capsys.readouterr().out == ("".join(printed) if where == "eager" else "")
 
 
@@ -93,85 +52,44 @@ def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(where, capsys
 def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
     optimizer = make(dynamic_loss_args={"min_loss_scale": 2.0**14})
     start = optimizer.init(params())
-    _, state = step_with(optimizer, dot, where)(start, like(np.inf))
+    step = step_with(optimizer, dot, where)
+    _, state = step(start, like(np.inf))
     assert state.overflow
     assert state.loss_scale == 2.0**14
     assert_same_bits((state.params, state.opt_state), (start.params, start.opt_state))
-    printed = OVERFLOW_IN_CLOSURE.format(2.0**15) + SKIPPED.format(2.0**14)
+    printed = IN_CLOSURE.format(2.0**15) + SKIPPED.format(2.0**14)
     assert capsys.readouterr().out == (printed if where == "eager" else "")
     # The next closure begins with zero_grad, as this one did.
-    _, state = step_with(optimizer, dot, where)(state, data(1)[0])
+    _, state = step(state, data(1)[0])
     assert not state.overflow
-    assert np.any(np.asarray(state.params["norm"] != start.params["norm"]))
+    assert state.params["norm"] != start.params["norm"]
 
 
-def test_a_static_scale_calls_the_closure_once():
-    calls = []
-    optimizer = make(optax.sgd(0.5), dynamic=False, static_loss_scale=8.0)
+def test_the_first_call_is_marked_and_a_static_scale_has_no_other():
+    for dynamic, x, calls in ((True, 8.0, 5), (False, np.inf, 1)):
+        optimizer, seen = make(dynamic=dynamic), []
 
-    def closure(state):
-        calls.append(0)
-        return optimizer.backward(optimizer.zero_grad(state), dot, like(np.inf))
+        def closure(state, optimizer=optimizer, seen=seen, x=x):
+            seen.append(bool(state.first_closure_call_this_step))
+            return optimizer.backward(optimizer.zero_grad(state), dot, like(x))
 
-    _, state = optimizer.step(optimizer.init(params()), closure)
-    assert len(calls) == 1
-    assert not state.overflow
-    assert state.params["norm"] == -np.inf
-
-
-def test_the_first_call_of_a_closure_is_marked():
-    optimizer, marks = make(), []
-
-    def closure(state):
-        marks.append(bool(state.first_closure_call_this_step))
-        return optimizer.backward(optimizer.zero_grad(state), dot, like(8.0))
-
-    _, state = optimizer.step(optimizer.init(params()), closure)
-    assert marks == [True, False, False, False, False]
-    assert state.first_closure_call_this_step
-
-
-@pytest.mark.parametrize(
-    "closure",
-    [lambda state: state, lambda state: jnp.float32(1), lambda state: (None, state)],
-)
-def test_a_closure_returns_loss_and_state(closure):
-    optimizer = make()
-    with pytest.raises(TypeError, match="closure"):
-        optimizer.step(optimizer.init(params()), closure)
-
-
-TARGET = like(0.75)
-CURVATURE = {"dense": {"kernel": 10.0, "bias": 5.0}, "norm": 3.0}
-BACKTRACKING = optax.scale_by_backtracking_linesearch(
-    max_backtracking_steps=15, store_grad=True
-)
+        _, state = optimizer.step(optimizer.init(params()), closure)
+        assert seen == [True] + [False] * (calls - 1)
+        assert state.first_closure_call_this_step
+        assert not state.overflow
 
 
 def bowl(p):
-    """Convex and not quadratic; least at TARGET."""
-    far = jax.tree.map(lambda p, t: p.astype(F32) - t, p, TARGET)
-    parts = jax.tree.map(lambda d, c: c * (d**2 + 0.1 * d**4).sum(), far, CURVATURE)
-    return sum(jax.tree.leaves(parts))
+    """Convex and not quadratic; least at 0.75."""
+    far = [x.astype(F32) - 0.75 for x in jax.tree.leaves(p)]
+    return sum((x**2 + x**4).sum() for x in far)
 
 
-def half_like(masters):
-    """The params that belong to some masters."""
-    return jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params())
-
-
-def line_search_by_hand(tx, masters, steps):
+def line_search_by_hand(tx, masters, half, steps):
     """optax's recipe, with the loss at rounded weights and its gradient there."""
 
-    @jax.custom_vjp
     def value_fn(masters):
-        return bowl(half_like(masters))
-
-    def forward(masters):
-        loss, grads = jax.value_and_grad(bowl)(half_like(masters))
-        return loss, jax.tree.map(lambda g: g.astype(F32), grads)
-
-    value_fn.defvjp(forward, lambda grads, ct: (jax.tree.map(lambda g: ct * g, grads),))
+        return bowl(jax.tree.map(lambda m, p: m.astype(p.dtype), masters, half))
 
     @jax.jit
     def step(masters, state):
@@ -185,131 +103,69 @@ def line_search_by_hand(tx, masters, steps):
     for _ in range(steps):
         value, masters, state = step(masters, state)
         losses.append(float(value))
-    return losses, masters
+    return losses
 
 
-@pytest.mark.standard_promotion  # for optax.lbfgs
+@pytest.mark.standard_promotion  # for optax's line search
 def test_a_line_search_evaluates_the_closure_at_other_weights():
-    tx = optax.lbfgs(memory_size=3)
+    backtracking = optax.scale_by_backtracking_linesearch(15, store_grad=True)
+    tx = optax.chain(optax.sgd(1.0), backtracking)
     optimizer = make(tx)
-    state = optimizer.init(params())
-    step = step_with(optimizer, bowl, "jit")
-    masters = jax.tree.map(lambda p: p.astype(F32), params())
-    losses, masters = line_search_by_hand(tx, masters, 12)
+    state, step = optimizer.init(params()), step_with(optimizer, bowl)
+    losses = line_search_by_hand(tx, optimizer.master_params(state), state.params, 8)
     for expected in losses:
         loss, state = step(state)
         np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
-    # The first gradient, 139, fits at 2**8; 12 clean steps are three windows.
-    assert state.loss_scale == 2.0**8 * 2**3
-    found = optimizer.master_params(state)
-    for leaf in jax.tree.leaves(found):
-        np.testing.assert_allclose(leaf, 0.75, atol=1e-2)
-    assert losses[0] > 1000 * losses[-1]
-    assert_same_bits(state.params, half_like(found))
+    # Gradients of 89 fit at 2**9, the next, of 156, at 2**8; then a window ends.
+    assert (state.loss_scale, state.loss_scaler.unskipped) == (2.0**9, 3)
+    assert losses[0] > 100 * losses[-1]
 
 
-@pytest.mark.standard_promotion
-def test_a_line_search_runs_eagerly():
-    optimizer = make(optax.chain(optax.sgd(1.0), BACKTRACKING))
-    loss, state = step_with(optimizer, bowl, "eager")(optimizer.init(params()))
-    np.testing.assert_allclose(loss, bowl(params()), rtol=1e-6)
-    assert bowl(state.params) < 0.5 * loss
-    assert_rounded(state.params, optimizer.master_params(state))
-
-
-# Messages
-
-
-def test_a_skip_is_printed_outside_of_jit(capsys):
-    optimizer = make()
-    _, state = optimizer.backward(optimizer.init(params()), dot, like(np.inf))
-    assert capsys.readouterr().out == ""
-    optimizer.step(state)
-    assert capsys.readouterr().out == SKIPPED.format(2.0**15)
-    jax.jit(optimizer.step)(state)
-    assert capsys.readouterr().out == ""
-    _, state = optimizer.backward(optimizer.zero_grad(state), dot, data(1)[0])
-    optimizer.step(state)
-    assert capsys.readouterr().out == ""
+# Messages and errors
 
 
 def test_verbose_prints_what_is_received(capsys):
-    optimizer = FP16_Optimizer(optax.sgd(1.0))
-    optimizer.init(params())
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "FP16_Optimizer processing param group 0:"
-    assert sorted(line.strip() for line in lines[1:]) == sorted(
-        f"FP16_Optimizer received {what}"
-        for what in ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")
-    )
-    FP16_Optimizer(optax.sgd(1.0), verbose=False).init(params())
-    assert capsys.readouterr().out == ""
+    FP16_Optimizer(SGD).init(params())
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "FP16_Optimizer processing param group 0:"
+    received = ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")
+    assert lines == [f"FP16_Optimizer received {x}" for x in received]
 
 
-# Errors
+EXTRA = "Wrapped parameters must be.*extra"
+GRADIENTS = "must call `optimizer.zero_grad` and `optimizer.backward`"
+UNUSED = jamp.UnusedOptionWarning
+# What is called with an optimizer, a state, and one whose gradients are None.
+REFUSED = [
+    (lambda *_: make(dynamic_loss_args={"growth": 2}), TypeError, "no 'growth'; its"),
+    (lambda *_: make(dynamic_loss_args={"init_scale": 0}), ValueError, "init_scale"),
+    (lambda *_: make(dynamic=False, dynamic_loss_args={}), UNUSED, "dynamic_loss_args"),
+    (lambda *_: make(static_loss_scale=8.0), UNUSED, "static_loss_scale .*=False"),
+    (lambda *_: FP16_Optimizer(SGD, 0), ValueError, "between"),
+    (lambda o, s, _: o.set_loss_scale(s, -1.0), ValueError, "`value` must be"),
+    (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps the mast"),
+    (lambda *_: FP16_Optimizer(make()), TypeError, "FP16_Optimizer object"),
+    (lambda *_: FP16_Optimizer(None), TypeError, "None"),
+    (lambda o, *_: o.init({"extra": [jnp.ones(2, "float8_e4m3fn")]}), TypeError, EXTRA),
+    (lambda o, *_: o.init({"extra": [np.ones(2)]}), TypeError, EXTRA),
+    (lambda o, s, _: o.step(s.params), TypeError, "step.*takes the state.*got dict"),
+    (lambda o, _, none: o.step(none), ValueError, "backward"),
+    (lambda o, _, none: o.update_master_grads(none), ValueError, "backward"),
+    (lambda o, _, none: o.clip_master_grads(none, 1.0), ValueError, "backward"),
+    (lambda o, s, _: o.step(s, lambda s: s), TypeError, r"\(loss, state\)"),
+    (lambda o, s, _: o.step(s, lambda s: (None, s)), TypeError, "the loss None"),
+    (lambda o, s, _: o.step(s, lambda s: (jnp.ones(2), s)), TypeError, "a scalar"),
+    (lambda o, s, none: o.step(s, lambda _: (1.0, none)), TypeError, GRADIENTS),
+    (lambda o, s, _: o.backward(s, lambda p: p["dense"]["bias"]), TypeError, "scalar"),
+    (lambda o, s, _: jax.jit(o.inspect_master_grad_data)(s), TypeError, "outside of"),
+    (lambda o, s, _: o.load_state_dict(s, [1]), TypeError, "mapping, got list"),
+]
 
 
-def test_an_unknown_option_of_the_scale_is_named():
-    with pytest.raises(TypeError, match="growth"):
-        make(dynamic_loss_args={"growth": 2})
-
-
-def test_options_without_effect_warn():
-    with pytest.warns(jamp.UnusedOptionWarning, match="dynamic_loss_args"):
-        FP16_Optimizer(optax.sgd(1.0), dynamic_loss_args={"init_scale": 8.0})
-    with pytest.warns(jamp.UnusedOptionWarning, match="static_loss_scale"):
-        optimizer = FP16_Optimizer(
-            optax.sgd(1.0), 128.0, dynamic_loss_scale=True, verbose=False
-        )
-    assert optimizer.init(params()).loss_scale == 2.0**16
-
-
-@pytest.mark.parametrize("scale", [0, -1.0, np.inf, np.nan])
-def test_impossible_scales_are_refused(scale):
-    with pytest.raises(REFUSED):
-        FP16_Optimizer(optax.sgd(1.0), static_loss_scale=scale)
-    with pytest.raises(REFUSED):
-        make(dynamic_loss_args={"init_scale": scale})
+@pytest.mark.parametrize("call, error, words", REFUSED)
+def test_what_is_refused(call, error, words):
     optimizer = make()
-    with pytest.raises(REFUSED):
-        optimizer.set_loss_scale(optimizer.init(params()), scale)
-
-
-def test_an_optimizer_that_is_none_is_refused():
-    masters = jax.tree.map(lambda p: p.astype(F32), params())
-    amp = jamp.initialize(masters, optax.sgd(1.0), "O2", verbosity=0)
-    for tx in (amp, amp.tx, jamp.master_weights(optax.sgd(1.0)), make(), None):
-        with pytest.raises(REFUSED):
-            FP16_Optimizer(tx)
-
-
-def test_other_floats_are_refused_by_path():
-    for dtype in (jnp.float8_e4m3fn, np.float64):
-        tree = params() | {"extra": [np.ones(2, dtype)]}
-        with pytest.raises(TypeError, match=r"Wrapped parameters must be.*extra"):
-            make().init(tree)
-
-
-def test_leaves_that_are_no_floats_stay():
-    tree = params() | {"steps": jnp.asarray([3], jnp.int32)}
-    optimizer, x = make(), data(1)[0]
-    state = optimizer.init(tree)
-
-    def loss_fn(p, x):
-        return dot({name: p[name] for name in x}, x)
-
-    _, state = optimizer.backward(state, loss_fn, x)
-    _, state_of_floats = optimizer.backward(optimizer.init(params()), dot, x)
-    state, floats = optimizer.step(state), optimizer.step(state_of_floats)
-    assert_same_bits(state.params["steps"], tree["steps"])
-    assert_same_bits({name: state.params[name] for name in x}, floats.params)
-
-
-def test_bfloat16_and_float16_may_be_mixed():
-    tree = params() | {"norm": jnp.asarray(3.0, BF16)}
-    optimizer = make()
-    _, state = optimizer.backward(optimizer.init(tree), dot, like(2.0**-9))
-    assert {x.dtype for x in jax.tree.leaves(state.master_grads)} == {jnp.dtype(F32)}
-    state = optimizer.step(state)
-    assert state.params["norm"].dtype == BF16
-    assert state.params["dense"]["bias"].dtype == F16
+    state = optimizer.init(params())
+    none = optimizer.zero_grad(state, set_grads_to_None=True)
+    with pytest.raises(error, match=f"(?s){words}"):
+        call(optimizer, state, none)

@@ -14,9 +14,10 @@ import pallas_kernels
 from jamp import optimizers as jo
 from pallas_kernels import _backend
 from tests.bits import assert_same_bits
-from tests.fused import BARE, assert_close, each_bare, fresh, make, update
+from tests.fused import BARE, assert_close, fresh, update
 
 REFUSED = (TypeError, ValueError)
+PLAIN = jo.fused_sgd(0.1)
 
 # Masks of weight decay
 
@@ -24,6 +25,10 @@ PARAMS = {
     "dense": {"b": jnp.asarray([2.0, 1.0]), "w": jnp.asarray([1.0, -3.0])},
     "gain": jnp.asarray([[3.0, -1.0]]),
 }
+DECAYING = (*BARE, "larc", "larc_fused")
+each_decaying = pytest.mark.parametrize("name", DECAYING)
+# All fused optimizers look at masks and at trees in one place, and LARC in its own.
+each_place = pytest.mark.parametrize("name", ["sgd", "larc"])
 
 
 def decaying(name, mask=None, weight_decay=0.25):
@@ -39,13 +44,9 @@ def decaying(name, mask=None, weight_decay=0.25):
     return fresh(name, **kwargs)
 
 
-DECAYING = (*BARE, "larc", "larc_fused")
-each_decaying = pytest.mark.parametrize("name", DECAYING)
-
-
 def first_update(tx, params=PARAMS):
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params)
-    return tx.update(grads, tx.init(params), params)[0]
+    return jax.jit(tx.update)(grads, tx.init(params), params)[0]
 
 
 def only_vectors(params):
@@ -54,52 +55,54 @@ def only_vectors(params):
 
 @each_decaying
 def test_a_mask_says_which_leaves_decay(name):
-    all_decay = first_update(decaying(name))
+    all_decay = first_update(decaying(name, True))
     none_decays = first_update(decaying(name, weight_decay=0.0))
     expected = {"dense": all_decay["dense"], "gain": none_decays["gain"]}
-    whole = {"dense": {"b": True, "w": True}, "gain": False}
-    prefix = {"dense": True, "gain": False}
-    for mask in (whole, prefix, only_vectors, lambda params: prefix):
-        assert_close(first_update(decaying(name, mask)), expected)
-    assert_close(first_update(decaying(name, True)), all_decay)
-    assert_close(first_update(decaying(name, False)), none_decays)
+    assert_close(first_update(decaying(name)), all_decay)
+    assert_close(first_update(decaying(name, {"dense": True, "gain": False})), expected)
     for a, b in zip(*map(jax.tree.leaves, (all_decay, none_decays)), strict=True):
         assert (np.abs(a - b) > 1e-4).any()
+    if name in ("sgd", "larc"):
+        prefix = {"dense": True, "gain": np.False_}
+        whole = {"dense": {"b": True, "w": True}, "gain": False}
+        for mask in (whole, prefix, only_vectors, lambda params: prefix):
+            assert_close(first_update(decaying(name, mask)), expected)
+        assert_close(first_update(decaying(name, False)), none_decays)
 
 
-@each_decaying
+@each_place
 @pytest.mark.parametrize(
-    "mask",
+    "mask, text",
     [
-        {"dense": True},
-        {"dense": True, "gain": True, "more": True},
-        {"dense": {"w": True}, "gain": True},
-        [True, False],
-        lambda params: {"dense": True},
+        ({"dense": True}, "(?i)mask"),
+        ({"dense": True, "gain": True, "more": True}, "(?i)mask"),
+        ({"dense": {"w": True}, "gain": True}, "(?i)mask"),
+        ([True, False], "(?i)mask"),
+        (lambda params: {"dense": True}, "(?i)mask"),
+        *(({"dense": x, "gain": True}, "mask.*bool") for x in (1.0, 1, "yes")),
+        ({"dense": jnp.ones(2), "gain": True}, "mask.*bool"),
+        (lambda params: {"dense": 1, "gain": True}, "mask.*bool"),
     ],
-    ids=["missing", "more", "deeper", "list", "callable"],
+    ids=str,
 )
 @pytest.mark.message
-def test_a_mask_of_another_structure_is_an_error(name, mask):
-    with pytest.raises(REFUSED, match="(?i)mask"):
+def test_a_mask_has_the_structure_of_the_params_and_holds_bools(name, mask, text):
+    with pytest.raises(REFUSED, match=text):
         first_update(decaying(name, mask))
 
 
-@each_decaying
-@pytest.mark.message
-def test_a_mask_holds_bools(name):
-    for value in (1.0, 1, "yes", jnp.ones(2)):
-        with pytest.raises(REFUSED, match="(?i)mask.*bool|bool.*mask"):
-            first_update(decaying(name, {"dense": value, "gain": True}))
+@pytest.mark.parametrize("name", [*BARE, "larc_fused"])
+def test_equal_masks_make_equal_transformations(name):
+    a, b = (decaying(name, {"dense": {"b": False}, "gain": True}) for _ in range(2))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != decaying(name, {"dense": {"b": True}, "gain": True})
+    assert a != decaying(name, {"dense": {"c": False}, "gain": True})
+    assert decaying(name, only_vectors) == decaying(name, only_vectors)
 
 
-@each_decaying
-def test_a_state_with_a_mask_goes_through_jit(name):
+def test_a_state_with_a_mask_goes_through_jit():
     # The transformation is static there, so it is hashed and compared.
-    def state():
-        tx = decaying(name, {"dense": {"b": False, "w": True}, "gain": False})
-        return jamp.initialize(PARAMS, tx, "O0", verbosity=0)
-
     traces = []
 
     @jax.jit
@@ -107,81 +110,73 @@ def test_a_state_with_a_mask_goes_through_jit(name):
         traces.append(1)
         return state.apply_gradients(grads=state.params)
 
-    first = step(state())
-    assert first.step == 1
-    if name != "larc":  # around optax, which is equal to itself alone
-        step(state())
-        assert len(traces) == 1
+    for name in ("sgd", "sgd", "larc"):
+        tx = decaying(name, {"dense": {"b": False, "w": True}, "gain": False})
+        assert step(jamp.initialize(PARAMS, tx, "O0", verbosity=0)).step == 1
+    assert len(traces) == 2
 
 
-@each_bare
-def test_equal_masks_make_equal_transformations(name):
-    a, b = (fresh(name, mask={"a": True, "b": [False]}) for _ in range(2))
-    assert a == b
-    assert hash(a) == hash(b)
-    assert a != fresh(name, mask={"a": True, "b": [True]})
-    assert a != fresh(name, mask={"a": True, "c": [False]})
-    assert fresh(name, mask=only_vectors) == fresh(name, mask=only_vectors)
+# Numbers: traced zeros, those out of range, and options that exclude each other
 
 
-@pytest.mark.parametrize("nvlamb", [False, True])
-def test_a_traced_decay_of_zero_is_no_decay_in_lamb(nvlamb):
-    # The trust ratio is asked for by a decay that is not 0, whoever says so and when.
-    def tx(weight_decay):
-        return jo.fused_lamb(0.1, weight_decay=weight_decay, use_nvlamb=nvlamb)
-
-    traced = jax.jit(lambda wd: first_update(tx(wd)))
-    for value in (0.0, 0.25):
-        assert_close(traced(value), first_update(tx(value)))
-
-
-def test_traced_zeros_compute_what_static_ones_do():
-    def run(momentum, weight_decay):
-        tx = jo.fused_sgd(0.1, momentum, weight_decay=weight_decay)
+@pytest.mark.parametrize(
+    "make_it",
+    [
+        # The trust ratio is asked for by a decay that is not 0, whoever says so.
+        lambda x: jo.fused_lamb(0.1, weight_decay=x),
+        lambda x: jo.fused_lamb(0.1, weight_decay=x, use_nvlamb=True),
+        lambda x: jo.fused_sgd(0.1, x, weight_decay=x),
+    ],
+    ids=["lamb", "nvlamb", "sgd"],
+)
+def test_traced_zeros_compute_what_static_ones_do(make_it):
+    def two_steps(number):
+        tx = make_it(number)
         state = tx.init(PARAMS)
         for _ in range(2):
             updates, state = tx.update(PARAMS, state, PARAMS)
         return updates
 
-    assert_close(jax.jit(run)(0.0, 0.0), run(0.0, 0.0))
-    assert_close(jax.jit(run)(0.5, 0.25), run(0.5, 0.25))
+    traced = jax.jit(two_steps)
+    for number in (0.0, 0.25):
+        assert_close(traced(number), two_steps(number))
 
 
-# Numbers out of range, and options that exclude each other
+FACTORIES = {name: getattr(jo, f"fused_{name}") for name in BARE}
+FACTORIES["larc"] = functools.partial(jo.larc, PLAIN)
+# Factory, further options, and what the error says: the name and the value.
+ERRORS = [
+    *((f, {"learning_rate": -0.25}, r"learning.rate.*-0\.25") for f in FACTORIES),
+    *((f, {"weight_decay": -0.5}, r"weight.decay.*-0\.5") for f in FACTORIES),
+    *((f, {"eps": -1e-8}, "eps.*-1e-08") for f in FACTORIES if f != "sgd"),
+    *(
+        (f, {beta: value}, rf"{beta}.*{value}")
+        for f in ("adam", "lamb", "novograd")
+        for beta in ("b1", "b2")
+        for value in (-0.1, 1.0, 1.5)
+    ),
+    ("sgd", {"momentum": -0.5}, r"(?i)momentum.*-0\.5"),
+    ("sgd", {"dampening": -0.5}, r"dampening.*-0\.5"),
+    ("sgd", {"nesterov": True}, "(?i)nesterov.*momentum"),
+    ("sgd", {"nesterov": True, "momentum": 0.9, "dampening": 0.5}, "dampening"),
+    ("adam", {"eps_inside_sqrt": True}, "legacy"),
+    ("adam", {"legacy": True, "adam_w_mode": False}, "adam_w_mode"),
+    ("larc", {"trust_coefficient": -1.0}, "trust_coefficient.*-1"),
+    *(("novograd", {"norm_type": x}, "norm_type") for x in (1, 3, "l2", -2, None)),
+    *((f, {"backend": "cuda"}, "backend.*'cuda'") for f in BARE),
+    ("adam", {"eps": True}, "eps must be a number, got True"),
+    ("sgd", {"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
+    ("adam", {"amsgrad": True}, "FusedAdam does not support the AMSGrad variant."),
+    ("lamb", {"amsgrad": True}, "FusedLAMB does not support the AMSGrad variant."),
+    ("novograd", {"amsgrad": True}, "FusedNovoGrad does not support the AMSGrad v"),
+]
 
-PLAIN = jo.fused_sgd(0.1)
 
-
-@pytest.mark.parametrize(
-    "factory",
-    [
-        jo.fused_adam,
-        jo.fused_sgd,
-        jo.fused_lamb,
-        jo.fused_novograd,
-        jo.fused_adagrad,
-        functools.partial(jo.larc, PLAIN),
-    ],
-    ids=[*BARE, "larc"],
-)
+@pytest.mark.parametrize("factory, options, text", ERRORS, ids=str)
 @pytest.mark.message
-def test_a_negative_number_is_an_error_with_its_name_and_value(factory):
-    with pytest.raises(ValueError, match=r"learning.rate.*-0\.25"):
-        factory(-0.25)
-    with pytest.raises(ValueError, match=r"weight.decay.*-0\.5"):
-        factory(0.1, weight_decay=-0.5)
-    if factory is not jo.fused_sgd:
-        with pytest.raises(ValueError, match=r"eps.*-1e-08"):
-            factory(0.1, eps=-1e-8)
-
-
-@pytest.mark.parametrize("factory", [jo.fused_adam, jo.fused_lamb, jo.fused_novograd])
-@pytest.mark.parametrize("beta", ["b1", "b2"])
-@pytest.mark.parametrize("value", [-0.1, 1.0, 1.5])
-@pytest.mark.message
-def test_a_beta_outside_of_0_and_1_is_an_error(factory, beta, value):
-    with pytest.raises(ValueError, match=rf"{beta}.*{value}"):
-        factory(0.1, **{beta: value})
+def test_options_that_make_no_sense_are_an_error(factory, options, text):
+    with pytest.raises((*REFUSED, RuntimeError), match=text):
+        FACTORIES[factory](**({"learning_rate": 0.1} | options))
 
 
 @pytest.mark.parametrize("factory", [jo.fused_adam, jo.fused_lamb])
@@ -195,108 +190,62 @@ def test_a_negative_norm_to_clip_at_is_an_error(factory):
     )
 
 
-@pytest.mark.parametrize(
-    "make_it, text",
-    [
-        (lambda: jo.fused_sgd(0.1, -0.5), r"(?i)momentum.*-0\.5"),
-        (lambda: jo.fused_sgd(0.1, nesterov=True), "(?i)nesterov.*momentum"),
-        (
-            lambda: jo.fused_sgd(0.1, 0.9, nesterov=True, dampening=0.5),
-            "(?i)nesterov.*dampening",
-        ),
-        (lambda: jo.fused_adam(eps_inside_sqrt=True), "legacy"),
-        (lambda: jo.fused_adam(legacy=True, adam_w_mode=False), "adam_w_mode"),
-        (lambda: jo.larc(PLAIN, trust_coefficient=-1.0), "trust_coefficient.*-1"),
-        (lambda: jo.larc(optax.sgd(0.1)), "(?i)learning.rate"),
-    ],
-    ids="momentum nesterov dampening inside legacy trust larc".split(),
-)
+def test_names_of_the_largest_norm():
+    def first(norm_type):
+        return first_update(jo.fused_novograd(0.1, norm_type=norm_type))
+
+    largest = first("inf")
+    for value in (0, jnp.inf, float("inf")):
+        assert_same_bits(first(value), largest)
+    assert (largest["dense"]["w"] != first(2)["dense"]["w"]).all()
+
+
 @pytest.mark.message
-def test_options_that_make_no_sense_are_an_error(make_it, text):
-    with pytest.raises(ValueError, match=text):
-        make_it()
-
-
-def test_larc_without_clipping_needs_no_learning_rate():
+def test_what_larc_wraps():
+    for bad in (optax.sgd, 0.1, None):
+        with pytest.raises(TypeError, match="(?i)transformation"):
+            jo.larc(bad, 0.1)
+    with pytest.raises(ValueError, match="(?i)learning.rate"):
+        jo.larc(optax.sgd(0.1))
     got = first_update(jo.larc(optax.sgd(0.1), clip=False))
     assert_close(got, first_update(jo.larc(optax.sgd(0.1), 7.0, clip=False)))
-
-
-@pytest.mark.message
-def test_amsgrad_is_refused_in_apex_words():
-    for factory, name in [
-        (jo.fused_adam, "FusedAdam"),
-        (jo.fused_lamb, "FusedLAMB"),
-        (jo.fused_novograd, "FusedNovoGrad"),
-    ]:
-        text = f"{name} does not support the AMSGrad variant."
-        with pytest.raises(RuntimeError, match=text):
-            factory(0.1, amsgrad=True)
-
-
-@pytest.mark.message
-def test_norm_types():
-    for value in (1, 3, "l2", -2, None):
-        with pytest.raises((ValueError, RuntimeError), match="norm_type|norm"):
-            jo.fused_novograd(0.1, norm_type=value)
-    largest = first_update(jo.fused_novograd(0.1, norm_type="inf"))
-    for value in (0, jnp.inf, float("inf")):
-        got = first_update(jo.fused_novograd(0.1, norm_type=value))
-        assert_same_bits(got, largest)
-    euclidean = first_update(jo.fused_novograd(0.1, norm_type=2))
-    assert (largest["dense"]["w"] != euclidean["dense"]["w"]).all()
-
-
-@each_bare
-@pytest.mark.message
-def test_an_unknown_backend_is_an_error(name):
-    with pytest.raises(ValueError, match="backend.*'cuda'"):
-        fresh(name, backend="cuda")
-
-
-@pytest.mark.parametrize("bad", [optax.sgd, 0.1, None], ids=["sgd", "0.1", "None"])
-def test_larc_wraps_a_transformation(bad):
-    with pytest.raises(TypeError, match="(?i)transformation"):
-        jo.larc(bad, 0.1)
 
 
 # Trees
 
 
-@pytest.mark.parametrize("name", DECAYING)
+DENSE = PARAMS["dense"]
+OTHERS = {
+    "missing": PARAMS | {"dense": {"w": DENSE["w"]}},
+    "more": PARAMS | {"more": jnp.ones(2)},
+    "shape": PARAMS | {"dense": DENSE | {"w": jnp.ones(1)}},  # would broadcast
+}
+
+
+@each_place
 @pytest.mark.message
-def test_update_without_params_is_an_error(name):
+def test_gradients_of_another_tree_or_no_params_are_an_error(name):
     tx = decaying(name)
-    with pytest.raises(ValueError, match="params"):
-        tx.update(PARAMS, tx.init(PARAMS))
+    state = tx.init(PARAMS)
+    for what, grads in OTHERS.items():
+        with pytest.raises(ValueError, match="more" if what == "more" else "dense"):
+            tx.update(grads, state, PARAMS)
+    with pytest.raises(ValueError, match=f"{name} needs the params"):
+        tx.update(PARAMS, state)
 
 
-@each_bare
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, jnp.bool_])
 @pytest.mark.message
-def test_leaves_that_are_not_real_are_an_error_with_the_path(name, dtype):
+def test_leaves_that_are_not_real_are_an_error_with_the_path(dtype):
     params = {"layer": [{"w": jnp.ones(2)}, {"odd": jnp.ones(2, dtype)}]}
-    tx = make(name)
-    with pytest.raises(TypeError, match=r"layer\W+1\W+odd"):
-        tx.update(params, tx.init(params), params)
+    with pytest.raises(TypeError, match=r"params\W+layer\W+1\W+odd"):
+        PLAIN.init(params)
+    floats = {"layer": [{"w": jnp.ones(2)}, {"odd": jnp.ones(2)}]}
+    with pytest.raises(TypeError, match=r"gradients\W+layer\W+1\W+odd"):
+        PLAIN.update(params, PLAIN.init(floats), floats)
 
 
-@pytest.mark.parametrize("name", DECAYING)
-@pytest.mark.parametrize("kind", ["missing", "more", "shape"])
-def test_gradients_of_another_tree_are_an_error(name, kind):
-    tx = decaying(name)
-    grads = {"dense": dict(PARAMS["dense"]), "gain": PARAMS["gain"]}
-    if kind == "missing":
-        del grads["dense"]["b"]
-    elif kind == "more":
-        grads["more"] = jnp.ones(2)
-    else:
-        grads["dense"]["w"] = jnp.ones(1)  # would broadcast
-    with pytest.raises(REFUSED):
-        tx.update(grads, tx.init(PARAMS), PARAMS)
-
-
-@pytest.mark.parametrize("name", DECAYING)
+@each_decaying
 @pytest.mark.parametrize(
     "params", [{}, {"a": None}, jnp.ones(()), jnp.ones((0, 3))], ids=str
 )
@@ -310,43 +259,35 @@ def test_trees_of_nothing_and_of_one_leaf(name, params):
 
 # Backends
 
-DEVICES = [
-    # Kind, platform, compute capability, and whether Mosaic can compile for it.
-    ("NVIDIA H200", "gpu", "9.0", True),
-    ("NVIDIA H100 80GB HBM3", "gpu", "9.0", True),
-    ("NVIDIA GH200 480GB", "gpu", "9.0", True),
-    ("NVIDIA B200", "gpu", "10.0", True),
-    ("NVIDIA GB200", "gpu", "10.0", True),
-    ("NVIDIA A100-SXM4-80GB", "gpu", "8.0", False),
-    ("NVIDIA L40S", "gpu", "8.9", False),
-    ("NVIDIA A10G", "gpu", "8.6", False),
-    ("Tesla T4", "gpu", "7.5", False),
-    ("Tesla V100-SXM2-16GB", "gpu", "7.0", False),
-    ("AMD Instinct MI300X", "gpu", "gfx942", False),
-    ("AMD Instinct MI210", "gpu", "gfx90a", False),
-    ("TPU v5 lite", "tpu", None, False),
-    ("cpu", "cpu", None, False),
-]
-each_device = pytest.mark.parametrize(
-    "kind, platform, capability, supported", DEVICES, ids=[d[0] for d in DEVICES]
-)
+# By kind, the platform and the compute capability, of which Mosaic compiles for some.
+DEVICES = {
+    "NVIDIA H200": ("gpu", "9.0"),
+    "NVIDIA H100 80GB HBM3": ("gpu", "9.0"),
+    "NVIDIA GH200 480GB": ("gpu", "9.0"),
+    "NVIDIA B200": ("gpu", "10.0"),
+    "NVIDIA GB200": ("gpu", "10.0"),
+    "NVIDIA A100-SXM4-80GB": ("gpu", "8.0"),
+    "NVIDIA L40S": ("gpu", "8.9"),
+    "Tesla T4": ("gpu", "7.5"),
+    "Tesla V100-SXM2-16GB": ("gpu", "7.0"),
+    "AMD Instinct MI300X": ("gpu", "gfx942"),
+    "AMD Instinct MI210": ("gpu", "gfx90a"),
+    "TPU v5 lite": ("tpu", None),
+    "cpu": ("cpu", None),
+}
 
 
-def device(kind, platform, capability):
+@pytest.mark.parametrize("kind", DEVICES)
+def test_the_device_is_asked_before_the_compiler(kind, monkeypatch):
+    platform, capability = DEVICES[kind]
+    supported = capability in ("9.0", "10.0")
+    assert _backend._is_supported_kind(kind) == supported  # by its name alone
     fake = SimpleNamespace(device_kind=kind, platform=platform)
     if capability is not None:
         fake.compute_capability = capability
-    return fake
-
-
-@each_device
-def test_the_device_is_asked_before_the_compiler(
-    kind, platform, capability, supported, monkeypatch
-):
-    fake = device(kind, platform, capability)
     monkeypatch.setattr(_backend.jax, "local_devices", lambda *a, **k: [fake])
-    assert pallas_kernels.resolve("xla") == "xla"
-    assert pallas_kernels.resolve("interpret") == "interpret"
+    for backend in ("xla", "interpret"):
+        assert pallas_kernels.resolve(backend) == backend
     assert pallas_kernels.resolve("auto") == "xla"  # nothing is measured yet
     if supported:
         assert pallas_kernels.resolve("mosaic") == "mosaic"
@@ -358,27 +299,23 @@ def test_the_device_is_asked_before_the_compiler(
     assert pallas_kernels.resolve("auto") == ("mosaic" if supported else "xla")
 
 
-@each_device
-def test_a_name_alone_says_what_a_device_can(kind, platform, capability, supported):
-    del platform, capability
-    assert _backend._is_supported_kind(kind) == supported
-
-
-@each_bare
+@pytest.mark.parametrize("name", [*BARE, "larc_sgd"])
 @pytest.mark.message
-def test_mosaic_here_is_an_error_that_names_the_device(name):
-    tx = fresh(name, backend="mosaic")
-    with pytest.raises(pallas_kernels.BackendError, match="(?s)mosaic.*cpu"):
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    with pytest.raises(pallas_kernels.BackendError, match="(?s)mosaic.*cpu"):
-        update(tx, PARAMS, tx.init(PARAMS), PARAMS)
+def test_backends(name):
+    def backed(backend):
+        if name == "larc_sgd":
+            return jo.larc(jo.fused_sgd(0.1, backend=backend))
+        return fresh(name, backend=backend)
 
-
-@each_bare
-def test_auto_is_xla_here(name):
-    state = make(name).init(PARAMS)
-    auto, xla = (fresh(name, backend=backend) for backend in ("auto", "xla"))
-    assert auto != xla
-    a, b = (jax.make_jaxpr(tx.update)(PARAMS, state, PARAMS) for tx in (auto, xla))
-    assert str(a) == str(b)
-    assert "pallas_call" not in str(a)
+    params = {"w": jnp.ones(128)}  # enough for a kernel
+    state = backed("auto").init(params)
+    for call in (backed("mosaic").update, functools.partial(update, backed("mosaic"))):
+        with pytest.raises(pallas_kernels.BackendError, match="(?s)mosaic.*cpu"):
+            call(params, state, params)
+    assert backed("auto") != backed("xla")
+    programs = [
+        str(jax.make_jaxpr(backed(backend).update)(params, state, params))
+        for backend in ("auto", "xla", "interpret")
+    ]
+    assert programs[0] == programs[1]
+    assert ["axis_index" in x for x in programs] == [False, False, True]

@@ -1,4 +1,7 @@
-"""The fused optimizers under master weights and at every level: they learn and skip."""
+"""The fused optimizers under master weights, at every level, and in AmpState's ways.
+
+Where gradients and rates are powers of two, what a step gives is known to the bit.
+"""
 
 import functools
 
@@ -10,139 +13,327 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.bits import assert_same_bits
-from tests.fused import FIELDS, assert_close, each, make
-
-LEVELS = ("O0", "O2", "O3", "O5")  # O1 and O4 step as O0 does
-HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
-RATES = {"sgd": 0.05, "adagrad": 0.1, "novograd": 0.1, "lamb": 0.02, "larc_sgd": 0.2}
-
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(16, 4)), jnp.float32)
-Y = X @ jnp.asarray(RNG.normal(size=(4, 2)), jnp.float32)
-
-
-def params():
-    rng = np.random.default_rng(1)
-    return {
-        "w": jnp.asarray(rng.normal(size=(4, 2)), jnp.float32),
-        "norm": {"scale": jnp.ones(())},
-    }
-
-
-def loss_fn(p, x, y):
-    out = (x.astype(p["w"].dtype) @ p["w"]).astype(jnp.float32)
-    return jnp.square(out * p["norm"]["scale"] - y).mean()
-
-
-def optimizer(name):
-    return make(name, learning_rate=RATES.get(name, 0.05))
-
-
-# Master weights, under nothing but optax.apply_updates
+from jamp import optimizers as jo
+from tests.bits import assert_same_bits, copy
+from tests.fused import OPTIMIZERS, STANDARD, fresh, make as make_tx
+from tests.masters import assert_it_holds
+from tests.one_pass import (
+    F32,
+    HALF,
+    KEPT,
+    dot,
+    each_backend,
+    each_kept,
+    inner,
+    one_step,
+    start,
+    step,
+)
 
 
 @pytest.mark.standard_promotion  # optax.apply_updates adds fp32 to half
-@each
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_params_are_their_rounded_masters_after_every_step(name):
-    tx = jamp.master_weights(optimizer(name))
-    dtypes = {"a": jnp.float16, "b": jnp.bfloat16, "norm": {"scale": jnp.float32}}
-    start = {"a": params()["w"], "b": params()["w"][0], "norm": params()["norm"]}
-    start = jax.tree.map(lambda p, d: p.astype(d), start, dtypes)
-    rng = np.random.default_rng(2)
-    grads = jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=(12, *p.shape)), p.dtype), start
-    )
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        carry = optax.apply_updates(params, updates), state
-        return carry, (carry[0], state.masters)
-
-    carry = start, tx.init(start)
-    (_, state), (history, masters) = jax.jit(lambda c: lax.scan(step, c, grads))(carry)
-    assert isinstance(masters["norm"]["scale"], optax.MaskedNode)
-    for key in ("a", "b"):
-        assert masters[key].dtype == jnp.float32
-        assert_same_bits(history[key], masters[key].astype(dtypes[key]))
-        assert (history[key][-1] != start[key]).all()
-    for field in FIELDS[name]:
-        for x in jax.tree.leaves(optax.tree.get(state, field)):
-            assert x.dtype == jnp.float32
+    assert_it_holds(lambda rate: fresh(name, learning_rate=rate))
 
 
-# Levels
+# Levels; O1 and O4 step as O0 does
+
+LEVELS = ("O0", "O2", "O3", "O5")
+RATES = {"sgd": 0.05, "adagrad": 0.1, "novograd": 0.1, "lamb": 0.02, "larc_sgd": 0.2}
+# Each optimizer at two levels, and each level with four optimizers or three.
+PAIRS = [
+    pytest.param(name, LEVELS[(k + j) % 4], marks=STANDARD if "_adam" in name else ())
+    for k, name in enumerate(OPTIMIZERS)
+    for j in (0, 1)
+]
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(16, 4)), F32)
+Y = X @ jnp.asarray(RNG.normal(size=(4, 2)), F32)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=(4, 2)), F32), "norm": {"s": jnp.ones(())}}
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def step(state, x, steps):
+def train(state, x, steps):
     """Some steps: the state, and the loss before each of them."""
 
+    def loss_fn(p):
+        out = (x.astype(p["w"].dtype) @ p["w"]).astype(F32)
+        return jnp.square(out * p["norm"]["s"] - Y).mean()
+
     def one(state, _):
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x, Y)
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
         return state.apply_gradients(grads=grads), loss
 
     return lax.scan(one, state, length=steps)
 
 
-@each
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name, level", PAIRS)
 def test_every_level_learns_and_skips_as_one(name, level):
-    state = jamp.initialize(
-        params(),
-        optimizer(name),
-        level,
-        loss_scale=jamp.DynamicLossScale(init_scale=2.0**8),
-        keep_fp32="norm" if level in HALF else None,
-        verbosity=0,
-    )
-    assert state.params["w"].dtype == HALF.get(level, jnp.float32)
-    state, losses = step(state, X, 20)
-    assert state.step == 20
-    assert state.skipped_steps == 0
+    tx = make_tx(name, learning_rate=RATES.get(name, 0.05))
+    keep = {"keep_fp32": "norm"} if level in HALF else {}
+    state = start(tx, level, PARAMS, **keep)
+    assert state.params["w"].dtype == HALF.get(level, F32)
+    state, losses = train(state, X, 20)
+    assert (state.step, state.skipped_steps) == (20, 0)
     assert losses[-1] < 0.9 * losses[0]
-    skipped, _ = step(state, X.at[0, 0].set(jnp.inf), 20)
-    assert skipped.skipped_steps == 20
-    assert skipped.step == 20
-    for field in ("params", "opt_state"):
-        assert_same_bits(getattr(skipped, field), getattr(state, field))
+    skipped, _ = train(state, X.at[0, 0].set(jnp.inf), 20)
+    assert (skipped.step, skipped.skipped_steps) == (20, 20)
+    assert_skipped(skipped, state)
     assert skipped.loss_scale < state.loss_scale
     if level in ("O2", "O5"):
         masters = jamp.master_params(state)
         assert_same_bits(masters["w"].astype(HALF[level]), state.params["w"])
 
 
-@pytest.mark.standard_promotion
-@each
-def test_at_o2_a_step_is_that_of_the_plain_loop_of_optax(name):
-    tx = optimizer(name)
-    state = jamp.initialize(params(), tx, "O2", keep_fp32="norm", verbosity=0)
-    plain = jamp.master_weights(tx)
-    start = state.params, plain.init(params())
-    rng = np.random.default_rng(3)
-    grads = jax.tree.map(
-        lambda p: jnp.asarray(rng.normal(size=(5, *p.shape)), p.dtype), state.params
-    )
+# What is checked
+
+GOOD = 2.0**-6
+AT = {"bare": "O0", "masters": "O2", "split": "O5"}
+
+
+def small():
+    """A leaf that kernels take, and one that they do not."""
+    return {"v": jnp.full(130, 1.0), "w": jnp.full(2, 2.0)}
+
+
+def like(value, place=None):
+    """Gradients of one value; `value` at one place of the first leaf, else GOOD."""
+    v = np.full(130, value if place is None else GOOD, np.float32)
+    if place is not None:
+        v[place] = value
+    return {"v": v, "w": np.full(2, v[1], np.float32)}
+
+
+def sgd(backend="xla", momentum=0.0):
+    return jo.fused_sgd(1.0, momentum, backend=backend)
+
+
+def make(tx=None, kept="masters", tree=None, **kwargs):
+    kwargs["store_remainder"] = kept == "split"
+    return start(tx or sgd(), AT[kept], tree or small(), **kwargs)
+
+
+def assert_stepped_by(state, value):
+    """One step down from the first params, by `value`."""
+    for key, p in small().items():
+        expected = np.asarray(p) - np.float32(value)
+        np.testing.assert_array_equal(jamp.master_params(state)[key], expected)
+
+
+def assert_skipped(after, before):
+    assert_same_bits(after.params, before.params)
+    assert_same_bits(after.opt_state, before.opt_state)
+    assert after.step == before.step
+
+
+@jax.jit
+def plain_step(state, x):
+    return state.apply_gradients(grads=x)
+
+
+@each_backend
+def test_what_is_checked(backend):
+    # A static scale checks nothing,
+    state = make(sgd(backend), loss_scale=4.0)
+    after = step(state, like(np.nan, place=3))
+    assert (after.step, after.skipped_steps, after.loss_scale) == (1, 0, 4.0)
+    v = np.asarray(jamp.master_params(after)["v"])
+    assert np.isnan(v[3]) and (np.delete(v, 3) == 1 - GOOD).all()
+    # unless it is told to, and stays;
+    state = make(sgd(backend), loss_scale=jamp.StaticLossScale(4.0, check=True))
+    after = step(state, like(np.nan, place=129))
+    assert_skipped(after, state)
+    assert (after.skipped_steps, after.loss_scale) == (1, 4.0)
+    # plain gradients are taken as unscaled, and checked.
+    state = make(sgd(backend), "bare")
+    assert_stepped_by(plain_step(state, like(GOOD)), GOOD)
+    after = plain_step(state, like(np.inf, place=0))
+    assert_skipped(after, state)
+    assert after.loss_scale == state.loss_scale / 2
+
+
+@pytest.mark.parametrize("kept, backend", [("split", "xla"), ("masters", "interpret")])
+def test_accumulated_gradients_step_once_or_not_at_all(kept, backend):
+    state = make(sgd(backend), kept)
 
     @jax.jit
-    def both(state, carry, grads):
-        def amp(state, grads):
-            return state.apply_gradients(grads=grads), None
+    def accumulated(state, a, b):
+        grad = jamp.scaled_grad(dot)
+        total = jamp.zero_grads(state) + grad(state, a) + grad(state, b)
+        return state.apply_gradients(grads=total / 2)
 
-        def optax_loop(carry, grads):
-            params, inner = carry
-            updates, inner = plain.update(grads, inner, params)
-            return (optax.apply_updates(params, updates), inner), None
+    # In bfloat16 the sum would lose the smaller one.
+    assert_stepped_by(accumulated(state, like(2.0**-9), like(4.0)), 2 + 2.0**-10)
+    after = accumulated(state, like(np.inf, place=100), like(4.0))
+    assert_skipped(after, state)
+    assert (after.skipped_steps, after.loss_scale) == (1, state.loss_scale / 2)
 
-        return lax.scan(amp, state, grads)[0], lax.scan(optax_loop, carry, grads)[0]
 
-    state, (looped, inner) = both(state, start, grads)
-    masters = jamp.master_params(state)
-    expected = inner.masters | {"norm": looped["norm"]}
-    # Two programs of the same formula: XLA contracts their products differently.
-    assert_close(masters, expected, rtol=1e-5, atol=1e-6)
-    assert_close(state.params, looped, rtol=2.0**-9)
-    for field in FIELDS[name]:
-        a, b = (optax.tree.get(x, field) for x in (state.opt_state, inner))
-        assert_close(a, b, rtol=1e-4, atol=1e-6)
+def test_update_args_are_ignored():
+    args = {"value": F32(1), "grad": None, "grad_scale": F32(0), "found_inf": True}
+    with_args = make().apply_gradients(grads=like(GOOD), update_args=args)
+    assert_same_bits(with_args, make().apply_gradients(grads=like(GOOD)))
+
+
+# Start, step, and the largest number.
+EDGES = {"O2": (1.0, 1e6, 65504.0), "O5": (3.3e38, 1e37, 3.3895314e38)}
+# Level, options, and what the masters are then.
+BEYOND = {
+    "float16": ("O2", {"master_weights": False}, 65504.0),
+    "float16, master": ("O2", {}, 1000001.0),
+    "bfloat16": ("O5", {"master_weights": False}, 3.3895314e38),
+    "bfloat16, master": ("O5", {}, 3.4e38),
+    "split": ("O5", {"store_remainder": True}, 3.3961775e38),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("row", BEYOND)
+def test_params_beyond_half_are_clamped(row, backend):
+    level, options, master = BEYOND[row]
+    begin, up, largest = EDGES[level]
+    tree = {"v": jnp.full(130, begin), "w": jnp.full(2, -begin)}
+    state = start(sgd(backend), level, tree, loss_scale=1.0, **options)
+    grads = jax.tree.map(lambda p: -up * jnp.sign(p), tree)
+    after = plain_step(state, grads | {"v": grads["v"].at[7].set(jnp.nan)})
+    for tree, at in ((after.params, largest), (jamp.master_params(after), master)):
+        v, w = (np.float32(tree[key]) for key in "vw")
+        assert np.isnan(v[7])
+        np.testing.assert_allclose(np.delete(v, 7), np.float32(at), 1e-6)
+        np.testing.assert_allclose(w, -np.float32(at), 1e-6)
+
+
+# Groups
+
+
+@functools.cache
+def three():
+    """Two fused optimizers, of two backends, and one of optax's."""
+    txs = {"d": sgd(momentum=0.5), "g": sgd("interpret"), "o": optax.sgd(1.0)}
+    trees = {key: small() for key in txs}
+    return jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def losses_of_groups(state, x, y, which=(0, 1)):
+    """Loss 0 is of the groups d and o, loss 1 of g."""
+
+    def first(p):
+        return dot(p["d"], x) + dot(p["o"], x)
+
+    grads = [
+        jamp.scaled_grad(first, wrt=("d", "o"), loss_id=0)(state),
+        jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state),
+    ]
+    return state.apply_gradients(grads=[grads[k] for k in which])
+
+
+@pytest.mark.parametrize(
+    "bad, which", [("", (0, 1)), ("do", (0, 1)), ("g", (0, 1)), ("do", (1,))]
+)
+def test_an_overflow_in_one_loss_skips_its_groups_alone(bad, which):
+    """And a group without gradients does not move."""
+    state = three()
+    x, y = (like(np.inf if key in bad else GOOD, place=64) for key in "dg")
+    after = losses_of_groups(state, x, y, which)
+    masters = jamp.master_params(after)
+    for key in "dgo":
+        counted = key in bad and which == (0, 1)
+        assert after.skipped_steps[key] == int(counted)
+        if key in bad:
+            assert_same_bits(after.params[key], state.params[key])
+            assert_same_bits(after.opt_state[key], state.opt_state[key])
+        else:
+            np.testing.assert_array_equal(masters[key]["v"], np.float32(1 - GOOD))
+            np.testing.assert_array_equal(masters[key]["w"], np.float32(2 - GOOD))
+    if which == (0, 1):
+        halves = [2.0**16 / (1 + (key in bad)) for key in "dg"]
+        assert list(map(float, after.loss_scale)) == halves
+    assert after.step == 1
+
+
+# Leaves that no optimizer steps
+
+
+@each_kept
+def test_fp8_scales_are_written_and_integers_stay(kept):
+    params = {"v": jnp.full(130, 1.0), "ids": jnp.arange(3), "gain": jnp.ones(())}
+    tree = {"params": params, "_overwrite_with_gradient": {"amax": jnp.float32(3)}}
+    state = make(kept=kept, tree=tree)
+    assert_same_bits(state.params["params"]["ids"], params["ids"])
+
+    def grads(v, amax):
+        stepped = {"v": jnp.full(130, v), "ids": None, "gain": jnp.float32(GOOD)}
+        amax = {"amax": jnp.float32(amax)}
+        return {"params": stepped, "_overwrite_with_gradient": amax}
+
+    # Not unscaled, not stepped, not checked: written.
+    for new in (7.0, np.inf):
+        after = plain_step(state, grads(GOOD, new))
+        amax = after.params["_overwrite_with_gradient"]["amax"]
+        assert (amax.dtype, amax) == (F32, new)
+        assert_same_bits(after.params["params"]["ids"], params["ids"])
+        masters = jamp.master_params(after)["params"]
+        assert (masters["v"] == 1 - GOOD).all() and masters["gain"] == 1 - GOOD
+        assert after.params["params"]["v"].dtype == HALF.get(AT[kept], F32)
+    assert_skipped(plain_step(state, grads(np.inf, 7.0)), state)
+
+
+# Loops, donation, new states
+
+
+def test_an_ensemble_under_vmap_skips_each_member_alone():
+    stacked, xs = (
+        jax.tree.map(lambda *x: np.stack(x), *trees)
+        for trees in [(small(), small()), (like(np.inf, place=5), like(GOOD))]
+    )
+    states = jax.vmap(lambda params: start(sgd(momentum=0.5), "O2", params))(stacked)
+    after = jax.jit(jax.vmap(one_step))(states, xs)
+    assert after.step.tolist() == [0, 1]
+    assert after.skipped_steps.tolist() == [1, 0]
+    first, second = (jax.tree.map(lambda x, k=k: x[k], after) for k in (0, 1))
+    assert_skipped(first, jax.tree.map(lambda x: x[0], states))
+    assert_stepped_by(second, GOOD)
+
+
+@pytest.mark.parametrize(
+    "kept, backend", [*((kept, "xla") for kept in KEPT), ("split", "interpret")]
+)
+def test_a_donated_state_takes_the_users_arrays_nowhere(kept, backend):
+    users = small()
+    before = copy(users)
+    state = first = make(jo.fused_adam(0.5, backend=backend), kept, users)
+    leaves = jax.tree.leaves(state)  # which share no array
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+    def loss_fn(p, x):
+        # Not linear, or jit would drop the params that no gradient needs.
+        return dot(p, jax.tree.map(lambda p, x: x * p.astype(F32), p, x))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def donating(state, x):
+        return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
+
+    # Warnings are errors here: "Some donated buffers were not usable".
+    for _ in range(2):
+        state = donating(state, like(GOOD))
+    assert state.step == 2
+    leaves = jax.tree.leaves_with_path(first)
+    left = [jax.tree_util.keystr(k) for k, x in leaves if not x.is_deleted()]
+    assert left == [".last_step_skipped"]  # no step reads it, so jit drops it too
+    assert_same_bits(copy(users), before)
+
+
+@each_kept
+def test_another_learning_rate_takes_the_state_over(kept):
+    def tx(rate):
+        tx, store = jo.fused_sgd(rate, 0.5), kept == "split"
+        return tx if kept == "bare" else jamp.master_weights(tx, store_remainder=store)
+
+    state = step(make(jo.fused_sgd(1.0, 0.5), kept), like(GOOD))
+    assert state.tx == tx(1.0)
+    state = step(state.replace(tx=tx(2.0)), like(GOOD))
+    # Momentum 1, then 1.5, at rates 1 and 2.
+    assert_stepped_by(state, 4 * GOOD)
+    assert inner(state).count == 2

@@ -4,6 +4,8 @@ The docstrings of `jamp.optimizers` state these rows. Equal means equal paramete
 float32's rounding, after each of twenty steps; different means apart by 1/200.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,20 +13,16 @@ import optax
 import pytest
 from jax import lax
 
-from jamp.optimizers import (
-    fused_adagrad,
-    fused_adam,
-    fused_lamb,
-    fused_novograd,
-    fused_sgd,
-    larc,
-)
+from jamp import optimizers as jo
+from jamp.optimizers import fused_adagrad, fused_sgd, larc
 
 pytestmark = pytest.mark.standard_promotion  # optax's transformations promote
 
 STEPS = 20
-L, B1, B2, EPS, WD, M, CLIP, TC = 0.05, 0.8, 0.95, 1e-6, 0.1, 0.9, 0.5, 0.02
+L, B1, B2, EPS, M, CLIP = 0.05, 0.8, 0.95, 1e-6, 0.9, 0.5
 MASK = [True, False]
+WD = {"weight_decay": 0.1}
+MASKED = WD | {"mask": MASK}
 
 
 def S(count):
@@ -57,180 +55,106 @@ def apart(ours, theirs):
     )
 
 
+NUMBERS = {"b1": B1, "b2": B2, "eps": EPS}
+adam = functools.partial(jo.fused_adam, **NUMBERS)
+lamb = functools.partial(jo.fused_lamb, **NUMBERS, weight_decay=0.0, max_grad_norm=None)
+novograd = functools.partial(
+    jo.fused_novograd,
+    **(NUMBERS | WD),
+    reg_inside_moment=True,
+    grad_averaging=False,
+    bias_correction=False,
+)
+their_adam = functools.partial(optax.adam, **NUMBERS)
+their_adamw = functools.partial(optax.adamw, **NUMBERS)
+their_lamb = functools.partial(optax.lamb, **NUMBERS)
+their_novograd = optax.novograd(L, **NUMBERS, **WD)
+their_adagrad = functools.partial(optax.adagrad, initial_accumulator_value=0.0, eps=0.0)
+their_lars = functools.partial(
+    optax.lars, weight_decay=0.0, trust_coefficient=0.02, eps=1e-8, momentum=M
+)
+
+
 def decayed(tx, mask=None):
-    return optax.chain(optax.add_decayed_weights(WD, mask), tx)
+    return optax.chain(optax.add_decayed_weights(**WD, mask=mask), tx)
 
 
-def clipped(*txs):
-    return optax.chain(optax.clip_by_global_norm(CLIP), *txs)
+def clipped(*txs, norm=CLIP):
+    return optax.chain(optax.clip_by_global_norm(norm), *txs)
 
 
 def by_rate(*txs, rate=L):
     return optax.chain(*txs, optax.scale_by_learning_rate(rate))
 
 
-ADAM = (L, B1, B2, EPS)
+def by_trust(tx):
+    return optax.chain(optax.scale_by_trust_ratio(0.0, 0.02, 1e-8), tx)
+
+
+DECAY, SOME_DECAY = (optax.add_decayed_weights(**x) for x in (WD, MASKED))
 SCALE = optax.scale_by_adam(B1, B2, EPS)
 RATIO = optax.scale_by_trust_ratio()
-DECAY = optax.add_decayed_weights
-SUMS = optax.scale_by_rss(0.0, 0.0)
-
-
-def adagrad(rate):
-    return optax.adagrad(rate, initial_accumulator_value=0.0, eps=0.0)
-
+DAMPENED = optax.scale_by_schedule(lambda c: jnp.where(c == 0, 1, 1 - 0.3))
 
 EQUAL = {
-    # fused_adam
-    "adam": (fused_adam(S), optax.adam(S)),
-    "adam l2 without decay": (fused_adam(*ADAM, adam_w_mode=False), optax.adam(*ADAM)),
-    "adamw": (
-        fused_adam(S, B1, B2, EPS, weight_decay=WD, mask=MASK),
-        optax.adamw(S, B1, B2, EPS, weight_decay=WD, mask=MASK),
-    ),
-    "adam l2": (
-        fused_adam(*ADAM, weight_decay=WD, adam_w_mode=False, mask=MASK),
-        decayed(optax.adam(*ADAM), MASK),
-    ),
+    "adam": (adam(S), their_adam(S)),
+    "adamw": (adam(S, **MASKED), their_adamw(S, **MASKED)),
+    "adam l2": (adam(L, adam_w_mode=False, **MASKED), decayed(their_adam(L), MASK)),
     "adamw clipped": (
-        fused_adam(*ADAM, weight_decay=WD, max_grad_norm=CLIP),
-        clipped(optax.adamw(*ADAM, weight_decay=WD)),
+        adam(L, max_grad_norm=CLIP, **WD),
+        clipped(their_adamw(L, **WD)),
     ),
-    "adam l2 clipped": (
-        fused_adam(*ADAM, weight_decay=WD, max_grad_norm=CLIP, adam_w_mode=False),
-        clipped(decayed(optax.adam(*ADAM))),
-    ),
-    "legacy, eps=0": (fused_adam(L, B1, B2, 0, legacy=True), optax.adam(L, B1, B2, 0)),
-    "legacy clipped, almost": (
-        fused_adam(L, B1, B2, 0, legacy=True, max_grad_norm=CLIP),
-        clipped(optax.adam(L, B1, B2, 0)),
-    ),
-    # fused_sgd
-    "sgd": (fused_sgd(S), optax.sgd(S)),
+    "legacy without eps": (adam(L, eps=0, legacy=True), their_adam(L, eps=0)),
     "momentum": (fused_sgd(S, M), optax.sgd(S, M)),
     "nesterov": (
-        fused_sgd(L, M, nesterov=True, weight_decay=WD, mask=MASK),
+        fused_sgd(L, M, nesterov=True, **MASKED),
         decayed(optax.sgd(L, M, nesterov=True), MASK),
     ),
     "decay after momentum": (
-        fused_sgd(S, M, weight_decay=WD, wd_after_momentum=True, mask=MASK),
-        by_rate(optax.trace(M), DECAY(WD, MASK), rate=S),
+        fused_sgd(S, M, wd_after_momentum=True, **MASKED),
+        by_rate(optax.trace(M), SOME_DECAY, rate=S),
     ),
     "dampening": (
-        fused_sgd(L, M, dampening=0.3, weight_decay=WD),
-        optax.chain(
-            DECAY(WD),
-            optax.scale_by_schedule(lambda c: jnp.where(c == 0, 1, 1 - 0.3)),
-            optax.sgd(L, M),
-        ),
+        fused_sgd(L, M, dampening=0.3, **WD),
+        optax.chain(DECAY, DAMPENED, optax.sgd(L, M)),
     ),
-    # fused_lamb
-    "lamb": (
-        fused_lamb(S, B1, B2, EPS, weight_decay=WD, max_grad_norm=None),
-        optax.lamb(S, B1, B2, EPS, weight_decay=WD),
-    ),
-    "nvlamb without decay": (
-        fused_lamb(*ADAM, weight_decay=0, max_grad_norm=None, use_nvlamb=True),
-        optax.lamb(*ADAM),
-    ),
-    "nvlamb clipped": (
-        fused_lamb(*ADAM, weight_decay=WD, mask=MASK, use_nvlamb=True),
-        optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.lamb(*ADAM, weight_decay=WD, mask=MASK),
-        ),
-    ),
-    "lamb without decay": (
-        fused_lamb(S, B1, B2, EPS, weight_decay=0, max_grad_norm=None),
-        optax.adam(S, B1, B2, EPS),
-    ),
+    "lamb": (lamb(S, max_grad_norm=CLIP, **WD), clipped(their_lamb(S, **WD))),
+    "nvlamb": (lamb(L, use_nvlamb=True, **MASKED), their_lamb(L, **MASKED)),
     "lamb, some decay": (
-        fused_lamb(*ADAM, weight_decay=WD, mask=MASK, max_grad_norm=CLIP),
-        clipped(by_rate(SCALE, DECAY(WD, MASK), optax.masked(RATIO, MASK))),
+        lamb(L, **MASKED),
+        by_rate(SCALE, SOME_DECAY, optax.masked(RATIO, MASK)),
     ),
     "nvlamb l2": (
-        fused_lamb(
-            *ADAM,
-            weight_decay=WD,
-            mask=MASK,
-            max_grad_norm=CLIP,
-            adam_w_mode=False,
-            use_nvlamb=True,
-        ),
-        clipped(decayed(optax.lamb(*ADAM), MASK)),
+        lamb(L, adam_w_mode=False, use_nvlamb=True, **MASKED),
+        decayed(their_lamb(L), MASK),
     ),
     "lamb without averaging": (
-        fused_lamb(*ADAM, weight_decay=WD, max_grad_norm=CLIP, grad_averaging=False),
-        clipped(by_rate(SCALE, optax.scale(1 / (1 - B1)), DECAY(WD), RATIO)),
+        lamb(L, grad_averaging=False, **WD),
+        by_rate(SCALE, optax.scale(1 / (1 - B1)), DECAY, RATIO),
     ),
-    "nvlamb without averaging or decay": (
-        fused_lamb(
-            *ADAM,
-            weight_decay=0,
-            max_grad_norm=None,
-            grad_averaging=False,
-            use_nvlamb=True,
-        ),
-        optax.lamb(*ADAM),
-    ),
-    # fused_novograd
-    "novograd without averaging": (
-        fused_novograd(
-            S,
-            B1,
-            B2,
-            EPS,
-            weight_decay=WD,
-            reg_inside_moment=True,
-            grad_averaging=False,
-            bias_correction=False,
-        ),
-        optax.novograd(S, B1, B2, EPS, weight_decay=WD),
-    ),
+    "novograd": (novograd(L), their_novograd),
     "novograd at a higher rate": (
-        fused_novograd(
-            L / (1 - B1),
-            B1,
-            B2,
-            EPS,
-            weight_decay=WD,
-            reg_inside_moment=True,
-            bias_correction=False,
-        ),
-        optax.novograd(L, B1, B2, EPS, weight_decay=WD),
+        novograd(L / (1 - B1), grad_averaging=True),
+        their_novograd,
     ),
-    # fused_adagrad
-    "adagrad": (fused_adagrad(S, 0.0), adagrad(S)),
-    "adagrad, default eps": (fused_adagrad(L), adagrad(L)),
-    "adagrad l2": (
-        fused_adagrad(L, 0.0, weight_decay=WD, mask=MASK),
-        decayed(adagrad(L), MASK),
-    ),
+    "adagrad": (fused_adagrad(S, 0.0), their_adagrad(S)),
     "adagrad w": (
-        fused_adagrad(S, 0.0, weight_decay=WD, mask=MASK, adagrad_w_mode=True),
-        by_rate(SUMS, DECAY(WD, MASK), rate=S),
+        fused_adagrad(S, 0.0, adagrad_w_mode=True, **MASKED),
+        by_rate(optax.scale_by_rss(0.0, 0.0), SOME_DECAY, rate=S),
     ),
-    # larc
     "lars": (
         larc(optax.sgd(L, M, nesterov=True), clip=False),
-        optax.lars(L, 0.0, trust_coefficient=TC, eps=1e-8, momentum=M, nesterov=True),
+        their_lars(L, nesterov=True),
     ),
-    "lars, schedule without momentum": (
+    "lars at a schedule": (
         larc(fused_sgd(S), clip=False),
-        optax.lars(S, 0.0, trust_coefficient=TC, eps=1e-8, momentum=0.0),
+        their_lars(S, momentum=0.0),
     ),
-    "trust ratio, then momentum": (
-        larc(fused_sgd(S, M), clip=False),
-        optax.chain(
-            optax.scale_by_trust_ratio(trust_coefficient=TC, eps=1e-8), optax.sgd(S, M)
-        ),
-    ),
-    "trust ratio, then adam": (
-        larc(optax.adam(S), clip=False),
-        optax.chain(
-            optax.scale_by_trust_ratio(trust_coefficient=TC, eps=1e-8), optax.adam(S)
-        ),
-    ),
+    "trust ratio": (larc(optax.adam(S), clip=False), by_trust(optax.adam(S))),
+    # Defaults: optax's decay, and LAMB's; without momentum it keeps a trace for 0.0.
+    "adamw's": (jo.fused_adam(L, weight_decay=1e-4), optax.adamw(L)),
+    "lamb's": (jo.fused_lamb(L), clipped(optax.lamb(L, weight_decay=0.01), norm=1)),
+    "no momentum": (fused_sgd(L, 0.0), optax.sgd(L, 0.0)),
 }
 
 
@@ -239,73 +163,37 @@ def test_they_coincide(row):
     assert apart(*EQUAL[row]) < 1e-4
 
 
-NOVOGRAD = {
-    "reg_inside_moment": True,
-    "grad_averaging": False,
-    "bias_correction": False,
-}
-
-
-def novograd(**changes):
-    ours = fused_novograd(*ADAM, weight_decay=WD, **(NOVOGRAD | changes))
-    return ours, optax.novograd(*ADAM, weight_decay=WD)
-
-
 DIFFERENT = {
-    "adam without bias correction": (
-        fused_adam(*ADAM, bias_correction=False),
-        optax.adam(*ADAM),
-    ),
-    "legacy with eps": (
-        fused_adam(L, B1, B2, 0.1, legacy=True),
-        optax.adam(L, B1, B2, 0.1),
-    ),
-    "legacy with decay": (
-        fused_adam(L, B1, B2, 0, legacy=True, weight_decay=WD),
-        optax.adamw(L, B1, B2, 0, weight_decay=WD),
-    ),
-    "legacy with eps inside": (
-        fused_adam(L, B1, B2, 0.1, legacy=True, eps_inside_sqrt=True),
-        optax.adam(L, B1, B2, 0, eps_root=0.1),
+    "adam without correction": (adam(L, bias_correction=False), their_adam(L)),
+    "legacy with eps": (adam(L, eps=0.1, legacy=True), their_adam(L, eps=0.1)),
+    "legacy, decay": (adam(L, eps=0, legacy=True, **WD), their_adamw(L, eps=0, **WD)),
+    "legacy, eps inside": (
+        adam(L, eps=0.1, legacy=True, eps_inside_sqrt=True),
+        their_adam(L, eps=0, eps_root=0.1),
     ),
     "dampening from the first step": (
         fused_sgd(L, M, dampening=M),
         optax.chain(optax.ema(M, debias=False), optax.scale(-L)),
     ),
-    "lamb without decay": (
-        fused_lamb(*ADAM, weight_decay=0, max_grad_norm=None),
-        optax.lamb(*ADAM),
-    ),
-    "lamb, some decay": (
-        fused_lamb(*ADAM, weight_decay=WD, mask=MASK, max_grad_norm=None),
-        optax.lamb(*ADAM, weight_decay=WD, mask=MASK),
-    ),
-    "lamb without averaging": (
-        fused_lamb(*ADAM, weight_decay=WD, max_grad_norm=None, grad_averaging=False),
-        optax.lamb(*ADAM, weight_decay=WD),
-    ),
-    "novograd, decay outside": novograd(reg_inside_moment=False),
-    "novograd, averaging": novograd(grad_averaging=True),
-    "novograd, bias correction": novograd(bias_correction=True),
-    "novograd from zero": novograd(init_zero=True),
-    "novograd, largest": novograd(norm_type="inf"),
-    "adagrad, eps": (
-        fused_adagrad(L, 1e-2),
-        optax.adagrad(L, initial_accumulator_value=0.0, eps=1e-2),
-    ),
+    "lamb without decay": (lamb(L), their_lamb(L)),
+    "lamb, some decay": (lamb(L, **MASKED), their_lamb(L, **MASKED)),
+    "lamb, averaging": (lamb(L, grad_averaging=False, **WD), their_lamb(L, **WD)),
+    "novograd, decay outside": (novograd(L, reg_inside_moment=False), their_novograd),
+    "novograd, averaging": (novograd(L, grad_averaging=True), their_novograd),
+    "novograd, correction": (novograd(L, bias_correction=True), their_novograd),
+    "novograd from zero": (novograd(L, init_zero=True), their_novograd),
+    "novograd, largest": (novograd(L, norm_type="inf"), their_novograd),
+    "adagrad, eps": (fused_adagrad(L, 1e-2), their_adagrad(L, eps=1e-2)),
     "adagrad, defaults": (fused_adagrad(L), optax.adagrad(L)),
     "lars, schedule": (
         larc(optax.sgd(S, M), clip=False, trust_coefficient=1.0),
-        optax.lars(S, 0.0, trust_coefficient=1.0, eps=1e-8, momentum=M),
+        their_lars(S, trust_coefficient=1.0),
     ),
     "lars, decay": (
-        larc(optax.sgd(L, M), clip=False, trust_coefficient=1.0, weight_decay=WD),
-        optax.lars(L, WD, trust_coefficient=1.0, eps=1e-8, momentum=M),
+        larc(optax.sgd(L, M), clip=False, trust_coefficient=1.0, **WD),
+        their_lars(L, trust_coefficient=1.0, **WD),
     ),
-    "lars, clip": (
-        larc(optax.sgd(L, M), L),
-        optax.lars(L, 0.0, trust_coefficient=TC, eps=1e-8, momentum=M),
-    ),
+    "lars, clip": (larc(optax.sgd(L, M), L), their_lars(L)),
 }
 
 
@@ -314,16 +202,5 @@ def test_they_differ(row):
     assert apart(*DIFFERENT[row]) > 5e-3
 
 
-def test_defaults_of_optax_that_are_ours_too():
-    # And those that are not: optax.lamb has neither decay nor a clip, novograd other
-    # betas, adagrad a sum that starts at 0.1.
-    assert apart(fused_adam(L), optax.adamw(L)) > 1e-6
-    assert apart(fused_adam(L, weight_decay=1e-4), optax.adamw(L)) < 1e-4
-    lamb = optax.chain(optax.clip_by_global_norm(1), optax.lamb(L, weight_decay=0.01))
-    assert apart(fused_lamb(L), lamb) < 1e-4
-
-
-def test_momentum_without_a_trace():
-    # A zero momentum is none: optax keeps a trace for 0.0, we do not.
-    assert fused_sgd(L, 0.0).init([jnp.ones(2)]).trace is None
-    assert apart(fused_sgd(L, 0.0), optax.sgd(L, 0.0)) < 1e-4
+def test_optax_has_another_default_decay():
+    assert apart(jo.fused_adam(L), optax.adamw(L)) > 1e-6

@@ -12,6 +12,7 @@ import pytest
 import pallas_kernels as pk
 from pallas_kernels import _launch
 from tests import emulator, everything, kernels, ptx, subprocesses
+from tests.bits import assert_same_bits
 from tests.mixed_leaves import FAST
 
 pytestmark = pytest.mark.h200
@@ -20,6 +21,8 @@ TARGETS = {"H200": "sm_90a", "B200": "sm_100a"}
 DUMP = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LLVM")
 INTERPRET, XLA = pk.Options(backend="interpret"), pk.Options(backend="xla")
 WRITE_ONLY = ("['copy']", "['new']", "['out']", "['update']")
+# Bytes per parameter that it moves.
+ADAM = {"adam, copied, bf16": 28, "adam, split, bf16": 26}
 RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 of_all = pytest.mark.parametrize(
@@ -119,20 +122,21 @@ def test_kernels_keep_all_values_in_registers(target, name, record_property):
 
 @of_all
 def test_kernels_compute_what_xla_does(target, name):
-    results = run(target, name)[1]
+    args, results, _ = run(target, name)
     jax.tree.map(assert_close, joined(results), joined(by_xla(name)))
+    if name == "everything":  # that the launcher can do
+        everything.assert_ran(args[0], results)
 
 
 def joined(results: Any) -> Any:
     """Weights in halves as float32: their lower halves may differ by a rounding."""
 
-    def join(x):
-        return pk.join(x.param, x.remainder) if is_split(x) else x
-
     def is_split(x):
         return isinstance(x, pk.Weight) and x.kind == "split"
 
-    return jax.tree.map(join, results, is_leaf=is_split)
+    return jax.tree.map(
+        lambda x: x.value if is_split(x) else x, results, is_leaf=is_split
+    )
 
 
 def assert_close(x, y):
@@ -160,7 +164,7 @@ def test_whole_blocks_move_in_wide_accesses(target, name):
 
 @of_all
 def test_kernels_read_and_write_each_column_once(target, name):
-    columns = 0
+    columns = moved = 0
     for launch in run(target, name)[2]:
         for column, x, read, written in launch.moved():
             # The last window of 128 overlaps the one before.
@@ -172,21 +176,14 @@ def test_kernels_read_and_write_each_column_once(target, name):
             if column.endswith(WRITE_ONLY):
                 assert is_written and not is_read, column
             columns += 1
+            moved += (read + written) * x.itemsize * (x.size == 4096)
     assert columns >= len(kernels.SIZES)
+    if name in ADAM:
+        assert moved == 4096 * ADAM[name]
 
 
 @on_both
-@pytest.mark.parametrize("name", ["adam, copied, bf16", "adam, split, bf16"])
-def test_adam_moves_28_or_26_bytes_per_parameter(target, name):
-    (launch,) = run(target, name)[2]
-    moved = sum((r + w) * x.itemsize for _, x, r, w in launch.moved() if x.size == 4096)
-    assert moved == 4096 * (28 if "copied" in name else 26)
-
-
-@on_both
-@pytest.mark.parametrize(
-    "name", ["adam, copied, bf16", "adam, split, bf16", "everything"]
-)
+@pytest.mark.parametrize("name", [*ADAM, "everything"])
 def test_a_skip_writes_nothing(target, name):
     args, results, launches = run(target, name, skip=True)
     for launch in launches:
@@ -197,20 +194,8 @@ def test_a_skip_writes_nothing(target, name):
         everything.assert_skipped(args[0], results)
     else:
         weights, (mu, nu), *_ = args
-        before, after = (
-            (weights, {"mu": mu, "nu": nu}),
-            (results.weights, results.moments),
-        )
-        same = jax.tree.map(
-            lambda x, y: (everything.bits(x) == everything.bits(y)).all(), before, after
-        )
-        assert all(jax.tree.leaves(same))
-
-
-@on_both
-def test_the_launcher_does_all_it_can(target):
-    args, results, _ = run(target, "everything")
-    everything.assert_ran(args[0], results)
+        before = weights, {"mu": mu, "nu": nu}
+        assert_same_bits(before, (results.weights, results.moments))
 
 
 @on_both

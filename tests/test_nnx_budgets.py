@@ -75,8 +75,3 @@ def test_a_step_of_nnx_costs_what_one_of_linen_costs(level):
     assert nnx_step.temp <= 1.01 * linen_step.temp
     assert nnx_step.kernels <= linen_step.kernels + 4
     assert factors(nnx_step.products) == factors(linen_step.products)
-
-
-def test_its_products_run_in_half():
-    assert factors(nnx_program("O2").products) == {"f16"}
-    assert factors(nnx_program("O0").products) == {"f32"}

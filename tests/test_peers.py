@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jamp
+from tests.bits import assert_same_bits
 
 HALVES = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 
@@ -24,13 +25,6 @@ def one(value=1.0):
 
 def inf_grads(state):
     return jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf, x.dtype), state.params)
-
-
-def assert_same_bits(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 def test_jmp_min_scale_survives_tree_operations_and_jit():

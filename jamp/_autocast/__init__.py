@@ -1,7 +1,8 @@
 """Autocast: any JAX function, each operation in the precision that suits it.
 
 May import `_core`. `lists` says which operation runs in what, as data; `regions` marks
-parts of a program that the user decides on; `demand` reads a program backward, `paint`
-forward; `control_flow` knows the operations that hold programs; `transform` is the
-front.
+parts of a program that the user decides on. `consumers` reads a program backward,
+`values` knows what is decided so far, `rewrite` writes the program anew, `control_flow`
+what holds programs, and `islands` what the backward pass keeps. `transform` is the
+front; all that JAX does not document is in `jax_internals`. The README has the words.
 """

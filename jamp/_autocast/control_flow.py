@@ -5,6 +5,8 @@ on them: carries keep the user's, and so do constants of loops, whose gradients 
 sums.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,116 +14,121 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 
-from jamp._autocast.paint import Painter
-from jamp._autocast.program import dtype_of, is_float, out_dtypes
-from jamp._core.compat import scan_counts, shape_like
+from jamp._autocast import jax_internals
+from jamp._autocast.program import Atom, is_float, recorded
+from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
+from jamp._core.compat import shape_like
 
 
-def _recorded(variables: Any) -> list[Any]:
-    return [dtype_of(v) for v in variables]
+def _call(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+    """A program that is called once: values pass in whatever dtype they are in."""
+    ins = rewriter.values.argument_dtypes(eqn.invars)
+    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars, ins))
 
 
-def _call(name: str, *, keeps_inputs: bool = False):
-    """A program that is called once: values pass in whatever dtype they are in.
+def _checkpoint(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+    """The same, but the operands are kept for the backward pass.
 
-    Where it keeps its inputs for the backward pass, no half copies of them are made.
+    A weight is there anyway, in float32; cast before the call, a copy would be kept
+    too. So it is cast inside, and again where the backward pass computes it again.
     """
-
-    def rule(painter: Painter, eqn: jc.JaxprEqn) -> None:
-        if keeps_inputs:
-            ins = [painter.handed(v) for v in eqn.invars]
-        else:
-            ins = painter.passed(eqn.invars)
-        free = [None] * len(eqn.outvars)
-        wants = painter.demand.of(eqn.outvars)
-        neutral = [painter.is_neutral(v) for v in eqn.invars]
-        inner = painter.paint(eqn, eqn.params[name], ins, free, wants, neutral)
-        painter.emit(eqn, ins, out_dtypes(inner), {**eqn.params, name: inner})
-
-    return rule
+    ins = [rewriter.values.outgoing_dtype(v) for v in eqn.invars]
+    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars, ins))
 
 
-def _cond(painter: Painter, eqn: jc.JaxprEqn) -> None:
+def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    index, *ins = painter.passed(eqn.invars)
-    wants = painter.demand.of(eqn.outvars)
-    neutral = [painter.is_neutral(v) for v in eqn.invars[1:]]
+    index, *ins = rewriter.values.argument_dtypes(eqn.invars)
+    boundary = _free(rewriter, eqn, eqn.invars[1:], ins)
 
-    def branches(outs):
-        painter.programs.clear()
-        return [
-            painter.paint(eqn, branch, ins, outs, wants, neutral)
-            for branch in eqn.params["branches"]
-        ]
+    def branches():
+        rewriter.programs.clear()  # `explain` shows the branches as they are at last
+        return [rewriter.program(eqn, b, boundary) for b in eqn.params["branches"]]
 
-    painted = branches([None] * len(eqn.outvars))
-    outs = out_dtypes(painted[0])
-    if any(out_dtypes(branch) != outs for branch in painted):
-        outs = _recorded(eqn.outvars)
-        painted = branches(outs)
-    params = {**eqn.params, "branches": tuple(painted)}
-    painter.emit(eqn, [index, *ins], outs, params)
+    # Each as it likes, first: if they agree, nothing is cast at the end of any.
+    written = branches()
+    outs = recorded(written[0].outvars)
+    if any(recorded(branch.outvars) != outs for branch in written):
+        outs = recorded(eqn.outvars)
+        boundary = boundary._replace(out_dtypes=outs)
+        written = branches()
+    params = {**eqn.params, "branches": tuple(written)}
+    rewriter.emit(eqn, [index, *ins], outs, params)
 
 
-def _scan(painter: Painter, eqn: jc.JaxprEqn) -> None:
+def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
-    jaxpr = eqn.params["jaxpr"]
-    consts, carry, _ = scan_counts(eqn.params)
+    consts, carry = jax_internals.scan_counts(eqn)
     fixed = consts + carry
-    ins = _recorded(eqn.invars[:fixed])
-    ins += [painter.handed(v) for v in eqn.invars[fixed:]]
-    outs = [*_recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
-    wants = painter.demand.of(eqn.outvars)
-    inner = painter.paint(eqn, jaxpr, ins, outs, wants)
-    painter.emit(eqn, ins, out_dtypes(inner), {**eqn.params, "jaxpr": inner})
+    # A carry must come out as it went in, and one that sums over the trips would lose
+    # digits in half; the backward pass sums the gradients of constants in the same way.
+    ins = recorded(eqn.invars[:fixed])
+    # Not `argument_dtypes`: cast before the loop, all layers would have a half copy.
+    ins += [rewriter.values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
+    outs = [*recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
+    wants = rewriter.consumers.wants_of(eqn.outvars)
+    _write(rewriter, eqn, Boundary(ins, outs, wants))
 
 
-def _while(painter: Painter, eqn: jc.JaxprEqn) -> None:
-    params = eqn.params
-    ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
-    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+    cond, body, cond_consts, body_consts = jax_internals.while_programs(eqn)
+    ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
     carry = ins[cond_consts + body_consts :]
-    cond = painter.paint(
-        eqn, params["cond_jaxpr"], ins[:cond_consts] + carry, [jnp.dtype(bool)]
-    )
-    body = painter.paint(eqn, params["body_jaxpr"], ins[cond_consts:], outs)
-    painter.emit(eqn, ins, outs, {**params, "cond_jaxpr": cond, "body_jaxpr": body})
+    going = Boundary(ins[:cond_consts] + carry, [jnp.dtype(bool)])
+    cond = rewriter.program(eqn, cond, going)
+    body = rewriter.program(eqn, body, Boundary(ins[cond_consts:], outs))
+    params = jax_internals.with_while_programs(eqn, cond, body)
+    rewriter.emit(eqn, ins, outs, params)
 
 
-def _as_recorded_outside(name: str):
+def _as_recorded_outside(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
-
-    def rule(painter: Painter, eqn: jc.JaxprEqn) -> None:
-        ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
-        inner = painter.paint(eqn, eqn.params[name], ins, outs)
-        painter.emit(eqn, ins, outs, {**eqn.params, name: inner})
-
-    return rule
+    _write(rewriter, eqn, Boundary(recorded(eqn.invars), recorded(eqn.outvars)))
 
 
-def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
+def _free(
+    rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom], ins: list[Any]
+) -> Boundary:
+    """Of a program whose results may be in any dtype: known is who reads them."""
+    free = [None] * len(eqn.outvars)
+    wants = rewriter.consumers.wants_of(eqn.outvars)
+    return Boundary(ins, free, wants, list(map(rewriter.values.has_no_vote, operands)))
+
+
+def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
+    """Writes an equation that holds one program, and that program."""
+    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    params = jax_internals.with_program(eqn, inner)
+    rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params)
+
+
+def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """The function and the user's derivative of it, each written anew."""
-    call, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
-    jvp_thunk = eqn.params["jvp_jaxpr_fun"]
-    ins = painter.passed(eqn.invars)
-    wants = painter.demand.of(eqn.outvars)
-    neutral = [painter.is_neutral(v) for v in eqn.invars]
-    inner = painter.paint(eqn, call, ins, [None] * len(eqn.outvars), wants, neutral)
-    outs = out_dtypes(inner)
+    count = jax_internals.custom_consts(eqn)
+    ins = rewriter.values.argument_dtypes(eqn.invars)
+    boundary = _free(rewriter, eqn, eqn.invars, ins)
+    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    outs = recorded(inner.outvars)
 
     @jax.custom_jvp
     def function(*args):
         return jc.jaxpr_as_fun(inner)(*args)
 
+    # JAX traces this when somebody differentiates: only then is the user's rule known.
     def derivative(primals, tangents):
         absent = [isinstance(t, SymbolicZero) for t in tangents[count:]]
-        jaxpr, consts, zeros = jvp_thunk.call_wrapped(*absent)
+        jaxpr, zeros = jax_internals.jvp_rule(eqn, absent)
         primals_in = primals[count:]
         tangents_in = [t for t in tangents[count:] if not isinstance(t, SymbolicZero)]
         dtypes = [*ins[count:], *(t.dtype for t in tangents_in)]
+        # JAX wants tangents in the dtypes of their primals, so those of `inner`; but an
+        # integer's tangent is a float0, and stays one.
         wanted = [*outs, *(d for d, zero in zip(outs, zeros, strict=True) if not zero)]
-        wanted = [_as_output(d, v) for d, v in zip(wanted, jaxpr.outvars, strict=True)]
-        jaxpr = painter.paint(eqn, _closed(jaxpr, consts), dtypes, wanted)
+        wanted = [
+            d if is_float(v) else None
+            for d, v in zip(wanted, jaxpr.outvars, strict=True)
+        ]
+        jaxpr = rewriter.program(eqn, jaxpr, Boundary(dtypes, wanted))
         results = jc.jaxpr_as_fun(jaxpr)(*primals_in, *tangents_in)
         primals_out, rest = results[: len(outs)], iter(results[len(outs) :])
         tangents_out = [
@@ -131,50 +138,47 @@ def _custom_jvp(painter: Painter, eqn: jc.JaxprEqn) -> None:
         return primals_out, tangents_out
 
     function.defjvp(derivative, symbolic_zeros=eqn.params["symbolic_zeros"])
-    painter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
+    rewriter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
 
 
-def _custom_vjp(painter: Painter, eqn: jc.JaxprEqn) -> None:
+def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that."""
-    params, count = eqn.params, eqn.params["num_consts"]
-    ins, outs = _recorded(eqn.invars), _recorded(eqn.outvars)
-    inner = painter.paint(eqn, params["call_jaxpr"], ins, outs)
+    count = jax_internals.custom_consts(eqn)
+    ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
+    inner = rewriter.program(eqn, jax_internals.program_of(eqn), Boundary(ins, outs))
 
     @jax.custom_vjp
     def function(*args):
         return jc.jaxpr_as_fun(inner)(*args)
 
+    # Both keep the dtypes of their results: the user's `bwd` takes what the user's
+    # `fwd` gives, and returns gradients of operands in the program's dtypes.
     def forward(*args):
         args = args[count:]
-        jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*[True] * len(args))
-        jaxpr = _closed(jaxpr, consts)
-        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), out_dtypes(jaxpr))
+        jaxpr = jax_internals.forward_rule(eqn, len(args))
+        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr))
         results = jc.jaxpr_as_fun(jaxpr)(*args)
-        _, residuals, forwarded = params["out_trees"]()
-        split = residuals.num_leaves - sum(f is not None for f in forwarded)
-        kept = iter(results[:split])
-        saved = [next(kept) if f is None else args[f] for f in forwarded]
-        return list(results[split:]), saved
+        return jax_internals.split_results(eqn, results, args)
 
     def backward(saved, cotangents):
-        zero: list[bool] = []
-
-        def user_backward(*args):
-            grads, _ = params["bwd"].call_wrapped(*args)
-            zero[:] = [type(g).__name__ == "Zero" for g in grads]
-            return [g for g, z in zip(grads, zero, strict=True) if not z]
-
-        jaxpr = jax.make_jaxpr(user_backward)(*saved, *cotangents)
-        jaxpr = painter.paint(eqn, jaxpr, _recorded(jaxpr.invars), out_dtypes(jaxpr))
-        grads = iter(jc.jaxpr_as_fun(jaxpr)(*saved, *cotangents))
-        return (*[None] * count, *(None if z else next(grads) for z in zero))
+        rule = functools.partial(jax_internals.call_backward_rule, eqn)
+        jaxpr, grads = jax.make_jaxpr(rule, return_shape=True)(*saved, *cotangents)
+        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr))
+        results = jc.jaxpr_as_fun(jaxpr)(*saved, *cotangents)
+        # Where the user's rule gives no gradient, there is a None in the tree.
+        return (
+            *[None] * count,
+            *jax.tree.unflatten(jax.tree.structure(grads), results),
+        )
 
     function.defvjp(forward, backward)
-    painter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
+    rewriter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
 
 
 def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[str, Any]:
     """The parameters of the equation that a custom function traces to."""
+    # The equation itself must be the user's, with its line and its names: so that of
+    # the new function is traced aside, and only its parameters are taken.
     avals = [
         shape_like(v.aval, dtype)
         for v, dtype in zip(eqn.invars, in_dtypes, strict=True)
@@ -183,23 +187,15 @@ def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[st
     return traced.params
 
 
-def _closed(jaxpr: jc.Jaxpr, consts: Any) -> jc.Jaxpr:
-    return jaxpr.with_consts(consts) if consts else jaxpr
-
-
-def _as_output(dtype: Any, atom: Any) -> Any:
-    return dtype if is_float(atom) else None
-
-
 RULES = {
-    "jit": _call("jaxpr"),
-    "closed_call": _call("call_jaxpr"),
-    "remat2": _call("jaxpr", keeps_inputs=True),
+    "jit": _call,
+    "closed_call": _call,
+    jax_internals.CHECKPOINT: _checkpoint,
     "cond": _cond,
     "scan": _scan,
     "while": _while,
-    "shard_map": _as_recorded_outside("jaxpr"),
-    "remat_opt": _as_recorded_outside("fwd_jaxpr"),  # of a custom_vjp
+    "shard_map": _as_recorded_outside,
+    jax_internals.OPTIMIZED_VJP: _as_recorded_outside,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }

@@ -1,6 +1,6 @@
 """Keeps float32 islands out of memory between the forward and the backward pass.
 
-An *island* is what a painted program computes in float32 between values in half: a
+An *island* is what a rewritten program computes in float32 between values in half: a
 softmax between two matmuls, a gelu. Differentiated, it would keep exponentials in
 float32, twice the bytes of the same model written in half. So an island becomes one
 `jax.checkpoint`: its half inputs are kept, and its sums and maxima, which are small;
@@ -8,45 +8,49 @@ the rest is computed again, from the same bits. XLA computes what is cheap again
 itself: only islands with a costly operation are written so.
 """
 
-import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.program import dtype_of, size_of
+from jamp._autocast.jax_internals import checkpointed, program_of
+from jamp._autocast.program import Atom, dtype_of, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
+# What XLA would rather keep than compute again, though it is elementwise.
 _COSTLY = frozenset(
     "exp exp2 expm1 log log1p pow cbrt tanh logistic sin cos tan asin acos atan atan2 "
     "sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma".split()
 )
+# Their results are kept: they are small, and to sum again is to read all again.
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
 # Computing these again costs no memory: they may belong to several islands.
-_SPREAD = frozenset(("convert_element_type", "broadcast_in_dim"))
+_FREE = frozenset(("convert_element_type", "broadcast_in_dim"))
 _CHEAP = frozenset(
     "add sub mul div max min neg abs sign sqrt rsqrt square integer_pow clamp select_n "
     "add_any reshape squeeze expand_dims transpose stop_gradient eq ne ge gt le lt "
     "and or not".split()
 )
-_INSIDE = _COSTLY | _REDUCTIONS | _SPREAD | _CHEAP
-_CALLS = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}
+_INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
+_CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
 
 
 def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-    """Writes each island of a painted program as one checkpointed equation."""
+    """Writes each island of a rewritten program as one checkpointed equation."""
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr
     program = _Program(jaxpr)
     islands = [program.island(i) for i in range(len(jaxpr.eqns))]
     eqns: list[jc.JaxprEqn | None] = list(jaxpr.eqns)
-    for exit, members in enumerate(islands):
-        for i in members - program.leaks(exit, members):
+    for end, members in enumerate(islands):
+        # Outside stays what is read there too: free to compute, it is in both.
+        for i in members - program.leaks(end, members):
             eqns[i] = None
         if members:
-            eqns[exit] = _checkpointed([jaxpr.eqns[i] for i in sorted(members)])
+            # In the place of the last: all that the island reads is there by then, and
+            # nothing before it reads the island's result.
+            inside = [jaxpr.eqns[i] for i in sorted(members)]
+            eqns[end] = checkpointed(inside, _inputs(inside), _REDUCTIONS)
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
@@ -61,89 +65,61 @@ class _Program:
         for i, eqn in enumerate(jaxpr.eqns):
             for v in _variables(eqn.invars):
                 self.users.setdefault(v, set()).add(i)
+        # Outputs are used by a last equation that is not there, outside of all islands.
         for v in _variables(jaxpr.outvars):
             self.users.setdefault(v, set()).add(len(jaxpr.eqns))
 
-    def island(self, exit: int) -> set[int]:
+    def island(self, end: int) -> set[int]:
         """The equations of the island that a cast to half ends; none if it is none.
 
         What is used outside too stays outside, if it is small. If it is large it would
         be kept anyway, and so would large float32 inputs: then nothing is won.
         """
-        if not _is_exit(self.eqns[exit]):
+        if not _ends_island(self.eqns[end]):
             return set()
-        size = size_of(self.eqns[exit].outvars[0])
+        size = size_of(self.eqns[end].outvars[0])
         outside: set[int] = set()
+        # To put one equation outside cuts off what only it reads: until none leaks.
         while True:
-            members = self._reach(exit, outside)
-            leaks = self.leaks(exit, members)
-            leaks = {i for i in leaks if self.eqns[i].primitive.name not in _SPREAD}
+            members = self._reach(end, outside)
+            leaks = self.leaks(end, members)
+            leaks = {i for i in leaks if self.eqns[i].primitive.name not in _FREE}
             if not leaks:
                 break
             if any(_holds(self.eqns[i].outvars, size) for i in leaks):
                 return set()
             outside |= leaks
         eqns = [self.eqns[i] for i in members]
+        # A costly statistic, such as a norm's `rsqrt`, is small: it may be kept.
         costly = any(_is_costly(e) and _holds(e.outvars, size) for e in eqns)
         return members if costly and not _holds(_inputs(eqns), size) else set()
 
-    def leaks(self, exit: int, members: set[int]) -> set[int]:
+    def leaks(self, end: int, members: set[int]) -> set[int]:
         """The equations inside an island whose results are used outside of it too."""
         leaks: set[int] = set()
-        for i in sorted(members - {exit}, reverse=True):
+        # Backward, for what a leak reads is then read outside as well.
+        for i in sorted(members - {end}, reverse=True):
             users = set().union(*(self.users.get(v, ()) for v in self.eqns[i].outvars))
             if users - members or users & leaks:
                 leaks.add(i)
         return leaks
 
-    def _reach(self, exit: int, outside: set[int]) -> set[int]:
-        members, waiting = {exit}, [exit]
+    def _reach(self, end: int, outside: set[int]) -> set[int]:
+        """The equations before an end that float32 values and masks lead back to."""
+        members, waiting = {end}, [end]
         while waiting:
             for v in _variables(self.eqns[waiting.pop()].invars):
                 i = self.makers.get(v)
                 if i is None or i in members or i in outside:
                     continue
-                if _is_castable(v) and _may_be_inside(self.eqns[i]):
+                if _is_inside_value(v) and _may_be_inside(self.eqns[i]):
                     members.add(i)
                     waiting.append(i)
         return members
 
 
-def _checkpointed(eqns: list[jc.JaxprEqn]) -> jc.JaxprEqn:
-    """One equation for those of an island; the last is the cast that ends it."""
-    exit, template = eqns[-1], _template()
-    invars: list[Any] = list(_inputs(eqns))
-    outvars: list[Any] = exit.outvars
-    inner = template.params["jaxpr"]
-    inner = inner.replace(
-        constvars=[],
-        invars=invars,
-        outvars=outvars,
-        eqns=eqns,
-        debug_info=inner.debug_info.with_unknown_names(),
-    )
-    # The names of the user's functions stand in the equations inside.
-    names = type(exit.source_info.name_stack)()
-    return template.replace(
-        invars=invars,
-        outvars=outvars,
-        params={**template.params, "jaxpr": inner},
-        source_info=exit.source_info.replace(name_stack=names),
-        ctx=exit.ctx,
-    )
-
-
-@functools.cache
-def _template() -> jc.JaxprEqn:
-    def keep(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name in _REDUCTIONS
-
-    checkpoint = jax.checkpoint(jnp.negative, policy=keep)
-    (eqn,) = jax.make_jaxpr(checkpoint)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    return eqn
-
-
-def _is_exit(eqn: jc.JaxprEqn) -> bool:
+def _ends_island(eqn: jc.JaxprEqn) -> bool:
+    """Whether it is a cast from float32 to half."""
     if eqn.primitive.name != "convert_element_type":
         return False
     (source,), (result,) = eqn.invars, eqn.outvars
@@ -151,22 +127,21 @@ def _is_exit(eqn: jc.JaxprEqn) -> bool:
 
 
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    if eqn.effects:
+    if eqn.effects:  # which would be there twice, once in the backward pass
         return False
-    inner = _CALLS.get(eqn.primitive.name)
-    if inner is not None:
-        return all(map(_may_be_inside, eqn.params[inner].eqns))
-    return eqn.primitive.name in _INSIDE and not _is_exit(eqn)
+    if eqn.primitive.name in _CALLS:
+        return all(map(_may_be_inside, program_of(eqn).eqns))
+    return eqn.primitive.name in _INSIDE and not _ends_island(eqn)
 
 
 def _is_costly(eqn: jc.JaxprEqn) -> bool:
-    inner = _CALLS.get(eqn.primitive.name)
-    if inner is not None:
-        return any(map(_is_costly, eqn.params[inner].eqns))
+    if eqn.primitive.name in _CALLS:
+        return any(map(_is_costly, program_of(eqn).eqns))
     return eqn.primitive.name in _COSTLY
 
 
-def _inputs(eqns: list[jc.JaxprEqn]) -> list[jc.Var]:
+def _inputs(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
+    """What equations read and do not make, in the order of the reading."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
     return [v for v in read if v not in made]
@@ -177,9 +152,9 @@ def _holds(variables: Iterable[jc.Var], size: int) -> bool:
     return any(dtype_of(v) == FLOAT32 and size_of(v) >= size for v in variables)
 
 
-def _is_castable(v: jc.Var) -> bool:
+def _is_inside_value(v: jc.Var) -> bool:
     return dtype_of(v) in (FLOAT32, jnp.bool_)
 
 
-def _variables(atoms: Iterable[jc.Var | jc.Literal]) -> list[jc.Var]:
+def _variables(atoms: Iterable[Atom]) -> list[jc.Var]:
     return [v for v in atoms if not isinstance(v, jc.Literal)]

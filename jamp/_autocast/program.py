@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.extend.core import primitives
 
+from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists, Rule
 from jamp._core.dtypes import FLOAT32
 
@@ -88,16 +90,14 @@ class Scope(NamedTuple):
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
     """The whole name stack of an equation."""
-    return f"{scope.names}/{eqn.source_info.name_stack}"
-
-
-def rule_of(scope: Scope, eqn: jc.JaxprEqn) -> Rule | None:
-    """The rule for an equation; None for a primitive that no list has."""
-    return ruling(scope, eqn)[0]
+    return f"{scope.names}/{jax_internals.name_stack(eqn)}"
 
 
 def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
-    """The rule for an equation, and the region that it comes from, if it does."""
+    """The rule for an equation, and the region that it comes from, if it does.
+
+    The rule is None for a primitive that no list has.
+    """
     listed = scope.policy.lists.rule_of(eqn.primitive.name)
     if _is_no_conversion(eqn):
         listed = Rule.MOVE
@@ -121,9 +121,9 @@ def dtype_of(atom: Atom) -> Any:
     return getattr(atom.aval, "dtype", None)
 
 
-def out_dtypes(jaxpr: jc.Jaxpr) -> list[Any]:
-    """The dtypes that a program gives."""
-    return [getattr(aval, "dtype", None) for aval in jaxpr.out_avals]
+def recorded(atoms: Sequence[Atom]) -> list[Any]:
+    """The dtypes of several values."""
+    return [dtype_of(v) for v in atoms]
 
 
 def size_of(atom: Atom) -> int:

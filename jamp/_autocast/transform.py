@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 
 from jamp._autocast.control_flow import RULES
 from jamp._autocast.lists import AutocastLists
-from jamp._autocast.paint import paint
-from jamp._autocast.program import Decision, Policy, Scope, out_dtypes
+from jamp._autocast.program import Decision, Policy, Scope
 from jamp._autocast.regions import registered
+from jamp._autocast.rewrite import rewrite, unchanged
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -57,7 +57,7 @@ def autocast[**P, R](
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
-        return rebuild(jc.jaxpr_as_fun(_painted(jaxpr, scope))(*values))
+        return rebuild(jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values))
 
     return autocasted
 
@@ -81,7 +81,7 @@ def decisions(
     """
     jaxpr, _, _ = _trace(fn, args, kwargs, scope)
     decided: list[Decision] = []
-    _painted(jaxpr, scope._replace(decisions=decided))
+    _rewritten(jaxpr, scope._replace(decisions=decided))
     return decided
 
 
@@ -122,10 +122,8 @@ def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list
     return [found.get(i, x) for i, x in enumerate(leaves)]
 
 
-def _painted(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    ins = [None] * len(jaxpr.invars)
-    outs = out_dtypes(jaxpr)
-    return paint(jaxpr, ins, outs, [None] * len(outs), scope, RULES)
+def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
+    return rewrite(jaxpr, unchanged(jaxpr), scope, RULES)
 
 
 def _is_array(x: object) -> bool:

@@ -37,7 +37,7 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     >>> state_dict(state)
     {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
     """
-    _check(state, "jamp.state_dict(state)")
+    _check_state(state, "jamp.state_dict(state)")
     return {
         f"loss_scaler{loss_id}": {
             "loss_scale": float(rule.current(scale_state)),
@@ -72,7 +72,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     >>> print(load_state_dict(state, loaded).loss_scale)
     256.0
     """
-    _check(state, "jamp.load_state_dict(state, state_dict)")
+    _check_state(state, "jamp.load_state_dict(state, state_dict)")
     loaded = _checked(state_dict, len(state.loss_scale_rules))
     rules, scales = list(state.loss_scale_rules), list(state.loss_scales)
     for loss_id, (scale, unskipped) in enumerate(loaded):
@@ -86,7 +86,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     return state.replace(loss_scales=tuple(scales), loss_scale_rules=tuple(rules))
 
 
-def _check(state: Any, call: str) -> None:
+def _check_state(state: Any, call: str) -> None:
     if not isinstance(state, AmpState):
         raise TypeError(f"{call} takes an AmpState, got {type(state).__name__}.")
     if is_traced(state.loss_scales[0].scale):

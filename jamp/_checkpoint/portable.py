@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
 
-from jamp._checkpoint.names import check_same, filled, named
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.devices import placed_like
 from jamp._core.dtypes import cast, is_castable
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._state.amp_state import AmpState, extra_fields, master_params
-from jamp._state.step import with_masters
-from jamp.optimizers._masters import MasterWeights, MasterWeightsState
+from jamp._state.serialization import array_fields
+from jamp._state.step import first_weights, with_weights
+from jamp.optimizers._masters import MasterWeightsState
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")
@@ -70,7 +71,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
         "opt_state": named(_inner_states(state)),
         **{f"loss_scaler{i}": _scaler(*pair) for i, pair in enumerate(scalers)},
         **{name: named(getattr(state, name)) for name in _COUNTERS},
-        "fields": {name: named(getattr(state, name)) for name in _array_fields(state)},
+        "fields": {name: named(getattr(state, name)) for name in _extra(state)},
     }
 
 
@@ -105,28 +106,27 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
         )
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
-    _check(found, expected)
-    keys = _groups.group_keys(state.tx)
+    _check_found(found, expected)
+    keys = groups.group_keys(state.tx)
     originals = filled(state.params, found["params"])
     inner = filled(_inner_states(state), found["opt_state"])
-    groups = {
-        key: _group(
-            _groups.get(state.tx, key),
-            _groups.get(originals, key),
-            _groups.get(state.params, key),
-            _groups.get(inner, key) if state.tx is not None else None,
+    params, opt_states = {}, {}
+    for key in keys:
+        params[key], opt_states[key] = _group(
+            groups.get(state.tx, key),
+            groups.get(originals, key),
+            groups.get(state.params, key),
+            groups.get(inner, key) if state.tx is not None else None,
         )
-        for key in keys
-    }
     names = (*_COUNTERS, "step")
     restored = state.replace(
-        params=_groups.each(keys, lambda k: groups[k][0], state.params),
-        opt_state=_groups.each(keys, lambda k: groups[k][1], state.params),
+        params=groups.pack(params, state.params),
+        opt_state=groups.pack(opt_states, state.params),
         loss_scales=_scales(state, found),
         **{name: filled(getattr(state, name), found[name]) for name in names},
         **{
             name: filled(getattr(state, name), found["fields"][name])
-            for name in _array_fields(state)
+            for name in _extra(state)
         },
     )
     restored = jax.tree.map(placed_like, restored, state)
@@ -138,22 +138,16 @@ def _inner_states(state: AmpState) -> Any:
     if state.tx is None:
         return None
 
-    def inner(key):
-        opt_state = _groups.get(state.opt_state, key)
-        has_masters = isinstance(opt_state, MasterWeightsState)
-        return opt_state.inner_state if has_masters else opt_state
+    states = groups.split(state.opt_state, groups.group_keys(state.tx))
+    for key, opt_state in states.items():
+        if isinstance(opt_state, MasterWeightsState):
+            states[key] = opt_state.inner_state
+    return groups.pack(states, state.params)
 
-    return _groups.each(_groups.group_keys(state.tx), inner, state.params)
 
-
-def _array_fields(state: AmpState) -> list[str]:
+def _extra(state: AmpState) -> list[str]:
     """The extra fields that hold arrays; the others are the program's."""
-    declared = state.__dataclass_fields__
-    return [
-        name
-        for name in extra_fields(state)
-        if declared[name].metadata.get("pytree_node", True)
-    ]
+    return [name for name in extra_fields(state) if name in array_fields(state)]
 
 
 def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
@@ -204,10 +198,10 @@ def _from_flax(
     fields = {k: names.pop(k) for k in list(names) if k not in _FLAX}
     if state.tx is None:
         names["opt_state"] = None
-    known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
-    known["fields"] = {k: named(getattr(state, k)) for k in _array_fields(state)}
-    if isinstance(state.step, jax.ShapeDtypeStruct):  # nothing to fall back on
-        known = {"fields": {}}
+    known: dict[str, Any] = {"fields": {}}
+    if not isinstance(state.step, jax.ShapeDtypeStruct):  # something to fall back on
+        known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
+        known["fields"] = {k: named(getattr(state, k)) for k in _extra(state)}
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
     fresh |= {
         f"loss_scaler{i}": _scaler(rule, rule.init())
@@ -223,7 +217,7 @@ def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
     scalers = [
         sorted(name for name in tree if _SCALER.fullmatch(str(name)))
         for tree in (found, expected)
@@ -250,10 +244,9 @@ def _group(tx: Any, originals: Any, params: Any, inner_state: Any) -> tuple[Any,
         return cast(original, param.dtype) if is_castable(param) else original
 
     params = jax.tree.map(leaf, originals, params)
-    if not isinstance(tx, MasterWeights):
+    if tx is None:
         return params, inner_state
-    params, masters = with_masters(tx, originals, params)
-    return params, MasterWeightsState(masters, inner_state)
+    return with_weights(tx, first_weights(tx, originals, params), inner_state, params)
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:

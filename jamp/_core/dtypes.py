@@ -14,14 +14,14 @@ MODEL_DTYPES = (FLOAT32, *HALF_DTYPES)
 CASTABLE_DTYPES = (*MODEL_DTYPES, jnp.dtype(jnp.float64))
 
 
-def is_castable(x: object) -> bool:
+def is_castable(x: Any) -> bool:
     """Whether `x` is an array (or its shape) of 16, 32 or 64-bit floats."""
-    return _has_dtype(x, CASTABLE_DTYPES)
+    return hasattr(x, "dtype") and x.dtype in CASTABLE_DTYPES
 
 
-def is_half(x: object) -> bool:
+def is_half(x: Any) -> bool:
     """Whether `x` is an array (or its shape) in float16 or bfloat16."""
-    return _has_dtype(x, HALF_DTYPES)
+    return hasattr(x, "dtype") and x.dtype in HALF_DTYPES
 
 
 def is_differentiable(x: object) -> bool:
@@ -30,6 +30,14 @@ def is_differentiable(x: object) -> bool:
     if dtype is None:
         return isinstance(x, float | complex)
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def names_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
+    """Whether a module's field, which may hold anything, names one of these dtypes."""
+    try:
+        return jnp.dtype(field) in dtypes
+    except TypeError:
+        return False
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -60,8 +68,3 @@ def cast_floats[T](tree: T, dtype: DTypeLike) -> T:
         return jnp.asarray(x).astype(dtype) if is_array else x
 
     return jax.tree.map(leaf, tree)
-
-
-def _has_dtype(x: object, dtypes: tuple[Any, ...]) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and dtype in dtypes  # NumPy says None == float64

@@ -4,7 +4,7 @@ A group is a params tree with an optimizer of its own. A state has one group, wh
 is None, or several in a list, tuple or dict, with the keys of that container.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from flax.core import FrozenDict
@@ -31,6 +31,11 @@ def get(container: Any, key: Key) -> Any:
     return container if key is SINGLE else container[key]
 
 
+def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
+    """The entries of all groups, by key."""
+    return {key: get(container, key) for key in keys}
+
+
 def pack(values: Mapping[Key, Any], like: Any) -> Any:
     """The values of all groups in a container of the kind of `like`."""
     if SINGLE in values:
@@ -48,11 +53,6 @@ def hashable(values: Mapping[Key, Any], like: Any) -> Any:
     if isinstance(like, Mapping):
         return FrozenDict({key: values[key] for key in like})
     return tuple(values[key] for key in range(len(like)))
-
-
-def each(keys: tuple[Key, ...], fn: Callable[[Key], Any], like: Any) -> Any:
-    """`pack` of `fn(key)` for every group."""
-    return pack({key: fn(key) for key in keys}, like)
 
 
 def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
@@ -103,7 +103,7 @@ def shape_like_wrt(values: Mapping[Key, Any], wrt: Any, like: Any) -> Any:
 def by_group(tree: Any, wrt: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
     """The inverse of `shape_like_wrt`."""
     if wrt is None:
-        return {key: get(tree, key) for key in keys}
+        return split(tree, keys)
     if isinstance(wrt, tuple):
         return dict(zip(wrt, tree, strict=True))
     return {wrt: tree}

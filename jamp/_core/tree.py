@@ -47,17 +47,31 @@ def split_overwrite(tree: Any) -> tuple[Any, Any]:
     return tree, None
 
 
+def is_overwritten(path: KeyPath) -> bool:
+    """Whether a leaf is of that collection: neither a weight nor a gradient."""
+    return OVERWRITE_WITH_GRADIENT in path_parts(path)
+
+
 def trained_params(params: PyTree) -> PyTree:
-    """What an optimizer steps of the params: floats, and no fp8 values."""
+    """What an optimizer steps of the params: floats, and none of that collection."""
     return differentiable(split_overwrite(params)[0])
 
 
-def join_overwrite(tree: Any, overwrite: Any, like: Any) -> Any:
-    """The inverse of `split_overwrite`, in a mapping of the kind of `like`."""
-    if overwrite is None:
-        return tree
-    joined = {"params": tree, OVERWRITE_WITH_GRADIENT: overwrite}
-    return joined if isinstance(like, dict) else type(like)(joined)
+def with_trained(params: Any, trained: PyTree, overwrite: Any = None) -> Any:
+    """The inverse of `trained_params`: `params` with other values in what it gave.
+
+    Args:
+        params: whole; the rest comes from there.
+        trained: the new values.
+        overwrite: those of the collection; None for the ones in `params`.
+    """
+    whole, old = split_overwrite(params)
+    whole = merge(trained, whole)
+    if old is None:
+        return whole
+    values = old if overwrite is None else overwrite
+    both = {"params": whole, OVERWRITE_WITH_GRADIENT: values}
+    return both if isinstance(params, dict) else type(params)(both)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

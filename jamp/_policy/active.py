@@ -4,27 +4,13 @@ A policy is entered together with a `jax.make_user_context` value, which is part
 key of JAX's trace caches: a function jitted outside is traced again inside, and back.
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 
 from jamp._core.dtypes import cast_floats
 from jamp._policy.levels import Properties
 
-_active = jax.make_user_context(default_value=None)
-
-
-def active_policy() -> Properties | None:
-    """The innermost policy."""
-    return _active.value
-
-
-@contextlib.contextmanager
-def activated(properties: Properties) -> Iterator[None]:
-    """Makes a policy the innermost one."""
-    with _active(properties):
-        yield
+# `policy.value` is the innermost; `with policy(properties)` makes these the innermost.
+policy = jax.make_user_context(default_value=None)
 
 
 def cast_inputs[T](tree: T, properties: Properties) -> T:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
-from jamp._core.tree import KeyPath, path_parts, path_string
+from jamp._core.tree import KeyPath, is_overwritten, path_parts, path_string
 from jamp._policy.levels import Properties, parse_keep_fp32, parse_model_type
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
@@ -122,7 +121,7 @@ def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
     """
 
     def leaf(path, x):
-        if not is_castable(x) or OVERWRITE_WITH_GRADIENT in path_parts(path):
+        if not is_castable(x) or is_overwritten(path):
             return x
         return cast(x, FLOAT32 if keep(path, x) else dtype)
 

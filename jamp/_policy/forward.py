@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jamp._autocast.transform import autocast
-from jamp._policy.active import activated, active_policy, cast_inputs, cast_outputs
+from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.levels import Properties
 from jamp._policy.linen import is_linen, linen_in_half
 
@@ -14,10 +14,10 @@ from jamp._policy.linen import is_linen, linen_in_half
 @contextlib.contextmanager
 def forward_policy(properties: Properties) -> Iterator[None]:
     """Runs models under `properties`; entering the same ones twice changes nothing."""
-    if active_policy() == properties:
+    if policy.value == properties:
         yield
         return
-    with activated(properties), linen_in_half(properties):
+    with policy(properties), linen_in_half(properties):
         yield
 
 
@@ -25,7 +25,7 @@ def under_autocast(
     fn: Callable[..., Any], properties: Properties
 ) -> Callable[..., Any]:
     """`fn` under the level's autocast, if it has one and is not in it already."""
-    if not properties.patch_functions or active_policy() == properties:
+    if not properties.patch_functions or policy.value == properties:
         return fn
     return autocast(
         fn,
@@ -36,30 +36,22 @@ def under_autocast(
 
 
 @dataclasses.dataclass(frozen=True)
-class _UnderPolicy:
+class _Forward:
     """`apply_fn` under a policy. Hashes by value, so that jit does not retrace."""
 
     apply_fn: Callable[..., Any]
     properties: Properties
+    casts: bool  # what goes in and comes out; Linen's modules see to that themselves
 
     def __call__(self, *args, **kwargs):
+        if self.casts:
+            rest, kwargs = cast_inputs((args[1:], kwargs), self.properties)
+            args = (*args[:1], *rest)
         apply_fn = under_autocast(self.apply_fn, self.properties)
         with forward_policy(self.properties):
-            return apply_fn(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _CastForward:
-    """`apply_fn` with inputs and outputs cast, under a policy."""
-
-    apply_fn: Callable[..., Any]
-    properties: Properties
-
-    def __call__(self, variables, *args, **kwargs):
-        args, kwargs = cast_inputs((args, kwargs), self.properties)
-        apply_fn = under_autocast(self.apply_fn, self.properties)
-        with forward_policy(self.properties):
-            out = apply_fn(variables, *args, **kwargs)
+            out = apply_fn(*args, **kwargs)
+        if not self.casts:
+            return out
         if kwargs.get("mutable", False) is False:
             return cast_outputs(out, self.properties)
         first, *updated = out
@@ -90,12 +82,11 @@ def cast_forward(
     >>> half(jnp.ones(3, jnp.float16), jnp.full(3, 1.0004)).item()  # 1.0004 is rounded
     3.0
     """
-    return _CastForward(apply_fn, properties)
+    return _Forward(apply_fn, properties, casts=True)
 
 
 def patched_forward(
     apply_fn: Callable[..., Any], properties: Properties
 ) -> Callable[..., Any]:
     """What `state.apply_fn` is: Linen's modules see to what goes in and comes out."""
-    kind = _UnderPolicy if is_linen(apply_fn) else _CastForward
-    return kind(apply_fn, properties)
+    return _Forward(apply_fn, properties, casts=not is_linen(apply_fn))

@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 from jamp._autocast.lists import AutocastLists
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
-type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 type KeepFp32 = (
     str
     | re.Pattern[str]
     | Callable[[str, Any], bool]
     | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
 )
+
+type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 
 BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",
@@ -78,7 +79,7 @@ class Properties:
     @classmethod
     def from_opt_level(
         cls,
-        opt_level: str = "O1",
+        opt_level: OptLevel = "O1",
         *,
         enabled: bool = True,
         cast_model_type: DTypeLike | Literal[False] | None = None,
@@ -116,17 +117,8 @@ class Properties:
         >>> Properties.from_opt_level("O5").cast_model_type
         dtype(bfloat16)
         """
-        overrides = {
-            "cast_model_type": cast_model_type,
-            "patch_functions": patch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-            "cast_model_outputs": cast_model_outputs,
-            "keep_fp32": keep_fp32,
-            "lists": lists,
-            "promote": promote,
-        }
+        given = locals()
+        overrides = {k: given[k] for k in _PARSERS if given[k] is not None}
         if not enabled:
             return DISABLED
         if not isinstance(opt_level, str) or opt_level not in LEVELS:
@@ -135,7 +127,6 @@ class Properties:
                 "'O2', 'O3', 'O4', 'O5'. Note that in `O0`, `O1`, etc., the prefix O "
                 "is the letter O, not the number zero."
             )
-        overrides = {k: v for k, v in overrides.items() if v is not None}
         values, complaints = {}, []
         for name, value in overrides.items():
             try:
@@ -258,23 +249,13 @@ def _parse_dtype(name: str, value: Any, legal: tuple[Any, ...], also: str) -> An
     return dtype
 
 
-def _parse_batchnorm(value: Any) -> bool:
-    try:
-        return {True: True, False: False, "True": True, "False": False}[value]
-    except (KeyError, TypeError):
-        raise ValueError(
-            "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or "
-            f"None, found keep_batchnorm_fp32={value!r}"
-        ) from None
+def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], Any]:
+    """A parser of what is a key of `allowed`, a bool or a string."""
 
-
-def _parse_bool(name: str) -> Callable[[Any], bool]:
     def parse(value):
-        if not isinstance(value, bool):
-            raise ValueError(
-                f"{name} must be a boolean or None, found {name}={value!r}"
-            )
-        return value
+        if not isinstance(value, bool | str) or value not in allowed:
+            raise ValueError(f"{name} must be {words}, found {name}={value!r}")
+        return allowed[value]
 
     return parse
 
@@ -303,12 +284,6 @@ def _parse_lists(value: Any) -> Any:
     return value
 
 
-def _parse_promote(value: Any) -> str:
-    if value not in ("widest", "narrowest"):
-        raise ValueError(f"promote must be 'widest' or 'narrowest', found {value!r}")
-    return value
-
-
 def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
     """The rules of `keep_fp32` as a tuple of regexes and predicates."""
     rules = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -326,14 +301,24 @@ def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
     return rules
 
 
+_BOOLS = {True: True, False: False}
 _PARSERS = {
     "cast_model_type": parse_model_type,
-    "patch_functions": _parse_bool("patch_functions"),
-    "keep_batchnorm_fp32": _parse_batchnorm,
-    "master_weights": _parse_bool("master_weights"),
+    "patch_functions": _one_of("patch_functions", "a boolean or None", _BOOLS),
+    "keep_batchnorm_fp32": _one_of(
+        "keep_batchnorm_fp32",
+        "a boolean, the string 'True' or 'False', or None",
+        _BOOLS | {"True": True, "False": False},
+    ),
+    "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
     "loss_scale": _parse_loss_scale,
     "cast_model_outputs": _parse_outputs,
     "keep_fp32": parse_keep_fp32,
     "lists": _parse_lists,
-    "promote": _parse_promote,
+    "promote": _one_of(
+        "promote",
+        "'widest' or 'narrowest'",
+        {"widest": "widest", "narrowest": "narrowest"},
+    ),
 }
+OVERRIDES = tuple(_PARSERS)

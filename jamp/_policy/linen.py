@@ -6,6 +6,7 @@ pulls all that follows up to float32. So an interceptor acts at each module, see
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -13,11 +14,16 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast_floats, is_castable
-from jamp._policy.active import active_policy, cast_inputs, cast_outputs
+from jamp._core.dtypes import (
+    FLOAT32,
+    HALF_DTYPES,
+    cast_floats,
+    is_castable,
+    names_dtype,
+)
+from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.levels import Properties
 
 
@@ -47,6 +53,7 @@ class _Call(NamedTuple):
     active: bool  # whether it belongs to a model that the policy is for
 
 
+@dataclasses.dataclass
 class _Patch:
     """The interceptor: one object per policy entered, so one per thread.
 
@@ -62,13 +69,12 @@ class _Patch:
     - that is an RNN cell gives its carry back in the dtypes that it came in.
     """
 
-    def __init__(self, properties: Properties):
-        self.properties = properties
-        self.calls: list[_Call] = []
+    properties: Properties
+    calls: list[_Call] = dataclasses.field(default_factory=list)
 
     def __call__(self, next_fun, args, kwargs, context):
         module = context.module
-        innermost = active_policy() == self.properties
+        innermost = policy.value == self.properties
         # nn.scan and nn.RNN pass functions of their own through here, with the carry.
         is_method = hasattr(type(module), context.method_name)
         if not innermost or not is_method or module.scope is None:
@@ -118,7 +124,7 @@ class _Patch:
         field, half = getattr(module, "dtype", None), self.properties.half_dtype
         if half is None or _is_batchnorm(module) and not facts.owns_half:
             return field
-        is_float32 = field is not None and _is_dtype(field, (FLOAT32,))
+        is_float32 = field is not None and names_dtype(field, (FLOAT32,))
         if not facts.has_leaves:
             return half if is_float32 else field
         if facts.has_half:
@@ -126,7 +132,7 @@ class _Patch:
             # with a kept bias, would promote to float32 where dtype is None.
             promotes = isinstance(module, nn.RNNCellBase) or facts.owns_both
             return half if is_float32 or (promotes and field is None) else field
-        if field is not None and _is_dtype(field, HALF_DTYPES):
+        if field is not None and names_dtype(field, HALF_DTYPES):
             return FLOAT32
         return field
 
@@ -149,12 +155,12 @@ def _facts(module: nn.Module, cast_dtype: Any) -> _Facts:
     own = _dtypes([entry for entry in entries if not isinstance(entry, Mapping)])
     return _Facts(
         has_leaves=bool(below),
-        has_half=any(d in HALF_DTYPES for d in below),
+        has_half=not below.isdisjoint(HALF_DTYPES),
         # With cast_model_type=False only outputs are cast: of any model with params.
         has_cast_leaf=cast_dtype in below if cast_dtype else bool(below),
         owns=bool(own),
-        owns_half=any(d in HALF_DTYPES for d in own),
-        owns_both=any(d in HALF_DTYPES for d in own) and FLOAT32 in own,
+        owns_half=not own.isdisjoint(HALF_DTYPES),
+        owns_both=not own.isdisjoint(HALF_DTYPES) and FLOAT32 in own,
     )
 
 
@@ -165,13 +171,6 @@ def _dtypes(tree: PyTree) -> set[Any]:
 def _is_batchnorm(module: nn.Module) -> bool:
     stats = module.variables.get("batch_stats", {})
     return isinstance(module, nn.BatchNorm) or {"mean", "var"} <= set(stats)
-
-
-def _is_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
-    try:
-        return jnp.dtype(field) in dtypes
-    except TypeError:  # a field of that name may hold anything
-        return False
 
 
 @contextlib.contextmanager

@@ -4,26 +4,26 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, PyTree
 
-from jamp._core.tree import join_overwrite, split_overwrite
+from jamp._core.tree import split_overwrite, with_trained
 from jamp._policy.levels import Properties
 from jamp._scaling.loss import checked_loss
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._scaling.scaled_grads import NOT_A_TREE, ScaledGrads
 
-_WANTS_A_STATE = (
-    "{name} takes the AmpState that `jamp.initialize` returned as its first argument, "
-    "got {given}. Write `{name}(loss_fn)(state, batch)`."
-)
-
 
 class HasLossScales(Protocol):
-    """What this file needs of an `AmpState`."""
+    """What this room needs of an `AmpState`."""
 
-    params: Any
-    tx: Any
-    loss_scales: Any
-    loss_scale_rules: Any
-    properties: Any
+    @property
+    def params(self) -> Any: ...
+    @property
+    def tx(self) -> Any: ...
+    @property
+    def loss_scales(self) -> Any: ...
+    @property
+    def loss_scale_rules(self) -> Any: ...
+    @property
+    def properties(self) -> Any: ...
 
 
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
@@ -51,7 +51,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     >>> print(grads, jamp.unscale(grads, state))
     [4. 4.] [1. 1.]
     """
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss")
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss(loss, state)")
     return rule.scale_loss(checked_loss(loss), scale_state)
 
 
@@ -75,16 +75,25 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """
     if isinstance(grads, ScaledGrads):
         raise TypeError(NOT_A_TREE)
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale")
-    params, overwrite = split_overwrite(grads)
-    return join_overwrite(rule.unscale(params, scale_state), overwrite, grads)
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
+    tree, _ = split_overwrite(grads)
+    return with_trained(grads, rule.unscale(tree, scale_state))
 
 
 def find_loss_scale(
-    state: Any, loss_id: int, name: str
+    state: Any, loss_id: int, call: str
 ) -> tuple[LossScaleRule, LossScaleState]:
+    """The rule and the state of a loss scale; `call` is what the user wrote.
+
+    Raises:
+        TypeError: `state` is no AmpState.
+        IndexError: there is no such loss scale.
+    """
     if not isinstance(getattr(state, "properties", None), Properties):
-        raise TypeError(_WANTS_A_STATE.format(name=name, given=type(state).__name__))
+        raise TypeError(
+            f"{call} takes the AmpState that `jamp.initialize` returned, got "
+            f"{type(state).__name__}."
+        )
     count = len(state.loss_scale_rules)
     if isinstance(loss_id, bool) or loss_id not in range(count):
         raise IndexError(

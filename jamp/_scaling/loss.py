@@ -1,13 +1,17 @@
-"""What a loss function may return."""
+"""What a loss function may return; gradients of it times a scale."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Float, PyTree
 
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
+from jamp._core.tree import differentiable, merge
 from jamp._core.warnings import PrecisionWarning
+from jamp._scaling.layout import row_major_on_cuda
 
 
 def split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
@@ -47,3 +51,25 @@ def checked_loss(loss: Any) -> Array:
             stacklevel=4,
         )
     return loss.astype(jnp.float32)
+
+
+def grad_of_scaled(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    scale: Float[Array, ""],
+    args: Any,
+    kwargs: Any,
+    has_aux: bool = False,
+) -> tuple[Any, PyTree]:
+    """The loss, or `(loss, aux)`, and gradients of the loss times a scale.
+
+    For apex's older interfaces, without a policy. The product is float32.
+    """
+
+    def scaled_loss(trained):
+        out = loss_fn(merge(trained, params), *args, **kwargs)
+        loss, aux = split_aux(out, has_aux)
+        return loss * scale, ((loss, aux) if has_aux else loss)
+
+    grads, value = jax.grad(scaled_loss, has_aux=True)(differentiable(params))
+    return value, row_major_on_cuda(grads)

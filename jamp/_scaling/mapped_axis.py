@@ -15,10 +15,8 @@ from jamp._core.compat import manual_axes, varying_axes
 from jamp._scaling.scaled_grads import widen_tree
 
 
-def check_predivide(predivide: Any, axis_name: Any) -> None:
+def check_predivide(predivide: float, axis_name: Any) -> None:
     """Raises unless it is a positive number, and there is an axis to sum over."""
-    if predivide is None:
-        return
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
     if not number or not 0 < predivide < math.inf:
         raise ValueError(

@@ -4,7 +4,7 @@ After apex/amp/scaler.py, with the hysteresis of apex's update_scale_hysteresis 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,9 @@ class DynamicLossScale:
     [8.0, 16.0, 8.0]
     """
 
+    checks: ClassVar[bool] = True  # gradients are looked at, and steps skipped
+    moves: ClassVar[bool] = True  # the scale can change
+
     init_scale: float = 2.0**16
     factor: float = 2.0
     window: int = 2000
@@ -85,11 +88,11 @@ class DynamicLossScale:
             object.__setattr__(self, name, int(value))
         if not 1 < self.factor < float("inf"):
             raise ValueError(f"`factor` must be greater than 1, got {self.factor}.")
-        check_scale("init_scale", self.init_scale, FLOAT32_MAX)
+        check_scale("init_scale", self.init_scale, capped=True)
         if self.min_scale:
             check_scale("min_scale", self.min_scale)
         if self.max_scale is not None:
-            check_scale("max_scale", self.max_scale, FLOAT32_MAX)
+            check_scale("max_scale", self.max_scale, capped=True)
         if not self.floor <= self.ceiling:
             raise ValueError(
                 f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
@@ -100,16 +103,6 @@ class DynamicLossScale:
                 f"`init_scale` must be at least `min_scale`, got {self.init_scale} and "
                 f"{self.min_scale}."
             )
-
-    @property
-    def checks(self) -> bool:
-        """Whether gradients are checked, and steps skipped."""
-        return True
-
-    @property
-    def moves(self) -> bool:
-        """Whether the scale can change."""
-        return True
 
     @property
     def floor(self) -> float:
@@ -180,6 +173,8 @@ class StaticLossScale:
     256.0
     """
 
+    moves: ClassVar[bool] = False  # the scale cannot change
+
     scale: float
     check: bool = False
 
@@ -193,11 +188,6 @@ class StaticLossScale:
     def checks(self) -> bool:
         """Whether gradients are checked, and steps skipped."""
         return self.check
-
-    @property
-    def moves(self) -> bool:
-        """Whether the scale can change."""
-        return False
 
     @property
     def floor(self) -> float:
@@ -289,10 +279,12 @@ def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""
     return jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
 
 
-def check_scale(name: str, scale: float, most: float = LARGEST_SCALE) -> None:
-    """Raises unless float32 holds a scale and its reciprocal."""
+def check_scale(name: str, scale: float, capped: bool = False) -> None:
+    """Raises unless float32 holds a scale and, if nothing caps it, its reciprocal."""
+    most, limit = LARGEST_SCALE, "2**126, where float32 holds it and its reciprocal"
+    if capped:
+        most, limit = FLOAT32_MAX, "3.4e38, float32's largest"
     if not SMALLEST_SCALE <= scale <= most:
         raise ValueError(
-            f"`{name}` must be a finite number between 2**-126 and 2**126, where "
-            f"float32 holds it and its reciprocal, got {scale}."
+            f"`{name}` must be a number between 2**-126 and {limit}, got {scale}."
         )

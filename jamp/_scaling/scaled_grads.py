@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core.dtypes import widen
-from jamp._core.tree import join_overwrite, split_overwrite
+from jamp._core.show import counted, shown
 from jamp._scaling.rules import LossScaleState, lower_of, unscale_tree
 
 NOT_A_TREE = (
@@ -38,6 +38,8 @@ class ScaledGrads:
         groups: the `wrt` that it was taken for; None for all groups.
         scale_state: with `redo_on_overflow`, what the loss scale has come to; the next
             step goes on from there.
+        overwrite: by group, new values of Flax's `_overwrite_with_gradient`, which the
+            gradients of fp8 params come with; `tree` is then like `params["params"]`.
     """
 
     tree: Any
@@ -46,15 +48,19 @@ class ScaledGrads:
     loss_id: int = flax.struct.field(pytree_node=False, default=0)
     groups: Any = flax.struct.field(pytree_node=False, default=None)
     scale_state: LossScaleState | None = None
+    overwrite: Any = flax.struct.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line: which loss, its scale, whether finite, how many; not the arrays."""
+        groups = "" if self.groups is None else f", groups {self.groups!r}"
+        return (
+            f"ScaledGrads(loss {self.loss_id}{groups}, scale {shown(self.scale)}, "
+            f"finite {shown(self.finite)}: {counted(self.tree)})"
+        )
 
     def unscale(self) -> tuple[PyTree, Bool[Array, ""]]:
-        """The gradients in float32 divided by the scale, and whether they are finite.
-
-        Fp8 values of Flax's `_overwrite_with_gradient` are no gradients: left alone.
-        """
-        params, overwrite = split_overwrite(self.tree)
-        tree = unscale_tree(params, self.scale)
-        return join_overwrite(tree, overwrite, self.tree), self.finite
+        """Gradients in float32 divided by the scale, and whether they are finite."""
+        return unscale_tree(self.tree, self.scale), self.finite
 
     def __add__(self, other: Self) -> Self:
         """Sums two gradients of one loss, in float32, at the scale of the first.
@@ -76,16 +82,14 @@ class ScaledGrads:
             )
         # One, unless the scale moved between the two.
         ratio = self.scale / other.scale
-        mine, overwrite = split_overwrite(self.tree)
-        theirs, newer = split_overwrite(other.tree)
         total = jax.tree.map(
             lambda a, b: a + b * ratio.astype(b.dtype),
-            widen_tree(mine),
-            widen_tree(theirs),
+            widen_tree(self.tree),
+            widen_tree(other.tree),
         )
-        del overwrite  # the later values replace the earlier ones
         return self.replace(  # pyright: ignore[reportAttributeAccessIssue]
-            tree=join_overwrite(total, newer, self.tree),
+            tree=total,
+            overwrite=other.overwrite,  # later values replace earlier ones
             finite=self.finite & other.finite,
             scale_state=_lower(self.scale_state, other.scale_state),
         )
@@ -103,9 +107,7 @@ class ScaledGrads:
     __rmul__ = __mul__
 
     def _map(self, fn: Callable[[Array], Array]) -> Self:
-        params, overwrite = split_overwrite(self.tree)
-        tree = jax.tree.map(fn, widen_tree(params))
-        tree = join_overwrite(tree, overwrite, self.tree)
+        tree = jax.tree.map(fn, widen_tree(self.tree))
         return self.replace(tree=tree)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _refuse(self, *_: object) -> NoReturn:

@@ -6,37 +6,55 @@ NaN because it left the range of float16.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.tree import (
     all_finite,
     differentiable,
-    join_overwrite,
     merge,
     split_overwrite,
 )
 from jamp._policy.forward import forward_policy, under_autocast
+from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
 from jamp._scaling.loss import split_aux
-from jamp._scaling.mapped_axis import (
-    agreed,
-    averaged,
-    check_bound,
-    check_predivide,
-    varying,
-)
-from jamp._scaling.retry import check_aux_of_redo, check_redo, redoes, until_finite
 from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
 from jamp.optimizers._masters import fused_inside
 
+_CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 
+
+class GradOptions(TypedDict, total=False):
+    """The options of `scaled_value_and_grad` beyond `has_aux`; explained there."""
+
+    loss_id: int
+    wrt: Any
+    axis_name: Any
+    predivide: float | None
+    redo_on_overflow: int
+
+
+@overload
+def scaled_value_and_grad[**P](
+    loss_fn: Callable[Concatenate[Any, P], Any],
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Callable[Concatenate[HasLossScales, P], tuple[Array, ScaledGrads]]: ...
+@overload
+def scaled_value_and_grad[**P, Aux](
+    loss_fn: Callable[Concatenate[Any, P], tuple[Any, Aux]],
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Callable[Concatenate[HasLossScales, P], tuple[tuple[Array, Aux], ScaledGrads]]: ...
 def scaled_value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -87,34 +105,90 @@ def scaled_value_and_grad(
     [24. 24.] [3. 3.]
     """
 
-    both = _differentiate(
-        loss_fn,
-        "jamp.scaled_value_and_grad",
-        has_aux,
-        loss_id,
-        wrt,
-        axis_name,
-        predivide,
-        redo_on_overflow,
-    )
+    retry.check_redo(redo_on_overflow)
+    if predivide is not None:
+        mapped_axis.check_predivide(predivide, axis_name)
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):
-        loss, aux, grads = both(state, *args, **kwargs)
-        return ((loss, aux) if has_aux else loss), grads
+        rule, scale_state = find_loss_scale(state, loss_id, _CALL)
+        check_same_devices(("state", state), ("args", args), *kwargs.items())
+        every = groups.group_keys(state.tx)
+        keys = groups.resolve_wrt(wrt, every)
+        redo = retry.redoes(rule, redo_on_overflow)
+        trained = {k: differentiable(groups.get(state.params, k)) for k in keys}
+        if axis_name is not None:
+            mapped_axis.check_bound(axis_name)
+            trained = mapped_axis.varying(trained, axis_name)
+
+        run_loss = under_autocast(loss_fn, state.properties)
+
+        def scaled_loss(trained, scale_state):
+            whole = groups.split(state.params, every)
+            whole |= {k: merge(trained[k], whole[k]) for k in keys}
+            out = run_loss(groups.pack(whole, state.params), *args, **kwargs)
+            loss, aux = split_aux(out, has_aux)
+            if redo:
+                retry.check_aux_of_redo(aux)
+            return rule.scale_loss(loss, scale_state), (loss, aux)
+
+        def attempt(scale_state):
+            with forward_policy(state.properties):
+                grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(
+                    trained, scale_state
+                )
+            grads = row_major_on_cuda(grads)
+            if axis_name is not None:
+                grads, loss = mapped_axis.averaged(grads, loss, axis_name, predivide)
+            both = {k: split_overwrite(tree) for k, tree in grads.items()}
+            grads = {k: tree for k, (tree, _) in both.items()}
+            overwrite = {k: new for k, (_, new) in both.items() if new is not None}
+            finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
+            if axis_name is not None:
+                finite = mapped_axis.agreed(finite, scale_state.scale, axis_name)
+            return (loss, aux, grads, overwrite), finite
+
+        if redo:
+            out, finite, scale_state = retry.until_finite(
+                attempt, rule, scale_state, redo_on_overflow
+            )
+        else:
+            out, finite = attempt(scale_state)
+        loss, aux, grads, overwrite = out
+        named = tuple(wrt) if isinstance(wrt, list) else wrt
+        scaled = ScaledGrads(
+            tree=groups.shape_like_wrt(grads, named, state.params),
+            scale=rule.current(scale_state),
+            finite=finite,
+            loss_id=loss_id,
+            groups=named,
+            scale_state=scale_state if redo else None,
+            overwrite=overwrite,
+        )
+        return ((loss, aux) if has_aux else loss), scaled
 
     return value_and_grad
 
 
+@overload
+def scaled_grad[**P](
+    loss_fn: Callable[Concatenate[Any, P], Any],
+    *,
+    has_aux: Literal[False] = False,
+    **options: Unpack[GradOptions],
+) -> Callable[Concatenate[HasLossScales, P], ScaledGrads]: ...
+@overload
+def scaled_grad[**P, Aux](
+    loss_fn: Callable[Concatenate[Any, P], tuple[Any, Aux]],
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[GradOptions],
+) -> Callable[Concatenate[HasLossScales, P], tuple[ScaledGrads, Aux]]: ...
 def scaled_grad(
     loss_fn: Callable[..., Any],
     *,
     has_aux: bool = False,
-    loss_id: int = 0,
-    wrt: Any = None,
-    axis_name: Any = None,
-    predivide: float | None = None,
-    redo_on_overflow: int = 0,
+    **options: Unpack[GradOptions],
 ) -> Callable[..., Any]:
     """`scaled_value_and_grad` without the value.
 
@@ -128,21 +202,12 @@ def scaled_grad(
     >>> print(scaled_grad(lambda w: (w**2).sum())(state).tree)
     [2. 2.]
     """
-    both = _differentiate(
-        loss_fn,
-        "jamp.scaled_grad",
-        has_aux,
-        loss_id,
-        wrt,
-        axis_name,
-        predivide,
-        redo_on_overflow,
-    )
+    both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     @functools.wraps(loss_fn)
     def grad(state, *args, **kwargs):
-        _, aux, grads = both(state, *args, **kwargs)
-        return (grads, aux) if has_aux else grads
+        value, grads = both(state, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
 
     return grad
 
@@ -172,99 +237,31 @@ def zero_grads(
     >>> print((total / 4).unscale()[0])
     [1. 1.]
     """
-    check_redo(redo_on_overflow)
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads")
-    keys = _groups.resolve_wrt(wrt, _groups.group_keys(state.tx))
+    retry.check_redo(redo_on_overflow)
+    rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads(state)")
+    keys = groups.resolve_wrt(wrt, groups.group_keys(state.tx))
     named = tuple(wrt) if isinstance(wrt, list) else wrt
-    zeros = {}
-    for key in keys:
-        tree = differentiable(_groups.get(state.params, key))
-        params, overwrite = split_overwrite(tree)
-        zero = widen_tree(jax.tree.map(jnp.zeros_like, params))
-        zeros[key] = join_overwrite(zero, overwrite, tree)
+    trees = {k: differentiable(groups.get(state.params, k)) for k in keys}
+    both = {k: split_overwrite(tree) for k, tree in trees.items()}
+    zeros = {
+        k: widen_tree(jax.tree.map(jnp.zeros_like, tree))
+        for k, (tree, _) in both.items()
+    }
     return ScaledGrads(
-        tree=_groups.shape_like_wrt(zeros, named, state.params),
+        tree=groups.shape_like_wrt(zeros, named, state.params),
         scale=rule.current(scale_state),
         finite=jnp.asarray(True),
         loss_id=loss_id,
         groups=named,
-        scale_state=scale_state if redoes(rule, redo_on_overflow) else None,
+        scale_state=scale_state if retry.redoes(rule, redo_on_overflow) else None,
+        overwrite={k: values for k, (_, values) in both.items() if values is not None},
     )
-
-
-def _differentiate(
-    loss_fn: Callable[..., Any],
-    name: str,
-    has_aux: bool,
-    loss_id: int,
-    wrt: Any,
-    axis_name: Any,
-    predivide: float | None,
-    redo_on_overflow: int,
-) -> Callable[..., tuple[Array, Any, ScaledGrads]]:
-    """`f(state, *args, **kwargs) -> (loss, aux, grads)`."""
-    check_redo(redo_on_overflow)
-    check_predivide(predivide, axis_name)
-
-    def differentiate(state, *args, **kwargs):
-        rule, scale_state = find_loss_scale(state, loss_id, name)
-        check_same_devices(("state", state), ("args", args), *kwargs.items())
-        every = _groups.group_keys(state.tx)
-        keys = _groups.resolve_wrt(wrt, every)
-        redo = redoes(rule, redo_on_overflow)
-        trained = {k: differentiable(_groups.get(state.params, k)) for k in keys}
-        if axis_name is not None:
-            check_bound(axis_name)
-            trained = varying(trained, axis_name)
-
-        run_loss = under_autocast(loss_fn, state.properties)
-
-        def scaled_loss(trained, scale_state):
-            whole = {k: _groups.get(state.params, k) for k in every}
-            whole |= {k: merge(trained[k], whole[k]) for k in keys}
-            out = run_loss(_groups.pack(whole, state.params), *args, **kwargs)
-            loss, aux = split_aux(out, has_aux)
-            if redo:
-                check_aux_of_redo(aux)
-            return rule.scale_loss(loss, scale_state), (loss, aux)
-
-        def attempt(scale_state):
-            with forward_policy(state.properties):
-                grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(
-                    trained, scale_state
-                )
-            grads = row_major_on_cuda(grads)
-            if axis_name is not None:
-                grads, loss = averaged(grads, loss, axis_name, predivide)
-            finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
-            if axis_name is not None:
-                finite = agreed(finite, scale_state.scale, axis_name)
-            return (loss, aux, grads), finite
-
-        if redo:
-            (loss, aux, grads), finite, scale_state = until_finite(
-                attempt, rule, scale_state, redo_on_overflow
-            )
-        else:
-            (loss, aux, grads), finite = attempt(scale_state)
-        named = tuple(wrt) if isinstance(wrt, list) else wrt
-        scaled = ScaledGrads(
-            tree=_groups.shape_like_wrt(grads, named, state.params),
-            scale=rule.current(scale_state),
-            finite=finite,
-            loss_id=loss_id,
-            groups=named,
-            scale_state=scale_state if redo else None,
-        )
-        return loss, aux, scaled
-
-    return differentiate
 
 
 def _finite(grads: dict[Any, PyTree], txs: Any) -> Bool[Array, ""]:
     """Whether all are finite; by the kernels of the optimizer that will step them."""
     flags = []
     for key, tree in grads.items():
-        tree, fused = split_overwrite(tree)[0], fused_inside(_groups.get(txs, key))
+        fused = fused_inside(groups.get(txs, key))
         flags.append(fused.all_finite(tree) if fused else all_finite(tree))
     return functools.reduce(jnp.logical_and, flags)

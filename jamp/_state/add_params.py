@@ -11,15 +11,14 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import PyTree
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.groups import SINGLE, Key
 from jamp._core.tree import path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
-from jamp._state.incoming import check_bare, check_containers, check_float32
+from jamp._state.incoming import check_containers, check_float32
 from jamp._state.placement import with_shardings
-from jamp._state.step import init_optimizer, widened
-from jamp.optimizers import FusedTransformation
-from jamp.optimizers._masters import MasterWeights, master_weights
+from jamp._state.step import begin, init_optimizer, widened
+from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
 
 
 def grown(
@@ -38,7 +37,7 @@ def grown(
         raise TypeError(
             "The state has no optimizer: make another with jamp.initialize."
         )
-    keys = _groups.group_keys(state.tx)
+    keys = groups.group_keys(state.tx)
     params = jax.tree.map(strong_array, params)
     if not allow_not_fp32:
         check_float32(params)
@@ -63,31 +62,33 @@ def _with_more_leaves(state: Any, params: Any, cast: Any, tx: Any) -> dict[str, 
     _check_mapping(params, state.params)
     masters = widened(state.tx, state.opt_state, state.params)
     originals = _merged(masters, params, "params")
-    tx = _for_params(state.tx, _merged(state.params, cast, "params"))
-    begun = init_optimizer(tx, originals, _merged(state.params, cast, "params"))
-    old = state.params, state.opt_state
-    new_params, opt_state = _keeping_bits(begun, old)
+    merged = _merged(state.params, cast, "params")
+    tx = _for_params(state.tx, merged)
+    begun = init_optimizer(tx, originals, merged)
+    new_params, opt_state = _keeping_bits(begun, (state.params, state.opt_state))
     return {"params": new_params, "opt_state": opt_state, "tx": tx}
 
 
 def _with_more_groups(state: Any, params: Any, cast: Any, txs: Any) -> dict[str, Any]:
     """Several groups: each of the new ones begins by itself."""
     kind = type(state.params)
-    if txs is None or _groups.is_transformation(txs) or type(params) is not kind:
+    if txs is None or groups.is_transformation(txs) or type(params) is not kind:
         raise TypeError(
             "The state has several groups: add_params takes new ones in a "
             f"{kind.__name__}, with their optimizers in another, got "
             f"{type(params).__name__} and tx={txs!r}."
         )
     check_containers(params, txs)
-    begun = {}
-    for key in _groups.group_keys(txs):
-        tx = txs[key]
-        check_bare(tx, params[key])
-        tx = with_shardings(tx, cast[key])
-        if state.properties.master_weights:
-            tx = master_weights(tx, store_remainder=_stores_remainder(state.tx))
-        begun[key] = (tx, *init_optimizer(tx, params[key], cast[key]))
+    begun = {
+        key: begin(
+            txs[key],
+            params[key],
+            cast[key],
+            keeps_masters=state.properties.master_weights,
+            store_remainder=_stores_remainder(state.tx),
+        )
+        for key in groups.group_keys(txs)
+    }
     new = {
         "tx": {key: entry[0] for key, entry in begun.items()},
         "params": {key: entry[1] for key, entry in begun.items()},
@@ -98,7 +99,7 @@ def _with_more_groups(state: Any, params: Any, cast: Any, txs: Any) -> dict[str,
         "last_step_skipped": {key: jnp.zeros((), bool) for key in begun},
     }
     return {
-        name: _extended(getattr(state, name), _groups.pack(entries, params), name)
+        name: _extended(getattr(state, name), groups.pack(entries, params), name)
         for name, entries in new.items()
     }
 
@@ -111,7 +112,7 @@ def _with_fields(
     for name, more in fields.items():
         if name in extra:
             old, more = getattr(state, name), jax.tree.map(strong_array, more)
-            per_group = _groups.is_container(old, keys)
+            per_group = groups.is_container(old, keys)
             changes[name] = (_extended if per_group else _merged)(old, more, name)
         elif name != "batch_stats":  # which has said which params are BatchNorm's
             raise TypeError(
@@ -119,7 +120,7 @@ def _with_fields(
                 f"{list(extra)}. Declare it with `jamp.initialize(..., {name}=...)`."
             )
     for name in extra:
-        if name not in fields and _groups.is_container(getattr(state, name), keys):
+        if name not in fields and groups.is_container(getattr(state, name), keys):
             raise ValueError(
                 f"The field {name} has one entry per group, so the new groups need "
                 f"theirs: `add_params(..., {name}=...)`, in the same container."
@@ -129,8 +130,8 @@ def _with_fields(
 
 def _for_params(tx: Any, params: PyTree) -> Any:
     """The same optimizer; a fused one hears anew how its params lie."""
-    inner = tx.inner if isinstance(tx, MasterWeights) else tx
-    if not isinstance(inner, FusedTransformation):
+    inner = fused_inside(tx)
+    if inner is None:
         return tx
     inner = with_shardings(inner.replace(shardings=None), params)
     if not isinstance(tx, MasterWeights):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import flax.struct
 import jax
@@ -10,15 +10,16 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.groups import Key
+from jamp._core.show import summary
 from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
-from jamp._state import parts as _gradients, serialization as _restore
 from jamp._state.add_params import grown
-from jamp._state.parts import Part
+from jamp._state.parts import Part, clean_flags, gradient_parts, total
+from jamp._state.serialization import register
 from jamp._state.step import step, widened
 
 _FIELD_REMEDY = (
@@ -54,8 +55,14 @@ class AmpState(TrainState, kw_only=True):
     loss_scale_rules: tuple[LossScaleRule, ...] = flax.struct.field(pytree_node=False)
 
     def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        _restore.register(cls)
+        super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
+        register(cls)
+
+    def __repr__(self) -> str:
+        """Level, params by dtype, step, scale and skips; not the arrays."""
+        text = summary(type(self).__name__, self, self.params, self.opt_state)
+        extra = extra_fields(self)
+        return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @classmethod
     def create(cls, **kwargs):
@@ -75,7 +82,7 @@ class AmpState(TrainState, kw_only=True):
 
     def apply_gradients(
         self, *, grads: Any, update_args: Mapping[str, Any] | None = None, **fields: Any
-    ) -> "AmpState":
+    ) -> Self:
         """Unscales the gradients, and steps; or skips, if they are not finite.
 
         A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
@@ -103,26 +110,32 @@ class AmpState(TrainState, kw_only=True):
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
         check_same_devices(("state", self), ("grads", grads), *fields.items())
-        parts = _gradients.parts(grads, self)
-        keys = _groups.group_keys(self.tx)
-        covered = [key for key in keys if any(key in part.trees for part in parts)]
-        clean = {key: _gradients.clean_flag(parts, key) for key in covered}
-        args = dict(update_args or {})
-        groups = {
-            key: _next_group(self, key, parts, clean[key], args)
-            if key in covered
-            else _group(self, key)
-            for key in keys
-        }
-        stepped = [_known(flag) for flag in clean.values()]
+        parts = gradient_parts(grads, self)
+        keys = groups.group_keys(self.tx)
+        clean = clean_flags(parts)
+        params, opt_states, counts, skipped = (
+            groups.split(getattr(self, name), keys) for name in _GROUPED
+        )
+        for key, flag in clean.items():
+            unscaled, overwrite, grad_scale = total(parts, key)
+            params[key], opt_states[key] = step(
+                groups.get(self.tx, key),
+                unscaled,
+                opt_states[key],
+                params[key],
+                grad_scale=grad_scale,
+                overwrite=overwrite,
+                clean=flag,
+                update_args=dict(update_args or {}),
+            )
+            skipped[key] = ~_known(flag)
+            counts[key] = counts[key] + skipped[key].astype(jnp.int32)
+        stepped = functools.reduce(jnp.logical_or, [~skipped[key] for key in clean])
+        after = zip(_GROUPED, (params, opt_states, counts, skipped), strict=True)
         return self.replace(
-            step=self.step
-            + functools.reduce(jnp.logical_or, stepped).astype(jnp.int32),
+            step=self.step + stepped.astype(jnp.int32),
             loss_scales=_next_scales(self, parts),
-            **{
-                name: _groups.each(keys, lambda k, n=name: groups[k][n], self.params)
-                for name in _GROUPED
-            },
+            **{name: groups.pack(values, self.params) for name, values in after},
             **{
                 name: _next_field(self, name, new, keys, clean)
                 for name, new in fields.items()
@@ -136,7 +149,7 @@ class AmpState(TrainState, kw_only=True):
         *,
         allow_incoming_model_not_fp32: bool = False,
         **fields: Any,
-    ) -> "AmpState":
+    ) -> Self:
         """The state with more params, as after apex's `add_param_group`.
 
         New params are cast as the level says, and get masters and fresh optimizer
@@ -174,41 +187,10 @@ class AmpState(TrainState, kw_only=True):
         return self.replace(**grown(self, params, tx, allowed, extra, fields))
 
 
-_restore.register(AmpState)
+register(AmpState)
 
 # What a state holds once per group.
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
-
-type _Flags = Mapping[Key, Bool[Array, ""] | None]
-
-
-def _group(state: AmpState, key: Key) -> dict[str, Any]:
-    return {name: _groups.get(getattr(state, name), key) for name in _GROUPED}
-
-
-def _next_group(
-    state: AmpState,
-    key: Key,
-    parts: list[Part],
-    clean: Bool[Array, ""] | None,
-    update_args: dict[str, Any],
-) -> dict[str, Any]:
-    """One group after its step, or as it was."""
-    old = _group(state, key)
-    params, opt_state = step(
-        _groups.get(state.tx, key),
-        *_gradients.total(parts, key),
-        opt_state=old["opt_state"],
-        params=old["params"],
-        clean=clean,
-        update_args=update_args,
-    )
-    return {
-        "params": params,
-        "opt_state": opt_state,
-        "skipped_steps": old["skipped_steps"] + (~_known(clean)).astype(jnp.int32),
-        "last_step_skipped": ~_known(clean),
-    }
 
 
 def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
@@ -223,7 +205,9 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
         if part.loss_id is not None:
             rule = state.loss_scale_rules[part.loss_id]
             begun = state.loss_scales[part.loss_id]
-            before = _redone(part, scales[part.loss_id], begun)
+            before = scales[part.loss_id]
+            if part.scale_state is not None:
+                before = _redone(part.scale_state, before, begun)
             scales[part.loss_id] = rule.update(before, _known(part.finite))
             flags.setdefault(part.loss_id, []).append(part.finite)
     for loss_id, finite in flags.items():
@@ -236,17 +220,21 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
     return tuple(scales)
 
 
-def _redone(part: Part, now: LossScaleState, begun: LossScaleState) -> LossScaleState:
+def _redone(
+    scale_state: LossScaleState, now: LossScaleState, begun: LossScaleState
+) -> LossScaleState:
     """`now`, or the lower scale at which a part was computed again in this step."""
-    if part.scale_state is None:
-        return now
-    fell = part.scale_state.scale < begun.scale
-    lower = lower_of(now, part.scale_state)
+    fell = scale_state.scale < begun.scale
+    lower = lower_of(now, scale_state)
     return jax.tree.map(lambda low, x: jnp.where(fell, low, x), lower, now)
 
 
 def _next_field(
-    state: AmpState, name: str, new: Any, keys: tuple[Key, ...], clean: _Flags
+    state: AmpState,
+    name: str,
+    new: Any,
+    keys: tuple[Key, ...],
+    clean: Mapping[Key, Any],
 ) -> Any:
     """An extra field: the new value if the groups that it belongs to were clean."""
     extra = extra_fields(state)
@@ -257,14 +245,9 @@ def _next_field(
         )
     old = getattr(state, name)
     check_like(new, old, name, _FIELD_REMEDY)
-    if _groups.is_container(old, keys):
-        return _groups.each(
-            keys,
-            lambda k: (
-                select(_known(clean[k]), new[k], old[k]) if k in clean else old[k]
-            ),
-            old,
-        )
+    if groups.is_container(old, keys):
+        chosen = {k: select(_known(clean[k]), new[k], old[k]) for k in clean}
+        return groups.pack(groups.split(old, keys) | chosen, old)
     flags = [flag for flag in clean.values() if flag is not None]
     whole = functools.reduce(jnp.logical_and, flags) if flags else None
     return select(_known(whole), new, old)
@@ -291,13 +274,7 @@ def master_params(state: AmpState) -> Any:
     >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
     0.099976 0.100000
     """
-    keys = _groups.group_keys(state.tx)
-    return _groups.each(
-        keys,
-        lambda key: widened(
-            _groups.get(state.tx, key),
-            _groups.get(state.opt_state, key),
-            _groups.get(state.params, key),
-        ),
-        state.params,
-    )
+    parts = (state.tx, state.opt_state, state.params)
+    keys = groups.group_keys(state.tx)
+    wide = {k: widened(*(groups.get(part, k) for part in parts)) for k in keys}
+    return groups.pack(wide, state.params)

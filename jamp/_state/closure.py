@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.dtypes import cast, is_half
-from jamp._core.tree import differentiable, join_overwrite, merge, split_overwrite
+from jamp._core.tree import trained_params, with_trained
 from jamp._scaling.by_hand import find_loss_scale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
 
@@ -55,13 +55,13 @@ def closure(
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt)
 
     def bind(state, *args, **kwargs):
-        find_loss_scale(state, loss_id, "jamp.closure")  # which checks the state
-        key = _group_of(wrt, _groups.group_keys(state.tx))
+        find_loss_scale(state, loss_id, "jamp.closure(loss_fn)(state, ...)")
+        key = _group_of(wrt, groups.group_keys(state.tx))
 
         def value_and_grad(params):
+            loss: Any
             loss, grads = both(_at(state, key, params), *args, **kwargs)
-            tree, _ = split_overwrite(grads.unscale()[0])
-            return (loss[0] if has_aux else loss), tree
+            return (loss[0] if has_aux else loss), grads.unscale()[0]
 
         return with_gradient(value_and_grad)
 
@@ -90,25 +90,23 @@ def rounded(masters: PyTree, params: PyTree) -> PyTree:
     def leaf(master, param):
         return cast(master, param.dtype) if is_half(param) else master
 
-    return merge(jax.tree.map(leaf, masters, differentiable(params)), params)
+    return with_trained(params, jax.tree.map(leaf, masters, trained_params(params)))
 
 
 def _group_of(wrt: Any, keys: tuple[Any, ...]) -> Any:
-    if wrt is None and keys == (_groups.SINGLE,):
-        return _groups.SINGLE
+    if wrt is None and keys == (groups.SINGLE,):
+        return groups.SINGLE
     if wrt is None or isinstance(wrt, list | tuple):
         raise ValueError(
             f"A closure is for the optimizer of one group: pass wrt=key, one of "
             f"{list(keys)}; got wrt={wrt!r}."
         )
-    return _groups.resolve_wrt(wrt, keys)[0]
+    return groups.resolve_wrt(wrt, keys)[0]
 
 
 def _at(state: Any, key: Any, masters: PyTree) -> Any:
     """The state with one group's params rounded from `masters`."""
-    old = _groups.get(state.params, key)
-    whole, overwrite = split_overwrite(old)
-    params = join_overwrite(rounded(masters, whole), overwrite, old)
-    keys = _groups.group_keys(state.tx)
-    entries = {k: _groups.get(state.params, k) for k in keys} | {key: params}
-    return state.replace(params=_groups.pack(entries, state.params))
+    params = rounded(masters, groups.get(state.params, key))
+    keys = groups.group_keys(state.tx)
+    entries = groups.split(state.params, keys) | {key: params}
+    return state.replace(params=groups.pack(entries, state.params))

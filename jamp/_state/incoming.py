@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
-from jaxtyping import PyTree
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
-from jamp._core.tree import path_string, trained_params
-from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights, MasterWeightsState
+from jamp._core.tree import is_overwritten
+from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -40,7 +39,9 @@ def check_containers(params: Any, tx: Any) -> None:
                 f"{where} is {leaf!r}, which is no array. Pass the params, "
                 '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
             )
-    if tx is None or _groups.is_transformation(tx):
+    if isinstance(tx, MasterWeights):
+        raise ValueError(ALREADY_WRAPPED)
+    if tx is None or groups.is_transformation(tx):
         return
     if not isinstance(tx, list | tuple | Mapping):
         raise TypeError(
@@ -48,8 +49,10 @@ def check_containers(params: Any, tx: Any) -> None:
             f"got {tx!r}."
         )
     for entry in _entries(tx):
-        if not _groups.is_transformation(entry):
+        if not groups.is_transformation(entry):
             raise TypeError(f"tx holds {entry!r}, which is no optax transformation.")
+        if isinstance(entry, MasterWeights):
+            raise ValueError(ALREADY_WRAPPED)
     if isinstance(tx, Mapping):
         matches = isinstance(params, Mapping) and set(params) == set(tx)
     else:
@@ -82,7 +85,7 @@ def check_float32(params: Any) -> None:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == FLOAT32:
             continue
-        if "_overwrite_with_gradient" in path_string(path).split("/"):
+        if is_overwritten(path):
             continue
         raise ValueError(
             f"Found params{jax.tree_util.keystr(path)} with dtype {dtype}, expected "
@@ -90,19 +93,3 @@ def check_float32(params: Any) -> None:
             "matter what opt level you choose. If the model is meant to be mixed, pass "
             "allow_incoming_model_not_fp32=True."
         )
-
-
-def check_bare(tx: Any, params: PyTree) -> None:
-    """Raises if a transformation holds master_weights anywhere."""
-    if isinstance(tx, MasterWeights):
-        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
-    shapes = jax.eval_shape(tx.init, trained_params(params))
-    nodes = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, MasterWeightsState))
-    if any(isinstance(node, MasterWeightsState) for node in nodes):
-        raise ValueError(f"{ALREADY_WRAPPED} {_BARE}")
-
-
-_BARE = (
-    "Pass the bare transformation to jamp.initialize, or choose "
-    "master_weights=False at a level that casts."
-)

@@ -7,40 +7,59 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from typing_extensions import TypeVar
 
-from jamp._core import groups as _groups
+from jamp._autocast.transform import Promote
+from jamp._core import groups
 from jamp._core.devices import check_same_devices
 from jamp._core.groups import Key
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
 from jamp._policy.casting import cast_to_level, check_keep_fp32
 from jamp._policy.forward import patched_forward
-from jamp._policy.levels import BRIEFS, LEVELS, Properties
-from jamp._scaling.rules import loss_scale_rule
+from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
+from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
-from jamp._state.incoming import ARRAY_LIKE, check_bare, check_containers, check_float32
-from jamp._state.placement import settled, with_shardings
+from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
+from jamp._state.placement import settled
 from jamp._state.state_class import state_class_with
-from jamp._state.step import init_optimizer
-from jamp.optimizers._masters import master_weights as with_master_weights
+from jamp._state.step import begin
+
+S = TypeVar("S", bound=AmpState, default=AmpState)
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# Numbers and strings are left out, so that a misspelt keyword is a type error.
+type Field = (
+    jax.Array
+    | np.ndarray
+    | Mapping[Any, Any]
+    | tuple[Any, ...]
+    | list[Any]
+    | _Dataclass
+)
 
 
 def initialize(
     params: Any,
     tx: Any = None,
-    opt_level: str = "O1",
+    opt_level: OptLevel = "O1",
     *,
     enabled: bool = True,
     cast_model_type: Any = None,
     patch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
-    loss_scale: Any = None,
+    loss_scale: float | str | LossScaleRule | None = None,
     cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
@@ -49,12 +68,12 @@ def initialize(
     apply_fn: Any = None,
     keep_fp32: Any = None,
     lists: Any = None,
-    promote: str | None = None,
+    promote: Promote | None = None,
     store_remainder: bool = False,
     allow_incoming_model_not_fp32: bool = False,
-    state_class: type[AmpState] = AmpState,
-    **fields: Any,
-) -> Any:
+    state_class: type[S] = AmpState,
+    **fields: Field,
+) -> S:
     """Prepares params and an optimizer for training at an opt level.
 
     | level | params | optimizer | loss scale |
@@ -115,25 +134,15 @@ def initialize(
     >>> print(state.params["Dense_0"]["kernel"].dtype, state.loss_scale)
     float16 65536.0
     """
-    properties = Properties.from_opt_level(
-        opt_level,
-        enabled=enabled,
-        cast_model_type=cast_model_type,
-        patch_functions=patch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        keep_fp32=keep_fp32,
-        lists=lists,
-        promote=promote,
-    )
+    given = locals()
+    overrides = {name: given[name] for name in OVERRIDES}
+    properties = Properties.from_opt_level(opt_level, enabled=enabled, **overrides)
     check_containers(params, tx)
     _check_fields(fields, state_class)
     rules = _rules(properties, num_losses, min_loss_scale, max_loss_scale)
     _print(opt_level, properties, verbosity)
 
-    keys = _groups.group_keys(tx)
+    keys = groups.group_keys(tx)
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
     check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
@@ -141,32 +150,26 @@ def initialize(
         check_float32(params)
     check_keep_fp32(properties.keep_fp32, params)
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
-    groups = {k: _groups.get(params, k) for k in keys}
-    txs = {k: _groups.get(tx, k) for k in keys}
-    if tx is not None:
-        for key in keys:
-            check_bare(txs[key], groups[key])
-    cast_groups = {k: _groups.get(model_params, k) for k in keys}
-    txs = {k: with_shardings(txs[k], cast_groups[k]) for k in keys}
-    if properties.master_weights and tx is not None:
-        txs = {
-            k: with_master_weights(t, store_remainder=store_remainder)
-            for k, t in txs.items()
-        }
-    elif store_remainder:
+    txs, opt_states, trees = {}, {}, {}
+    for key in keys:
+        txs[key], trees[key], opt_states[key] = begin(
+            groups.get(tx, key),
+            groups.get(params, key),
+            groups.get(model_params, key),
+            keeps_masters=properties.master_weights,
+            store_remainder=store_remainder,
+        )
+    if store_remainder and not (properties.master_weights and tx is not None):
         _warn_no_masters(opt_level)
-    begun = {k: init_optimizer(txs[k], groups[k], cast_groups[k]) for k in keys}
-    model_params = _groups.each(keys, lambda k: begun[k][0], model_params)
-    opt_states = {k: opt_state for k, (_, opt_state) in begun.items()}
     state = state_class_with(state_class, fields)(
         step=jnp.zeros((), jnp.int32),
         apply_fn=_patch(apply_fn, properties),
-        params=model_params,
-        tx=_groups.hashable(txs, tx),
-        opt_state=jax.tree.map(strong_array, _groups.pack(opt_states, params)),
+        params=groups.pack(trees, params),
+        tx=groups.hashable(txs, tx),
+        opt_state=jax.tree.map(strong_array, groups.pack(opt_states, params)),
         loss_scales=tuple(rule.init() for rule in rules),
-        skipped_steps=_groups.each(keys, lambda _: jnp.zeros((), jnp.int32), params),
-        last_step_skipped=_groups.each(keys, lambda _: jnp.zeros((), bool), params),
+        skipped_steps=groups.pack({k: jnp.int32(0) for k in keys}, params),
+        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in keys}, params),
         properties=properties,
         loss_scale_rules=rules,
         **fields,
@@ -236,7 +239,7 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
         patched: dict[Key, Any] = {
             k: patched_forward(fn, properties) for k, fn in items
         }
-        return _groups.hashable(patched, apply_fn)
+        return groups.hashable(patched, apply_fn)
     return patched_forward(apply_fn, properties)
 
 

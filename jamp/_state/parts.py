@@ -1,17 +1,23 @@
 """What `apply_gradients` accepts, as parts: the gradients of one loss each."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.dtypes import widen
 from jamp._core.groups import Key
-from jamp._core.tree import all_finite, check_like, differentiable, split_overwrite
+from jamp._core.tree import (
+    all_finite,
+    check_like,
+    differentiable,
+    split_overwrite,
+    trained_params,
+)
 from jamp._scaling.by_hand import HasLossScales
 from jamp._scaling.rules import LossScaleState, unscale_tree
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -30,6 +36,7 @@ class Part(NamedTuple):
         finite: whether all were finite; None if nobody looked.
         loss_id: whose scale moves; None for no one's.
         scale_state: where that scale moves from; None for where the state has it.
+        overwrite: per group, new values of Flax's `_overwrite_with_gradient`, if any.
     """
 
     trees: dict[Key, PyTree]
@@ -37,16 +44,17 @@ class Part(NamedTuple):
     finite: Bool[Array, ""] | None
     loss_id: int | None
     scale_state: LossScaleState | None = None
+    overwrite: Mapping[Key, Any] = {}
 
 
-def parts(grads: Any, state: HasLossScales) -> list[Part]:
+def gradient_parts(grads: Any, state: HasLossScales) -> list[Part]:
     """Unscales ScaledGrads, several of them, or takes a plain tree as it is.
 
     Raises:
         TypeError: a sequence holds ScaledGrads and other things.
         ValueError: a tree differs from its params in structure or shape.
     """
-    keys = _groups.group_keys(state.tx)
+    keys = groups.group_keys(state.tx)
     if isinstance(grads, ScaledGrads):
         return [_scaled(grads, state, keys)]
     if isinstance(grads, Sequence) and any(isinstance(g, ScaledGrads) for g in grads):
@@ -61,10 +69,14 @@ def parts(grads: Any, state: HasLossScales) -> list[Part]:
     return [_plain(grads, state, keys)]
 
 
-def clean_flag(parts: list[Part], key: Key | None = None) -> Bool[Array, ""] | None:
-    """Whether the parts that cover a group are finite; None if nobody looked."""
-    flags = [p.finite for p in parts if key in p.trees and p.finite is not None]
-    return functools.reduce(jnp.logical_and, flags) if flags else None
+def clean_flags(parts: list[Part]) -> dict[Key, Bool[Array, ""] | None]:
+    """Per group that has gradients, whether all are finite; None if nobody looked."""
+    clean: dict[Key, Any] = {}
+    for part in parts:
+        for key in part.trees:
+            both = [f for f in (clean.get(key), part.finite) if f is not None]
+            clean[key] = functools.reduce(jnp.logical_and, both) if both else None
+    return clean
 
 
 def total(parts: list[Part], key: Key) -> tuple[PyTree, Any, Any]:
@@ -75,13 +87,12 @@ def total(parts: list[Part], key: Key) -> tuple[PyTree, Any, Any]:
         of one loss are left scaled and in half, for whoever can unscale on the way.
     """
     covering = [part for part in parts if key in part.trees]
-    trees = [split_overwrite(part.trees[key]) for part in covering]
-    overwrite = trees[-1][1]
+    overwrite = covering[-1].overwrite.get(key)
     if len(covering) == 1:
-        return trees[0][0], overwrite, covering[0].scale
+        return covering[0].trees[key], overwrite, covering[0].scale
     unscaled = [
-        unscale_tree(tree, 1.0 if part.scale is None else part.scale)
-        for (tree, _), part in zip(trees, covering, strict=True)
+        unscale_tree(part.trees[key], 1.0 if part.scale is None else part.scale)
+        for part in covering
     ]
     summed = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), unscaled)
     return summed, overwrite, None
@@ -93,11 +104,17 @@ def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
             f"grads hold ScaledGrads and a {type(grads).__name__}: "
             "pass a sequence of ScaledGrads, one per loss."
         )
-    trees = _groups.by_group(grads.tree, grads.groups, keys)
-    _check(trees, state)
+    trees = groups.by_group(grads.tree, grads.groups, keys)
+    _check_trees(trees, trained_params, state)
     checks = state.loss_scale_rules[grads.loss_id].checks
-    finite = grads.finite if checks else None
-    return Part(trees, grads.scale, finite, grads.loss_id, grads.scale_state)
+    return Part(
+        trees=trees,
+        scale=grads.scale,
+        finite=grads.finite if checks else None,
+        loss_id=grads.loss_id,
+        scale_state=grads.scale_state,
+        overwrite=grads.overwrite,
+    )
 
 
 def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
@@ -105,21 +122,26 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
 
     A group whose entry is None is not covered.
     """
-    if keys != (_groups.SINGLE,):
+    if keys != (groups.SINGLE,):
         _check_container(grads, state.params)
-    entries = {key: _groups.get(grads, key) for key in keys}
-    if keys != (_groups.SINGLE,):
+    entries = groups.split(grads, keys)
+    if keys != (groups.SINGLE,):
         entries = {k: entry for k, entry in entries.items() if entry is not None}
     if not entries:
         raise ValueError(f"gradients of all groups are None: {_REMEDY}")
-    trees = {key: differentiable(entry) for key, entry in entries.items()}
-    _check(trees, state)
-    trees = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
+    entries = {key: differentiable(entry) for key, entry in entries.items()}
+    _check_trees(entries, differentiable, state)
+    both = {key: split_overwrite(entry) for key, entry in entries.items()}
+    trees = {key: jax.tree.map(widen, tree) for key, (tree, _) in both.items()}
     checks = any(rule.checks for rule in state.loss_scale_rules)
-    finite = all_finite([split_overwrite(tree)[0] for tree in trees.values()])
-    # Of several losses nobody can tell whose scale should move.
-    loss_id = 0 if len(state.loss_scale_rules) == 1 else None
-    return Part(trees, None, finite if checks else None, loss_id)
+    return Part(
+        trees=trees,
+        scale=None,
+        finite=all_finite(trees) if checks else None,
+        # Of several losses nobody can tell whose scale should move.
+        loss_id=0 if len(state.loss_scale_rules) == 1 else None,
+        overwrite={key: overwrite for key, (_, overwrite) in both.items()},
+    )
 
 
 def _check_container(grads: Any, params: Any) -> None:
@@ -133,8 +155,10 @@ def _check_container(grads: Any, params: Any) -> None:
         )
 
 
-def _check(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+def _check_trees(
+    trees: Mapping[Key, PyTree], part: Callable[[PyTree], PyTree], state: HasLossScales
+) -> None:
+    """Raises unless trees are like a part of their params."""
     for key, tree in trees.items():
-        what = "gradients" if key is _groups.SINGLE else f"gradients of group {key!r}"
-        expected = differentiable(_groups.get(state.params, key))
-        check_like(tree, expected, what, _REMEDY)
+        what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
+        check_like(tree, part(groups.get(state.params, key)), what, _REMEDY)

@@ -1,7 +1,10 @@
-"""AmpState's subclasses for extra fields that nobody declared."""
+"""AmpState's subclasses for undeclared extra fields, and where pickle finds states."""
 
 import functools
+import pickle
 import re
+import sys
+import types
 from collections.abc import Collection
 from typing import Any
 
@@ -10,9 +13,9 @@ from jamp._state.amp_state import AmpState
 _NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
 
 
-def state_class_with(
-    state_class: type[AmpState], fields: Collection[str]
-) -> type[AmpState]:
+def state_class_with[S: AmpState](
+    state_class: type[S], fields: Collection[str]
+) -> type[S]:
     """`state_class`, with the fields that it does not declare.
 
     Raises:
@@ -26,7 +29,7 @@ def state_class_with(
             f"{state_class.__name__} declares no field {undeclared[0]!r}: add "
             f"`{undeclared[0]}: Any` to it."
         )
-    return _subclass(tuple(undeclared))
+    return _subclass(tuple(undeclared))  # pyright: ignore[reportReturnType]
 
 
 def __getattr__(name: str) -> Any:
@@ -42,3 +45,20 @@ def _subclass(names: tuple[str, ...]) -> type[AmpState]:
     """Made once per set of names: a fresh class per call would retrace."""
     body = {"__annotations__": dict.fromkeys(names, Any), "__module__": __name__}
     return type(f"AmpState[{','.join(names)}]", (AmpState,), body)
+
+
+class _Moved(types.ModuleType):
+    """Where states lay once, and where their pickles look for them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise pickle.UnpicklingError(
+            "This state was pickled when the files of jamp lay elsewhere. Unpickle it "
+            "with that version, save `jamp.to_checkpoint(state)`, and read that with "
+            "`jamp.from_checkpoint(state, checkpoint)`."
+        )
+
+
+for _old in ("jamp._amp_state", "jamp._state_class"):
+    sys.modules[_old] = _Moved(_old)

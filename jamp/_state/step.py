@@ -3,69 +3,92 @@
 from typing import Any
 
 import jax
-import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.dtypes import cast, is_castable, widen
-from jamp._core.tree import (
-    differentiable,
-    join_overwrite,
-    merge,
-    select,
-    split_overwrite,
-    trained_params,
-)
+from jamp._core.tree import select, split_overwrite, trained_params, with_trained
 from jamp._scaling.rules import unscale_tree
-from jamp._state.placement import moments_like_params
-from jamp.optimizers import FusedTransformation
-from jamp.optimizers._masters import (
-    MasterWeights,
-    MasterWeightsState,
-    from_weights,
-    full_masters,
-    fused_inside,
-    init_masters,
-    masters_for,
-    split_masters,
-    weights_for,
-    write_back,
-)
+from jamp._state.placement import moments_like_params, with_shardings
+from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
 
+def begin(
+    tx: Any,
+    originals: PyTree,
+    params: PyTree,
+    *,
+    keeps_masters: bool | None,
+    store_remainder: bool,
+) -> tuple[Any, PyTree, Any]:
+    """One new group: its transformation as the level wants it, params and state.
+
+    Args:
+        tx: the user's transformation, or None.
+        originals: the user's params, float32.
+        params: cast from them.
+        keeps_masters: whether to wrap `tx` in `master_weights`.
+        store_remainder: how.
+    """
+    if tx is not None:
+        tx = with_shardings(tx, params)
+        if keeps_masters:
+            tx = masters.master_weights(tx, store_remainder=store_remainder)
+    return tx, *init_optimizer(tx, originals, params)
+
+
 def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, Any]:
-    """Params and optimizer state, from the user's params rather than rounded ones."""
+    """Params and optimizer state, from the user's params rather than rounded ones.
+
+    Raises:
+        ValueError: the transformation keeps masters somewhere inside already.
+    """
     if tx is None:
         return params, None
-    if not isinstance(tx, MasterWeights):
-        trained = trained_params(params)
-        opt_state = tx.init(jax.tree.map(widen, trained))
-        return params, moments_like_params(opt_state, trained)
-    params, masters = with_masters(tx, originals, params)
+    weights = first_weights(tx, originals, params)
+    opt_state = masters.inside(tx).init(masters.values(weights))
+    is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
+    if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
+        raise ValueError(masters.ALREADY_WRAPPED)
+    opt_state = moments_like_params(opt_state, trained_params(params))
+    return with_weights(tx, weights, opt_state, params)
+
+
+def first_weights(tx: Any, originals: PyTree, params: PyTree) -> PyTree:
+    """A tree of `Weight` as `tx` steps them; `params` were cast from `originals`."""
     trained = trained_params(params)
-    masters, inner = init_masters(tx.inner, masters, trained)
-    inner = moments_like_params(inner, trained)
-    return params, MasterWeightsState(masters, inner)
+    if not isinstance(tx, masters.MasterWeights):
+        return jax.tree.map(Weight, trained)
+    originals = trained_params(originals)
+    return masters.with_masters(trained, originals, store_remainder=tx.store_remainder)
 
 
-def with_masters(tx: MasterWeights, originals: PyTree, params: PyTree) -> Any:
-    """Params as they belong to the masters of `originals`, and those as stored."""
-    originals, trained = trained_params(originals), trained_params(params)
-    if not tx.store_remainder:
-        return params, masters_for(originals, trained)
-    trained, masters = split_masters(originals, trained)
-    whole, overwrite = split_overwrite(params)
-    return join_overwrite(merge(trained, whole), overwrite, params), masters
+def with_weights(
+    tx: Any, weights: PyTree, state: Any, params: PyTree, overwrite: Any = None
+) -> tuple[PyTree, Any]:
+    """Params and optimizer state from stepped weights and their inner state.
+
+    Args:
+        tx: a transformation, maybe wrapped in `master_weights`.
+        weights: a tree of `Weight`.
+        state: of the transformation inside.
+        params: the whole params, leaves that are no floats included.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
+    """
+    trained, kept = masters.parted(weights)
+    if isinstance(tx, masters.MasterWeights):
+        state = masters.MasterWeightsState(kept, state)
+    return with_trained(params, trained, overwrite), state
 
 
 def step(
     tx: Any,
     grads: PyTree,
-    overwrite: Any,
-    grad_scale: Float[Array, ""] | None,
     opt_state: Any,
     params: PyTree,
-    clean: Bool[Array, ""] | None,
+    *,
+    grad_scale: Float[Array, ""] | None = None,
+    overwrite: Any = None,
+    clean: Bool[Array, ""] | None = None,
     update_args: dict[str, Any],
 ) -> tuple[PyTree, Any]:
     """Steps the masters, or where there are none the params, widened for the step.
@@ -78,10 +101,10 @@ def step(
     Args:
         tx: a transformation, maybe wrapped in `master_weights`.
         grads: gradients, times `grad_scale`.
-        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
-        grad_scale: what to divide the gradients by; None for 1.
         opt_state: its state.
         params: the whole params, leaves that are no floats included.
+        grad_scale: what to divide the gradients by; None for 1.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
         clean: whether to step; if not, all bits stay. By select: a `lax.cond` would
             spare the work of a rare skip, and cost 40 % more traffic always. None for
             always.
@@ -90,75 +113,32 @@ def step(
     Returns:
         New params and optimizer state.
     """
-    trained = trained_params(params)
-    fused = fused_inside(tx)
-    if fused is not None:
-        flag = None if clean is None else ~clean
-        new, new_state = _step_fused(fused, grads, grad_scale, opt_state, trained, flag)
+    inner, weights = masters.inside(tx), weights_of(tx, opt_state, params)
+    has_masters = isinstance(tx, masters.MasterWeights)
+    state = opt_state.inner_state if has_masters else opt_state
+    if isinstance(inner, FusedTransformation):
+        skip = None if clean is None else ~clean
+        weights, state = inner.rule.apply(
+            grads, state, weights, grad_scale=grad_scale, found_inf=skip
+        )
     else:
         grads = grads if grad_scale is None else unscale_tree(grads, grad_scale)
-        new, new_state = _step_optax(tx, grads, opt_state, trained, clean, update_args)
-    whole, old_overwrite = split_overwrite(params)
-    overwrite = _choose(clean, overwrite, old_overwrite)
-    return join_overwrite(merge(new, whole), overwrite, params), new_state
+        weights, state, _ = masters.step_weights(
+            inner, grads, state, weights, clean, **update_args
+        )
+    if overwrite is not None and clean is not None:
+        overwrite = select(clean, overwrite, split_overwrite(params)[1])
+    return with_weights(tx, weights, state, params, overwrite)
 
 
-def _step_fused(
-    fused: FusedTransformation,
-    grads: PyTree,
-    grad_scale: Any,
-    opt_state: Any,
-    params: PyTree,
-    found_inf: Any,
-) -> tuple[PyTree, Any]:
-    has_masters = isinstance(opt_state, MasterWeightsState)
-    if has_masters:
-        weights, state = weights_for(opt_state.masters, params), opt_state.inner_state
-    else:
-        weights, state = jax.tree.map(Weight, params), opt_state
-    weights, state = fused.apply(
-        grads, state, weights, grad_scale=grad_scale, found_inf=found_inf
-    )
-    params, masters = from_weights(weights)
-    return params, MasterWeightsState(masters, state) if has_masters else state
-
-
-def _step_optax(
-    tx: Any,
-    grads: PyTree,
-    opt_state: Any,
-    params: PyTree,
-    clean: Any,
-    update_args: dict[str, Any],
-) -> tuple[PyTree, Any]:
-    has_masters = isinstance(tx, MasterWeights)
-    if has_masters:
-        weights = full_masters(opt_state.masters, params)
-        inner, state = tx.inner, opt_state.inner_state
-    else:
-        weights = jax.tree.map(widen, params)
-        inner, state = tx, opt_state
-    inner = optax.with_extra_args_support(inner)
-    updates, new_state = inner.update(grads, state, weights, **update_args)
-    stepped = optax.apply_updates(weights, updates)
-    new_state = _choose(clean, new_state, state)
-    if has_masters:
-        new, masters = write_back(stepped, opt_state.masters, params, clean)
-        return new, MasterWeightsState(masters, new_state)
-    return _choose(clean, jax.tree.map(_round, stepped, params), params), new_state
-
-
-def _choose[T](clean: Bool[Array, ""] | None, new: T, old: T) -> T:
-    return new if clean is None else select(clean, new, old)
+def weights_of(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
+    """What is trained of the params, with the masters that `tx` keeps beside it."""
+    trained = trained_params(params)
+    if isinstance(tx, masters.MasterWeights):
+        return masters.joined(trained, opt_state.masters)
+    return jax.tree.map(Weight, trained)
 
 
 def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     """The params in float32: the masters where `tx` keeps some."""
-    whole, overwrite = split_overwrite(params)
-    if isinstance(tx, MasterWeights):
-        whole = merge(full_masters(opt_state.masters, differentiable(whole)), whole)
-    return join_overwrite(jax.tree.map(widen, whole), overwrite, params)
-
-
-def _round(master: Array, param: Array) -> Array:
-    return cast(master, param.dtype) if is_castable(param) else master
+    return with_trained(params, masters.values(weights_of(tx, opt_state, params)))

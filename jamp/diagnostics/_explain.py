@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
+from jamp._autocast.jax_internals import source_line
 from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
 from jamp._autocast.program import MARKERS, Decision, is_float32
 from jamp._autocast.transform import Promote, decisions, scope_of
-from jamp._core.compat import source_line
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops
 
@@ -21,7 +21,7 @@ _REASONS = {
     "widest": "Its operands differ, and the widest decides.",
     "narrowest": "Its operands differ, and the narrowest decides.",
     "literal": "An operand is a constant that half cannot hold.",
-    "smaller operand": "A smaller float32 is spread over a half: computed in float32.",
+    "smaller operand": "A smaller float32 is broadcast: it is computed in float32.",
     "no vote": "Its operands are constants or masks, which decide nothing.",
     "own dtype": "The program itself has a float dtype other than float32 here.",
     "no float32": "Nothing that could be cast.",

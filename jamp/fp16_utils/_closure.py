@@ -16,7 +16,7 @@ from jamp.fp16_utils._state import FP16_OptimizerState, say
 type Closure = Callable[[FP16_OptimizerState], Any]
 
 
-def until_finite(
+def call_until_finite(
     closure: Closure, state: FP16_OptimizerState, rule: LossScaleRule
 ) -> tuple[Float[Array, ""], FP16_OptimizerState]:
     """Calls the closure, and again while its gradients overflow and the scale falls."""

@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jamp._checkpoint.names import check_same, filled, named
-from jamp._core import groups as _groups
+from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast
 from jamp._core.groups import Key
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import is_traced, strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
-from jamp._scaling.layout import row_major_on_cuda
-from jamp._scaling.loss import split_aux
+from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp.fp16_utils._flat import FlatSpec
 from jamp.fp16_utils._scalers import LossScalerState, first_state, window_update
@@ -57,12 +56,9 @@ class FP16OptimizerState(flax.struct.PyTreeNode):
     @property
     def params(self) -> Any:
         """The params as the model has them, half."""
-        specs = dict(self.specs)
-        return _groups.each(
-            tuple(specs),
-            lambda key: specs[key].unflatten(_groups.get(self.fp16_flat, key)),
-            self.fp16_flat,
-        )
+        flat = self.fp16_flat
+        trees = {k: spec.unflatten(groups.get(flat, k)) for k, spec in self.specs}
+        return groups.pack(trees, flat)
 
     @property
     def loss_scale(self) -> Float[Array, ""]:
@@ -123,8 +119,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             SystemError: `dynamic_loss_args`.
             ValueError: the scale is no number between 2^-126 and 2^126.
         """
-        keys = _groups.group_keys(init_optimizer)
-        for tx in (_groups.get(init_optimizer, key) for key in keys):
+        keys = groups.group_keys(init_optimizer)
+        for tx in (groups.get(init_optimizer, key) for key in keys):
             if not isinstance(tx, FusedTransformation):
                 raise TypeError(
                     "The cut-down FP16_Optimizer steps flat buffers with a fused "
@@ -159,19 +155,19 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: params in another container than the optimizers.
         """
         self._check_container(params)
-        groups = {key: _groups.get(params, key) for key in self._keys}
-        for key, tree in groups.items():
+        trees = groups.split(params, self._keys)
+        for key, tree in trees.items():
             _check_half(tree, "params" if key is None else f"params[{key!r}]")
-        specs = {key: FlatSpec.of(tree) for key, tree in groups.items()}
-        half = {key: specs[key].flatten(tree) for key, tree in groups.items()}
+        specs = {key: FlatSpec.of(tree) for key, tree in trees.items()}
+        half = {key: specs[key].flatten(tree) for key, tree in trees.items()}
         masters = {key: flat.astype(FLOAT32) for key, flat in half.items()}
         begun = {key: self._tx(key).init(flat) for key, flat in masters.items()}
         dynamic = self.dynamic_loss_scale
         scale = _FIRST_DYNAMIC_SCALE if dynamic else self.static_loss_scale
         return FP16OptimizerState(
-            fp16_flat=_groups.pack(half, params),
-            fp32_flat=_groups.pack(masters, params),
-            opt_state=jax.tree.map(strong_array, _groups.pack(begun, params)),
+            fp16_flat=groups.pack(half, params),
+            fp32_flat=groups.pack(masters, params),
+            opt_state=jax.tree.map(strong_array, groups.pack(begun, params)),
             grads=None,
             overflow=jnp.asarray(False),
             loss_scaler=first_state(scale),
@@ -201,18 +197,14 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: `state` is not of this optimizer; the loss is no float scalar.
         """
         self._check(state, "backward(state, loss_fn, ...)")
-
-        def scaled_loss(params):
-            loss, aux = split_aux(loss_fn(params, *args, **kwargs), has_aux)
-            return loss * state.loss_scale, (loss, aux)
-
-        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(state.params)
-        grads = row_major_on_cuda(grads)
-        flat = {key: spec.flatten(_groups.get(grads, key)) for key, spec in state.specs}
-        flat = _groups.pack(flat, state.fp16_flat)
+        value, grads = grad_of_scaled(
+            loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
+        )
+        flat = {key: spec.flatten(groups.get(grads, key)) for key, spec in state.specs}
+        flat = groups.pack(flat, state.fp16_flat)
         if state.grads is not None:
             flat = jax.tree.map(jnp.add, state.grads, flat)
-        return ((loss, aux) if has_aux else loss), state.replace(grads=flat)
+        return value, state.replace(grads=flat)
 
     def step(self, state: FP16OptimizerState, closure: Any = None) -> Any:
         """Steps, or skips if a group's norm is not finite; and moves the scale.
@@ -236,20 +228,18 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 "loss_fn, ...)` first."
             )
         finite = [
-            jnp.isfinite(self._norm(key, _groups.get(state.grads, key)))
+            jnp.isfinite(self._norm(key, groups.get(state.grads, key)))
             for key in self._keys
         ]
         overflow = ~functools.reduce(jnp.logical_and, finite)
         self._say(state, overflow)
-        groups = {key: self._step_group(state, key, overflow) for key in self._keys}
-        names = ("fp32_flat", "fp16_flat", "opt_state")
+        stepped = {key: self._step_group(state, key, overflow) for key in self._keys}
+        names, flat = ("fp32_flat", "fp16_flat", "opt_state"), state.fp16_flat
         return state.replace(
             overflow=overflow,
             loss_scaler=self._next_scale(state.loss_scaler, overflow),
             **{
-                name: _groups.each(
-                    self._keys, lambda k, i=i: groups[k][i], state.fp16_flat
-                )
+                name: groups.pack({k: stepped[k][i] for k in self._keys}, flat)
                 for i, name in enumerate(names)
             },
         )
@@ -321,7 +311,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         return unshared(loaded, (state, state_dict))
 
     def _tx(self, key: Key) -> FusedTransformation:
-        return _groups.get(self.optimizer, key)
+        return groups.get(self.optimizer, key)
 
     def _norm(self, key: Key, flat: Array) -> Float[Array, ""]:
         rule = self._tx(key).rule
@@ -330,18 +320,18 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def _step_group(
         self, state: FP16OptimizerState, key: Key, overflow: Bool[Array, ""]
-    ) -> tuple[Array, Array | None, Any]:
+    ) -> tuple[Array | None, Array, Any]:
         weight = Weight(
-            _groups.get(state.fp32_flat, key), copy=_groups.get(state.fp16_flat, key)
+            groups.get(state.fp16_flat, key), groups.get(state.fp32_flat, key)
         )
         weight, opt_state = self._tx(key).apply(
-            _groups.get(state.grads, key),
-            _groups.get(state.opt_state, key),
+            groups.get(state.grads, key),
+            groups.get(state.opt_state, key),
             weight,
             grad_scale=state.loss_scale,
             found_inf=overflow,
         )
-        return weight.param, weight.copy, opt_state
+        return weight.master, weight.param, opt_state
 
     def _next_scale(
         self, scale: LossScalerState, overflow: Bool[Array, ""]
@@ -366,11 +356,11 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             )
 
     def _check_container(self, params: Any) -> None:
-        if self._keys == (_groups.SINGLE,):
+        if self._keys == (groups.SINGLE,):
             return
         like = self.optimizer
         same_kind = isinstance(params, Mapping) == isinstance(like, Mapping)
-        if not same_kind or not _groups.is_container(params, self._keys):
+        if not same_kind or not groups.is_container(params, self._keys):
             raise ValueError(
                 "The optimizers are in a container, and params must be in the same, "
                 f"with the keys {list(self._keys)}; got {type(params).__name__}."

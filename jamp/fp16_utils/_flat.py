@@ -30,7 +30,7 @@ class FlatSpec:
     def flatten(self, tree: PyTree) -> Float[Array, " n"]:
         """The vector of a tree."""
         leaves = self.structure.flatten_up_to(tree)
-        return jnp.concatenate([jnp.ravel(x) for x in leaves])
+        return jnp.concatenate(list(map(jnp.ravel, leaves))) if leaves else jnp.zeros(0)
 
     def unflatten(self, flat: Float[Array, " n"]) -> PyTree:
         """The tree of a vector."""

@@ -16,23 +16,19 @@ from jamp._core.devices import placed_like
 from jamp._core.dtypes import MODEL_DTYPES, is_differentiable
 from jamp._core.tree import (
     all_finite,
-    differentiable,
     is_traced,
-    merge,
     select,
     strong_array,
     unshared,
 )
 from jamp._core.warnings import PrecisionWarning
-from jamp._scaling.layout import row_major_on_cuda
-from jamp._scaling.loss import split_aux
+from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp._scaling.scaled_grads import ScaledGrads
-from jamp._state.incoming import check_bare
 from jamp._state.step import init_optimizer, step, widened
 from jamp.fp16_utils import _closure, _state_dict
 from jamp.fp16_utils._params import clip_grad_norm
-from jamp.fp16_utils._rule import loss_scale_rule
+from jamp.fp16_utils._rule import rule_from_args
 from jamp.fp16_utils._state import FP16_OptimizerState, say, zero_model_grads, zeros
 from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
 
@@ -87,7 +83,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         self.optimizer = master_weights(init_optimizer)
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self.verbose = verbose
-        self.rule = loss_scale_rule(
+        self.rule = rule_from_args(
             static_loss_scale, dynamic_loss_scale, dynamic_loss_args
         )
 
@@ -106,7 +102,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         self._say_groups(params)
         given, params = params, jax.tree.map(strong_array, params)
-        check_bare(self.optimizer.inner, params)
         params, opt_state = init_optimizer(self.optimizer, params, params)
         scale_state = self.rule.init()
         state = FP16_OptimizerState(
@@ -145,17 +140,11 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             TypeError: `state` is no FP16_OptimizerState; the loss is no float scalar.
         """
-        _check(state, "backward(state, loss_fn, ...)")
+        _check_state(state, "backward(state, loss_fn, ...)")
         scale = state.loss_scaler.scale
-
-        def scaled_loss(trained):
-            out = loss_fn(merge(trained, state.params), *args, **kwargs)
-            loss, aux = split_aux(out, has_aux)
-            return loss * scale, (loss, aux)
-
-        trained = differentiable(state.params)
-        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(trained)
-        grads = row_major_on_cuda(grads)
+        value, grads = grad_of_scaled(
+            loss_fn, state.params, scale, args, kwargs, has_aux
+        )
         scaled = ScaledGrads(tree=grads, scale=scale, finite=self._finite(grads))
         before = state.model_grads
         if before is None:
@@ -163,7 +152,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         state = state.replace(model_grads=scaled + before)  # at the present scale
         if update_master_grads:
             state = self.update_master_grads(state)
-        return ((loss, aux) if has_aux else loss), state
+        return value, state
 
     def update_master_grads(self, state: FP16_OptimizerState) -> FP16_OptimizerState:
         """Unscales `model_grads` and adds them to `master_grads`; moves the scale.
@@ -171,7 +160,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             ValueError: there are no gradients.
         """
-        _check(state, "update_master_grads(state)")
+        _check_state(state, "update_master_grads(state)")
         fresh, finite = _needed(state.model_grads).unscale()
         total = state.master_grads
         total = fresh if total is None else jax.tree.map(jnp.add, total, fresh)
@@ -199,7 +188,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             ValueError: there are no gradients; `norm_type` is not positive.
         """
-        _check(state, "clip_master_grads(state, max_norm)")
+        _check_state(state, "clip_master_grads(state, max_norm)")
         grads = _needed(state.master_grads)
         norm, clipped = clip_grad_norm(grads, max_norm, norm_type)
         norm = jnp.where(state.overflow, -1.0, norm)
@@ -228,10 +217,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: the closure returned something else.
             ValueError: there are no gradients.
         """
-        _check(state, "step(state)")
+        _check_state(state, "step(state)")
         if closure is None:
             return self._step(state, {})
-        loss, state = _closure.until_finite(closure, state, self.rule)
+        loss, state = _closure.call_until_finite(closure, state, self.rule)
         args = {
             "value": loss,
             "grad": _needed(state.master_grads),
@@ -251,10 +240,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         params, opt_state = step(
             self.optimizer,
             _needed(state.master_grads),
-            None,
-            None,
-            opt_state=state.opt_state,
-            params=state.params,
+            state.opt_state,
+            state.params,
             clean=~state.overflow if self.rule.checks else None,
             update_args=update_args,
         )
@@ -270,7 +257,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             set_grads_to_None: whether to drop them, which frees their memory until the
                 next `backward`; else they are zeros.
         """
-        _check(state, "zero_grad(state)")
+        _check_state(state, "zero_grad(state)")
         drop = set_grads_to_None
         model_grads = zero_model_grads(state.params, state.loss_scale)
         return state.replace(
@@ -285,7 +272,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             TypeError: under `jit`, where nobody can look.
         """
-        _check(state, "inspect_master_grad_data(state)")
+        _check_state(state, "inspect_master_grad_data(state)")
         if is_traced(state.overflow):
             raise TypeError(
                 "inspect_master_grad_data is for the host: call it outside of `jit`, "
@@ -365,7 +352,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             print("\n".join(lines))
 
 
-def _check(state: Any, call: str) -> None:
+def _check_state(state: Any, call: str) -> None:
     if not isinstance(state, FP16_OptimizerState):
         raise TypeError(
             f"FP16_Optimizer.{call} takes the state of `optimizer.init(params)` first, "

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
 from jamp._core.tree import check_like, differentiable
+from jamp.fp16_utils._flat import FlatSpec
 
 _LIKE_PARAMS = "they must be like the params."
 
@@ -167,19 +168,14 @@ def clip_grad_norm(
 
 
 def _flat(tree: PyTree) -> Float[Array, " n"]:
-    leaves = [jnp.ravel(x).astype(FLOAT32) for x in jax.tree.leaves(tree)]
-    return jnp.concatenate(leaves) if leaves else jnp.zeros(0, FLOAT32)
+    leaves = jax.tree.map(lambda x: x.astype(FLOAT32), tree)
+    return FlatSpec.of(leaves).flatten(leaves)
 
 
 def _unflat(flat: Float[Array, " n"], like: PyTree) -> PyTree:
-    leaves, structure = jax.tree.flatten(like)
-    if flat.size != sum(x.size for x in leaves):
+    size = sum(x.size for x in jax.tree.leaves(like))
+    if flat.size != size:
         raise ValueError(
-            f"The flat master has {flat.size} elements, the params "
-            f"{sum(x.size for x in leaves)}."
+            f"The flat master has {flat.size} elements, the params {size}."
         )
-    shaped, begin = [], 0
-    for x in leaves:
-        shaped.append(jnp.reshape(flat[begin : begin + x.size], x.shape))
-        begin += x.size
-    return structure.unflatten(shaped)
+    return FlatSpec.of(like).unflatten(flat)

@@ -16,7 +16,7 @@ _ARGS = {
 }
 
 
-def loss_scale_rule(
+def rule_from_args(
     static: float, dynamic: bool, dynamic_args: Mapping[str, Any] | None
 ) -> DynamicLossScale | StaticLossScale:
     """The rule for arguments in apex's words."""

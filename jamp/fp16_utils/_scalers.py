@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jamp._core.tree import all_finite, differentiable, merge
-from jamp._scaling.loss import checked_loss
-from jamp._scaling.rules import LARGEST_SCALE, check_scale
-
-_FLOOR = 1.0
+from jamp._core.tree import all_finite
+from jamp._scaling.loss import grad_of_scaled
+from jamp._scaling.rules import DynamicLossScale, LossScaleState, check_scale
 
 
 class LossScalerState(NamedTuple):
@@ -44,14 +42,13 @@ def first_state(scale: float) -> LossScalerState:
 def window_update(
     state: LossScalerState, overflow: Bool[Array, ""], factor: float, window: int
 ) -> LossScalerState:
-    """Falls on overflow, not below 1; grows each `window` updates without one."""
+    """As `jamp.DynamicLossScale`, but never below 1, and with other counters."""
     overflow = jnp.asarray(overflow, bool)
-    since = state.cur_iter - state.last_overflow_iter
-    fallen = jnp.maximum(state.cur_scale / factor, _FLOOR)
-    grown = jnp.minimum(state.cur_scale * factor, LARGEST_SCALE)
-    kept = jnp.where(since % window == 0, grown, state.cur_scale)
+    clean = (state.cur_iter - state.last_overflow_iter - 1) % window
+    before = LossScaleState(state.cur_scale, clean, jnp.int32(1), jnp.int32(0))
+    rule = DynamicLossScale(1.0, factor, window, min_scale=1.0, max_scale=None)
     return LossScalerState(
-        cur_scale=jnp.where(overflow, fallen, kept).astype(jnp.float32),
+        cur_scale=rule.update(before, ~overflow).scale,
         cur_iter=state.cur_iter + 1,
         last_overflow_iter=jnp.where(
             overflow, state.cur_iter, state.last_overflow_iter
@@ -83,13 +80,7 @@ class _Scaler:
         Raises:
             TypeError: the loss is no float scalar.
         """
-
-        def scaled_loss(trained):
-            loss = checked_loss(loss_fn(merge(trained, params), *args, **kwargs))
-            return loss * state.cur_scale, loss
-
-        grads, loss = jax.grad(scaled_loss, has_aux=True)(differentiable(params))
-        return loss, grads
+        return grad_of_scaled(loss_fn, params, state.cur_scale, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

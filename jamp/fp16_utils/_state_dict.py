@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jamp._checkpoint.names import check_same, filled, named
 from jamp._core.dtypes import cast, is_half
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import differentiable, merge, unshared
 from jamp.fp16_utils._state import FP16_OptimizerState
 from jamp.optimizers._masters import MasterWeightsState

@@ -11,8 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jamp._core.dtypes import FLOAT32, HALF_DTYPES, MODEL_DTYPES, is_castable
-from jamp._policy.active import active_policy, cast_inputs, cast_outputs
+from jamp._core.dtypes import (
+    FLOAT32,
+    HALF_DTYPES,
+    MODEL_DTYPES,
+    is_castable,
+    names_dtype,
+)
+from jamp._policy.active import cast_inputs, cast_outputs, policy
 from jamp._policy.forward import forward_policy
 from jamp._policy.levels import Properties
 from jamp.nnx._arguments import map_arrays
@@ -46,13 +52,13 @@ def _set_dtype(module: Any, properties: Properties) -> None:
     field = vars(module).get("dtype", _MISSING)
     own = _own_dtypes(module)
     if half is None:  # O0: what asked for half runs in float32
-        if _is_dtype(field, HALF_DTYPES):
+        if names_dtype(field, HALF_DTYPES):
             module.dtype = FLOAT32
         return
     if isinstance(module, nnx.BatchNorm):
         module.dtype = half
         module.promote_dtype = _in_float32
-    elif field is None or _is_dtype(field, MODEL_DTYPES):
+    elif field is None or names_dtype(field, MODEL_DTYPES):
         module.dtype = FLOAT32 if own == {FLOAT32} else half
     if isinstance(module, nnx.RNNCellBase) and hasattr(module, "param_dtype"):
         # The dtype of the carry that it begins with.
@@ -114,7 +120,7 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     args, kwargs = map_arrays(lambda x: cast_inputs(x, properties), (args, kwargs))
-    if properties.patch_functions and active_policy() != properties:
+    if properties.patch_functions and policy.value != properties:
         forward = autocast(
             forward,
             properties.patch_functions_type,
@@ -124,10 +130,3 @@ def _call(
     with forward_policy(properties):
         out = forward(model, *args, **kwargs)
     return map_arrays(lambda x: cast_outputs(x, properties), out)
-
-
-def _is_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
-    try:
-        return jnp.dtype(field) in dtypes
-    except TypeError:
-        return False

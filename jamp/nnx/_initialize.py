@@ -11,6 +11,7 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
+from jamp._scaling.rules import LossScaleRule
 from jamp._state.initialize import initialize as initialize_pure
 from jamp.nnx._cast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
@@ -23,7 +24,7 @@ type Tx = (
 )
 
 
-class Options(TypedDict, total=False):
+class InitOptions(TypedDict, total=False):
     """The keywords of `jamp.initialize`, but for what a model holds itself."""
 
     enabled: bool
@@ -31,7 +32,7 @@ class Options(TypedDict, total=False):
     patch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | None
-    loss_scale: Any
+    loss_scale: float | str | LossScaleRule | None
     cast_model_outputs: DTypeLike | None
     num_losses: int
     verbosity: int
@@ -51,7 +52,7 @@ def initialize[M: Models](
     opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Unpack[Options],
+    **options: Unpack[InitOptions],
 ) -> M: ...
 
 
@@ -62,7 +63,7 @@ def initialize[M: Models](
     opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Unpack[Options],
+    **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
 
 
@@ -72,7 +73,7 @@ def initialize(
     opt_level: OptLevel = "O1",
     *,
     wrt: Any = nnx.Param,
-    **options: Unpack[Options],
+    **options: Unpack[InitOptions],
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.
 
@@ -120,7 +121,7 @@ def initialize(
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
     params = arrays_of(models, wrt)
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
-    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)
+    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)  # pyright: ignore[reportArgumentType]
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
     assign(models, wrt, state.params)
     rest = arrays_of(models, frozen)

@@ -1,15 +1,14 @@
 """`Optimizer`: an AmpState without its params, in the Variables of an NNX optimizer."""
 
-import math
-from collections import Counter
+import types
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
+from jamp._core.show import summary
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
@@ -50,18 +49,11 @@ class Optimizer(nnx.Optimizer):
 
     def __repr__(self) -> str:
         """A line for each thing one asks for, where NNX shows all Variables."""
-        sizes = Counter[str]()
-        for _, shape, dtype in self.shapes:
-            sizes[dtype] += math.prod(shape)
-        names = ("step", "skipped_steps", "last_step_skipped")
-        rows = {
-            "opt_level": self.properties.opt_level,
-            "params": ", ".join(f"{n:,} {dtype}" for dtype, n in sizes.most_common()),
-            "loss_scale": _shown(self.loss_scale),
-            **{name: _shown(nnx.as_pure(getattr(self, name))) for name in names},
-        }
-        lines = [f"  {name}: {row}" for name, row in rows.items()]
-        return "\n".join(["Optimizer(", *lines, ")"])
+        params = [jax.ShapeDtypeStruct(*leaf) for _, *leaf in self.shapes]
+        parts = {name: nnx.as_pure(getattr(self, name)) for name in ("step", *_PARTS)}
+        parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
+        state = types.SimpleNamespace(**parts)
+        return summary("Optimizer", state, params, state.opt_state)
 
     __str__ = __repr__  # NNX has a colored one
 
@@ -123,18 +115,6 @@ class Optimizer(nnx.Optimizer):
     def master_params(self, models: Models) -> PyTree:
         """The trained params in float32, nested dicts by path."""
         return master_params(self.amp_state(models))
-
-
-def _shown(values: PyTree) -> PyTree:
-    """Numbers of arrays; dtype and shape of what has no value here, as a tracer."""
-
-    def shown(x):
-        try:
-            return np.asarray(x, x.dtype).tolist()
-        except (TypeError, RuntimeError):  # a RuntimeError: donated, or on other hosts
-            return f"{x.dtype}{list(x.shape)}"
-
-    return jax.tree.map(shown, values)
 
 
 type _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]

@@ -2,49 +2,37 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from flax import nnx
 from jaxtyping import Array
 
 from jamp._core.tree import select
+from jamp._scaling import value_and_grad as pure
 from jamp._scaling.scaled_grads import ScaledGrads
-from jamp._scaling.value_and_grad import (
-    scaled_value_and_grad as scaled_value_and_grad_pure,
-)
+from jamp._scaling.value_and_grad import GradOptions
 from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, from_pure, with_arrays
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `jamp.scaled_value_and_grad`."""
-
-    loss_id: int
-    wrt: Any
-    axis_name: Any
-    predivide: float | None
-    redo_on_overflow: int
-
 
 type Fn[T] = Callable[..., T]
 
 
 @overload
 def scaled_value_and_grad(
-    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[Options]
+    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Array, ScaledGrads]]: ...
 
 
 @overload
 def scaled_value_and_grad(
-    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[Options]
+    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
 ) -> Fn[tuple[tuple[Array, Any], ScaledGrads]]: ...
 
 
 def scaled_value_and_grad(
-    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[Options]
+    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Any, ScaledGrads]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
@@ -97,7 +85,7 @@ def scaled_value_and_grad(
             _check_structure(before, after)
             return loss, (aux, after)
 
-        both = scaled_value_and_grad_pure(pure_loss, has_aux=True, **options)
+        both = pure.scaled_value_and_grad(pure_loss, has_aux=True, **options)
         (loss, (aux, after)), grads = both(state, before, others)
         after = select(grads.finite, after, before)
         nnx.update(models, from_pure(rest, after[0]))
@@ -109,18 +97,18 @@ def scaled_value_and_grad(
 
 @overload
 def scaled_grad(
-    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[Options]
+    loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[ScaledGrads]: ...
 
 
 @overload
 def scaled_grad(
-    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[Options]
+    loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
 ) -> Fn[tuple[ScaledGrads, Any]]: ...
 
 
 def scaled_grad(
-    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[Options]
+    loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Fn[Any]:
     """`scaled_value_and_grad` without the value: gives `grads`, or `(grads, aux)`."""
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)

@@ -1,22 +1,13 @@
 """Fused Adagrad."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    FusedTransformation,
-    ScalarOrSchedule,
-    check_hyperparameters,
-    fused,
-    hashable_mask,
-    no_steps,
-    rate,
-    zeros,
-)
-from pallas_kernels import Options, Weight, adagrad
+from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from pallas_kernels import adagrad
 
 
 class FusedAdagradState(NamedTuple):
@@ -67,60 +58,30 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    check_hyperparameters(
-        "fused_adagrad",
-        learning_rate=learning_rate,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    return fused(
-        FusedAdagrad(
-            learning_rate,
-            eps,
-            weight_decay,
-            adagrad_w_mode,
-            hashable_mask(mask),
-            backend,
-        )
-    )
+    return FusedTransformation.of(FusedAdagrad(**locals()))
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedAdagrad:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedAdagrad(FusedRule):
     """The hyperparameters of `fused_adagrad`, and its step."""
 
     name: ClassVar[str] = "fused_adagrad"
+    state: ClassVar = FusedAdagradState
+    below: ClassVar = {"eps": math.inf}
 
-    learning_rate: Any
     eps: Any
-    weight_decay: Any
     adagrad_w_mode: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedAdagradState:
-        """No steps, and sums of 0."""
-        return FusedAdagradState(no_steps(), zeros(params))
-
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedAdagradState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedAdagradState]:
+    def step(self, weights, grads, state, decays, options):
         """One pass."""
-        results = adagrad(
+        return adagrad(
             weights,
             grads,
             state.sum_of_squares,
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             eps=self.eps,
             weight_decay=self.weight_decay,
             adagrad_w_mode=self.adagrad_w_mode,
             decays=decays,
             options=options,
         )
-        return results.weights, FusedAdagradState(state.count, results.moments["sums"])

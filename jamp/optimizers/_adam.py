@@ -1,27 +1,14 @@
 """Fused Adam, AdamW, and the FusedAdam of 2018."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    FusedTransformation,
-    ScalarOrSchedule,
-    check_hyperparameters,
-    clips,
-    correction,
-    fused,
-    hashable_mask,
-    no_steps,
-    rate,
-    refuse_amsgrad,
-    scaled,
-    zeros,
-)
-from pallas_kernels import Options, Weight, adam, l2norm
+from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from pallas_kernels import adam
 
 
 class FusedAdamState(NamedTuple):
@@ -104,109 +91,58 @@ def fused_adam(
     >>> print(optax.apply_updates(params, updates))
     [0.89 1.09]
     """
-    refuse_amsgrad("FusedAdam", amsgrad)
-    check_hyperparameters(
-        "fused_adam",
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
     if eps_inside_sqrt and not legacy:
         raise ValueError("fused_adam: eps_inside_sqrt=True needs legacy=True.")
     if legacy and not adam_w_mode:
         raise ValueError(
             "fused_adam: legacy=True knows one kind of decay. Leave adam_w_mode out."
         )
-    return fused(
-        FusedAdam(
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            adam_w_mode,
-            bias_correction,
-            max_grad_norm,
-            legacy,
-            eps_inside_sqrt,
-            hashable_mask(mask),
-            backend,
-        )
-    )
+    return FusedTransformation.of(FusedAdam(**locals()))
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedAdam:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedAdam(FusedRule):
     """The hyperparameters of `fused_adam`, and its step."""
 
     name: ClassVar[str] = "fused_adam"
+    state: ClassVar = FusedAdamState
+    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf, "max_grad_norm": math.inf}
 
-    learning_rate: Any
     b1: Any
     b2: Any
     eps: Any
-    weight_decay: Any
     adam_w_mode: bool
     bias_correction: bool
     max_grad_norm: Any
     legacy: bool
     eps_inside_sqrt: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedAdamState:
-        """No steps, and moments of 0."""
-        return FusedAdamState(no_steps(), zeros(params), zeros(params))
-
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedAdamState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedAdamState]:
+    def step(self, weights, grads, state, decays, options):
         """Clips, then steps."""
-        corrections = [1.0, 1.0]
-        if self.bias_correction:
-            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
-        results = adam(
+        c1, c2 = self.corrections(state.count)
+        mode = "decoupled" if self.adam_w_mode else "l2"
+        if self.legacy:
+            mode = "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
+        return adam(
             weights,
             grads,
             state.mu,
             state.nu,
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
             weight_decay=self.weight_decay,
-            correction1=corrections[0],
-            correction2=corrections[1],
-            mode=self._mode(),
+            correction1=c1,
+            correction2=c2,
+            mode=mode,
             decays=decays,
-            options=self._clipped(grads, options),
-        )
-        moments = results.moments
-        return results.weights, FusedAdamState(
-            state.count, moments["mu"], moments["nu"]
+            options=self.clipped(options, grads),
         )
 
-    def _mode(self) -> Any:
-        if self.legacy:
-            return "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
-        return "decoupled" if self.adam_w_mode else "l2"
-
-    def _clipped(self, grads: Sequence[Array], options: Options) -> Options:
-        if not clips(self.max_grad_norm):
-            return options
-        norm = l2norm(grads, options=options).norm
-        if self.legacy:
-            excess = (norm + 1e-6) / self.max_grad_norm
-            factor = jnp.where(excess > 1, 1 / excess, 1)
-        else:
-            factor = jnp.minimum(1, self.max_grad_norm / norm)
-        return scaled(options, factor)
+    def clip_factor(self, norm: Array) -> Array:
+        """What gradients of a norm are multiplied by."""
+        if not self.legacy:
+            return jnp.minimum(1, self.max_grad_norm / norm)
+        excess = (norm + 1e-6) / self.max_grad_norm
+        return jnp.where(excess > 1, 1 / excess, 1)

@@ -2,13 +2,13 @@
 
 A rule is a frozen dataclass of hyperparameters that steps lists of leaves with kernels.
 `FusedTransformation` is the optax transformation of a rule: `update` adds, as optax
-wants it; `apply` writes weights, masters and half copies in one pass.
+wants it; `apply` writes weights, masters and half params in one pass.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,37 +18,54 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
+from jamp.optimizers._transformation import Transformation
 from pallas_kernels import (
     Options,
+    Stepped,
     Weight,
     check_backend,
     found_inf as found_inf_of,
+    l2norm,
 )
 
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
-class Rule(Protocol):
-    """An optimizer: its hyperparameters, and what it does to lists of leaves."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedRule:
+    """The hyperparameters that all fused optimizers have, and how they step trees.
 
-    @property
-    def mask(self) -> Any:
-        """Which leaves decay."""
-        ...
+    Attributes:
+        learning_rate: a number, or a schedule of the count of steps.
+        weight_decay: of the leaves that decay.
+        mask: which leaves decay.
+        backend: where to run.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+    """
 
-    @property
-    def backend(self) -> str:
-        """Where to run."""
-        ...
+    name: ClassVar[str]
+    state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
+    below: ClassVar[Mapping[str, float]]  # the limit of each number; all begin at 0
 
-    @property
-    def shardings(self) -> Any:
-        """Per leaf a NamedSharding, for a mesh of Auto axes; or None."""
-        ...
+    learning_rate: Any
+    weight_decay: Any
+    mask: Any
+    backend: str
+    shardings: Any = None
+    amsgrad: dataclasses.InitVar[bool] = False
 
-    def init(self, params: PyTree) -> Any:
-        """The state for `params`: a NamedTuple of `count` and trees like `params`."""
-        ...
+    def __post_init__(self, amsgrad: bool):
+        if amsgrad:  # as apex does
+            name = type(self).__name__
+            raise RuntimeError(f"{name} does not support the AMSGrad variant.")
+        check_backend(self.backend)
+        object.__setattr__(self, "mask", hashable_mask(self.mask))
+        unlimited = dict.fromkeys(("learning_rate", "weight_decay"), math.inf)
+        check_numbers(self.name, unlimited | dict(self.below), self)
+
+    def first_state(self, params: PyTree) -> Any:
+        """The state for `params`: no steps, and zeros."""
+        return self.state(no_steps(), *(zeros(params) for _ in self.state._fields[1:]))
 
     def step(
         self,
@@ -57,77 +74,60 @@ class Rule(Protocol):
         state: Any,
         decays: Sequence[bool],
         options: Options,
-    ) -> tuple[list[Any], Any]:
+    ) -> Stepped:
         """Steps leaves; `state` has lists of leaves for trees.
 
         Returns:
-            New weights, or with `options.only_updates` what to add to them; and the
-            state, with the old count.
+            New weights, or with `options.only_updates` what to add to them; and by name
+            what the state holds beside the count.
         """
-        ...
+        raise NotImplementedError
 
+    def rate(self, count: Int[Array, ""]) -> Float[Array, ""]:
+        """The learning rate of the step after `count` steps."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
-class FusedTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that can also step weights in one pass."""
+    def corrections(self, count: Int[Array, ""]) -> list[Any]:
+        """1 - b^t of both moments at step t = count + 1, to float32's precision.
 
-    @property
-    def rule(self) -> Any:
-        """The hyperparameters, a frozen dataclass."""
-        return self.init.rule  # pyright: ignore[reportAttributeAccessIssue]
-
-    def replace(self, **changes: Any) -> Self:
-        """The same optimizer with other hyperparameters."""
-        return fused(dataclasses.replace(self.rule, **changes))  # pyright: ignore[reportReturnType]
-
-    def all_finite(self, grads: PyTree) -> Bool[Array, ""]:
-        """Whether no gradient is inf or NaN, shape (), bool."""
-        options = Options(backend=self.rule.backend, shardings=self.rule.shardings)
-        return ~found_inf_of(jax.tree.leaves(grads), options=options)
-
-    def apply(
-        self,
-        grads: PyTree,
-        state: Any,
-        weights: PyTree,
-        *,
-        grad_scale: ArrayLike | None = None,
-        found_inf: ArrayLike | None = None,
-    ) -> tuple[PyTree, Any]:
-        """Steps weights in place, in one pass over each leaf.
-
-        Args:
-            grads: gradients of any float dtype, times `grad_scale`.
-            state: what `init` or the last step returned.
-            weights: a tree like `grads` of `pallas_kernels.Weight`.
-            grad_scale: what to divide the gradients by, shape ().
-            found_inf: if not zero, all bits stay, shape ().
-
-        Returns:
-            New weights and state.
+        Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. Ones for a rule
+        that corrects nothing.
         """
-        return _apply(self.rule, grads, state, weights, grad_scale, found_inf, False)
+        rule: Any = self
+        if not rule.bias_correction:
+            return [1.0, 1.0]
+        found, t = [], count.astype(jnp.float32) + 1
+        for b in (rule.b1, rule.b2):
+            if isinstance(b, int | float):
+                log = math.log(b) if b > 0 else -math.inf
+            else:
+                log = jnp.log(jnp.asarray(b, jnp.float32))
+            found.append(-jnp.expm1(t * log))
+        return found
 
+    def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
+        """Options under which gradients are clipped by a factor of their norm.
 
-def fused(rule: Rule) -> FusedTransformation:
-    """The transformation of a rule; equal rules give equal transformations."""
-    check_backend(rule.backend)
-    return FusedTransformation(_Init(rule), _Update(rule))
+        A largest norm of None or 0 clips nothing: an array of 0 too, which is what
+        `optax.inject_hyperparams` makes of it.
+        """
+        rule: Any = self
+        most = rule.max_grad_norm
+        if most is None or (is_number(most) and most == 0):
+            return options
+        factor = rule.clip_factor(l2norm(grads, options=options).norm)
+        if not is_number(most):
+            factor = jnp.where(most == 0, 1, factor)
+        unscale = 1.0 if options.unscale is None else options.unscale
+        return options._replace(unscale=unscale * factor)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Init:
-    rule: Any
-
-    def __call__(self, params: PyTree) -> Any:
+    def init(self, params: PyTree) -> Any:
+        """optax's `init`."""
         _check_leaves(params, "params")
-        return self.rule.init(params)
+        return self.first_state(params)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    rule: Any
-
-    def __call__(
+    def update(
         self,
         updates: PyTree,
         state: Any,
@@ -137,67 +137,76 @@ class _Update:
         found_inf: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
+        """optax's `update`."""
         del extra_args
         if params is None:
             raise ValueError(
-                f"{self.rule.name} needs the params: call "
-                "`update(grads, state, params)`."
+                f"{self.name} needs the params: call `update(grads, state, params)`."
             )
         check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        return _apply(self.rule, updates, state, weights, grad_scale, found_inf, True)
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        return self.apply(updates, state, weights, **scaling, only_updates=True)
+
+    def apply(
+        self,
+        grads: PyTree,
+        state: Any,
+        weights: PyTree,
+        *,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        only_updates: bool = False,
+    ) -> tuple[PyTree, Any]:
+        """Steps weights in place, in one pass over each leaf.
+
+        Args:
+            grads: gradients of any float dtype, times `grad_scale`.
+            state: what `init` or the last step returned.
+            weights: a tree like `grads` of `pallas_kernels.Weight`.
+            grad_scale: what to divide the gradients by, shape ().
+            found_inf: if not zero, all bits stay, shape ().
+            only_updates: whether to return what to add to the weights, not them.
+
+        Returns:
+            New weights and state.
+        """
+        _check_leaves(grads, "gradients")
+        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+        weights = structure.flatten_up_to(weights)
+        decays = decays_by_mask(
+            self.mask, structure.unflatten([weight.param for weight in weights])
+        )
+        skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
+        unscale = None if grad_scale is None else 1 / jnp.asarray(grad_scale, "float32")
+        options = Options(unscale, skip, only_updates, self.backend, self.shardings)
+        trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
+        lists = type(state)(state.count, *trees)
+        stepped = self.step(weights, leaves, lists, decays, options)
+        count = optax.safe_increment(state.count)
+        if skip is not None:
+            count = jnp.where(skip, state.count, count)
+        lists = [stepped.moments.get(name) for name in state._fields[1:]]
+        trees = [None if x is None else structure.unflatten(x) for x in lists]
+        return structure.unflatten(stepped.weights), type(state)(count, *trees)
 
 
-def _apply(
-    rule: Any,
-    grads: PyTree,
-    state: Any,
-    weights: PyTree,
-    grad_scale: ArrayLike | None,
-    found_inf: ArrayLike | None,
-    only_updates: bool,
-) -> tuple[PyTree, Any]:
-    _check_leaves(grads, "gradients")
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-    weights = structure.flatten_up_to(weights)
-    params = structure.unflatten([weight.param for weight in weights])
-    skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
-    options = Options(
-        unscale=None if grad_scale is None else _reciprocal(grad_scale),
-        skip=skip,
-        only_updates=only_updates,
-        backend=rule.backend,
-        shardings=rule.shardings,
-    )
-    lists = type(state)(
-        state.count,
-        *(None if x is None else structure.flatten_up_to(x) for x in state[1:]),
-    )
-    decays = leaf_decays(rule.mask, params)
-    results, lists = rule.step(weights, leaves, lists, decays, options)
-    count = optax.safe_increment(state.count)
-    if skip is not None:
-        count = jnp.where(skip, state.count, count)
-    trees = (None if x is None else structure.unflatten(x) for x in lists[1:])
-    return structure.unflatten(results), type(state)(count, *trees)
+class FusedTransformation(Transformation):
+    """An optax transformation that can also step weights in one pass."""
 
+    def replace(self, **changes: Any) -> Self:
+        """The same optimizer with other hyperparameters."""
+        return type(self).of(dataclasses.replace(self.rule, **changes))
 
-def rate(learning_rate: ScalarOrSchedule, count: Int[Array, ""]) -> Float[Array, ""]:
-    """The learning rate of the step after `count` steps."""
-    value = learning_rate(count) if callable(learning_rate) else learning_rate
-    return jnp.asarray(value, jnp.float32)
+    def all_finite(self, grads: PyTree) -> Bool[Array, ""]:
+        """Whether no gradient is inf or NaN, shape (), bool."""
+        options = Options(backend=self.rule.backend, shardings=self.rule.shardings)
+        return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
-
-def correction(b: ArrayLike, count: Int[Array, ""]) -> Float[Array, ""]:
-    """1 - b^t at step t = count + 1, to float32's precision.
-
-    Not by that formula: 1 - 0.999 in float32 has an error of 1e-5.
-    """
-    if isinstance(b, int | float):
-        log = math.log(b) if b > 0 else -math.inf
-    else:
-        log = jnp.log(jnp.asarray(b, jnp.float32))
-    return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
+    @property
+    def apply(self) -> Callable[..., tuple[PyTree, Any]]:
+        """Steps weights in place, in one pass over each leaf: `FusedRule.apply`."""
+        return self.rule.apply
 
 
 def zeros(params: PyTree) -> PyTree:
@@ -215,42 +224,27 @@ def no_steps() -> Int[Array, ""]:
     return jnp.zeros((), jnp.int32)
 
 
-def check_hyperparameters(name: str, **values: Any) -> None:
-    """Raises for what is no number, or out of range; arrays are not looked at.
+def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:
+    """Raises for what is no number, or not from 0 to below its limit.
 
-    Numbers must not be negative, and names that begin with `b` must be below 1.
+    Schedules and arrays are not looked at.
+
+    Args:
+        optimizer: for the message.
+        below: the limit of each hyperparameter, by name.
+        values: an object that has them.
     """
-    for key, value in values.items():
+    for name, limit in below.items():
+        value = getattr(values, name)
         if isinstance(value, bool | str):
-            raise TypeError(f"{name}: {key} must be a number, got {value!r}.")
-        if not is_number(value):
-            continue
-        if not 0 <= value < (1 if key.startswith("b") else math.inf):
-            raise ValueError(f"{name}: invalid {key}: {value}.")
-
-
-def clips(max_grad_norm: Any) -> bool:
-    """Whether there is a norm to clip to: neither None nor Python's 0."""
-    if max_grad_norm is None:
-        return False
-    return not (is_number(max_grad_norm) and max_grad_norm == 0)
-
-
-def scaled(options: Options, factor: Array) -> Options:
-    """Options under which gradients are multiplied by `factor` too."""
-    unscale = 1.0 if options.unscale is None else options.unscale
-    return options._replace(unscale=unscale * factor)
+            raise TypeError(f"{optimizer}: {name} must be a number, got {value!r}.")
+        if is_number(value) and not 0 <= value < limit:
+            raise ValueError(f"{optimizer}: invalid {name}: {value}.")
 
 
 def is_number(x: Any) -> bool:
     """Whether `x` is a number of Python or NumPy, known now."""
     return isinstance(x, int | float | np.number)
-
-
-def refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    """Raises as apex does."""
-    if amsgrad:
-        raise RuntimeError(f"{name} does not support the AMSGrad variant.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +273,7 @@ def _checked_bool(leaf: Any) -> bool:
     return bool(leaf)
 
 
-def leaf_decays(mask: Any, params: PyTree) -> list[bool]:
+def decays_by_mask(mask: Any, params: PyTree) -> list[bool]:
     """Per leaf, whether it decays."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
@@ -291,10 +285,6 @@ def leaf_decays(mask: Any, params: PyTree) -> list[bool]:
             f"mask must be a tree of bools like the params, or a prefix of it: {error}"
         ) from None
     return [_checked_bool(leaf) for leaf in jax.tree.leaves(full)]
-
-
-def _reciprocal(scale: ArrayLike) -> Float[Array, ""]:
-    return 1 / jnp.asarray(scale, jnp.float32)
 
 
 def _check_leaves(tree: PyTree, what: str) -> None:

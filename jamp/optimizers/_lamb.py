@@ -1,27 +1,14 @@
 """Fused LAMB."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    FusedTransformation,
-    ScalarOrSchedule,
-    check_hyperparameters,
-    clips,
-    correction,
-    fused,
-    hashable_mask,
-    no_steps,
-    rate,
-    refuse_amsgrad,
-    scaled,
-    zeros,
-)
-from pallas_kernels import Options, Weight, l2norm, lamb
+from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from pallas_kernels import lamb
 
 
 class FusedLAMBState(NamedTuple):
@@ -95,94 +82,49 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    refuse_amsgrad("FusedLAMB", amsgrad)
-    check_hyperparameters(
-        "fused_lamb",
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
-    return fused(
-        FusedLAMB(
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            bias_correction,
-            adam_w_mode,
-            grad_averaging,
-            max_grad_norm,
-            use_nvlamb,
-            hashable_mask(mask),
-            backend,
-        )
-    )
+    return FusedTransformation.of(FusedLAMB(**locals()))
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedLAMB:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedLAMB(FusedRule):
     """The hyperparameters of `fused_lamb`, and its step."""
 
     name: ClassVar[str] = "fused_lamb"
+    state: ClassVar = FusedLAMBState
+    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf, "max_grad_norm": math.inf}
 
-    learning_rate: Any
     b1: Any
     b2: Any
     eps: Any
-    weight_decay: Any
     bias_correction: bool
     adam_w_mode: bool
     grad_averaging: bool
     max_grad_norm: Any
     use_nvlamb: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedLAMBState:
-        """No steps, and moments of 0."""
-        return FusedLAMBState(no_steps(), zeros(params), zeros(params))
-
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedLAMBState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedLAMBState]:
+    def step(self, weights, grads, state, decays, options):
         """Clips, measures, then steps."""
-        if clips(self.max_grad_norm):
-            norm = l2norm(grads, options=options).norm
-            # A NaN compares false, as in apex.
-            factor = jnp.where(norm > self.max_grad_norm, self.max_grad_norm / norm, 1)
-            options = scaled(options, factor)
-        corrections = [1.0, 1.0]
-        if self.bias_correction:
-            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
-        results = lamb(
+        c1, c2 = self.corrections(state.count)
+        return lamb(
             weights,
             grads,
             state.mu,
             state.nu,
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
             averaging=1 - self.b1 if self.grad_averaging else 1.0,
             weight_decay=self.weight_decay,
-            correction1=corrections[0],
-            correction2=corrections[1],
+            correction1=c1,
+            correction2=c2,
             adam_w_mode=self.adam_w_mode,
             use_nvlamb=self.use_nvlamb,
             decays=decays,
-            options=options,
+            options=self.clipped(options, grads),
         )
-        moments = results.moments
-        return results.weights, FusedLAMBState(
-            state.count, moments["mu"], moments["nu"]
-        )
+
+    def clip_factor(self, norm: Array) -> Array:
+        """What gradients of a norm are multiplied by."""
+        # A NaN compares false, as in apex.
+        return jnp.where(norm > self.max_grad_norm, self.max_grad_norm / norm, 1)

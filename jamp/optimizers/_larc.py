@@ -5,6 +5,7 @@ Networks*, 2017, arXiv:1708.03888.
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +18,12 @@ from jamp._core.tree import check_like, select
 from jamp.optimizers._fused import (
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
+    check_numbers,
+    decays_by_mask,
     hashable_mask,
-    leaf_decays,
     no_steps,
-    rate,
 )
+from jamp.optimizers._transformation import Transformation
 from pallas_kernels import Options, l2norm
 
 
@@ -100,28 +101,21 @@ def larc(
             "larc clips at the learning rate, and cannot know that of the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
-    weight_decay = 0.0 if weight_decay is None else weight_decay
-    check_hyperparameters(
-        "larc",
-        learning_rate=learning_rate,
-        trust_coefficient=trust_coefficient,
-        eps=eps,
-        weight_decay=weight_decay,
+    return Transformation.of(
+        _LARC(
+            inner=optax.with_extra_args_support(inner),
+            learning_rate=learning_rate,
+            trust_coefficient=trust_coefficient,
+            clip=clip,
+            eps=eps,
+            weight_decay=0.0 if weight_decay is None else weight_decay,
+            mask=hashable_mask(mask),
+            backend=backend,
+        )
     )
-    rule = _LARC(
-        optax.with_extra_args_support(inner),
-        learning_rate,
-        trust_coefficient,
-        clip,
-        eps,
-        weight_decay,
-        hashable_mask(mask),
-        backend,
-    )
-    return optax.GradientTransformationExtraArgs(_Init(rule), _Update(rule))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _LARC:
     inner: optax.GradientTransformationExtraArgs
     learning_rate: Any
@@ -132,13 +126,52 @@ class _LARC:
     mask: Any
     backend: str
 
+    def __post_init__(self):
+        names = ("learning_rate", "trust_coefficient", "eps", "weight_decay")
+        check_numbers("larc", dict.fromkeys(names, math.inf), self)
+
+    def init(self, params: PyTree) -> LARCState:
+        """optax's `init`."""
+        return LARCState(no_steps(), self.inner.init(jax.tree.map(widen, params)))
+
+    def update(
+        self,
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        grad_scale: ArrayLike | None = None,
+        found_inf: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Any]:
+        """optax's `update`."""
+        if params is None:
+            raise ValueError(
+                "larc needs the params: call `update(grads, state, params)`."
+            )
+        check_like(updates, params, "updates", "they must match the params.")
+        grads = self.adapted(updates, state.count, params, grad_scale)
+        # Widened, so that states of `inner` are in float32 from the first step on.
+        widened = jax.tree.map(widen, params)
+        updates, inner_state = self.inner.update(
+            grads, state.inner_state, widened, **extra_args
+        )
+        new = state._replace(
+            count=optax.safe_increment(state.count), inner_state=inner_state
+        )
+        if found_inf is None:
+            return updates, new
+        clean = ~jnp.asarray(found_inf).astype(bool)
+        still = jax.tree.map(jnp.zeros_like, updates)
+        return select(clean, updates, still), select(clean, new, state)
+
     def adapted(
         self, grads: PyTree, count: Int[Array, ""], params: PyTree, scale: Any
     ) -> PyTree:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        decays = leaf_decays(self.mask, params)
+        decays = decays_by_mask(self.mask, params)
         unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
         how = Options(backend=self.backend)
         of_grads = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
@@ -147,7 +180,8 @@ class _LARC:
         decay = jnp.where(jnp.array(decays, bool), self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
         if self.clip:
-            eta = rate(self.learning_rate, count)
+            eta = self.learning_rate
+            eta = eta(count) if callable(eta) else jnp.asarray(eta, jnp.float32)
             ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
         adapts = (g != 0) & (w != 0)
         ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)
@@ -159,47 +193,3 @@ class _LARC:
             both = (ratio[k].astype(grad.dtype), decay[k].astype(grad.dtype))
             new.append(both[0] * (grad + both[1] * weight))
         return structure.unflatten(new)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Init:
-    rule: _LARC
-
-    def __call__(self, params: PyTree) -> LARCState:
-        widened = jax.tree.map(widen, params)
-        return LARCState(no_steps(), self.rule.inner.init(widened))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    rule: _LARC
-
-    def __call__(
-        self,
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        grad_scale: ArrayLike | None = None,
-        found_inf: ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, Any]:
-        if params is None:
-            raise ValueError(
-                "larc needs the params: call `update(grads, state, params)`."
-            )
-        check_like(updates, params, "updates", "they must match the params.")
-        grads = self.rule.adapted(updates, state.count, params, grad_scale)
-        # Widened, so that states of `inner` are in float32 from the first step on.
-        widened = jax.tree.map(widen, params)
-        updates, inner_state = self.rule.inner.update(
-            grads, state.inner_state, widened, **extra_args
-        )
-        new = state._replace(
-            count=optax.safe_increment(state.count), inner_state=inner_state
-        )
-        if found_inf is None:
-            return updates, new
-        clean = ~jnp.asarray(found_inf).astype(bool)
-        still = jax.tree.map(jnp.zeros_like, updates)
-        return select(clean, updates, still), select(clean, new, state)

@@ -1,6 +1,8 @@
-"""Float32 master weights: an optax wrapper that steps them and rounds to the params.
+"""Float32 master weights: how they lie beside half params, and how optax steps them.
 
-After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341).
+After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341). A
+param with its master is a `pallas_kernels.Weight`. States keep the masters as a tree
+beside the params, with holes where a param is its own: no array occurs twice in them.
 """
 
 import dataclasses
@@ -13,8 +15,9 @@ from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
 from jamp._core.tree import check_like, select
-from jamp.optimizers import FusedTransformation
-from pallas_kernels import Weight, join, split
+from jamp.optimizers._fused import FusedTransformation
+from jamp.optimizers._transformation import Transformation
+from pallas_kernels import Weight, split
 
 _HOLE = optax.MaskedNode()
 
@@ -33,18 +36,18 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
 
-class MasterWeights(optax.GradientTransformationExtraArgs):
+class MasterWeights(Transformation):
     """What `master_weights` returns: optax's pair, with the wrapped transformation."""
 
     @property
     def inner(self) -> optax.GradientTransformation:
         """The transformation that steps the masters."""
-        return self.init.tx  # pyright: ignore[reportAttributeAccessIssue]
+        return self.rule.tx
 
     @property
     def store_remainder(self) -> bool:
         """Whether masters are kept as what the params lack."""
-        return self.init.store_remainder  # pyright: ignore[reportAttributeAccessIssue]
+        return self.rule.store_remainder
 
 
 def master_weights(
@@ -99,182 +102,161 @@ def master_weights(
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"master_weights takes an optax transformation, got {tx!r}.")
     if isinstance(tx, MasterWeights):
-        raise ValueError(f"{ALREADY_WRAPPED} Pass the bare transformation.")
-    return MasterWeights(_Init(tx, store_remainder), _Update(tx))
+        raise ValueError(ALREADY_WRAPPED)
+    return MasterWeights.of(_MasterRule(tx, store_remainder))
+
+
+def inside(tx: Any) -> Any:
+    """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
+    return tx.rule.tx if isinstance(tx, MasterWeights) else tx
 
 
 def fused_inside(tx: Any) -> FusedTransformation | None:
     """The fused optimizer that `tx` is, or keeps masters for."""
-    tx = tx.inner if isinstance(tx, MasterWeights) else tx
+    tx = inside(tx)
     return tx if isinstance(tx, FusedTransformation) else None
 
 
-ALREADY_WRAPPED = "The transformation keeps master weights already."
+ALREADY_WRAPPED = (
+    "The transformation keeps master weights already. Pass the bare one, or choose "
+    "master_weights=False at a level that casts."
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Init:
+class _MasterRule:
     tx: optax.GradientTransformation
     store_remainder: bool
 
-    def __call__(self, params):
+    def init(self, params: PyTree) -> MasterWeightsState:
         if self.store_remainder:
             _check_bfloat16(params)
-            return init_masters(self.tx, no_remainders(params), params)
+        # All in float32: taken for the originals of params that are cast afterwards.
         cast_later = not any(is_half(p) for p in jax.tree.leaves(params))
-        masters = jax.tree.map(
-            lambda p: _widened_copy(p) if is_half(p) or cast_later else _HOLE, params
-        )
-        return init_masters(self.tx, masters, params)
 
+        def leaf(param):
+            if not is_half(param) and not cast_later:
+                return Weight(param)
+            if self.store_remainder:
+                return Weight(param, jnp.zeros_like(param, jnp.uint16))
+            return Weight(param, _widened_copy(param))
 
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    tx: optax.GradientTransformation
+        weights = jax.tree.map(leaf, params)
+        return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))
 
-    def __call__(self, updates, state, params=None, **extra_args):
+    def update(self, updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError(
                 "master_weights needs the params: call `update(grads, state, params)`."
             )
-        _check(updates, state, params)
-        masters = full_masters(state.masters, params)
-        # Wrapped here: what wraps makes a new function each time, and is never equal.
-        inner = optax.with_extra_args_support(self.tx)
-        updates, inner_state = inner.update(
-            jax.tree.map(widen, updates), state.inner_state, masters, **extra_args
+        _check_update(updates, state, params)
+        weights = joined(params, state.masters)
+        new, inner_state, updates = step_weights(
+            self.tx, updates, state.inner_state, weights, **extra_args
         )
-        stepped = optax.apply_updates(masters, updates)
-        new, masters = write_back(stepped, state.masters, params)
-        updates = jax.tree.map(_landing_update, updates, new, params)
-        return updates, MasterWeightsState(masters, inner_state)
+        new, masters = parted(new)
+        landing = jax.tree.map(_landing_update, updates, new, params)
+        return landing, MasterWeightsState(masters, inner_state)
 
 
-def init_masters(
-    inner: optax.GradientTransformation, masters: PyTree, params: PyTree
-) -> MasterWeightsState:
-    """The state for given masters, with holes where `params` are their own."""
-    return MasterWeightsState(masters, inner.init(full_masters(masters, params)))
-
-
-def full_masters(masters: PyTree, params: PyTree) -> PyTree:
-    """The float32 tree: masters, and params where those are their own."""
-
-    def leaf(master, param):
-        if _is_hole(master):
-            return param
-        return join(param, master) if _is_remainder(master) else master
-
-    return jax.tree.map(leaf, masters, params, is_leaf=_is_hole)
-
-
-def write_back(
-    stepped: PyTree, masters: PyTree, params: PyTree, clean: Any = None
-) -> tuple[PyTree, PyTree]:
-    """Rounds stepped masters to the params, unless the step is to be skipped.
+def with_masters(
+    params: PyTree, originals: PyTree, *, store_remainder: bool = False
+) -> PyTree:
+    """A tree of `Weight`, with masters where `params` are half.
 
     Args:
-        stepped: new masters, in float32.
-        masters: the old ones, as stored.
-        params: the old params.
+        params: cast from `originals`.
+        originals: float32, copied where they become masters.
+        store_remainder: whether to keep 16 bits beside each bfloat16 param, which is
+            rounded anew from its original then, ties away from zero.
+    """
+    if store_remainder:
+        _check_bfloat16(params)
+
+    def leaf(param, original):
+        if not is_half(param):
+            return Weight(param)
+        original = _widened_copy(original)
+        return Weight(*split(original)) if store_remainder else Weight(param, original)
+
+    return jax.tree.map(leaf, params, originals)
+
+
+def joined(params: PyTree, masters: PyTree) -> PyTree:
+    """A tree of `Weight` from params, and masters as a state keeps them."""
+
+    leaves, structure = jax.tree.flatten(masters, is_leaf=_is_hole)
+    both = zip(structure.flatten_up_to(params), leaves, strict=True)
+    return structure.unflatten([_weight(*pair) for pair in both])
+
+
+def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
+    """The inverse of `joined`: params, and masters with holes."""
+    leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
+    masters = [_HOLE if w.master is None else w.master for w in leaves]
+    params = [w.param for w in leaves]
+    return structure.unflatten(params), structure.unflatten(masters)
+
+
+def values(weights: PyTree) -> PyTree:
+    """What an optimizer steps: the masters, and float32 params in place of holes."""
+    return _map_weights(lambda w: w.value, weights)
+
+
+def step_weights(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    state: Any,
+    weights: PyTree,
+    clean: Any = None,
+    **extra_args: Any,
+) -> tuple[PyTree, Any, PyTree]:
+    """Steps a tree of `Weight` with an optax transformation.
+
+    Args:
+        tx: it sees float32 gradients and params only.
+        grads: gradients, already unscaled.
+        state: of `tx`.
+        weights: what to step.
         clean: whether to take the step, shape (), bool; None for always.
+        **extra_args: for `tx.update`.
 
     Returns:
-        The params, and the masters as they are stored.
+        The weights, rounded anew; the state; and what was added to the masters.
     """
+    masters = values(weights)
+    # Wrapped here: what wraps makes a new function each time, and is never equal.
+    tx = optax.with_extra_args_support(tx)
+    grads = jax.tree.map(widen, grads)
+    updates, new_state = tx.update(grads, state, masters, **extra_args)
+    stepped = optax.apply_updates(masters, updates)
+    weights = _map_weights(lambda w, x: _rounded(w, x, clean), weights, stepped)
+    return weights, _choose(clean, new_state, state), updates
 
-    def choose(new, old):
-        return new if clean is None else select(clean, new, old)
 
-    def leaf(master, new, param):
-        if _is_hole(master):
-            return choose(new, param), _HOLE
-        if _is_remainder(master):
-            high, low = split(new)
-            return choose(high, param), choose(low, master)
+def _rounded(old: Weight, new: Any, clean: Any) -> Weight:
+    if old.kind == "copied":
         # Select, then round: the other way round would read the old half params too.
-        master = choose(new, master)
-        return cast(master, param.dtype), master
-
-    written = jax.tree.map(
-        lambda *leaves: Written(*leaf(*leaves)),
-        masters,
-        stepped,
-        params,
-        is_leaf=_is_hole,
-    )
-    return separate(written)
+        master = _choose(clean, new, old.master)
+        return Weight(cast(master, old.param.dtype), master)
+    if old.kind == "split":
+        weight = Weight(*split(new))
+    else:
+        weight = Weight(cast(new, old.param.dtype) if is_castable(old.param) else new)
+    return _choose(clean, weight, old)
 
 
-class Written(NamedTuple):
-    """One leaf after a step: the param, and its master as stored."""
-
-    param: Any
-    master: Any
+def _choose[T](clean: Any, new: T, old: T) -> T:
+    return new if clean is None else select(clean, new, old)
 
 
-def separate(written: PyTree) -> tuple[PyTree, PyTree]:
-    """A tree of `Written` as params and masters."""
-    is_written = lambda x: isinstance(x, Written)  # noqa: E731
-    return (
-        jax.tree.map(lambda x: x.param, written, is_leaf=is_written),
-        jax.tree.map(lambda x: x.master, written, is_leaf=is_written),
-    )
-
-
-def weights_for(masters: PyTree, params: PyTree) -> PyTree:
-    """Params and masters as kernels take them: a tree of `Weight`."""
-
-    def leaf(master, param):
-        if _is_hole(master):
-            return Weight(param)
-        if _is_remainder(master):
-            return Weight(param, remainder=master)
-        return Weight(master, copy=param)
-
-    return jax.tree.map(leaf, masters, params, is_leaf=_is_hole)
-
-
-def from_weights(weights: PyTree) -> tuple[PyTree, PyTree]:
-    """The inverse of `weights_for`: params and masters."""
-
-    def leaf(weight):
-        if weight.kind == "own":
-            return Written(weight.param, _HOLE)
-        if weight.kind == "split":
-            return Written(weight.param, weight.remainder)
-        return Written(weight.copy, weight.param)
-
-    is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
-    return separate(jax.tree.map(leaf, weights, is_leaf=is_weight))
-
-
-def masters_for(originals: PyTree, params: PyTree) -> PyTree:
-    """Copies `originals` in float32 where `params`, cast from them, are half."""
-    return jax.tree.map(
-        lambda x, p: _widened_copy(x) if is_half(p) else _HOLE, originals, params
-    )
-
-
-def no_remainders(params: PyTree) -> PyTree:
-    """The remainders of masters that half can hold."""
-    return jax.tree.map(
-        lambda p: jnp.zeros_like(p, jnp.uint16) if is_half(p) else _HOLE, params
-    )
-
-
-def split_masters(originals: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """`originals` as bfloat16 params and remainders, where `params` are bfloat16."""
-    _check_bfloat16(params)
-    holes = masters_for(originals, params)
-    return write_back(full_masters(holes, originals), no_remainders(params), params)
+def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
+    return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
 
 
 def _widened_copy(x: Any) -> Any:
     # A copy: a master that shared its buffer with a param could not be donated.
-    return (
-        jnp.array(x, FLOAT32, copy=True) if is_castable(x) else jnp.array(x, copy=True)
-    )
+    return jnp.array(x, FLOAT32 if is_castable(x) else None, copy=True)
 
 
 def _landing_update(update: Any, new: Any, param: Any) -> Any:
@@ -299,7 +281,7 @@ def _check_bfloat16(params: PyTree) -> None:
         )
 
 
-def _check(updates: PyTree, state: Any, params: PyTree) -> None:
+def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
     if not isinstance(state, MasterWeightsState):
         raise TypeError(
             f"master_weights got a state of type {type(state).__name__}, expected the "
@@ -318,8 +300,14 @@ def _check(updates: PyTree, state: Any, params: PyTree) -> None:
     jax.tree_util.tree_map_with_path(leaf, state.masters, params, is_leaf=_is_hole)
 
 
-def _is_remainder(master: Any) -> bool:
-    return master.dtype == jnp.uint16
+def _weight(param: Any, master: Any) -> Any:
+    if not _is_hole(master):
+        return Weight(param, master)
+    return param if _is_hole(param) else Weight(param)  # optax.masked leaves holes
+
+
+def _is_weight(x: object) -> bool:
+    return isinstance(x, Weight)
 
 
 def _is_hole(x: object) -> bool:

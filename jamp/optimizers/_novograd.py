@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -10,18 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
 from jamp.optimizers._fused import (
+    FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
-    correction,
-    fused,
-    hashable_mask,
     no_steps,
-    rate,
-    refuse_amsgrad,
     zeros,
 )
-from pallas_kernels import Options, Weight, l2norm, max_norm, novograd
+from pallas_kernels import l2norm, max_norm, novograd
 
 
 class FusedNovoGradState(NamedTuple):
@@ -96,7 +90,6 @@ def fused_novograd(
     >>> print(optax.apply_updates(params, updates), state.nu)
     [0.94 0.92] 5.0
     """
-    refuse_amsgrad("FusedNovoGrad", amsgrad)
     if isinstance(norm_type, jax.Array):
         raise TypeError(
             "fused_novograd: norm_type cannot be an array. With inject_hyperparams "
@@ -107,102 +100,58 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    check_hyperparameters(
-        "fused_novograd",
-        learning_rate=learning_rate,
-        b1=b1,
-        b2=b2,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    return fused(
-        FusedNovoGrad(
-            learning_rate,
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            bias_correction,
-            reg_inside_moment,
-            grad_averaging,
-            norm_type == 2,
-            init_zero,
-            hashable_mask(mask),
-            backend,
-        )
-    )
+    return FusedTransformation.of(FusedNovoGrad(**locals()))
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedNovoGrad:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedNovoGrad(FusedRule):
     """The hyperparameters of `fused_novograd`, and its step."""
 
     name: ClassVar[str] = "fused_novograd"
+    state: ClassVar = FusedNovoGradState
+    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    learning_rate: Any
     b1: Any
     b2: Any
     eps: Any
-    weight_decay: Any
     bias_correction: bool
     reg_inside_moment: bool
     grad_averaging: bool
-    is_l2: bool
+    norm_type: Any
     init_zero: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedNovoGradState:
+    def first_state(self, params: PyTree) -> FusedNovoGradState:
         """No steps, moments and norms of 0."""
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return FusedNovoGradState(no_steps(), zeros(params), norms)
 
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedNovoGradState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedNovoGradState]:
+    def step(self, weights, grads, state, decays, options):
         """Measures, blends the norms, then steps."""
         old = jnp.stack(state.nu) if state.nu else jnp.zeros(0)
-        norms = self._blended(old, grads, state.count, options)
-        corrections = [1.0, 1.0]
-        if self.bias_correction:
-            corrections = [correction(b, state.count) for b in (self.b1, self.b2)]
+        measure = l2norm if self.norm_type == 2 else max_norm
+        new = measure(grads, per_leaf=True, options=options).norm
+        begun = old if self.init_zero else jnp.where(state.count == 0, new, old)
+        norms = self._blended(begun, new)
+        c1, c2 = self.corrections(state.count)
         results = novograd(
             weights,
             grads,
             state.mu,
-            norms=norms / jnp.sqrt(jnp.asarray(corrections[1])) + self.eps,
-            learning_rate=rate(self.learning_rate, state.count),
+            norms=norms / jnp.sqrt(jnp.asarray(c2)) + self.eps,
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             averaging=1 - self.b1 if self.grad_averaging else 1.0,
             weight_decay=self.weight_decay,
-            correction1=corrections[0],
+            correction1=c1,
             reg_inside_moment=self.reg_inside_moment,
             decays=decays,
             options=options,
         )
         if options.skip is not None:
             norms = jnp.where(options.skip, old, norms)
-        return results.weights, FusedNovoGradState(
-            state.count, results.moments["mu"], list(norms)
-        )
+        return results._replace(moments=results.moments | {"nu": list(norms)})
 
-    def _blended(
-        self,
-        old: Float[Array, " n"],
-        grads: Sequence[Array],
-        count: Int[Array, ""],
-        options: Options,
-    ) -> Float[Array, " n"]:
-        measure = l2norm if self.is_l2 else max_norm
-        new = measure(grads, per_leaf=True, options=options).norm
-        if not self.init_zero:
-            old = jnp.where(count == 0, new, old)
-        if self.is_l2:
+    def _blended(self, old: Array, new: Array) -> Float[Array, " n"]:
+        if self.norm_type == 2:
             return jnp.sqrt(self.b2 * old**2 + (1 - self.b2) * new**2)
         return self.b2 * old + (1 - self.b2) * new

@@ -1,24 +1,21 @@
 """Fused SGD."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    FusedRule,
     FusedTransformation,
     ScalarOrSchedule,
-    check_hyperparameters,
-    fused,
-    hashable_mask,
     is_number,
     no_steps,
-    rate,
     zeros,
 )
-from pallas_kernels import Options, Weight, sgd
+from pallas_kernels import sgd
 
 
 class FusedSGDState(NamedTuple):
@@ -79,70 +76,42 @@ def fused_sgd(
     >>> print(optax.apply_updates(params, updates))
     [0.85 0.85]
     """
-    check_hyperparameters(
-        "fused_sgd",
-        learning_rate=learning_rate,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-    )
     if nesterov and (_is_zero(momentum) or (is_number(dampening) and dampening)):
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return fused(
-        FusedSGD(
-            learning_rate,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            wd_after_momentum,
-            hashable_mask(mask),
-            backend,
-        )
-    )
+    return FusedTransformation.of(FusedSGD(**locals()))
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedSGD:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedSGD(FusedRule):
     """The hyperparameters of `fused_sgd`, and its step."""
 
     name: ClassVar[str] = "fused_sgd"
+    state: ClassVar = FusedSGDState
+    below: ClassVar = {"momentum": math.inf, "dampening": math.inf}
 
-    learning_rate: Any
     momentum: Any
     dampening: Any
-    weight_decay: Any
     nesterov: bool
     wd_after_momentum: bool
-    mask: Any
-    backend: str
-    shardings: Any = None
 
-    def init(self, params: PyTree) -> FusedSGDState:
+    def first_state(self, params: PyTree) -> FusedSGDState:
         """No steps, and buffers of 0."""
         return FusedSGDState(
             no_steps(), None if _is_zero(self.momentum) else zeros(params)
         )
 
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: FusedSGDState,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> tuple[list[Any], FusedSGDState]:
+    def step(self, weights, grads, state, decays, options):
         """One pass."""
         undampened = 1.0
         if not _is_zero(self.dampening):
             undampened = jnp.where(state.count == 0, 1, 1 - self.dampening)
-        results = sgd(
+        return sgd(
             weights,
             grads,
             state.trace,  # pyright: ignore[reportArgumentType]
-            learning_rate=rate(self.learning_rate, state.count),
+            learning_rate=self.rate(state.count),
             momentum=self.momentum,
             undampened=undampened,
             weight_decay=self.weight_decay,
@@ -151,7 +120,6 @@ class FusedSGD:
             decays=decays,
             options=options,
         )
-        return results.weights, FusedSGDState(state.count, results.moments.get("trace"))
 
 
 def _is_zero(x: Any) -> bool:

@@ -20,33 +20,34 @@ type Loss = int
 type Weights = np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
+class Setup(NamedTuple):
     """Who optimizes and who loses what.
 
     Attributes:
         groups: the models of each optimizer.
         losses: the models in the ring of each loss.
         covers: the groups that each loss is differentiated for.
-        learning_rates: one per model.
-        momentum: one per group.
+        learning_rates: one per model, or more.
+        momentum: one per group, or more.
     """
 
     groups: tuple[tuple[int, ...], ...]
     losses: tuple[tuple[int, ...], ...]
     covers: tuple[tuple[Group, ...], ...]
-    learning_rates: tuple[float, ...]
-    momentum: tuple[float, ...]
+    learning_rates: tuple[float, ...] = (0.25, 0.5, 0.125)
+    momentum: tuple[float, ...] = (0.125, 0.25, 0.5)
+
+    @property
+    def models(self) -> int:
+        return sum(map(len, self.groups))
+
+    def trained(self, loss: Loss) -> list[int]:
+        """The models that a loss is differentiated for."""
+        return [m for g in self.covers[loss] for m in self.groups[g]]
 
 
 class Scaling(NamedTuple):
-    """What the scales of the losses do.
-
-    Attributes:
-        rule: the rule of all scales.
-        first: the scales to begin with.
-        loss_ids: which scale each loss uses.
-    """
+    """The rule of all scales, those to begin with, and which one each loss uses."""
 
     rule: loss_scale.Rule
     first: tuple[float, ...]
@@ -54,10 +55,8 @@ class Scaling(NamedTuple):
 
 
 class Result(NamedTuple):
-    """After an iteration; `grads` of each loss are those that it was made of."""
+    """After an iteration."""
 
-    losses: list[float]
-    grads: list[Weights]
     weights: Weights
     trace: Weights
     step: int
@@ -72,52 +71,13 @@ def weights(models: int) -> Weights:
     return unique + np.array([[0.0, 1.0], [1.0, 2.0]])
 
 
-def value(models: Sequence[int], w: Weights) -> float:
-    """The loss over a ring of models."""
-    return sum(float(w[a, 0] @ w[b, 1]) for a, b in _ring(models))
-
-
 def gradient(models: Sequence[int], w: Weights) -> Weights:
-    """Its gradient for all models, zero for those outside of the ring."""
+    """Of the loss over a ring of models; zero for those outside of it."""
     g = np.zeros_like(w)
-    for a, b in _ring(models):
+    for a, b in zip(models, (*models[1:], models[0]), strict=True):
         g[a, 0] += w[b, 1]
         g[b, 1] += w[a, 0]
     return g
-
-
-def _ring(models: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(models, (*models[1:], models[0]), strict=True))
-
-
-def plain(
-    setup: Setup, stepping: Sequence[Collection[Group]]
-) -> Iterator[tuple[list[float], list[Weights], Weights, Weights]]:
-    """Training without scales: each iteration steps the groups that it names.
-
-    Yields the values and gradients of each loss, then weights and traces after it.
-    """
-    w = weights(len(setup.learning_rates))
-    trace = np.zeros_like(w)
-    for groups in stepping:
-        values = [value(models, w) for models in setup.losses]
-        grads = [gradient(models, w) for models in setup.losses]
-        w, trace = w.copy(), trace.copy()
-        for g in groups:
-            mine = list(setup.groups[g])
-            covering = [x for x, c in zip(grads, setup.covers, strict=True) if g in c]
-            trace[mine] = setup.momentum[g] * trace[mine] + sum(covering)[mine]
-            rates = np.array(setup.learning_rates)[mine, None, None]
-            w[mine] -= rates * trace[mine]
-        yield values, grads, w, trace
-
-
-def skips(setup: Setup, overflow: Collection[Loss]) -> list[bool]:
-    """Which groups skip: those that an overflowing loss covers."""
-    return [
-        any(g in setup.covers[loss] for loss in overflow)
-        for g in range(len(setup.groups))
-    ]
 
 
 def train(
@@ -125,24 +85,33 @@ def train(
 ) -> Iterator[Result]:
     """Training where in each iteration the losses that it names overflow.
 
-    It is the plain run with the skipped steps left out, and what was counted.
+    A group skips where a loss that covers it does. So it is plain training, which knows
+    no scales, with the skipped steps left out, and what was counted.
     """
-    covered = {g for groups in setup.covers for g in groups}
-    skipping = [skips(setup, overflow) for overflow in overflows]
-    stepping = [[g for g in sorted(covered) if not skip[g]] for skip in skipping]
-    scales = [
-        dataclasses.replace(loss_scale.init(scaling.rule), scale=first)
-        for first in scaling.first
-    ]
+    w = weights(setup.models)
+    trace = np.zeros_like(w)
+    start = loss_scale.init(scaling.rule)
+    scales = [dataclasses.replace(start, scale=first) for first in scaling.first]
     step, counts = 0, [0] * len(setup.groups)
     last = [False] * len(setup.groups)
-    runs = zip(plain(setup, stepping), overflows, skipping, stepping, strict=True)
-    for (values, grads, w, trace), overflow, skip, groups in runs:
+    for overflow in overflows:
+        grads = [gradient(models, w) for models in setup.losses]
+        w, trace, stepped = w.copy(), trace.copy(), False
+        for g, models in enumerate(setup.groups):
+            covering = [i for i, covers in enumerate(setup.covers) if g in covers]
+            if not covering:
+                continue
+            last[g] = any(loss in overflow for loss in covering)
+            counts[g] += last[g]
+            if not last[g]:
+                mine, stepped = list(models), True
+                total = sum(grads[loss] for loss in covering)
+                trace[mine] = setup.momentum[g] * trace[mine] + total[mine]
+                rates = np.array(setup.learning_rates)[mine, None, None]
+                w[mine] -= rates * trace[mine]
+        step += stepped
         scales = _after_backward(scaling, scales, overflow)
-        step += bool(groups)
-        counts = [n + s for n, s in zip(counts, skip, strict=True)]
-        last = [s if g in covered else last[g] for g, s in enumerate(skip)]
-        yield Result(values, grads, w, trace, step, counts, last, list(scales))
+        yield Result(w, trace, step, [*counts], [*last], scales)
 
 
 def _after_backward(

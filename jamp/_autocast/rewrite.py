@@ -1,0 +1,248 @@
+"""Reads a program forward, and writes it anew with each operation in its precision.
+
+The result is a jaxpr: equations keep their source lines and name stacks, and what JAX
+does with a program (derivatives, batching, jit) it does with this one.
+"""
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast import jax_internals
+from jamp._autocast.consumers import Want, consumers_of
+from jamp._autocast.islands import checkpoint_islands
+from jamp._autocast.lists import Rule
+from jamp._autocast.program import (
+    Atom,
+    Decision,
+    Scope,
+    dtype_of,
+    is_castable_eqn,
+    is_float32,
+    name_stack,
+    recorded,
+    ruling,
+)
+from jamp._autocast.values import Values
+from jamp._core.dtypes import FLOAT32
+from jamp._core.warnings import AutocastWarning
+
+type ProgramRule = Callable[["Rewriter", jc.JaxprEqn], None]
+
+# Parameters of equations that name the dtype of the result.
+_DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
+
+
+class Boundary(NamedTuple):
+    """What a program takes and gives.
+
+    Attributes:
+        in_dtypes: what comes in.
+        out_dtypes: what must go out; None is whatever is at hand.
+        out_wants: for outputs that are free, whether float32 is wanted of them.
+        from_literals: which inputs come from literals alone, and have no vote.
+    """
+
+    in_dtypes: Sequence[Any]
+    out_dtypes: Sequence[Any]
+    out_wants: Sequence[Want] = ()
+    from_literals: Sequence[bool] = ()
+
+
+def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
+    """The boundary that a program has already."""
+    return Boundary(recorded(jaxpr.invars), recorded(jaxpr.outvars))
+
+
+def rewrite(
+    jaxpr: jc.Jaxpr, boundary: Boundary, scope: Scope, rules: Mapping[str, ProgramRule]
+) -> jc.Jaxpr:
+    """Writes a program anew.
+
+    Args:
+        jaxpr: the user's program.
+        boundary: what it is to take and give.
+        scope: policy and place.
+        rules: how to write each primitive that holds programs.
+
+    Returns:
+        A program with the same inputs and outputs, but for their dtypes.
+    """
+    rewriter = Rewriter(jaxpr, boundary, scope, rules)
+    for eqn in jaxpr.eqns:
+        rewriter.equation(eqn)
+    outvars = [
+        rewriter.read(v, rewriter.values.outgoing_dtype(v) if dtype is None else dtype)
+        for v, dtype in zip(jaxpr.outvars, boundary.out_dtypes, strict=True)
+    ]
+    written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
+    # Last: where float32 begins and ends is known by the casts that were written.
+    return checkpoint_islands(written)
+
+
+class Rewriter:
+    """The state of one pass: the new equations, and each value in the dtypes it has."""
+
+    def __init__(
+        self,
+        jaxpr: jc.Jaxpr,
+        boundary: Boundary,
+        scope: Scope,
+        rules: Mapping[str, ProgramRule],
+    ):
+        self.scope, self.rules = scope, rules
+        wants = boundary.out_wants or [None] * len(jaxpr.outvars)
+        # Backward first: what to do with a value depends on those who will read it.
+        self.consumers = consumers_of(jaxpr, wants, scope)
+        self.values = Values(scope.policy, self.consumers)
+        self.values.from_literals.update(
+            itertools.compress(jaxpr.invars, boundary.from_literals)
+        )
+        self.eqns: list[jc.JaxprEqn] = []
+        # By the variable of the user's program: one of the new program for each dtype
+        # that somebody reads it in. A cast is written once, for the first reader.
+        self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
+        self.eqn: jc.JaxprEqn | None = None
+        self.programs: list[list[Decision]] = []  # inside of `eqn`
+        for var in jaxpr.constvars:
+            self._bind(var, dtype_of(var))
+        self.invars = [
+            self._bind(var, dtype)
+            for var, dtype in zip(jaxpr.invars, boundary.in_dtypes, strict=True)
+        ]
+
+    # ---- values
+
+    def read(self, atom: Atom, dtype: Any) -> Atom:
+        """A value in a dtype, if it is one that the user's program has in float32."""
+        if isinstance(atom, jc.Literal):
+            return _literal(atom, dtype) if is_float32(atom) else atom
+        computed = self.values.computed_dtype(atom)
+        if not is_float32(atom):
+            return self.versions[atom][computed]
+        versions = self.versions[atom]
+        if dtype not in versions:
+            # From what was computed, never from another copy: one rounding, not two.
+            versions[dtype] = self._convert(versions[computed], dtype)
+        return versions[dtype]
+
+    def _bind(self, var: jc.Var, dtype: Any) -> jc.Var:
+        """A variable of the new program for one of the user's, in a dtype."""
+        same = dtype == dtype_of(var)
+        new = var if same else jc.Var(jax_internals.in_dtype(var.aval, dtype))
+        self.values.computed[var], self.versions[var] = dtype, {dtype: new}
+        return new
+
+    def _convert(self, var: jc.Var, dtype: Any) -> jc.Var:
+        # On the line of the user that needs the cast: `self.eqn` is what reads it.
+        self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
+        return self.eqns[-1].outvars[0]
+
+    # ---- equations
+
+    def equation(self, eqn: jc.JaxprEqn) -> None:
+        """Writes one equation."""
+        self.eqn, self.programs = eqn, []
+        inside = self.rules.get(eqn.primitive.name)
+        if inside is not None:
+            inside(self, eqn)
+            self._note(eqn, None, None, "program")
+            return
+        rule, region = ruling(self.scope, eqn)
+        if rule is None:
+            _warn_once(eqn.primitive.name)
+        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+            self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+            self.values.learn_recorded(eqn)
+            self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
+            return
+        choice = self.values.choose(eqn, rule)
+        self._write(eqn, choice.computed)
+        self.values.learn(eqn, rule, choice.promotion)
+        why = "region" if region else choice.why
+        self._note(eqn, rule, choice.computed, why, region)
+
+    def emit(
+        self,
+        eqn: jc.JaxprEqn,
+        in_dtypes: Sequence[Any],
+        out_dtypes: Sequence[Any],
+        params: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes an equation with operands and results in given dtypes."""
+        invars = [self.read(v, d) for v, d in zip(eqn.invars, in_dtypes, strict=True)]
+        outvars = [
+            self._bind(v, d) for v, d in zip(eqn.outvars, out_dtypes, strict=True)
+        ]
+        params = eqn.params if params is None else params
+        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+
+    def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
+        """Writes an equation with all that is float32 in it in another dtype."""
+        params = dict(eqn.params)
+        for name in _DTYPE_PARAMS:
+            # jax.numpy asks each product for a float32 result; so written, it would be
+            # float32 in memory, and each reader in half would round it again.
+            if params.get(name) == FLOAT32:
+                params[name] = dtype
+        outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
+        self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
+
+    def _note(
+        self,
+        eqn: jc.JaxprEqn,
+        rule: Rule | None,
+        dtype: Any,
+        why: str,
+        region: str = "",
+    ) -> None:
+        """For `jamp.explain`."""
+        if self.scope.decisions is not None:
+            names, programs = name_stack(self.scope, eqn), tuple(self.programs)
+            self.scope.decisions.append(
+                Decision(eqn, names, rule, dtype, why, region, programs)
+            )
+
+    # ---- for the rules of primitives that hold programs
+
+    def program(
+        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
+    ) -> jc.Jaxpr:
+        """Writes a program that an equation holds."""
+        scope = self.scope.inside(eqn)
+        if scope.decisions is not None:
+            self.programs.append(scope.decisions)
+        return rewrite(jaxpr, boundary, scope, self.rules)
+
+
+def _literal(literal: jc.Literal, dtype: Any) -> jc.Literal:
+    if dtype == FLOAT32:
+        return literal
+    # Only where the user asks for half does a literal that half cannot hold come here.
+    with np.errstate(over="ignore"):
+        value = np.asarray(literal.val, dtype)
+    return jc.Literal(value, jax_internals.in_dtype(literal.aval, dtype))
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    warnings.warn(
+        f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
+        "program. Cast its operands yourself to run it in half; to accept it, pass "
+        f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
+        AutocastWarning,
+        stacklevel=2,
+    )
+
+
+def _why_recorded(eqn: jc.JaxprEqn, rule: Rule | None, region: str) -> str:
+    if rule is None:
+        return "unknown primitive"
+    if rule is Rule.RECORDED:
+        return "region" if region else "recorded"
+    return "own dtype"

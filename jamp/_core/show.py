@@ -1,0 +1,42 @@
+"""What `print` shows of a state: a few lines, and not its arrays."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+
+def shown(tree: PyTree) -> str:
+    """The numbers of arrays; dtype and shape of one that has no value, as a tracer."""
+
+    def leaf(x):
+        try:
+            return np.asarray(x, x.dtype).tolist()
+        except (TypeError, RuntimeError):  # a RuntimeError: donated, or on other hosts
+            return f"{x.dtype}{list(x.shape)}"
+
+    return str(jax.tree.map(leaf, tree)).replace("'", "")
+
+
+def counted(tree: PyTree) -> str:
+    """How many numbers a tree holds, by dtype: `"1,024 float16, 64 float32"`."""
+    counts: Counter[str] = Counter()
+    for x in jax.tree.leaves(tree):
+        counts[str(x.dtype)] += x.size
+    return ", ".join(f"{n:,} {dtype}" for dtype, n in counts.most_common()) or "none"
+
+
+def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
+    """The lines for a state, or for what holds the same things."""
+    level = state.properties.opt_level or "no level: enabled=False"
+    return "\n  ".join(
+        (
+            f"{title} at {level}",
+            f"params: {counted(params)}",
+            f"optimizer state: {counted(opt_state)}",
+            f"step: {shown(state.step)}, skipped: {shown(state.skipped_steps)}",
+            f"loss scale: {shown(state.loss_scale)}",
+        )
+    )

@@ -1,0 +1,52 @@
+"""A small state to train, and what tests do to any state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jamp
+from tests.bits import assert_same_bits
+
+RUNNING = ("O0", "O2", "O3", "O5")  # the levels without autocast
+HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
+SGD = optax.sgd(0.5, momentum=0.5)  # one object, or jit would trace again
+
+
+def params() -> Any:
+    return {
+        "w": jnp.asarray([1.0, -2.0, 0.5], jnp.float32),
+        "b": jnp.asarray([0.1, 0.2], jnp.float32),
+        "norm": {"scale": jnp.asarray(3.0, jnp.float32)},
+    }
+
+
+def make(level: str = "O2", tree: Any = None, tx: Any = SGD, **kwargs) -> Any:
+    """A state of `params()`, with the norm in float32, or of another tree."""
+    tree = params() if tree is None else tree
+    if level in HALF and "norm" in tree:
+        kwargs.setdefault("keep_fp32", "norm")
+    return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
+
+
+def wide(x: Any) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def like(tree: Any, value: float) -> Any:
+    return jax.tree.map(lambda x: jnp.full(x.shape, value, jnp.float32), tree)
+
+
+def with_scales(state: Any, *scales: float) -> Any:
+    """The state with other loss scales, one for each loss."""
+    pairs = zip(state.loss_scales, scales, strict=True)
+    moved = (old._replace(scale=jnp.float32(new)) for old, new in pairs)
+    return state.replace(loss_scales=tuple(moved))
+
+
+def assert_skipped(after: Any, before: Any) -> None:
+    """Every field has its old bits, but those that count skips."""
+    counters = ("loss_scales", "skipped_steps", "last_step_skipped")
+    kept = {name: getattr(before, name) for name in counters}
+    assert_same_bits(after.replace(**kept), before)

@@ -1,0 +1,197 @@
+"""What JAX documents nowhere and autocast relies on: each fact, on any JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core as jc
+from jax.sharding import PartitionSpec as P
+
+from jamp._autocast import jax_internals
+
+X = jnp.arange(4.0).reshape(2, 2) / 4
+W = X.T + 1
+
+
+def equation(fn, *args):
+    """The one equation that a function is traced to."""
+    (eqn,) = jax.make_jaxpr(fn)(*args).eqns
+    return eqn
+
+
+def evaluate(eqns, invars, *args):
+    """What equations compute: the results of the last one."""
+    empty = jax.make_jaxpr(lambda: ())()
+    outvars = eqns[-1].outvars
+    jaxpr = empty.replace(invars=list(invars), outvars=outvars, eqns=list(eqns))
+    return jc.jaxpr_as_fun(jaxpr)(*args)
+
+
+# ---- programs in the parameters of equations
+
+
+def custom_jvp(fn):
+    function = jax.custom_jvp(lambda x: fn(x))
+    function.defjvp(lambda p, t: (fn(*p), 3.0 * t[0]))
+    return function
+
+
+def custom_vjp(fn, **options):
+    function = jax.custom_vjp(lambda x: fn(x))
+    function.defvjp(lambda x: (fn(x), x), lambda x, g: (3.0 * g,), **options)
+    return function
+
+
+def rematerialized(fn):
+    """JAX has `remat_opt` in the forward pass of a derivative."""
+    function = custom_vjp(fn, optimize_remat=True)
+    return lambda x: jax.vjp(function, x)[0]
+
+
+def mapped(fn):
+    mesh = jax.make_mesh((1,), ("d",))
+    return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+HOLDERS = {
+    "jit": jax.jit,
+    jax_internals.CHECKPOINT: jax.checkpoint,
+    "scan": lambda fn: lambda x: lax.scan(lambda c, x: (c, fn(x)), None, x)[1],
+    "shard_map": mapped,
+    jax_internals.OPTIMIZED_VJP: rematerialized,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_program_can_be_read_and_replaced(name):
+    eqn, other = (equation(HOLDERS[name](fn), X) for fn in (jnp.sin, jnp.cos))
+    assert eqn.primitive.name == name
+    program = jax_internals.program_of(other)
+    assert [e.primitive.name for e in program.eqns] == ["cos"]
+    replaced = eqn.replace(params=jax_internals.with_program(eqn, program))
+    (got,) = evaluate([replaced], eqn.invars, X)
+    np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
+def test_operands_of_a_scan():
+    def fn(w, x):
+        return lax.scan(lambda c, x: ((c[0] @ w, c[1] + x.sum()), x), (x, 0.0), x)
+
+    eqn = equation(fn, W, X)
+    assert jax_internals.scan_counts(eqn) == (1, 2) and len(eqn.invars) == 4
+
+
+def test_programs_of_a_while_loop():
+    def fn(w, v, x):
+        return lax.while_loop(lambda c: (c @ w + v).sum() < 9, lambda c: c @ w, x)
+
+    eqn = equation(fn, W, W, X)
+    cond, body, cond_consts, body_consts = jax_internals.while_programs(eqn)
+    assert (cond_consts, body_consts, len(eqn.invars)) == (2, 1, 4)
+    assert (len(cond.invars), len(body.invars)) == (3, 2)
+    (stop,) = jax.make_jaxpr(lambda w, v, x: False)(W, W, X).outvars
+    never = cond.replace(outvars=[stop])
+    params = jax_internals.with_while_programs(eqn, never, body)
+    (got,) = evaluate([eqn.replace(params=params)], eqn.invars, W, W, W, X)
+    np.testing.assert_array_equal(got, X)
+
+
+# ---- functions with their own derivative
+
+
+def test_the_rule_of_a_custom_jvp():
+    def fn(w, x, scale):
+        product = jax.custom_jvp(lambda w, x: (scale * (x @ w), w))
+        product.defjvp(lambda p, t: ((p[1], p[0]), (3.0 * (t[1] @ p[0]), t[0])))
+        return product(w, x)
+
+    eqn = equation(fn, W, X, jnp.float32(2))
+    assert jax_internals.custom_consts(eqn) == 1 and len(eqn.invars) == 3
+    jaxpr, zeros = jax_internals.jvp_rule(eqn, [True, False])
+    assert list(zeros) == [False, True] and len(jaxpr.invars) == 3
+    y, w, tangent = jc.jaxpr_as_fun(jaxpr)(W, X, X)
+    for got, expected in ((y, X), (w, W), (tangent, 3 * X @ W)):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_the_rules_of_a_custom_vjp():
+    @jax.custom_vjp
+    def fn(w, x, i):
+        return x @ w, i
+
+    def forward(w, x, i):
+        return fn(w, x, i), (jnp.sin(x), w, i)  # two of them are arguments
+
+    fn.defvjp(forward, lambda saved, g: (None, saved[0] * (g[0] @ saved[1].T), None))
+    eqn = equation(fn, W, X, 3)
+    jaxpr = jax_internals.forward_rule(eqn, 3)
+    results = jc.jaxpr_as_fun(jaxpr)(W, X, 3)
+    assert len(results) == 3  # two outputs, one residual
+    outs, saved = jax_internals.split_results(eqn, results, [W, X, 3])
+    np.testing.assert_allclose(outs[0], X @ W, rtol=1e-6)
+    np.testing.assert_allclose(saved[0], jnp.sin(X), rtol=1e-6)
+    assert (outs[1], len(saved), saved[2]) == (3, 3, 3) and saved[1] is W
+    zero = np.zeros((), jax.dtypes.float0)
+    grads = jax_internals.call_backward_rule(eqn, *saved, X, zero)
+    assert grads[0] is grads[2] is None
+    np.testing.assert_allclose(grads[1], jnp.sin(X) * (X @ W.T), rtol=1e-6)
+
+
+# ---- variables and equations
+
+
+def test_a_type_in_another_dtype():
+    aval = jax.make_jaxpr(lambda x: x)(1.0).invars[0].aval
+    half = jax_internals.in_dtype(aval, jnp.float16)
+    assert aval.weak_type and (half.dtype, half.weak_type) == (jnp.float16, False)
+
+
+def scoped(x):
+    with jax.named_scope("outer"):
+        return jnp.exp(x)
+
+
+LINE = f"{__file__}:{scoped.__code__.co_firstlineno + 2}"
+
+
+def test_the_names_and_the_line_of_an_equation():
+    eqn = equation(scoped, X)
+    assert jax_internals.name_stack(eqn) == "outer"
+    assert jax_internals.source_line(eqn) == LINE
+
+
+def test_a_cast_stands_where_it_is_read():
+    eqn = equation(scoped, X)
+    cast = jax_internals.conversion(eqn.invars[0], jnp.dtype(jnp.float16), eqn)
+    assert jax_internals.name_stack(cast) == "outer"
+    assert jax_internals.source_line(cast) == LINE
+    (got,) = evaluate([cast], cast.invars, X)
+    np.testing.assert_array_equal(got, X.astype(jnp.float16), strict=True)
+    last = jax_internals.conversion(eqn.invars[0], jnp.dtype(jnp.float16), None)
+    assert jax_internals.source_line(last) == ""
+
+
+def test_equations_are_checkpointed():
+    def softmax(x):
+        with jax.named_scope("softmax"):
+            e = jnp.exp(x)
+            return e / lax.broadcast(lax.reduce_sum(e, (0,)), (2,))
+
+    program = jax.make_jaxpr(softmax)(X)
+    keep = frozenset(["reduce_sum"])
+    eqn = jax_internals.checkpointed(program.eqns, program.invars, keep)
+    plain = jax.make_jaxpr(jax.checkpoint(softmax))(X).eqns[0]
+    assert (eqn.primitive, eqn.params.keys()) == (plain.primitive, plain.params.keys())
+    assert jax_internals.name_stack(eqn) == ""
+    inner = jax_internals.program_of(eqn)
+    assert {jax_internals.name_stack(e) for e in inner.eqns} == {"softmax"}
+
+    def fn(x):
+        return evaluate([eqn], program.invars, x)[0]
+
+    np.testing.assert_allclose(fn(X), softmax(X), rtol=1e-6)
+    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(fn, x)[1], X))
+    assert sorted(x.shape for x in kept) == [(2,), (2, 2)]  # the sum and the input
