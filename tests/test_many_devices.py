@@ -334,9 +334,8 @@ def test_devices_redo_together(how):
         if how != "jit":
             options["axis_name"] = AXES
         f = functools.partial(one_step, **options)
-        return jax.jit(f if how == "jit" else on_each(how, f))(
-            make("O2", init_scale), rows
-        )
+        f = jax.jit(f if how == "jit" else on_each(how, f))
+        return f(make("O2", init_scale), rows)
 
     each, state = run(2.0**16, rows, 5)
     assert each["finite"].all()
