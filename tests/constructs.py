@@ -53,19 +53,11 @@ EXPRESSIONS = {
         jnp.dot(x[0], w[0]) + jnp.vdot(x[1], w[1]) + jnp.einsum("ij,kj->ik", x, w)
     ),
     "conv": lambda w, x: lax.conv(x[None, None], w[None, None, :3, :3], (1, 1), "SAME"),
-    "conv_of_groups": lambda w, x: lax.conv_general_dilated(
-        *(x[None], w[:3, None], (1,), "SAME", (1,), (2,)),
-        ("NWC", "WIO", "NWC"),
-        feature_group_count=N,
-    ),
     "conv_transpose": lambda w, x: lax.conv_transpose(
         x[None], w[:4].reshape(2, N, 2), (2,), "SAME"
     ),
     "ragged_dot": lambda w, x: lax.ragged_dot(
         x, jnp.stack([w, 2 * w]), jnp.array([3, 5])
-    ),
-    "dot_product_attention": lambda w, x: jax.nn.dot_product_attention(
-        heads(x @ w), heads(x @ w.T), heads(x), is_causal=True
     ),
     "dot_product_attention_after_norms": lambda w, x: jax.nn.dot_product_attention(
         *(jax.nn.standardize(heads(x @ v), axis=-1) for v in (w, w.T)), heads(x)
@@ -80,9 +72,6 @@ EXPRESSIONS = {
     ),
     "scan_backwards_unrolled": lambda w, x: lax.scan(
         lambda c, row: (c + row @ w, c), x[0] @ w, x, reverse=True, unroll=3
-    ),
-    "associative_scan": lambda w, x: lax.associative_scan(
-        jnp.matmul, jnp.stack([w, x, w])
     ),
     "while_loop": lambda w, x: lax.while_loop(
         lambda c: (c[0] < 3) & ((c[1] @ w).sum() < 1e6),
@@ -99,10 +88,6 @@ EXPRESSIONS = {
         jnp.int32(1), [lambda x: x, lambda x: (x @ w) @ w, lambda x: x + 1.0], x
     ),
     "remat": lambda w, x: jax.checkpoint(layer)(w, layer(w, x)),
-    "remat_with_policy": lambda w, x: jax.checkpoint(
-        lambda x: layer(w, layer(w, x)),
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    )(x),
     "remat_with_names": lambda w, x: jax.checkpoint(
         lambda x: checkpoint_name(layer(w, x), "kept") @ w,
         policy=jax.checkpoint_policies.save_only_these_names("kept"),
@@ -114,12 +99,7 @@ EXPRESSIONS = {
     "vmap_in": lambda w, x: jax.vmap(lambda row: layer(w, row))(x),
     "jvp_in": lambda w, x: jax.jvp(lambda x: layer(w, x), (x,), (w,)),
     "linearize_in": lambda w, x: jax.linearize(lambda x: layer(w, x), x)[1](w),
-    "linear_transpose": lambda w, x: jax.linear_transpose(lambda x: x @ w, x)(x),
     "grad_in": lambda w, x: jax.grad(lambda w: layer(w, x).sum())(w),
-    "jacobians": lambda w, x: (
-        jax.jacfwd(lambda r: layer(w, r))(x[0]),
-        jax.jacrev(layer, 1)(w, x[0]),
-    ),
 }
 TABLE |= {name: lambda cast, fn=fn: cast(fn) for name, fn in EXPRESSIONS.items()}
 
@@ -147,12 +127,6 @@ TABLE |= PLACES
 def nested_jit(w, x):
     inner = jax.jit(layer)
     return jax.jit(lambda x: inner(w, inner(w, x)) @ w)(x)
-
-
-@plain
-def dense_attention(w, x):
-    scores = jnp.where(jnp.tri(N, dtype=bool), (x @ w) @ (x @ w.T).T / 3.0, -jnp.inf)
-    return jax.nn.softmax(scores) @ x
 
 
 @plain

@@ -58,9 +58,10 @@ def fit(b, shape):
     return jnp.resize(b, shape)
 
 
-def pool(a):
-    start = jnp.array(-9, a.dtype)
-    return lax.reduce_window(a, start, lax.max, (1, 2), (1, 1), [(0, 0), (0, 1)])
+def pool(a, start, reduce):
+    window, strides, padding = (1, 2), (1, 1), [(0, 0), (0, 1)]
+    start = a.dtype.type(start)  # a constant: JAX looks for the identity
+    return lax.reduce_window(a, start, reduce, window, strides, padding)
 
 
 def conv(a, b):
@@ -82,6 +83,9 @@ UNARY = {
     "power": lambda a: jnp.tanh(a) ** 3,
     "relu": jax.nn.relu,
     "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "elu": jax.nn.elu,
+    "mish": jax.nn.mish,
     "sigmoid": jax.nn.sigmoid,
     "softplus": jax.nn.softplus,
     "erf": lax.erf,
@@ -102,7 +106,8 @@ UNARY = {
     "pad": lambda a: jnp.pad(a, ((0, 1), (1, 0)))[:5, :5],
     "clip": lambda a: jnp.clip(a, -1, 2),
     "negative": lambda a: 1 - a,
-    "pool": pool,
+    "pool": lambda a: pool(a, -jnp.inf, lax.max),
+    "mean_pool": lambda a: pool(a, 0, lax.add) / 2,
     "where": lambda a: jnp.where(jnp.arange(a.size).reshape(a.shape) % 2 == 0, a, 0),
     "bfloat16": lambda a: a.astype(jnp.bfloat16),
     "float32": lambda a: a.astype(jnp.float32),
@@ -193,3 +198,7 @@ SIMPLE = steps([*UNARY, *BINARY, *WITH_INTS, *ON_INTS])
 NESTED = nested(SIMPLE, 4)
 ANY = SIMPLE | NESTED | nested(SIMPLE | NESTED, 3)
 PROGRAMS = st.lists(ANY, min_size=2, max_size=8).map(tuple)
+
+# Each operation once, on a product.
+ONCE = [Step(op, 2, 1) for op in (*UNARY, *BINARY, *WITH_INTS, *ON_INTS)]
+EVERY = (Step("gram", 0, 0), *ONCE)

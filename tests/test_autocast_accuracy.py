@@ -56,19 +56,9 @@ def gaussian(np, z):
     return (-0.5 * error**2 - log_std - 0.5 * np.log(2 * np.pi)).sum(-1).mean()
 
 
-def bernoulli(np, z):
-    positive = np.maximum(z, np.zeros_like(z))
-    return (positive - z * ONE_HOT + np.log1p(np.exp(-np.abs(z)))).mean()
-
-
 def entropy(np, z):
     p = softmax(np, z)
     return -(p * np.log(p + 1e-9)).sum(-1).mean()
-
-
-def kl(np, z):
-    p, q = log_softmax(np, z), log_softmax(np, z[:, ::-1])
-    return (np.exp(p) * (p - q)).sum(-1).mean()
 
 
 LOSSES = {
@@ -79,11 +69,9 @@ LOSSES = {
     "temperature": lambda np, z: cross_entropy(np, z / 0.7 + 0.25),
     "focal": focal,
     "gaussian": gaussian,
-    "bernoulli": bernoulli,
     "poisson": lambda np, z: (np.exp(z / 4) - ONE_HOT * z / 4).mean(),
     "squares": lambda np, z: ((z - ONE_HOT) ** 2).mean(),
     "entropy": entropy,
-    "kl": kl,
 }
 
 
@@ -202,7 +190,6 @@ NORMS = {
     "nn.LayerNorm": (layer_norm, lambda y: applied(nn.LayerNorm())(y)[0]),
     "nn.RMSNorm": (rms_norm, lambda y: applied(nn.RMSNorm())(y)[0]),
     "nn.BatchNorm": (batch_norm, lambda y: applied(BATCH_NORM)(y)[0]),
-    "nn.GroupNorm": (layer_norm, lambda y: applied(nn.GroupNorm(num_groups=1))(y)[0]),
     "standardize": (layer_norm, lambda y: jax.nn.standardize(y, epsilon=1e-6)),
 }
 

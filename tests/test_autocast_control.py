@@ -26,14 +26,6 @@ def product(x):
     return x @ x
 
 
-def product_in_head(x):
-    """Two products, the first in a scope of its own."""
-    with jax.named_scope("net"), jax.named_scope("head"):
-        y = x @ x
-    with jax.named_scope("net"):
-        return y @ x
-
-
 WRAPS = {
     "plain": lambda f: f,
     "jit": jax.jit,
@@ -74,25 +66,18 @@ def test_disable_casts_nests_and_survives_exceptions():
 def test_a_half_function_runs_in_half_what_the_lists_keep_in_float32():
     exponential = jamp.half_function(jnp.exp)
     # exp(12) = 162754.79 is inf in float16, and the result says so.
-    assert jamp.autocast(exponential)(jnp.float32(12)) == jnp.inf
-    assert jnp.isfinite(jamp.autocast(jnp.exp)(jnp.float32(12)))
-    assert jnp.isfinite(exponential(jnp.float32(12)))  # without autocast: nothing
-
-
-def test_a_half_function_outweighs_a_function_list():
-    softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])
+    fns = jamp.autocast(exponential), jamp.autocast(jnp.exp), exponential
+    assert [bool(jnp.isinf(fn(jnp.float32(12)))) for fn in fns] == [True, False, False]
+    softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])  # in a list by name
     in_half = jamp.autocast(jamp.half_function(softmax))(logits)
     assert in_half[0] != jamp.autocast(softmax)(logits)[0]
 
 
 def test_a_promote_function_multiplies_in_its_operands_dtype():
-    promoted = jamp.promote_function(lambda a, b: a @ b)
-    assert found(lambda x: promoted(x, x)) == [FLOAT]
-    assert found(lambda x: promoted(x @ x, x @ x)) == [HALF, HALF, HALF]
-
-
-def test_marks_keep_name_and_signature():
-    assert jamp.float_function(product).__name__ == "product"
+    promoted = jamp.promote_function(product)
+    assert promoted.__name__ == "product"
+    assert found(promoted) == [FLOAT]
+    assert found(lambda x: promoted(x @ x)) == [HALF, HALF]
 
 
 def test_registered_functions_are_marked_while_a_program_is_traced():
@@ -119,26 +104,30 @@ def test_registering_what_is_not_there_names_it(kind):
         register(jnp, "nothing")
 
 
+NET = LISTS.with_region("net", "float32")
+
+
 @pytest.mark.parametrize(
     ("lists", "expected"),
     [
         (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
-        (LISTS.with_region("net", "float32"), [FLOAT, FLOAT]),
+        (NET, [FLOAT, FLOAT]),
         # The last that matches; and it may return to the table.
-        (
-            LISTS.with_region("net", "float32").with_region("head", "half"),
-            [HALF, FLOAT],
-        ),
-        (
-            LISTS.with_region("net", "float32").with_region("net/head", "default"),
-            [HALF, FLOAT],
-        ),
+        (NET.with_region("head", "half"), [HALF, FLOAT]),
+        (NET.with_region("net/head", "default"), [HALF, FLOAT]),
         (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
+        (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
     ],
-    ids=["scope", "outer", "last", "default", "primitive"],
+    ids=["scope", "outer", "last", "default", "primitive", "function"],
 )
 def test_lists_decide(lists, expected):
-    assert found(product_in_head, lists=lists) == expected
+    def fn(x):
+        with jax.named_scope("net"):
+            with jax.named_scope("head"):
+                y = jax.jit(product)(x)
+            return y @ x
+
+    assert found(fn, lists=lists) == expected
 
 
 def test_a_region_by_flax_path():
@@ -146,12 +135,6 @@ def test_a_region_by_flax_path():
     variables = model.init(jax.random.key(0), X)
     lists = LISTS.with_region("Sequential/layers_1", "float32")
     assert found(lambda x: model.apply(variables, x), lists=lists) == [HALF, FLOAT]
-
-
-def test_a_function_by_name():
-    careful = jax.jit(product)
-    lists = LISTS.with_function("product", "float32")
-    assert found(lambda x: careful(x) @ x, lists=lists) == [FLOAT, HALF]
 
 
 def test_lists_are_values():

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import jamp
 from tests.programs import evaluate
-from tests.random_programs import PROGRAMS, run
+from tests.random_programs import EVERY, PROGRAMS, run
 
 ERROR = {"float16": 0.03, "bfloat16": 0.25}  # of values of a few units
 
@@ -19,13 +19,14 @@ dtypes = st.sampled_from(["float32", "float32", "float32", "bfloat16", "float16"
 
 
 @pytest.mark.standard_promotion
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     program=PROGRAMS,
     specs=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=3),
     half=st.sampled_from(list(ERROR)),
     promote=st.sampled_from(["widest", "narrowest"]),
 )
+@example(EVERY, 2 * [((4, 4), "float32")], "float16", "widest")
 def test_random_programs(program, specs, half, promote):
     rng = np.random.default_rng(len(specs))
     floats = [jnp.asarray(rng.normal(size=shape), dtype) for shape, dtype in specs]

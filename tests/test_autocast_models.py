@@ -2,8 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax import Array
 from sklearn import datasets
 
 import jamp
@@ -21,14 +18,6 @@ from tests.programs import evaluate, products
 
 STEPS, BATCH = 50, 32
 SCALE = 2.0**7  # a static loss scale: small gradients stay above float16's floor
-
-
-class Model(NamedTuple):
-    """A model as a function of its parameters, and of other state that it updates."""
-
-    params: Any
-    state: Any
-    apply: Callable[[Any, Any, Array], tuple[Array, Any]]
 
 
 @functools.cache
@@ -40,19 +29,28 @@ def digits():
     return images, labels[order].reshape(STEPS, BATCH).astype(np.int32)
 
 
-def linen(module: nn.Module) -> Model:
+# Each makes the params of a model, other state that it updates, and a function
+# `apply(params, state, images) -> logits, state`.
+
+
+def linen(module):
     state = dict(jax.jit(module.init)(jax.random.key(0), jnp.zeros((BATCH, 8, 8))))
     params = state.pop("params")
 
     def apply(params, state, x):
         return module.apply({"params": params, **state}, x, mutable=list(state))
 
-    return Model(params, state, apply)
+    return params, state, apply
 
 
 def linen_cnn():
     """Conv, BatchNorm, relu, with shortcuts."""
     return linen(nn.Sequential([lambda x: x[..., None], CNN((4, 8), 1)]))
+
+
+def linen_lstm():
+    layers = nn.RNN(nn.OptimizedLSTMCell(16)), lambda y: y[:, -1], nn.Dense(10)
+    return linen(nn.Sequential(layers))
 
 
 class Block(nn.Module):
@@ -69,47 +67,34 @@ class ScannedTransformer(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(8)(x) + self.param("place", nn.initializers.normal(), (8, 8))
-        layers = nn.scan(
-            nn.remat(Block),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=2,
-        )
-        x, _ = layers()(x, None)
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(nn.remat(Block), **axes, length=2)()(x, None)
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
-def linen_lstm():
-    layers = nn.RNN(nn.OptimizedLSTMCell(16)), lambda y: y[:, -1], nn.Dense(10)
-    return linen(nn.Sequential(layers))
-
-
-class Encoder(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Linear(8, 8, rngs=rngs)
-        self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 8, rngs=rngs, decode=False)
-        self.batch_norm = nnx.BatchNorm(8, rngs=rngs)
-        self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.down = nnx.Linear(16, 8, rngs=rngs)
-        self.head = nnx.Linear(8, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.embed(x)
-        x = x + self.attention(self.norm(x))
-        x = x + self.down(nnx.gelu(self.up(self.batch_norm(x))))
-        return self.head(x.mean(1))
+def linen_transformer():
+    return linen(ScannedTransformer())
 
 
 def nnx_transformer():
-    graph, params, state = nnx.split(Encoder(nnx.Rngs(0)), nnx.Param, ...)
+    rngs = nnx.Rngs(0)
+    layers = (
+        nnx.Linear(8, 8, rngs=rngs),
+        nnx.LayerNorm(8, rngs=rngs),
+        nnx.MultiHeadAttention(2, 8, rngs=rngs, decode=False),
+        nnx.BatchNorm(8, rngs=rngs),
+        nnx.Linear(8, 16, rngs=rngs),
+        nnx.gelu,
+        lambda x: x.mean(1),
+        nnx.Linear(16, 10, rngs=rngs),
+    )
+    graph, params, state = nnx.split(nnx.Sequential(*layers), nnx.Param, ...)
 
     def apply(params, state, x):
         model = nnx.merge(graph, params, state, copy=True)
-        y = model(x)
-        return y, nnx.split(model, nnx.Param, ...)[2]
+        return model(x), nnx.split(model, nnx.Param, ...)[2]
 
-    return Model(params, state, apply)
+    return params, state, apply
 
 
 def haiku_recurrent():
@@ -118,31 +103,24 @@ def haiku_recurrent():
     def forward(x):
         x = hk.Conv2D(4, 3)(x[..., None])
         x = hk.BatchNorm(True, True, 0.9)(x, is_training=True)
-        x = jax.nn.relu(x).reshape(x.shape[0], 8, -1)
+        x = jax.nn.relu(x).reshape(BATCH, 8, -1)
         core = hk.GRU(16)
-        y, _ = hk.dynamic_unroll(
-            core, x, core.initial_state(x.shape[0]), time_major=False
-        )
+        y, _ = hk.dynamic_unroll(core, x, core.initial_state(BATCH), time_major=False)
         return hk.Linear(10)(hk.LayerNorm(-1, True, True)(y[:, -1]))
 
     model = hk.transform_with_state(forward)
     params, state = jax.jit(model.init)(jax.random.key(0), jnp.zeros((BATCH, 8, 8)))
-
-    def apply(params, state, x):
-        return model.apply(params, state, None, x)
-
-    return Model(params, state, apply)
+    return params, state, lambda params, state, x: model.apply(params, state, None, x)
 
 
 def equinox_transformer():
     eqx = importlib.import_module("equinox")
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 3)
     modules = {
-        "embed": eqx.nn.Linear(8, 8, key=keys[0]),
         "norm": eqx.nn.LayerNorm(8),
-        "attention": eqx.nn.MultiheadAttention(2, 8, key=keys[1]),
-        "mlp": eqx.nn.MLP(8, 8, 16, 1, key=keys[2]),
-        "head": eqx.nn.Linear(64, 10, key=keys[3]),
+        "attention": eqx.nn.MultiheadAttention(2, 8, key=keys[0]),
+        "mlp": eqx.nn.MLP(8, 8, 16, 1, key=keys[1]),
+        "head": eqx.nn.Linear(64, 10, key=keys[2]),
     }
     params, static = eqx.partition(modules, eqx.is_array)
 
@@ -150,20 +128,19 @@ def equinox_transformer():
         m = eqx.combine(params, static)
 
         def one(x):
-            x = jax.vmap(m["embed"])(x)
             y = jax.vmap(m["norm"])(x)
             x = x + m["attention"](y, y, y)
             return m["head"]((x + jax.vmap(m["mlp"])(x)).ravel())
 
         return jax.vmap(one)(x), state
 
-    return Model(params, (), apply)
+    return params, (), apply
 
 
 # With rates slow enough that rounding does not make another path, and yet it learns.
 MODELS = {
     "linen_cnn": (linen_cnn, 0.2),
-    "linen_transformer": (lambda: linen(ScannedTransformer()), 0.02),
+    "linen_transformer": (linen_transformer, 0.02),
     "linen_lstm": (linen_lstm, 0.1),
     "nnx_transformer": (nnx_transformer, 0.02),
     "haiku": (haiku_recurrent, 0.02),

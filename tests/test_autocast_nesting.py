@@ -32,58 +32,48 @@ def dtypes(fn, *args):
 # ---- nesting: the innermost policy wins
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"]
-)
-def test_the_innermost_policy_wins(wrap):
-    def outer(x):
-        return wrap(bf16(wrap(layer)))(layer(x))
+FLOAT32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
+BOTH = ["float16", "bfloat16"]
+NESTED = {
+    "inner": (half(lambda x: bf16(layer)(layer(x))), BOTH),
+    "jit": (jax.jit(half(lambda x: jax.jit(bf16(jax.jit(layer)))(layer(x)))), BOTH),
+    "remat": (half(lambda x: jax.checkpoint(bf16(layer))(layer(x))), BOTH),
+    "scan": (
+        half(lambda x: repeat(lambda c, _: bf16(layer)(layer(c)), x, length=2)),
+        BOTH,
+    ),
+    "twice": (half(half(layer)), ["float16"]),
+    "beside": (
+        jax.jit(lambda x: half(layer)(x) - bf16(layer)(x) + layer(x)),
+        [*BOTH, "float32"],
+    ),
+    "lists": (
+        jamp.autocast(lambda x: half(layer)(layer(x)), lists=FLOAT32),
+        ["float32", "float16"],
+    ),
+}
 
-    def looped(x):
-        return repeat(lambda c, _: outer(c), x, length=2)
 
-    assert dtypes(wrap(half(outer)), W) == ["float16", "bfloat16"]
-    assert dtypes(half(looped), W) == ["float16", "bfloat16"]
-    grads = dtypes(jax.grad(lambda x: half(outer)(x).sum()), W)
-    assert set(grads) == {"float16", "bfloat16"}
+@pytest.mark.parametrize("name", NESTED)
+def test_the_innermost_policy_wins(name):
+    fn, expected = NESTED[name]
+    assert dtypes(fn, W) == expected
+    grads = dtypes(jax.grad(lambda x: fn(x).sum()), W)
+    assert set(grads) == set(expected) and len(grads) >= 2 * len(expected)
 
 
 def test_the_same_policy_twice_is_once():
-    twice, once = half(half(layer)), half(layer)
-    np.testing.assert_array_equal(twice(W), once(W))
-    assert dtypes(twice, W) == dtypes(once, W) == ["float16"]
-
-
-def test_two_policies_in_one_program():
-    def loss(x):
-        return (half(layer)(x) - bf16(layer)(x) + layer(x)).sum()
-
-    assert dtypes(jax.jit(loss), W) == ["float16", "bfloat16", "float32"]
-    assert dtypes(jax.grad(loss), W).count("float32") == 2
+    np.testing.assert_array_equal(half(half(layer))(W), half(layer)(W))
 
 
 def test_two_policies_on_one_jitted_function():
     shared = jax.jit(layer)  # whose trace is cached
-    assert dtypes(shared, W) == ["float32"]
-    assert dtypes(half(shared), W) == ["float16"]
-    assert dtypes(bf16(shared), W) == ["bfloat16"]
-    assert dtypes(shared, W) == ["float32"]
-    got = [np.asarray(f(W)) for f in (half(shared), bf16(shared), shared)]
-    np.testing.assert_array_equal(got[2], jax.jit(layer)(W))
+    fns = shared, half(shared), bf16(shared), shared
+    found = [dtypes(fn, W) for fn in fns]
+    assert found == [["float32"], ["float16"], ["bfloat16"], ["float32"]]
+    got = [np.asarray(fn(W)) for fn in fns]
+    np.testing.assert_array_equal(got[3], jax.jit(layer)(W))
     assert len({x.tobytes() for x in got}) == 3
-
-
-def test_an_outer_policy_reaches_into_an_inner_one_by_marks_alone():
-    lists = jamp.AutocastLists().with_primitive("dot_general", "float32")
-    outer = jamp.autocast(lambda x: half(layer)(layer(x)), lists=lists)
-    assert dtypes(outer, W) == ["float32", "float16"]
-
-    def disabled(x):
-        with jamp.disable_casts():
-            y = layer(x)
-        return layer(y)
-
-    assert dtypes(half(disabled), W) == ["float32", "float16"]
 
 
 def test_it_adds_nothing_to_what_it_has_nothing_to_do_with():

@@ -19,63 +19,49 @@ def flops(fn, *args):
     return [op.flops for op in jamp.explain(fn)(*args).operations if op.flops]
 
 
-@pytest.mark.parametrize(
-    "subscripts, lhs, rhs, expected",
-    [
-        ("bij,bjk->bik", (3, 8, 16), (3, 16, 4), 3 * 2 * 8 * 16 * 4),
-        ("ij,j->i", (8, 16), (16,), 2 * 8 * 16),
-        ("i,i->", (7,), (7,), 2 * 7),
-        ("i,j->ij", (7,), (5,), 2 * 7 * 5),
-    ],
-)
-def test_flops_of_a_product(subscripts, lhs, rhs, expected):
-    assert flops(jnp.einsum, subscripts, shape(*lhs), shape(*rhs)) == [expected]
+def einsum(subscripts):
+    return functools.partial(jnp.einsum, subscripts)
 
 
+def conv(padding="VALID", stride=(1,), **options):
+    options |= {"padding": padding, "window_strides": stride}
+    return functools.partial(lax.conv_general_dilated, **options)
+
+
+IMAGES = ("NHWC", "HWIO", "NHWC")
 # Batch 4, 2 input features, 5 output features, 10 positions, a kernel of 3.
-BASE = {"window_strides": (1,), "padding": "VALID"}
-SHAPES = (4, 2, 10), (5, 2, 3)
-IMAGES = {
-    "window_strides": (1, 1),
-    "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
-    "feature_group_count": 3,
-}
+LINES = (4, 2, 10), (5, 2, 3)
 
 
 @pytest.mark.parametrize(
-    "options, shapes, expected",
+    "fn, lhs, rhs, expected",
     [
-        ({}, SHAPES, 2 * 4 * 5 * 2 * (8 * 3)),
+        (einsum("bij,bjk->bik"), (3, 8, 16), (3, 16, 4), 3 * 2 * 8 * 16 * 4),
+        (einsum("ij,j->i"), (8, 16), (16,), 2 * 8 * 16),
+        (einsum("i,i->"), (7,), (7,), 2 * 7),
+        (einsum("i,j->ij"), (7,), (5,), 2 * 7 * 5),
+        (conv(), *LINES, 2 * 4 * 5 * 2 * (8 * 3)),
         # At both ends, one of the three places lies in the padding.
-        ({"padding": "SAME"}, SHAPES, 2 * 4 * 5 * 2 * (10 * 3 - 2)),
+        (conv("SAME"), *LINES, 2 * 4 * 5 * 2 * (10 * 3 - 2)),
         # The last of 5 outputs starts at 8 and reads beyond the end once.
-        (
-            {"padding": "SAME", "window_strides": (2,)},
-            SHAPES,
-            2 * 4 * 5 * 2 * (5 * 3 - 1),
-        ),
+        (conv("SAME", (2,)), *LINES, 2 * 4 * 5 * 2 * (5 * 3 - 1)),
         # 7 outputs start at -3 ... 3; the first 3 miss their first place.
-        (
-            {"padding": [(3, 0)], "rhs_dilation": (3,)},
-            SHAPES,
-            2 * 4 * 5 * 2 * (7 * 3 - 3),
-        ),
+        (conv([(3, 0)], rhs_dilation=(3,)), *LINES, 2 * 4 * 5 * 2 * (7 * 3 - 3)),
         # 19 places of which every other one is a hole; 17 outputs start at 0 ... 16:
         # the 9 even ones meet 2 values, the 8 odd ones 1.
-        (
-            {"padding": [(0, 0)], "lhs_dilation": (2,)},
-            SHAPES,
-            2 * 4 * 5 * 2 * (9 * 2 + 8),
-        ),
+        (conv([(0, 0)], lhs_dilation=(2,)), *LINES, 2 * 4 * 5 * 2 * (9 * 2 + 8)),
         # 4 examples in 2 groups are 2 outputs; each of the 6 features reads one group.
-        ({"batch_group_count": 2}, ((4, 2, 10), (6, 2, 3)), 2 * 2 * 6 * 2 * (8 * 3)),
+        (conv(batch_group_count=2), (4, 2, 10), (6, 2, 3), 2 * 2 * 6 * 2 * (8 * 3)),
         # 6 features in 3 groups: each of the 12 outputs reads 2 of them.
-        (IMAGES, ((2, 9, 7, 6), (3, 2, 2, 12)), 2 * 2 * 12 * 2 * (7 * 3) * (6 * 2)),
+        (
+            conv(stride=(1, 1), dimension_numbers=IMAGES, feature_group_count=3),
+            *((2, 9, 7, 6), (3, 2, 2, 12)),
+            2 * 2 * 12 * 2 * (7 * 3) * (6 * 2),
+        ),
     ],
 )
-def test_flops_of_a_convolution(options, shapes, expected):
-    conv = functools.partial(lax.conv_general_dilated, **{**BASE, **options})
-    assert flops(conv, *(shape(*sizes) for sizes in shapes)) == [expected]
+def test_flops_of_a_product(fn, lhs, rhs, expected):
+    assert flops(fn, shape(*lhs), shape(*rhs)) == [expected]
 
 
 def test_flops_of_ragged_products():
