@@ -161,12 +161,3 @@ def test_o1_takes_lists_and_promotion():
     assert products(jamp.scaled_grad(lambda w: (w @ w).mean()), state)[0] == FLOAT
     properties = jamp.Properties.from_opt_level("O4", promote="narrowest")
     assert properties.promote == "narrowest"
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_other_levels_have_nothing_to_steer(level):
-    message = f"(?s)lists.*{level}.*promote.*{level}"
-    with pytest.raises(jamp.OptLevelError, match=message):
-        jamp.Properties.from_opt_level(level, lists=LISTS, promote="narrowest")
-    with pytest.raises(jamp.OptLevelError, match="AutocastLists"):
-        jamp.Properties.from_opt_level("O1", lists={"exp": "half"})

@@ -48,11 +48,6 @@ def linen_cnn():
     return linen(nn.Sequential([lambda x: x[..., None], CNN((4, 8), 1)]))
 
 
-def linen_lstm():
-    layers = nn.RNN(nn.OptimizedLSTMCell(16)), lambda y: y[:, -1], nn.Dense(10)
-    return linen(nn.Sequential(layers))
-
-
 class Block(nn.Module):
     """The body of nn.scan: attention and an MLP behind LayerNorms."""
 
@@ -141,7 +136,6 @@ def equinox_transformer():
 MODELS = {
     "linen_cnn": (linen_cnn, 0.2),
     "linen_transformer": (linen_transformer, 0.02),
-    "linen_lstm": (linen_lstm, 0.1),
     "nnx_transformer": (nnx_transformer, 0.02),
     "haiku": (haiku_recurrent, 0.02),
     "equinox": (equinox_transformer, 0.02),

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.extend import core as jc
 
 import jamp
 from tests.constructs import heads, repeat
@@ -20,12 +19,6 @@ W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32))
 MASK = jnp.asarray(np.tri(8, k=-1, dtype=bool))  # its first row is all false
 LABELS = jnp.arange(8)
 KEY = jax.random.key(0)
-
-
-def read_modify_write(w):
-    ref = jax.new_ref(w)
-    ref[...] = ref[...] @ w
-    return jax.freeze(ref)
 
 
 def branch_on_dtype(w):
@@ -81,7 +74,6 @@ ORDINARY = {
     )[0],
     "cholesky": lambda w: jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(8)),
     "bitcast": lambda w: lax.bitcast_convert_type(w @ w * 0 + 1.0, jnp.int32),
-    "refs": read_modify_write,
     "platform": lambda w: lax.platform_dependent(
         w, cpu=lambda w: w @ w, default=lambda w: w + 1
     ),
@@ -260,19 +252,3 @@ def test_errors_point_at_the_lines_of_the_user():
         jamp.autocast(lambda w: w @ w[:3])(W)
     lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert "jamp.autocast(lambda w: w @ w[:3])(W)" in lines[1:]
-
-
-# ---- what cannot be looked into
-
-
-def test_an_unknown_primitive_with_a_program_is_named_once():
-    mystery = jc.Primitive("mystery")
-    mystery.def_abstract_eval(lambda x, *, program: x)
-    program = jax.make_jaxpr(lambda x: x @ x)(W)
-    fn = jamp.autocast(lambda w: mystery.bind(w @ w, program=program))
-    with pytest.warns(jamp.AutocastWarning, match="'mystery'") as caught:
-        for _ in range(2):
-            jaxpr = jax.make_jaxpr(fn)(W).jaxpr
-    assert len(caught) == 1
-    (call,) = (e for e in jaxpr.eqns if e.primitive is mystery)
-    assert call.invars[0].aval.dtype == jnp.float32
