@@ -114,15 +114,6 @@ def test_what_is_given_to_larc_goes_before_what_the_inner_one_has():
     assert_close(first(jo.larc(inner, 1e-3), params)[0], first(theirs, params)[0])
 
 
-def test_around_a_chain_and_inside_one():
-    params, grads = jnp.arange(1.0, 4.0), jnp.asarray([0.1, -0.2, 0.3])
-    inner = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(RATE))
-    tx = optax.chain(optax.scale(2.0), jo.larc(inner, RATE), optax.scale(0.5))
-    got, _ = first(tx, params, grads * 0.5)
-    whole, _ = first(jo.larc(jo.fused_sgd(RATE, 0.9)), params, grads)
-    assert_close(got, whole * 0.5, rtol=1e-5)
-
-
 def test_extra_args_reach_the_inner_transformation():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
     tx = jo.larc(optax.chain(optax.sgd(1.0), plateau), 1.0)
