@@ -81,7 +81,6 @@ def test_a_mask_says_which_leaves_decay(name):
         ({"dense": jnp.ones(2), "gain": True}, "mask.*bool"),
         (lambda params: {"dense": 1, "gain": True}, "mask.*bool"),
     ],
-    ids=str,
 )
 @pytest.mark.message
 def test_a_mask_has_the_structure_of_the_params_and_holds_bools(name, mask, text):

@@ -380,7 +380,7 @@ WRT = [
 ]
 
 
-@pytest.mark.parametrize("pack, wrt, slopes", WRT, ids=str)
+@pytest.mark.parametrize("pack, wrt, slopes", WRT)
 def test_wrt_gives_a_tree_or_a_tuple_in_its_order_or_the_container(pack, wrt, slopes):
     state = groups(pack)
     loss, grads = jamp.scaled_value_and_grad(of_groups, wrt=wrt)(state)
