@@ -7,9 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from tests.constructs import construct, layer, plain
+from tests.constructs import TABLE, construct, layer, plain, repeat
 
 
 @jax.custom_jvp
@@ -24,11 +24,6 @@ def _(primals, tangents):
     return y, 3.0 * (1 - y**2) * (dx @ w + x @ dw)
 
 
-@plain
-def custom_jvp(w, x):
-    return steep(w, x, 1.0) @ w
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def applied(fn, w, x):
     return fn(w, x)
@@ -40,16 +35,6 @@ def _(fn, primals, tangents):
     return fn(w, x), 5.0 * (x @ dw) + dx @ w
 
 
-@plain
-def custom_jvp_of_a_function(w, x):
-    return applied(lambda w, x: x @ w, w, x @ w)
-
-
-@plain
-def custom_jvp_in_scan(w, x):
-    return lax.scan(lambda c, w: (steep(w, c, 1.0), c), x, jnp.stack([w, w]))
-
-
 @jax.custom_jvp
 def symbolic_jvp(w, x):
     return x @ w
@@ -58,42 +43,28 @@ def symbolic_jvp(w, x):
 @functools.partial(symbolic_jvp.defjvp, symbolic_zeros=True)
 def _(primals, tangents):
     (w, x), (dw, dx) = primals, tangents
-    zero = jax.custom_derivatives.SymbolicZero
     out = jnp.zeros_like(x @ w)
-    out = out if isinstance(dw, zero) else out + 3.0 * (x @ dw)
-    return x @ w, out if isinstance(dx, zero) else out + dx @ w
+    out = out if isinstance(dw, SymbolicZero) else out + 3.0 * (x @ dw)
+    return x @ w, out if isinstance(dx, SymbolicZero) else out + dx @ w
 
 
-@plain
-def custom_jvp_with_symbolic_zeros(w, x):
-    return symbolic_jvp(w, x)
+def custom_vjp(fn, fwd, bwd, **options):
+    function = jax.custom_vjp(fn)
+    function.defvjp(fwd, bwd, **options)
+    return function
 
 
-@jax.custom_vjp
-def backwards(w, x, scale):
-    return x @ w * scale
-
-
-backwards.defvjp(
-    lambda w, x, s: (x @ w * s, (w, x)),
+backwards = custom_vjp(
+    lambda w, x, scale: x @ w * scale,
+    lambda w, x, scale: (x @ w * scale, (w, x)),
     lambda saved, g: (3.0 * (saved[1].T @ g), 0.5 * (g @ saved[0].T), None),
 )
-
-
-@plain
-def custom_vjp(w, x):
-    return backwards(w, x @ w, 2) @ w
-
-
-@plain
-def custom_vjp_in_scan(w, x):
-    return lax.scan(lambda c, w: (backwards(w, c, 2), None), x, jnp.stack([w, w]))[0]
-
-
-@plain
-def custom_vjp_in_remat_in_vmap(w, x):
-    row = jax.checkpoint(lambda row: backwards(w, row[None], 2)[0])
-    return jax.vmap(row)(x)
+rematerialised = custom_vjp(
+    lambda w, x: x @ w,
+    lambda w, x: (x @ w, (w, x)),
+    lambda saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
+    optimize_remat=True,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,23 +80,48 @@ backwards_of.defvjp(
 )
 
 
-@plain
-def custom_vjp_of_trees(w, x):
-    return backwards_of(lambda w, x: x @ w, {"w": w, "x": x})
+def forward_with_symbolic_zeros(w, x):
+    assert w.perturbed or x.perturbed
+    return x.value @ w.value, (w.value, x.value)
+
+
+symbolic_vjp = custom_vjp(
+    lambda w, x: x @ w,
+    forward_with_symbolic_zeros,
+    lambda saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
+    symbolic_zeros=True,
+)
+
+EXPRESSIONS = {
+    "custom_jvp": lambda w, x: steep(w, x, 1.0) @ w,
+    "custom_jvp_of_a_function": lambda w, x: applied(lambda w, x: x @ w, w, x @ w),
+    "custom_jvp_in_scan": lambda w, x: repeat(
+        lambda c, w: steep(w, c, 1.0), x, jnp.stack([w, w])
+    ),
+    "custom_jvp_with_symbolic_zeros": symbolic_jvp,
+    "custom_vjp": lambda w, x: backwards(w, x @ w, 2) @ w,
+    "custom_vjp_in_scan": lambda w, x: repeat(
+        lambda c, w: backwards(w, c, 2), x, jnp.stack([w, w])
+    ),
+    "custom_vjp_in_remat_in_vmap": lambda w, x: jax.vmap(
+        jax.checkpoint(lambda row: backwards(w, row[None], 2)[0])
+    )(x),
+    "custom_vjp_of_trees": lambda w, x: backwards_of(
+        lambda w, x: x @ w, {"w": w, "x": x}
+    ),
+    "custom_vjp_with_optimize_remat": rematerialised,
+    "custom_vjp_with_symbolic_zeros": symbolic_vjp,
+}
+TABLE |= {name: lambda cast, fn=fn: cast(fn) for name, fn in EXPRESSIONS.items()}
 
 
 @construct
 def custom_vjp_of_autocast(cast):
-    @jax.custom_vjp
-    def fn(w, x):
-        return cast(layer)(w, x)
-
-    def forward(w, x):
-        y, vjp = jax.vjp(cast(layer), w, x)
-        return y, vjp
-
-    fn.defvjp(forward, lambda vjp, g: vjp(7.0 * g))
-    return fn
+    return custom_vjp(
+        lambda w, x: cast(layer)(w, x),
+        lambda w, x: jax.vjp(cast(layer), w, x),
+        lambda vjp, g: vjp(7.0 * g),
+    )
 
 
 @plain
@@ -148,43 +144,3 @@ def custom_vmap(w, x):
         return 3.0 * jnp.einsum("ij,jk->ik", x, w), True
 
     return jax.vmap(fn, (None, 0))(w, x)
-
-
-@jax.custom_vjp
-def rematerialised(w, x):
-    return x @ w
-
-
-rematerialised.defvjp(
-    lambda w, x: (x @ w, (w, x)),
-    lambda saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
-    optimize_remat=True,
-)
-
-
-@plain
-def custom_vjp_with_optimize_remat(w, x):
-    return rematerialised(w, x)
-
-
-@jax.custom_vjp
-def symbolic_vjp(w, x):
-    return x @ w
-
-
-def _symbolic_forward(w, x):
-    assert w.perturbed or x.perturbed
-    return x.value @ w.value, (w.value, x.value)
-
-
-def _symbolic_backward(saved, g):
-    w, x = saved
-    return 3.0 * (x.T @ g), g @ w.T
-
-
-symbolic_vjp.defvjp(_symbolic_forward, _symbolic_backward, symbolic_zeros=True)
-
-
-@plain
-def custom_vjp_with_symbolic_zeros(w, x):
-    return symbolic_vjp(w, x)

@@ -5,6 +5,7 @@ the masters, however they are kept, are what the transformation makes of float32
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 import jamp
 from pallas_kernels import join, split
 from tests.bits import assert_same_bits
+from tests.fused import assert_close
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 RATES = [1e-4, 1e-2, 1.0]
@@ -54,46 +56,48 @@ def is_hole(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def stored(state: Any) -> dict[Any, Any]:
+def by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def stored(state: Any) -> dict[str, Any]:
     """By path, what is kept beside a param; fp32 params have nothing."""
     # A wrapper around a part of the params has one hole for all of the rest.
-    trees = [x for _, x in optax.tree.get_all_with_path(state, "masters")]
-    pairs = [pair for x in trees for pair in jax.tree.leaves_with_path(x)]
-    assert trees and len(pairs) == len(dict(pairs))
-    return dict(pairs)
+    trees = [by_path(x) for _, x in optax.tree.get_all_with_path(state, "masters")]
+    found = functools.reduce(operator.or_, trees)
+    assert found and len(found) == sum(map(len, trees))
+    return found
 
 
-def assert_invariant(params: Any, state: Any) -> dict[Any, Any]:
+def assert_invariant(params: Any, state: Any) -> dict[str, Any]:
     """Each half leaf is its master, rounded to nearest even, and never infinite.
 
     Returns:
         By path, the masters, those of fp32 leaves among them.
     """
     masters = stored(state)
-    for path, p in jax.tree.leaves_with_path(params):
-        where = jax.tree_util.keystr(path)
-        assert (path in masters) == (p.dtype != F32), where
+    for path, p in by_path(params).items():
+        assert (path in masters) == (p.dtype != F32), path
         master = masters.setdefault(path, p)
-        assert master.dtype == F32, where
+        assert master.dtype == F32, path
         largest = float(jnp.finfo(p.dtype).max)
         rounded = np.clip(np.asarray(master), -largest, largest).astype(p.dtype)
         rounded = p if p.dtype == F32 else rounded
-        assert np.asarray(p).tobytes() == np.asarray(rounded).tobytes(), where
+        assert np.asarray(p).tobytes() == np.asarray(rounded).tobytes(), path
     return masters
 
 
-def assert_split(params: Any, state: Any, masters: dict[Any, Any]) -> None:
-    """Params, and 16 bits beside those in bfloat16, are these masters to the bit."""
-    lows = stored(state)
-    for path, p in jax.tree.leaves_with_path(params):
-        assert (path in lows) == (p.dtype == BF16)
-        master = masters[path]
+def assert_split(params: Any, state: Any) -> dict[str, Any]:
+    """Beside bfloat16 params are 16 bits of their masters, which this returns."""
+    lows, masters = stored(state), by_path(params)
+    for path, p in by_path(params).items():
+        assert (path in lows) == (p.dtype == BF16), path
         if path in lows:
-            assert lows[path].dtype == jnp.uint16
-            assert_same_bits(join(p, lows[path]), master)
-            assert_same_bits(p, split(master)[0])
-        else:
-            assert_same_bits(p, master)
+            assert lows[path].dtype == jnp.uint16, path
+            masters[path] = join(p, lows[path])
+            assert_same_bits(p, split(masters[path])[0])
+    return masters
 
 
 def alone(keep, tx):
@@ -131,7 +135,7 @@ def assert_it_holds(inside, outside=alone, dtype=None, spoil=None, halves=(F16, 
         dtype: of gradients; None for that of each param.
         spoil: what is put into one gradient.
         halves: of the params. Remainders are kept beside those in bfloat16, in the same
-            tree with float32 for float16.
+            tree with float32 for float16, which may round in another way.
     """
     params = tree(*halves)
     trees = [params, as_float32(params, F16), as_float32(params, F16, BF16)]
@@ -140,14 +144,15 @@ def assert_it_holds(inside, outside=alone, dtype=None, spoil=None, halves=(F16, 
     for rate in RATES:
         first, halved, *plain = run(inside, outside, F32(rate), trees, grads)
         masters = assert_invariant(*first)
-        assert_split(*halved, masters)
+        others = [by_path(params) for params, _ in plain] + [assert_split(*halved)]
+        if halves == (BF16, BF16):
+            assert_same_bits(others[-1], masters)
+        for other in others:
+            assert_close(other, masters, 1e-5, 1e-5 * rate)
         for x in map(np.float32, jax.tree.leaves(first[0])):
             assert np.isfinite(x).all()
             # At 1e-4 most steps round to nothing; at 1 none does.
             assert rate < 1.0 or (x != x[0]).any(0).all()
-        for params, _ in plain:
-            for path, x in jax.tree.leaves_with_path(params):
-                np.testing.assert_allclose(masters[path], x, 1e-5, 1e-5 * rate)
 
 
 def as_float32(tree: Any, *dtypes: Any) -> Any:

@@ -1,6 +1,6 @@
 """What a program computes, whatever compiles it: the matrix products of its jaxpr."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,12 @@ def products(fn: Callable, *args: Any) -> list[Product]:
 def products_of(jaxpr: Jaxpr) -> list[Product]:
     """Every product of a program that is traced already."""
     return [_product(e) for e in walk(jaxpr) if e.primitive.name in PRODUCTS]
+
+
+def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
+    """The types of what the operations of these names give, in any sub-program."""
+    eqns = walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return [str(e.outvars[0].aval.dtype) for e in eqns if e.primitive.name in names]
 
 
 def evaluate(fn: Callable, *args: Any) -> Any:

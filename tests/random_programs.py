@@ -28,17 +28,14 @@ def run(steps: tuple[Step, ...], floats: list[Array], ints: list[Array]):
     for step in steps:
         a, b = floats[step.left % len(floats)], floats[step.right % len(floats)]
         i = ints[step.right % len(ints)]
-        if step.op in UNARY:
-            floats.append(UNARY[step.op](a))
-        elif step.op in BINARY:
-            floats.append(BINARY[step.op](a, b))
-        elif step.op in WITH_INTS:
-            floats.append(WITH_INTS[step.op](a, i))
-        elif step.op in ON_INTS:
+        if step.op in ON_INTS:
             ints.append(ON_INTS[step.op](ints[step.left % len(ints)], i))
-        else:
+        elif step.op in FLOW:
             body = functools.partial(inside, step.inside, b, ints)
             floats.append(FLOW[step.op](body, a))
+        else:
+            operands = (a,) if step.op in UNARY else (a, b if step.op in BINARY else i)
+            floats.append((UNARY | BINARY | WITH_INTS)[step.op](*operands))
     return floats, ints
 
 
@@ -53,7 +50,7 @@ def inside(steps, b, ints, a):
 
 def square(b, size):
     """Of any matrix, one of size x size that it decides."""
-    row = jnp.resize(jnp.tanh(b).astype(b.dtype), (size,))
+    row = fit(jnp.tanh(b), (size,))
     return jnp.outer(row, row) / size
 
 
@@ -61,19 +58,10 @@ def fit(b, shape):
     return jnp.resize(b, shape)
 
 
-def scatter(a, i):
-    return a.at[i[0] % a.shape[0]].add(a[0] / 2)
-
-
-def update(a, b):
-    return lax.dynamic_update_slice(a, fit(b, (1, a.shape[1])).astype(a.dtype), (0, 0))
-
-
-def pool(a):
-    padding = [(0, 0), (0, 1)]
-    return lax.reduce_window(
-        a, jnp.array(-9, a.dtype), lax.max, (1, 2), (1, 1), padding
-    )
+def pool(a, start, reduce):
+    window, strides, padding = (1, 2), (1, 1), [(0, 0), (0, 1)]
+    start = a.dtype.type(start)  # a constant: JAX looks for the identity
+    return lax.reduce_window(a, start, reduce, window, strides, padding)
 
 
 def conv(a, b):
@@ -81,8 +69,11 @@ def conv(a, b):
     return lax.conv_general_dilated(a[:, None], kernel, (1,), "SAME")[:, 0]
 
 
+def update(a, b):
+    return lax.dynamic_update_slice(a, fit(b, (1, a.shape[1])).astype(a.dtype), (0, 0))
+
+
 UNARY = {
-    "tanh": jnp.tanh,
     "sin": jnp.sin,
     "exp": lambda a: jnp.exp(-jnp.abs(a)),
     "log1p": lambda a: jnp.log1p(jnp.abs(a)),
@@ -93,6 +84,8 @@ UNARY = {
     "relu": jax.nn.relu,
     "gelu": jax.nn.gelu,
     "silu": jax.nn.silu,
+    "elu": jax.nn.elu,
+    "mish": jax.nn.mish,
     "sigmoid": jax.nn.sigmoid,
     "softplus": jax.nn.softplus,
     "erf": lax.erf,
@@ -112,9 +105,9 @@ UNARY = {
     "flip": lambda a: a[::-1],
     "pad": lambda a: jnp.pad(a, ((0, 1), (1, 0)))[:5, :5],
     "clip": lambda a: jnp.clip(a, -1, 2),
-    "abs": jnp.abs,
     "negative": lambda a: 1 - a,
-    "pool": pool,
+    "pool": lambda a: pool(a, -jnp.inf, lax.max),
+    "mean_pool": lambda a: pool(a, 0, lax.add) / 2,
     "where": lambda a: jnp.where(jnp.arange(a.size).reshape(a.shape) % 2 == 0, a, 0),
     "bfloat16": lambda a: a.astype(jnp.bfloat16),
     "float32": lambda a: a.astype(jnp.float32),
@@ -122,31 +115,25 @@ UNARY = {
     "stop_gradient": lax.stop_gradient,
     "gram": lambda a: jnp.tanh(a @ a.T),
 }
-
 BINARY = {
     "add": lambda a, b: (a + fit(b, a.shape)) / 2,
     "multiply": lambda a, b: jnp.tanh(a) * jnp.tanh(fit(b, a.shape)),
     "divide": lambda a, b: a / (1 + jnp.abs(fit(b, a.shape))),
     "maximum": lambda a, b: jnp.maximum(a, fit(b, a.shape)),
     "matmul": lambda a, b: jnp.tanh(a @ fit(b, (a.shape[1], 3))),
-    "einsum": lambda a, b: jnp.tanh(
-        jnp.einsum("ij,kj->ik", a, fit(b, (2, a.shape[1])))
-    ),
     "dot": lambda a, b: jnp.tanh(a.astype(b.dtype) @ square(b, a.shape[1])),
     "conv": conv,
     "concatenate": lambda a, b: jnp.concatenate([a, fit(b, a.shape)])[:5],
     "update": update,
     "outer": lambda a, b: jnp.tanh(jnp.outer(a[0], b[0])),
 }
-
 WITH_INTS = {
     "gather": lambda a, i: jnp.take(a, i, axis=0, mode="clip"),
-    "scatter": scatter,
+    "scatter": lambda a, i: a.at[i[0] % a.shape[0]].add(a[0] / 2),
     "one_hot": lambda a, i: jax.nn.one_hot(i % a.shape[0], a.shape[0]) @ a,
     "from_ints": lambda a, i: (i % 5).astype(a.dtype)[None] / 4,
     "select": lambda a, i: jnp.where(i[0] > 0, a, -a),
 }
-
 ON_INTS = {
     "add_ints": lambda i, j: i + j[0],
     "product_of_ints": lambda i, j: jnp.outer(i, j).sum(0)[:3],
@@ -197,24 +184,21 @@ FLOW = {
     "jvp": lambda body, a: jax.jvp(body, (a,), (a,))[1] / 4,
 }
 
-SIMPLE = st.builds(
-    Step,
-    st.sampled_from([*UNARY, *BINARY, *WITH_INTS, *ON_INTS]),
-    st.integers(0, 9),
-    st.integers(0, 9),
-)
-NESTED = st.builds(
-    Step,
-    st.sampled_from(list(FLOW)),
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.lists(SIMPLE, min_size=1, max_size=4).map(tuple),
-)
-NESTED_TWICE = st.builds(
-    Step,
-    st.sampled_from(list(FLOW)),
-    st.integers(0, 9),
-    st.integers(0, 9),
-    st.lists(SIMPLE | NESTED, min_size=1, max_size=3).map(tuple),
-)
-PROGRAMS = st.lists(SIMPLE | NESTED | NESTED_TWICE, min_size=2, max_size=8).map(tuple)
+
+def steps(ops, *inside):
+    numbers = st.integers(0, 9)
+    return st.builds(Step, st.sampled_from(list(ops)), numbers, numbers, *inside)
+
+
+def nested(strategy, most):
+    return steps(FLOW, st.lists(strategy, min_size=1, max_size=most).map(tuple))
+
+
+SIMPLE = steps([*UNARY, *BINARY, *WITH_INTS, *ON_INTS])
+NESTED = nested(SIMPLE, 4)
+ANY = SIMPLE | NESTED | nested(SIMPLE | NESTED, 3)
+PROGRAMS = st.lists(ANY, min_size=2, max_size=8).map(tuple)
+
+# Each operation once, on a product.
+ONCE = [Step(op, 2, 1) for op in (*UNARY, *BINARY, *WITH_INTS, *ON_INTS)]
+EVERY = (Step("gram", 0, 0), *ONCE)

@@ -10,47 +10,42 @@ import optax
 import pytest
 
 import jamp
+from tests.constructs import repeat
 from tests.forward_models import products
 
 X = jnp.eye(4)
 HALF, FLOAT = "float16,float16", "float32,float32"
+LISTS = jamp.AutocastLists()
 
 
 def found(fn, **options):
     return products(jamp.autocast(fn, **options), X)
 
 
-def in_a_scan(fn):
-    return lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, None, length=2)[0]
-
-
-def in_a_cond(fn):
-    return lambda x: jax.lax.cond(x.sum() > 0, fn, lambda y: y, x)
-
-
-WRAPS = {"plain": lambda f: f, "jit": jax.jit, "scan": in_a_scan, "cond": in_a_cond}
-
-
 def product(x):
     return x @ x
 
 
+WRAPS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: repeat(lambda c, _: f(c), x, length=2),
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda y: y, x),
+}
+
+
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_a_float_function_runs_its_products_in_float32(wrap):
-    marked = jamp.float_function(wrap(product))
+def test_marks_reach_into_whatever_is_called_there(wrap):
+    inner = wrap(product)
+    marked = jamp.float_function(inner)
     assert found(lambda x: marked(x) @ x) == [FLOAT, HALF]
 
-
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_casts_are_disabled_inside_whatever_is_called_there(wrap):
-    inner = wrap(product)
-
-    def fn(x):
+    def disabled(x):
         with jamp.disable_casts():
             y = inner(x)
         return y @ x
 
-    assert found(fn) == [FLOAT, HALF]
+    assert found(disabled) == [FLOAT, HALF]
     # The same jitted function, outside again: the mark does not stick to it.
     assert found(lambda x: inner(x)) == [HALF]
 
@@ -71,144 +66,98 @@ def test_disable_casts_nests_and_survives_exceptions():
 def test_a_half_function_runs_in_half_what_the_lists_keep_in_float32():
     exponential = jamp.half_function(jnp.exp)
     # exp(12) = 162754.79 is inf in float16, and the result says so.
-    assert jamp.autocast(exponential)(jnp.float32(12)) == jnp.inf
-    assert jnp.isfinite(jamp.autocast(jnp.exp)(jnp.float32(12)))
-    assert jnp.isfinite(exponential(jnp.float32(12)))  # without autocast: nothing
-
-
-def test_a_half_function_outweighs_a_function_list():
-    softmax = jamp.half_function(jax.nn.log_softmax)
-    logits = jnp.array([0.0, 1e-4])
-    assert (
-        jamp.autocast(softmax)(logits)[0]
-        != jamp.autocast(jax.nn.log_softmax)(logits)[0]
-    )
+    fns = jamp.autocast(exponential), jamp.autocast(jnp.exp), exponential
+    assert [bool(jnp.isinf(fn(jnp.float32(12)))) for fn in fns] == [True, False, False]
+    softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])  # in a list by name
+    in_half = jamp.autocast(jamp.half_function(softmax))(logits)
+    assert in_half[0] != jamp.autocast(softmax)(logits)[0]
 
 
 def test_a_promote_function_multiplies_in_its_operands_dtype():
-    promoted = jamp.promote_function(lambda a, b: a @ b)
-    assert found(lambda x: promoted(x, x)) == [FLOAT]
-    assert found(lambda x: promoted(x @ x, x @ x)) == [HALF, HALF, HALF]
-
-
-def test_marks_keep_name_and_signature():
-    assert jamp.float_function(product).__name__ == "product"
+    promoted = jamp.promote_function(product)
+    assert promoted.__name__ == "product"
+    assert found(promoted) == [FLOAT]
+    assert found(lambda x: promoted(x @ x)) == [HALF, HALF]
 
 
 def test_registered_functions_are_marked_while_a_program_is_traced():
     module = types.SimpleNamespace(product=product)
-    lists = jamp.AutocastLists().register_float_function(module, "product")
+    lists = LISTS.register_float_function(module, "product")
 
     def fn(x):
         return module.product(x) @ x
 
+    def fails(x):
+        raise KeyError
+
     assert found(fn, lists=lists) == [FLOAT, HALF]
+    with pytest.raises(KeyError):
+        jamp.autocast(fails, lists=lists)(X)
     assert module.product is product
     assert found(fn) == [HALF, HALF]
 
 
-def test_a_registration_ends_with_an_exception():
-    module = types.SimpleNamespace(product=product)
-    lists = jamp.AutocastLists().register_half_function(module, "product")
-
-    def fn(x):
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        jamp.autocast(fn, lists=lists)(X)
-    assert module.product is product
-
-
 @pytest.mark.parametrize("kind", ["half", "float", "promote"])
 def test_registering_what_is_not_there_names_it(kind):
-    register = getattr(jamp.AutocastLists(), f"register_{kind}_function")
+    register = getattr(LISTS, f"register_{kind}_function")
     with pytest.raises(ValueError, match="No function named 'nothing' in module"):
         register(jnp, "nothing")
 
 
-def test_a_region_by_name_scope():
-    lists = jamp.AutocastLists().with_region("head", "float32")
+NET = LISTS.with_region("net", "float32")
 
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
+        (NET, [FLOAT, FLOAT]),
+        # The last that matches; and it may return to the table.
+        (NET.with_region("head", "half"), [HALF, FLOAT]),
+        (NET.with_region("net/head", "default"), [HALF, FLOAT]),
+        (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
+        (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
+    ],
+    ids=["scope", "outer", "last", "default", "primitive", "function"],
+)
+def test_lists_decide(lists, expected):
     def fn(x):
-        with jax.named_scope("head"):
-            y = x @ x
-        return y @ x
+        with jax.named_scope("net"):
+            with jax.named_scope("head"):
+                y = jax.jit(product)(x)
+            return y @ x
 
-    assert found(fn, lists=lists) == [FLOAT, HALF]
+    assert found(fn, lists=lists) == expected
 
 
-def test_a_region_by_flax_path_and_the_last_that_matches():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, name="head")(nn.Dense(4, name="body")(x))
-
-    model = Net()
+def test_a_region_by_flax_path():
+    model = nn.Sequential([nn.Dense(4), nn.Dense(4)])
     variables = model.init(jax.random.key(0), X)
-    lists = (
-        jamp.AutocastLists().with_region("Net", "float32").with_region("body", "half")
-    )
+    lists = LISTS.with_region("Sequential/layers_1", "float32")
     assert found(lambda x: model.apply(variables, x), lists=lists) == [HALF, FLOAT]
 
 
-def test_a_region_may_return_to_the_table():
-    lists = jamp.AutocastLists().with_region("net", "float32")
-    lists = lists.with_region("net/head", "default")
-
-    def fn(x):
-        with jax.named_scope("net"):
-            y = x @ x
-            with jax.named_scope("head"):
-                return y @ x
-
-    assert found(fn, lists=lists) == [FLOAT, HALF]
-
-
-def test_a_primitive_and_a_function_by_name():
-    lists = jamp.AutocastLists().with_primitive("dot_general", "float32")
-    assert found(product, lists=lists) == [FLOAT]
-
-    @jax.jit
-    def careful(x):
-        return x @ x
-
-    lists = jamp.AutocastLists().with_function("careful", "float32")
-    assert found(lambda x: careful(x) @ x, lists=lists) == [FLOAT, HALF]
-
-
 def test_lists_are_values():
-    lists = jamp.AutocastLists().with_region("a", "half").with_primitive("exp", "half")
+    lists = LISTS.with_region("a", "half").with_primitive("exp", "half")
     assert lists == pickle.loads(pickle.dumps(lists)) and hash(lists) == hash(lists)
-    assert jamp.AutocastLists() == jamp.AutocastLists()
+    assert jamp.AutocastLists() == LISTS != lists
     with pytest.raises(ValueError, match="'quarter'"):
         lists.with_region("a", "quarter")
 
 
+@pytest.mark.parametrize("front", [jamp.autocast, jamp.explain])
 @pytest.mark.parametrize(
     "options", [{"dtype": "float32"}, {"promote": "wide"}], ids=str
 )
-def test_bad_options_are_named(options):
+def test_bad_options_are_named(front, options):
     (value,) = options.values()
-    with pytest.raises(ValueError, match=value):
-        jamp.autocast(product, **options)
+    with pytest.raises(ValueError, match=f"must be.*{value}"):
+        front(product, **options)
 
 
 def test_o1_takes_lists_and_promotion():
-    lists = jamp.AutocastLists().with_primitive("dot_general", "float32")
+    lists = LISTS.with_primitive("dot_general", "float32")
     state = jamp.initialize(X, optax.sgd(0.1), lists=lists, verbosity=0)
     assert products(jamp.scaled_grad(lambda w: (w @ w).mean()), state)[0] == FLOAT
-    assert (
-        jamp.Properties.from_opt_level("O4", promote="narrowest").promote == "narrowest"
-    )
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_other_levels_have_nothing_to_steer(level):
-    with pytest.raises(
-        jamp.OptLevelError, match=f"(?s)lists.*{level}.*promote.*{level}"
-    ):
-        jamp.Properties.from_opt_level(
-            level, lists=jamp.AutocastLists(), promote="narrowest"
-        )
-    with pytest.raises(jamp.OptLevelError, match="AutocastLists"):
-        jamp.Properties.from_opt_level("O1", lists={"exp": "half"})
+    properties = jamp.Properties.from_opt_level("O4", promote="narrowest")
+    assert properties.promote == "narrowest"

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jamp
+from tests.constructs import repeat
 from tests.programs import products, walk
 from tests.subprocesses import on_devices
 
@@ -31,70 +32,48 @@ def dtypes(fn, *args):
 # ---- nesting: the innermost policy wins
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"]
-)
-def test_the_innermost_policy_wins(wrap):
-    def outer(x):
-        return wrap(bf16(layer))(layer(x))
+FLOAT32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
+BOTH = ["float16", "bfloat16"]
+NESTED = {
+    "inner": (half(lambda x: bf16(layer)(layer(x))), BOTH),
+    "jit": (jax.jit(half(lambda x: jax.jit(bf16(jax.jit(layer)))(layer(x)))), BOTH),
+    "remat": (half(lambda x: jax.checkpoint(bf16(layer))(layer(x))), BOTH),
+    "scan": (
+        half(lambda x: repeat(lambda c, _: bf16(layer)(layer(c)), x, length=2)),
+        BOTH,
+    ),
+    "twice": (half(half(layer)), ["float16"]),
+    "beside": (
+        jax.jit(lambda x: half(layer)(x) - bf16(layer)(x) + layer(x)),
+        [*BOTH, "float32"],
+    ),
+    "lists": (
+        jamp.autocast(lambda x: half(layer)(layer(x)), lists=FLOAT32),
+        ["float32", "float16"],
+    ),
+}
 
-    assert dtypes(half(outer), W) == ["float16", "bfloat16"]
-    grads = dtypes(jax.grad(lambda x: half(outer)(x).sum()), W)
-    assert set(grads) == {"float16", "bfloat16"}
 
-
-def test_autocast_in_jit_in_autocast_in_scan():
-    def body(c, _):
-        return jax.jit(bf16(jax.jit(layer)))(layer(c)), None
-
-    def fn(x):
-        return lax.scan(body, x, length=2)[0]
-
-    assert dtypes(jax.jit(half(fn)), W) == ["float16", "bfloat16"]
-    np.testing.assert_allclose(half(fn)(W), fn(W), atol=0.05)
+@pytest.mark.parametrize("name", NESTED)
+def test_the_innermost_policy_wins(name):
+    fn, expected = NESTED[name]
+    assert dtypes(fn, W) == expected
+    grads = dtypes(jax.grad(lambda x: fn(x).sum()), W)
+    assert set(grads) == set(expected) and len(grads) >= 2 * len(expected)
 
 
 def test_the_same_policy_twice_is_once():
-    twice, once = half(half(layer)), half(layer)
-    np.testing.assert_array_equal(twice(W), once(W))
-    assert dtypes(twice, W) == dtypes(once, W) == ["float16"]
-
-
-def test_two_policies_in_one_program():
-    def loss(x):
-        return (half(layer)(x) - bf16(layer)(x) + layer(x)).sum()
-
-    assert dtypes(jax.jit(loss), W) == ["float16", "bfloat16", "float32"]
-    assert dtypes(jax.grad(loss), W).count("float32") == 2
+    np.testing.assert_array_equal(half(half(layer))(W), half(layer)(W))
 
 
 def test_two_policies_on_one_jitted_function():
     shared = jax.jit(layer)  # whose trace is cached
-    assert dtypes(shared, W) == ["float32"]
-    assert dtypes(half(shared), W) == ["float16"]
-    assert dtypes(bf16(shared), W) == ["bfloat16"]
-    assert dtypes(shared, W) == ["float32"]
-    got = [np.asarray(f(W)) for f in (half(shared), bf16(shared), shared)]
-    np.testing.assert_array_equal(got[2], jax.jit(layer)(W))
+    fns = shared, half(shared), bf16(shared), shared
+    found = [dtypes(fn, W) for fn in fns]
+    assert found == [["float32"], ["float16"], ["bfloat16"], ["float32"]]
+    got = [np.asarray(fn(W)) for fn in fns]
+    np.testing.assert_array_equal(got[3], jax.jit(layer)(W))
     assert len({x.tobytes() for x in got}) == 3
-
-
-def test_lists_of_an_outer_policy_do_not_reach_into_an_inner_one():
-    lists = jamp.AutocastLists().with_primitive("dot_general", "float32")
-
-    def outer(x):
-        return half(layer)(layer(x))
-
-    assert dtypes(jamp.autocast(outer, lists=lists), W) == ["float32", "float16"]
-
-
-def test_casts_may_be_disabled_around_an_inner_autocast():
-    def fn(x):
-        with jamp.disable_casts():
-            y = layer(x)
-        return layer(y)
-
-    assert dtypes(half(fn), W) == ["float32", "float16"]
 
 
 def test_it_adds_nothing_to_what_it_has_nothing_to_do_with():
@@ -124,47 +103,37 @@ def test_a_function_that_is_compiled_is_traced_once():
 
 def test_constants_stay_float32_outside_and_are_cast_at_their_use():
     weights = np.asarray(W)
-
-    def fn(x):
-        return jax.jit(lambda x: x @ weights + weights)(x)
-
-    jaxpr = jax.make_jaxpr(half(fn))(W)
-    assert {str(c.dtype) for c in jaxpr.consts} <= {"float32"}
-    assert dtypes(half(fn), W) == ["float16"]
+    fn = half(jax.jit(lambda x: x @ weights + weights))
+    assert {str(c.dtype) for c in jax.make_jaxpr(fn)(W).consts} <= {"float32"}
+    assert dtypes(fn, W) == ["float16"]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_prints_and_callbacks_see_values_of_the_programs_dtype(wrap, capfd):
+def test_effects_stay_where_they_were_and_see_the_programs_dtype(wrap, capfd):
     seen = []
 
-    def fn(x):
-        y = x @ W
-        jax.debug.print("sum {}", (y * 0 + 1.5).sum())
-        jax.debug.callback(lambda y: seen.append(y.dtype), y, ordered=True)
-        return lax.scan(lambda c, _: (jnp.tanh(c @ W), None), y, length=2)[0]
-
-    wrap(half(fn))(W)
-    jax.effects_barrier()
-    assert seen == [np.float32]
-    assert capfd.readouterr().out == "sum 96.0\n"
-
-
-def test_effects_in_loops_and_branches_stay_where_they_were(capfd):
     def fn(x):
         def body(i, c):
             jax.debug.print("step {}", i, ordered=True)
             return jnp.tanh(c @ W)
 
-        y = lax.fori_loop(0, 2, body, x @ W)
+        y = x @ W
+        jax.debug.print("sum {}", (y * 0 + 1.5).sum(), ordered=True)
+        jax.debug.callback(lambda y: seen.append(y.dtype), y, ordered=True)
+        y = lax.fori_loop(0, 2, body, y)
         return lax.cond(y[0, 0] < 9, lambda: jax.debug.print("yes"), lambda: None)
 
-    jax.jit(half(fn))(W)
+    wrap(half(fn))(W)
     jax.effects_barrier()
-    assert capfd.readouterr().out == "step 0\nstep 1\nyes\n"
+    assert seen == [np.float32]
+    assert capfd.readouterr().out == "sum 96.0\nstep 0\nstep 1\nyes\n"
 
 
 def test_a_refs_dtype_is_its_own():
+    outside = jax.new_ref(jnp.zeros((8, 8)))
+
     def fn(x):
+        outside[...] = x @ W
         ref = jax.new_ref(x)
 
         def body(i, _):
@@ -173,18 +142,9 @@ def test_a_refs_dtype_is_its_own():
         lax.fori_loop(0, 2, body, None)
         return jax.freeze(ref)
 
-    assert dtypes(half(fn), W) == ["float16"]
-    np.testing.assert_allclose(half(fn)(W), fn(W), atol=1e-2)
-
-
-def test_a_ref_of_the_caller_is_written():
-    ref = jax.new_ref(jnp.zeros((8, 8)))
-
-    def fn(x):
-        ref[...] = x @ W
-
-    half(fn)(W)
-    np.testing.assert_allclose(ref[...], W @ W, atol=1e-2)
+    assert dtypes(half(fn), W) == ["float16"] * 2
+    np.testing.assert_allclose(half(fn)(W), layer(layer(W)), atol=1e-2)
+    np.testing.assert_allclose(outside[...], W @ W, atol=1e-2)
 
 
 # ---- vmap, devices, opaque calls
@@ -222,8 +182,7 @@ def test_shard_map_on_two_devices(two_devices, where, check_vma):
 
 def test_sharded_arrays_under_jit(two_devices):
     got = two_devices["jit"]
-    assert got["products"] == ["float16"]
-    assert got["sharding"] == ["rows", None]
+    assert (got["products"], got["sharding"]) == (["float16"], ["rows", None])
     assert got["error"] < 5e-3
 
 

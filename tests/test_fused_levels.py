@@ -16,7 +16,7 @@ import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits, copy
 from tests.fused import OPTIMIZERS, STANDARD, fresh, make as make_tx
-from tests.masters import assert_it_holds
+from tests.masters import BF16, F16, assert_it_holds
 from tests.one_pass import (
     F32,
     HALF,
@@ -24,7 +24,6 @@ from tests.one_pass import (
     dot,
     each_backend,
     each_kept,
-    inner,
     one_step,
     start,
     step,
@@ -34,7 +33,8 @@ from tests.one_pass import (
 @pytest.mark.standard_promotion  # optax.apply_updates adds fp32 to half
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_params_are_their_rounded_masters_after_every_step(name):
-    assert_it_holds(lambda rate: fresh(name, learning_rate=rate))
+    halves = (F16 if name in ("adam", "larc_adam") else BF16, BF16)
+    assert_it_holds(lambda rate: fresh(name, learning_rate=rate), halves=halves)
 
 
 # Levels; O1 and O4 step as O0 does
@@ -153,23 +153,6 @@ def test_what_is_checked(backend):
     assert after.loss_scale == state.loss_scale / 2
 
 
-@pytest.mark.parametrize("kept, backend", [("split", "xla"), ("masters", "interpret")])
-def test_accumulated_gradients_step_once_or_not_at_all(kept, backend):
-    state = make(sgd(backend), kept)
-
-    @jax.jit
-    def accumulated(state, a, b):
-        grad = jamp.scaled_grad(dot)
-        total = jamp.zero_grads(state) + grad(state, a) + grad(state, b)
-        return state.apply_gradients(grads=total / 2)
-
-    # In bfloat16 the sum would lose the smaller one.
-    assert_stepped_by(accumulated(state, like(2.0**-9), like(4.0)), 2 + 2.0**-10)
-    after = accumulated(state, like(np.inf, place=100), like(4.0))
-    assert_skipped(after, state)
-    assert (after.skipped_steps, after.loss_scale) == (1, state.loss_scale / 2)
-
-
 def test_update_args_are_ignored():
     args = {"value": F32(1), "grad": None, "grad_scale": F32(0), "found_inf": True}
     with_args = make().apply_gradients(grads=like(GOOD), update_args=args)
@@ -215,8 +198,8 @@ def three():
     return jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def losses_of_groups(state, x, y, which=(0, 1)):
+@jax.jit
+def losses_of_groups(state, x, y):
     """Loss 0 is of the groups d and o, loss 1 of g."""
 
     def first(p):
@@ -226,30 +209,25 @@ def losses_of_groups(state, x, y, which=(0, 1)):
         jamp.scaled_grad(first, wrt=("d", "o"), loss_id=0)(state),
         jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state),
     ]
-    return state.apply_gradients(grads=[grads[k] for k in which])
+    return state.apply_gradients(grads=grads)
 
 
-@pytest.mark.parametrize(
-    "bad, which", [("", (0, 1)), ("do", (0, 1)), ("g", (0, 1)), ("do", (1,))]
-)
-def test_an_overflow_in_one_loss_skips_its_groups_alone(bad, which):
-    """And a group without gradients does not move."""
+@pytest.mark.parametrize("bad", ["", "do", "g"])
+def test_an_overflow_in_one_loss_skips_its_groups_alone(bad):
     state = three()
     x, y = (like(np.inf if key in bad else GOOD, place=64) for key in "dg")
-    after = losses_of_groups(state, x, y, which)
+    after = losses_of_groups(state, x, y)
     masters = jamp.master_params(after)
     for key in "dgo":
-        counted = key in bad and which == (0, 1)
-        assert after.skipped_steps[key] == int(counted)
+        assert after.skipped_steps[key] == int(key in bad)
         if key in bad:
             assert_same_bits(after.params[key], state.params[key])
             assert_same_bits(after.opt_state[key], state.opt_state[key])
         else:
             np.testing.assert_array_equal(masters[key]["v"], np.float32(1 - GOOD))
             np.testing.assert_array_equal(masters[key]["w"], np.float32(2 - GOOD))
-    if which == (0, 1):
-        halves = [2.0**16 / (1 + (key in bad)) for key in "dg"]
-        assert list(map(float, after.loss_scale)) == halves
+    halves = [2.0**16 / (1 + (key in bad)) for key in "dg"]
+    assert list(map(float, after.loss_scale)) == halves
     assert after.step == 1
 
 
@@ -323,17 +301,3 @@ def test_a_donated_state_takes_the_users_arrays_nowhere(kept, backend):
     left = [jax.tree_util.keystr(k) for k, x in leaves if not x.is_deleted()]
     assert left == [".last_step_skipped"]  # no step reads it, so jit drops it too
     assert_same_bits(copy(users), before)
-
-
-@each_kept
-def test_another_learning_rate_takes_the_state_over(kept):
-    def tx(rate):
-        tx, store = jo.fused_sgd(rate, 0.5), kept == "split"
-        return tx if kept == "bare" else jamp.master_weights(tx, store_remainder=store)
-
-    state = step(make(jo.fused_sgd(1.0, 0.5), kept), like(GOOD))
-    assert state.tx == tx(1.0)
-    state = step(state.replace(tx=tx(2.0)), like(GOOD))
-    # Momentum 1, then 1.5, at rates 1 and 2.
-    assert_stepped_by(state, 4 * GOOD)
-    assert inner(state).count == 2

@@ -14,39 +14,26 @@ import numpy as np
 import pytest
 
 from jamp import optimizers as jo
-from pallas_kernels import Weight
-from tests.bits import assert_same_bits
 from tests.fused import BARE, each_bare
+from tests.fused_steps import (
+    SKIPPED,
+    TOLERANCE,
+    Problem,
+    apply,
+    check,
+    problem,
+    update,
+)
 from tests.mixed_leaves import (
-    BF16,
-    F16,
     F32,
-    FAST,
     KINDS,
-    Kind,
-    Leaves,
-    assert_rounded,
     fifty_five,
     fifty_five_for_kernels,
     four,
     grouped,
-    params_of,
-    value,
     weight,
-    weights_of,
 )
 from tests.oracles import fused as oracles
-from tests.oracles.steps import Result
-
-STEPS = 20
-# Steps that find inf, the first and the last one among them: rules for the first step
-# are for the first that is taken.
-SKIPPED = (0, 1, 7, 19)
-
-# Each of 20 steps may lose a unit in the last place of a float32 of about one.
-TOLERANCE = STEPS * 2.0**-23
-# A half parameter without a master is rounded at each step, by half a unit at most.
-ROUNDING = {F16: STEPS * 2.0**-11, BF16: STEPS * 2.0**-8}
 
 
 class Schedule(NamedTuple):
@@ -68,11 +55,11 @@ class Case(NamedTuple):
     options: dict[str, Any]
     clip: float | None = None
 
-    def on(self, leaves: Leaves) -> dict[str, Any]:
+    def on(self, given: Problem) -> dict[str, Any]:
         """The options for these leaves, whose gradients are about one."""
         if self.clip is None:
             return self.options
-        elements = sum(np.prod(shape) for shape, _ in leaves)
+        elements = sum(w.param.size for w in given.weights)
         return self.options | {"max_grad_norm": float(self.clip * elements**0.5)}
 
 
@@ -167,105 +154,8 @@ BUSY = {
 }
 
 
-class Problem(NamedTuple):
-    """Leaves with their start and the gradients of each step, times `grad_scale`."""
-
-    kinds: list[Kind]
-    weights: list[Weight]
-    grads: list[list[np.ndarray]]
-    grad_scale: float | None = None
-    skip: list[bool] | None = None
-
-
-def problem(
-    leaves: Leaves,
-    grad_scale: float | None = None,
-    skips: tuple[int, ...] = (),
-    steps: int = STEPS,
-) -> Problem:
-    """Gradients are normal, and a tenth of that at odd steps: too small to be clipped.
-
-    Of eleven leaves the second never has a gradient, and the third starts at zero.
-    """
-    rng = np.random.default_rng(len(leaves))
-    weights = [
-        weight(np.where(k % 11 == 2, 0, rng.normal(size=shape)), kind)
-        for k, (shape, kind) in enumerate(leaves)
-    ]
-    grads = []
-    for t in range(steps):
-        size = (0.1 if t % 2 else 1.0) * (1.0 if grad_scale is None else grad_scale)
-        now = []
-        for k, (shape, kind) in enumerate(leaves):
-            g = rng.normal(size=shape) * size * (k % 11 != 1)
-            now.append(np.asarray(g, np.float32).astype(kind.grads))
-        if t in skips:
-            now = [np.full_like(g, np.nan if t % 2 else np.inf) for g in now]
-        grads.append(now)
-    skip = [t in skips for t in range(steps)] if skips else None
-    return Problem([kind for _, kind in leaves], weights, grads, grad_scale, skip)
-
-
-# One program, where each array of zeros would be one.
-@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
-def init(tx, params):
-    return tx.init(params)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
-def apply(tx, grads, state, weights, **kwargs):
-    return tx.apply(grads, state, weights, **kwargs)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
-def update(tx, grads, state, weights, **kwargs):
-    """By optax's contract: updates, in float32, are what to add."""
-    params = params_of(weights)
-    updates, state = tx.update(grads, state, params, **kwargs)
-
-    def add(p, u):
-        assert (u.dtype, u.shape) == (F32, p.shape)
-        return Weight((p.astype(F32) + u).astype(p.dtype))
-
-    return jax.tree.map(add, params, updates), state
-
-
-def largest_error(got: Any, want: Any) -> float:
-    """In units of one, or of what is expected if that is more."""
-    got, want = np.float64(got), np.float64(want)
-    assert got.shape == want.shape
-    same = (got == want) | (np.isnan(got) & np.isnan(want))
-    with np.errstate(invalid="ignore"):
-        error = np.where(same, 0, np.abs(got - want) / (1 + np.abs(want)))
-    return np.max(error, initial=0)
-
-
-def assert_close(
-    weights: Any, state: Any, want: Result, kinds: list[Kind], tolerance: float
-) -> None:
-    found = weights_of(weights)
-    trees = {"params": ([value(w) for w in found], want.params)}
-    assert set(state._fields) == set(want.state)
-    for name, expected in want.state.items():
-        got = getattr(state, name)
-        if name == "count" or expected is None:
-            assert got == expected
-        else:
-            got = jax.tree.leaves(got)
-            assert all(x.dtype == F32 for x in got)
-            trees[name] = got, expected
-    for name, (got, expected) in trees.items():
-        for k, (x, y, kind) in enumerate(zip(got, expected, kinds, strict=True)):
-            half = kind.weights == "half"
-            error, limit = largest_error(x, y), ROUNDING[kind.dtype] if half else 0
-            assert error <= tolerance + limit, (name, k, kind, np.shape(y))
-    for w in found:
-        assert_rounded(w)
-
-
-def check(
-    name: str,
-    options: dict[str, Any],
+def check_case(
+    case: Case,
     given: Problem,
     backend: str = "xla",
     step: Any = apply,
@@ -273,55 +163,40 @@ def check(
     decays: list[bool] | None = None,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Ours does at each step what the oracle does; a skipped one keeps every bit."""
-    ours, oracle = sides(name)
+    ours, oracle = sides(case.name)
+    options = case.on(given)
     tx = ours(**options, mask=mask, backend=backend)
-    weights = grouped(given.weights)
-    state = init(tx, params_of(weights))
-    scale, skip = given.grad_scale, given.skip or [False] * len(given.grads)
-    kwargs: dict[str, Any] = {} if scale is None else {"grad_scale": jnp.float32(scale)}
-    start = [value(w) for w in given.weights]
-    how = {"grad_scale": scale or 1.0, "skip": skip, "decays": decays}
-    with np.errstate(invalid="ignore"):
-        results = list(oracle(start, given.grads, **how, **options))
-    for grads, skips, want in zip(given.grads, skip, results, strict=True):
-        if given.skip:
-            kwargs["found_inf"] = np.array(skips)
-        before = weights, state
-        weights, state = step(tx, grouped(grads), state, weights, **kwargs)
-        if skips:
-            assert_same_bits((weights, state), before)
-        assert_close(weights, state, want, given.kinds, tolerance)
+    wanted = functools.partial(oracle, **options, decays=decays)
+    check(tx, wanted, given, step, tolerance)
 
 
-def check_case(
-    case: Case, leaves: Leaves, backend: str, step: Any = apply, **kwargs: Any
-) -> None:
-    check(case.name, case.on(leaves), problem(leaves, **kwargs), backend, step)
+SCALED = {"grad_scale": 1000.0, "skips": SKIPPED}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_four_leaves(name):
     turn = list(ALL).index(name)
-    check_case(ALL[name], four(turn), "xla", grad_scale=1000.0, skips=SKIPPED)
+    check_case(ALL[name], problem(four(turn), **SCALED))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_leaf_in_a_kernel(name):
-    turn = list(CASES).index(name)
-    leaves = [((128,), KINDS[turn % len(KINDS)])]
-    check_case(CASES[name], leaves, "interpret", grad_scale=1024.0, skips=SKIPPED)
+    kind = KINDS[list(CASES).index(name) % len(KINDS)]
+    check_case(CASES[name], problem([((128,), kind)], **SCALED), "interpret")
 
 
-@each_bare
-def test_two_leaves_through_optax(name):
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        *((name, "xla") for name in BARE),
+        ("adam", "interpret"),
+        ("novograd", "interpret"),
+    ],
+)
+def test_leaves_through_optax(name, backend):
     leaves = [((129,), KINDS[0]), ((5,), KINDS[3])]
-    check_case(BUSY[name], leaves, "xla", update)
-
-
-@pytest.mark.parametrize("name", ["adam", "novograd"])
-def test_one_leaf_through_optax_in_a_kernel(name):
-    check_case(BUSY[name], [((129,), KINDS[0])], "interpret", update)
+    leaves = leaves if backend == "xla" else leaves[:1]
+    check_case(BUSY[name], problem(leaves), backend, update)
 
 
 # XLA is what every optimizer runs on, and masks cost nothing there.
@@ -339,16 +214,14 @@ def test_55_leaves(name):
             [len(shape) > 0 for shape, _ in leaves],
         ),
     ][BARE.index(name) % 3]
-    given = problem(leaves, grad_scale=1024.0, skips=SKIPPED)
-    check(name, BUSY[name].on(leaves), given, mask=mask, decays=decays)
+    check_case(BUSY[name], problem(leaves, **SCALED), mask=mask, decays=decays)
 
 
 @pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_55_leaves_in_kernels(name):
-    leaves, skips = fifty_five_for_kernels(), SKIPPED[:3]
     # For how leaves share kernels. Twenty steps have a test each of the above.
-    kwargs = {"grad_scale": 1024.0, "skips": skips, "steps": max(skips) + 1}
-    check_case(BUSY[name], leaves, "interpret", **kwargs)
+    given = problem(fifty_five_for_kernels(), 1024.0, SKIPPED[:3], max(SKIPPED[:3]) + 1)
+    check_case(BUSY[name], given, "interpret")
 
 
 @each_bare
@@ -384,4 +257,4 @@ def test_to_the_last_bits(row):
     steps = [first, *[[np.nan_to_num(g, nan=1, posinf=1) for g in first]] * 2]
     weights = [weight(np.full(*shape, 0.5), kind) for shape, kind in leaves]
     given = Problem(KINDS[:1] * len(grads), weights, steps)
-    check(case.name, case.on(leaves), given, tolerance=4 * 2.0**-23)
+    check_case(case, given, tolerance=4 * 2.0**-23)

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,32 +10,18 @@ import pytest
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
 from tests.fused import assert_close, first, update
+from tests.fused_steps import SKIPPED, TOLERANCE, check, problem, update as run
+from tests.mixed_leaves import KINDS
 from tests.oracles import fused as oracles
 
 # optax's inner transformations promote as they like.
 pytestmark = pytest.mark.standard_promotion
 
-STEPS = 20
 RATE = 0.05
-SKIPPED = (0, 1, 7, 19)
 
 
 def schedule(count):
     return RATE / (1 + count)
-
-
-def problem():
-    """Leaves of several shapes, one of zeros, and gradients; one of those is zero."""
-    rng = np.random.default_rng(0)
-    shapes = [(3, 4), (5,), (), (0,), (2,), (3,)]
-    params = [rng.normal(size=s).astype(np.float32) for s in shapes]
-    grads = [
-        rng.normal(size=(STEPS, *s)).astype(np.float32) * np.float32(0.1)
-        for s in shapes
-    ]
-    params[4][:] = 0
-    grads[5][:] = 0
-    return params, grads
 
 
 # Ours with weight decay `wd`, and the oracle of the inner one, without.
@@ -73,42 +58,15 @@ each_inner = pytest.mark.parametrize("make", INNERS)
 )
 def test_twenty_steps_match_float64(make, rate, wd, options):
     """With a scale, and steps that are skipped, or without."""
-    params, grads = problem()
-    skip = [bool(wd) and t in SKIPPED for t in range(STEPS)]
-    expected = oracles.larc(
-        params,
-        zip(*grads, strict=True),
-        learning_rate=rate,
-        weight_decay=wd,
-        inner=INNERS[make],
-        skip=skip,
-        **options,
-    )
-    tx = make(rate, wd, **options)
-    scale = 2.0**8 if wd else 1.0
-
-    def step(carry, x):
-        params, state = carry
-        grads, skips = x
-        grads = [jnp.where(skips, jnp.nan, g * scale) for g in grads]
-        how = {"grad_scale": jnp.float32(scale), "found_inf": skips} if wd else {}
-        updates, state = tx.update(grads, state, params, **how)
-        carry = optax.apply_updates(params, updates), state
-        return carry, carry
-
-    params = [jnp.asarray(p) for p in params]
-    start = params, tx.init(params)
-    xs = grads, jnp.asarray(skip)
-    (_, state), history = jax.jit(lambda c: jax.lax.scan(step, c, xs))(start)
-    assert state.count == STEPS - sum(skip)
+    # One leaf has no gradients, and one is of zeros.
+    shapes = [(3, 4), (3,), (2,), (5,), (), (0,)]
+    leaves = [(s, KINDS[3 if s == (5,) else 0]) for s in shapes]  # one in float16
+    given = problem(leaves, **({"grad_scale": 256.0, "skips": SKIPPED} if wd else {}))
+    how = {"learning_rate": rate, "weight_decay": wd, "inner": INNERS[make]}
+    expected = functools.partial(oracles.larc, **how, **options)
     # optax corrects Adam's bias in float32: 1 - 0.999 is off by 1e-5 of itself there.
-    tolerance = 1e-5 if make is optax_adam else 2e-6
-    for t, (wanted, _) in enumerate(expected):
-        now, before = (jax.tree.map(lambda x, k=k: x[k], history) for k in (t, t - 1))
-        if skip[t]:
-            assert_same_bits(now, before if t else start)
-        for x, y in zip(now[0], wanted, strict=True):
-            np.testing.assert_allclose(x, y, 10 * tolerance, tolerance)
+    tolerance = 2e-5 if make is optax_adam else TOLERANCE
+    check(make(rate, wd, **options), expected, given, run, tolerance)
 
 
 @pytest.mark.parametrize("make", [fused_sgd, optax_sgd])
@@ -141,7 +99,7 @@ def test_a_warm_up_may_start_at_a_rate_of_zero(make):
 
 
 def test_what_is_given_to_larc_goes_before_what_the_inner_one_has():
-    params = [jnp.asarray(x) for x in problem()[0]]
+    params = jnp.arange(1.0, 4.0)
     inner = jo.fused_sgd(RATE, 0.9, weight_decay=0.1, mask=False)
     pairs = [
         ({"weight_decay": 0.3, "mask": True}, {"weight_decay": 0.3}),
@@ -154,25 +112,6 @@ def test_what_is_given_to_larc_goes_before_what_the_inner_one_has():
         assert_same_bits(first(got, params)[0], first(wanted, params)[0])
     theirs = jo.larc(optax.sgd(RATE, 0.9), 1e-3)
     assert_close(first(jo.larc(inner, 1e-3), params)[0], first(theirs, params)[0])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_around_a_fused_one_half_leaves_are_computed_in_float32(dtype):
-    params, grads = problem()
-    grads = [g[0] for g in grads]
-    half = [[jnp.asarray(x, dtype) for x in tree] for tree in (params, grads)]
-    wide = [[x.astype(jnp.float32) for x in tree] for tree in half]
-    assert_close(first(fused_sgd(RATE, 0.1), *half), first(fused_sgd(RATE, 0.1), *wide))
-
-
-def test_around_a_chain_and_inside_one():
-    params, grads = ([jnp.asarray(x) for x in tree] for tree in problem())
-    grads = [g[0] for g in grads]
-    inner = optax.chain(optax.trace(0.9), optax.scale_by_learning_rate(RATE))
-    tx = optax.chain(optax.scale(2.0), jo.larc(inner, RATE), optax.scale(0.5))
-    got, _ = first(tx, params, [g * 0.5 for g in grads])
-    whole, _ = first(jo.larc(jo.fused_sgd(RATE, 0.9)), params, grads)
-    assert_close(got, [u * 0.5 for u in whole], rtol=1e-5)
 
 
 def test_extra_args_reach_the_inner_transformation():

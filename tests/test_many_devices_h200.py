@@ -1,32 +1,32 @@
 """What a step sends between 8 H200s: what plain JAX sends, and a few scalars.
 
 Not the product of all levels, layouts and optimizers: each level, each layout and each
-optimizer with each layout. What O1 and O4 step is what O0 steps. Fused optimizers run
-on XLA here; test_fused_sharding.py and test_kernels_sharding.py have their kernels.
+optimizer with each layout. What O1 and O4 step is what O0 steps.
 """
 
 import collections
 import functools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
+from benchmarks.optimizer_steps import fused_step
 from jamp import optimizers as jo
-from tests import h200
-from tests.eight_levels import AXES, LAYOUTS, ROWS, loss_fn, mlp, start
+from pallas_kernels import BackendError
+from tests import eight_devices, h200
+from tests.eight_devices import AXES, F32, LAYOUTS, LEAVES, ROWS, SPECS, loss_fn, start
 from tests.hlo import Program, shape_bytes
 
 # optax.adam promotes half params as it likes.
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
 
-F32 = jnp.float32
 SIZES = {"in": (256, 512), "bias": (512,), "norm": (512,), "out": (512, 128)}
-HALF = {"O1": jnp.float16, "O2": jnp.float16, "O4": jnp.bfloat16, "O5": jnp.bfloat16}
 LAMB = functools.partial(jo.fused_lamb, 1e-3)  # clips by the global norm
 ADAM = functools.partial(optax.adam, 1e-3)
 FUSED = functools.partial(jo.fused_adam, 1e-3)
@@ -34,25 +34,17 @@ CLIPPED = functools.partial(jo.fused_adam, 1e-3, max_grad_norm=1.0)
 
 
 @functools.cache
-def mesh():
-    devices = h200.make_mesh(8).devices.reshape(4, 2)
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2)
+def mesh_of(kind="Auto"):
+    kind = "Auto" if kind == "told" else kind
+    return eight_devices.mesh_of(kind, devices=h200.make_mesh(8).devices)
 
 
-def shape(sizes, spec, dtype=F32):
-    return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh(), spec))
+def shape(size, spec):
+    return jax.ShapeDtypeStruct(size, F32, sharding=NamedSharding(mesh_of(), spec))
 
 
 def placed(tree, layout):
-    """Shapes of a tree; its leaves lie as the params that they belong to."""
-    specs = LAYOUTS[layout]
-
-    def leaf(path, x):
-        names = [getattr(key, "key", None) for key in path]
-        spec = next((specs[n] for n in names if n in specs), P())
-        return shape(x.shape, spec if x.ndim else P(), x.dtype)
-
-    return jax.tree.map_with_path(leaf, tree)
+    return eight_devices.shapes(tree, mesh_of(), LAYOUTS[layout])
 
 
 def params_on(layout):
@@ -68,22 +60,16 @@ def batch_on(layout):
     return shape((64, 256), ROWS[layout]), shape((64, 128), ROWS[layout])
 
 
-def crossings(program: Program) -> list[tuple[str, str]]:
-    """Kind and shape of each array that crosses devices."""
-    return [
-        (i.opcode.removesuffix("-start"), computation[name].shape)
-        for computation in program.computations.values()
-        for i in computation.values()
-        if re.match(r"(all-|collective-|reduce-sc|ragged-)(?!.*-done)", i.opcode)
-        for name in i.operands
-    ]
-
-
 def sent(program: Program) -> collections.Counter[tuple[str, str]]:
     """Bytes by kind of collective and dtype: XLA joins arrays as it likes."""
     total: collections.Counter[tuple[str, str]] = collections.Counter()
-    for opcode, printed in crossings(program):
-        total[opcode, printed.partition("[")[0]] += round(shape_bytes(printed))
+    for computation in program.computations.values():
+        for i in computation.values():
+            opcode = i.opcode.removesuffix("-start")
+            if re.match(r"(all-|collective-|reduce-sc|ragged-)(?!.*-done)", opcode):
+                for printed in (computation[name].shape for name in i.operands):
+                    dtype = printed.partition("[")[0]
+                    total[opcode, dtype] += round(shape_bytes(printed))
     return total
 
 
@@ -98,34 +84,28 @@ def optimizer_step(state, grads):
     return state.apply_gradients(grads=grads)
 
 
-STEPS = [
-    ("O0", "replicated", "lamb", LAMB),
-    ("O1", "replicated", "fused adam", FUSED),
-    ("O2", "fsdp", "adam", ADAM),
-    ("O2", "tensor", "clipped adam", CLIPPED),
-    ("O3", "replicated", "adam", ADAM),
-    ("O3", "tensor", "lamb", LAMB),
-    ("O4", "fsdp", "lamb", LAMB),
-    ("O5", "fsdp", "clipped adam", CLIPPED),
-    ("O5", "tensor", "adam", ADAM),
-]
-
-
 @pytest.mark.parametrize(
-    ("level", "layout", "name", "make"), STEPS, ids=lambda x: "" if callable(x) else x
+    ("level", "layout", "make", "norms"),
+    [
+        # A sum of squares per leaf for clipping; for LAMB of params and updates, too.
+        ("O0", "replicated", LAMB, 0),
+        ("O1", "replicated", FUSED, 0),
+        ("O2", "fsdp", ADAM, 0),
+        ("O2", "tensor", CLIPPED, 1),
+        ("O3", "replicated", ADAM, 0),
+        ("O3", "tensor", LAMB, 3),
+        ("O4", "fsdp", LAMB, 3),
+        ("O5", "fsdp", CLIPPED, 1),
+        ("O5", "tensor", ADAM, 0),
+    ],
 )
-def test_an_optimizer_step_sends_scalars(level, layout, name, make):
+def test_an_optimizer_step_sends_scalars(level, layout, make, norms):
     state = state_on(layout, make(), level)
-    grads = jax.eval_shape(differentiate, state, *batch_on(layout))
-    grads = placed(grads, layout)
+    grads = placed(jax.eval_shape(differentiate, state, *batch_on(layout)), layout)
     program = h200.compile_placed(optimizer_step, state, grads, donate=(0,))
-    if layout == "replicated" or name in ("adam", "fused adam"):
-        assert crossings(program) == []
-        return
-    # A sum of squares per leaf for clipping; for LAMB of params and updates as well.
-    norms = len(SIZES) * (3 if name == "lamb" else 1)
-    assert sent(program).keys() == {("all-reduce", "f32")}
-    assert 0 < sent(program)["all-reduce", "f32"] <= 4 * norms
+    kinds = {("all-reduce", "f32")} if norms else set()
+    assert sent(program).keys() == kinds
+    assert sum(sent(program).values()) <= 4 * len(SIZES) * norms
 
 
 # A whole step, and the same by hand
@@ -137,8 +117,6 @@ def train_step(state, x, y):
 
 def model_by_hand(params, x, half, sums):
     """`mlp`, with its casts written: products in `half`, the bias added in `sums`."""
-    if half is None:
-        return mlp(params, x)
     cast = {k: p if k == "norm" else p.astype(half) for k, p in params.items()}
     hidden = (x.astype(half) @ cast["in"]).astype(sums)
     hidden = jax.nn.relu(hidden + params["bias"].astype(sums)).astype(F32)
@@ -164,40 +142,33 @@ def step_by_hand(masters, params, opt_state, scale, x, y, *, half, sums, skips):
     return new, jax.tree.map(lambda m, p: m.astype(p.dtype), new[0], params)
 
 
-def compiled_by_hand(level, layout, skips):
-    params, half = params_on(layout), HALF.get(level)
-    masters, sums = params, F32
-    if level in ("O2", "O5"):
-        sums, kept = half, {"norm": params["norm"]}
-        params = {k: p.update(dtype=half) for k, p in params.items()} | kept
-    opt_state = placed(jax.eval_shape(ADAM().init, masters), layout)
-    step = functools.partial(step_by_hand, half=half, sums=sums, skips=skips)
-    args = (masters, params, opt_state, shape((), P()), *batch_on(layout))
-    return h200.compile_placed(step, *args)
-
-
 @pytest.mark.parametrize(
-    ("level", "layout"),
+    ("level", "layout", "half"),
     [
-        ("O0", "fsdp"),
-        ("O1", "tensor"),
-        ("O2", "fsdp"),
-        ("O4", "replicated"),
-        ("O5", "tensor"),
+        ("O1", "tensor", jnp.float16),
+        ("O2", "fsdp", jnp.float16),
+        ("O5", "replicated", jnp.bfloat16),
     ],
 )
-def test_a_step_sends_what_plain_jax_sends_and_a_flag(level, layout):
-    state = state_on(layout, ADAM(), level)
-    program = h200.compile_placed(train_step, state, *batch_on(layout), donate=(0,))
+def test_a_step_sends_what_plain_jax_sends_and_a_flag(level, layout, half):
+    state, batch = state_on(layout, ADAM(), level), batch_on(layout)
+    program = h200.compile_placed(train_step, state, *batch, donate=(0,))
+
+    masters = params = params_on(layout)
+    if has_masters := level in ("O2", "O5"):
+        kept = {"norm": params["norm"]}
+        params = {k: p.update(dtype=half) for k, p in params.items()} | kept
     # A vector's gradient is scattered only where nothing but the update reads it. So
     # with FSDP a check changes what is sent, whoever writes it.
     checked = layout == "fsdp"
-    by_hand = sent(compiled_by_hand(level, layout, skips=checked))
+    options = {"half": half, "sums": half if has_masters else F32, "skips": checked}
+    opt_state = placed(jax.eval_shape(ADAM().init, masters), layout)
+    args = (masters, params, opt_state, shape((), P()), *batch)
+    plain = h200.compile_placed(functools.partial(step_by_hand, **options), *args)
+
     flag = {("all-reduce", "pred"): 1} if layout != "replicated" else {}
-    assert sum(by_hand.values()) > 1000
-    assert sent(program) == (
-        by_hand if checked else by_hand + collections.Counter(flag)
-    )
+    assert sum(sent(plain).values()) > 1000
+    assert sent(program) == sent(plain) + collections.Counter({} if checked else flag)
     assert sent(program)["all-reduce", "pred"] == len(flag)
 
 
@@ -206,11 +177,103 @@ def test_gradients_of_shard_map_are_summed_in_float32():
         grads = differentiate(state, x, y, axis_name=AXES, predivide=8.0)
         return state.apply_gradients(grads=grads)
 
-    mapped = jax.shard_map(
-        step, mesh=mesh(), in_specs=(P(), P(AXES), P(AXES)), out_specs=P()
-    )
+    specs = {"in_specs": (P(), P(AXES), P(AXES)), "out_specs": P()}
+    mapped = jax.shard_map(step, mesh=mesh_of(), **specs)
     state = state_on("replicated", FUSED(), "O2")
     args = (state, *batch_on("replicated"))
     program = h200.compile_placed(mapped, *args, donate=(0,))
     gradients = 4 * sum(p.size for p in params_on("replicated").values())
     assert sent(program) == {("all-reduce", "f32"): gradients}
+
+
+# Fused optimizers with their kernels
+
+EVERYWHERE = dict.fromkeys(SPECS, P())
+
+
+def fused_program(kind, tx, level="O2", specs=SPECS, grads_specs=SPECS, **options):
+    """Compiled for params that lie as `specs` say, and how many bytes a device has."""
+    shapes = functools.partial(eight_devices.shapes, mesh=mesh_of(kind))
+    if kind == "told":  # `initialize` sees how arrays lie; but these are shapes
+        lie = (specs[k] for k in sorted(LEAVES))
+        tx = tx.replace(shardings=tuple(NamedSharding(mesh_of(), s) for s in lie))
+    params = {k: jax.ShapeDtypeStruct(s, F32) for k, (s, _) in LEAVES.items()}
+    init = functools.partial(start, tx=tx, level=level, **options)
+    state = shapes(jax.eval_shape(init, params), specs=specs)
+    grads = shapes(state.params, specs=grads_specs)
+    # `fused_step` wants gradients that lie as their params do.
+    step = fused_step if grads_specs is specs else optimizer_step
+    program = h200.compile_placed(step, state, grads, donate=(0,))
+    held = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+    )
+    return program, held
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "options"),
+    [
+        ("Explicit", CLIPPED, {}),
+        ("Explicit", CLIPPED, {"grads_specs": EVERYWHERE}),
+        ("Explicit", FUSED, {"specs": EVERYWHERE, "grads_specs": EVERYWHERE}),
+        ("Explicit", FUSED, {"level": "O5", "store_remainder": True}),
+        ("told", LAMB, {}),
+    ],
+    ids=["clipped", "gradients are cut", "replicated", "with remainders", "LAMB"],
+)
+def test_kernels_send_only_numbers(kind, make, options):
+    program, held = fused_program(kind, make(backend="mosaic"), **options)
+    launches = [instruction for instruction, _ in program.launches()]
+    opcodes = {i.opcode.removesuffix("-start").removesuffix("-done") for i in launches}
+    assert "mosaic_gpu" in program.text
+    assert opcodes <= {"custom-call", "fusion", "copy", "all-reduce"}
+    # Of each leaf a few norms and flags; of what lies everywhere, nothing.
+    assert ("all-reduce" in opcodes) == ("grads_specs" not in options)
+    assert sum(sent(program).values()) <= 4 * 8 * len(LEAVES)
+    # In place, all but what the program does not read, which JAX leaves out: the byte
+    # `last_step_skipped`, and the half of the one leaf that no kernel takes.
+    assert max(program.copies, default=0) <= 4
+    few = LEAVES["few"][0][0] // (1 if "specs" in options else 2)
+    left_out = 1 + (0 if "level" in options else 2 * few)
+    assert program.aliased_bytes == held - left_out
+
+
+def test_xla_steps_sharded_params_without_gathering_them():
+    # What a state that was made under jit gets, on a mesh of Auto axes.
+    program, _ = fused_program("Auto", LAMB())
+    assert "mosaic_gpu" not in program.text
+    assert {opcode for opcode, _ in sent(program)} == {"all-reduce"}
+    assert sum(sent(program).values()) <= 4 * 8 * len(LEAVES)
+
+
+@pytest.mark.message
+def test_mosaic_under_a_shard_map_takes_averages_and_refuses_what_varies():
+    mesh, tx = h200.make_mesh(8), jo.fused_adam(backend="mosaic")
+    init = functools.partial(start, tx=tx, level="O2")
+    state = jax.eval_shape(init, {"w": jnp.ones(256)})
+
+    def mean(params, x):
+        return params["w"].sum(dtype=F32) * x.sum()
+
+    def by_average(state, x):
+        grads = jamp.scaled_grad(mean, axis_name="d")(state, x)
+        return state.apply_gradients(grads=grads)
+
+    def by_itself(state, x):
+        return state.apply_gradients(grads={"w": state.params["w"].astype(F32) * x})
+
+    def lowered(step, check_vma):
+        specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+        return mapped.lower(state, jax.ShapeDtypeStruct((8,), F32)).as_text()
+
+    for step, check_vma in (
+        (by_average, True),
+        (by_average, False),
+        (by_itself, False),
+    ):
+        assert "mosaic_gpu" in lowered(step, check_vma)
+    refused = "'mosaic' cannot.*check_vma=False.*'auto'"
+    with pytest.raises(BackendError, match=refused):
+        lowered(by_itself, check_vma=True)

@@ -99,7 +99,8 @@ OUTSIDE_FP32 = {
 @standard
 @pytest.mark.parametrize("name", INSIDE)
 def test_the_invariant_holds_around_every_transformation(name):
-    assert_it_holds(INSIDE[name], spoil=np.nan if name == "apply_if_finite" else None)
+    spoil = np.nan if name == "apply_if_finite" else None
+    assert_it_holds(INSIDE[name], spoil=spoil, halves=(BF16, BF16))
 
 
 @standard
@@ -155,19 +156,6 @@ def test_limit_what_comes_after_it_in_a_chain_breaks_the_invariant():
     assert "last" in jamp.master_weights.__doc__
 
 
-@standard
-def test_limit_inject_hyperparams_outside_rounds_hyperparameters_to_half_gradients():
-    def make(learning_rate, eps):
-        return jamp.master_weights(optax.adam(learning_rate, eps=eps))
-
-    tx = optax.inject_hyperparams(make)(learning_rate=1e-3, eps=1e-8)
-    loop = Loop(tx, [1.0, 1.0])
-    loop.step(jnp.zeros(2, F16))
-    # Adam divides 0 by 0 + eps, and 1e-8 is 0 in half.
-    assert np.isnan(loop.master).all()
-    assert "inject_hyperparams" in jamp.master_weights.__doc__
-
-
 def test_limit_apply_if_finite_outside_refuses_half_gradients():
     tx = optax.apply_if_finite(jamp.master_weights(optax.sgd(1.0)), 5)
     # Its lax.cond finds zeros in half on one side and our fp32 updates on the other.
@@ -189,16 +177,6 @@ def test_updates_are_the_difference_of_two_halves_in_fp32(dtype):
     np.testing.assert_array_equal(state.masters["w"], masters)
     rounded = masters.astype(dtype).astype(np.float32)
     np.testing.assert_array_equal(updates["w"], rounded - np.float32([1, 2]))
-
-
-@standard
-def test_a_tree_without_half_leaves_is_the_inner_transformation():
-    inner = optax.adam(1e-2)
-    wrapped = jamp.master_weights(inner)
-    loop, plain = (Loop(tx, [1.0, 2.0], F32) for tx in (wrapped, inner))
-    assert_same_bits(loop.state.inner_state, plain.state)
-    assert_same_bits(loop.step([0.1, -0.1]), plain.step([0.1, -0.1]))
-    assert_same_bits(loop.state.inner_state, plain.state)
 
 
 @standard
@@ -275,20 +253,6 @@ def test_init_shares_no_array_with_the_params_or_within_the_state(make):
 
 
 @standard
-def test_extra_args_reach_the_inner_transformation():
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    inner = optax.chain(optax.sgd(1.0), plateau)
-    loop = Loop(jamp.master_weights(inner), [1.0, 1.0])
-    assert isinstance(loop.tx, optax.GradientTransformationExtraArgs)
-    for _ in range(3):
-        loop.step(jnp.ones(2, F16), value=jnp.float32(1))
-    # The second and the third value are no better than the first.
-    assert optax.tree.get(loop.state, "scale") == 0.25
-    # Unknown ones are ignored even where the inner transformation takes none.
-    Loop(jamp.master_weights(optax.sgd(0.1)), [1.0]).step([1.0], nonsense=1)
-
-
-@standard
 def test_lbfgs_with_a_line_search_minimises_on_the_masters():
     target = jnp.asarray([0.3, -0.7], F32)
 
@@ -306,12 +270,15 @@ def test_lbfgs_with_a_line_search_minimises_on_the_masters():
         updates, state = tx.update(grads, state, params, **how)
         return optax.apply_updates(params, updates), state
 
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
     params = {"w": jnp.asarray([2.0, 2.0], F16)}
     state = tx.init(params)
     for _ in range(6):
         params, state = step(params, state)
         assert_invariant(params, state)
     np.testing.assert_allclose(state.masters["w"], target, atol=1e-3)
+    # Others are ignored where the inner transformation takes none.
+    Loop(jamp.master_weights(optax.sgd(0.1)), [1.0]).step([1.0], nonsense=1)
 
 
 PARAMS = tree()
@@ -382,11 +349,6 @@ def test_functions_of_optax_visit_masters_and_moments_and_no_counter():
     assert optax.tree.get(seen, "count") == "other"
     assert optax.tree.get(optax.tree.set(state, count=jnp.int32(3)), "count") == 3
     assert_same_bits(pickle.loads(pickle.dumps(state)), state)
-    # Into a chain, too.
-    tx = optax.chain(optax.clip(1.0), jamp.master_weights(optax.sgd(0.1, 0.9)))
-    leaves = jax.tree.leaves(optax.tree.map_params(tx, jnp.zeros_like, tx.init(tree())))
-    assert len(leaves) == 4 + 6
-    assert not any(np.asarray(x).any() for x in leaves)
 
 
 def test_step_2_does_not_retrace_and_it_works_under_vmap():
@@ -400,8 +362,8 @@ def test_step_2_does_not_retrace_and_it_works_under_vmap():
         traces.append(1)
         return tx.update(grads, state, params)
 
-    for wanted in ([[0.5, 1], [1.5, 2]], [[0, 0], [0, 0]]):
+    for _ in range(2):
         updates, state = update(params, state, params)
-        np.testing.assert_array_equal(state.masters["w"], wanted)
+    np.testing.assert_array_equal(state.masters["w"], np.zeros((2, 2)))
     np.testing.assert_array_equal(updates["w"], [[-1, -2], [-3, -4]])
     assert len(traces) == 1

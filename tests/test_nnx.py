@@ -268,15 +268,14 @@ def test_objects_among_the_arguments_keep_what_is_written(level):
 
     def distill(model, teacher, x, rngs, calls):
         calls[...] += 1
-        return ((model(x, rngs=rngs) - teacher(x)) ** 2).mean()
+        out = model(x, rngs=rngs)
+        return ((out - teacher(x)) ** 2).mean(), out
 
-    grads = grads_of(distill, model, optimizer, teacher, X, rngs, calls)
+    args = model, optimizer, teacher, X, rngs, calls
+    grads, aux = grads_of(distill, *args, has_aux=True)
     optimizer.update(model, grads)
-    assert (rngs.default.count[...], calls[...], optimizer.step.get_value()) == (
-        2,
-        1,
-        1,
-    )
+    assert (rngs.default.count[...], calls[...], aux.shape) == (2, 1, (8, 3))
+    assert optimizer.step.get_value() == 1
     assert (teacher.bn.mean[...] != 0).all()
     assert teacher.conv.kernel[...].dtype == jnp.float32
 
@@ -675,4 +674,4 @@ def test_the_types_name_the_keywords_that_go_on_to_jamp():
     params = inspect.signature(jamp.initialize).parameters.values()
     names = {p.name for p in params if p.kind is p.KEYWORD_ONLY}
     own = {"apply_fn", "state_class"}
-    assert _initialize.Options.__annotations__.keys() == names - own
+    assert _initialize.InitOptions.__annotations__.keys() == names - own

@@ -1,57 +1,225 @@
-"""Where a state lies that is made from params on a mesh, eagerly and under jit."""
+"""Where a state lies that is made from params on a mesh, or from a checkpoint."""
 
-import functools
+import pathlib
+import tempfile
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tests import subprocesses
-from tests.mesh_states import CASES, PLACES
+import jamp
+from tests.eight_devices import mesh_of, misplaced, placed, shardings
+from tests.subprocesses import on_eight_devices
 
+pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
-@functools.cache
-def reports():
-    return subprocesses.on_devices(4, "tests.mesh_states")
-
-
-each_case = pytest.mark.parametrize("name", CASES)
-
-
-@each_case
-def test_moments_and_masters_lie_like_their_params_and_scalars_everywhere(name):
-    report = reports()[name]
-    assert report["leaves"] > 9
-    assert report["misplaced"] == []
-    assert report["after"] == []
-
-
-@each_case
-def test_jit_makes_the_state_that_eager_code_makes(name):
-    assert reports()[name]["same"]
+ADAM = optax.adam(0.1)
+SPECS = {"w": P("data", "model"), "v": P(None, "model"), "b": P("model")}
+CASES = {
+    "O0 adam": ("O0", ADAM),
+    "O1 adam": ("O1", optax.chain(optax.clip(1.0), ADAM)),
+    "O2 adam": ("O2", ADAM),
+    "O2 lamb": ("O2", jamp.optimizers.fused_lamb(0.1)),
+    "O3 adam": ("O3", ADAM),
+    "O5 remainder": ("O5", jamp.optimizers.fused_adam(0.1)),
+    "O2 adagrad": ("O2", optax.adagrad(0.1)),  # whose sums do not begin at zero
+}
 
 
-@each_case
-def test_the_second_step_is_not_compiled_again(name):
-    assert reports()[name]["compiled"] == 1
+def on_mesh(kind, devices, spec):
+    return NamedSharding(mesh_of(kind, (devices,)), spec)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_nor_is_it_on_axes_of_other_kinds(place):
-    assert reports()["compiled"][place] == [1, 1]
+def make_all(params):
+    return {
+        name: jamp.initialize(
+            params, tx, level, store_remainder="remainder" in name, verbosity=0
+        )
+        for name, (level, tx) in CASES.items()
+    }
+
+
+@on_eight_devices
+def test_moments_and_masters_lie_like_their_params_and_scalars_everywhere():
+    def loss_fn(params, x):
+        hidden = jnp.tanh(jnp.dot(x.astype(params["w"].dtype), params["w"]))
+        out = jnp.dot(hidden, params["v"]) + params["b"].astype(params["v"].dtype)
+        return out.astype(jnp.float32).mean()
+
+    @jax.jit
+    def step(states, x):
+        return {
+            name: state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
+            for name, state in states.items()
+        }
+
+    mesh = mesh_of(shape=(2, 2))
+    sizes = {"w": (4, 8), "v": (8, 6), "b": (6,)}
+    params = {
+        k: np.linspace(-1, 1, np.prod(size), dtype=np.float32).reshape(size)
+        for k, size in sizes.items()
+    }
+    params = placed(params, mesh, SPECS)
+    eager, jitted = make_all(params), jax.jit(make_all)(params)
+    pairs = zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True)
+    assert all(bool((a == b).all()) and a.dtype == b.dtype for a, b in pairs)
+    wanted = shardings(eager, mesh, SPECS)
+    assert all(len(jax.tree.leaves(state)) > 9 for state in wanted.values())
+    assert misplaced(eager, wanted) == misplaced(jitted, wanted) == []
+    x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("data")))
+    for _ in range(3):
+        eager = step(eager, x)
+    assert misplaced(eager, wanted) == []
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "spec"),
+    [
+        ("Explicit", 4, P()),
+        ("Explicit", 4, P("data")),
+        ("Explicit", 4, P(None, "data")),
+        ("Auto", 4, P("data")),
+        ("Auto", 1, P()),
+    ],
+)
+@on_eight_devices
+def test_the_second_step_is_not_compiled_again(kind, devices, spec):
+    params = {name: np.ones((4, 4), np.float32) for name in ("half", "kept")}
+    params = jax.device_put(params, on_mesh(kind, devices, spec))
+    fields = {"key": jax.random.key(0), "stats": {"mean": np.zeros(3, np.float32)}}
+    states = [
+        jamp.initialize(params, ADAM, level, keep_fp32=keep, verbosity=0, **fields)
+        for level, keep in (("O0", None), ("O2", "kept"))
+    ]
+
+    def loss_fn(params):
+        return sum((p.astype(jnp.float32) ** 2).sum() for p in params.values())
+
+    @jax.jit
+    def step(states):
+        return [s.apply_gradients(grads=jamp.scaled_grad(loss_fn)(s)) for s in states]
+
+    for _ in range(3):
+        states = step(states)
+    assert step._cache_size() == 1
 
 
 FOUR = "a mesh (data: 4) of devices [0, 1, 2, 3]"
 TWO = "a mesh (data: 2) of devices [0, 1]"
-REFUSED = {
-    "params": f"params['a'] on {FOUR}, and params['b'] on {TWO}.",
-    "one device": f"params['a'] on {FOUR}, and params['b'] on devices [3].",
-    "field": f"params['a'] on {FOUR}, and batch_stats['mean'] on {TWO}.",
-    "batch": f"state.step on {FOUR}, and args[0] on {TWO}.",
-    "gradients": f"state.step on {FOUR}, and grads['w'] on {TWO}.",
-    "new field": f"state.step on {FOUR}, and stats on {TWO}.",
+ONE = "devices [3]"
+
+
+@pytest.mark.message
+@on_eight_devices
+def test_arrays_on_different_devices_are_named():
+    rows = np.ones((4, 4), np.float32)
+    here, there = (jax.device_put(rows, on_mesh("Auto", n, P("data"))) for n in (4, 2))
+    one = jax.device_put(rows, jax.devices()[3])
+
+    def make(params, **fields):
+        return jamp.initialize(params, optax.sgd(0.1), verbosity=0, **fields)
+
+    def loss_fn(params, x):
+        return (params["w"].astype(jnp.float32) * x).sum()
+
+    state = make({"w": here}, stats=here)
+    grad, step, grads = jamp.scaled_grad(loss_fn), state.apply_gradients, {"w": here}
+    for call, first, other, where in (
+        (lambda: make({"a": here, "b": there}), "params['a']", "params['b']", TWO),
+        (lambda: make({"a": here, "b": one}), "params['a']", "params['b']", ONE),
+        (lambda: make({"a": here}, stats=[there]), "params['a']", "stats[0]", TWO),
+        (lambda: grad(state, there), "state.step", "args[0]", TWO),
+        (lambda: step(grads={"w": there}), "state.step", "grads['w']", TWO),
+        (lambda: step(grads=grads, stats=there), "state.step", "stats", TWO),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        lie = f"{first} on {FOUR}, and {other} on {where}. Put "
+        assert str(error.value).startswith(f"Arrays lie on different devices: {lie}")
+
+
+# From a checkpoint
+
+
+def on_one(x):
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def by_rows(x):
+    return on_mesh("Auto", 2, P("data") if x.ndim else P())
+
+
+def by_columns(x):
+    return on_mesh("Auto", 2, P(None, "data") if x.ndim == 2 else P())
+
+
+WAYS = {
+    "to a mesh": (on_one, by_rows),
+    "across the mesh": (by_rows, by_columns),
+    "to one device": (by_columns, on_one),
 }
+step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_arrays_on_different_devices_are_named(name):
-    message = reports()["refused"][name]
-    assert message.startswith(f"Arrays lie on different devices: {REFUSED[name]} Put ")
+def stepped(level, steps, where):
+    """A state with other numbers in each array, placed."""
+    rng = np.random.default_rng(steps)
+    params, grads = (
+        {"w": np.float32(rng.normal(size=(4, 6))), "b": np.float32(rng.normal(size=4))}
+        for _ in range(2)
+    )
+    state = jamp.initialize(params, ADAM, level, loss_scale="dynamic", verbosity=0)
+    for _ in range(steps):
+        state = step(state, grads)
+    return jax.device_put(state, jax.tree.map(where, state)), grads
+
+
+def through_orbax(tree, target):
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as c:
+        c.save(pathlib.Path(folder) / "tree", tree)
+        c.wait_until_finished()
+        return c.restore(pathlib.Path(folder) / "tree", target)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "form", ["raw orbax", "orbax", "numpy", "orbax into shapes", "numpy into shapes"]
+)
+@on_eight_devices
+def test_a_checkpoint_goes_to_another_sharding(form, way):
+    before, after = WAYS[way]
+    state, grads = stepped("O2", 7, before)
+    target, _ = stepped("O2" if "raw" in form else "O5", 1, after)
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target
+    )
+    if form == "raw orbax":
+        new = through_orbax(state, wanted)
+    else:
+        checkpoint = jamp.to_checkpoint(state)
+        if form == "orbax":
+            checkpoint = through_orbax(checkpoint, jamp.to_checkpoint(target))
+        elif form == "orbax into shapes":
+            # Placed as it was saved, for these shapes do not say how.
+            like = jax.eval_shape(jamp.to_checkpoint, wanted)
+            checkpoint = through_orbax(checkpoint, like)
+        else:
+            data = serialization.msgpack_serialize(checkpoint)
+            checkpoint = serialization.msgpack_restore(data)
+        target = wanted if "shapes" in form else target
+        new = jamp.from_checkpoint(target, checkpoint)
+
+    def bits(state):
+        inner, scale = state.opt_state.inner_state, state.loss_scales
+        arrays = jamp.master_params(state), inner, scale, state.step
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(arrays)]
+
+    assert bits(new) == bits(state)
+    assert misplaced(new, jax.tree.map(lambda x: x.sharding, wanted)) == []
+    assert step(new, grads).step == 8

@@ -1,81 +1,35 @@
 """The walk of tests.programs: it must see a product in every kind of sub-program."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from tests.constructs import TABLE, N
+from tests.constructs_custom import backwards
 from tests.programs import Product, products
 
-X = jnp.ones((4, 4))
-MESH_AXIS = jax.sharding.PartitionSpec()
+X = jnp.ones((N, N))
+COUNTS = dict(matmul=1, nested_jit=3, scan=2, while_loop=2, switch=2, remat=2)
+COUNTS |= dict(shard_map=3, ragged_dot=1, custom_vjp=3)
 
 
-@jax.custom_vjp
-def squared(x):
-    return x @ x
+@pytest.mark.parametrize("name", COUNTS)
+def test_products_are_found_everywhere(name):
+    assert len(products(TABLE[name](lambda fn: fn), X, X)) == COUNTS[name]
 
 
-squared.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x.T + x.T @ g,))
-
-
-def mapped(x):
-    mesh = jax.make_mesh((1,), ("d",))
-    body = jax.shard_map(
-        lambda x: x @ x, mesh=mesh, in_specs=MESH_AXIS, out_specs=MESH_AXIS
-    )
-    return body(x)
-
-
-@pytest.mark.parametrize(
-    ("fn", "count"),
-    [
-        pytest.param(lambda x: x @ x, 1, id="plain"),
-        pytest.param(jax.jit(lambda x: x @ x), 1, id="jit"),
-        pytest.param(
-            lambda x: lax.scan(lambda c, _: (c @ c, None), x, length=3), 1, id="scan"
-        ),
-        pytest.param(
-            lambda x: lax.while_loop(lambda c: (c @ c).any(), lambda c: c @ c, x),
-            2,
-            id="while",
-        ),
-        pytest.param(
-            lambda x: lax.cond(x.any(), lambda x: x @ x, lambda x: 2 * (x @ x), x),
-            2,
-            id="cond",
-        ),
-        pytest.param(jax.grad(jax.checkpoint(lambda x: (x @ x).sum())), 3, id="remat"),
-        pytest.param(squared, 1, id="custom_vjp"),
-        pytest.param(jax.grad(lambda x: squared(x).sum()), 3, id="its derivative"),
-        pytest.param(mapped, 1, id="shard_map"),
-        pytest.param(
-            lambda x: lax.ragged_dot(x, x[None], jnp.array([4])), 1, id="ragged"
-        ),
-        pytest.param(lambda x: x * x, 0, id="none"),
-    ],
-)
-def test_products_are_found_everywhere(fn, count):
-    assert len(products(fn, X)) == count
+def test_products_of_a_derivative_are_found_where_it_is_taken():
+    assert len(products(jax.grad(jax.checkpoint(lambda x: (x @ x).sum())), X)) == 3
+    assert len(products(jax.grad(lambda x: backwards(x, x, 1.0).sum()), X)) == 3
+    assert products(lambda x: x * x, X) == []
 
 
 def test_a_product_names_the_types_of_its_factors():
-    image = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float16)
-    kernel = jax.ShapeDtypeStruct((3, 3, 3, 4), jnp.float16)
-    conv = functools.partial(
-        lax.conv_general_dilated,
-        window_strides=(1, 1),
-        padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    assert products(conv, image, kernel) == [
-        Product("conv_general_dilated", "float16", "float16", "")
-    ]
-    mixed = functools.partial(
-        lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ()))
-    )
-    assert products(mixed, X, X.astype(jnp.bfloat16)) == [
-        Product("dot_general", "float32", "bfloat16", "")
-    ]
+    image, kernel = jnp.ones((2, 1, 3, 8, 8), jnp.float16)
+    (found,) = products(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), image, kernel)
+    assert found == Product("conv_general_dilated", "float16", "float16", "")
+    numbers = ((1,), (0,)), ((), ())
+    half = X.astype(jnp.bfloat16)
+    (found,) = products(lambda x, w: lax.dot_general(x, w, numbers), X, half)
+    assert found == Product("dot_general", "float32", "bfloat16", "")

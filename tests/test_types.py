@@ -1,10 +1,13 @@
 """What pyright sees of a user's program, on right lines and wrong ones."""
 
+import importlib.util
 import json
 import pathlib
 import re
 import subprocess
 import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -70,6 +73,10 @@ grads.scales  # !! reportAttributeAccessIssue
 """
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("pyright") is None,
+    reason="needs pyright, which the extra `test` installs",
+)
 def test_types_at_the_door(tmp_path):
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
