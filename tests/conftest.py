@@ -44,6 +44,7 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
         if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
         if item.get_closest_marker("h200") and not CUDA_COMPILER:
