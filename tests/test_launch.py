@@ -85,31 +85,27 @@ def test_a_skip_keeps_nans_and_zeros_with_their_signs():
 
 
 def test_numbers_of_each_leaf_follow_leaves_that_change_places():
-    """Launches are sorted by size, and kinds are apart."""
+    """Launches are sorted by size, and tags, dtypes and columns part them."""
     sizes = [5000, 130, 64, 1024, 130, 2000, 64, 128]
-    leaves = [{"x": jnp.zeros(n, F32 if k % 2 else BF16)} for k, n in enumerate(sizes)]
-    job = Job(
-        lambda numbers, tag, c: {"x": c["x"] + numbers["b"], "sum": c["x"] + 1},
-        reductions={"sum": "sum"},
-    )
-    results = launch(job, leaves, per_leaf={"b": jnp.arange(8.0)})
-    for k, x in enumerate(results.leaves):
-        assert x["x"].shape == (sizes[k],) and x["x"].dtype == leaves[k]["x"].dtype
-        assert (x["x"] == k).all()
-    assert results.reductions["sum"].tolist() == sizes
+    tags = [k // 3 for k in range(8)]
+    names = ["x" if k < 7 else "y" for k in range(8)]
+    dtypes = [F32 if k % 2 else BF16 for k in range(8)]
+    leaves = [
+        {x: jnp.zeros(n, d)} for x, n, d in zip(names, sizes, dtypes, strict=True)
+    ]
 
-
-def test_tags_and_dtypes_part_leaves():
     def formula(numbers, tag, c):
-        (name,) = c
-        assert c[name].dtype == F32
-        return {name: c[name] + tag}
+        ((name, x),) = c.items()
+        assert x.dtype == F32
+        return {name: x + numbers["b"] - tag, "sum": x + 1}
 
-    leaves = [{"x": jnp.zeros(200, BF16)}, {"x": jnp.zeros(200, F16)}] * 2
-    leaves.append({"y": jnp.zeros(200)})
-    results = launch(Job(formula), leaves, tags=[1, 1, 2, 2, 3])
-    for x, tag in zip(results.leaves, [1, 1, 2, 2, 3], strict=True):
-        assert all((column == tag).all() for column in x.values())
+    job = Job(formula, reductions={"sum": "sum"})
+    results = launch(job, leaves, per_leaf={"b": jnp.arange(8.0)}, tags=tags)
+    for k, done in enumerate(results.leaves):
+        ((name, x),) = done.items()
+        assert (name, x.shape, x.dtype) == (names[k], (sizes[k],), dtypes[k])
+        assert (x == k - tags[k]).all()
+    assert results.reductions["sum"].tolist() == sizes
 
 
 def test_a_dtype_that_kernels_lack_goes_through_xla():
