@@ -247,7 +247,7 @@ def forward(state: Any, *args: Any, apply: Any = None, **kwargs: Any) -> Any:
 
 
 def loss_of(state: Any, *inputs: Any, apply: Any = None) -> Callable[..., Any]:
-    """`params -> (loss, (outputs, batch_stats))`, through the state or `model.apply`."""
+    """`params -> (loss, (outputs, statistics))`, by the state or by `model.apply`."""
 
     def loss_fn(params):
         options = {"apply": apply, "mutable": ["batch_stats"]}
