@@ -23,6 +23,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from tests.programs import Product
+
 FREE = frozenset(
     "parameter get-tuple-element tuple bitcast constant after-all add-dependency"
     " opt-barrier partition-id replica-id async-update".split()
@@ -34,19 +36,6 @@ LIBRARIES = ("__cublas$", "__cudnn$")
 BYTES = {"pred": 1, "token": 0, "opaque": 0}
 
 type Computation = dict[str, Instruction]
-
-
-class Product(NamedTuple):
-    """A matrix product or convolution, and the types of its two factors."""
-
-    op: str
-    lhs: str
-    rhs: str
-    where: str
-
-    @property
-    def is_wide(self) -> bool:
-        return not {"f32", "f64"}.isdisjoint((self.lhs, self.rhs))
 
 
 class Instruction(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
-WIDE = frozenset(("float32", "float64"))
+WIDE = frozenset(("float32", "float64", "f32", "f64"))  # as XLA writes them, too
 
 
 class Product(NamedTuple):

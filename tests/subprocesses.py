@@ -20,11 +20,6 @@ SECONDS = 300
 FAILED: dict[tuple[object, ...], str] = {}
 
 
-def on_devices(count: int, module: str):
-    """What a module prints last, as JSON, on some virtual CPU devices."""
-    return json.loads(run(module, XLA_FLAGS=cpu_devices(count)).splitlines()[-1])
-
-
 def cpu_devices(count: int) -> str:
     return f"--xla_force_host_platform_device_count={count}"
 

@@ -1,6 +1,7 @@
 """Autocast within autocast and jit, beside other policies, effects, and on devices."""
 
 import functools
+import re
 import warnings
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback, pallas as pl
 
 import jamp
 from tests.constructs import repeat
 from tests.programs import products, walk
-from tests.subprocesses import on_devices
+from tests.subprocesses import on_eight_devices
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
 
@@ -163,33 +165,30 @@ def test_vmap_in_is_vmap_out(in_axes):
     np.testing.assert_allclose(outside, jax.vmap(fn, in_axes)(*args), atol=1e-2)
 
 
-@pytest.fixture(scope="module")
-def two_devices():
-    """What tests/two_devices_autocast.py found on two virtual CPU devices."""
-    return on_devices(2, "tests.two_devices_autocast")
+@on_eight_devices  # in a process where none was named before
+def test_opaque_calls_are_named_once_each():
+    def kernel(x, out):
+        out[...] = x[...]
 
+    def host(x):
+        return np.asarray(x)
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_shard_map_on_two_devices(two_devices, where, check_vma):
-    got = two_devices[f"{where}/{check_vma}"]
-    assert got["products"] == {"forward": ["float16"], "grad": ["float16"]}
-    assert got["dtypes"] == ["float32", "float32", "float32"]
-    assert max(got["errors"]) < 5e-3
-    # Each device's part is 40,000: their sum is inf in fp16.
-    assert got["psum"] == 80000.0
+    shape = jax.ShapeDtypeStruct(W.shape, jnp.float32)
 
+    def fn(x):
+        y = pl.pallas_call(kernel, shape, interpret=True)(x @ W)
+        y = jax.pure_callback(host, shape, y @ W)
+        return io_callback(host, shape, y @ W)
 
-def test_sharded_arrays_under_jit(two_devices):
-    got = two_devices["jit"]
-    assert (got["products"], got["sharding"]) == (["float16"], ["rows", None])
-    assert got["error"] < 5e-3
-
-
-def test_opaque_calls_are_named_once_each(two_devices):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = [jax.make_jaxpr(half(fn))(W) for _ in range(2)]
     names = ["io_callback", "pallas_call", "pure_callback"]
-    assert two_devices["warnings"] == names
-    assert two_devices["opaque_inputs"] == {name: ["float32"] for name in names}
+    found = [re.search(r"'(\w+)'", str(w.message)) for w in caught]
+    assert sorted(match[1] for match in found if match) == names
+    calls = [e for e in walk(traced[0].jaxpr) if e.primitive.name in names]
+    assert len(calls) == 3
+    assert {str(v.aval.dtype) for e in calls for v in e.invars} == {"float32"}
 
 
 @pytest.mark.parametrize(

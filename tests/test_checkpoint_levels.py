@@ -428,14 +428,6 @@ def test_a_step_may_donate_what_orbax_still_writes(tmp_path):
     assert (checkpoint["opt_state"]["0"]["mu"]["w"] == 0).all()
 
 
-def test_another_sharding():
-    found = subprocesses.on_devices(2, "tests.resharding")
-    assert len(found) == 15
-    for name, seen in found.items():
-        trained = {"step": 8} if "across the mesh" in name else {}
-        assert seen == {"same": True, "misplaced": []} | trained, name
-
-
 # Plain Flax
 
 

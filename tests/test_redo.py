@@ -12,7 +12,6 @@ import jamp
 from tests import hlo
 from tests.bits import assert_same_bits
 from tests.states import SGD, assert_skipped, make, params, wide, with_scales
-from tests.subprocesses import on_devices
 
 W = params()["w"]
 DYNAMIC = jamp.DynamicLossScale
@@ -361,28 +360,3 @@ def test_under_vmap_each_lane_has_its_own_scale():
     np.testing.assert_array_equal(loss, -0.5 * xs + 3 * 2.0**-10)
     tree, _ = jax.vmap(jamp.ScaledGrads.unscale)(grads)
     np.testing.assert_array_equal(tree["w"][:3], np.stack([xs[:3]] * 3, axis=-1))
-
-
-@pytest.fixture(scope="module")
-def two_devices():
-    """What tests/two_devices_redo.py found on two virtual CPU devices."""
-    return on_devices(2, "tests.two_devices_redo")
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_shard_map_the_devices_redo_and_give_up_together(two_devices, check_vma):
-    got = two_devices[f"redo/{check_vma}"]
-    assert got["scales"] == [2.0**13, 2.0**13]  # one of them needs that
-    assert got["finite"] == [True, True]
-    assert got["grads"] == [[2.25 * 2.0**13] * 2] * 2
-    got = two_devices[f"bad/{check_vma}"]
-    assert (got["step"], got["skipped_steps"], got["loss_scale"]) == (0, 1, 2.0**10)
-    assert got["params"] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("where", ["step/True", "step/False", "jit"])
-def test_a_redone_step_on_devices_is_that_of_the_lower_scale(two_devices, where):
-    got = two_devices[where]
-    assert got["redone"] == got["lower"]
-    counts = {"loss_scale": 2.0**13, "step": 1, "skipped_steps": 0}
-    assert got["redone"].items() >= counts.items()

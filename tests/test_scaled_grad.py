@@ -14,7 +14,6 @@ import jamp
 from tests.bits import assert_same_bits
 from tests.forward_models import products
 from tests.states import HALF, RUNNING, make, params, wide, with_scales
-from tests.subprocesses import on_devices
 
 
 def loss_fn(p, x):
@@ -420,38 +419,3 @@ def test_a_wrt_that_names_no_groups_is_refused():
 
 
 # A mapped axis
-
-
-@pytest.fixture(scope="module")
-def two_devices():
-    """What tests/two_devices.py found on two virtual CPU devices."""
-    return on_devices(2, "tests.two_devices")
-
-
-@pytest.mark.parametrize("where", ["reduce/True", "reduce/False", "pmap"])
-def test_shard_map_reduces_in_fp32(two_devices, where):
-    # 60,000 from each device: their sum is inf in fp16, their mean is not.
-    got = two_devices[where]
-    assert got == {"finite": [True, True], "grads": [[60000.0, 60000.0]] * 2}
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_agrees_on_the_finite_flag(two_devices, check_vma):
-    got = two_devices[f"overflow/{check_vma}"]
-    assert got["finite"] == [False, False]
-    assert (got["skipped_steps"], got["step"]) == (1, 0)
-    assert got["params"] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("where", ["step/True", "step/False", "jit"])
-def test_a_step_on_devices_is_the_step_on_the_whole_batch(two_devices, where):
-    got = two_devices[where]
-    assert got["step"] == 1
-    assert got["params"] == got["whole"] != [1.0, 1.0]
-    if where == "jit":  # sharded arrays need no axis_name
-        assert got["skipped_steps"] == 1
-    else:
-        assert got["masters"] == got["whole_masters"]
-        # An ensemble, whose params vary over the axis: the mean of 1 and 3.
-        got = two_devices[where.replace("step", "varying")]
-        assert got == {"finite": [True, True], "grads": [[2.0], [2.0]]}
