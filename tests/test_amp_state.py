@@ -514,10 +514,3 @@ def test_overwritten_values_are_part_of_the_skip():
     after = fp8_step(state, jnp.inf)
     assert_skipped(after, state)
     assert after.skipped_steps == 1
-
-
-def test_master_params_of_a_level_without_masters_are_its_params_in_fp32():
-    for level in ("O0", "O3"):
-        masters = jamp.master_params(make(level))
-        expected = halved(params()["b"], level).astype(np.float32)
-        assert bits(masters["b"]) == expected.tobytes()

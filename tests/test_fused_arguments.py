@@ -168,13 +168,14 @@ def test_options_that_make_no_sense_are_an_error(factory, options, text):
 
 @pytest.mark.parametrize("factory", [jo.fused_adam, jo.fused_lamb])
 @pytest.mark.message
-def test_a_negative_norm_to_clip_at_is_an_error(factory):
+def test_a_norm_of_0_clips_nothing_and_a_negative_one_is_an_error(factory):
     with pytest.raises(ValueError, match="max_grad_norm.*-1"):
         factory(0.1, max_grad_norm=-1.0)
-    assert_close(
-        first_update(factory(0.1, max_grad_norm=0)),
-        first_update(factory(0.1, max_grad_norm=None)),
-    )
+    unclipped = first_update(factory(0.1, max_grad_norm=None))
+    assert_close(first_update(factory(0.1, max_grad_norm=0)), unclipped)
+    # Which makes an array of it.
+    injected = optax.inject_hyperparams(factory)(0.1, max_grad_norm=0.0)
+    assert_close(first_update(injected), unclipped)
 
 
 def test_names_of_the_largest_norm():
