@@ -202,6 +202,21 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
+def of_type(value: Any, aval: Any) -> Any:
+    """A result of a program as an array of an abstract value's dtype and weak type.
+
+    Evaluated outside of `jit`, a program gives its constants as it keeps them: as
+    NumPy arrays, as Python numbers, or in a private type.
+    """
+    weak = getattr(aval, "weak_type", False)
+    if not isinstance(value, jax.Array):
+        value = jnp.array(value, aval.dtype)
+    if getattr(jax.typeof(value), "weak_type", False) == weak:
+        return value
+    params = {"new_dtype": aval.dtype, "weak_type": weak, "sharding": None}
+    return primitives.convert_element_type_p.bind(value, **params)
+
+
 def name_stack(eqn: jc.JaxprEqn) -> str:
     """The name scopes in which an equation was traced, in its own program."""
     return str(eqn.source_info.name_stack)
