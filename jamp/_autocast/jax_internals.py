@@ -136,8 +136,9 @@ def with_custom_vjp(
         return jaxpr, jaxpr.consts
 
     def written_backward(*args: Any):
-        # Residuals and cotangents, some of which may be symbolic zeros.
-        places = [i for i, x in enumerate(args) if not isinstance(x, SymbolicZero)]
+        # Residuals and cotangents, some of which may be symbolic zeros. What is known
+        # stays so: Equinox keeps in residuals which arguments are perturbed.
+        places = [i for i, x in enumerate(args) if isinstance(x, jax.core.Tracer)]
         result: dict[str, Any] = {}
 
         def flat(*values):
