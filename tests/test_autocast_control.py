@@ -156,9 +156,12 @@ def test_registered_functions_are_marked_while_a_program_is_traced():
     assert found(fn) == [HALF, HALF]
 
 
-@pytest.mark.parametrize("kind", ["half", "float", "promote"])
+KINDS = ["half_function", "float_function", "promote_function", "half_kernel"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_registering_what_is_not_there_names_it(kind):
-    register = getattr(LISTS, f"register_{kind}_function")
+    register = getattr(LISTS, f"register_{kind}")
     with pytest.raises(ValueError, match="No function named 'nothing' in module"):
         register(jnp, "nothing")
 

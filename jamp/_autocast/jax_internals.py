@@ -6,6 +6,7 @@ it breaks here.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -178,6 +179,20 @@ def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
 def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
     """A program with its constants, which JAX has as its first inputs otherwise."""
     return jaxpr.with_consts(consts) if consts else jaxpr
+
+
+# ---- functions
+
+
+def cudnn_attention() -> tuple[Any, str] | None:
+    """Where `jax.nn.dot_product_attention` looks up cuDNN's attention, if it does.
+
+    It asks for half while it is traced. JAX's own function finds it there, however a
+    program has come by that.
+    """
+    module = inspect.getmodule(jax.nn.dot_product_attention)
+    name = "cudnn_dot_product_attention"
+    return (module, name) if hasattr(module, name) else None
 
 
 # ---- variables and equations

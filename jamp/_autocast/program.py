@@ -26,9 +26,10 @@ MARKERS = {
     Rule.PROMOTE: "jamp_promote",
     Rule.RECORDED: "jamp_recorded",
 }
+KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
+_RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECORDED}
 # The brackets hold the name of the function of the lists that the mark was set for.
-_MARKER = re.compile(rf"({'|'.join(MARKERS.values())})(?:\(([^()]*)\))?")
-_RULES = {marker: rule for rule, marker in MARKERS.items()}
+_MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,8 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     if _is_no_conversion(eqn):
         listed = Rule.MOVE
     region, where = _region_rule(scope, eqn)
+    if region is Rule.RECORDED:
+        return region, where
     if region is None and listed is Rule.HALF and _wants_float32_product(eqn):
         return Rule.FLOAT32, PRECISION
     if listed is None or listed is Rule.RECORDED or region is None:

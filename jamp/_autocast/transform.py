@@ -12,10 +12,12 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
+from jamp._autocast.kernels import kernels_by_place
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Decision, Policy, Scope
-from jamp._autocast.regions import registered
+from jamp._autocast.regions import marked_by_place
 from jamp._autocast.rewrite import rewrite, unchanged
+from jamp._autocast.tracing import tracing_for
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -117,7 +119,9 @@ def _trace(
         return jax.tree.unflatten(result["tree"], filled)
 
     values = [_owned(leaves[i]) for i in places]
-    with registered(scope.policy.lists.registered):
+    lists = scope.policy.lists
+    replaced = [*kernels_by_place(lists), *marked_by_place(lists)]
+    with tracing_for(scope.policy.dtype, replaced):
         return jax.make_jaxpr(flat)(*values), values, rebuild
 
 

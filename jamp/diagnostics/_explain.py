@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast.jax_internals import source_line
 from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
-from jamp._autocast.program import MARKERS, PRECISION, Decision, is_float32
+from jamp._autocast.program import KERNEL, MARKERS, PRECISION, Decision, is_float32
 from jamp._autocast.transform import Promote, decisions, scope_of
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops
@@ -34,6 +34,7 @@ _MARKED_BY = {
     MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
     MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
     MARKERS[Rule.RECORDED]: "`disable_casts`.",
+    KERNEL: "`half_kernel`: it is called with half operands.",
 }
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend import core as jc
+from jax.extend import core as jc, linear_util
 
 F32 = jnp.dtype("float32")
 HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
@@ -255,9 +255,11 @@ class _Interpreter:
             return self.one_kernel(eqn, ins, self.promoted(floats))
         return self.run(eqn.params["jaxpr"], ins)
 
-    def one_kernel(self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any) -> list:
+    def one_kernel(
+        self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any, params: Any = ()
+    ) -> list[Value]:
         """In float32 inside; the results in given dtypes, one for all or one each."""
-        outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]))
+        outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]), params)
         dtypes = dtypes if len(dtypes) == len(outs) else dtypes * len(outs)
         pairs = zip(outs, eqn.outvars, dtypes, strict=True)
         return [of_array(x.astype(d) if is_float32(a) else x) for x, a, d in pairs]
@@ -353,48 +355,60 @@ class _Interpreter:
 
     # ---- functions with a derivative of their own
 
-    def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        program, count = eqn.params["call_jaxpr"], eqn.params["num_consts"]
+    def custom(self, eqn: jc.JaxprEqn, ins: list[Value], rules: Any) -> list[Value]:
+        """One kernel, with its derivative; the parts of one with a product are cast."""
+        program = eqn.params["call_jaxpr"]
         dtypes = _dtypes(functools.partial(self.run, program, ins))
-        if not holds_product(program):
-            return self.one_kernel(eqn, ins, *dtypes)
+        params = {"call_jaxpr": self.as_written(program)}
+        for name, rule in rules.items():
+            old = eqn.params[name]
+            rule = functools.partial(rule, old)
+            params[name] = linear_util.wrap_init(rule, debug_info=old.debug_info)
+        return self.one_kernel(
+            eqn, ins, *dtypes, params=params if holds_product(program) else {}
+        )
 
-        @jax.custom_jvp
-        def function(*arrays):
-            values = [
-                dataclasses.replace(v, array=x)
-                for v, x in zip(ins, arrays, strict=True)
-            ]
-            return [v.array for v in self.run(program, values)]
+    def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        def jvp(old, *absent):
+            jaxpr, consts, zeros = old.call_wrapped(*absent)
+            jaxpr = self.as_written(jaxpr.with_consts(consts) if consts else jaxpr)
+            return jaxpr, jaxpr.consts, zeros
 
-        def derivative(primals, tangents):
-            absent = [False] * len(primals[count:])
-            jvp = eqn.params["jvp_jaxpr_fun"]
-            jaxpr, consts, zeros = jvp.call_wrapped(*absent)
-            values = map(of_array, [*consts, *primals[count:], *tangents[count:]])
-            jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-            jaxpr = jaxpr.replace(
-                constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]
-            )
-            found = iter([v.array for v in self.run(jaxpr, list(values))])
-            outs = [next(found).astype(d) for d in dtypes]
-            return outs, [
-                jnp.zeros_like(x) if zero else next(found).astype(x.dtype)
-                for x, zero in zip(outs, zeros, strict=True)
-            ]
-
-        function.defjvp(derivative)
-        return list(map(of_array, function(*[v.array for v in ins])))
+        return self.custom(eqn, ins, {"jvp_jaxpr_fun": jvp})
 
     def _custom_vjp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """Its parts take and give the dtypes that they were written for."""
-        plain = jc.jaxpr_as_fun(eqn.params["call_jaxpr"])
-        arrays = _cast(ins, [a.aval for a in eqn.invars])
-        if not holds_product(getattr(plain, "jaxpr", eqn.params["call_jaxpr"])):
-            program = eqn.params["call_jaxpr"]
-            dtypes = _dtypes(functools.partial(self.run, program, ins))
-            return self.one_kernel(eqn, ins, *dtypes)
-        return list(map(of_array, self.bind(eqn, arrays)))
+        def forward(old, *perturbed):
+            jaxpr, consts = old.call_wrapped(*perturbed)
+            jaxpr = self.as_written(jaxpr.with_consts(consts) if consts else jaxpr)
+            return jaxpr, jaxpr.consts
+
+        def backward(old, *args):
+            found = []
+
+            def dense(*args):
+                grads, logs = old.call_wrapped(*args)
+                found[:] = grads, logs
+                return [g for g in grads if hasattr(g, "dtype")]
+
+            jaxpr = self.as_written(jax.make_jaxpr(dense)(*args))
+            left = iter(jc.jaxpr_as_fun(jaxpr)(*args))
+            grads, logs = found
+            return [next(left) if hasattr(g, "dtype") else g for g in grads], logs
+
+        return self.custom(eqn, ins, {"fwd_jaxpr_thunk": forward, "bwd": backward})
+
+    def as_written(self, jaxpr: Any) -> Any:
+        """A program by torch's rules that takes and gives what it is written for."""
+
+        def run(*arrays):
+            outs = self.run(jaxpr, list(map(of_array, arrays)))
+            return [v.array.astype(a.dtype) for v, a in zip(outs, avals, strict=True)]
+
+        avals = [v.aval for v in jaxpr.outvars]
+        shapes = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars
+        ]
+        return jax.make_jaxpr(run)(*shapes)
 
 
 def _cast(values: Sequence[Value], avals: Sequence[Any]) -> list[Any]:
