@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 from jax.extend.core import primitives
@@ -139,8 +140,9 @@ def with_custom_vjp(
         return jaxpr, jaxpr.consts
 
     def written_backward(*args: Any):
-        # Residuals and cotangents, some of which may be symbolic zeros.
-        places = [i for i, x in enumerate(args) if not isinstance(x, SymbolicZero)]
+        # Residuals and cotangents, some of which may be symbolic zeros. What is known
+        # stays so: Equinox keeps in residuals which arguments are perturbed.
+        places = [i for i, x in enumerate(args) if isinstance(x, Tracer)]
         result: dict[str, Any] = {}
 
         def flat(*values):

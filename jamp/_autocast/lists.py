@@ -128,6 +128,13 @@ ROWS = (
         "Their dtype is their meaning, or they have none.",
         "torch: not in any list; random numbers are drawn as the program says",
     ),
+    _row(
+        Rule.RECORDED,
+        "linear_solve maybe_set nonbatchable nondifferentiable_backward nontraceable "
+        "select_if_vmap unvmap_all unvmap_any unvmap_max",
+        "Lineax's solver, and what Equinox's loops are made of: they ask for nothing.",
+        "torch: not in any list",
+    ),
 )
 
 # Functions of JAX by the name that they are jitted under: the whole of them runs by one
