@@ -294,6 +294,17 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **here)
 
 
+def equation_of(
+    function: Callable[..., Any], invar: jc.Var, outvar: jc.Var, place: jc.JaxprEqn
+) -> jc.JaxprEqn:
+    """The one equation that a function is traced to, in the place of another one."""
+    shape = jax.ShapeDtypeStruct(invar.aval.shape, invar.aval.dtype)
+    (eqn,) = jax.make_jaxpr(function)(shape).eqns
+    return eqn.replace(
+        invars=[invar], outvars=[outvar], source_info=place.source_info, ctx=place.ctx
+    )
+
+
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], keep: frozenset[str]
 ) -> jc.JaxprEqn:
