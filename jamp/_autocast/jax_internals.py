@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -93,7 +94,10 @@ def custom_consts(eqn: jc.JaxprEqn) -> int:
 
 
 def with_custom_jvp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr]
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[..., jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
     """The parameters of a `custom_jvp_call`, with its programs written anew.
 
@@ -106,12 +110,14 @@ def with_custom_jvp(
         program: the function, written anew.
         write: writes the rule anew: from the program, and for each argument and for
             each result whether its tangent is a symbolic zero.
+        tracing: in what to trace the rule.
     """
     rule = eqn.params["jvp_jaxpr_fun"]
 
     @functools.cache
     def written(*absent: bool):
-        jaxpr, consts, zeros = rule.call_wrapped(*absent)
+        with tracing():
+            jaxpr, consts, zeros = rule.call_wrapped(*absent)
         jaxpr = write(_closed(jaxpr, consts), absent, zeros)
         return jaxpr, jaxpr.consts, zeros
 
@@ -119,7 +125,10 @@ def with_custom_jvp(
 
 
 def with_custom_vjp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[[jc.Jaxpr], jc.Jaxpr]
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[[jc.Jaxpr], jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
     """The parameters of a `custom_vjp_call`, with its programs written anew.
 
@@ -131,12 +140,15 @@ def with_custom_vjp(
         eqn: the call.
         program: the function, written anew.
         write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
+        tracing: in what to trace them.
     """
     forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
 
     @functools.cache
     def written_forward(*perturbed: bool):
-        jaxpr = write(_closed(*forward.call_wrapped(*perturbed)))
+        with tracing():
+            traced = forward.call_wrapped(*perturbed)
+        jaxpr = write(_closed(*traced))
         return jaxpr, jaxpr.consts
 
     def written_backward(*args: Any):
@@ -156,7 +168,8 @@ def with_custom_vjp(
             return [g for g in grads if not _is_zero(g)], result["logs"]
 
         values = [args[i] for i in places]
-        jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+        with tracing():
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
         outs = jc.jaxpr_as_fun(write(jaxpr))(*values)
         grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
         left = iter(grads)
