@@ -5,6 +5,7 @@ on them: carries keep the user's, and so do constants of loops, whose gradients 
 sums.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.program import Atom, dtype_of, is_float, recorded
+from jamp._autocast.kernels import traced_for
+from jamp._autocast.lists import Rule
+from jamp._autocast.program import Atom, dtype_of, is_float, recorded, region_rule
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 
 
@@ -116,7 +119,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
-    params = jax_internals.with_custom_jvp(eqn, inner, write)
+    params = jax_internals.with_custom_jvp(eqn, inner, write, _tracing(rewriter, eqn))
     rewriter.emit(eqn, ins, outs, params)
 
 
@@ -141,8 +144,15 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
 
-    params = jax_internals.with_custom_vjp(eqn, inner, write)
+    params = jax_internals.with_custom_vjp(eqn, inner, write, _tracing(rewriter, eqn))
     rewriter.emit(eqn, ins, outs, params)
+
+
+def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
+    """In what to trace a user's rule, which JAX does long after the function."""
+    region, _ = region_rule(rewriter.scope, eqn)
+    casts = region not in (Rule.FLOAT32, Rule.RECORDED)
+    return functools.partial(traced_for, rewriter.scope.policy, casts)
 
 
 RULES = {
