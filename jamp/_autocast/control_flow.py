@@ -141,8 +141,24 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
 
-    params = jax_internals.with_custom_vjp(eqn, inner, write)
-    rewriter.emit(eqn, ins, outs, params)
+    # Values of an outer program come in as those that the function closes over do; and
+    # as there, they have no derivative.
+    free = [v for v in jax_internals.closed_over(eqn) if v in rewriter.versions]
+    free = free if not eqn.effects else []  # which name operands by their places
+    params = jax_internals.with_custom_vjp(eqn, inner, write, free)
+    place = jax_internals.custom_consts(eqn)
+    passed = [_stopped(rewriter, v) for v in free]
+    invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
+    rewriter.emit(eqn.replace(invars=invars), recorded(invars), outs, params)
+
+
+def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
+    """A variable without its derivative."""
+    if not is_float(var):
+        return var
+    eqn = jax_internals.stopped(var)
+    rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+    return eqn.outvars[0]
 
 
 RULES = {

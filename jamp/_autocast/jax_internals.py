@@ -18,6 +18,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 from jax.extend.core import primitives
 
+from jamp._autocast.closures import tracers_in
+
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
 OPTIMIZED_VJP = "remat_opt"  # of a custom_vjp's fwd, with `optimize_remat=True`
 
@@ -117,29 +119,47 @@ def with_custom_jvp(
 
 
 def with_custom_vjp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[[jc.Jaxpr], jc.Jaxpr]
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[[jc.Jaxpr], jc.Jaxpr],
+    free: Sequence[jc.Var] = (),
 ) -> dict[str, Any]:
     """The parameters of a `custom_vjp_call`, with its programs written anew.
 
     JAX traces the user's `fwd` when a derivative is taken, for the arguments that it
-    is taken of. It gives the residuals first, but for those that are arguments as they
-    came, and the outputs after them; `out_trees` knows, and stays as it is.
+    is taken of. It gives the residuals first, but for those that are operands as they
+    came, and the outputs after them; `out_trees` knows which.
 
     Args:
         eqn: the call.
         program: the function, written anew.
         write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
+        free: what `fwd` and `bwd` may close over. These become operands, after those of
+            the closure of the function, and residuals, after the user's.
     """
     forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+    consts, count = custom_consts(eqn), len(free)
 
     @functools.cache
     def written_forward(*perturbed: bool):
-        jaxpr = write(_closed(*forward.call_wrapped(*perturbed)))
+        jaxpr = _closed(*forward.call_wrapped(*perturbed[count:]))
+        jaxpr = write(_with_inputs(jaxpr, free))
         return jaxpr, jaxpr.consts
 
+    def out_trees():
+        out_tree, residuals, places = eqn.params["out_trees"]()
+        if not count:
+            return out_tree, residuals, places
+        more = jax.tree.structure([0] * count)
+        residuals = jax.tree_util.treedef_tuple((residuals, more))
+        moved = [p if p is None or p < consts else p + count for p in places]
+        return out_tree, residuals, [*moved, *range(consts, consts + count)]
+
     def written_backward(*args: Any):
-        # Residuals and cotangents, some of which may be symbolic zeros. What is known
-        # stays so: Equinox keeps in residuals which arguments are perturbed.
+        # Residuals, what is closed over, and cotangents, which may be symbolic zeros.
+        end = eqn.params["out_trees"]()[1].num_leaves
+        closed_over, args = args[end : end + count], args[:end] + args[end + count :]
+        # What is known stays so: Equinox keeps in residuals what is perturbed.
         places = [i for i, x in enumerate(args) if isinstance(x, Tracer)]
         result: dict[str, Any] = {}
 
@@ -155,16 +175,59 @@ def with_custom_vjp(
 
         values = [args[i] for i in places]
         jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-        outs = jc.jaxpr_as_fun(write(jaxpr))(*values)
+        jaxpr = write(_with_inputs(jaxpr, free))
+        outs = jc.jaxpr_as_fun(jaxpr)(*closed_over, *values)
         grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
         left = iter(grads)
-        return [g if _is_zero(g) else next(left) for g in result["grads"]], logs
+        grads = [g if _is_zero(g) else next(left) for g in result["grads"]]
+        none = [SymbolicZero(v.aval.to_tangent_aval()) for v in free]
+        return [*none, *grads], logs
 
     return {
-        **with_program(eqn, program),
+        **with_program(eqn, _with_inputs(program, free, consts)),
         "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
         "bwd": _wrapped(written_backward, backward),
+        "out_trees": out_trees,
     }
+
+
+def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    """The variables whose tracers the rules of a `custom_vjp_call` may close over.
+
+    Where JAX differentiates a function without tracing it first, they close over
+    values; here over tracers of a trace that has ended. These keep their variables.
+    """
+    rules = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+    return list(dict.fromkeys(filter(None, map(_variable_of, tracers_in(rules)))))
+
+
+def _variable_of(tracer: Any) -> jc.Var | None:
+    """What a tracer stands for in the program that is or was traced."""
+    while isinstance(tracer, Tracer):
+        tracer = getattr(tracer, "val", None)  # one of `vmap` holds another one
+    return tracer if isinstance(tracer, jc.Var) else None
+
+
+def _with_inputs(
+    jaxpr: jc.Jaxpr, variables: Sequence[jc.Var], place: int = 0
+) -> jc.Jaxpr:
+    """A program with variables of another one as inputs more.
+
+    Where their tracers are among its constants, they are constants no more.
+    """
+    if not variables:
+        return jaxpr
+    new = {v: jc.Var(v.aval) for v in variables}
+    kept = []
+    for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True):
+        known = _variable_of(const)
+        if known in new:
+            new[known] = var
+        else:
+            kept.append((var, const))
+    invars = [*jaxpr.invars[:place], *new.values(), *jaxpr.invars[place:]]
+    jaxpr = jaxpr.replace(constvars=[var for var, _ in kept], invars=invars)
+    return _closed(jaxpr, [const for _, const in kept])
 
 
 def _is_zero(x: Any) -> bool:
@@ -245,6 +308,12 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
         here = {"source_info": reader.source_info, "ctx": reader.ctx}
     primitive = primitives.convert_element_type_p
     return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **here)
+
+
+def stopped(var: jc.Var) -> jc.JaxprEqn:
+    """The equation of `jax.lax.stop_gradient` of a variable."""
+    primitive = primitives.stop_gradient_p
+    return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
 def checkpointed(
