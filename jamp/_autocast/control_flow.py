@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast import jax_internals
+from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.program import Atom, dtype_of, is_float, recorded
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 
@@ -104,7 +104,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     boundary = _free(rewriter, eqn, eqn.invars, ins)
     inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
-    args = ins[jax_internals.custom_consts(eqn) :]
+    args = ins[derivatives.custom_consts(eqn) :]
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -116,7 +116,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
-    params = jax_internals.with_custom_jvp(eqn, inner, write)
+    params = derivatives.with_custom_jvp(eqn, inner, write)
     rewriter.emit(eqn, ins, outs, params)
 
 
@@ -143,10 +143,10 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
 
     # Values of an outer program come in as those that the function closes over do; and
     # as there, they have no derivative.
-    free = [v for v in jax_internals.closed_over(eqn) if v in rewriter.versions]
+    free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
     free = free if not eqn.effects else []  # which name operands by their places
-    params = jax_internals.with_custom_vjp(eqn, inner, write, free)
-    place = jax_internals.custom_consts(eqn)
+    params = derivatives.with_custom_vjp(eqn, inner, write, free)
+    place = derivatives.custom_consts(eqn)
     passed = [_stopped(rewriter, v) for v in free]
     invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
     rewriter.emit(eqn.replace(invars=invars), recorded(invars), outs, params)
