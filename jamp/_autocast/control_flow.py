@@ -5,6 +5,7 @@ on them: carries keep the user's, and so do constants of loops, whose gradients 
 sums.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
-from jamp._autocast.program import Atom, dtype_of, is_float, recorded
+from jamp._autocast.kernels import traced_for
+from jamp._autocast.lists import Rule
+from jamp._autocast.program import Atom, dtype_of, is_float, recorded, region_rule
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 
 
@@ -116,7 +119,8 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
-    params = derivatives.with_custom_jvp(eqn, inner, write)
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
     rewriter.emit(eqn, ins, outs, params)
 
 
@@ -145,7 +149,8 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     # as there, they have no derivative.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
     free = free if not eqn.effects else []  # which name operands by their places
-    params = derivatives.with_custom_vjp(eqn, inner, write, free)
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_custom_vjp(eqn, inner, write, tracing, free)
     place = derivatives.custom_consts(eqn)
     passed = [_stopped(rewriter, v) for v in free]
     invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
@@ -159,6 +164,13 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
     eqn = jax_internals.stopped(var)
     rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
     return eqn.outvars[0]
+
+
+def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
+    """In what to trace a user's rule, which JAX does long after the function."""
+    region, _ = region_rule(rewriter.scope, eqn)
+    casts = region not in (Rule.FLOAT32, Rule.RECORDED)
+    return functools.partial(traced_for, rewriter.scope.policy, casts)
 
 
 RULES = {

@@ -8,6 +8,7 @@ As for `jax_internals`, whose second half this is, the tests hold each fact.
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -28,7 +29,10 @@ def custom_consts(eqn: jc.JaxprEqn) -> int:
 
 
 def with_custom_jvp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr]
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[..., jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
     """The parameters of a `custom_jvp_call`, with its programs written anew.
 
@@ -41,12 +45,14 @@ def with_custom_jvp(
         program: the function, written anew.
         write: writes the rule anew: from the program, and for each argument and for
             each result whether its tangent is a symbolic zero.
+        tracing: in what to trace the rule.
     """
     rule = eqn.params["jvp_jaxpr_fun"]
 
     @functools.cache
     def written(*absent: bool):
-        jaxpr, consts, zeros = rule.call_wrapped(*absent)
+        with tracing():
+            jaxpr, consts, zeros = rule.call_wrapped(*absent)
         jaxpr = write(_closed(jaxpr, consts), absent, zeros)
         return jaxpr, jaxpr.consts, zeros
 
@@ -57,6 +63,7 @@ def with_custom_vjp(
     eqn: jc.JaxprEqn,
     program: jc.Jaxpr,
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
     free: Sequence[jc.Var] = (),
 ) -> dict[str, Any]:
     """The parameters of a `custom_vjp_call`, with its programs written anew.
@@ -69,6 +76,7 @@ def with_custom_vjp(
         eqn: the call.
         program: the function, written anew.
         write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
+        tracing: in what to trace them.
         free: what `fwd` and `bwd` may close over. These become operands, after those of
             the closure of the function, and residuals, after the user's.
     """
@@ -77,8 +85,9 @@ def with_custom_vjp(
 
     @functools.cache
     def written_forward(*perturbed: bool):
-        jaxpr = _closed(*forward.call_wrapped(*perturbed[count:]))
-        jaxpr = write(_with_inputs(jaxpr, free))
+        with tracing():
+            traced = forward.call_wrapped(*perturbed[count:])
+        jaxpr = write(_with_inputs(_closed(*traced), free))
         return jaxpr, jaxpr.consts
 
     def out_trees():
@@ -109,7 +118,8 @@ def with_custom_vjp(
             return [g for g in grads if not _is_zero(g)], result["logs"]
 
         values = [args[i] for i in places]
-        jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+        with tracing():
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
         jaxpr = write(_with_inputs(jaxpr, free))
         outs = jc.jaxpr_as_fun(jaxpr)(*closed_over, *values)
         grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
