@@ -215,7 +215,7 @@ def power_iteration(w, v):
         v = w.T @ (w @ v)
         return v / jnp.linalg.norm(v)
 
-    v = repeat(step, v, 4)
+    v = repeat(step, v, 2)
     return v @ w @ w.T @ v
 
 

@@ -69,7 +69,7 @@ GIVEN: dict[str, tuple | Callable] = {
     "jnp.choose": lambda x=M, y=A: jnp.choose(
         IDS % 2, [x[0, :3], y[0, :3]], mode="clip"
     ),
-    "jnp.compress": lambda x=M: jnp.compress([True, False, True], x, axis=0),
+    "jnp.compress": lambda x=M: jnp.compress(IDS > 0, x, axis=0, size=2),
     "jnp.extract": lambda x=M: jnp.extract(x > 0.3, x, size=4),
     "jnp.cross": (V[:3], W[:3]),
     "jnp.linalg.cross": (V[:3], W[:3]),
@@ -84,8 +84,8 @@ GIVEN: dict[str, tuple | Callable] = {
     "jnp.interp": lambda x=M, v=V, w=W: jnp.interp(x, v, w),
     "jnp.place": lambda x=M: jnp.place(x, M > 0.3, V[:3], inplace=False),
     "jnp.put": lambda x=M, v=V[:3]: jnp.put(x, IDS, v, inplace=False),
-    "jnp.put_along_axis": lambda x=M, v=V[:1]: jnp.put_along_axis(
-        x, IDS[:, None] + [[0]], v[:, None], 1, inplace=False
+    "jnp.put_along_axis": lambda x=M, v=A[:3, :1]: jnp.put_along_axis(
+        x[:3], IDS[:, None], v, 1, inplace=False
     ),
     "jnp.polyfit": lambda x=V, y=W: jnp.polyfit(x, y, 2),
     "jnp.roots": lambda x=V: jnp.roots(x, strip_zeros=False),
@@ -215,7 +215,7 @@ EXCLUDED = {
         "lax.bitwise_xor lax.broadcast_shapes lax.broadcasted_iota lax.clz "
         "lax.conv_dimension_numbers lax.conv_general_permutations "
         "lax.conv_general_shape_tuple lax.conv_shape_tuple "
-        "lax.conv_transpose_shape_tuple lax.dtype lax.empty lax.iota "
+        "lax.conv_transpose_shape_tuple lax.create_token lax.dtype lax.empty lax.iota "
         "lax.linalg.lu_pivots_to_permutation lax.mulhi lax.padtype_to_pads "
         "lax.population_count lax.reduce_and lax.reduce_or "
         "lax.reduce_window_shape_tuple lax.reduce_xor lax.rng_bit_generator "
@@ -227,7 +227,7 @@ EXCLUDED = {
         "scipy.linalg.pascal scipy.special.bernoulli"
     ),
     "takes complex or block-scaled numbers": (
-        "lax.imag lax.real nn.scaled_dot_general nn.scaled_matmul"
+        "lax.imag lax.real lax.scaled_dot nn.scaled_dot_general nn.scaled_matmul"
     ),
     "needs named axes, tokens or meshes": (
         "lax.after_all lax.all_gather lax.all_to_all lax.axis_index lax.axis_size "
