@@ -112,7 +112,10 @@ GIVEN: dict[str, tuple | Callable] = {
     "lax.conv_with_general_padding": (IMAGE, KERNEL, (1, 1), "SAME", None, None),
     "lax.convert_element_type": (M, jnp.bfloat16),
     "lax.custom_root": lambda x=V: lax.custom_root(
-        lambda y: y**2 - x, x, lambda f, y: jnp.sqrt(x), lambda g, y: y / g(1.0)
+        lambda y: y**2 - x,
+        x,
+        lambda f, y: jnp.sqrt(x),
+        lambda g, y: y / g(jnp.ones_like(y)),
     ),
     "lax.dot_general": (M, A, (((1,), (0,)), ((), ()))),
     "lax.ragged_dot": (A, draw(2, 4, 3), np.array([1, 3])),
