@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg
 import numpy as np
 import pytest
 from jax import lax
@@ -290,6 +291,7 @@ def inv(x):
         (jnp.linalg.inv, "jax.numpy.linalg.inv"),
         (jax.jit(jnp.linalg.inv), "jax.numpy.linalg.inv"),
         (jax.vmap(jnp.cov), "jax.numpy.cov"),
+        (jax.scipy.linalg.cholesky, "jax.scipy.linalg.cholesky"),
         (jax.jit(inv), ""),
         (jax.jit(lambda x: x), ""),
     ],
