@@ -15,31 +15,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.program import Atom, is_float, recorded
+from jamp._autocast.program import Atom, dtype_of, is_float, is_float32, recorded
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 from jamp._core.compat import shape_like
 
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
-    ins = rewriter.values.argument_dtypes(eqn.invars)
-    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars, ins))
-
-
-def _checkpoint(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
-    """The same, but the operands are kept for the backward pass.
-
-    A weight is there anyway, in float32; cast before the call, a copy would be kept
-    too. So it is cast inside, and again where the backward pass computes it again.
-    """
-    ins = [rewriter.values.outgoing_dtype(v) for v in eqn.invars]
-    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars, ins))
+    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars))
 
 
 def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    index, *ins = rewriter.values.argument_dtypes(eqn.invars)
-    boundary = _free(rewriter, eqn, eqn.invars[1:], ins)
+    index, *operands = eqn.invars
+    boundary = _free(rewriter, eqn, operands)
 
     def branches():
         rewriter.programs.clear()  # `explain` shows the branches as they are at last
@@ -47,27 +36,42 @@ def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
 
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
     written = branches()
-    outs = recorded(written[0].outvars)
-    if any(recorded(branch.outvars) != outs for branch in written):
-        outs = recorded(eqn.outvars)
+    outs = recorded(written[0].jaxpr.outvars)
+    votes = written[0].votes
+    if any(recorded(w.jaxpr.outvars) != outs or w.votes != votes for w in written):
+        outs = votes = recorded(eqn.outvars)
         boundary = boundary._replace(out_dtypes=outs)
         written = branches()
-    params = {**eqn.params, "branches": tuple(written)}
-    rewriter.emit(eqn, [index, *ins], outs, params)
+    params = {**eqn.params, "branches": tuple(w.jaxpr for w in written)}
+    ins = [dtype_of(index), *boundary.in_dtypes]
+    rewriter.emit(eqn, ins, outs, params, votes)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
     consts, carry = jax_internals.scan_counts(eqn)
     fixed = consts + carry
+    values = rewriter.values
     # A carry must come out as it went in, and one that sums over the trips would lose
     # digits in half; the backward pass sums the gradients of constants in the same way.
     ins = recorded(eqn.invars[:fixed])
-    # Not `argument_dtypes`: cast before the loop, all layers would have a half copy.
-    ins += [rewriter.values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
+    ins += [values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
     outs = [*recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
     wants = rewriter.consumers.wants_of(eqn.outvars)
-    _write(rewriter, eqn, Boundary(ins, outs, wants))
+    votes = [*ins[:fixed], *map(values.vote, eqn.invars[fixed:])]
+    boundary = Boundary(ins, outs, wants, votes)
+    if rewriter.scope.policy.promote == "narrowest":
+        body = jax_internals.program_of(eqn)
+        free = boundary._replace(out_dtypes=[None] * len(outs))
+        written = rewriter.program(eqn, body, free)
+        rewriter.programs.clear()
+        for i, (init, vote) in enumerate(
+            zip(eqn.invars[consts:fixed], written.votes, strict=False)
+        ):
+            # It is half after each trip, and no sum that begins with a literal zero.
+            if is_float32(init) and values.vote(init) and vote == values.half:
+                ins[consts + i] = outs[i] = votes[consts + i] = values.half
+    _write(rewriter, eqn, boundary)
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
@@ -75,8 +79,8 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
     carry = ins[cond_consts + body_consts :]
     going = Boundary(ins[:cond_consts] + carry, [jnp.dtype(bool)])
-    cond = rewriter.program(eqn, cond, going)
-    body = rewriter.program(eqn, body, Boundary(ins[cond_consts:], outs))
+    cond = rewriter.program(eqn, cond, going).jaxpr
+    body = rewriter.program(eqn, body, Boundary(ins[cond_consts:], outs)).jaxpr
     params = jax_internals.with_while_programs(eqn, cond, body)
     rewriter.emit(eqn, ins, outs, params)
 
@@ -86,28 +90,31 @@ def _as_recorded_outside(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     _write(rewriter, eqn, Boundary(recorded(eqn.invars), recorded(eqn.outvars)))
 
 
-def _free(
-    rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom], ins: list[Any]
-) -> Boundary:
-    """Of a program whose results may be in any dtype: known is who reads them."""
-    free = [None] * len(eqn.outvars)
-    wants = rewriter.consumers.wants_of(eqn.outvars)
-    return Boundary(ins, free, wants, list(map(rewriter.values.has_no_vote, operands)))
+def _free(rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom]) -> Boundary:
+    """Of a program whose values may be in any dtype: known is who reads them."""
+    values = rewriter.values
+    return Boundary(
+        list(map(values.outgoing_dtype, operands)),
+        [None] * len(eqn.outvars),
+        rewriter.consumers.wants_of(eqn.outvars),
+        list(map(values.vote, operands)),
+        [values.facts.of(v) for v in operands],
+    )
 
 
 def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
     """Writes an equation that holds one program, and that program."""
-    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    inner, votes = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     params = jax_internals.with_program(eqn, inner)
-    rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params)
+    rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params, votes)
 
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """The function and the user's derivative of it, each written anew."""
     count = jax_internals.custom_consts(eqn)
-    ins = rewriter.values.argument_dtypes(eqn.invars)
-    boundary = _free(rewriter, eqn, eqn.invars, ins)
-    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    boundary = _free(rewriter, eqn, eqn.invars)
+    ins = boundary.in_dtypes
+    inner, votes = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
 
     @jax.custom_jvp
@@ -128,7 +135,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
             d if is_float(v) else None
             for d, v in zip(wanted, jaxpr.outvars, strict=True)
         ]
-        jaxpr = rewriter.program(eqn, jaxpr, Boundary(dtypes, wanted))
+        jaxpr = rewriter.program(eqn, jaxpr, Boundary(dtypes, wanted)).jaxpr
         results = jc.jaxpr_as_fun(jaxpr)(*primals_in, *tangents_in)
         primals_out, rest = results[: len(outs)], iter(results[len(outs) :])
         tangents_out = [
@@ -138,14 +145,15 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         return primals_out, tangents_out
 
     function.defjvp(derivative, symbolic_zeros=eqn.params["symbolic_zeros"])
-    rewriter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
+    rewriter.emit(eqn, ins, outs, _params_of(function, eqn, ins), votes)
 
 
 def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that."""
     count = jax_internals.custom_consts(eqn)
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    inner = rewriter.program(eqn, jax_internals.program_of(eqn), Boundary(ins, outs))
+    program = jax_internals.program_of(eqn)
+    inner = rewriter.program(eqn, program, Boundary(ins, outs)).jaxpr
 
     @jax.custom_vjp
     def function(*args):
@@ -156,14 +164,14 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     def forward(*args):
         args = args[count:]
         jaxpr = jax_internals.forward_rule(eqn, len(args))
-        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr))
+        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr)).jaxpr
         results = jc.jaxpr_as_fun(jaxpr)(*args)
         return jax_internals.split_results(eqn, results, args)
 
     def backward(saved, cotangents):
         rule = functools.partial(jax_internals.call_backward_rule, eqn)
         jaxpr, grads = jax.make_jaxpr(rule, return_shape=True)(*saved, *cotangents)
-        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr))
+        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr)).jaxpr
         results = jc.jaxpr_as_fun(jaxpr)(*saved, *cotangents)
         # Where the user's rule gives no gradient, there is a None in the tree.
         return (
@@ -190,7 +198,7 @@ def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[st
 RULES = {
     "jit": _call,
     "closed_call": _call,
-    jax_internals.CHECKPOINT: _checkpoint,
+    jax_internals.CHECKPOINT: _call,
     "cond": _cond,
     "scan": _scan,
     "while": _while,

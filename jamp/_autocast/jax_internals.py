@@ -76,6 +76,16 @@ def with_while_programs(
     return {**eqn.params, "cond_jaxpr": cond, "body_jaxpr": body}
 
 
+def conv_features(eqn: jc.JaxprEqn) -> int:
+    """How many channels come out of a convolution.
+
+    The first entry of a side's dimension numbers is the axis of its batch, or of the
+    output channels of the kernel.
+    """
+    kernel = eqn.invars[1].aval.shape
+    return kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+
+
 # ---- functions with their own derivative
 
 
@@ -153,6 +163,11 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
+def is_weak_scalar(var: jc.Var) -> bool:
+    """Whether it is a number that takes the dtype of what it meets, as Python's do."""
+    return getattr(var.aval, "weak_type", False) and var.aval.shape == ()
+
+
 def name_stack(eqn: jc.JaxprEqn) -> str:
     """The name scopes in which an equation was traced, in its own program."""
     return str(eqn.source_info.name_stack)
@@ -174,11 +189,29 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     """The equation that casts a variable, on the line of the equation that reads it."""
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-    here: dict[str, Any] = {}
-    if reader is not None:
-        here = {"source_info": reader.source_info, "ctx": reader.ctx}
     primitive = primitives.convert_element_type_p
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **here)
+    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+
+
+def repetition(var: jc.Var, like: jc.Var, reader: jc.JaxprEqn) -> jc.JaxprEqn:
+    """The equation that repeats a variable along its axes of size 1."""
+    aval = in_dtype(like.aval, var.aval.dtype)
+    explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
+    params = {
+        "shape": aval.shape,
+        "broadcast_dimensions": tuple(range(len(aval.shape))),
+        "sharding": aval.sharding if explicit else None,
+    }
+    primitive = primitives.broadcast_in_dim_p
+    new = jc.Var(aval)
+    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+
+
+def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
+    """Where an equation stands that another one needs."""
+    if reader is None:
+        return {}
+    return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
 def checkpointed(

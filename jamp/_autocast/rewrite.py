@@ -5,7 +5,6 @@ does with a program (derivatives, batching, jit) it does with this one.
 """
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,8 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.consumers import Want, consumers_of
+from jamp._autocast.consumers import NOBODY, Want, consumers_of
+from jamp._autocast.facts import Fact, facts_of
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import (
@@ -27,6 +27,7 @@ from jamp._autocast.program import (
     name_stack,
     recorded,
     ruling,
+    shape_of,
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -44,14 +45,29 @@ class Boundary(NamedTuple):
     Attributes:
         in_dtypes: what comes in.
         out_dtypes: what must go out; None is whatever is at hand.
-        out_wants: for outputs that are free, whether float32 is wanted of them.
-        from_literals: which inputs come from literals alone, and have no vote.
+        out_wants: what is wanted of the outputs, if it is known.
+        votes: what the inputs ask for where they meet others; by default their dtypes,
+            but for numbers of a weak type, which ask for nothing.
+        facts: what is known of the inputs, if anything is.
     """
 
     in_dtypes: Sequence[Any]
     out_dtypes: Sequence[Any]
     out_wants: Sequence[Want] = ()
-    from_literals: Sequence[bool] = ()
+    votes: Sequence[Any] = ()
+    facts: Sequence[Fact] = ()
+
+
+class Written(NamedTuple):
+    """A program that was written anew.
+
+    Attributes:
+        jaxpr: the program; its inputs and outputs differ in their dtypes at most.
+        votes: what its outputs ask for where they meet others.
+    """
+
+    jaxpr: jc.Jaxpr
+    votes: list[Any]
 
 
 def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
@@ -61,7 +77,7 @@ def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
 
 def rewrite(
     jaxpr: jc.Jaxpr, boundary: Boundary, scope: Scope, rules: Mapping[str, ProgramRule]
-) -> jc.Jaxpr:
+) -> Written:
     """Writes a program anew.
 
     Args:
@@ -69,9 +85,6 @@ def rewrite(
         boundary: what it is to take and give.
         scope: policy and place.
         rules: how to write each primitive that holds programs.
-
-    Returns:
-        A program with the same inputs and outputs, but for their dtypes.
     """
     rewriter = Rewriter(jaxpr, boundary, scope, rules)
     for eqn in jaxpr.eqns:
@@ -81,8 +94,9 @@ def rewrite(
         for v, dtype in zip(jaxpr.outvars, boundary.out_dtypes, strict=True)
     ]
     written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
+    votes = list(map(rewriter.values.vote, jaxpr.outvars))
     # Last: where float32 begins and ends is known by the casts that were written.
-    return checkpoint_islands(written)
+    return Written(checkpoint_islands(written), votes)
 
 
 class Rewriter:
@@ -96,13 +110,11 @@ class Rewriter:
         rules: Mapping[str, ProgramRule],
     ):
         self.scope, self.rules = scope, rules
-        wants = boundary.out_wants or [None] * len(jaxpr.outvars)
+        wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
-        self.consumers = consumers_of(jaxpr, wants, scope)
+        facts = facts_of(jaxpr, boundary.facts, scope)
+        self.consumers = consumers_of(jaxpr, wants, facts, scope)
         self.values = Values(scope.policy, self.consumers)
-        self.values.from_literals.update(
-            itertools.compress(jaxpr.invars, boundary.from_literals)
-        )
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -115,6 +127,11 @@ class Rewriter:
             self._bind(var, dtype)
             for var, dtype in zip(jaxpr.invars, boundary.in_dtypes, strict=True)
         ]
+        votes = boundary.votes or [
+            None if jax_internals.is_weak_scalar(v) else dtype_of(v)
+            for v in self.invars
+        ]
+        self.values.voted.update(zip(jaxpr.invars, votes, strict=True))
 
     # ---- values
 
@@ -162,8 +179,11 @@ class Rewriter:
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
         choice = self.values.choose(eqn, rule)
-        self._write(eqn, choice.computed)
-        self.values.learn(eqn, rule, choice.promotion)
+        if choice.bias is not None:
+            self._add_bias(eqn, choice.bias)
+        else:
+            self._write(eqn, choice.computed)
+        self.values.learn(eqn, rule, choice.vote)
         why = "region" if region else choice.why
         self._note(eqn, rule, choice.computed, why, region)
 
@@ -173,6 +193,7 @@ class Rewriter:
         in_dtypes: Sequence[Any],
         out_dtypes: Sequence[Any],
         params: dict[str, Any] | None = None,
+        votes: Sequence[Any] = (),
     ) -> None:
         """Writes an equation with operands and results in given dtypes."""
         invars = [self.read(v, d) for v, d in zip(eqn.invars, in_dtypes, strict=True)]
@@ -181,6 +202,7 @@ class Rewriter:
         ]
         params = eqn.params if params is None else params
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        self.values.voted.update(zip(eqn.outvars, votes, strict=bool(votes)))
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
@@ -192,6 +214,21 @@ class Rewriter:
                 params[name] = dtype
         outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
+
+    def _add_bias(self, eqn: jc.JaxprEqn, bias: Atom) -> None:
+        """Writes the sum of a product and its bias, in half.
+
+        The bias is repeated first, in float32, and rounded then: so its gradient, which
+        is a sum over all examples, is summed in float32.
+        """
+        half, (out,) = self.scope.policy.dtype, eqn.outvars
+        wide = self.read(bias, FLOAT32)
+        if shape_of(bias) != shape_of(out):
+            self.eqns.append(jax_internals.repetition(wide, out, eqn))
+            wide = self.eqns[-1].outvars[0]
+        rounded = self._convert(wide, half)
+        invars = [rounded if v is bias else self.read(v, half) for v in eqn.invars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=[self._bind(out, half)]))
 
     def _note(
         self,
@@ -212,7 +249,7 @@ class Rewriter:
 
     def program(
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
-    ) -> jc.Jaxpr:
+    ) -> Written:
         """Writes a program that an equation holds."""
         scope = self.scope.inside(eqn)
         if scope.decisions is not None:
