@@ -102,42 +102,78 @@ def test_programs_of_a_while_loop():
 # ---- functions with their own derivative
 
 
-def test_the_rule_of_a_custom_jvp():
+def rewritten(fn, params, count):
+    """A function of one custom call, with other parameters for it."""
+    traced = jax.make_jaxpr(fn)(*range_of(count))
+    (eqn,) = traced.eqns
+    written = traced.replace(eqns=[eqn.replace(params=params(eqn))])
+    return jc.jaxpr_as_fun(written)
+
+
+def range_of(count):
+    return [X, W, X + W][:count]
+
+
+def twice(jaxpr):
+    """A program with its results doubled."""
+    double = lambda *args: [2 * y for y in jc.jaxpr_as_fun(jaxpr)(*args)]  # noqa: E731
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    return jax.make_jaxpr(double)(*avals)
+
+
+def test_the_programs_of_a_custom_jvp():
+    seen = []
+
     def fn(w, x, scale):
         product = jax.custom_jvp(lambda w, x: (scale * (x @ w), w))
-        product.defjvp(lambda p, t: ((p[1], p[0]), (3.0 * (t[1] @ p[0]), t[0])))
+        product.defjvp(
+            lambda p, t: ((p[1], p[0]), (3.0 * (t[1] @ p[0]), t[0])),
+            symbolic_zeros=True,
+        )
         return product(w, x)
 
-    eqn = equation(fn, W, X, jnp.float32(2))
-    assert jax_internals.custom_consts(eqn) == 1 and len(eqn.invars) == 3
-    jaxpr, zeros = jax_internals.jvp_rule(eqn, [True, False])
-    assert list(zeros) == [False, True] and len(jaxpr.invars) == 3
-    y, w, tangent = jc.jaxpr_as_fun(jaxpr)(W, X, X)
-    for got, expected in ((y, X), (w, W), (tangent, 3 * X @ W)):
+    def params(eqn):
+        assert jax_internals.custom_consts(eqn) == 1 and len(eqn.invars) == 3
+
+        def write(jaxpr, absent, zeros):
+            seen.append((len(jaxpr.invars), tuple(absent), tuple(zeros)))
+            return twice(jaxpr)
+
+        program = twice(jax_internals.program_of(eqn))
+        return jax_internals.with_custom_jvp(eqn, program, write)
+
+    function = rewritten(fn, params, 3)
+    for got, expected in zip(function(W, X, X), (2 * X * (X @ W), 2 * W), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+    outs, tangents = jax.jvp(lambda x: function(W, x, X), (X,), (X,))
+    for got, expected in zip(outs, (2 * X, 2 * W), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    np.testing.assert_allclose(tangents[0], 6 * X @ W, rtol=1e-6)
+    np.testing.assert_array_equal(tangents[1], 0 * W)
+    assert seen == [(3, (True, False), (False, True))]  # once, for one of two tangents
 
 
-def test_the_rules_of_a_custom_vjp():
-    @jax.custom_vjp
-    def fn(w, x, i):
-        return x @ w, i
+def test_the_programs_of_a_custom_vjp():
+    def fn(w, x):
+        product = jax.custom_vjp(lambda w, x: X * (x @ w))
 
-    def forward(w, x, i):
-        return fn(w, x, i), (jnp.sin(x), w, i)  # two of them are arguments
+        def forward(w, x):
+            return product(w, x), (jnp.sin(x), w)  # one of them is an argument
 
-    fn.defvjp(forward, lambda saved, g: (None, saved[0] * (g[0] @ saved[1].T), None))
-    eqn = equation(fn, W, X, 3)
-    jaxpr = jax_internals.forward_rule(eqn, 3)
-    results = jc.jaxpr_as_fun(jaxpr)(W, X, 3)
-    assert len(results) == 3  # two outputs, one residual
-    outs, saved = jax_internals.split_results(eqn, results, [W, X, 3])
-    np.testing.assert_allclose(outs[0], X @ W, rtol=1e-6)
-    np.testing.assert_allclose(saved[0], jnp.sin(X), rtol=1e-6)
-    assert (outs[1], len(saved), saved[2]) == (3, 3, 3) and saved[1] is W
-    zero = np.zeros((), jax.dtypes.float0)
-    grads = jax_internals.call_backward_rule(eqn, *saved, X, zero)
-    assert grads[0] is grads[2] is None
-    np.testing.assert_allclose(grads[1], jnp.sin(X) * (X @ W.T), rtol=1e-6)
+        product.defvjp(forward, lambda saved, g: (None, saved[0] * (g @ saved[1].T)))
+        return product(w, x)
+
+    def params(eqn):
+        return jax_internals.with_custom_vjp(eqn, jax_internals.program_of(eqn), twice)
+
+    function = rewritten(fn, params, 2)
+    np.testing.assert_allclose(function(W, X)[0], X * (X @ W), rtol=1e-6)
+    out, vjp = jax.vjp(lambda w, x: function(w, x)[0], W, X)
+    np.testing.assert_allclose(out, 2 * X * (X @ W), rtol=1e-6)
+    w, x = vjp(X)
+    np.testing.assert_array_equal(w, 0 * W)
+    # The residual that `fwd` computes is doubled, and so is the gradient.
+    np.testing.assert_allclose(x, 4 * jnp.sin(X) * (X @ W.T), rtol=1e-6)
 
 
 # ---- variables and equations

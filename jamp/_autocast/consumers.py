@@ -131,9 +131,7 @@ def _of_call(eqn, outs, given, scope) -> list[Want]:
 
 def _of_cond(eqn, outs, given, scope) -> list[Want]:
     inside = scope.inside(eqn)
-    branches = [
-        _of_inputs(b, outs, given[1:], inside) for b in eqn.params["branches"]
-    ]
+    branches = [_of_inputs(b, outs, given[1:], inside) for b in eqn.params["branches"]]
     # The first operand is the index.
     return [NOBODY, *map(combine, zip(*branches, strict=True))]
 

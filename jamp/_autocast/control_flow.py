@@ -5,19 +5,15 @@ on them: carries keep the user's, and so do constants of loops, whose gradients 
 sums.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 from jamp._autocast.program import Atom, dtype_of, is_float, is_float32, recorded
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
-from jamp._core.compat import shape_like
 
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
@@ -111,88 +107,50 @@ def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """The function and the user's derivative of it, each written anew."""
-    count = jax_internals.custom_consts(eqn)
     boundary = _free(rewriter, eqn, eqn.invars)
     ins = boundary.in_dtypes
     inner, votes = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
+    args = ins[jax_internals.custom_consts(eqn) :]
 
-    @jax.custom_jvp
-    def function(*args):
-        return jc.jaxpr_as_fun(inner)(*args)
-
-    # JAX traces this when somebody differentiates: only then is the user's rule known.
-    def derivative(primals, tangents):
-        absent = [isinstance(t, SymbolicZero) for t in tangents[count:]]
-        jaxpr, zeros = jax_internals.jvp_rule(eqn, absent)
-        primals_in = primals[count:]
-        tangents_in = [t for t in tangents[count:] if not isinstance(t, SymbolicZero)]
-        dtypes = [*ins[count:], *(t.dtype for t in tangents_in)]
+    # JAX calls this when somebody differentiates: only then is the user's rule known.
+    def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
         # JAX wants tangents in the dtypes of their primals, so those of `inner`; but an
         # integer's tangent is a float0, and stays one.
-        wanted = [*outs, *(d for d, zero in zip(outs, zeros, strict=True) if not zero)]
-        wanted = [
-            d if is_float(v) else None
-            for d, v in zip(wanted, jaxpr.outvars, strict=True)
-        ]
-        jaxpr = rewriter.program(eqn, jaxpr, Boundary(dtypes, wanted)).jaxpr
-        results = jc.jaxpr_as_fun(jaxpr)(*primals_in, *tangents_in)
-        primals_out, rest = results[: len(outs)], iter(results[len(outs) :])
-        tangents_out = [
-            jnp.zeros_like(p) if zero else next(rest)
-            for p, zero in zip(primals_out, zeros, strict=True)
-        ]
-        return primals_out, tangents_out
+        boundary = Boundary(
+            _with_tangents(args, absent, jaxpr.invars),
+            _with_tangents(outs, zeros, jaxpr.outvars),
+        )
+        return rewriter.program(eqn, jaxpr, boundary).jaxpr
 
-    function.defjvp(derivative, symbolic_zeros=eqn.params["symbolic_zeros"])
-    rewriter.emit(eqn, ins, outs, _params_of(function, eqn, ins), votes)
+    params = jax_internals.with_custom_jvp(eqn, inner, write)
+    rewriter.emit(eqn, ins, outs, params, votes)
+
+
+def _with_tangents(
+    dtypes: Sequence[Any], zeros: Sequence[bool], variables: Sequence[Atom]
+) -> list[Any]:
+    """The dtypes of primals and of those of their tangents that are there."""
+    there = [d for d, zero in zip(dtypes, zeros, strict=True) if not zero]
+    pairs = zip([*dtypes, *there], variables, strict=True)
+    return [d if is_float(v) else dtype_of(v) for d, v in pairs]
 
 
 def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
-    """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that."""
-    count = jax_internals.custom_consts(eqn)
+    """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that.
+
+    The user's `bwd` takes what the user's `fwd` gives, and returns gradients of
+    operands in the program's dtypes: both keep what goes in and out of them.
+    """
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
     program = jax_internals.program_of(eqn)
     inner = rewriter.program(eqn, program, Boundary(ins, outs)).jaxpr
 
-    @jax.custom_vjp
-    def function(*args):
-        return jc.jaxpr_as_fun(inner)(*args)
+    def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
+        return rewriter.program(eqn, jaxpr, unchanged(jaxpr)).jaxpr
 
-    # Both keep the dtypes of their results: the user's `bwd` takes what the user's
-    # `fwd` gives, and returns gradients of operands in the program's dtypes.
-    def forward(*args):
-        args = args[count:]
-        jaxpr = jax_internals.forward_rule(eqn, len(args))
-        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr)).jaxpr
-        results = jc.jaxpr_as_fun(jaxpr)(*args)
-        return jax_internals.split_results(eqn, results, args)
-
-    def backward(saved, cotangents):
-        rule = functools.partial(jax_internals.call_backward_rule, eqn)
-        jaxpr, grads = jax.make_jaxpr(rule, return_shape=True)(*saved, *cotangents)
-        jaxpr = rewriter.program(eqn, jaxpr, unchanged(jaxpr)).jaxpr
-        results = jc.jaxpr_as_fun(jaxpr)(*saved, *cotangents)
-        # Where the user's rule gives no gradient, there is a None in the tree.
-        return (
-            *[None] * count,
-            *jax.tree.unflatten(jax.tree.structure(grads), results),
-        )
-
-    function.defvjp(forward, backward)
-    rewriter.emit(eqn, ins, outs, _params_of(function, eqn, ins))
-
-
-def _params_of(function: Any, eqn: jc.JaxprEqn, in_dtypes: list[Any]) -> dict[str, Any]:
-    """The parameters of the equation that a custom function traces to."""
-    # The equation itself must be the user's, with its line and its names: so that of
-    # the new function is traced aside, and only its parameters are taken.
-    avals = [
-        shape_like(v.aval, dtype)
-        for v, dtype in zip(eqn.invars, in_dtypes, strict=True)
-    ]
-    (traced,) = jax.make_jaxpr(function)(*avals).eqns
-    return traced.params
+    params = jax_internals.with_custom_vjp(eqn, inner, write)
+    rewriter.emit(eqn, ins, outs, params)
 
 
 RULES = {

@@ -58,7 +58,9 @@ class Fact(NamedTuple):
 
 
 # Their results hold what their operands hold, to a few digits.
-_KEEP_RANGE = frozenset("max min clamp add sub neg abs sqrt reduce_max reduce_min".split())
+_KEEP_RANGE = frozenset(
+    "max min clamp add sub neg abs sqrt reduce_max reduce_min".split()
+)
 # They change the shape, or nothing.
 _RESHAPES = frozenset(
     "reshape transpose squeeze expand_dims convert_element_type copy name "

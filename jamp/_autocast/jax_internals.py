@@ -7,12 +7,13 @@ it breaks here.
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jc
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jc, linear_util
 from jax.extend.core import primitives
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
@@ -97,57 +98,90 @@ def custom_consts(eqn: jc.JaxprEqn) -> int:
     return eqn.params["num_consts"]
 
 
-def jvp_rule(
-    eqn: jc.JaxprEqn, absent: Sequence[bool]
-) -> tuple[jc.Jaxpr, Sequence[bool]]:
-    """The user's rule of a `custom_jvp_call`, as a program.
+def with_custom_jvp(
+    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr]
+) -> dict[str, Any]:
+    """The parameters of a `custom_jvp_call`, with its programs written anew.
 
-    JAX traces it when a derivative is taken, for the tangents that are there then.
+    JAX traces the user's rule when a derivative is taken, for the tangents that are
+    there then: it is a program from all primals and these tangents to all primals and
+    the tangents that are no symbolic zeros.
 
     Args:
         eqn: the call.
-        absent: for each argument whether its tangent is a symbolic zero.
-
-    Returns:
-        The program, from all primals and the tangents that are there to all primals and
-        the tangents that are no symbolic zeros; and for each tangent whether it is one.
+        program: the function, written anew.
+        write: writes the rule anew: from the program, and for each argument and for
+            each result whether its tangent is a symbolic zero.
     """
-    jaxpr, consts, zeros = eqn.params["jvp_jaxpr_fun"].call_wrapped(*absent)
-    return _closed(jaxpr, consts), zeros
+    rule = eqn.params["jvp_jaxpr_fun"]
+
+    @functools.cache
+    def written(*absent: bool):
+        jaxpr, consts, zeros = rule.call_wrapped(*absent)
+        jaxpr = write(_closed(jaxpr, consts), absent, zeros)
+        return jaxpr, jaxpr.consts, zeros
+
+    return {**with_program(eqn, program), "jvp_jaxpr_fun": _wrapped(written, rule)}
 
 
-def forward_rule(eqn: jc.JaxprEqn, count: int) -> jc.Jaxpr:
-    """The user's `fwd` of a `custom_vjp_call`, as a program of `count` arguments.
+def with_custom_vjp(
+    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[[jc.Jaxpr], jc.Jaxpr]
+) -> dict[str, Any]:
+    """The parameters of a `custom_vjp_call`, with its programs written anew.
 
-    JAX traces it when a derivative is taken; here, one of all arguments.
+    JAX traces the user's `fwd` when a derivative is taken, for the arguments that it
+    is taken of. It gives the residuals first, but for those that are arguments as they
+    came, and the outputs after them; `out_trees` knows, and stays as it is.
+
+    Args:
+        eqn: the call.
+        program: the function, written anew.
+        write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
     """
-    thunk = eqn.params["fwd_jaxpr_thunk"]
-    return _closed(*thunk.call_wrapped(*[True] * count))
+    forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+
+    @functools.cache
+    def written_forward(*perturbed: bool):
+        jaxpr = write(_closed(*forward.call_wrapped(*perturbed)))
+        return jaxpr, jaxpr.consts
+
+    def written_backward(*args: Any):
+        # Residuals and cotangents, some of which may be symbolic zeros.
+        places = [i for i, x in enumerate(args) if not isinstance(x, SymbolicZero)]
+        result: dict[str, Any] = {}
+
+        def flat(*values):
+            filled = list(args)
+            for i, value in zip(places, values, strict=True):
+                filled[i] = value
+            # JAX has wrapped the user's `bwd`: it gives leaves, with a `Zero` of a
+            # private type where there is no gradient, and what is to be logged.
+            grads, result["logs"] = backward.call_wrapped(*filled)
+            result["grads"] = list(grads)
+            return [g for g in grads if not _is_zero(g)], result["logs"]
+
+        values = [args[i] for i in places]
+        jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+        outs = jc.jaxpr_as_fun(write(jaxpr))(*values)
+        grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        left = iter(grads)
+        return [g if _is_zero(g) else next(left) for g in result["grads"]], logs
+
+    return {
+        **with_program(eqn, program),
+        "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
+        "bwd": _wrapped(written_backward, backward),
+    }
 
 
-def split_results(
-    eqn: jc.JaxprEqn, results: Sequence[Any], args: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The outputs and the residuals in what the program of `forward_rule` returns.
-
-    That returns the residuals first, but for those that are arguments as they came:
-    JAX knows of which one, once the rule has been traced.
-    """
-    _, residuals, forwarded = eqn.params["out_trees"]()
-    split = residuals.num_leaves - sum(f is not None for f in forwarded)
-    kept = iter(results[:split])
-    saved = [next(kept) if f is None else args[f] for f in forwarded]
-    return list(results[split:]), saved
+def _is_zero(x: Any) -> bool:
+    """Whether it is a symbolic zero, of JAX's public type or of its private one."""
+    return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
 
 
-def call_backward_rule(eqn: jc.JaxprEqn, *args: Any) -> list[Any]:
-    """Calls the user's `bwd` of a `custom_vjp_call` on residuals and cotangents.
-
-    JAX has wrapped it: it takes and returns leaves, with a `Zero` of a private type
-    for a gradient that the user left out. Here that is None.
-    """
-    grads, _ = eqn.params["bwd"].call_wrapped(*args)
-    return [None if type(g).__name__ == "Zero" else g for g in grads]
+def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
+    """A function as JAX keeps them in parameters, in the place of another one."""
+    return linear_util.wrap_init(fn, debug_info=old.debug_info)
 
 
 def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:

@@ -247,9 +247,7 @@ class Rewriter:
 
     # ---- for the rules of primitives that hold programs
 
-    def program(
-        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
-    ) -> Written:
+    def program(self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary) -> Written:
         """Writes a program that an equation holds."""
         scope = self.scope.inside(eqn)
         if scope.decisions is not None:
