@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import Fact, Facts, facts_of
+from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.jax_internals import CHECKPOINT, program_of, scan_counts
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import Atom, Scope, is_castable_eqn, is_float32, ruling
+from jamp._core.dtypes import FLOAT32
 
 
 class Want(NamedTuple):
@@ -28,7 +29,7 @@ class Want(NamedTuple):
     some: bool = False
 
 
-_FLOAT32, _HALF = Want(True, True), Want(False, False)
+_IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
 NOBODY = Want()
 
 
@@ -58,7 +59,8 @@ class Consumers(NamedTuple):
         to read as much. If it joins two, all must agree.
         """
         (want,) = self.wants_of([atom])
-        return want.all is True or (want.some and not self.facts.of(atom).joins)
+        joins = self.facts.of(atom).origin.joins
+        return want.all is True or (want.some and not joins)
 
 
 def consumers_of(
@@ -105,13 +107,16 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     if not is_castable_eqn(eqn) or not outs:
         return NOBODY  # such as a comparison
     if rule is Rule.HALF:
-        return _HALF
+        return _IN_HALF
     if rule is not Rule.PROMOTE and rule is not Rule.MOVE:
-        return _FLOAT32
-    if consumers.facts.asks(eqn):
-        return _FLOAT32
-    if consumers.facts.bias_of(eqn) is not None:
+        return _IN_FLOAT32
+    facts = consumers.facts
+    if facts.bias(eqn) is not None:
         return NOBODY
+    # A weight that is only moved, to where a product reads it, is float32 too.
+    computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
+    if computes or facts.asks(eqn):
+        return _IN_FLOAT32
     # It passes on what is wanted of its result.
     want = combine(consumers.wants_of(outs))
     return want._replace(some=any(map(consumers.want_float32, outs)))
@@ -121,7 +126,7 @@ def _of_inputs(
     inner: jc.Jaxpr, outs: Sequence[Want], given: Sequence[Fact], scope: Scope
 ) -> list[Want]:
     """What a program that an equation holds wants of its inputs."""
-    facts = facts_of(inner, given, scope)
+    facts = Facts(inner, given, scope)
     return consumers_of(inner, outs, facts, scope).wants_of(inner.invars)
 
 

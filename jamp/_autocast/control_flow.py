@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.facts import Fact
 from jamp._autocast.program import Atom, dtype_of, is_float, is_float32, recorded
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 
@@ -32,42 +33,32 @@ def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
 
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
     written = branches()
-    outs = recorded(written[0].jaxpr.outvars)
-    votes = written[0].votes
-    if any(recorded(w.jaxpr.outvars) != outs or w.votes != votes for w in written):
-        outs = votes = recorded(eqn.outvars)
+    outs = recorded(written[0].outvars)
+    if any(recorded(branch.outvars) != outs for branch in written):
+        outs = recorded(eqn.outvars)
         boundary = boundary._replace(out_dtypes=outs)
         written = branches()
-    params = {**eqn.params, "branches": tuple(w.jaxpr for w in written)}
-    ins = [dtype_of(index), *boundary.in_dtypes]
-    rewriter.emit(eqn, ins, outs, params, votes)
+    params = {**eqn.params, "branches": tuple(written)}
+    rewriter.emit(eqn, [dtype_of(index), *boundary.in_dtypes], outs, params)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
     consts, carry = jax_internals.scan_counts(eqn)
-    fixed = consts + carry
-    values = rewriter.values
+    fixed, values = consts + carry, rewriter.values
     # A carry must come out as it went in, and one that sums over the trips would lose
     # digits in half; the backward pass sums the gradients of constants in the same way.
-    ins = recorded(eqn.invars[:fixed])
-    ins += [values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
-    outs = [*recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
+    carries = [values.facts.of(v).vote or dtype_of(v) for v in eqn.outvars[:carry]]
+    slices = [values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
+    ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
+    outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
+    given = [
+        Fact(dtype) if is_float32(v) else Fact(None)
+        for v, dtype in zip(eqn.invars[:fixed], ins, strict=False)
+    ]
+    given += [Fact(values.facts.of(v).vote) for v in eqn.invars[fixed:]]
     wants = rewriter.consumers.wants_of(eqn.outvars)
-    votes = [*ins[:fixed], *map(values.vote, eqn.invars[fixed:])]
-    boundary = Boundary(ins, outs, wants, votes)
-    if rewriter.scope.policy.promote == "narrowest":
-        body = jax_internals.program_of(eqn)
-        free = boundary._replace(out_dtypes=[None] * len(outs))
-        written = rewriter.program(eqn, body, free)
-        rewriter.programs.clear()
-        for i, (init, vote) in enumerate(
-            zip(eqn.invars[consts:fixed], written.votes, strict=False)
-        ):
-            # It is half after each trip, and no sum that begins with a literal zero.
-            if is_float32(init) and values.vote(init) and vote == values.half:
-                ins[consts + i] = outs[i] = votes[consts + i] = values.half
-    _write(rewriter, eqn, boundary)
+    _write(rewriter, eqn, Boundary(ins, outs, wants, given))
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
@@ -75,8 +66,8 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
     carry = ins[cond_consts + body_consts :]
     going = Boundary(ins[:cond_consts] + carry, [jnp.dtype(bool)])
-    cond = rewriter.program(eqn, cond, going).jaxpr
-    body = rewriter.program(eqn, body, Boundary(ins[cond_consts:], outs)).jaxpr
+    cond = rewriter.program(eqn, cond, going)
+    body = rewriter.program(eqn, body, Boundary(ins[cond_consts:], outs))
     params = jax_internals.with_while_programs(eqn, cond, body)
     rewriter.emit(eqn, ins, outs, params)
 
@@ -93,23 +84,22 @@ def _free(rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom]) -> Bou
         list(map(values.outgoing_dtype, operands)),
         [None] * len(eqn.outvars),
         rewriter.consumers.wants_of(eqn.outvars),
-        list(map(values.vote, operands)),
         [values.facts.of(v) for v in operands],
     )
 
 
 def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
     """Writes an equation that holds one program, and that program."""
-    inner, votes = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     params = jax_internals.with_program(eqn, inner)
-    rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params, votes)
+    rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params)
 
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """The function and the user's derivative of it, each written anew."""
     boundary = _free(rewriter, eqn, eqn.invars)
     ins = boundary.in_dtypes
-    inner, votes = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
     args = ins[jax_internals.custom_consts(eqn) :]
 
@@ -121,10 +111,10 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
             _with_tangents(args, absent, jaxpr.invars),
             _with_tangents(outs, zeros, jaxpr.outvars),
         )
-        return rewriter.program(eqn, jaxpr, boundary).jaxpr
+        return rewriter.program(eqn, jaxpr, boundary)
 
     params = jax_internals.with_custom_jvp(eqn, inner, write)
-    rewriter.emit(eqn, ins, outs, params, votes)
+    rewriter.emit(eqn, ins, outs, params)
 
 
 def _with_tangents(
@@ -144,10 +134,10 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
     program = jax_internals.program_of(eqn)
-    inner = rewriter.program(eqn, program, Boundary(ins, outs)).jaxpr
+    inner = rewriter.program(eqn, program, Boundary(ins, outs))
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-        return rewriter.program(eqn, jaxpr, unchanged(jaxpr)).jaxpr
+        return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
 
     params = jax_internals.with_custom_vjp(eqn, inner, write)
     rewriter.emit(eqn, ins, outs, params)

@@ -14,7 +14,7 @@ from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
-from jamp._autocast.facts import Fact, facts_of
+from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import (
@@ -46,28 +46,13 @@ class Boundary(NamedTuple):
         in_dtypes: what comes in.
         out_dtypes: what must go out; None is whatever is at hand.
         out_wants: what is wanted of the outputs, if it is known.
-        votes: what the inputs ask for where they meet others; by default their dtypes,
-            but for numbers of a weak type, which ask for nothing.
         facts: what is known of the inputs, if anything is.
     """
 
     in_dtypes: Sequence[Any]
     out_dtypes: Sequence[Any]
     out_wants: Sequence[Want] = ()
-    votes: Sequence[Any] = ()
     facts: Sequence[Fact] = ()
-
-
-class Written(NamedTuple):
-    """A program that was written anew.
-
-    Attributes:
-        jaxpr: the program; its inputs and outputs differ in their dtypes at most.
-        votes: what its outputs ask for where they meet others.
-    """
-
-    jaxpr: jc.Jaxpr
-    votes: list[Any]
 
 
 def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
@@ -77,7 +62,7 @@ def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
 
 def rewrite(
     jaxpr: jc.Jaxpr, boundary: Boundary, scope: Scope, rules: Mapping[str, ProgramRule]
-) -> Written:
+) -> jc.Jaxpr:
     """Writes a program anew.
 
     Args:
@@ -94,9 +79,8 @@ def rewrite(
         for v, dtype in zip(jaxpr.outvars, boundary.out_dtypes, strict=True)
     ]
     written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
-    votes = list(map(rewriter.values.vote, jaxpr.outvars))
     # Last: where float32 begins and ends is known by the casts that were written.
-    return Written(checkpoint_islands(written), votes)
+    return checkpoint_islands(written)
 
 
 class Rewriter:
@@ -112,9 +96,9 @@ class Rewriter:
         self.scope, self.rules = scope, rules
         wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
-        facts = facts_of(jaxpr, boundary.facts, scope)
+        facts = Facts(jaxpr, boundary.facts, scope)
         self.consumers = consumers_of(jaxpr, wants, facts, scope)
-        self.values = Values(scope.policy, self.consumers)
+        self.values = Values(self.consumers, scope.policy.promote == "widest")
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -127,11 +111,6 @@ class Rewriter:
             self._bind(var, dtype)
             for var, dtype in zip(jaxpr.invars, boundary.in_dtypes, strict=True)
         ]
-        votes = boundary.votes or [
-            None if jax_internals.is_weak_scalar(v) else dtype_of(v)
-            for v in self.invars
-        ]
-        self.values.voted.update(zip(jaxpr.invars, votes, strict=True))
 
     # ---- values
 
@@ -175,7 +154,6 @@ class Rewriter:
             _warn_once(eqn.primitive.name)
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
-            self.values.learn_recorded(eqn)
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
         choice = self.values.choose(eqn, rule)
@@ -183,7 +161,6 @@ class Rewriter:
             self._add_bias(eqn, choice.bias)
         else:
             self._write(eqn, choice.computed)
-        self.values.learn(eqn, rule, choice.vote)
         why = "region" if region else choice.why
         self._note(eqn, rule, choice.computed, why, region)
 
@@ -193,7 +170,6 @@ class Rewriter:
         in_dtypes: Sequence[Any],
         out_dtypes: Sequence[Any],
         params: dict[str, Any] | None = None,
-        votes: Sequence[Any] = (),
     ) -> None:
         """Writes an equation with operands and results in given dtypes."""
         invars = [self.read(v, d) for v, d in zip(eqn.invars, in_dtypes, strict=True)]
@@ -202,7 +178,6 @@ class Rewriter:
         ]
         params = eqn.params if params is None else params
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
-        self.values.voted.update(zip(eqn.outvars, votes, strict=bool(votes)))
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
@@ -247,7 +222,7 @@ class Rewriter:
 
     # ---- for the rules of primitives that hold programs
 
-    def program(self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary) -> Written:
+    def program(self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
         scope = self.scope.inside(eqn)
         if scope.decisions is not None:

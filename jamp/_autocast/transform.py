@@ -123,7 +123,7 @@ def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list
 
 
 def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    return rewrite(jaxpr, unchanged(jaxpr), scope, RULES).jaxpr
+    return rewrite(jaxpr, unchanged(jaxpr), scope, RULES)
 
 
 def _is_array(x: object) -> bool:
