@@ -8,6 +8,7 @@ from jamp import (
     multi_tensor as multi_tensor,
     optimizers as optimizers,
 )
+from jamp._autocast.kernels import half_kernel as half_kernel
 from jamp._autocast.lists import AutocastLists as AutocastLists
 from jamp._autocast.regions import (
     disable_casts as disable_casts,

@@ -101,27 +101,50 @@ def mixed_step(model: Any, tx: Any, dtype: DTypeLike) -> Callable:
         def loss_fn(params):
             variables = {"params": params, "batch_stats": state.batch_stats}
             logits, new = model.apply(variables, inputs, mutable=["batch_stats"])
-            loss = loss_of(logits, labels)
-            return loss * state.scale, (loss, new.get("batch_stats", {}))
+            return loss_of(logits, labels), new.get("batch_stats", {})
 
-        grads, (loss, stats) = jax.grad(loss_fn, has_aux=True)(model_params(state))
-        finite = jnp.stack(
-            [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
-        ).all()
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
-        updates, opt_state = tx.update(grads, state.opt_state, state.masters)
-        new = state._replace(
-            step=state.step + 1,
-            masters=optax.apply_updates(state.masters, updates),
-            opt_state=opt_state,
-            batch_stats=stats,
-        )
-        new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
-        # Rounding the chosen masters again saves the read of the old half parameters.
-        new = new._replace(half=_halve(new.masters, dtype))
-        return _update_scale(new, finite), loss
+        return scaled_update(state, loss_fn, tx, dtype)
 
     return step
+
+
+def scaled_update(state: MixedState, loss_fn: Callable, tx: Any, dtype: DTypeLike):
+    """The state after a step with a dynamic scale, and the loss.
+
+    `loss_fn` takes params, and returns the loss and new statistics.
+    """
+
+    def scaled_loss(params):
+        loss, stats = loss_fn(params)
+        return loss * state.scale, (loss, stats)
+
+    grads, (loss, stats) = jax.grad(scaled_loss, has_aux=True)(model_params(state))
+    finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
+    new = _updated(state, grads, stats, tx)
+    new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
+    # Rounding the chosen masters again saves the read of the old half parameters.
+    new = new._replace(half=_halve(new.masters, dtype))
+    return _update_scale(new, finite), loss
+
+
+def unscaled_update(state: MixedState, loss_fn: Callable, tx: Any, dtype: DTypeLike):
+    """The same without a scale, as O5 is by hand."""
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, stats), grads = grad(model_params(state))
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    new = _updated(state, grads, stats, tx)
+    return new._replace(half=_halve(new.masters, dtype)), loss
+
+
+def _updated(state: MixedState, grads: PyTree, stats: PyTree, tx: Any) -> MixedState:
+    updates, opt_state = tx.update(grads, state.opt_state, state.masters)
+    return state._replace(
+        step=state.step + 1,
+        masters=optax.apply_updates(state.masters, updates),
+        opt_state=opt_state,
+        batch_stats=stats,
+    )
 
 
 def _update_scale(state: MixedState, finite: Array) -> MixedState:

@@ -60,14 +60,25 @@ def compile_step(
         donate: which arguments to donate.
         target: what GPU.
     """
+    return compile_lowered(lower_step(fn, *args, donate=donate, target=target))
+
+
+def lower_step(
+    fn: Callable, *args: Any, donate: tuple[int, ...] = (), target: str = H200
+) -> jax.stages.Lowered:
+    """Lowers `fn` for one GPU, as `compile_step` does."""
     sharding = NamedSharding(make_mesh(1, target), PartitionSpec())
     placed = jax.tree.map(functools.partial(_placed, sharding=sharding), args)
-    return compile_placed(fn, *placed, donate=donate)
+    return jax.jit(fn, donate_argnums=donate).lower(*placed)
 
 
 def compile_placed(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
     """Compiles `fn` for where the shapes `args` are sharded."""
-    lowered = jax.jit(fn, donate_argnums=donate).lower(*args)
+    return compile_lowered(jax.jit(fn, donate_argnums=donate).lower(*args))
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> Program:
+    """Compiles what was lowered for a GPU."""
     with _not_cached():
         compiled = lowered.compile(compiler_options=CHEAP)
     return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)

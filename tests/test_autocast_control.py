@@ -1,5 +1,6 @@
 """How the user steers autocast: marks, lists, regions, and the front end's options."""
 
+import functools
 import pickle
 import types
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 
 import jamp
 from tests.constructs import repeat
@@ -80,6 +82,63 @@ def test_a_promote_function_multiplies_in_its_operands_dtype():
     assert found(lambda x: promoted(x @ x)) == [HALF, HALF]
 
 
+def algorithm(dtype, count=1):
+    return lax.DotAlgorithm(dtype, dtype, jnp.float32, count, count, count)
+
+
+PRESETS = lax.DotAlgorithmPreset
+PRECISIONS = {
+    FLOAT: [
+        *("highest", "float32", lax.Precision.HIGHEST, ("default", "highest")),
+        *("F32_F32_F32", "TF32_TF32_F32", PRESETS.BF16_BF16_F32_X6),
+        *(algorithm(jnp.float32), algorithm(jnp.bfloat16, 3)),
+    ],
+    HALF: [
+        *(None, "default", "high", "tensorfloat32", lax.Precision.DEFAULT),
+        *(PRESETS.DEFAULT, PRESETS.F16_F16_F32, algorithm(jnp.float16)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [(p, expected) for expected, ps in PRECISIONS.items() for p in ps],
+    ids=lambda p: None if p in PRECISIONS else str(p).replace(" ", ""),
+)
+def test_a_precision_is_a_wish(precision, expected):
+    assert found(lambda x: jnp.matmul(x, x, precision=precision) @ x) == [
+        expected,
+        HALF,
+    ]
+    if isinstance(precision, str):
+        with jax.default_matmul_precision(precision):
+            assert found(product) == [expected]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME", "highest"),
+        lambda x: lax.ragged_dot(x, x[None], jnp.array([4]), precision="highest"),
+        jax.grad(lambda x: jnp.matmul(x, x, precision="highest").sum()),
+    ],
+    ids=["conv", "ragged_dot", "grad"],
+)
+def test_a_precision_of_other_products(fn):
+    assert set(found(fn)) == {FLOAT}
+    products = [op for op in jamp.explain(fn)(X).operations if op.flops]
+    assert {op.why for op in products} == {"precision"}
+
+
+def test_a_float64_result_is_a_wish_and_marks_come_before():
+    with jax.enable_x64(True):
+        wide = functools.partial(jnp.matmul, X, preferred_element_type="float64")
+        assert found(lambda x: wide(x).astype("float32")) == [FLOAT]
+    highest = functools.partial(jnp.matmul, X, precision="highest")
+    assert found(jamp.half_function(highest)) == [HALF]
+    assert found(highest, lists=LISTS.with_region("", "half")) == [HALF]
+
+
 def test_registered_functions_are_marked_while_a_program_is_traced():
     module = types.SimpleNamespace(product=product)
     lists = LISTS.register_float_function(module, "product")
@@ -97,9 +156,12 @@ def test_registered_functions_are_marked_while_a_program_is_traced():
     assert found(fn) == [HALF, HALF]
 
 
-@pytest.mark.parametrize("kind", ["half", "float", "promote"])
+KINDS = ["half_function", "float_function", "promote_function", "half_kernel"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_registering_what_is_not_there_names_it(kind):
-    register = getattr(LISTS, f"register_{kind}_function")
+    register = getattr(LISTS, f"register_{kind}")
     with pytest.raises(ValueError, match="No function named 'nothing' in module"):
         register(jnp, "nothing")
 

@@ -81,7 +81,8 @@ ORDINARY = {
     "same output twice": lambda w: (lambda y: (w, y, y))(w @ w),
     "axis name": lambda w: jax.vmap(lambda r: lax.psum(r @ w, "i"), axis_name="i")(w),
 }
-WITH_WIDE_PRODUCTS = ("solve", "linear solve")  # linear algebra is all in float32
+# Linear algebra is all in float32, and so is what asks for it.
+WITH_WIDE_PRODUCTS = ("solve", "linear solve", "highest precision", "dot algorithm")
 WITH_GRADIENTS = (
     "masked softmax",
     "masked attention",

@@ -77,6 +77,18 @@ CASES = {
         "tanh: float32 float32 region",
     ),
     "disable_casts": (disabled, "dot_general: float32 recorded region"),
+    "a half_kernel": (
+        jamp.half_kernel(lambda x, w: jnp.tanh(x)),
+        "tanh: float16 recorded no float32",
+    ),
+    "operands of a half_kernel": (
+        jamp.half_kernel(lambda x, w: x.argmax()),
+        "convert_element_type: float16 recorded region",
+    ),
+    "precision": (
+        lambda x, w: jnp.matmul(x, w, precision="highest"),
+        "dot_general: float32 float32 precision",
+    ),
     "a listed function": (
         lambda x, w: jax.nn.log_softmax(x @ w),
         "exp: float32 float32 region",
@@ -98,6 +110,8 @@ REASONS = {
     "speed-up.",
     "feeder": "All that read its result run in float32.",
     "a float_function": "`float_function` or `register_float_function`.",
+    "operands of a half_kernel": "`half_kernel`: it is called with half operands.",
+    "precision": "It asks for float32 by its `precision`, algorithm or result.",
     "a listed function": "`log_softmax`: Each is one exponential or logarithm with its "
     "safeguard: no rounding inside.",
 }

@@ -185,6 +185,14 @@ def test_a_type_in_another_dtype():
     assert aval.weak_type and (half.dtype, half.weak_type) == (jnp.float16, False)
 
 
+@pytest.mark.parametrize("value", [2, 2.0, np.float64(2), jnp.float32(2)], ids=repr)
+def test_a_value_as_an_array_of_a_type(value):
+    for weak in (False, True):
+        aval = jax.typeof(jnp.asarray(2.0)).update(weak_type=weak)
+        got = jax_internals.of_type(value, aval)
+        assert isinstance(got, jax.Array) and jax.typeof(got) == aval and got == 2
+
+
 def scoped(x):
     with jax.named_scope("outer"):
         return jnp.exp(x)

@@ -6,6 +6,7 @@ it breaks here.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,6 +190,20 @@ def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
     return jaxpr.with_consts(consts) if consts else jaxpr
 
 
+# ---- functions
+
+
+def cudnn_attention() -> tuple[Any, str] | None:
+    """Where `jax.nn.dot_product_attention` looks up cuDNN's attention, if it does.
+
+    It asks for half while it is traced. JAX's own function finds it there, however a
+    program has come by that.
+    """
+    module = inspect.getmodule(jax.nn.dot_product_attention)
+    name = "cudnn_dot_product_attention"
+    return (module, name) if hasattr(module, name) else None
+
+
 # ---- variables and equations
 
 
@@ -200,6 +215,21 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
 def is_weak_scalar(var: jc.Var) -> bool:
     """Whether it is a number that takes the dtype of what it meets, as Python's do."""
     return getattr(var.aval, "weak_type", False) and var.aval.shape == ()
+
+
+def of_type(value: Any, aval: Any) -> Any:
+    """A result of a program as an array of an abstract value's dtype and weak type.
+
+    Evaluated outside of `jit`, a program gives its constants as it keeps them: as
+    NumPy arrays, as Python numbers, or in a private type.
+    """
+    weak = getattr(aval, "weak_type", False)
+    if not isinstance(value, jax.Array):
+        value = jnp.array(value, aval.dtype)
+    if getattr(jax.typeof(value), "weak_type", False) == weak:
+        return value
+    params = {"new_dtype": aval.dtype, "weak_type": weak, "sharding": None}
+    return primitives.convert_element_type_p.bind(value, **params)
 
 
 def name_stack(eqn: jc.JaxprEqn) -> str:

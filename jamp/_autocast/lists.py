@@ -151,6 +151,7 @@ class AutocastLists:
         primitives: rules by the name of a primitive, as `jax.make_jaxpr` prints it.
         functions: rules by the name of a jitted function.
         registered: functions by their place, `(module, name, rule)`.
+        kernels: functions that only run in half, by their place, `(module, name)`.
         regions: pairs of a regex, searched in the name stack (`jax.named_scope`, Flax's
             module paths), and a rule, or None for the table's; the last that matches
             decides.
@@ -165,6 +166,7 @@ class AutocastLists:
     functions: tuple[tuple[str, Rule], ...] = ()
     regions: tuple[tuple[str, Rule | None], ...] = ()
     registered: tuple[tuple[object, str, Rule], ...] = ()
+    kernels: tuple[tuple[object, str], ...] = ()
 
     def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for a primitive."""
@@ -199,9 +201,17 @@ class AutocastLists:
         """With `module.name` run in its widest operand's dtype; see the other two."""
         return self._register(module, name, Rule.PROMOTE)
 
+    def register_half_kernel(self, module: object, name: str) -> "AutocastLists":
+        """With `module.name` called with half operands; see `jamp.half_kernel`.
+
+        Raises:
+            ValueError: the module has no such function.
+        """
+        _check_place(module, name)
+        return dataclasses.replace(self, kernels=(*self.kernels, (module, name)))
+
     def _register(self, module: object, name: str, rule: Rule) -> "AutocastLists":
-        if not callable(getattr(module, name, None)):
-            raise ValueError(f"No function named {name!r} in module {module!r}.")
+        _check_place(module, name)
         added = (*self.registered, (module, name, rule))
         return dataclasses.replace(self, registered=added)
 
@@ -212,6 +222,11 @@ class AutocastLists:
     def rule_of_function(self, name: str) -> Rule | None:
         """The rule of a function by name; None if no list has it."""
         return _merged(self.functions, FUNCTION_ROWS).get(name)
+
+
+def _check_place(module: object, name: str) -> None:
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"No function named {name!r} in module {module!r}.")
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jc
 from jax.extend.core import primitives
 
@@ -15,6 +16,8 @@ from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
 
+PRECISION = "precision="  # stands for a region where a product asks for float32 itself
+
 # Name scopes mark the operations of `half_function` and its like. A scope is part of
 # the traced program, so that jit's caches cannot lose it or leak it.
 MARKERS = {
@@ -23,9 +26,10 @@ MARKERS = {
     Rule.PROMOTE: "jamp_promote",
     Rule.RECORDED: "jamp_recorded",
 }
+KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
+_RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECORDED}
 # The brackets hold the name of the function of the lists that the mark was set for.
-_MARKER = re.compile(rf"({'|'.join(MARKERS.values())})(?:\(([^()]*)\))?")
-_RULES = {marker: rule for rule, marker in MARKERS.items()}
+_MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +106,37 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     if _is_no_conversion(eqn):
         listed = Rule.MOVE
     region, where = _region_rule(scope, eqn)
+    if region is Rule.RECORDED:
+        return region, where
+    if region is None and listed is Rule.HALF and _wants_float32_product(eqn):
+        return Rule.FLOAT32, PRECISION
     if listed is None or listed is Rule.RECORDED or region is None:
         return listed, ""
     if (region, listed) == (Rule.PROMOTE, Rule.MOVE):
         return Rule.MOVE, where
     return region, where
+
+
+def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
+    """Whether a product names a precision that half operands do not have.
+
+    That is `HIGHEST` for one operand or both, an algorithm that reads more than half of
+    them, or a float64 result. "high" and "default" leave it to the backend.
+    """
+    if not all(map(is_float32, eqn.invars[:2])):
+        return False  # by the user's own cast
+    if eqn.params.get("preferred_element_type") == jnp.float64:
+        return True
+    precision = eqn.params.get("precision")
+    if isinstance(precision, lax.DotAlgorithm):
+        names = precision.lhs_precision_type, precision.rhs_precision_type
+        counts = precision.lhs_component_count, precision.rhs_component_count
+        return max(counts) > 1 or any(jnp.finfo(name).bits > 16 for name in names)
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        # Their names: the types of both operands, of the sum, and of how many products
+        # of parts the result is made up.
+        return re.search(r"^T?F(32|64)|_X\d$", precision.name) is not None
+    return isinstance(precision, tuple) and lax.Precision.HIGHEST in precision
 
 
 def _is_no_conversion(eqn: jc.JaxprEqn) -> bool:

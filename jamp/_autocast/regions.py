@@ -1,7 +1,7 @@
 """Marks the operations of a function, so that autocast runs them as the user says.
 
 A mark is a name scope: it is part of the program, so jit's caches neither lose nor leak
-it, and nothing global changes. Without autocast it does nothing.
+it. Without autocast it does nothing.
 """
 
 import contextlib
@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jamp._autocast.lists import Rule
+from jamp._autocast.lists import AutocastLists, Rule
 from jamp._autocast.program import MARKERS
+from jamp._autocast.tracing import Itself, Place, Replaced, casting
 
 
 def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
@@ -74,29 +75,29 @@ def disable_casts() -> Iterator[None]:
     >>> print(jamp.autocast(f)(jnp.full((1, 1), 1.0001)))
     [[1.0002]]
     """
-    with jax.named_scope(MARKERS[Rule.RECORDED]):
+    with jax.named_scope(MARKERS[Rule.RECORDED]), casting(False):
         yield
 
 
 def _marked[**P, R](fn: Callable[P, R], rule: Rule) -> Callable[P, R]:
     @functools.wraps(fn)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.named_scope(MARKERS[rule]):
+        with jax.named_scope(MARKERS[rule]), casting(rule is not Rule.FLOAT32):
             return fn(*args, **kwargs)
 
     return marked
 
 
-@contextlib.contextmanager
-def registered(patches: tuple[tuple[object, str, Rule], ...]) -> Iterator[None]:
-    """Marks functions by their place in a module, while a program is traced.
+_MARKED = {
+    Rule.HALF: half_function,
+    Rule.FLOAT32: float_function,
+    Rule.PROMOTE: promote_function,
+}
 
-    Code that looks them up elsewhere meanwhile, in another thread, gets them marked,
-    which does nothing to it.
-    """
-    with contextlib.ExitStack() as stack:
-        for module, name, rule in patches:
-            original = getattr(module, name)
-            stack.callback(setattr, module, name, original)
-            setattr(module, name, _marked(original, rule))
-        yield
+
+def marked_by_place(lists: AutocastLists) -> list[Replaced]:
+    """The functions that the lists mark where programs look them up."""
+    return [
+        Replaced(Place(Itself(module), name), _MARKED[rule])
+        for module, name, rule in lists.registered
+    ]

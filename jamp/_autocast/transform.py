@@ -10,11 +10,14 @@ import numpy as np
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
+from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
+from jamp._autocast.kernels import kernels_by_place
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Decision, Policy, Scope
-from jamp._autocast.regions import registered
+from jamp._autocast.regions import marked_by_place
 from jamp._autocast.rewrite import rewrite, unchanged
+from jamp._autocast.tracing import tracing_for
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -57,7 +60,10 @@ def autocast[**P, R](
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
-        return rebuild(jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values))
+        outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
+        # Outside of jit, constants come as JAX keeps them; and casts are never weak.
+        pairs = zip(outs, jaxpr.outvars, strict=True)
+        return rebuild([jax_internals.of_type(x, v.aval) for x, v in pairs])
 
     return autocasted
 
@@ -112,8 +118,10 @@ def _trace(
         filled = _filled(result["others"], result["places"], outs)
         return jax.tree.unflatten(result["tree"], filled)
 
-    values = [leaves[i] for i in places]
-    with registered(scope.policy.lists.registered):
+    values = [_owned(leaves[i]) for i in places]
+    lists = scope.policy.lists
+    replaced = [*kernels_by_place(lists), *marked_by_place(lists)]
+    with tracing_for(scope.policy.dtype, replaced):
         return jax.make_jaxpr(flat)(*values), values, rebuild
 
 
@@ -131,3 +139,8 @@ def _is_array(x: object) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _owned(x: Any) -> Any:
+    """A copy of NumPy's arrays: what comes out must not change when they do."""
+    return jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x

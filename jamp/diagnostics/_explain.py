@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast.jax_internals import source_line
 from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
-from jamp._autocast.program import MARKERS, Decision, is_float32
+from jamp._autocast.program import KERNEL, MARKERS, PRECISION, Decision, is_float32
 from jamp._autocast.transform import Promote, decisions, scope_of
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops
@@ -24,6 +24,7 @@ _REASONS = {
     "literal": "An operand is a constant that half cannot hold.",
     "smaller operand": "A smaller float32 is broadcast: it is computed in float32.",
     "no vote": "Its operands are constants or masks, which decide nothing.",
+    "precision": "It asks for float32 by its `precision`, algorithm or result.",
     "own dtype": "The program itself has a float dtype other than float32 here.",
     "no float32": "Nothing that could be cast.",
     "unknown primitive": "No list has it: it runs as the float32 program has it.",
@@ -34,6 +35,7 @@ _MARKED_BY = {
     MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
     MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
     MARKERS[Rule.RECORDED]: "`disable_casts`.",
+    KERNEL: "`half_kernel`: it is called with half operands.",
 }
 
 
@@ -106,7 +108,7 @@ def _operations(
 def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Operation:
     eqn = decision.eqn
     count = flops(eqn)
-    why = decision.why
+    why = "precision" if decision.region == PRECISION else decision.why
     if why != "program" and not any(is_float32(v) for v in (*eqn.invars, *eqn.outvars)):
         why = "no float32"
     chosen = decision.dtype

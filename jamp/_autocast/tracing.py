@@ -1,0 +1,169 @@
+"""What a thread traces for, and the functions that are replaced meanwhile.
+
+JAX asks functions for their dtypes while it traces: some must be marked or called
+otherwise before there is a program. So while autocast traces, those that the lists
+name by their place are replaced, in their modules. A replacement does as the original
+does but in a thread that traces for autocast.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+type Function = Callable[..., Any]
+
+
+class Itself:
+    """Any object, equal to itself alone: a key, whether it has a hash or not."""
+
+    def __init__(self, it: Any):
+        self.it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other.it is self.it
+
+    def __hash__(self) -> int:
+        return id(self.it)
+
+
+class Place(NamedTuple):
+    """Where programs look a function up."""
+
+    module: Itself  # or a class or an object
+    name: str
+
+
+class Replaced(NamedTuple):
+    """A function that is called otherwise while autocast traces.
+
+    Attributes:
+        place: where it is.
+        how: gives, of the original, what is called.
+    """
+
+    place: Place
+    how: Callable[[Function], Function]
+
+
+class Tracing(NamedTuple):
+    """What an autocast traces for.
+
+    Attributes:
+        half: the half dtype.
+        replaced: the functions that are called otherwise.
+        casts: whether kernels get half; not where the user wants float32.
+    """
+
+    half: Any
+    replaced: tuple[Replaced, ...] = ()
+    casts: bool = True
+
+
+# `tracing.value` is the innermost of this thread, None outside of autocast. It is part
+# of the key of JAX's trace caches: a function jitted outside is traced again inside.
+tracing = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def casting(enabled: bool) -> Iterator[None]:
+    """Lets kernels be called with half, or as the program calls them."""
+    if tracing.value is None or tracing.value.casts == enabled:
+        yield
+        return
+    with tracing(tracing.value._replace(casts=enabled)):
+        yield
+
+
+@contextlib.contextmanager
+def tracing_for(half: Any, replaced: Sequence[Replaced]) -> Iterator[None]:
+    """Traces for an autocast, in this thread."""
+    with contextlib.ExitStack() as stack:
+        for place in {r.place for r in replaced}:
+            stack.enter_context(_replacement(place))
+        stack.enter_context(tracing(Tracing(half, tuple(replaced))))
+        yield
+
+
+class _Installed(NamedTuple):
+    """What a place held before, and holds now."""
+
+    before: Any  # `_INHERITED` if its own namespace held nothing
+    now: Any
+    traces: int  # that want it so
+
+
+_INHERITED = object()
+_installed: dict[Place, _Installed] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _replacement(place: Place) -> Iterator[None]:
+    """Replaces a function until the last trace ends that wants it, of any thread."""
+    with _lock:
+        there = _installed.get(place) or _install(place)
+        _installed[place] = there._replace(traces=there.traces + 1)
+    try:
+        yield
+    finally:
+        with _lock:
+            there = _installed.pop(place)
+            if there.traces > 1:
+                _installed[place] = there._replace(traces=there.traces - 1)
+            else:
+                _restore(place, there)
+
+
+def _install(place: Place) -> _Installed:
+    module, name = place.module.it, place.name
+    before = vars(module).get(name, _INHERITED)
+    now: Any = _steered(place, Itself(getattr(module, name)))
+    if isinstance(inspect.getattr_static(module, name, None), staticmethod):
+        now = staticmethod(now)
+    setattr(module, name, now)
+    return _Installed(before, now, 0)
+
+
+def _restore(place: Place, there: _Installed) -> None:
+    module, name = place.module.it, place.name
+    if vars(module).get(name) is not there.now:
+        return  # somebody else has set it meanwhile
+    if there.before is _INHERITED:
+        delattr(module, name)
+    else:
+        setattr(module, name, there.before)
+
+
+# One for each function: JAX keeps traces by the functions that it was given.
+@functools.lru_cache(maxsize=256)
+def _steered(place: Place, function: Itself) -> Function:
+    """What stands for a function."""
+    original = function.it
+
+    def call(*args, **kwargs):
+        here = tracing.value
+        hows = [r.how for r in here.replaced if r.place == place] if here else []
+        # Of several, the last in the lists decides.
+        return (hows[-1](original) if hows else original)(*args, **kwargs)
+
+    if inspect.isfunction(original):
+        return functools.wraps(original)(call)
+    return _Callable(original, call)
+
+
+class _Callable:
+    """Stands for an object that can be called, such as `jnp.add`, with all it has."""
+
+    def __init__(self, original: Any, call: Function):
+        self.__wrapped__, self._call = original, call
+
+    def __call__(self, *args, **kwargs):
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)

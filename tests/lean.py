@@ -1,0 +1,235 @@
+"""What training steps cost beside the same models written in half, without a device.
+
+    python -m tests.lean                       # all models on an H200, by both modes
+    python -m tests.lean gpt2 vit --modes narrowest,O5
+    python -m tests.lean gpt2 --tpu            # on a TPU v5e; needs libtpu
+
+Prints, per model and mode, traffic and temporary memory as a multiple of what the model
+written by hand takes: with `dtype=bfloat16` and float32 params for the two modes of
+autocast (or float16 half params with masters for O2, bfloat16 for O5), Adam included.
+A program that was compiled before is read from a folder of temporary files.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import DTypeLike
+
+import jamp
+from tests import by_hand, h200, lean_images, lean_transformers as lean_text, tpu
+
+TX = optax.adam(1e-3)
+MODES = ("widest", "narrowest", "O2", "O5")
+HALF = {"O2": jnp.float16, "O5": jnp.bfloat16}
+FOLDER = pathlib.Path(tempfile.gettempdir(), "jamp-lean")
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(logits.astype(jnp.float32), labels).mean()
+
+
+def mean_square(got: Array, wanted: Array) -> Array:
+    return jnp.square(got.astype(jnp.float32) - wanted).mean()
+
+
+class Case(NamedTuple):
+    """A model, and the shapes of what it is trained on."""
+
+    model: nn.Module
+    inputs: Any
+    targets: Any
+    loss: Callable[[Array, Array], Array] = cross_entropy
+
+
+def text(model: nn.Module, batch: int, length: int) -> Case:
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    return Case(model, tokens, tokens)
+
+
+def images(model: nn.Module, batch: int = 64, side: int = 224) -> Case:
+    inputs = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
+    return Case(model, inputs, jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+
+def diffusion(model: nn.Module, batch: int, side: int) -> Case:
+    inputs = jax.ShapeDtypeStruct((batch, side, side, 3), jnp.float32)
+    times = jax.ShapeDtypeStruct((batch,), jnp.float32)
+    return Case(model, (inputs, times), inputs, mean_square)
+
+
+CASES = {
+    "gpt2": text(lean_text.GPT2(), 8, 1024),
+    "gpt2-scan": text(lean_text.GPT2(depth=8, scan=True), 8, 1024),
+    "vit": images(lean_text.ViT()),
+    "bert": text(lean_text.BERT(), 16, 512),
+    "convnext": images(lean_images.ConvNeXt()),
+    "unet": diffusion(lean_images.UNet(), 32, 64),
+    "llama": text(lean_text.Llama(), 4, 2048),
+    "resnet50": images(lean_images.ResNet50()),
+    "mixer": images(lean_images.Mixer()),
+    "lstm": text(lean_images.LSTM(), 64, 256),
+    "efficientnet": images(lean_images.EfficientNet()),
+    "moe": text(lean_text.MoE(), 8, 1024),
+    "words": text(lean_text.Words(), 8, 1024),
+    "linen": text(lean_text.LinenStack(), 8, 512),
+}
+
+
+class Measured(NamedTuple):
+    """Bytes that a program moves, and those that it needs for a time."""
+
+    traffic: float
+    temp: float
+
+    def over(self, other: "Measured") -> "Measured":
+        return Measured(self.traffic / other.traffic, self.temp / other.temp)
+
+
+# ---- steps
+
+
+def forward(case: Case, model: nn.Module, apply: Callable | None = None) -> Callable:
+    """`(params, stats, batch, key) -> loss, stats`."""
+
+    def loss_fn(params, stats, batch, key):
+        variables = {"params": params, "batch_stats": stats}
+        inputs, targets = batch
+        options = {"mutable": ["batch_stats"], "rngs": {"dropout": key}}
+        out, new = (apply or model.apply)(variables, inputs, **options)
+        return case.loss(out, targets), new.get("batch_stats", {})
+
+    return loss_fn
+
+
+def float32_step(loss_fn: Callable) -> Callable:
+    """A step on float32 params."""
+
+    def step(state, batch, key):
+        params, opt_state, stats = state
+        grad = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, stats), grads = grad(params, stats, batch, key)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, stats), loss
+
+    return step
+
+
+def masters_step(loss_fn: Callable, dtype: DTypeLike) -> Callable:
+    """A step on half params with masters; of float16, with a dynamic scale too."""
+    scaled = dtype == jnp.float16
+    update = by_hand.scaled_update if scaled else by_hand.unscaled_update
+
+    def step(state: by_hand.MixedState, batch, key):
+        loss_of = lambda params: loss_fn(params, state.batch_stats, batch, key)  # noqa: E731
+        return update(state, loss_of, TX, dtype)
+
+    return step
+
+
+def amp_step(case: Case) -> Callable:
+    def step(state: jamp.AmpState, batch, key):
+        def loss_fn(params):
+            loss_of = forward(case, case.model, state.apply_fn)
+            return loss_of(params, state.batch_stats, batch, key)
+
+        grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
+        (loss, stats), grads = grad(state)
+        return state.apply_gradients(grads=grads, batch_stats=stats), loss
+
+    return step
+
+
+def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
+    """A step by jamp or by hand, and the shapes of its state."""
+    case = CASES[name]
+    model = case.model
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.eval_shape(model.init, rngs, case.inputs)
+    params, stats = variables["params"], variables.get("batch_stats", {})
+    if mode not in HALF:
+        state = (params, jax.eval_shape(TX.init, params), stats)
+        if mode == "plain":
+            return float32_step(forward(case, model)), state
+        if ours:
+            loss_fn = jamp.autocast(forward(case, model), "bfloat16", promote=mode)
+        else:
+            loss_fn = forward(case, model.clone(dtype=jnp.bfloat16))
+        return float32_step(loss_fn), state
+    if ours:
+        options = {"tx": TX, "opt_level": mode, "apply_fn": model.apply, "verbosity": 0}
+        init = lambda: jamp.initialize(ones(params), **options, batch_stats=ones(stats))  # noqa: E731
+        return amp_step(case), jax.eval_shape(init)
+    init = functools.partial(by_hand.mixed_init, tx=TX, dtype=HALF[mode])
+    loss_fn = forward(case, model.clone(dtype=HALF[mode]))
+    return masters_step(loss_fn, HALF[mode]), jax.eval_shape(init, variables)
+
+
+def ones(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+
+
+# ---- what they cost
+
+
+def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
+    """Compiles a step, or looks up what it cost when it was compiled before."""
+    step, state = program(name, mode, ours)
+    case = CASES[name]
+    key = jax.eval_shape(jax.random.key, 0)
+    args = (state, (case.inputs, case.targets), key)
+    target = tpu if on_tpu else h200
+    lowered = target.lower_step(step, *args, donate=(0,))
+    file = FOLDER / f"{_digest(lowered, on_tpu)}.json"
+    if not file.exists():
+        found = target.compile_lowered(lowered)
+        FOLDER.mkdir(exist_ok=True)
+        file.write_text(json.dumps([found.traffic, found.temp]))
+    return Measured(*json.loads(file.read_text()))
+
+
+def _digest(lowered: Any, on_tpu: bool) -> str:
+    parts = (jax.__version__, str(on_tpu), str(h200.CHEAP), lowered.as_text())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--modes", default="widest,narrowest", help=",".join(MODES))
+    parser.add_argument("--tpu", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    modes = args.modes.split(",")
+    print(f"{'model':14}" + "".join(f"{mode + ' (GB)':>24}" for mode in modes))
+    for name in args.names or CASES:
+        line, start = f"{name:14}", time.monotonic()
+        for mode in modes:
+            hand = measure(name, mode, False, args.tpu)
+            ratio = measure(name, mode, True, args.tpu).over(hand)
+            line += (
+                f"{ratio.traffic:8.3f} {ratio.temp:6.3f} ({hand.traffic / 1e9:5.1f})"
+            )
+        print(f"{line}  {time.monotonic() - start:4.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

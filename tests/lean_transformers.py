@@ -1,0 +1,282 @@
+"""Fourteen architectures, each in its real widths but with few layers: transformers.
+
+Each is written once, with a `dtype`: None is the float32 model that jamp is given, and
+bfloat16 the one that a user writes by hand, with float32 params that are cast at their
+use. Norms take their statistics, and losses all, in float32; a softmax and a gelu are
+in `dtype`, which is what moves the fewest bytes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+exact_gelu = functools.partial(nn.gelu, approximate=False)
+
+
+class Attention(nn.Module):
+    """Self-attention with one product for queries, keys and values."""
+
+    heads: int
+    causal: bool = False
+    dropout: float = 0.0
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        batch, length, width = x.shape
+        qkv = nn.Dense(3 * width, dtype=self.dtype, name="qkv")(x)
+        split = (batch, length, self.heads, -1)
+        q, k, v = (y.reshape(split) for y in jnp.split(qkv, 3, axis=-1))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+        if self.causal:
+            mask = jnp.tril(jnp.ones((length, length), bool))
+            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+        weights = jax.nn.softmax(scores)
+        weights = nn.Dropout(self.dropout, deterministic=False)(weights)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
+        return nn.Dense(width, dtype=self.dtype, name="out")(y)
+
+
+class MLP(nn.Module):
+    width: int
+    act: Callable[[Array], Array] = nn.gelu
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        y = self.act(nn.Dense(self.width, dtype=self.dtype)(x))
+        return nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a LayerNorm and beside a shortcut."""
+
+    heads: int
+    causal: bool = False
+    act: Callable[[Array], Array] = nn.gelu
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Array, _: Any = None) -> tuple[Array, None]:
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        x = x + Attention(self.heads, self.causal, dtype=self.dtype)(norm()(x))
+        x = x + MLP(4 * x.shape[-1], self.act, self.dtype)(norm()(x))
+        return x, None
+
+
+class GPT2(nn.Module):
+    """Tied embeddings; layers one after the other, or under scan and remat."""
+
+    depth: int = 4
+    width: int = 768
+    vocabulary: int = 16_384
+    scan: bool = False
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        length = tokens.shape[1]
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        places = nn.Embed(length, self.width, dtype=self.dtype, name="places")
+        x = embed(tokens) + places(jnp.arange(length))
+        block, args = Block, (12, True, nn.gelu, self.dtype)
+        if self.scan:
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            block = nn.scan(nn.remat(Block), **axes, length=self.depth)
+            x, _ = block(*args)(x, None)
+        else:
+            for _ in range(self.depth):
+                x, _ = Block(*args)(x)
+        return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+class ViT(nn.Module):
+    """ViT-B/16: a class token, learned places, exact gelu."""
+
+    depth: int = 4
+    width: int = 768
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, images: Array) -> Array:
+        batch, init = len(images), nn.initializers.normal(0.02)
+        x = nn.Conv(self.width, (16, 16), (16, 16), dtype=self.dtype)(images)
+        x = x.reshape(batch, -1, self.width)
+        token = self.param("token", nn.initializers.zeros, (1, 1, self.width))
+        token = jnp.broadcast_to(token.astype(x.dtype), (batch, 1, self.width))
+        x = jnp.concatenate([token, x], axis=1)
+        places = self.param("places", init, (1, *x.shape[1:]))
+        x = x + places.astype(x.dtype)
+        for _ in range(self.depth):
+            x, _ = Block(12, act=exact_gelu, dtype=self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return nn.Dense(1000, dtype=self.dtype)(x[:, 0])
+
+
+class BERT(nn.Module):
+    """Norms behind the shortcuts, dropout everywhere, a head on tied embeddings."""
+
+    depth: int = 4
+    width: int = 768
+    vocabulary: int = 8192
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        drop = functools.partial(nn.Dropout, 0.1, deterministic=False)
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        places = nn.Embed(512, self.width, dtype=self.dtype, name="places")
+        x = embed(tokens) + places(jnp.arange(tokens.shape[1]))
+        x = drop()(norm()(x))
+        for _ in range(self.depth):
+            x = norm()(x + drop()(Attention(12, False, 0.1, self.dtype)(x)))
+            x = norm()(x + drop()(MLP(3072, exact_gelu, self.dtype)(x)))
+        x = norm()(exact_gelu(nn.Dense(self.width, dtype=self.dtype)(x)))
+        bias = self.param("bias", nn.initializers.zeros, (self.vocabulary,))
+        logits = embed.attend(x)
+        return logits + bias.astype(logits.dtype)
+
+
+class RMSNorm(nn.Module):
+    """As in Llama's own code: in float32, then in the dtype that it is given."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+        return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+def rotate(x: Array) -> Array:
+    """RoPE, over (batch, length, ..., features)."""
+    length, half = x.shape[1], x.shape[-1] // 2
+    rates = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * rates
+    shape = (length, *[1] * (x.ndim - 3), half)
+    sin, cos = (f(angles).reshape(shape) for f in (jnp.sin, jnp.cos))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return y.astype(x.dtype)
+
+
+class Llama(nn.Module):
+    """RMSNorm, RoPE, grouped queries with scores of five axes, SwiGLU."""
+
+    depth: int = 3
+    width: int = 2048
+    vocabulary: int = 16_384
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        batch, length = tokens.shape
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        mask = jnp.tril(jnp.ones((length, length), bool))
+        for _ in range(self.depth):
+            y = RMSNorm()(x)
+            q = dense(self.width)(y).reshape(batch, length, 4, 4, -1)
+            k, v = (
+                dense(self.width // 4)(y).reshape(batch, length, 4, -1) for _ in "kv"
+            )
+            q, k = rotate(q), rotate(k)
+            scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / q.shape[-1] ** 0.5
+            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+            y = jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(scores), v)
+            x = x + dense(self.width)(y.reshape(x.shape))
+            y = RMSNorm()(x)
+            gated = nn.silu(dense(5632)(y)) * dense(5632)(y)
+            x = x + dense(self.width)(gated)
+        return dense(self.vocabulary)(RMSNorm()(x))
+
+
+class Experts(nn.Module):
+    """The best two of eight MLPs for each token, as far as each has room."""
+
+    experts: int = 8
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        shape, width = x.shape, x.shape[-1]
+        room = 2 * shape[1] // self.experts
+        gates = nn.Dense(self.experts, use_bias=False, name="router")(
+            x.astype(jnp.float32)
+        )
+        best, which = jax.lax.top_k(jax.nn.softmax(gates), 2)
+        chosen = jax.nn.one_hot(which, self.experts)  # batch, token, choice, expert
+        order = jnp.cumsum(chosen.reshape(shape[0], -1, self.experts), axis=1) - 1
+        place = jax.nn.one_hot(order.reshape(chosen.shape), room)
+        send = chosen[..., None] * place  # ..., expert, place
+        combine = jnp.einsum("btc,btcep->btep", best, send).astype(x.dtype)
+        send = send.sum(2).astype(x.dtype)
+        y = jnp.einsum("btep,btd->ebpd", send, x)
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up = self.param("up", init, (self.experts, width, 4 * width))
+        down = self.param("down", init, (self.experts, 4 * width, width))
+        y = nn.gelu(jnp.einsum("ebpd,edh->ebph", y, up.astype(y.dtype)))
+        y = jnp.einsum("ebph,ehd->ebpd", y, down.astype(y.dtype))
+        return jnp.einsum("btep,ebpd->btd", combine, y)
+
+
+class MoE(nn.Module):
+    """A transformer whose MLPs are experts."""
+
+    depth: int = 2
+    width: int = 768
+    vocabulary: int = 8192
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        for _ in range(self.depth):
+            x = x + Attention(12, True, dtype=self.dtype)(norm()(x))
+            x = x + Experts(dtype=self.dtype)(norm()(x))
+        return nn.Dense(self.vocabulary, dtype=self.dtype)(norm()(x))
+
+
+class Words(nn.Module):
+    """Hardly more than logits over 50k words."""
+
+    width: int = 768
+    vocabulary: int = 50_257
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        x = x + MLP(4 * self.width, dtype=self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
+
+
+class LinenStack(nn.Module):
+    """Flax's own attention and LayerNorm."""
+
+    depth: int = 3
+    width: int = 768
+    vocabulary: int = 8192
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        attention = functools.partial(
+            nn.MultiHeadDotProductAttention, 12, dtype=self.dtype
+        )
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        mask = nn.make_causal_mask(tokens)
+        for _ in range(self.depth):
+            x = x + attention()(norm()(x), mask=mask)
+            x = x + MLP(4 * self.width, dtype=self.dtype)(norm()(x))
+        return nn.Dense(self.vocabulary, dtype=self.dtype)(norm()(x))

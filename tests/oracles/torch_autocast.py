@@ -1,0 +1,431 @@
+"""What torch.autocast makes of a float32 program, operation by operation.
+
+An interpreter of jaxprs by the rules of torch's CUDA lists
+(`aten/src/ATen/autocast_mode.h`), from which widest is to lose nothing:
+
+- A product casts float32 operands to half, sums in float32, and rounds its result once.
+  Copies of the program's inputs are cached, as torch caches those of its leaves.
+- A vector that is broadcast over a product's result in an `add` is the bias of a linear
+  or a convolution: it is rounded to half, and so is the sum.
+- The float32 list, and functions that torch has on it by name, give float32 results.
+- All else runs in the widest dtype of its array operands. Python's scalars and 0-d
+  arrays do not promote. What torch has as one kernel computes in float32 inside, and
+  rounds once.
+
+Derivatives need no rules: the casts are part of what is differentiated, and a cast's
+transpose rounds the cotangent as torch does.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend import core as jc, linear_util
+
+F32 = jnp.dtype("float32")
+HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+PEELED = 8  # trips of a scan until the dtypes of its carry must have settled
+
+PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
+FLOAT32 = frozenset(
+    # AT_FORALL_FP32
+    "exp exp2 expm1 log log1p pow integer_pow square rsqrt acos asin cosh sinh tan "
+    "erf_inv "
+    # AT_FORALL_FP32_SET_OPT_DTYPE
+    "reduce_sum reduce_prod cumsum cumprod cumlogsumexp "
+    # torch has no half kernel for these, and raises
+    "cholesky eig eigh svd qr lu triangular_solve tridiagonal_solve fft "
+    "householder_product geqrf custom_linear_solve "
+    "lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad "
+    "bessel_i0e bessel_i1e regularized_incomplete_beta".split()
+)
+FLOAT32_FUNCTIONS = frozenset(
+    "softmax log_softmax logsumexp softplus standardize norm".split()
+)
+ONE_KERNEL = frozenset(
+    "silu gelu elu selu celu relu6 hard_tanh leaky_relu hard_sigmoid mish "
+    "log_sigmoid".split()
+)
+MOVES = frozenset("reshape squeeze transpose expand_dims copy copy_p".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array, and what torch knows of it.
+
+    Attributes:
+        array: in the dtype that it has.
+        votes: whether it promotes others: not if it has no axis.
+        python: whether it would be a Python number, which kernels take as float32.
+        product: whether it is a product's result.
+        vector: whether it is a vector that was broadcast.
+    """
+
+    array: Any
+    votes: bool = True
+    python: bool = False
+    product: bool = False
+    vector: bool = False
+
+
+def torch_autocast[**P, R](fn: Callable[P, R], half: Any) -> Callable[P, R]:
+    """`fn` as torch.autocast would run it; takes and returns float32."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args) -> R:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(args)]
+        outs = _Interpreter(half, leaves).run(closed, list(map(of_array, leaves)))
+        recorded = [x.dtype for x in jax.tree.leaves(shape)]
+        arrays = [v.array.astype(d) for v, d in zip(outs, recorded, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(shape), arrays)
+
+    return wrapped
+
+
+def of_array(x: Any) -> Value:
+    return Value(x, votes=jnp.ndim(x) > 0)
+
+
+def is_float32(atom: Any) -> bool:
+    return getattr(atom.aval, "dtype", None) == F32
+
+
+def widest(dtypes: Sequence[Any]) -> Any:
+    """Of float32 and one half dtype."""
+    return F32 if F32 in dtypes or not dtypes else dtypes[0]
+
+
+def holds_product(jaxpr: jc.Jaxpr) -> bool:
+    return any(
+        e.primitive.name in PRODUCTS or any(map(holds_product, _programs(e)))
+        for e in jaxpr.eqns
+    )
+
+
+def _programs(eqn: jc.JaxprEqn) -> list[Any]:
+    found = []
+    for value in eqn.params.values():
+        items = value if isinstance(value, tuple | list) else (value,)
+        found += [p for p in items if hasattr(p, "eqns")]
+    return found
+
+
+class _Interpreter:
+    def __init__(self, half: Any, leaves: Sequence[Array]):
+        self.half = jnp.dtype(half)
+        floats = [x for x in leaves if x.dtype == F32]
+        self.cached = {id(x): (x, x.astype(self.half)) for x in floats}
+
+    # ---- programs
+
+    def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
+        """Evaluates a program."""
+        env: dict[Any, Value] = {}
+
+        def read(atom):
+            if isinstance(atom, jc.Literal):
+                return Value(jnp.asarray(atom.val, atom.aval.dtype), False, True)
+            return env[atom]
+
+        consts = [of_array(jnp.asarray(c)) for c in getattr(jaxpr, "consts", ())]
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        if consts and jaxpr.constvars:
+            env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            outs = self.equation(eqn, list(map(read, eqn.invars)))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def equation(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        """Evaluates an equation."""
+        name = eqn.primitive.name
+        inside = getattr(self, f"_{name}", None)
+        if inside is not None:
+            return inside(eqn, ins)
+        if name in PRODUCTS and is_float32(eqn.outvars[0]):
+            return [self.product(eqn, ins)]
+        if name == "convert_element_type":
+            return [self.conversion(eqn, ins[0])]
+        floats = [v for v, a in zip(ins, eqn.invars, strict=True) if is_float32(a)]
+        if not floats or not any(map(is_float32, [*eqn.outvars, *eqn.invars])):
+            recorded = [a.aval for a in eqn.invars]
+            return list(map(of_array, self.bind(eqn, _cast(ins, recorded))))
+        return self.operation(eqn, ins, self.dtype(eqn, ins, floats))
+
+    def dtype(self, eqn: jc.JaxprEqn, ins: list[Value], floats: list[Value]) -> Any:
+        """What an operation runs in."""
+        name = eqn.primitive.name
+        if name in FLOAT32:
+            return F32
+        if name == "div" and ins[0].python:
+            return F32  # torch: reciprocal
+        if name == "add" and any(
+            y.product and b.vector and b.array.size < y.array.size
+            for y, b in (ins, ins[::-1])
+        ):
+            return self.half
+        return self.promoted(floats)
+
+    def promoted(self, floats: Sequence[Value]) -> Any:
+        """The widest dtype of those that vote, or of the 0-d ones."""
+        for who in (
+            [v for v in floats if v.votes],
+            [v for v in floats if not v.python],
+        ):
+            if who:
+                return widest([v.array.dtype for v in who])
+        return F32
+
+    def operation(self, eqn: jc.JaxprEqn, ins: list[Value], dtype: Any) -> list[Value]:
+        """Computes in float32 of operands that were rounded, and rounds its result."""
+        floats = [is_float32(a) for a in eqn.invars]
+        arrays = [
+            v.array if v.python or not f else v.array.astype(dtype).astype(F32)
+            for v, f in zip(ins, floats, strict=True)
+        ]
+        outs = self.bind(eqn, arrays)
+        floats = [v for v, f in zip(ins, floats, strict=True) if f]
+        python, name = all(v.python for v in floats), eqn.primitive.name
+        voted = any(v.votes for v in floats)
+        found = []
+        for x, atom in zip(outs, eqn.outvars, strict=True):
+            if not is_float32(atom):
+                found.append(of_array(x))
+                continue
+            spread = name in ("broadcast_in_dim", "reshape")
+            # A statistic with its axes kept is an array of one element.
+            alone = spread and x.ndim > 0 and x.size == 1 and not python
+            found.append(
+                Value(
+                    x.astype(dtype) if not python else x,
+                    votes=(voted and x.ndim > 0) or alone,
+                    python=python,
+                    product=name in MOVES and ins[0].product,
+                    vector=(spread and jnp.ndim(arrays[0]) == 1 and x.ndim > 1)
+                    or (spread and ins[0].vector),
+                )
+            )
+        return found
+
+    def product(self, eqn: jc.JaxprEqn, ins: list[Value]) -> Value:
+        """A half product: half operands, float32 sums, a half result."""
+        halves = [
+            self.rounded(v.array) if is_float32(a) else v.array
+            for v, a in zip(ins, eqn.invars, strict=True)
+        ]
+        arrays = [x.astype(F32) if x.dtype == self.half else x for x in halves]
+        exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": F32}
+        exact = {k: v for k, v in exact.items() if k in eqn.params}
+        (out,) = self.bind(eqn, arrays, exact)
+        out = out.astype(self.half)
+        return Value(out, votes=out.ndim > 0, product=True)
+
+    def rounded(self, x: Array) -> Array:
+        kept = self.cached.get(id(x))
+        return kept[1] if kept is not None else x.astype(self.half)
+
+    def conversion(self, eqn: jc.JaxprEqn, value: Value) -> Value:
+        """An explicit one; from float32 to float32 there is none."""
+        (atom,), (out,) = eqn.invars, eqn.outvars
+        if is_float32(atom) and is_float32(out):
+            return value
+        (x,) = self.bind(eqn, _cast([value], [atom.aval]))
+        return Value(x, votes=x.ndim > 0 and not value.python, python=value.python)
+
+    def bind(self, eqn: jc.JaxprEqn, arrays: Sequence[Any], params: Any = ()) -> list:
+        """Evaluates an equation as it is, but for some parameters."""
+        params = eqn.primitive.get_bind_params({**eqn.params, **dict(params)})
+        outs = eqn.primitive.bind(*arrays, **params)
+        return list(outs) if eqn.primitive.multiple_results else [outs]
+
+    # ---- what holds programs
+
+    def _jit(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        name = eqn.params["name"]
+        floats = [v for v, a in zip(ins, eqn.invars, strict=True) if is_float32(a)]
+        if name in FLOAT32_FUNCTIONS:
+            return self.one_kernel(eqn, ins, F32)
+        if name in ONE_KERNEL:
+            return self.one_kernel(eqn, ins, self.promoted(floats))
+        return self.run(eqn.params["jaxpr"], ins)
+
+    def one_kernel(
+        self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any, params: Any = ()
+    ) -> list[Value]:
+        """In float32 inside; the results in given dtypes, one for all or one each."""
+        outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]), params)
+        dtypes = dtypes if len(dtypes) == len(outs) else dtypes * len(outs)
+        pairs = zip(outs, eqn.outvars, dtypes, strict=True)
+        return [of_array(x.astype(d) if is_float32(a) else x) for x, a, d in pairs]
+
+    def _closed_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        return self.run(eqn.params["call_jaxpr"], ins)
+
+    def _checkpoint(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        return self.run(eqn.params["jaxpr"], ins)
+
+    _remat2 = _remat = _checkpoint
+
+    def _cond(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        index, *ins = ins
+        branches = [
+            functools.partial(self.run, branch, ins)
+            for branch in eqn.params["branches"]
+        ]
+        found = zip(*(_dtypes(branch) for branch in branches), strict=True)
+        dtypes = [d[0] if d[0] not in (F32, self.half) else widest(d) for d in found]
+
+        def arrays(branch):
+            outs = zip(branch(), dtypes, strict=True)
+            return [v.array.astype(d) for v, d in outs]
+
+        branches = [functools.partial(arrays, branch) for branch in branches]
+        return list(map(of_array, lax.switch(index.array, branches)))
+
+    def _scan(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        """Trips in Python, until the dtypes of the carry are those of the next one."""
+        params = eqn.params
+        consts, carried, _ = (len(list(p)) for p in params["ft_in"].unpack())
+        fixed, xs = ins[:consts], [v.array for v in ins[consts + carried :]]
+        carry = [v.array for v in ins[consts : consts + carried]]
+        length, reverse = params["length"], params["reverse"]
+        if reverse:
+            xs = [x[::-1] for x in xs]
+
+        def body(carry, x):
+            values = [*fixed, *map(of_array, [*carry, *x])]
+            outs = [v.array for v in self.run(params["jaxpr"], values)]
+            return outs[:carried], outs[carried:]
+
+        peeled = []
+        for trip in range(length):
+            now = [x[trip] for x in xs]
+            after = jax.eval_shape(lambda c, x: body(c, x)[0], carry, now)
+            if [c.dtype for c in after] == [c.dtype for c in carry]:
+                break
+            assert trip < PEELED, "a carry whose dtype does not settle"
+            carry, y = body(carry, now)
+            peeled.append(y)
+        done = len(peeled)
+        stacks = [[y[None] for y in ys] for ys in zip(*peeled, strict=True)]
+        if done < length or not length:
+            rest = [x[done:] for x in xs]
+            carry, ys = lax.scan(body, carry, rest, length=length - done)
+            stacks = stacks or [[] for _ in ys]
+            stacks = [[*s, y] for s, y in zip(stacks, ys, strict=True)]
+        ys = list(map(_concatenated, stacks))
+        if reverse:
+            ys = [y[::-1] for y in ys]
+        return list(map(of_array, [*carry, *ys]))
+
+    def _while(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        """A carry has the widest dtype that it has in any trip."""
+        params, n = eqn.params, eqn.params["cond_nconsts"]
+        first, rest = ins[:n], ins[n:]
+        n = params["body_nconsts"]
+        fixed, carry = rest[:n], [v.array for v in rest[n:]]
+
+        def cond(carry):
+            values = [*first, *map(of_array, carry)]
+            return self.run(params["cond_jaxpr"], values)[0].array
+
+        def body(carry):
+            values = [*fixed, *map(of_array, carry)]
+            return [v.array for v in self.run(params["body_jaxpr"], values)]
+
+        after = jax.eval_shape(body, carry)
+        pairs = zip(carry, after, strict=True)
+        dtypes = [
+            widest([c.dtype, a.dtype]) if c.dtype in (F32, self.half) else c.dtype
+            for c, a in pairs
+        ]
+
+        def settled(carry):
+            outs = zip(body(carry), dtypes, strict=True)
+            return [x.astype(d) for x, d in outs]
+
+        carry = [x.astype(d) for x, d in zip(carry, dtypes, strict=True)]
+        return list(map(of_array, lax.while_loop(cond, settled, carry)))
+
+    # ---- functions with a derivative of their own
+
+    def custom(self, eqn: jc.JaxprEqn, ins: list[Value], rules: Any) -> list[Value]:
+        """One kernel, with its derivative; the parts of one with a product are cast."""
+        program = eqn.params["call_jaxpr"]
+        dtypes = _dtypes(functools.partial(self.run, program, ins))
+        params = {"call_jaxpr": self.as_written(program)}
+        for name, rule in rules.items():
+            old = eqn.params[name]
+            rule = functools.partial(rule, old)
+            params[name] = linear_util.wrap_init(rule, debug_info=old.debug_info)
+        return self.one_kernel(
+            eqn, ins, *dtypes, params=params if holds_product(program) else {}
+        )
+
+    def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        def jvp(old, *absent):
+            jaxpr, consts, zeros = old.call_wrapped(*absent)
+            jaxpr = self.as_written(jaxpr.with_consts(consts) if consts else jaxpr)
+            return jaxpr, jaxpr.consts, zeros
+
+        return self.custom(eqn, ins, {"jvp_jaxpr_fun": jvp})
+
+    def _custom_vjp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        def forward(old, *perturbed):
+            jaxpr, consts = old.call_wrapped(*perturbed)
+            jaxpr = self.as_written(jaxpr.with_consts(consts) if consts else jaxpr)
+            return jaxpr, jaxpr.consts
+
+        def backward(old, *args):
+            found = []
+
+            def dense(*args):
+                grads, logs = old.call_wrapped(*args)
+                found[:] = grads, logs
+                return [g for g in grads if hasattr(g, "dtype")]
+
+            jaxpr = self.as_written(jax.make_jaxpr(dense)(*args))
+            left = iter(jc.jaxpr_as_fun(jaxpr)(*args))
+            grads, logs = found
+            return [next(left) if hasattr(g, "dtype") else g for g in grads], logs
+
+        return self.custom(eqn, ins, {"fwd_jaxpr_thunk": forward, "bwd": backward})
+
+    def as_written(self, jaxpr: Any) -> Any:
+        """A program by torch's rules that takes and gives what it is written for."""
+
+        def run(*arrays):
+            outs = self.run(jaxpr, list(map(of_array, arrays)))
+            return [v.array.astype(a.dtype) for v, a in zip(outs, avals, strict=True)]
+
+        avals = [v.aval for v in jaxpr.outvars]
+        shapes = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars
+        ]
+        return jax.make_jaxpr(run)(*shapes)
+
+
+def _cast(values: Sequence[Value], avals: Sequence[Any]) -> list[Any]:
+    pairs = zip(values, avals, strict=True)
+    return [
+        v.array.astype(a.dtype) if getattr(a, "dtype", None) == F32 else v.array
+        for v, a in pairs
+    ]
+
+
+def _dtypes(run: Callable[[], list[Value]]) -> list[Any]:
+    outs = jax.eval_shape(lambda: [v.array for v in run()])
+    return [x.dtype for x in outs]
+
+
+def _concatenated(parts: list[Array]) -> Array:
+    dtypes = {p.dtype for p in parts}
+    if len(dtypes) > 1:
+        parts = [p.astype(widest([*dtypes])) for p in parts]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,324 @@
+"""Functions that only run in half: called with half under autocast, and left alone."""
+
+import functools
+import sys
+import types
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental import pallas as pl
+
+import jamp
+from jamp._autocast import jax_internals
+from tests import h200
+from tests.by_jamp import amp_init, amp_step
+from tests.programs import walk
+
+HALVES = (jnp.float16, jnp.bfloat16)
+X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)
+
+both = pytest.mark.parametrize("half", HALVES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def no_warning():
+    """What a kernel does is not for autocast to look into: it has nothing to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jamp.AutocastWarning)
+        yield
+
+
+def only(dtype):
+    """A kernel of one dtype: sin, with a derivative that is as picky."""
+
+    @jax.custom_vjp
+    def kernel(x):
+        assert x.dtype == dtype
+        return jnp.sin(x)
+
+    def backward(x, cotangent):
+        assert x.dtype == cotangent.dtype == dtype
+        return (cotangent * jnp.cos(x),)
+
+    kernel.defvjp(lambda x: (kernel(x), x), backward)
+    return kernel
+
+
+WRAPS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, v: (c, f(v)), 0, x)[1],
+    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 0, f, lambda x: x, x),
+}
+
+
+@both
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(wrap, half):
+    called = wrap(jamp.half_kernel(only(half)))
+    x64 = np.asarray(X.astype(half), np.float64)
+
+    def loss(x):
+        y = called(x)
+        assert y.dtype == jnp.float32
+        return (3.0 * y).sum()
+
+    eps = float(jnp.finfo(half).eps)
+    for grad in (
+        jax.grad(jamp.autocast(loss, half)),
+        jamp.autocast(jax.grad(loss), half),
+    ):
+        got = grad(X)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, 3 * np.cos(x64), rtol=4 * eps, atol=4 * eps)
+    got = jamp.autocast(called, half)(X)
+    np.testing.assert_allclose(got, np.sin(x64), rtol=eps, atol=eps)
+
+
+def dtypes_in(fn, *args, **options):
+    """What a kernel in `fn(kernel, *args)` is called with, under autocast."""
+    seen = []
+
+    @jamp.half_kernel
+    def kernel(*args, **kwargs):
+        leaves = jax.tree.leaves((args, kwargs))
+        seen.append(" ".join(str(getattr(x, "dtype", x)) for x in leaves))
+        return args[0]
+
+    jax.make_jaxpr(jamp.autocast(lambda *args: fn(kernel, *args), **options))(*args)
+    return seen
+
+
+def disabled(kernel, x):
+    with jamp.disable_casts():
+        kernel(x)
+        return jamp.promote_function(kernel)(x)
+
+
+CALLS = {
+    "arrays": (lambda k, x: k(x, {"b": np.ones(2, np.float32)}), ["float16 float16"]),
+    "options": (lambda k, x: k(x, 2.0, np.float32(3)), ["float16 2.0 float32"]),
+    "others": (lambda k, x: k(x, x > 0, x.argmax()), ["float16 bool int32"]),
+    "own half": (lambda k, x: k(x.astype("bfloat16"), x), ["bfloat16 float16"]),
+    "a product": (lambda k, x: k(x @ x.T), ["float16"]),
+    "disable_casts": (disabled, ["float32", "float16"]),
+    "float_function": (lambda k, x: jamp.float_function(k)(x), ["float32"]),
+    "half_function": (lambda k, x: jamp.half_function(k)(x), ["float16"]),
+    "inner autocast": (lambda k, x: jamp.autocast(k, "bfloat16")(x), ["bfloat16"]),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_which_operands_are_cast(case):
+    fn, expected = CALLS[case]
+    assert dtypes_in(fn, X) == expected
+
+
+def test_results_come_back_in_the_dtype_of_the_operands():
+    @jamp.half_kernel
+    def kernel(x):
+        return {"half": x, "sum": x.astype(jnp.float32).sum(), "at": x.argmax()}
+
+    def dtypes(x):
+        return {key: str(y.dtype) for key, y in jamp.autocast(kernel)(x).items()}
+
+    assert dtypes(X) == {"half": "float32", "sum": "float32", "at": "int32"}
+    assert dtypes(X.astype("float16"))["half"] == "float16"  # asked for by the program
+
+
+def test_outside_of_autocast_it_is_the_function_also_if_it_was_jitted():
+    kernel = jax.jit(
+        jamp.half_kernel(lambda x: jnp.sin(x) if x.dtype == "float16" else x)
+    )
+    for _ in range(2):
+        np.testing.assert_array_equal(kernel(X), X)
+        assert not np.array_equal(jamp.autocast(kernel)(X), X)
+
+
+def test_what_is_inside_keeps_its_dtypes():
+    @jamp.half_kernel
+    def kernel(x):
+        y = x.astype(jnp.float32)
+        return (y @ y.T).astype(x.dtype) @ x
+
+    program = jax.make_jaxpr(jamp.autocast(kernel))(X)
+    products = [e for e in walk(program.jaxpr) if e.primitive.name == "dot_general"]
+    found = [str(e.invars[0].aval.dtype) for e in products]
+    assert found == ["float32", "float16"]
+
+
+def test_registered_kernels_are_called_so_where_they_are_looked_up():
+    module = types.SimpleNamespace(kernel=only(jnp.float16))
+    lists = jamp.AutocastLists().register_half_kernel(module, "kernel")
+    kernel = module.kernel
+    got = jamp.autocast(lambda x: module.kernel(x), lists=lists)(X)
+    np.testing.assert_allclose(got, np.sin(X), atol=1e-3)
+    assert module.kernel is kernel
+
+
+def test_a_kernel_of_pallas():
+    def body(x, y):
+        assert x.dtype == y.dtype == jnp.bfloat16
+        y[...] = x[...] * 2
+
+    @jamp.half_kernel
+    def double(x):
+        out = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        return pl.pallas_call(body, out_shape=out, interpret=True)(x)
+
+    got = jamp.autocast(double, jnp.bfloat16)(X)
+    np.testing.assert_array_equal(got, 2 * X.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+# ---- attention
+
+
+Q, K = (jax.ShapeDtypeStruct((4, 128, heads, 64), jnp.float32) for heads in (8, 2))
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """A machine without a GPU has no cuDNN whose version JAX could ask for."""
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+
+
+attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+
+class Block(nn.Module):
+    """Attention as users write it, between two layers."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        q, k, v = (nn.DenseGeneral((8, 64))(x) for _ in range(3))
+        return nn.DenseGeneral(10, axis=(-2, -1))(attention(q, k, v, is_causal=True))
+
+
+def calls(program):
+    """What is called of cuDNN's attention, and the dtype of the result."""
+    found = [i for c in program.computations.values() for i in c.values()]
+    target = r'custom_call_target="__cudnn\$fmha([^"]+)"'
+    targets = [(i.attribute(target), i) for i in found]
+    return {name: i.shape[1:].partition("[")[0] for name, i in targets if name}
+
+
+def scores(program):
+    """The arrays that are as large as the scores of 8 heads, 128 x 128."""
+    found = [i for c in program.computations.values() for i in c.values()]
+    return [i.shape for i in found if "128,128]" in i.shape]
+
+
+@pytest.mark.h200
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", ["O1", "O4", "O2", "O5"])
+def test_a_step_calls_cudnn_forward_and_backward(level, with_cudnn):
+    x = jax.ShapeDtypeStruct((4, 128, 32), jnp.float32)
+    init = jamp.autocast(Block().init)  # it calls the kernel, too
+    variables = jax.eval_shape(init, jax.random.key(0), x)
+    begin = functools.partial(amp_init, Block(), tx=optax.sgd(0.1), level=level)
+    labels = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+    program = h200.compile_step(amp_step, jax.eval_shape(begin, variables), x, labels)
+    half = {"O1": "f16", "O2": "f16"}.get(level, "bf16")
+    assert calls(program) == {"Softmax": half, "SoftmaxBackward": half}
+    assert scores(program) == []
+
+
+def array(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+LENGTHS = {"query_seq_lengths": array(4, dtype="int32")}
+OPTIONS = {
+    "plain": ({}, {}, "Softmax"),
+    "causal": ({}, {"is_causal": True, "scale": 0.1}, "Softmax"),
+    "bias": ({"bias": array(1, 8, 128, 128)}, {}, "ScaleBiasSoftmax"),
+    "mask": ({"mask": array(1, 1, 128, 128, dtype="bool")}, {}, "ScaleBiasSoftmax"),
+    "lengths": (LENGTHS, {}, "Softmax"),
+    "window": ({}, {"is_causal": True, "local_window_size": (16, 0)}, "Softmax"),
+}
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("case", OPTIONS)
+def test_all_that_cudnn_can_do_and_its_gradients(case, with_cudnn):
+    arrays, options, name = OPTIONS[case]
+
+    # Grouped queries: two heads of keys for eight of queries.
+    args = {"query": Q, "key": K, "value": K, **arrays}
+    floats = {name: x for name, x in args.items() if x.dtype == jnp.float32}
+
+    def step(floats, others):
+        loss = jamp.autocast(lambda f: (attention(**f, **others, **options) ** 2).sum())
+        return jax.grad(loss)(floats)
+
+    others = {name: x for name, x in args.items() if name not in floats}
+    grads = jax.eval_shape(step, floats, others)
+    assert {str(g.dtype) for g in grads.values()} == {"float32"}
+    program = h200.compile_step(step, floats, others)
+    assert calls(program) == {name: "f16", f"{name}Backward": "f16"}
+
+
+def attend(np, q, k, v, bias):
+    """Attention, by its formula."""
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / 2.0 + bias
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights = weights / weights.sum(-1, keepdims=True)
+    return np.einsum("bnts,bsnh->btnh", weights, v)
+
+
+@both
+def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatch):
+    def fake_cudnn(*operands, **options):
+        assert {x.dtype for x in operands[:4]} == {jnp.dtype(half)}
+        wide = [x.astype(jnp.float32) for x in operands[:4]]
+        return attend(jnp, *wide).astype(half)
+
+    module, name = jax_internals.cudnn_attention()
+    monkeypatch.setattr(module, name, fake_cudnn)
+    from jax.nn import dot_product_attention  # nobody can replace this name
+
+    x = jnp.arange(24.0).reshape(1, 3, 2, 4) / 24
+    bias = jnp.where(jnp.arange(3)[:, None] > jnp.arange(3), 0.0, -3.4e38)[None, None]
+
+    def fn(x, bias):
+        return dot_product_attention(x, x, x, bias, implementation="cudnn")
+
+    got = jamp.autocast(fn, half)(x, bias)
+    x64, bias64 = np.asarray(x, np.float64), np.asarray(bias, np.float64)
+    expected = attend(np, x64, x64, x64, bias64)[:, 1:]
+    np.testing.assert_allclose(got[:, 1:], expected, atol=2 * jnp.finfo(half).eps)
+    # All is masked there: any weights will do.
+    assert (got[:, 0] >= x.min(1)).all() and (got[:, 0] <= x.max(1)).all()
+    assert getattr(module, name) is fake_cudnn
+
+
+def test_attention_by_xla_is_ordinary_jax():
+    """It runs in any dtype, and autocast can look into it."""
+    fn = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    names = {op.name_stack for op in jamp.explain(fn)(Q, Q, Q).operations}
+    assert not any("jamp_kernel" in name for name in names)
+
+
+def test_attention_of_tokamax_is_called_with_half(monkeypatch):
+    seen = []
+
+    def attention(query, key, value, bias=None, mask=None, **options):
+        seen.append((str(query.dtype), bias, mask.dtype == bool, options))
+        return value
+
+    tokamax = types.SimpleNamespace(dot_product_attention=attention)
+    monkeypatch.setitem(sys.modules, "tokamax", tokamax)
+
+    def fn(x):
+        return tokamax.dot_product_attention(x, x, value=x, mask=x > 0, scale=2.0)
+
+    assert jamp.autocast(fn)(X).dtype == jnp.float32
+    assert seen == [("float16", None, True, {"scale": 2.0})]

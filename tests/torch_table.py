@@ -1,0 +1,181 @@
+"""The error of autocast beside that of torch's rules, on the programs of a table.
+
+`python -m tests.torch_table [NAME ...]` prints it. The error of a result, or of the
+gradient in an argument, is the norm of its distance from float64 over the norm of that,
+both over all seeds. Rounding is luck in one run: so many seeds, and 1.1 ×.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jamp
+from tests import autocast_programs, autocast_programs_models
+from tests.autocast_programs import PROGRAMS, Program
+from tests.oracles import torch_autocast as oracle
+
+HALVES = ("float16", "bfloat16")
+SEEDS = 32
+# XLA may leave out roundings, on each backend others: here, none.
+STRICTLY = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
+
+
+class Errors(NamedTuple):
+    """By result and by argument; inf where something is not finite."""
+
+    values: list[float]
+    grads: list[float]
+
+
+class Verdict(NamedTuple):
+    """The errors of one program in one dtype."""
+
+    name: str
+    half: str
+    jamp: Errors
+    torch: Errors
+
+    @property
+    def verdict(self) -> str:
+        pairs = [*zip(*self[2:4], strict=True)]
+        pairs = [p for some in pairs for p in zip(*some, strict=True)]
+        if any(not got <= 1.1 * least + 1e-6 for got, least in pairs):
+            return "BAD"
+        # Worth a look: finite in float32, but for neither of us.
+        return "INF" if any(got == np.inf for got, _ in pairs) else "OK"
+
+    def __str__(self) -> str:
+        def worst(mine, theirs):
+            pairs = list(zip(mine, theirs, strict=True)) or [(0.0, 0.0)]
+            excess = [-1 if a <= b else a - b if a < np.inf else a for a, b in pairs]
+            i = max(range(len(pairs)), key=lambda i: (excess[i], pairs[i]))
+            return f"{pairs[i][0]:9.2e} {pairs[i][1]:9.2e} [{i}]"
+
+        values = worst(self.jamp.values, self.torch.values)
+        grads = worst(self.jamp.grads, self.torch.grads)
+        row = f"{self.name:28} {self.half:9} {values}  {grads}"
+        return f"{row}  {self.verdict}"
+
+
+def both_passes(fn: Callable, args: list) -> Callable:
+    """Results and gradients as lists, of the floats among them."""
+
+    def run(args, seed):
+        def of_floats(*floats):
+            rest = iter(floats)
+            outs = fn(*[next(rest) if is_float(x) else x for x in args])
+            return [y for y in jax.tree.leaves(outs) if is_float(y)]
+
+        outs, pull = jax.vjp(of_floats, *filter(is_float, args))
+        cotangents = [
+            jax.random.normal(jax.random.fold_in(seed, i), y.shape, np.float32) / 64
+            if y.ndim
+            else jnp.ones_like(y)
+            for i, y in enumerate(outs)
+        ]
+        grads = pull([c.astype(y.dtype) for c, y in zip(cotangents, outs, strict=True)])
+        return outs, list(grads)
+
+    return jax.jit(run).lower(args, jax.random.key(0)).compile(STRICTLY)
+
+
+def is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def runs(fn: Callable, program: Program, dtype: Any = np.float32) -> list:
+    """Results and gradients for each seed, in float64."""
+    drawn = [program.args(seed) for seed in range(SEEDS)]
+    drawn = [[x.astype(dtype) if is_float(x) else x for x in xs] for xs in drawn]
+    compiled = both_passes(fn, drawn[0])
+    found = [compiled(xs, jax.random.key(i)) for i, xs in enumerate(drawn)]
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+
+
+def exact(program: Program) -> list:
+    with jax.enable_x64(True):
+        return runs(program.fn, program, np.float64)
+
+
+def errors(got: list, exact: list) -> Errors:
+    def of(part):
+        by_leaf = zip(
+            zip(*(run[part] for run in got), strict=True),
+            zip(*(run[part] for run in exact), strict=True),
+            strict=True,
+        )
+        return [_error(np.stack(a), np.stack(b)) for a, b in by_leaf]
+
+    return Errors(of(0), of(1))
+
+
+def _error(got, exact):
+    assert np.isfinite(exact).all(), "the program itself is not finite"
+    if not np.isfinite(got).all():
+        return np.inf
+    norm = np.linalg.norm(exact)
+    return float(np.linalg.norm(got - exact) / (norm if norm > 1e-30 else 1))
+
+
+def expected(program: Program) -> tuple[list, dict[str, Errors]]:
+    """What float64 gives, and the errors of torch's rules."""
+    right = exact(program)
+    cast = functools.partial(oracle.torch_autocast, program.fn)
+    return right, {h: errors(runs(cast(h), program), right) for h in HALVES}
+
+
+def measure(name: str, program: Program, known: Any = None) -> list[Verdict]:
+    """Both dtypes of a program."""
+    right, theirs = expected(program) if known is None else known
+    found = []
+    for half in HALVES:
+        mine = errors(runs(jamp.autocast(program.fn, half), program), right)
+        found.append(Verdict(name, half, mine, theirs[half]))
+    return found
+
+
+def kept(name: str) -> Any:
+    """`expected`, kept in a folder while neither programs nor oracle change."""
+    modules = autocast_programs, autocast_programs_models, oracle
+    files = [__file__, *(module.__file__ for module in modules)]
+    source = b"".join(pathlib.Path(f).read_bytes() for f in files)
+    folder = pathlib.Path(tempfile.gettempdir()) / "jamp_torch_table"
+    digest = hashlib.sha256(source + name.encode()).hexdigest()[:20]
+    file = folder / f"{name}-{digest}.pkl"
+    if not file.exists():
+        folder.mkdir(exist_ok=True)
+        file.write_bytes(pickle.dumps(expected(PROGRAMS[name])))
+    return pickle.loads(file.read_bytes())
+
+
+def main(names: list[str]) -> None:
+    print(
+        f"{'program':28} {'dtype':9} {'values: jamp, torch':>23}  gradients: the same"
+    )
+    found = []
+    for name in names or PROGRAMS:
+        try:
+            rows = measure(name, PROGRAMS[name], kept(name))
+        except Exception as error:
+            print(f"{name:28} {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        print(*rows, sep="\n", flush=True)
+        found += rows
+    counts = {v: sum(r.verdict == v for r in found) for v in ("OK", "BAD", "INF")}
+    print(counts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
