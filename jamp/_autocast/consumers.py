@@ -119,7 +119,8 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
         return _IN_FLOAT32
     # It passes on what is wanted of its result.
     want = combine(consumers.wants_of(outs))
-    return want._replace(some=any(map(consumers.want_float32, outs)))
+    chained = facts.is_chained(eqn, rule)
+    return want._replace(some=chained or any(map(consumers.want_float32, outs)))
 
 
 def _of_inputs(

@@ -51,6 +51,8 @@ class Fact(NamedTuple):
 _KEEP_RANGE = frozenset(
     "max min clamp add sub neg abs sqrt reduce_max reduce_min".split()
 )
+# Of what only takes what it gets, these round their results.
+_ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
 _CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
 
 
@@ -98,6 +100,13 @@ class Facts:
         size = max(size_of(v) for v in [*eqn.invars, *eqn.outvars])
         full = [v for v in eqn.invars if size_of(v) == size]
         return [v for v in full if self.of(v).origin.varies is None]
+
+    def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
+        """Whether an operation is elementwise on one array: part of a fusion."""
+        if rule is not Rule.PROMOTE or eqn.primitive.name not in _ROUNDS:
+            return False
+        origin = self.of(eqn.outvars[0]).origin
+        return not origin.joins and origin.varies is None
 
     def bias(self, eqn: jc.JaxprEqn) -> Atom | None:
         """The bias that an equation adds to a product in half, if it does."""

@@ -17,6 +17,7 @@ from jamp.diagnostics._flops import flops
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
     "bias": "It is the bias of a product, which is part of the product.",
+    "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
     "norm": "It is part of a norm: computed in float32, it goes out in half.",
     "operands": "Its operands are in this dtype.",
     "widest": "Its operands differ, and the widest decides.",
