@@ -153,7 +153,7 @@ class LSTM(nn.Module):
     """Two layers over words."""
 
     width: int = 1024
-    vocabulary: int = 8192
+    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact

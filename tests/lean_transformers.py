@@ -75,7 +75,7 @@ class GPT2(nn.Module):
 
     depth: int = 4
     width: int = 768
-    vocabulary: int = 16_384
+    vocabulary: int = 1024
     scan: bool = False
     dtype: DTypeLike | None = None
 
@@ -124,7 +124,7 @@ class BERT(nn.Module):
 
     depth: int = 4
     width: int = 768
-    vocabulary: int = 8192
+    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
@@ -172,7 +172,7 @@ class Llama(nn.Module):
 
     depth: int = 3
     width: int = 2048
-    vocabulary: int = 16_384
+    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
@@ -232,7 +232,7 @@ class MoE(nn.Module):
 
     depth: int = 2
     width: int = 768
-    vocabulary: int = 8192
+    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
@@ -265,7 +265,7 @@ class LinenStack(nn.Module):
 
     depth: int = 3
     width: int = 768
-    vocabulary: int = 8192
+    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact

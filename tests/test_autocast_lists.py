@@ -7,7 +7,14 @@ import pytest
 from jax.extend.core import Primitive, primitives
 
 from jamp._autocast.control_flow import RULES
-from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Rule
+from jamp._autocast.lists import (
+    FUNCTION_ROWS,
+    LIBRARY_ROWS,
+    ROWS,
+    SOLVER_ROWS,
+    AutocastLists,
+    Rule,
+)
 from jamp._autocast.page import page
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -26,7 +33,7 @@ def test_the_page_is_the_generated_one():
         assert f"`{name}`" in page().rpartition("## What holds programs")[2]
 
 
-@pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS))
+@pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS))
 def test_row_says_why_and_whence_and_is_on_the_page(row):
     assert row.primitives
     assert len(row.reason) > 20 and row.reason.endswith(".")
@@ -43,7 +50,8 @@ def test_every_primitive_of_jax_is_known():
 
 def test_nothing_is_in_two_rows():
     functions = [f"jit {name}" for row in FUNCTION_ROWS for name in row.primitives]
-    names = Counter([*LISTED, *RULES, *functions])
+    libraries = [n for row in (*LIBRARY_ROWS, *SOLVER_ROWS) for n in row.primitives]
+    names = Counter([*LISTED, *RULES, *functions, *libraries])
     assert [name for name, count in names.items() if count > 1] == []
 
 

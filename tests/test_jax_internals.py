@@ -9,6 +9,7 @@ from jax.extend import core as jc
 from jax.sharding import PartitionSpec as P
 
 from jamp._autocast import jax_internals
+from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
 W = X.T + 1
@@ -239,3 +240,76 @@ def test_equations_are_checkpointed():
     np.testing.assert_allclose(fn(X), softmax(X), rtol=1e-6)
     kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(fn, x)[1], X))
     assert sorted(x.shape for x in kept) == [(2,), (2, 2)]  # the sum and the input
+
+
+# ---- functions
+
+
+def multiply(x):
+    return jnp.linalg.multi_dot([x, x, x])
+
+
+def last(fn):
+    return jax.make_jaxpr(fn)(X).eqns[-1]
+
+
+def test_functions_of_jax_that_wrote_an_equation():
+    """The outermost is the one that was called, in public if it is; then it ends."""
+    eqn = last(multiply)
+    assert jax_internals.calling_functions(eqn)[-1] == "jax.numpy.linalg.multi_dot"
+    (inside,) = jax_internals.program_of(equation(jax.jit(multiply), X)).eqns[-1:]
+    assert jax_internals.calling_functions(inside)[-1] == "jax.numpy.linalg.multi_dot"
+    own = [f.rpartition(".")[2] for f in jax_internals.calling_functions(last(W.dot))]
+    assert "multi_dot" not in own and own
+
+
+def test_the_trace_of_a_function_jitted_by_jax_does_not_say_who_called_it():
+    def polynomials(x):
+        return jnp.polymul(x[0], x[1])
+
+    def convolution(x):
+        return jnp.convolve(x[0], x[1])
+
+    for fn in (polynomials, convolution):
+        (eqn,) = [
+            e for e in jax.make_jaxpr(fn)(X).eqns if e.params.get("name") == "convolve"
+        ]
+        functions = jax_internals.calling_functions(eqn)
+        assert ("jax.numpy.polymul" in functions) == (fn is polynomials)
+        for inner in jax_internals.program_of(eqn).eqns:
+            assert "jax.numpy.polymul" not in jax_internals.calling_functions(inner)
+
+
+def inv(x):
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "path"),
+    [
+        (jnp.linalg.inv, "jax.numpy.linalg.inv"),
+        (jax.jit(jnp.linalg.inv), "jax.numpy.linalg.inv"),
+        (jax.vmap(jnp.cov), "jax.numpy.cov"),
+        (jax.jit(inv), ""),
+        (jax.jit(lambda x: x), ""),
+    ],
+)
+def test_a_function_that_jax_jits_is_known_by_its_file(fn, path):
+    (eqn,) = jax.make_jaxpr(fn)(X[None]).eqns
+    assert jax_internals.jitted_function(eqn) == path
+
+
+def test_primitives_that_share_one_have_names():
+    names = {
+        jax_internals.primitive_name(eqn)
+        for eqn in walk(jax.make_jaxpr(jnp.searchsorted)(X[0], X[1]).jaxpr)
+    }
+    assert "call_hi_primitive" not in names
+
+
+def test_attention_looks_cudnn_up_in_its_module(monkeypatch):
+    module, name = jax_internals.cudnn_attention()
+    monkeypatch.setattr(module, name, lambda query, *args, **options: query + 1)
+    x = jnp.ones((1, 2, 1, 8))
+    got = jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+    np.testing.assert_array_equal(got, x + 1)

@@ -7,12 +7,15 @@ it breaks here.
 
 import functools
 import inspect
+import itertools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 from jax.extend.core import primitives
@@ -147,8 +150,9 @@ def with_custom_vjp(
         return jaxpr, jaxpr.consts
 
     def written_backward(*args: Any):
-        # Residuals and cotangents, some of which may be symbolic zeros.
-        places = [i for i, x in enumerate(args) if not isinstance(x, SymbolicZero)]
+        # Residuals and cotangents, some of which may be symbolic zeros. What is known
+        # stays so: Equinox keeps in residuals which arguments are perturbed.
+        places = [i for i, x in enumerate(args) if isinstance(x, Tracer)]
         result: dict[str, Any] = {}
 
         def flat(*values):
@@ -204,6 +208,41 @@ def cudnn_attention() -> tuple[Any, str] | None:
     return (module, name) if hasattr(module, name) else None
 
 
+def calling_functions(eqn: jc.JaxprEqn) -> list[str]:
+    """The functions of JAX by which other code wrote an equation, innermost first.
+
+    JAX keeps the traceback of each equation, up to the function that was traced; here
+    it ends where a function is not JAX's.
+    """
+    traceback = eqn.source_info.traceback
+    codes = traceback.raw_frames()[0] if traceback is not None else ()
+    places = (_path(code.co_filename, code.co_name) for code in codes)
+    return list(itertools.takewhile(bool, places))
+
+
+def jitted_function(eqn: jc.JaxprEqn) -> str:
+    """The path of a function of JAX that JAX jits itself; "" of any other.
+
+    The program of a `jit` says where its function stands: "inv at .../linalg.py:12".
+    """
+    name, _, place = (program_of(eqn).debug_info.func_src_info or "").partition(" at ")
+    return _path(place.rpartition(":")[0], name)
+
+
+@functools.cache
+def _path(file: str, name: str) -> str:
+    """The public path of a function of JAX, as far as it has one; "" of any other."""
+    if not file.startswith(_LIBRARIES[0]):
+        return ""
+    parts = file.removeprefix(_LIBRARIES[0]).removesuffix(".py").split(os.sep)
+    parts, name = ["jax", *(p for p in parts if p != "_src")], name.strip("_")
+    for end in range(len(parts), 0, -1):
+        module = ".".join(parts[:end])
+        if name in vars(sys.modules.get(module, object)):
+            return f"{module}.{name}"
+    return ".".join([*parts, name])
+
+
 # ---- variables and equations
 
 
@@ -230,6 +269,16 @@ def of_type(value: Any, aval: Any) -> Any:
         return value
     params = {"new_dtype": aval.dtype, "weak_type": weak, "sharding": None}
     return primitives.convert_element_type_p.bind(value, **params)
+
+
+def primitive_name(eqn: jc.JaxprEqn) -> str:
+    """The name of what an equation does.
+
+    JAX 0.12 has one primitive, `call_hi_primitive`, for all of a newer kind, such as
+    `SearchSorted`.
+    """
+    kind = eqn.params.get("_prim")
+    return eqn.primitive.name if kind is None else type(kind).__name__
 
 
 def name_stack(eqn: jc.JaxprEqn) -> str:

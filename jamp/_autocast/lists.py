@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -124,14 +124,21 @@ ROWS = (
         "scatter-sub complex real imag conj clz population_count and or not xor "
         "shift_left shift_right_logical shift_right_arithmetic reduce_and reduce_or "
         "reduce_xor axis_index create_token after_all empty empty2 mul_add debug_print "
-        "debug_callback get swap addupdate new_ref freeze platform_index",
+        "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted",
         "Their dtype is their meaning, or they have none.",
         "torch: not in any list; random numbers are drawn as the program says",
     ),
+    _row(
+        Rule.RECORDED,
+        "linear_solve maybe_set nonbatchable nondifferentiable_backward nontraceable "
+        "select_if_vmap unvmap_all unvmap_any unvmap_max",
+        "Lineax's solver, and what Equinox's loops are made of: they ask for nothing.",
+        "torch: not in any list",
+    ),
 )
 
-# Functions of JAX and its libraries that a program calls by name (`jit` keeps it): the
-# whole of them runs by one rule.
+# Functions of JAX by the name that they are jitted under: the whole of them runs by one
+# rule. A user's function of that name is another one.
 FUNCTION_ROWS = (
     _row(
         Rule.FLOAT32,
@@ -139,6 +146,39 @@ FUNCTION_ROWS = (
         "log_sigmoid",
         "Each is one exponential or logarithm with its safeguard: no rounding inside.",
         "apex FP32_FUNCS: softmax, log_softmax, softmin, softplus, layer_norm",
+    ),
+)
+
+# Functions of JAX by their place; of a module with a star all but those of other rows.
+LIBRARY_ROWS = (
+    _row(
+        Rule.FLOAT32,
+        "jax.numpy.linalg.* jax.scipy.linalg.* jax.lax.linalg.* jax.scipy.stats.* "
+        "jax.scipy.signal.* jax.scipy.spatial.* jax.numpy.cov jax.numpy.corrcoef "
+        "jax.numpy.poly jax.numpy.polydiv jax.numpy.polyfit jax.numpy.polymul "
+        "jax.numpy.roots jax.random.multivariate_normal",
+        "Linear algebra and statistics: they multiply what then nearly cancels.",
+        "torch: most raise in half; there they have no products that are cast",
+    ),
+    _row(
+        Rule.HALF,
+        "jax.numpy.linalg.cross jax.numpy.linalg.matmul jax.numpy.linalg.multi_dot "
+        "jax.numpy.linalg.outer jax.numpy.linalg.tensordot jax.numpy.linalg.vecdot "
+        "jax.scipy.signal.convolve jax.scipy.signal.convolve2d "
+        "jax.scipy.signal.correlate jax.scipy.signal.correlate2d",
+        "They are the products themselves, by another name: as by any other.",
+        "apex FP16_FUNCS: matmul, conv1d, conv2d; torch: chain_matmul",
+    ),
+)
+
+# The same of functions that call the user's: only the products that are their own.
+SOLVER_ROWS = (
+    _row(
+        Rule.FLOAT32,
+        "jax.experimental.ode.* jax.scipy.integrate.* jax.scipy.optimize.* "
+        "jax.scipy.sparse.*",
+        "Solvers: they add small steps. The functions that they call are as any other.",
+        "torch: has none",
     ),
 )
 
@@ -163,7 +203,7 @@ class AutocastLists:
     """
 
     primitives: tuple[tuple[str, Rule], ...] = ()
-    functions: tuple[tuple[str, Rule], ...] = ()
+    functions: tuple[tuple[str, Rule | None], ...] = ()
     regions: tuple[tuple[str, Rule | None], ...] = ()
     registered: tuple[tuple[object, str, Rule], ...] = ()
     kernels: tuple[tuple[object, str], ...] = ()
@@ -174,15 +214,18 @@ class AutocastLists:
         return dataclasses.replace(self, primitives=added)
 
     def with_function(self, name: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for the functions that were jitted under a name."""
-        added = (*self.functions, (name, Rule(rule)))
+        """With a rule for the functions that were jitted under a name.
+
+        And for JAX's own, by their name or by their place in the table; "default"
+        takes them out of it.
+        """
+        added = (*self.functions, (name, _rule_or_default(rule)))
         return dataclasses.replace(self, functions=added)
 
     def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for what the name stack matches; "default" is the table's."""
         re.compile(regex)
-        chosen = None if rule == "default" else Rule(rule)
-        added = (*self.regions, (regex, chosen))
+        added = (*self.regions, (regex, _rule_or_default(rule)))
         return dataclasses.replace(self, regions=added)
 
     def register_half_function(self, module: object, name: str) -> "AutocastLists":
@@ -219,9 +262,41 @@ class AutocastLists:
         """The rule of a primitive; None if no list has it."""
         return _merged(self.primitives, ROWS).get(primitive)
 
-    def rule_of_function(self, name: str) -> Rule | None:
-        """The rule of a function by name; None if no list has it."""
-        return _merged(self.functions, FUNCTION_ROWS).get(name)
+    def rule_of_function(self, name: str, is_jax: bool) -> Rule | None:
+        """The rule of a function by the name that it was jitted under, if there is one.
+
+        Args:
+            name: the name.
+            is_jax: whether the function is JAX's own: the table has no others.
+        """
+        return _merged(self.functions, FUNCTION_ROWS if is_jax else ()).get(name)
+
+    def rule_of_library(
+        self, paths: Sequence[str], whole: bool = False
+    ) -> tuple[Rule | None, str]:
+        """The rule for what a function of JAX does by other functions of JAX.
+
+        Args:
+            paths: of the functions, innermost first, such as "jax.numpy.cov".
+            whole: whether to ask for all that the function does, or for a product.
+
+        Returns:
+            The rule of the outermost that the table has, and its path; None for the
+            rule if the table is to decide by operation, no path if it has none.
+        """
+        listed = [(path, place) for path in paths if (place := library_place(path))]
+        path, place = listed[-1] if listed else ("", "")
+        row = _LIBRARY.get(place)
+        if row is None or (whole and row in SOLVER_ROWS):
+            return None, ""
+        users = dict(self.functions)
+        name = path.rpartition(".")[2]
+        rule = users.get(name, users.get(place, row.rule))
+        return (None if row.rule is rule is Rule.HALF else rule), path
+
+
+def _rule_or_default(rule: "Rule | str") -> Rule | None:
+    return None if rule == "default" else Rule(rule)
 
 
 def _check_place(module: object, name: str) -> None:
@@ -231,7 +306,21 @@ def _check_place(module: object, name: str) -> None:
 
 @functools.cache
 def _merged(
-    added: tuple[tuple[str, Rule], ...], rows: tuple[Row, ...]
-) -> Mapping[str, Rule]:
+    added: tuple[tuple[str, Rule | None], ...], rows: tuple[Row, ...]
+) -> Mapping[str, Rule | None]:
     table = {name: row.rule for row in rows for name in row.primitives}
     return MappingProxyType(table | dict(added))
+
+
+_LIBRARY = {
+    place: row for row in LIBRARY_ROWS + SOLVER_ROWS for place in row.primitives
+}
+
+
+@functools.cache
+def library_place(path: str) -> str:
+    """How the table names a function of JAX, by itself or with its module; or ""."""
+    if path in _LIBRARY:
+        return path
+    modules = (place for place in _LIBRARY if place.endswith(".*"))
+    return next((m for m in modules if path.startswith(m.removesuffix("*"))), "")

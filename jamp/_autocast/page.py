@@ -4,7 +4,14 @@ import sys
 from collections.abc import Iterable
 
 from jamp._autocast.control_flow import RULES
-from jamp._autocast.lists import FUNCTION_ROWS, ROWS, Row, Rule
+from jamp._autocast.lists import (
+    FUNCTION_ROWS,
+    LIBRARY_ROWS,
+    ROWS,
+    SOLVER_ROWS,
+    Row,
+    Rule,
+)
 
 _HEAD = """\
 # The lists of autocast
@@ -38,8 +45,13 @@ def page() -> str:
         for rule, title in _TITLES.items()
     ]
     functions = _section("Functions, by the name of their `jit`", FUNCTION_ROWS)
+    libraries = _section("Functions of JAX, by their place", LIBRARY_ROWS)
+    solvers = _section(
+        "Functions of JAX that call yours: only what they multiply themselves",
+        SOLVER_ROWS,
+    )
     programs = _PROGRAMS.format(names=_names(RULES))
-    return "\n".join([_HEAD, *sections, functions, programs])
+    return "\n".join([_HEAD, *sections, functions, libraries, solvers, programs])
 
 
 def _section(title: str, rows: Iterable[Row]) -> str:

@@ -76,20 +76,29 @@ class Scope(NamedTuple):
         policy: the policy.
         names: the name stack of the equations around it.
         decisions: where to note what is decided; None if nobody asks.
+        library: the function of JAX in the table that they are a part of, if any.
     """
 
     policy: Policy
     names: str = ""
     decisions: list[Decision] | None = None
+    library: str = ""
 
     def inside(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
-        function = str(eqn.params.get("name", ""))
-        rule = self.policy.lists.rule_of_function(function)
         decisions = None if self.decisions is None else []
-        names = f"{names}/{MARKERS[rule]}({function})" if rule else names
-        return Scope(self.policy, names, decisions)
+        if eqn.primitive.name != "jit":
+            return self._replace(names=names, decisions=decisions)
+        lists, library, name = self.policy.lists, self.library, eqn.params["name"]
+        path = jax_internals.jitted_function(eqn)
+        rule = lists.rule_of_function(name, is_jax=bool(path))
+        if path and not library:  # the outermost decides
+            paths = [path, *jax_internals.calling_functions(eqn)]
+            by_place, library = lists.rule_of_library(paths, whole=True)
+            rule, name = (by_place, library) if rule is None else (rule, name)
+        names = f"{names}/{MARKERS[rule]}({name})" if rule else names
+        return Scope(self.policy, names, decisions, library)
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
@@ -102,12 +111,16 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
 
     The rule is None for a primitive that no list has.
     """
-    listed = scope.policy.lists.rule_of(eqn.primitive.name)
+    listed = scope.policy.lists.rule_of(jax_internals.primitive_name(eqn))
     if _is_no_conversion(eqn):
         listed = Rule.MOVE
     region, where = _region_rule(scope, eqn)
-    if region is Rule.RECORDED:
-        return region, where
+    as_recorded = region is Rule.FLOAT32 and listed is None  # in float32, so it is
+    if region is Rule.RECORDED or as_recorded:
+        return Rule.RECORDED, where
+    if region is None and listed is Rule.HALF and not scope.library:
+        paths = jax_internals.calling_functions(eqn)
+        region, where = scope.policy.lists.rule_of_library(paths)
     if region is None and listed is Rule.HALF and _wants_float32_product(eqn):
         return Rule.FLOAT32, PRECISION
     if listed is None or listed is Rule.RECORDED or region is None:

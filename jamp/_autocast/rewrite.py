@@ -151,7 +151,7 @@ class Rewriter:
             return
         rule, region = ruling(self.scope, eqn)
         if rule is None:
-            _warn_once(eqn.primitive.name)
+            _warn_once(jax_internals.primitive_name(eqn))
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)

@@ -8,7 +8,16 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast.jax_internals import source_line
-from jamp._autocast.lists import FUNCTION_ROWS, ROWS, AutocastLists, Row, Rule
+from jamp._autocast.lists import (
+    FUNCTION_ROWS,
+    LIBRARY_ROWS,
+    ROWS,
+    SOLVER_ROWS,
+    AutocastLists,
+    Row,
+    Rule,
+    library_place,
+)
 from jamp._autocast.program import KERNEL, MARKERS, PRECISION, Decision, is_float32
 from jamp._autocast.transform import Promote, decisions, scope_of
 from jamp.diagnostics._explanation import Explanation, Operation
@@ -151,11 +160,14 @@ def _reason(decision: Decision, why: str, lists: AutocastLists) -> str:
         return _REASONS[why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
-    if not any(f"{mark}({region})" in decision.names for mark in _MARKED_BY):
+    if region in dict(lists.regions):
         return f"`lists.with_region({region!r}, ...)`."
-    if region in dict(lists.functions):
-        return f"`lists.with_function({region!r}, ...)`."
-    return f"`{region}`: {_reason_of_row(FUNCTION_ROWS, region)}"
+    place, users = library_place(region), dict(lists.functions)
+    for name in (region, region.rpartition(".")[2], place):
+        if name in users:
+            return f"`lists.with_function({name!r}, ...)`."
+    rows = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
+    return f"`{region}`: {_reason_of_row(rows, place or region)}"
 
 
 def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:

@@ -1,0 +1,261 @@
+"""Library functions that multiply inside and need digits: in float32 as a whole."""
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg
+import jax.scipy.optimize
+import jax.scipy.signal
+import jax.scipy.sparse.linalg
+import jax.scipy.spatial.transform
+import jax.scipy.stats
+import numpy as np
+import pytest
+import scipy
+from jax.experimental.ode import odeint
+from scipy.spatial.transform import Rotation
+
+import jamp
+
+pytestmark = pytest.mark.standard_promotion
+
+LISTS = jamp.AutocastLists()
+RANDOM = np.random.default_rng(0)
+A = RANDOM.normal(size=(4, 4)).astype(np.float32)
+S = A @ A.T + 4 * np.eye(4, dtype=np.float32)  # positive definite
+DATA = (RANDOM.normal(size=(3, 64)) + 3000).astype(np.float32)
+T = np.linspace(0.0, 4.0, 32, dtype=np.float32)
+UNIT = np.eye(24, dtype=np.float32).reshape(4, 6, 8, 3) + np.float32(0.01)
+linalg, slinalg, stats, signal = (
+    jnp.linalg,
+    jax.scipy.linalg,
+    jax.scipy.stats,
+    jax.scipy.signal,
+)
+
+
+# By name: JAX's function, the oracle's in float64, and what both are given.
+CASES = {
+    "cov": (jnp.cov, np.cov, DATA),
+    "corrcoef": (jnp.corrcoef, np.corrcoef, DATA),
+    "polyfit": (
+        lambda x, y: jnp.polyfit(x, y, 2),
+        lambda x, y: np.polyfit(x, y, 2),
+        T,
+        T**2 - T,
+    ),
+    "poly": (jnp.poly, np.poly, A[0]),
+    "polymul": (jnp.polymul, np.polymul, A[0], A[1]),
+    "expm": (slinalg.expm, scipy.linalg.expm, A),
+    "expm of more": (slinalg.expm, scipy.linalg.expm, 4 * A),
+    "expm_frechet": (slinalg.expm_frechet, scipy.linalg.expm_frechet, A, A.T),
+    "toeplitz": (slinalg.toeplitz, scipy.linalg.toeplitz, A[0]),
+    "polar": (slinalg.polar, scipy.linalg.polar, S),
+    "pinv": (linalg.pinv, np.linalg.pinv, A[:, :2]),
+    "pinv hermitian": (lambda a: linalg.pinv(a, hermitian=True), np.linalg.pinv, S),
+    "inv": (linalg.inv, np.linalg.inv, S),
+    "solve": (linalg.solve, np.linalg.solve, S, A[0]),
+    "scipy solve": (slinalg.solve, scipy.linalg.solve, S, A),
+    "det": (linalg.det, np.linalg.det, S),
+    "slogdet": (linalg.slogdet, np.linalg.slogdet, S),
+    "cond": (linalg.cond, np.linalg.cond, S),
+    "norm": (linalg.norm, np.linalg.norm, 100 * A),
+    "nuclear norm": (
+        lambda a: linalg.norm(a, "nuc"),
+        lambda a: np.linalg.norm(a, "nuc"),
+        A,
+    ),
+    "matrix_rank": (linalg.matrix_rank, np.linalg.matrix_rank, A[:2].T @ A[:2]),
+    "matrix_power": (
+        lambda a: linalg.matrix_power(a, 5),
+        lambda a: np.linalg.matrix_power(a, 5),
+        A,
+    ),
+    "lstsq": (
+        lambda a, b: linalg.lstsq(a, b)[0],
+        lambda a, b: np.linalg.lstsq(a, b)[0],
+        A[:, :2],
+        A[0],
+    ),
+    "eigvalsh": (linalg.eigvalsh, np.linalg.eigvalsh, S),
+    "tensorinv": (linalg.tensorinv, np.linalg.tensorinv, UNIT),
+    "tensorsolve": (
+        linalg.tensorsolve,
+        np.linalg.tensorsolve,
+        UNIT,
+        np.ones((4, 6), np.float32),
+    ),
+    "multivariate_normal": (
+        stats.multivariate_normal.logpdf,
+        scipy.stats.multivariate_normal.logpdf,
+        A[0],
+        A[1],
+        S,
+    ),
+    "gaussian_kde": (
+        lambda d, x: stats.gaussian_kde(d).logpdf(x),
+        lambda d, x: scipy.stats.gaussian_kde(d).logpdf(x),
+        DATA,
+        DATA[:, :4],
+    ),
+    "detrend": (signal.detrend, scipy.signal.detrend, DATA),
+    "rotation": (
+        lambda q, x: jax.scipy.spatial.transform.Rotation.from_quat(q).apply(x),
+        lambda q, x: Rotation.from_quat(q).apply(x),
+        A,
+        DATA[:, :4].T,
+    ),
+    "odeint": (
+        lambda y: odeint(lambda y, t: -y * t, y, T),
+        lambda y: y * np.exp(-(T.astype(np.float64)[:, None] ** 2) / 2),
+        A[0],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "half", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_as_exact_as_without_autocast(case, half):
+    fn, oracle, *args = CASES[case]
+    expected = oracle(*(np.asarray(x, np.float64) for x in args))
+    plain, got = fn(*args), jamp.autocast(fn, half)(*map(jnp.asarray, args))
+    for wanted, exact, found in zip(
+        *map(jax.tree.leaves, (expected, plain, got)), strict=True
+    ):
+        error = np.abs(exact - wanted).max()
+        assert np.abs(found - wanted).max() <= 2 * error + 1e-5 * np.abs(wanted).max()
+        assert found.dtype == exact.dtype
+
+
+def products(fn, *args, **options):
+    """What each product runs in, once for each kind."""
+    operations = jamp.explain(fn, **options)(*map(jnp.asarray, args)).operations
+    return sorted({op.dtype for op in operations if op.flops})
+
+
+OWN = {
+    "matmul": lambda a: linalg.matmul(a, a),
+    "vecdot": lambda a: linalg.vecdot(a, a),
+    "multi_dot": lambda a: linalg.multi_dot([a, a, a]),
+    "tensordot": lambda a: linalg.tensordot(a, a),
+    "convolve": lambda a: jnp.convolve(a[0], a[1]),
+    "signal.convolve": lambda a: signal.convolve(a, a),
+    "signal.correlate2d": lambda a: signal.correlate2d(a, a),
+    "einsum": lambda a: jnp.einsum("ij,kj", a, a),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_what_is_a_product_itself_stays_in_half(case):
+    # Before, a function that has it inside: what JAX has traced then is not kept.
+    assert products(jnp.polymul, A[0], A[1]) == ["float32"]
+    assert products(OWN[case], A) == ["float16"]
+
+
+def inv(x):
+    return x @ x
+
+
+def softmax(x):
+    return x @ x
+
+
+@pytest.mark.parametrize("fn", [inv, softmax], ids=["inv", "softmax"])
+def test_a_function_of_the_users_is_another_one_of_that_name(fn):
+    assert products(jax.jit(fn), A) == ["float16"]
+    lists = LISTS.with_function(fn.__name__, "float32")
+    assert products(jax.jit(fn), A, lists=lists) == ["float32"]
+
+
+def cube(x):
+    return linalg.matrix_power(x, 3)
+
+
+def log_densities(x):
+    """Of a function that is not jitted as a whole."""
+    return x * stats.multivariate_normal.logpdf(x[0], x[1], x)
+
+
+WRAPS = {
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), 0), x, length=2)[0],
+    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] > 0, f, lambda x: x, x),
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_it_is_known_wherever_it_is_called(wrap):
+    assert products(wrap(cube), S) == ["float32"]
+    assert products(wrap(log_densities), S) == ["float32"]
+    # What is beside it is as ever.
+    both = wrap(lambda x: cube(x) @ x)
+    assert products(both, S) == ["float16", "float32"]
+
+
+def product_with(x):
+    return lambda y, *_: x @ y
+
+
+SOLVERS = {
+    "odeint": lambda a: odeint(product_with(a), a[0], jnp.asarray(T)),
+    "minimize": lambda a: jax.scipy.optimize.minimize(
+        lambda y: (product_with(a)(y) ** 2).sum(), a[0], method="BFGS"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SOLVERS)
+def test_a_solver_multiplies_in_float32_and_its_function_in_half(case):
+    assert products(SOLVERS[case], A) == ["float16", "float32"]
+
+
+TAKEN_OUT = [
+    (jnp.cov, "cov"),
+    (cube, "matrix_power"),
+    (cube, "jax.numpy.linalg.*"),
+    (log_densities, "logpdf"),
+]
+
+
+@pytest.mark.parametrize(("fn", "name"), TAKEN_OUT)
+def test_users_take_them_out(fn, name):
+    assert products(fn, S) == ["float32"]
+    for rule in ("default", "half"):
+        lists = LISTS.with_function(name, rule)
+        assert products(fn, S, lists=lists) == ["float16"]
+
+
+def test_marks_and_regions_come_first():
+    assert products(jamp.half_function(jnp.cov), DATA) == ["float16"]
+
+    def scoped(x):
+        with jax.named_scope("here"):
+            return cube(x)
+
+    lists = LISTS.with_region("here", "half")
+    assert products(scoped, A, lists=lists) == ["float16"]
+
+
+def test_softmax_of_jax_is_known_by_its_name():
+    ops = jamp.explain(lambda x: jax.nn.log_softmax(x @ x))(jnp.asarray(A)).operations
+    assert {op.dtype for op in ops if op.primitive == "sub"} == {"float32"}
+
+
+def test_explain_says_which_function_it_is():
+    reasons = {
+        jnp.cov: "`jax.numpy.cov`: Linear algebra and statistics",
+        cube: "`jax.numpy.linalg.matrix_power`: Linear algebra and statistics",
+    }
+    for fn, reason in reasons.items():
+        operations = jamp.explain(fn)(jnp.asarray(A)).operations
+        (found,) = {op.reason for op in operations if op.flops}
+        assert found.startswith(reason)
+    lists = LISTS.with_function("cov", "float32")
+    operations = jamp.explain(jnp.cov, lists=lists)(jnp.asarray(A)).operations
+    assert {o.reason for o in operations if o.flops} == {
+        "`lists.with_function('cov', ...)`."
+    }
