@@ -46,10 +46,9 @@ class Consumers(NamedTuple):
 
     def wants_of(self, atoms: Sequence[Atom]) -> list[Want]:
         """What is wanted of each atom."""
-        literal = [isinstance(a, jc.Literal) for a in atoms]
         return [
-            NOBODY if known else self.wants.get(a, NOBODY)
-            for a, known in zip(atoms, literal, strict=True)
+            NOBODY if isinstance(a, jc.Literal) else self.wants.get(a, NOBODY)
+            for a in atoms
         ]
 
     def want_float32(self, atom: Atom) -> bool:

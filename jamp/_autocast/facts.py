@@ -108,12 +108,14 @@ class Facts:
         origin = self.of(eqn.outvars[0]).origin
         return not origin.joins and origin.varies is None
 
-    def bias(self, eqn: jc.JaxprEqn) -> Atom | None:
+    def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The bias that an equation adds to a product in half, if it does."""
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
             return None
         for product, bias in (eqn.invars, eqn.invars[::-1]):
-            if is_float32(bias) and not self.of(bias).asks:
+            if isinstance(bias, jc.Literal) or not is_float32(bias):
+                continue
+            if not self.of(bias).asks:
                 if origins.is_bias(bias, self.of(bias).origin, self.of(product).origin):
                     return bias
         return None

@@ -87,8 +87,8 @@ def conv_features(eqn: jc.JaxprEqn) -> int:
     The first entry of a side's dimension numbers is the axis of its batch, or of the
     output channels of the kernel.
     """
-    kernel = eqn.invars[1].aval.shape
-    return kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    kernel: Any = eqn.invars[1].aval
+    return kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
 
 
 # ---- functions with their own derivative
@@ -251,9 +251,10 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
-def is_weak_scalar(var: jc.Var) -> bool:
+def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
     """Whether it is a number that takes the dtype of what it meets, as Python's do."""
-    return getattr(var.aval, "weak_type", False) and var.aval.shape == ()
+    aval: Any = atom.aval
+    return getattr(aval, "weak_type", False) and aval.shape == ()
 
 
 def of_type(value: Any, aval: Any) -> Any:
@@ -306,9 +307,9 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
 
 
-def repetition(var: jc.Var, like: jc.Var, reader: jc.JaxprEqn) -> jc.JaxprEqn:
-    """The equation that repeats a variable along its axes of size 1."""
-    aval = in_dtype(like.aval, var.aval.dtype)
+def repetition(var: jc.Var, aval: Any, dtype: Any, reader: jc.JaxprEqn) -> jc.JaxprEqn:
+    """The equation that repeats a variable of a dtype along its axes of size 1."""
+    aval = in_dtype(aval, dtype)
     explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
     params = {
         "shape": aval.shape,

@@ -76,7 +76,7 @@ def itself(atom: Atom) -> Origin:
 def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
     """Whether a value looks like the bias of a product that it is added to."""
     product, shape = of_product.product, shape_of(bias)
-    if product is None or origin.product is not None or isinstance(bias, jc.Literal):
+    if product is None or origin.product is not None:
         return False
     axes = [i for i, n in enumerate(shape) if n > 1]
     if origin.varies is not None:
@@ -144,15 +144,16 @@ def _varies(
         return tuple(places[i] for i in axes if shape_of(first)[i] > 1)
     pairs = zip(eqn.invars, given, strict=True)
     found = [(v, g.varies) for v, g in pairs if not isinstance(v, jc.Literal)]
-    if not found or any(
-        axes is None or size_of(v) != size_of(out) for v, axes in found
-    ):
+    axes = [axes for _, axes in found if axes is not None]
+    if not found or len(axes) < len(found):
+        return None
+    if any(size_of(v) != size_of(out) for v, _ in found):
         return None
     if name == "transpose":
-        return tuple(map(eqn.params["permutation"].index, found[0][1]))
+        return tuple(map(eqn.params["permutation"].index, axes[0]))
     if shape_of(found[0][0]) != shape_of(out):
         return ()  # reshaped: it is not known along which
-    return tuple(sorted(frozenset().union(*(axes for _, axes in found))))
+    return tuple(sorted(frozenset().union(*axes)))
 
 
 def _product(eqn: jc.JaxprEqn) -> Product:

@@ -190,16 +190,17 @@ class Rewriter:
         outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
 
-    def _add_bias(self, eqn: jc.JaxprEqn, bias: Atom) -> None:
+    def _add_bias(self, eqn: jc.JaxprEqn, bias: jc.Var) -> None:
         """Writes the sum of a product and its bias, in half.
 
         The bias is repeated first, in float32, and rounded then: so its gradient, which
         is a sum over all examples, is summed in float32.
         """
         half, (out,) = self.scope.policy.dtype, eqn.outvars
-        wide = self.read(bias, FLOAT32)
+        self.read(bias, FLOAT32)
+        wide = self.versions[bias][FLOAT32]
         if shape_of(bias) != shape_of(out):
-            self.eqns.append(jax_internals.repetition(wide, out, eqn))
+            self.eqns.append(jax_internals.repetition(wide, out.aval, FLOAT32, eqn))
             wide = self.eqns[-1].outvars[0]
         rounded = self._convert(wide, half)
         invars = [rounded if v is bias else self.read(v, half) for v in eqn.invars]
@@ -222,7 +223,9 @@ class Rewriter:
 
     # ---- for the rules of primitives that hold programs
 
-    def program(self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary) -> jc.Jaxpr:
+    def program(
+        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
+    ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
         scope = self.scope.inside(eqn)
         if scope.decisions is not None:

@@ -24,7 +24,7 @@ class Choice(NamedTuple):
 
     computed: Any
     why: str
-    bias: Atom | None = None
+    bias: jc.Var | None = None
 
 
 class Values:
