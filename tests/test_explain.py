@@ -103,6 +103,10 @@ CASES = {
         lambda x, w: mystery.bind(x @ w),
         "mystery: float32 None unknown primitive",
     ),
+    "unknown in float32": (
+        jamp.float_function(lambda x, w: mystery.bind(x @ w)),
+        "mystery: float32 recorded region",
+    ),
     "integers": (lambda x, w: x.argmax() * 2, "mul: int32 promote no float32"),
     "bfloat16": (
         lambda x, w: (x @ w).astype("bfloat16") * 2,

@@ -5,15 +5,25 @@ on them: carries keep the user's, and so do constants of loops, whose gradients 
 sums.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast import jax_internals
+from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.facts import Fact
-from jamp._autocast.program import Atom, dtype_of, is_float, is_float32, recorded
+from jamp._autocast.kernels import traced_for
+from jamp._autocast.lists import Rule
+from jamp._autocast.program import (
+    Atom,
+    dtype_of,
+    is_float,
+    is_float32,
+    recorded,
+    region_rule,
+)
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 
 
@@ -101,7 +111,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     ins = boundary.in_dtypes
     inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
-    args = ins[jax_internals.custom_consts(eqn) :]
+    args = ins[derivatives.custom_consts(eqn) :]
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -113,7 +123,8 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
-    params = jax_internals.with_custom_jvp(eqn, inner, write)
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
     rewriter.emit(eqn, ins, outs, params)
 
 
@@ -139,8 +150,32 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
 
-    params = jax_internals.with_custom_vjp(eqn, inner, write)
-    rewriter.emit(eqn, ins, outs, params)
+    # Values of an outer program come in as those that the function closes over do; and
+    # as there, they have no derivative.
+    free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
+    free = free if not eqn.effects else []  # which name operands by their places
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_custom_vjp(eqn, inner, write, tracing, free)
+    place = derivatives.custom_consts(eqn)
+    passed = [_stopped(rewriter, v) for v in free]
+    invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
+    rewriter.emit(eqn.replace(invars=invars), recorded(invars), outs, params)
+
+
+def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
+    """A variable without its derivative."""
+    if not is_float(var):
+        return var
+    eqn = jax_internals.stopped(var)
+    rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+    return eqn.outvars[0]
+
+
+def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
+    """In what to trace a user's rule, which JAX does long after the function."""
+    region, _ = region_rule(rewriter.scope, eqn)
+    casts = region not in (Rule.FLOAT32, Rule.RECORDED)
+    return functools.partial(traced_for, rewriter.scope.policy, casts)
 
 
 RULES = {

@@ -1,0 +1,36 @@
+"""Autocast and all of JAX: no crash, no other type, no new infinity. See `sweep`."""
+
+import zlib
+
+import pytest
+
+from tests import sweep
+
+# JAX and optax promote, and warn of short inputs.
+pytestmark = [
+    pytest.mark.standard_promotion,
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+# In CI, one of so many; all by `make sweep`.
+SAMPLE = 16
+NAMES = sorted({*sweep.FUNCTIONS} - sweep.excluded())
+SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 0]
+
+# What is known to be wrong, by a word of what `check` says.
+NOT_YET = ("into 'Nonzero'", "into 'SearchSorted'")
+
+
+def new(found):
+    return [text for text in found if not any(known in text for known in NOT_YET)]
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sample_of_functions(name):
+    assert new(sweep.check(name, sweep.MODES[1:3])) == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES)
+def test_every_function(name):
+    assert new(sweep.check(name)) == []
