@@ -79,6 +79,16 @@ def with_while_programs(
     return {**eqn.params, "cond_jaxpr": cond, "body_jaxpr": body}
 
 
+def conv_features(eqn: jc.JaxprEqn) -> int:
+    """How many channels come out of a convolution.
+
+    The first entry of a side's dimension numbers is the axis of its batch, or of the
+    output channels of the kernel.
+    """
+    kernel: Any = eqn.invars[1].aval
+    return kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+
+
 # ---- functions
 
 
@@ -136,6 +146,12 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
+def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
+    """Whether it is a number that takes the dtype of what it meets, as Python's do."""
+    aval: Any = atom.aval
+    return getattr(aval, "weak_type", False) and aval.shape == ()
+
+
 def of_type(value: Any, aval: Any) -> Any:
     """A result of a program as an array of an abstract value's dtype and weak type.
 
@@ -182,11 +198,29 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     """The equation that casts a variable, on the line of the equation that reads it."""
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-    here: dict[str, Any] = {}
-    if reader is not None:
-        here = {"source_info": reader.source_info, "ctx": reader.ctx}
     primitive = primitives.convert_element_type_p
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **here)
+    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+
+
+def repetition(var: jc.Var, aval: Any, dtype: Any, reader: jc.JaxprEqn) -> jc.JaxprEqn:
+    """The equation that repeats a variable of a dtype along its axes of size 1."""
+    aval = in_dtype(aval, dtype)
+    explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
+    params = {
+        "shape": aval.shape,
+        "broadcast_dimensions": tuple(range(len(aval.shape))),
+        "sharding": aval.sharding if explicit else None,
+    }
+    primitive = primitives.broadcast_in_dim_p
+    new = jc.Var(aval)
+    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+
+
+def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
+    """Where an equation stands that another one needs."""
+    if reader is None:
+        return {}
+    return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
 def stopped(var: jc.Var) -> jc.JaxprEqn:

@@ -174,6 +174,11 @@ def size_of(atom: Atom) -> int:
     return getattr(atom.aval, "size", 0)
 
 
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """The shape of a value; () for what has none."""
+    return getattr(atom.aval, "shape", ())
+
+
 def is_float32(atom: Atom) -> bool:
     """Whether the user's program has it in float32: only such values are ever cast."""
     return dtype_of(atom) == FLOAT32
