@@ -13,6 +13,9 @@ demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2
 test: $(VENV)/.test ## run the tests and the doctests
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
+sweep: $(VENV)/.test ## run autocast over all functions of JAX, in 20 minutes
+	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests/test_sweep.py $(ARGS)
+
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -48,6 +51,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test lint bench gpu docs
+.PHONY: help demo test sweep lint bench gpu docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

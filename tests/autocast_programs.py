@@ -86,7 +86,7 @@ def runge_kutta(x, w1, w2):
 
 @program(x=(8,), w=(8, 8), t=lambda rng: np.linspace(0, 1, 5, dtype=np.float32))
 def ode_solver(x, w, t):
-    return odeint(lambda x, t: jnp.tanh(w @ x), x, t, rtol=1e-3, atol=1e-3)
+    return odeint(lambda x, t: jnp.tanh(w @ x), x, t, rtol=0.1, atol=0.1, hmax=0.1)
 
 
 @program(w=(8, 1), x=(16, 8), y=(16, 1))

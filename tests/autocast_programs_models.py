@@ -207,13 +207,15 @@ def distances(x, y):
     return square, jnp.exp(-square / 2)
 
 
-@program(w=(16, 16), v=(16,))
+@program(w=(16, 16), v=uniform(0.5, 1.5, 16))
 def power_iteration(w, v):
+    w = 0.3 * w + 0.2 * jnp.ones((16, 16))  # with one large singular value
+
     def step(v):
         v = w.T @ (w @ v)
         return v / jnp.linalg.norm(v)
 
-    v = repeat(step, v, 20)
+    v = repeat(step, v, 2)
     return v @ w @ w.T @ v
 
 

@@ -38,6 +38,7 @@ INTERNALS = {
     "pallas_kernels._compat",
     "jamp._core.compat",
     "jamp._autocast.jax_internals",
+    "jamp._autocast.derivatives",
 }
 ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}
 

@@ -254,9 +254,19 @@ def test_what_feeds_float32_runs_in_float32(fn, names):
     assert found and set(found) == {"float32"}
 
 
-def test_what_feeds_a_product_too_runs_in_half():
+def test_what_feeds_an_exponential_and_a_product_is_rounded_for_the_product_alone():
     def fn(w, x):
         y = (x @ w) - 1.0
         return jnp.exp(y).sum() + (y @ w.T).sum()
 
-    assert results(jamp.autocast(fn), ["sub"], W, X) == ["float16"]
+    assert results(jamp.autocast(fn), ["sub"], W, X) == ["float32"]
+
+
+def test_what_joins_two_products_is_half_unless_all_that_read_it_are_float32():
+    def fn(w, x):
+        y = (x @ w) + (2 * x @ w)
+        return jnp.exp(y).sum() + (y @ w.T).sum()
+
+    assert results(jamp.autocast(fn), ["add"], W, X)[0] == "float16"
+    only_exp = jamp.autocast(lambda w, x: jnp.exp((x @ w) + (2 * x @ w)))
+    assert results(only_exp, ["add"], W, X) == ["float32"]

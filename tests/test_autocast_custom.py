@@ -133,6 +133,69 @@ def test_gradients_of_what_closes_over_arrays(name, grad):
         assert np.any(np.asarray(b))
 
 
+def product_with(y):
+    return custom_vjp(lambda x: x * y, lambda x: (x * y, x), lambda x, g: (g * x * 2,))
+
+
+def reversed_by(y):
+    return custom_vjp(lambda x: x, lambda x: (x, None), lambda _, g: (-g * y,))
+
+
+def kept(y):
+    return custom_vjp(lambda x: x, lambda x: (x, y), lambda y, g: (-g * y,))
+
+
+def by_argument(y):
+    """The value is in a function that is given, as in JAX's own solvers."""
+    apply = custom_vjp(
+        lambda fn, x: fn(x),
+        lambda fn, x: (fn(x), x),
+        lambda fn, x, g: (3 * fn(g),),
+        nondiff_argnums=(0,),
+    )
+    return functools.partial(apply, lambda x: x * y)
+
+
+class Layer:
+    def __init__(self, y):
+        self.parts = {"y": [y]}
+
+    def __call__(self, x):
+        layer = custom_vjp(lambda x: x, lambda x: (x, x), self.backward)
+        return layer(x)
+
+    def backward(self, x, g, factor=2):
+        return (self.parts["y"][0] * g * x * factor,)
+
+
+TRACED = {
+    "all": product_with,
+    "bwd": reversed_by,
+    "fwd": kept,
+    "argument": by_argument,
+    "attribute": Layer,
+    "intermediate": lambda y: product_with(lax.stop_gradient(y * 2 + 1)),
+    "two": lambda y: product_with(reversed_by(y)(y) * 3),
+}
+
+
+@pytest.mark.parametrize("grad", ["first", "jit", "vmap"])
+@pytest.mark.parametrize("name", TRACED)
+def test_gradients_of_what_closes_over_traced_values(name, grad):
+    def fn(x, y):
+        return TRACED[name](y)(x)
+
+    def evaluated(cast):
+        derivative = jax.grad(total(cast(fn)))
+        if grad == "vmap":
+            return jax.vmap(derivative)(jnp.stack([X, Y]), jnp.stack([Y, X]))
+        return (jax.jit(derivative) if grad == "jit" else derivative)(X, Y)
+
+    got, expected = evaluated(jamp.autocast), evaluated(lambda fn: fn)
+    np.testing.assert_array_equal(got, expected, strict=True)
+    assert np.any(np.asarray(expected))
+
+
 def test_a_closed_over_value_has_no_derivative():
     def fn(x, y):
         return custom_vjp(lambda x: x * y, lambda x: (x * y, x), lambda x, g: (g,))(x)

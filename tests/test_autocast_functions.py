@@ -151,6 +151,8 @@ def test_what_is_a_product_itself_stays_in_half(case):
     # Before, a function that has it inside: what JAX has traced then is not kept.
     assert products(jnp.polymul, A[0], A[1]) == ["float32"]
     assert products(OWN[case], A) == ["float16"]
+    operations = jamp.explain(OWN[case])(jnp.asarray(A)).operations
+    assert {op.why for op in operations if op.flops} == {"list"}
 
 
 def inv(x):
@@ -215,6 +217,7 @@ def test_a_solver_multiplies_in_float32_and_its_function_in_half(case):
 
 TAKEN_OUT = [
     (jnp.cov, "cov"),
+    (jnp.corrcoef, "corrcoef"),  # calls `cov`: the outermost decides
     (cube, "matrix_power"),
     (cube, "jax.numpy.linalg.*"),
     (log_densities, "logpdf"),
@@ -227,6 +230,16 @@ def test_users_take_them_out(fn, name):
     for rule in ("default", "half"):
         lists = LISTS.with_function(name, rule)
         assert products(fn, S, lists=lists) == ["float16"]
+
+
+def test_what_is_taken_out_is_so_with_all_that_it_calls():
+    """`expm` jits functions that jit functions."""
+    for lists, expected in (
+        (LISTS, True),
+        (LISTS.with_function("expm", "default"), False),
+    ):
+        operations = jamp.explain(slinalg.expm, lists=lists)(jnp.asarray(A)).operations
+        assert any(op.why == "region" for op in operations) == expected
 
 
 def test_marks_and_regions_come_first():

@@ -1,5 +1,6 @@
 """Functions that only run in half: called with half under autocast, and left alone."""
 
+import contextlib
 import functools
 import sys
 import types
@@ -141,6 +142,35 @@ def test_outside_of_autocast_it_is_the_function_also_if_it_was_jitted():
     for _ in range(2):
         np.testing.assert_array_equal(kernel(X), X)
         assert not np.array_equal(jamp.autocast(kernel)(X), X)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_the_users_rules_of_custom_functions_call_kernels_too(disabled):
+    seen = []
+
+    @jamp.half_kernel
+    def kernel(x):
+        seen.append(str(x.dtype))
+        return x
+
+    @jax.custom_jvp
+    def pushed(x):
+        return x
+
+    pushed.defjvp(lambda x, t: (x[0], kernel(t[0])))
+
+    @jax.custom_vjp
+    def pulled(x):
+        return x
+
+    pulled.defvjp(lambda x: (kernel(x), None), lambda _, g: (kernel(g),))
+
+    def loss(x):
+        with jamp.disable_casts() if disabled else contextlib.nullcontext():
+            return pulled(pushed(x)).sum()
+
+    assert jax.grad(jamp.autocast(loss))(X).dtype == jnp.float32
+    assert seen == ["float32" if disabled else "float16"] * 3
 
 
 def test_what_is_inside_keeps_its_dtypes():

@@ -31,6 +31,11 @@ def dtypes(fn, *args):
     return [p.lhs for p in products(fn, *args)]
 
 
+def disabled(x):
+    with jamp.disable_casts():
+        return layer(bf16(layer)(x))
+
+
 # ---- nesting: the innermost policy wins
 
 
@@ -45,6 +50,9 @@ NESTED = {
         BOTH,
     ),
     "twice": (half(half(layer)), ["float16"]),
+    "disabled": (half(disabled), ["bfloat16", "float32"]),
+    "disabled_alone": (disabled, ["bfloat16", "float32"]),
+    "marked": (half(jamp.float_function(bf16(layer))), ["bfloat16"]),
     "beside": (
         jax.jit(lambda x: half(layer)(x) - bf16(layer)(x) + layer(x)),
         [*BOTH, "float32"],

@@ -9,15 +9,17 @@ from tests.autocast_programs import PROGRAMS
 from tests.oracles.torch_autocast import torch_autocast
 from tests.torch_table import measure
 
-# Not yet as accurate: `python -m tests.torch_table NAME` shows by how much.
-NOT_YET = (
-    "euler runge_kutta ode_solver maml ema_of_weights gradient_descent "
-    "layer_scale wave_with_learned_force gru lstm denormalised over_its_magnitude "
-    "filled_take time_features ids_among_features attention_causal_inf rope "
-    "group_norm_after_conv batch_norm_with_statistics loss_ctc normalising_flow "
-    "kalman embeddings power_iteration polynomial residual_stream dropout gated "
-    "spectral_norm "
-).split()
+# Less accurate than torch's rules, by a factor of 1.8 at most, for reasons that
+# docs/autocast.md states.
+EXCEPTIONS = {
+    "a norm of half values gives half": "group_norm_after_conv "
+    "batch_norm_with_statistics",
+    "cotangents of what two products read are added in half": "embeddings "
+    "loss_contrastive",
+    "chance: ill conditioned, or one large term": "power_iteration polynomial "
+    "loss_poisson",
+}
+EXCEPT = " ".join(EXCEPTIONS.values()).split()
 
 X = jnp.linspace(0.1, 1.9, 12).reshape(3, 4)
 W = jnp.linspace(-1.1, 1.3, 20).reshape(4, 5)
@@ -69,7 +71,15 @@ def test_the_oracle_follows_torch(fn, expected):
     np.testing.assert_allclose(got, expected(), rtol=2e-6)
 
 
+@pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_less_accurate_than_torch(name):
     verdicts = [row for row in measure(name, PROGRAMS[name]) if row.verdict != "OK"]
-    assert not verdicts or name in NOT_YET, "\n".join(map(str, verdicts))
+    assert not verdicts or name in EXCEPT, "\n".join(map(str, verdicts))
+    for row in verdicts:
+        pairs = zip(
+            [*row.jamp.values, *row.jamp.grads],
+            [*row.torch.values, *row.torch.grads],
+            strict=True,
+        )
+        assert all(got <= 1.8 * least + 1e-6 for got, least in pairs), row

@@ -119,12 +119,20 @@ def test_what_somebody_else_sets_meanwhile_stays(module):
 
 
 def test_traces_of_jitted_functions_are_kept_apart(module):
-    """JAX keeps the trace of a jitted function; with marks it is another one."""
+    """JAX keeps the trace of a jitted function: one without marks, and one with."""
     lists = LISTS.register_float_function(module, "product")
-    jitted = jax.jit(calls(module))
+    traced = []
+
+    @jax.jit
+    def jitted(x):
+        traced.append(x)
+        return calls(module)(x)
+
     for _ in range(2):
         assert found(lambda x: jitted(x)) == [HALF, HALF]
         assert found(lambda x: jitted(x), lists=lists) == [FLOAT, HALF]
+        jitted(X)
+    assert len(traced) == 3  # the third is that without autocast
 
 
 class Base:

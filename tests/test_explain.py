@@ -59,13 +59,18 @@ CASES = {
     "a product": (jnp.matmul, "dot_general: float16 half list"),
     "a sum": (lambda x, w: x.sum(), "reduce_sum: float32 float32 list"),
     "feeder": (lambda x, w: jnp.exp(x @ w - 1.0), "sub: float32 promote feeder"),
-    "shared copy": (lambda x, w: x @ w + x, "add: float16 promote shared copy"),
+    "a fusion": (lambda x, w: (x @ w - 1.0) @ w, "sub: float32 promote fusion"),
+    "a norm": (
+        lambda x, w: (lambda y: y - y.mean(0))(x @ w),
+        "sub: float32 promote norm",
+    ),
     "half": (lambda x, w: -(x @ w), "neg: float16 promote operands"),
     "float32": (lambda x, w: -(x + w), "neg: float32 promote operands"),
     "both": (with_sums, "add: float32 promote widest"),
+    "an offset": (lambda x, w: x @ w * w[0], "mul: float32 promote widest"),
     "a bias": (
         lambda x, w: x @ w + jnp.cumsum(w[0]),
-        "add: float32 promote smaller operand",
+        "add: float16 promote bias",
     ),
     "1e30": (lambda x, w: x @ w * 1e30, "mul: float32 promote literal"),
     "a constant": (
@@ -98,6 +103,10 @@ CASES = {
         lambda x, w: mystery.bind(x @ w),
         "mystery: float32 None unknown primitive",
     ),
+    "unknown in float32": (
+        jamp.float_function(lambda x, w: mystery.bind(x @ w)),
+        "mystery: float32 recorded region",
+    ),
     "integers": (lambda x, w: x.argmax() * 2, "mul: int32 promote no float32"),
     "bfloat16": (
         lambda x, w: (x @ w).astype("bfloat16") * 2,
@@ -108,7 +117,7 @@ CASES = {
 REASONS = {
     "a product": "Matrix units multiply half and accumulate in float32: this is the "
     "speed-up.",
-    "feeder": "All that read its result run in float32.",
+    "feeder": "What reads its result runs in float32.",
     "a float_function": "`float_function` or `register_float_function`.",
     "operands of a half_kernel": "`half_kernel`: it is called with half operands.",
     "precision": "It asks for float32 by its `precision`, algorithm or result.",

@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.linalg
 import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core as jc
 from jax.sharding import PartitionSpec as P
 
-from jamp._autocast import jax_internals
+from jamp._autocast import derivatives, jax_internals
 from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
@@ -134,14 +135,14 @@ def test_the_programs_of_a_custom_jvp():
         return product(w, x)
 
     def params(eqn):
-        assert jax_internals.custom_consts(eqn) == 1 and len(eqn.invars) == 3
+        assert derivatives.custom_consts(eqn) == 1 and len(eqn.invars) == 3
 
         def write(jaxpr, absent, zeros):
             seen.append((len(jaxpr.invars), tuple(absent), tuple(zeros)))
             return twice(jaxpr)
 
         program = twice(jax_internals.program_of(eqn))
-        return jax_internals.with_custom_jvp(eqn, program, write)
+        return derivatives.with_custom_jvp(eqn, program, write)
 
     function = rewritten(fn, params, 3)
     for got, expected in zip(function(W, X, X), (2 * X * (X @ W), 2 * W), strict=True):
@@ -165,7 +166,7 @@ def test_the_programs_of_a_custom_vjp():
         return product(w, x)
 
     def params(eqn):
-        return jax_internals.with_custom_vjp(eqn, jax_internals.program_of(eqn), twice)
+        return derivatives.with_custom_vjp(eqn, jax_internals.program_of(eqn), twice)
 
     function = rewritten(fn, params, 2)
     np.testing.assert_allclose(function(W, X)[0], X * (X @ W), rtol=1e-6)
@@ -290,6 +291,7 @@ def inv(x):
         (jnp.linalg.inv, "jax.numpy.linalg.inv"),
         (jax.jit(jnp.linalg.inv), "jax.numpy.linalg.inv"),
         (jax.vmap(jnp.cov), "jax.numpy.cov"),
+        (jax.scipy.linalg.cholesky, "jax.scipy.linalg.cholesky"),
         (jax.jit(inv), ""),
         (jax.jit(lambda x: x), ""),
     ],

@@ -1,134 +1,153 @@
-"""Reads a program backward: who wants a value in float32, who reads it in half.
+"""Reads a program backward: who reads a value in float32, who in half.
 
-A value whose consumers all run in float32 should be computed in float32 (a *feeder*:
-`logits - max` before the exponential). A value that a matmul reads in half anyway is
-read in half by its other consumers too (a *shared copy*).
+What a float32 operation reads should be computed in float32 (a *feeder*: `logits - max`
+before the exponential), where that costs no memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jc
 
+from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.jax_internals import CHECKPOINT, program_of, scan_counts
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import Atom, Scope, is_castable_eqn, is_float32, ruling
+from jamp._core.dtypes import FLOAT32
 
-type Want = bool | None  # of float32; None: whoever reads it does not care
+
+class Want(NamedTuple):
+    """What the readers of a value want.
+
+    Attributes:
+        all: True where all that care want float32, False where one wants half; None
+            where nobody cares.
+        some: whether one of them wants float32.
+    """
+
+    all: bool | None = None
+    some: bool = False
+
+
+_IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
+NOBODY = Want()
 
 
 class Consumers(NamedTuple):
-    """What the consumers of some variables say.
+    """What the readers of some variables want.
 
     Attributes:
-        wants: True where all consumers that care want float32.
-        in_half: the variables that a matmul or convolution reads in half.
+        wants: by variable.
+        facts: what the variables are.
     """
 
     wants: dict[jc.Var, Want]
-    in_half: set[jc.Var]
+    facts: Facts
 
     def wants_of(self, atoms: Sequence[Atom]) -> list[Want]:
         """What is wanted of each atom."""
-        return [None if isinstance(a, jc.Literal) else self.wants.get(a) for a in atoms]
+        return [
+            NOBODY if isinstance(a, jc.Literal) else self.wants.get(a, NOBODY)
+            for a in atoms
+        ]
 
     def want_float32(self, atom: Atom) -> bool:
-        """Whether all consumers that care want it in float32."""
-        return not isinstance(atom, jc.Literal) and self.wants.get(atom) is True
+        """Whether a value should be computed in float32 for those who read it.
 
-    def read_in_half(self, atom: Atom) -> bool:
-        """Whether a matmul or convolution reads it in half."""
-        return not isinstance(atom, jc.Literal) and atom in self.in_half
+        One reader is enough, if the value is made of one array: to compute it again is
+        to read as much. If it joins two, all must agree.
+        """
+        (want,) = self.wants_of([atom])
+        joins = self.facts.of(atom).origin.joins
+        return want.all is True or (want.some and not joins)
 
 
-def consumers_of(jaxpr: jc.Jaxpr, out_wants: Sequence[Want], scope: Scope) -> Consumers:
+def consumers_of(
+    jaxpr: jc.Jaxpr, out_wants: Sequence[Want], facts: Facts, scope: Scope
+) -> Consumers:
     """Reads a program, given what is wanted of its outputs."""
-    wants: dict[jc.Var, list[Want]] = {}
-    in_half: set[jc.Var] = set()
+    consumers = Consumers({}, facts)
 
     def note(atoms, found):
         for atom, want in zip(atoms, found, strict=True):
             if not isinstance(atom, jc.Literal):
-                wants.setdefault(atom, []).append(want)
+                known = consumers.wants.get(atom, NOBODY)
+                consumers.wants[atom] = combine((known, want))
 
     note(jaxpr.outvars, out_wants)
     # From the last equation: the consumers of its results are all known by then.
     for eqn in reversed(jaxpr.eqns):
-        outs = [combine(wants.get(v, ())) for v in eqn.outvars]
-        results_in_half = any(v in in_half for v in eqn.outvars)
-        found, reads = _of_equation(eqn, outs, results_in_half, scope)
-        note(eqn.invars, found)
-        in_half |= {
-            v
-            for v, read in zip(eqn.invars, reads, strict=True)
-            if read and not isinstance(v, jc.Literal)
-        }
-    return Consumers({v: combine(found) for v, found in wants.items()}, in_half)
+        note(eqn.invars, _of_equation(eqn, consumers, scope))
+    return consumers
 
 
-def combine(wants: Sequence[Want]) -> Want:
-    """One refusal decides; otherwise one wish."""
-    return False if False in wants else True if True in wants else None
-
-
-# For each operand: what the equation wants of it, and whether it reads it in half.
-type _Answer = tuple[list[Want], list[bool]]
+def combine(wants: Iterable[Want]) -> Want:
+    """What several readers want."""
+    alls, somes = zip(*wants, strict=True)
+    agreed = False if False in alls else True if True in alls else None
+    return Want(agreed, any(somes))
 
 
 def _of_equation(
-    eqn: jc.JaxprEqn, outs: list[Want], results_in_half: bool, scope: Scope
-) -> _Answer:
+    eqn: jc.JaxprEqn, consumers: Consumers, scope: Scope
+) -> Sequence[Want]:
+    """What an equation wants of each operand."""
     inside = _INSIDE.get(eqn.primitive.name)
     if inside is not None:
-        return inside(eqn, outs, scope)
+        given = [consumers.facts.of(v) for v in eqn.invars]
+        return inside(eqn, consumers.wants_of(eqn.outvars), given, scope)
     rule, _ = ruling(scope, eqn)
-    want, half = _of_rule(eqn, rule, outs, results_in_half)
-    castable = list(map(is_float32, eqn.invars))
-    return [want if c else None for c in castable], [half and c for c in castable]
+    want = _of_rule(eqn, rule, consumers)
+    return [want if is_float32(v) else NOBODY for v in eqn.invars]
 
 
-def _of_rule(
-    eqn: jc.JaxprEqn, rule: Rule | None, outs: list[Want], results_in_half: bool
-) -> tuple[Want, bool]:
-    if not is_castable_eqn(eqn) or not any(is_float32(v) for v in eqn.outvars):
-        return None, False  # such as a comparison
+def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
+    outs = [v for v in eqn.outvars if is_float32(v)]
+    if not is_castable_eqn(eqn) or not outs:
+        return NOBODY  # such as a comparison
     if rule is Rule.HALF:
-        return False, True
-    if rule is Rule.PROMOTE or rule is Rule.MOVE:
-        # It passes on what is wanted of its result. What is only moved is rounded the
-        # same before and after; a sum of rounded terms is another sum.
-        return combine(outs), rule is Rule.MOVE and results_in_half
-    return True, False
+        return _IN_HALF
+    if rule is not Rule.PROMOTE and rule is not Rule.MOVE:
+        return _IN_FLOAT32
+    facts = consumers.facts
+    if facts.bias(eqn) is not None:
+        return NOBODY
+    # A weight that is only moved, to where a product reads it, is float32 too.
+    computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
+    if computes or facts.asks(eqn):
+        return _IN_FLOAT32
+    # It passes on what is wanted of its result.
+    want = combine(consumers.wants_of(outs))
+    chained = facts.is_chained(eqn, rule)
+    return want._replace(some=chained or any(map(consumers.want_float32, outs)))
 
 
 def _of_inputs(
-    inner: jc.Jaxpr, eqn: jc.JaxprEqn, outs: list[Want], scope: Scope
-) -> _Answer:
-    """What a program that an equation holds says of its inputs."""
-    found = consumers_of(inner, outs, scope.inside(eqn))
-    return found.wants_of(inner.invars), [found.read_in_half(v) for v in inner.invars]
+    inner: jc.Jaxpr, outs: Sequence[Want], given: Sequence[Fact], scope: Scope
+) -> list[Want]:
+    """What a program that an equation holds wants of its inputs."""
+    facts = Facts(inner, given, scope)
+    return consumers_of(inner, outs, facts, scope).wants_of(inner.invars)
 
 
-def _of_call(eqn: jc.JaxprEqn, outs: list[Want], scope: Scope) -> _Answer:
-    return _of_inputs(program_of(eqn), eqn, outs, scope)
+def _of_call(eqn, outs, given, scope) -> list[Want]:
+    return _of_inputs(program_of(eqn), outs, given, scope.inside(eqn))
 
 
-def _of_cond(eqn: jc.JaxprEqn, outs: list[Want], scope: Scope) -> _Answer:
-    branches = [_of_inputs(b, eqn, outs, scope) for b in eqn.params["branches"]]
-    wants, reads = zip(*branches, strict=True)
-    return (
-        [None, *map(combine, zip(*wants, strict=True))],  # the first is the index
-        [False, *map(any, zip(*reads, strict=True))],
-    )
+def _of_cond(eqn, outs, given, scope) -> list[Want]:
+    inside = scope.inside(eqn)
+    branches = [_of_inputs(b, outs, given[1:], inside) for b in eqn.params["branches"]]
+    # The first operand is the index.
+    return [NOBODY, *map(combine, zip(*branches, strict=True))]
 
 
-def _of_scan(eqn: jc.JaxprEqn, outs: list[Want], scope: Scope) -> _Answer:
+def _of_scan(eqn, outs, given, scope) -> list[Want]:
     """Only of the slices; constants and carries go in and out as the program says."""
     consts, carry = scan_counts(eqn)
-    outs = [None] * carry + outs[carry:]
-    wants, reads = _of_inputs(program_of(eqn), eqn, outs, scope)
+    outs = [NOBODY] * carry + list(outs[carry:])
+    wants = _of_inputs(program_of(eqn), outs, (), scope.inside(eqn))
     fixed = consts + carry
-    return [None] * fixed + wants[fixed:], [False] * len(reads)
+    return [NOBODY] * fixed + wants[fixed:]
 
 
 # Into the others values go in float32, as the program says.

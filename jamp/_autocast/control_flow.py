@@ -5,37 +5,37 @@ on them: carries keep the user's, and so do constants of loops, whose gradients 
 sums.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast import jax_internals
-from jamp._autocast.program import Atom, dtype_of, is_float, recorded
+from jamp._autocast import derivatives, jax_internals
+from jamp._autocast.facts import Fact
+from jamp._autocast.kernels import traced_for
+from jamp._autocast.lists import Rule
+from jamp._autocast.program import (
+    Atom,
+    dtype_of,
+    is_float,
+    is_float32,
+    recorded,
+    region_rule,
+)
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
-    ins = rewriter.values.argument_dtypes(eqn.invars)
-    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars, ins))
-
-
-def _checkpoint(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
-    """The same, but the operands are kept for the backward pass.
-
-    A weight is there anyway, in float32; cast before the call, a copy would be kept
-    too. So it is cast inside, and again where the backward pass computes it again.
-    """
-    ins = [rewriter.values.outgoing_dtype(v) for v in eqn.invars]
-    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars, ins))
+    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars))
 
 
 def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    index, *ins = rewriter.values.argument_dtypes(eqn.invars)
-    boundary = _free(rewriter, eqn, eqn.invars[1:], ins)
+    index, *operands = eqn.invars
+    boundary = _free(rewriter, eqn, operands)
 
     def branches():
         rewriter.programs.clear()  # `explain` shows the branches as they are at last
@@ -49,21 +49,26 @@ def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         boundary = boundary._replace(out_dtypes=outs)
         written = branches()
     params = {**eqn.params, "branches": tuple(written)}
-    rewriter.emit(eqn, [index, *ins], outs, params)
+    rewriter.emit(eqn, [dtype_of(index), *boundary.in_dtypes], outs, params)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
     consts, carry = jax_internals.scan_counts(eqn)
-    fixed = consts + carry
+    fixed, values = consts + carry, rewriter.values
     # A carry must come out as it went in, and one that sums over the trips would lose
     # digits in half; the backward pass sums the gradients of constants in the same way.
-    ins = recorded(eqn.invars[:fixed])
-    # Not `argument_dtypes`: cast before the loop, all layers would have a half copy.
-    ins += [rewriter.values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
-    outs = [*recorded(eqn.outvars[:carry]), *[None] * (len(eqn.outvars) - carry)]
+    carries = [values.facts.of(v).vote or dtype_of(v) for v in eqn.outvars[:carry]]
+    slices = [values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
+    ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
+    outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
+    given = [
+        Fact(dtype) if is_float32(v) else Fact(None)
+        for v, dtype in zip(eqn.invars[:fixed], ins, strict=False)
+    ]
+    given += [Fact(values.facts.of(v).vote) for v in eqn.invars[fixed:]]
     wants = rewriter.consumers.wants_of(eqn.outvars)
-    _write(rewriter, eqn, Boundary(ins, outs, wants))
+    _write(rewriter, eqn, Boundary(ins, outs, wants, given))
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
@@ -82,13 +87,15 @@ def _as_recorded_outside(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     _write(rewriter, eqn, Boundary(recorded(eqn.invars), recorded(eqn.outvars)))
 
 
-def _free(
-    rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom], ins: list[Any]
-) -> Boundary:
-    """Of a program whose results may be in any dtype: known is who reads them."""
-    free = [None] * len(eqn.outvars)
-    wants = rewriter.consumers.wants_of(eqn.outvars)
-    return Boundary(ins, free, wants, list(map(rewriter.values.has_no_vote, operands)))
+def _free(rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom]) -> Boundary:
+    """Of a program whose values may be in any dtype: known is who reads them."""
+    values = rewriter.values
+    return Boundary(
+        list(map(values.outgoing_dtype, operands)),
+        [None] * len(eqn.outvars),
+        rewriter.consumers.wants_of(eqn.outvars),
+        [values.facts.of(v) for v in operands],
+    )
 
 
 def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
@@ -100,11 +107,11 @@ def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """The function and the user's derivative of it, each written anew."""
-    ins = rewriter.values.argument_dtypes(eqn.invars)
-    boundary = _free(rewriter, eqn, eqn.invars, ins)
+    boundary = _free(rewriter, eqn, eqn.invars)
+    ins = boundary.in_dtypes
     inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
-    args = ins[jax_internals.custom_consts(eqn) :]
+    args = ins[derivatives.custom_consts(eqn) :]
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -116,7 +123,8 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
-    params = jax_internals.with_custom_jvp(eqn, inner, write)
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
     rewriter.emit(eqn, ins, outs, params)
 
 
@@ -136,19 +144,44 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     operands in the program's dtypes: both keep what goes in and out of them.
     """
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    inner = rewriter.program(eqn, jax_internals.program_of(eqn), Boundary(ins, outs))
+    program = jax_internals.program_of(eqn)
+    inner = rewriter.program(eqn, program, Boundary(ins, outs))
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
 
-    params = jax_internals.with_custom_vjp(eqn, inner, write)
-    rewriter.emit(eqn, ins, outs, params)
+    # Values of an outer program come in as those that the function closes over do; and
+    # as there, they have no derivative.
+    free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
+    free = free if not eqn.effects else []  # which name operands by their places
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_custom_vjp(eqn, inner, write, tracing, free)
+    place = derivatives.custom_consts(eqn)
+    passed = [_stopped(rewriter, v) for v in free]
+    invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
+    rewriter.emit(eqn.replace(invars=invars), recorded(invars), outs, params)
+
+
+def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
+    """A variable without its derivative."""
+    if not is_float(var):
+        return var
+    eqn = jax_internals.stopped(var)
+    rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+    return eqn.outvars[0]
+
+
+def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
+    """In what to trace a user's rule, which JAX does long after the function."""
+    region, _ = region_rule(rewriter.scope, eqn)
+    casts = region not in (Rule.FLOAT32, Rule.RECORDED)
+    return functools.partial(traced_for, rewriter.scope.policy, casts)
 
 
 RULES = {
     "jit": _call,
     "closed_call": _call,
-    jax_internals.CHECKPOINT: _checkpoint,
+    jax_internals.CHECKPOINT: _call,
     "cond": _cond,
     "scan": _scan,
     "while": _while,

@@ -30,7 +30,7 @@ _FREE = frozenset(("convert_element_type", "broadcast_in_dim"))
 _CHEAP = frozenset(
     "add sub mul div max min neg abs sign sqrt rsqrt square integer_pow clamp select_n "
     "add_any reshape squeeze expand_dims transpose stop_gradient eq ne ge gt le lt "
-    "and or not".split()
+    "and or not copy".split()
 )
 _INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
 _CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is

@@ -1,8 +1,8 @@
 """What JAX documents nowhere: all that autocast uses of it, each in a function.
 
 A function says what JAX does there, and `tests/test_jax_internals.py` holds it to that
-on the oldest and on the newest JAX. Other files name none of it: what a new JAX breaks,
-it breaks here.
+on the oldest and on the newest JAX. Other files name none of it, but for `derivatives`:
+what a new JAX breaks, it breaks here.
 """
 
 import functools
@@ -10,14 +10,12 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
-from jax.extend import core as jc, linear_util
+from jax.extend import core as jc
 from jax.extend.core import primitives
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
@@ -81,107 +79,14 @@ def with_while_programs(
     return {**eqn.params, "cond_jaxpr": cond, "body_jaxpr": body}
 
 
-# ---- functions with their own derivative
+def conv_features(eqn: jc.JaxprEqn) -> int:
+    """How many channels come out of a convolution.
 
-
-def custom_consts(eqn: jc.JaxprEqn) -> int:
-    """How many operands of a custom function come from its closure.
-
-    They come first, and the user's derivative does not take them.
+    The first entry of a side's dimension numbers is the axis of its batch, or of the
+    output channels of the kernel.
     """
-    return eqn.params["num_consts"]
-
-
-def with_custom_jvp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[..., jc.Jaxpr]
-) -> dict[str, Any]:
-    """The parameters of a `custom_jvp_call`, with its programs written anew.
-
-    JAX traces the user's rule when a derivative is taken, for the tangents that are
-    there then: it is a program from all primals and these tangents to all primals and
-    the tangents that are no symbolic zeros.
-
-    Args:
-        eqn: the call.
-        program: the function, written anew.
-        write: writes the rule anew: from the program, and for each argument and for
-            each result whether its tangent is a symbolic zero.
-    """
-    rule = eqn.params["jvp_jaxpr_fun"]
-
-    @functools.cache
-    def written(*absent: bool):
-        jaxpr, consts, zeros = rule.call_wrapped(*absent)
-        jaxpr = write(_closed(jaxpr, consts), absent, zeros)
-        return jaxpr, jaxpr.consts, zeros
-
-    return {**with_program(eqn, program), "jvp_jaxpr_fun": _wrapped(written, rule)}
-
-
-def with_custom_vjp(
-    eqn: jc.JaxprEqn, program: jc.Jaxpr, write: Callable[[jc.Jaxpr], jc.Jaxpr]
-) -> dict[str, Any]:
-    """The parameters of a `custom_vjp_call`, with its programs written anew.
-
-    JAX traces the user's `fwd` when a derivative is taken, for the arguments that it
-    is taken of. It gives the residuals first, but for those that are arguments as they
-    came, and the outputs after them; `out_trees` knows, and stays as it is.
-
-    Args:
-        eqn: the call.
-        program: the function, written anew.
-        write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
-    """
-    forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
-
-    @functools.cache
-    def written_forward(*perturbed: bool):
-        jaxpr = write(_closed(*forward.call_wrapped(*perturbed)))
-        return jaxpr, jaxpr.consts
-
-    def written_backward(*args: Any):
-        # Residuals and cotangents, some of which may be symbolic zeros. What is known
-        # stays so: Equinox keeps in residuals which arguments are perturbed.
-        places = [i for i, x in enumerate(args) if isinstance(x, Tracer)]
-        result: dict[str, Any] = {}
-
-        def flat(*values):
-            filled = list(args)
-            for i, value in zip(places, values, strict=True):
-                filled[i] = value
-            # JAX has wrapped the user's `bwd`: it gives leaves, with a `Zero` of a
-            # private type where there is no gradient, and what is to be logged.
-            grads, result["logs"] = backward.call_wrapped(*filled)
-            result["grads"] = list(grads)
-            return [g for g in grads if not _is_zero(g)], result["logs"]
-
-        values = [args[i] for i in places]
-        jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-        outs = jc.jaxpr_as_fun(write(jaxpr))(*values)
-        grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-        left = iter(grads)
-        return [g if _is_zero(g) else next(left) for g in result["grads"]], logs
-
-    return {
-        **with_program(eqn, program),
-        "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
-        "bwd": _wrapped(written_backward, backward),
-    }
-
-
-def _is_zero(x: Any) -> bool:
-    """Whether it is a symbolic zero, of JAX's public type or of its private one."""
-    return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
-
-
-def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
-    """A function as JAX keeps them in parameters, in the place of another one."""
-    return linear_util.wrap_init(fn, debug_info=old.debug_info)
-
-
-def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
-    """A program with its constants, which JAX has as its first inputs otherwise."""
-    return jaxpr.with_consts(consts) if consts else jaxpr
+    kernel: Any = eqn.invars[1].aval
+    return kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
 
 
 # ---- functions
@@ -241,6 +146,12 @@ def in_dtype(aval: Any, dtype: Any) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
+def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
+    """Whether it is a number that takes the dtype of what it meets, as Python's do."""
+    aval: Any = atom.aval
+    return getattr(aval, "weak_type", False) and aval.shape == ()
+
+
 def of_type(value: Any, aval: Any) -> Any:
     """A result of a program as an array of an abstract value's dtype and weak type.
 
@@ -287,11 +198,35 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     """The equation that casts a variable, on the line of the equation that reads it."""
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-    here: dict[str, Any] = {}
-    if reader is not None:
-        here = {"source_info": reader.source_info, "ctx": reader.ctx}
     primitive = primitives.convert_element_type_p
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **here)
+    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+
+
+def repetition(var: jc.Var, aval: Any, dtype: Any, reader: jc.JaxprEqn) -> jc.JaxprEqn:
+    """The equation that repeats a variable of a dtype along its axes of size 1."""
+    aval = in_dtype(aval, dtype)
+    explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
+    params = {
+        "shape": aval.shape,
+        "broadcast_dimensions": tuple(range(len(aval.shape))),
+        "sharding": aval.sharding if explicit else None,
+    }
+    primitive = primitives.broadcast_in_dim_p
+    new = jc.Var(aval)
+    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+
+
+def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
+    """Where an equation stands that another one needs."""
+    if reader is None:
+        return {}
+    return {"source_info": reader.source_info, "ctx": reader.ctx}
+
+
+def stopped(var: jc.Var) -> jc.JaxprEqn:
+    """The equation of `jax.lax.stop_gradient` of a variable."""
+    primitive = primitives.stop_gradient_p
+    return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
 def equation_of(

@@ -7,6 +7,7 @@ closed: it calls them with half, and leaves what they do as the program has it.
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import numpy as np
 
 from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists
-from jamp._autocast.program import KERNEL
-from jamp._autocast.tracing import Itself, Place, Replaced, tracing
+from jamp._autocast.program import KERNEL, Policy
+from jamp._autocast.regions import marked_by_place
+from jamp._autocast.tracing import Itself, Place, Replaced, tracing, tracing_for
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 
@@ -50,7 +52,19 @@ def half_kernel[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
     return kernel
 
 
-def kernels_by_place(lists: AutocastLists) -> Iterator[Replaced]:
+def traced_for(policy: Policy, casts: bool = True) -> AbstractContextManager[None]:
+    """In what a function is traced for autocast: kernels and marks are found.
+
+    Args:
+        policy: the policy.
+        casts: whether kernels get half.
+    """
+    lists = policy.lists
+    replaced = [*_kernels_by_place(lists), *marked_by_place(lists)]
+    return tracing_for(policy.dtype, replaced, casts)
+
+
+def _kernels_by_place(lists: AutocastLists) -> Iterator[Replaced]:
     """The kernels that programs look up: cuDNN's, tokamax's, those of the lists."""
     tokamax = sys.modules.get("tokamax"), "dot_product_attention"
     for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):

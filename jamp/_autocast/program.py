@@ -114,7 +114,7 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     listed = scope.policy.lists.rule_of(jax_internals.primitive_name(eqn))
     if _is_no_conversion(eqn):
         listed = Rule.MOVE
-    region, where = _region_rule(scope, eqn)
+    region, where = region_rule(scope, eqn)
     as_recorded = region is Rule.FLOAT32 and listed is None  # in float32, so it is
     if region is Rule.RECORDED or as_recorded:
         return Rule.RECORDED, where
@@ -174,6 +174,11 @@ def size_of(atom: Atom) -> int:
     return getattr(atom.aval, "size", 0)
 
 
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """The shape of a value; () for what has none."""
+    return getattr(atom.aval, "shape", ())
+
+
 def is_float32(atom: Atom) -> bool:
     """Whether the user's program has it in float32: only such values are ever cast."""
     return dtype_of(atom) == FLOAT32
@@ -191,7 +196,8 @@ def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
     return all(is_float32(a) for a in atoms if is_float(a))
 
 
-def _region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+    """The rule of the marks and the lists' regions around an equation, and which."""
     names = name_stack(scope, eqn)
     markers = _MARKER.findall(names)
     marks = [marker for marker, function in markers if not function]

@@ -5,7 +5,6 @@ does with a program (derivatives, batching, jit) it does with this one.
 """
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,8 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.consumers import Want, consumers_of
+from jamp._autocast.consumers import NOBODY, Want, consumers_of
+from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import (
@@ -27,6 +27,7 @@ from jamp._autocast.program import (
     name_stack,
     recorded,
     ruling,
+    shape_of,
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -44,14 +45,14 @@ class Boundary(NamedTuple):
     Attributes:
         in_dtypes: what comes in.
         out_dtypes: what must go out; None is whatever is at hand.
-        out_wants: for outputs that are free, whether float32 is wanted of them.
-        from_literals: which inputs come from literals alone, and have no vote.
+        out_wants: what is wanted of the outputs, if it is known.
+        facts: what is known of the inputs, if anything is.
     """
 
     in_dtypes: Sequence[Any]
     out_dtypes: Sequence[Any]
     out_wants: Sequence[Want] = ()
-    from_literals: Sequence[bool] = ()
+    facts: Sequence[Fact] = ()
 
 
 def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
@@ -69,9 +70,6 @@ def rewrite(
         boundary: what it is to take and give.
         scope: policy and place.
         rules: how to write each primitive that holds programs.
-
-    Returns:
-        A program with the same inputs and outputs, but for their dtypes.
     """
     rewriter = Rewriter(jaxpr, boundary, scope, rules)
     for eqn in jaxpr.eqns:
@@ -96,13 +94,11 @@ class Rewriter:
         rules: Mapping[str, ProgramRule],
     ):
         self.scope, self.rules = scope, rules
-        wants = boundary.out_wants or [None] * len(jaxpr.outvars)
+        wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
-        self.consumers = consumers_of(jaxpr, wants, scope)
-        self.values = Values(scope.policy, self.consumers)
-        self.values.from_literals.update(
-            itertools.compress(jaxpr.invars, boundary.from_literals)
-        )
+        facts = Facts(jaxpr, boundary.facts, scope)
+        self.consumers = consumers_of(jaxpr, wants, facts, scope)
+        self.values = Values(self.consumers, scope.policy.promote == "widest")
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -158,12 +154,13 @@ class Rewriter:
             _warn_once(jax_internals.primitive_name(eqn))
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
-            self.values.learn_recorded(eqn)
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
         choice = self.values.choose(eqn, rule)
-        self._write(eqn, choice.computed)
-        self.values.learn(eqn, rule, choice.promotion)
+        if choice.bias is not None:
+            self._add_bias(eqn, choice.bias)
+        else:
+            self._write(eqn, choice.computed)
         why = "region" if region else choice.why
         self._note(eqn, rule, choice.computed, why, region)
 
@@ -192,6 +189,22 @@ class Rewriter:
                 params[name] = dtype
         outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
+
+    def _add_bias(self, eqn: jc.JaxprEqn, bias: jc.Var) -> None:
+        """Writes the sum of a product and its bias, in half.
+
+        The bias is repeated first, in float32, and rounded then: so its gradient, which
+        is a sum over all examples, is summed in float32.
+        """
+        half, (out,) = self.scope.policy.dtype, eqn.outvars
+        self.read(bias, FLOAT32)
+        wide = self.versions[bias][FLOAT32]
+        if shape_of(bias) != shape_of(out):
+            self.eqns.append(jax_internals.repetition(wide, out.aval, FLOAT32, eqn))
+            wide = self.eqns[-1].outvars[0]
+        rounded = self._convert(wide, half)
+        invars = [rounded if v is bias else self.read(v, half) for v in eqn.invars]
+        self.eqns.append(eqn.replace(invars=invars, outvars=[self._bind(out, half)]))
 
     def _note(
         self,

@@ -80,12 +80,14 @@ def casting(enabled: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing_for(half: Any, replaced: Sequence[Replaced]) -> Iterator[None]:
+def tracing_for(
+    half: Any, replaced: Sequence[Replaced], casts: bool = True
+) -> Iterator[None]:
     """Traces for an autocast, in this thread."""
     with contextlib.ExitStack() as stack:
         for place in {r.place for r in replaced}:
             stack.enter_context(_replacement(place))
-        stack.enter_context(tracing(Tracing(half, tuple(replaced))))
+        stack.enter_context(tracing(Tracing(half, tuple(replaced), casts)))
         yield
 
 

@@ -12,12 +12,10 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
-from jamp._autocast.kernels import kernels_by_place
+from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Decision, Policy, Scope
-from jamp._autocast.regions import marked_by_place
 from jamp._autocast.rewrite import rewrite, unchanged
-from jamp._autocast.tracing import tracing_for
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -119,9 +117,7 @@ def _trace(
         return jax.tree.unflatten(result["tree"], filled)
 
     values = [_owned(leaves[i]) for i in places]
-    lists = scope.policy.lists
-    replaced = [*kernels_by_place(lists), *marked_by_place(lists)]
-    with tracing_for(scope.policy.dtype, replaced):
+    with traced_for(scope.policy):
         return jax.make_jaxpr(flat)(*values), values, rebuild
 
 

@@ -24,8 +24,10 @@ from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops
 
 _REASONS = {
-    "feeder": "All that read its result run in float32.",
-    "shared copy": "A matmul reads an operand in half already.",
+    "feeder": "What reads its result runs in float32.",
+    "bias": "It is the bias of a product, which is part of the product.",
+    "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
+    "norm": "It is part of a norm: computed in float32, it goes out in half.",
     "operands": "Its operands are in this dtype.",
     "widest": "Its operands differ, and the widest decides.",
     "narrowest": "Its operands differ, and the narrowest decides.",

@@ -26,31 +26,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core as jc, linear_util
 
-F32 = jnp.dtype("float32")
-HALVES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
-PEELED = 8  # trips of a scan until the dtypes of its carry must have settled
+from tests.oracles.torch_lists import FLOAT32, FUNCTIONS, MOVES, ONE_KERNEL
+from tests.programs import PRODUCTS, products_of
 
-PRODUCTS = frozenset("dot_general conv_general_dilated ragged_dot_general".split())
-FLOAT32 = frozenset(
-    # AT_FORALL_FP32
-    "exp exp2 expm1 log log1p pow integer_pow square rsqrt acos asin cosh sinh tan "
-    "erf_inv "
-    # AT_FORALL_FP32_SET_OPT_DTYPE
-    "reduce_sum reduce_prod cumsum cumprod cumlogsumexp "
-    # torch has no half kernel for these, and raises
-    "cholesky eig eigh svd qr lu triangular_solve tridiagonal_solve fft "
-    "householder_product geqrf custom_linear_solve "
-    "lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad "
-    "bessel_i0e bessel_i1e regularized_incomplete_beta".split()
-)
-FLOAT32_FUNCTIONS = frozenset(
-    "softmax log_softmax logsumexp softplus standardize norm".split()
-)
-ONE_KERNEL = frozenset(
-    "silu gelu elu selu celu relu6 hard_tanh leaky_relu hard_sigmoid mish "
-    "log_sigmoid".split()
-)
-MOVES = frozenset("reshape squeeze transpose expand_dims copy copy_p".split())
+F32 = jnp.dtype("float32")
+PEELED = 8  # trips of a scan until the dtypes of its carry must have settled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,21 +78,6 @@ def is_float32(atom: Any) -> bool:
 def widest(dtypes: Sequence[Any]) -> Any:
     """Of float32 and one half dtype."""
     return F32 if F32 in dtypes or not dtypes else dtypes[0]
-
-
-def holds_product(jaxpr: jc.Jaxpr) -> bool:
-    return any(
-        e.primitive.name in PRODUCTS or any(map(holds_product, _programs(e)))
-        for e in jaxpr.eqns
-    )
-
-
-def _programs(eqn: jc.JaxprEqn) -> list[Any]:
-    found = []
-    for value in eqn.params.values():
-        items = value if isinstance(value, tuple | list) else (value,)
-        found += [p for p in items if hasattr(p, "eqns")]
-    return found
 
 
 class _Interpreter:
@@ -249,7 +214,7 @@ class _Interpreter:
     def _jit(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
         name = eqn.params["name"]
         floats = [v for v, a in zip(ins, eqn.invars, strict=True) if is_float32(a)]
-        if name in FLOAT32_FUNCTIONS:
+        if name in FUNCTIONS:
             return self.one_kernel(eqn, ins, F32)
         if name in ONE_KERNEL:
             return self.one_kernel(eqn, ins, self.promoted(floats))
@@ -264,22 +229,18 @@ class _Interpreter:
         pairs = zip(outs, eqn.outvars, dtypes, strict=True)
         return [of_array(x.astype(d) if is_float32(a) else x) for x, a, d in pairs]
 
+    def _remat2(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
+        return self.run(eqn.params["jaxpr"], ins)
+
     def _closed_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
         return self.run(eqn.params["call_jaxpr"], ins)
 
-    def _checkpoint(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        return self.run(eqn.params["jaxpr"], ins)
-
-    _remat2 = _remat = _checkpoint
-
     def _cond(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
         index, *ins = ins
-        branches = [
-            functools.partial(self.run, branch, ins)
-            for branch in eqn.params["branches"]
-        ]
+        programs = eqn.params["branches"]
+        branches = [functools.partial(self.run, program, ins) for program in programs]
         found = zip(*(_dtypes(branch) for branch in branches), strict=True)
-        dtypes = [d[0] if d[0] not in (F32, self.half) else widest(d) for d in found]
+        dtypes = [d[0] if len({*d}) == 1 else widest(d) for d in found]
 
         def arrays(branch):
             outs = zip(branch(), dtypes, strict=True)
@@ -340,11 +301,8 @@ class _Interpreter:
             return [v.array for v in self.run(params["body_jaxpr"], values)]
 
         after = jax.eval_shape(body, carry)
-        pairs = zip(carry, after, strict=True)
-        dtypes = [
-            widest([c.dtype, a.dtype]) if c.dtype in (F32, self.half) else c.dtype
-            for c, a in pairs
-        ]
+        pairs = [(c.dtype, a.dtype) for c, a in zip(carry, after, strict=True)]
+        dtypes = [c if c == a else widest([c, a]) for c, a in pairs]
 
         def settled(carry):
             outs = zip(body(carry), dtypes, strict=True)
@@ -365,7 +323,7 @@ class _Interpreter:
             rule = functools.partial(rule, old)
             params[name] = linear_util.wrap_init(rule, debug_info=old.debug_info)
         return self.one_kernel(
-            eqn, ins, *dtypes, params=params if holds_product(program) else {}
+            eqn, ins, *dtypes, params=params if products_of(program) else {}
         )
 
     def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:

@@ -1,0 +1,190 @@
+"""What JAX documents nowhere about functions with a derivative of their own.
+
+The equations of such functions hold the user's rules as Python functions, which JAX
+traces when somebody differentiates. Here these are wrapped, so that what is traced is
+written anew; which derivatives are asked for stays between JAX and the user's rules.
+As for `jax_internals`, whose second half this is, the tests hold each fact.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jc, linear_util
+
+from jamp._autocast.closures import tracers_in
+from jamp._autocast.jax_internals import with_program
+
+
+def custom_consts(eqn: jc.JaxprEqn) -> int:
+    """How many operands of a custom function come from its closure.
+
+    They come first, and the user's derivative does not take them.
+    """
+    return eqn.params["num_consts"]
+
+
+def with_custom_jvp(
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[..., jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, Any]:
+    """The parameters of a `custom_jvp_call`, with its programs written anew.
+
+    JAX traces the user's rule when a derivative is taken, for the tangents that are
+    there then: it is a program from all primals and these tangents to all primals and
+    the tangents that are no symbolic zeros.
+
+    Args:
+        eqn: the call.
+        program: the function, written anew.
+        write: writes the rule anew: from the program, and for each argument and for
+            each result whether its tangent is a symbolic zero.
+        tracing: in what to trace the rule.
+    """
+    rule = eqn.params["jvp_jaxpr_fun"]
+
+    @functools.cache
+    def written(*absent: bool):
+        with tracing():
+            jaxpr, consts, zeros = rule.call_wrapped(*absent)
+        jaxpr = write(_closed(jaxpr, consts), absent, zeros)
+        return jaxpr, jaxpr.consts, zeros
+
+    return {**with_program(eqn, program), "jvp_jaxpr_fun": _wrapped(written, rule)}
+
+
+def with_custom_vjp(
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[[jc.Jaxpr], jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    free: Sequence[jc.Var] = (),
+) -> dict[str, Any]:
+    """The parameters of a `custom_vjp_call`, with its programs written anew.
+
+    JAX traces the user's `fwd` when a derivative is taken, for the arguments that it
+    is taken of. It gives the residuals first, but for those that are operands as they
+    came, and the outputs after them; `out_trees` knows which.
+
+    Args:
+        eqn: the call.
+        program: the function, written anew.
+        write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
+        tracing: in what to trace them.
+        free: what `fwd` and `bwd` may close over. These become operands, after those of
+            the closure of the function, and residuals, after the user's.
+    """
+    forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+    consts, count = custom_consts(eqn), len(free)
+
+    @functools.cache
+    def written_forward(*perturbed: bool):
+        with tracing():
+            traced = forward.call_wrapped(*perturbed[count:])
+        jaxpr = write(_with_inputs(_closed(*traced), free))
+        return jaxpr, jaxpr.consts
+
+    def out_trees():
+        out_tree, residuals, places = eqn.params["out_trees"]()
+        if not count:
+            return out_tree, residuals, places
+        more = jax.tree.structure([0] * count)
+        residuals = jax.tree_util.treedef_tuple((residuals, more))
+        moved = [p if p is None or p < consts else p + count for p in places]
+        return out_tree, residuals, [*moved, *range(consts, consts + count)]
+
+    def written_backward(*args: Any):
+        # Residuals, what is closed over, and cotangents, which may be symbolic zeros.
+        end = eqn.params["out_trees"]()[1].num_leaves
+        closed_over, args = args[end : end + count], args[:end] + args[end + count :]
+        # What is known stays so: Equinox keeps in residuals what is perturbed.
+        places = [i for i, x in enumerate(args) if isinstance(x, Tracer)]
+        result: dict[str, Any] = {}
+
+        def flat(*values):
+            filled = list(args)
+            for i, value in zip(places, values, strict=True):
+                filled[i] = value
+            # JAX has wrapped the user's `bwd`: it gives leaves, with a `Zero` of a
+            # private type where there is no gradient, and what is to be logged.
+            grads, result["logs"] = backward.call_wrapped(*filled)
+            result["grads"] = list(grads)
+            return [g for g in grads if not _is_zero(g)], result["logs"]
+
+        values = [args[i] for i in places]
+        with tracing():
+            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+        jaxpr = write(_with_inputs(jaxpr, free))
+        outs = jc.jaxpr_as_fun(jaxpr)(*closed_over, *values)
+        grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
+        left = iter(grads)
+        grads = [g if _is_zero(g) else next(left) for g in result["grads"]]
+        none = [SymbolicZero(v.aval.to_tangent_aval()) for v in free]
+        return [*none, *grads], logs
+
+    return {
+        **with_program(eqn, _with_inputs(program, free, consts)),
+        "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
+        "bwd": _wrapped(written_backward, backward),
+        "out_trees": out_trees,
+    }
+
+
+def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    """The variables whose tracers the rules of a `custom_vjp_call` may close over.
+
+    Where JAX differentiates a function without tracing it first, they close over
+    values; here over tracers of a trace that has ended. These keep their variables.
+    """
+    rules = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+    return list(dict.fromkeys(filter(None, map(_variable_of, tracers_in(rules)))))
+
+
+def _variable_of(tracer: Any) -> jc.Var | None:
+    """What a tracer stands for in the program that is or was traced."""
+    while isinstance(tracer, Tracer):
+        tracer = getattr(tracer, "val", None)  # one of `vmap` holds another one
+    return tracer if isinstance(tracer, jc.Var) else None
+
+
+def _with_inputs(
+    jaxpr: jc.Jaxpr, variables: Sequence[jc.Var], place: int = 0
+) -> jc.Jaxpr:
+    """A program with variables of another one as inputs more.
+
+    Where their tracers are among its constants, they are constants no more.
+    """
+    if not variables:
+        return jaxpr
+    new = {v: jc.Var(v.aval) for v in variables}
+    kept = []
+    for var, const in zip(jaxpr.constvars, jaxpr.consts, strict=True):
+        known = _variable_of(const)
+        if known in new:
+            new[known] = var
+        else:
+            kept.append((var, const))
+    invars = [*jaxpr.invars[:place], *new.values(), *jaxpr.invars[place:]]
+    jaxpr = jaxpr.replace(constvars=[var for var, _ in kept], invars=invars)
+    return _closed(jaxpr, [const for _, const in kept])
+
+
+def _is_zero(x: Any) -> bool:
+    """Whether it is a symbolic zero, of JAX's public type or of its private one."""
+    return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
+
+
+def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
+    """A function as JAX keeps them in parameters, in the place of another one."""
+    return linear_util.wrap_init(fn, debug_info=old.debug_info)
+
+
+def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
+    """A program with its constants, which JAX has as its first inputs otherwise."""
+    return jaxpr.with_consts(consts) if consts else jaxpr

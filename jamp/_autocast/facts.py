@@ -1,0 +1,239 @@
+"""Reads a program forward: what its values are and ask for, whoever reads them.
+
+What an operand asks for where it meets others is its *vote*: the dtype that torch's
+rules would give it. What it is in fact computed in is decided later, by `values`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast import origins
+from jamp._autocast.jax_internals import (
+    CHECKPOINT,
+    is_weak_scalar,
+    program_of,
+    scan_counts,
+)
+from jamp._autocast.lists import Rule
+from jamp._autocast.origins import Origin
+from jamp._autocast.program import (
+    Atom,
+    Scope,
+    dtype_of,
+    is_castable_eqn,
+    is_float32,
+    ruling,
+    size_of,
+)
+from jamp._core.dtypes import FLOAT32
+
+
+class Fact(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        vote: the dtype that it asks for; None for what comes from literals alone and
+            takes the dtype of what it meets, and for what is not float32.
+        asks: whether it holds, or may hold, a literal that half cannot.
+        origin: what its numbers are made of.
+    """
+
+    vote: Any
+    asks: bool = False
+    origin: Origin = Origin()
+
+
+# Their results hold what their operands hold, to a few digits.
+_KEEP_RANGE = frozenset(
+    "max min clamp add sub neg abs sqrt reduce_max reduce_min".split()
+)
+# Of what only takes what it gets, these round their results.
+_ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
+_CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
+
+
+class Facts:
+    """What is known of the values of a program.
+
+    Args:
+        jaxpr: the program.
+        given: what is known of its inputs; nothing, if it is empty.
+        scope: policy and place.
+    """
+
+    def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
+        policy = scope.policy
+        self.scope, self.half = scope, policy.dtype
+        self._widest = policy.promote == "widest"
+        self._limits = jnp.finfo(policy.dtype)
+        self._facts: dict[jc.Var, Fact] = {}
+        self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
+        for eqn in jaxpr.eqns:
+            self._facts.update(zip(eqn.outvars, self._of_results(eqn), strict=True))
+
+    # ---- what values are
+
+    def of(self, atom: Atom) -> Fact:
+        """What is known of a value."""
+        if isinstance(atom, jc.Literal):
+            asks = is_float32(atom) and self._exceeds_half(atom.val)
+            return Fact(FLOAT32 if asks else None, asks)
+        return self._facts.get(atom) or _unknown(atom)
+
+    def votes(self, atoms: Sequence[Atom]) -> set[Any]:
+        """The dtypes that operands ask for."""
+        return {self.of(v).vote for v in atoms} - {None}
+
+    def asks(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether an operand of an equation asks for float32 by its number."""
+        fill = eqn.params.get("fill_value")
+        return any(self.of(v).asks for v in eqn.invars) or (
+            fill is not None and is_float32(eqn.outvars[0]) and self._exceeds_half(fill)
+        )
+
+    def full_size(self, eqn: jc.JaxprEqn) -> list[Atom]:
+        """The operands that are as large as the result, and not by being broadcast."""
+        size = max(size_of(v) for v in [*eqn.invars, *eqn.outvars])
+        full = [v for v in eqn.invars if size_of(v) == size]
+        return [v for v in full if self.of(v).origin.varies is None]
+
+    def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
+        """Whether an operation is elementwise on one array: part of a fusion."""
+        if rule is not Rule.PROMOTE or eqn.primitive.name not in _ROUNDS:
+            return False
+        origin = self.of(eqn.outvars[0]).origin
+        return not origin.joins and origin.varies is None
+
+    def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
+        """The bias that an equation adds to a product in half, if it does."""
+        if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
+            return None
+        for product, bias in (eqn.invars, eqn.invars[::-1]):
+            if isinstance(bias, jc.Literal) or not is_float32(bias):
+                continue
+            if not self.of(bias).asks:
+                if origins.is_bias(bias, self.of(bias).origin, self.of(product).origin):
+                    return bias
+        return None
+
+    def _exceeds_half(self, value: Any) -> bool:
+        """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
+        sizes = np.abs(np.asarray(value, np.float64))
+        # An infinity is the same in half, and so are zero and nan.
+        too_large = (sizes > float(self._limits.max)) & (sizes < np.inf)
+        too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
+        return bool((too_large | too_small).any())
+
+    # ---- what an equation makes of them
+
+    def _of_results(self, eqn: jc.JaxprEqn) -> list[Fact]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            return self._of_program(eqn, program_of(eqn), eqn.invars)
+        if name == "cond":
+            branches = [
+                self._of_program(eqn, branch, eqn.invars[1:])
+                for branch in eqn.params["branches"]
+            ]
+            return [_either(facts) for facts in zip(*branches, strict=True)]
+        if name == "scan":
+            return self._of_scan(eqn)
+        rule, _ = ruling(self.scope, eqn)
+        return [self._of_result(eqn, v, rule) for v in eqn.outvars]
+
+    def _of_program(
+        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, operands: Sequence[Atom]
+    ) -> list[Fact]:
+        given = [self.of(v) for v in operands]
+        found = Facts(jaxpr, given, self.scope.inside(eqn))
+        known = frozenset().union(*(fact.origin.roots for fact in given))
+        facts = []
+        for inner, outer in zip(jaxpr.outvars, eqn.outvars, strict=True):
+            fact = found.of(inner)
+            facts.append(fact._replace(origin=fact.origin.outside(known, outer)))
+        return facts
+
+    def _of_scan(self, eqn: jc.JaxprEqn) -> list[Fact]:
+        consts, carry = scan_counts(eqn)
+        carries = eqn.invars[consts : consts + carry]
+        slices = eqn.invars[consts + carry :]
+        given = [_unknown(v) for v in eqn.invars[: consts + carry]]
+        given += [_unknown(v)._replace(vote=self.of(v).vote) for v in slices]
+        body = program_of(eqn)
+        found = Facts(body, given, self.scope.inside(eqn))
+        facts = [_unknown(v) for v in eqn.outvars]
+        for i, inner in enumerate(body.outvars):
+            vote = found.of(inner).vote
+            if i < carry:
+                # An activation: half after each trip, and no sum that began with zero.
+                active = vote == self.half and self.of(carries[i]).vote is not None
+                if self._widest or not active:
+                    continue
+            facts[i] = facts[i]._replace(vote=vote)
+        return facts
+
+    def _of_result(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
+        if not is_float32(out):
+            return Fact(None)
+        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+            # A mask is exact in any dtype.
+            mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
+            exact = mask and eqn.primitive.name == "convert_element_type"
+            return _unknown(out)._replace(vote=None if exact else FLOAT32)
+        origin = origins.of_result(
+            eqn, out, rule, [self.of(v).origin for v in eqn.invars]
+        )
+        if rule is Rule.HALF:
+            return Fact(self.half, False, origin)
+        if rule is Rule.FLOAT32:
+            return Fact(FLOAT32, False, origin)
+        holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE
+        asks = holds and self.asks(eqn)
+        return Fact(self._vote(eqn, out, rule, asks), asks, origin)
+
+    def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
+        """What the result of an operation that only takes what it gets asks for."""
+        votes = self.votes(eqn.invars)
+        if asks:
+            return FLOAT32
+        if not votes:
+            literal = rule is Rule.MOVE or is_weak_scalar(out)
+            return None if literal and any(map(is_float32, eqn.invars)) else FLOAT32
+        if len(votes) == 1:
+            return next(iter(votes))
+        if not self._widest or self.bias(eqn) is not None:
+            return self.half
+        return self.half if self._normalises(eqn) else FLOAT32
+
+    def _normalises(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether it is part of a norm of a value in half, which stays half.
+
+        As torch's batch and group norms, and XLA's fusions, hand on what they got.
+        """
+        full = self.full_size(eqn)
+        small = [v for v in eqn.invars if v not in full]
+        if self.votes(full) != {self.half}:
+            return False
+        return origins.is_normalised(
+            [self.of(v).origin for v in full], [self.of(v).origin for v in small]
+        )
+
+
+def _unknown(atom: Atom) -> Fact:
+    if not is_float32(atom):
+        return Fact(None)
+    vote = None if is_weak_scalar(atom) else FLOAT32
+    return Fact(vote, origin=origins.itself(atom))
+
+
+def _either(facts: Sequence[Fact]) -> Fact:
+    """What is known of a value that is one of several."""
+    votes = {fact.vote for fact in facts} - {None}
+    if len(votes) > 1:
+        return facts[0]._replace(vote=FLOAT32, origin=Origin())
+    vote = next(iter(votes), None)
+    return Fact(vote, any(fact.asks for fact in facts))

@@ -1,0 +1,172 @@
+"""What the numbers of a value are made of: large arrays, statistics, a product.
+
+Three questions are answered by it. Is a sum that of a product and its bias? Is a value
+normalised by its own statistics? Does it cost as much to compute it again as to read
+it, because it is made of one array?
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jc
+
+from jamp._autocast.jax_internals import conv_features
+from jamp._autocast.lists import Rule
+from jamp._autocast.program import Atom, is_float32, shape_of, size_of
+
+
+class Product(NamedTuple):
+    """What a bias of a product looks like.
+
+    Attributes:
+        features: how many numbers it may have.
+        trailing: whether it must vary along the last axes only.
+    """
+
+    features: frozenset[int]
+    trailing: bool
+
+
+class Origin(NamedTuple):
+    """What a value is made of.
+
+    Attributes:
+        roots: the arrays that it is computed from elementwise; itself, if it is not.
+        joins: whether these are two or more.
+        varies: the axes along which it is not repeated; None if it was not broadcast.
+        product: if it is the result of a product, reshaped at most.
+        statistic_of: of what is smaller: the roots of what it was reduced from.
+        normalised: whether a statistic of its own has met it.
+    """
+
+    roots: frozenset[Atom] = frozenset()
+    joins: bool = False
+    varies: tuple[int, ...] | None = None
+    product: Product | None = None
+    statistic_of: frozenset[Atom] = frozenset()
+    normalised: bool = False
+
+    def outside(self, known: frozenset[Atom], result: Atom) -> "Origin":
+        """The same for the result of a call, where only some roots are known."""
+        roots = self.roots & known if self.roots <= known else frozenset((result,))
+        statistics = self.statistic_of & known
+        return self._replace(roots=roots, statistic_of=statistics)
+
+
+# They change the shape, or nothing.
+_RESHAPES = frozenset(
+    "reshape transpose squeeze expand_dims convert_element_type copy name "
+    "stop_gradient sharding_constraint optimization_barrier".split()
+)
+# One element of theirs is made of several, or they write to memory anyway.
+_NOT_ELEMENTWISE = frozenset(
+    "argmax argmin cummax cummin cumsum cumprod cumlogsumexp reduce_window_max "
+    "reduce_window_min reduce_window_sum pmax pmin psum psum_invariant concatenate "
+    "gather scatter scatter-add scatter_add dynamic_slice dynamic_update_slice sort "
+    "fft all_gather all_to_all ppermute".split()
+)
+
+
+def itself(atom: Atom) -> Origin:
+    """Of a value of which nothing is known."""
+    return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
+
+
+def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
+    """Whether a value looks like the bias of a product that it is added to."""
+    product, shape = of_product.product, shape_of(bias)
+    if product is None or origin.product is not None:
+        return False
+    axes = [i for i, n in enumerate(shape) if n > 1]
+    if origin.varies is not None:
+        axes = [i for i in axes if i in origin.varies]
+    if math.prod(shape[i] for i in axes) not in product.features:
+        return False
+    trailing = list(range(len(shape) - len(axes), len(shape)))
+    return axes == trailing or not product.trailing
+
+
+def is_normalised(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
+    """Whether large values meet their own statistics, or have met them before."""
+    roots = frozenset().union(*(origin.roots for origin in full))
+    own = any(origin.statistic_of & roots for origin in small)
+    return own or any(origin.normalised for origin in full)
+
+
+def of_result(
+    eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, given: Sequence[Origin]
+) -> Origin:
+    """What the result of an equation is made of."""
+    if rule is Rule.HALF:
+        return itself(out)._replace(product=_product(eqn))
+    largest = max(map(size_of, eqn.invars), default=0)
+    floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
+    statistics = frozenset().union(*(g.statistic_of for g in floats))
+    if size_of(out) < largest:
+        # A sum, a maximum, a slice.
+        roots = frozenset().union(*(g.roots for g in floats))
+        return itself(out)._replace(statistic_of=statistics | roots)
+    varies = _varies(eqn, out, given)
+    if varies is not None:
+        return Origin(varies=varies, statistic_of=statistics)
+    if eqn.primitive.name in _NOT_ELEMENTWISE or len(eqn.outvars) > 1:
+        return itself(out)._replace(statistic_of=statistics)
+    full, small = [], []
+    for v, g in zip(eqn.invars, given, strict=True):
+        if is_float32(v) and not isinstance(v, jc.Literal):
+            whole = size_of(v) == size_of(out) and g.varies is None
+            (full if whole else small).append(g)
+    roots = frozenset().union(*(g.roots for g in full))
+    joins = len(roots) > 1
+    reshaped = eqn.primitive.name in _RESHAPES and len(full) == 1
+    return Origin(
+        frozenset((out,)) if joins or not roots else roots,
+        joins,
+        None,
+        full[0].product if reshaped else None,
+        statistics,
+        not joins and is_normalised(full, small),
+    )
+
+
+def _varies(
+    eqn: jc.JaxprEqn, out: jc.Var, given: Sequence[Origin]
+) -> tuple[int, ...] | None:
+    """The axes along which a result is not repeated, if it is along others."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":
+        first, places = eqn.invars[0], eqn.params["broadcast_dimensions"]
+        if size_of(first) == size_of(out):
+            return None
+        axes = given[0].varies
+        axes = range(len(shape_of(first))) if axes is None else axes
+        return tuple(places[i] for i in axes if shape_of(first)[i] > 1)
+    pairs = zip(eqn.invars, given, strict=True)
+    found = [(v, g.varies) for v, g in pairs if not isinstance(v, jc.Literal)]
+    axes = [axes for _, axes in found if axes is not None]
+    if not found or len(axes) < len(found):
+        return None
+    if any(size_of(v) != size_of(out) for v, _ in found):
+        return None
+    if name == "transpose":
+        return tuple(map(eqn.params["permutation"].index, axes[0]))
+    if shape_of(found[0][0]) != shape_of(out):
+        return ()  # reshaped: it is not known along which
+    return tuple(sorted(frozenset().union(*axes)))
+
+
+def _product(eqn: jc.JaxprEqn) -> Product:
+    """A bias has the axes of a product that are contracted on neither side."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return Product(frozenset((conv_features(eqn),)), trailing=False)
+    sides = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name != "dot_general" or sides is None:
+        return Product(frozenset(), trailing=True)
+    contracted, batch = sides
+    free = []
+    for side, atom in enumerate(eqn.invars[:2]):
+        used = {*contracted[side], *batch[side]}
+        shape = enumerate(shape_of(atom))
+        free.append(math.prod(n for i, n in shape if i not in used))
+    return Product(frozenset(free) - {1}, trailing=True)
