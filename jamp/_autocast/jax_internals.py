@@ -230,7 +230,10 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
 
 
 def equation_of(
-    function: Callable[..., Any], operand: jc.Var | jc.Literal, place: jc.JaxprEqn
+    function: Callable[..., Any],
+    operand: jc.Var | jc.Literal,
+    result: jc.Var,
+    place: jc.JaxprEqn,
 ) -> jc.JaxprEqn | None:
     """The one equation that a function is traced to, in the place of another one.
 
@@ -238,9 +241,9 @@ def equation_of(
     `shard_map`, or sharded explicitly.
     """
     (eqn,) = jax.make_jaxpr(function)(operand.aval).eqns
-    if eqn.outvars[0].aval != place.outvars[0].aval:
+    if eqn.outvars[0].aval != result.aval:
         return None
-    return eqn.replace(invars=[operand], outvars=place.outvars, **_place(place))
+    return eqn.replace(invars=[operand], outvars=[result], **_place(place))
 
 
 def checkpointed(

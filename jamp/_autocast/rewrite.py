@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.bias import rounding
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.islands import checkpoint_islands
@@ -202,7 +203,12 @@ class Rewriter:
         if shape_of(bias) != shape_of(out):
             self.eqns.append(jax_internals.repetition(wide, out.aval, FLOAT32, eqn))
             wide = self.eqns[-1].outvars[0]
-        rounded = self._convert(wide, half)
+        rounded = jc.Var(jax_internals.in_dtype(wide.aval, half))
+        one = jax_internals.equation_of(rounding(half), wide, rounded, eqn)
+        if one is None:
+            rounded = self._convert(wide, half)
+        else:
+            self.eqns.append(one)
         invars = [rounded if v is bias else self.read(v, half) for v in eqn.invars]
         self.eqns.append(eqn.replace(invars=invars, outvars=[self._bind(out, half)]))
 

@@ -42,10 +42,12 @@ def with_softmax(
     half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()
     for eqn in eqns:
         found = _ending_in(eqn, makers, users)
-        one = found and equation_of(
-            _softmax(found.axes, half), found.exp.invars[0], eqn
-        )
-        if one is not None and found is not None:
+        one = None
+        if found is not None:
+            function = _softmax(found.axes, half)
+            (x,), (result,) = found.exp.invars, eqn.outvars
+            one = equation_of(function, x, result, eqn)
+        if found is not None and one is not None:
             gone = set(map(id, [found.exp, *found.others]))
             written = [e for e in written if id(e) not in gone]
         written.append(one or eqn)
@@ -98,6 +100,18 @@ def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
         # Behind a barrier, or XLA would keep what it was rounded from, in float32.
         kept = checkpoint_name(y.astype(half), "softmax")
         kept = jax.lax.optimization_barrier(kept).astype(y.dtype)
-        return y, kept * (t - (kept * t).sum(axes, keepdims=True))
+        return y, linear(kept, t)
+
+    def linear(y, t):
+        """`y * t - y * sum(y * t)`, which is its own transpose.
+
+        XLA's softmax fusion begins at an array less its own reduction. JAX transposes
+        this to such a one, in this order: with `g = y * t` to `g + y * (less - g)` of
+        `less = g - sum(g)`. That is one kernel, which reads `y` and `t` once.
+        """
+        product = y * t
+        negative = -product
+        total = -product.sum(axes, keepdims=True)
+        return y * ((t + negative) + (product + total))
 
     return softmax
