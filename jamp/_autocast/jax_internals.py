@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -229,8 +229,25 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
     return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
+def equation_of(
+    function: Callable[..., Any], operand: jc.Var | jc.Literal, place: jc.JaxprEqn
+) -> jc.JaxprEqn | None:
+    """The one equation that a function is traced to, in the place of another one.
+
+    None if that gives what is not traced without its mesh: varying over an axis of
+    `shard_map`, or sharded explicitly.
+    """
+    (eqn,) = jax.make_jaxpr(function)(operand.aval).eqns
+    if eqn.outvars[0].aval != place.outvars[0].aval:
+        return None
+    return eqn.replace(invars=[operand], outvars=place.outvars, **_place(place))
+
+
 def checkpointed(
-    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], keep: frozenset[str]
+    eqns: Sequence[jc.JaxprEqn],
+    invars: Sequence[jc.Var],
+    keep: frozenset[str],
+    prevent_cse: bool = True,
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
@@ -241,8 +258,10 @@ def checkpointed(
         eqns: what is to be inside; the results of the last one come out.
         invars: what comes in.
         keep: the primitives whose results are kept for the backward pass.
+        prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
+            what comes before it.
     """
-    last, example = eqns[-1], _example_of_checkpoint(keep)
+    last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
     inner = program_of(example)
     inner = inner.replace(
         constvars=[],
@@ -262,10 +281,10 @@ def checkpointed(
 
 
 @functools.cache
-def _example_of_checkpoint(keep: frozenset[str]) -> jc.JaxprEqn:
+def _example_of_checkpoint(keep: frozenset[str], prevent_cse: bool) -> jc.JaxprEqn:
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
         return primitive.name in keep
 
-    example = jax.checkpoint(jnp.negative, policy=policy)
+    example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return eqn
