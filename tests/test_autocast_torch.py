@@ -69,7 +69,6 @@ def test_the_oracle_follows_torch(fn, expected):
     np.testing.assert_allclose(got, expected(), rtol=2e-6)
 
 
-@pytest.mark.standard_promotion
 # The programs are written as users write them.
 pytestmark = pytest.mark.standard_promotion
 
