@@ -23,6 +23,7 @@ from jamp._autocast.program import (
     Scope,
     dtype_of,
     is_castable_eqn,
+    is_float,
     is_float32,
     name_stack,
     recorded,
@@ -150,7 +151,7 @@ class Rewriter:
             self._note(eqn, None, None, "program")
             return
         rule, region = ruling(self.scope, eqn)
-        if rule is None:
+        if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
