@@ -15,6 +15,7 @@ from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import checkpointed, program_of
 from jamp._autocast.program import Atom, dtype_of, size_of
+from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # What XLA would rather keep than compute again, though it is elementwise.
@@ -50,7 +51,13 @@ def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            eqns[end] = checkpointed(inside, _inputs(inside), _REDUCTIONS)
+            half = inside[-1].outvars[0].aval.dtype
+            before = len(inside)
+            inside = with_softmax(inside, program.users, half)
+            eqn = checkpointed(inside, _inputs(inside), _REDUCTIONS | {"name"})
+            if len(inside) < before:
+                eqn = eqn.replace(params={**eqn.params, "prevent_cse": False})
+            eqns[end] = eqn
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 

@@ -229,6 +229,17 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
     return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
+def equation_of(
+    function: Callable[..., Any], invar: jc.Var, outvar: jc.Var, place: jc.JaxprEqn
+) -> jc.JaxprEqn:
+    """The one equation that a function is traced to, in the place of another one."""
+    shape = jax.ShapeDtypeStruct(invar.aval.shape, invar.aval.dtype)
+    (eqn,) = jax.make_jaxpr(function)(shape).eqns
+    return eqn.replace(
+        invars=[invar], outvars=[outvar], source_info=place.source_info, ctx=place.ctx
+    )
+
+
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], keep: frozenset[str]
 ) -> jc.JaxprEqn:
