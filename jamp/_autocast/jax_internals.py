@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -202,20 +202,6 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
 
 
-def repetition(var: jc.Var, aval: Any, dtype: Any, reader: jc.JaxprEqn) -> jc.JaxprEqn:
-    """The equation that repeats a variable of a dtype along its axes of size 1."""
-    aval = in_dtype(aval, dtype)
-    explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
-    params = {
-        "shape": aval.shape,
-        "broadcast_dimensions": tuple(range(len(aval.shape))),
-        "sharding": aval.sharding if explicit else None,
-    }
-    primitive = primitives.broadcast_in_dim_p
-    new = jc.Var(aval)
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
-
-
 def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     """Where an equation stands that another one needs."""
     if reader is None:
@@ -229,15 +215,16 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
     return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
-def equation_of(
-    function: Callable[..., Any], invar: jc.Var, outvar: jc.Var, place: jc.JaxprEqn
+def call(
+    function: Callable[..., Any],
+    operands: Sequence[jc.Var],
+    result: jc.Var,
+    place: jc.JaxprEqn,
 ) -> jc.JaxprEqn:
-    """The one equation that a function is traced to, in the place of another one."""
-    shape = jax.ShapeDtypeStruct(invar.aval.shape, invar.aval.dtype)
-    (eqn,) = jax.make_jaxpr(function)(shape).eqns
-    return eqn.replace(
-        invars=[invar], outvars=[outvar], source_info=place.source_info, ctx=place.ctx
-    )
+    """The equation that a function with its own derivative is traced to."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    (eqn,) = jax.make_jaxpr(function)(*shapes).eqns
+    return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
 
 
 def checkpointed(

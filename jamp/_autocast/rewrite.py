@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.bias import with_bias
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.islands import checkpoint_islands
@@ -28,7 +29,6 @@ from jamp._autocast.program import (
     name_stack,
     recorded,
     ruling,
-    shape_of,
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -192,20 +192,12 @@ class Rewriter:
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
 
     def _add_bias(self, eqn: jc.JaxprEqn, bias: jc.Var) -> None:
-        """Writes the sum of a product and its bias, in half.
-
-        The bias is repeated first, in float32, and rounded then: so its gradient, which
-        is a sum over all examples, is summed in float32.
-        """
+        """Writes the sum of a product and its bias, in half."""
         half, (out,) = self.scope.policy.dtype, eqn.outvars
-        self.read(bias, FLOAT32)
-        wide = self.versions[bias][FLOAT32]
-        if shape_of(bias) != shape_of(out):
-            self.eqns.append(jax_internals.repetition(wide, out.aval, FLOAT32, eqn))
-            wide = self.eqns[-1].outvars[0]
-        rounded = self._convert(wide, half)
-        invars = [rounded if v is bias else self.read(v, half) for v in eqn.invars]
-        self.eqns.append(eqn.replace(invars=invars, outvars=[self._bind(out, half)]))
+        product = eqn.invars[1] if eqn.invars[0] is bias else eqn.invars[0]
+        operands = [self.read(product, half), self.read(bias, FLOAT32)]
+        result = self._bind(out, half)
+        self.eqns.append(jax_internals.call(with_bias, operands, result, eqn))
 
     def _note(
         self,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jc
 
-from jamp._autocast.jax_internals import equation_of
+from jamp._autocast.jax_internals import call
 
 KEPT = "jamp_softmax"
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
@@ -38,7 +38,7 @@ def with_softmax(
             exp, axes, replaced = found
             function = _softmax(axes, half)
             (x,), (out,) = exp.invars, div.outvars
-            written[place] = equation_of(function, x, out, div)
+            written[place] = call(function, [x], out, div)
             gone += replaced
     return [eqn for eqn in written if all(eqn is not g for g in gone)]
 
