@@ -60,7 +60,9 @@ def test_the_backward_pass_keeps_half_and_gives_the_same(name, monkeypatch):
     found = grad(W, x)
     monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr: jaxpr)
     for got, expected in zip(found, grad(W, x), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+        # The derivative of a softmax reads its rounded result: a few units of float16.
+        bound = 1e-5 if "gelu" in name else 2e-3
+        np.testing.assert_allclose(got, expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("name", NORMS)

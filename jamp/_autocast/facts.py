@@ -102,11 +102,14 @@ class Facts:
         return [v for v in full if self.of(v).origin.varies is None]
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
-        """Whether an operation is elementwise on one array: part of a fusion."""
+        """Whether an operation is elementwise on one array: part of a fusion.
+
+        A norm ends one: its result is read twice in the backward pass, so in half.
+        """
         if rule is not Rule.PROMOTE or eqn.primitive.name not in _ROUNDS:
             return False
         origin = self.of(eqn.outvars[0]).origin
-        return not origin.joins and origin.varies is None
+        return not (origin.joins or origin.normalised) and origin.varies is None
 
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The bias that an equation adds to a product in half, if it does."""

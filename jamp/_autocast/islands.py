@@ -51,7 +51,7 @@ def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            half = inside[-1].outvars[0].aval.dtype
+            half = dtype_of(inside[-1].outvars[0])
             before = len(inside)
             inside = with_softmax(inside, program.users, half)
             eqn = checkpointed(inside, _inputs(inside), _REDUCTIONS | {"name"})

@@ -217,12 +217,13 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
 
 def call(
     function: Callable[..., Any],
-    operands: Sequence[jc.Var],
+    operands: Sequence[Any],
     result: jc.Var,
     place: jc.JaxprEqn,
 ) -> jc.JaxprEqn:
     """The equation that a function with its own derivative is traced to."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    avals: list[Any] = [v.aval for v in operands]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     (eqn,) = jax.make_jaxpr(function)(*shapes).eqns
     return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
 

@@ -1,9 +1,9 @@
 """Gives a softmax in an island a derivative that reads its result in half.
 
-An exponential over its own sum, as `jax.nn.softmax` has it inlined. Differentiated as it
-stands, its scores are read again, and the exponential is computed again from them. But
-its derivative needs no more than its result, whose half copy the product that follows
-keeps anyway.
+An exponential over its own sum, as `jax.nn.softmax` has it inlined. Differentiated as
+it stands, its scores are read again, and the exponential is computed again from them.
+But its derivative needs no more than its result, whose half copy the product that
+follows keeps anyway.
 """
 
 from collections.abc import Mapping, Sequence
