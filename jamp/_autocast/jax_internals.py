@@ -220,16 +220,23 @@ def call(
     operands: Sequence[Any],
     result: jc.Var,
     place: jc.JaxprEqn,
-) -> jc.JaxprEqn:
-    """The equation that a function with its own derivative is traced to."""
-    avals: list[Any] = [v.aval for v in operands]
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    (eqn,) = jax.make_jaxpr(function)(*shapes).eqns
+) -> jc.JaxprEqn | None:
+    """The one equation that a function is traced to, in the place of another one.
+
+    None if its result is not traced without its mesh: varying over an axis of
+    `shard_map`, or sharded explicitly.
+    """
+    (eqn,) = jax.make_jaxpr(function)(*(v.aval for v in operands)).eqns
+    if eqn.outvars[0].aval != result.aval:
+        return None
     return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
 
 
 def checkpointed(
-    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], keep: frozenset[str]
+    eqns: Sequence[jc.JaxprEqn],
+    invars: Sequence[jc.Var],
+    keep: frozenset[str],
+    prevent_cse: bool = True,
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
@@ -240,8 +247,10 @@ def checkpointed(
         eqns: what is to be inside; the results of the last one come out.
         invars: what comes in.
         keep: the primitives whose results are kept for the backward pass.
+        prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
+            what comes before it.
     """
-    last, example = eqns[-1], _example_of_checkpoint(keep)
+    last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
     inner = program_of(example)
     inner = inner.replace(
         constvars=[],
@@ -261,10 +270,10 @@ def checkpointed(
 
 
 @functools.cache
-def _example_of_checkpoint(keep: frozenset[str]) -> jc.JaxprEqn:
+def _example_of_checkpoint(keep: frozenset[str], prevent_cse: bool) -> jc.JaxprEqn:
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
         return primitive.name in keep
 
-    example = jax.checkpoint(jnp.negative, policy=policy)
+    example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return eqn

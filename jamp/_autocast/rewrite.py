@@ -196,8 +196,11 @@ class Rewriter:
         half, (out,) = self.scope.policy.dtype, eqn.outvars
         product = eqn.invars[1] if eqn.invars[0] is bias else eqn.invars[0]
         operands = [self.read(product, half), self.read(bias, FLOAT32)]
-        result = self._bind(out, half)
-        self.eqns.append(jax_internals.call(with_bias, operands, result, eqn))
+        written = jax_internals.call(with_bias, operands, self._bind(out, half), eqn)
+        if written is None:
+            self._write(eqn, half)
+        else:
+            self.eqns.append(written)
 
     def _note(
         self,
