@@ -1,29 +1,34 @@
-"""The cast of a bias that was repeated: what its gradient is summed from."""
+"""Adds a bias to a product in half, and sums its gradient in float32.
 
-import functools
-from collections.abc import Callable
-from typing import Any
+The gradient of a bias is a sum over all examples. XLA adds up float16 in float16; cast
+to float32 first, as JAX would be told by a cast of the bias, XLA keeps the cotangent in
+float32 as well, twice as large, for this sum alone. So the rounded cotangent is made
+first, which the product's own gradients read, and the sum reads that.
+"""
 
 import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 
-@functools.cache
-def rounding(half: Any) -> Callable[[Array], Array]:
-    """A cast to half whose gradient is read in half, and in float32 only then.
+@jax.custom_jvp
+def with_bias(product: Array, bias: Array) -> Array:
+    """The sum of a half product and a float32 bias of as many axes, in half."""
+    return product + bias.astype(product.dtype)
 
-    The gradient of a bias is a sum over all examples of what the product's own gradient
-    is made of. Without a barrier XLA takes that as it was before it was rounded, and so
-    writes it twice: in half for the product, in float32 for the sum.
-    """
 
-    @jax.custom_jvp
-    def rounded(x):
-        return x.astype(half)
+def _derivative(primals, tangents):
+    (product, bias), (of_product, of_bias) = primals, tangents
+    tangent = of_product
+    if not isinstance(of_bias, SymbolicZero):
+        repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
+        tangent = jax.lax.optimization_barrier(repeated.astype(product.dtype))
+        if not isinstance(of_product, SymbolicZero):
+            tangent = of_product + tangent
+    if isinstance(tangent, SymbolicZero):
+        tangent = jnp.zeros_like(product)
+    return with_bias(product, bias), tangent
 
-    @rounded.defjvp
-    def derivative(primals, tangents):
-        (t,) = tangents
-        return rounded(*primals), jax.lax.optimization_barrier(t.astype(half))
 
-    return rounded
+with_bias.defjvp(_derivative, symbolic_zeros=True)

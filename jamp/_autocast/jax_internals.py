@@ -202,20 +202,6 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
 
 
-def repetition(var: jc.Var, aval: Any, dtype: Any, reader: jc.JaxprEqn) -> jc.JaxprEqn:
-    """The equation that repeats a variable of a dtype along its axes of size 1."""
-    aval = in_dtype(aval, dtype)
-    explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
-    params = {
-        "shape": aval.shape,
-        "broadcast_dimensions": tuple(range(len(aval.shape))),
-        "sharding": aval.sharding if explicit else None,
-    }
-    primitive = primitives.broadcast_in_dim_p
-    new = jc.Var(aval)
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
-
-
 def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     """Where an equation stands that another one needs."""
     if reader is None:
@@ -229,21 +215,21 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
     return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
-def equation_of(
+def call(
     function: Callable[..., Any],
-    operand: jc.Var | jc.Literal,
+    operands: Sequence[Any],
     result: jc.Var,
     place: jc.JaxprEqn,
 ) -> jc.JaxprEqn | None:
     """The one equation that a function is traced to, in the place of another one.
 
-    None if that gives what is not traced without its mesh: varying over an axis of
+    None if its result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    (eqn,) = jax.make_jaxpr(function)(operand.aval).eqns
+    (eqn,) = jax.make_jaxpr(function)(*(v.aval for v in operands)).eqns
     if eqn.outvars[0].aval != result.aval:
         return None
-    return eqn.replace(invars=[operand], outvars=[result], **_place(place))
+    return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
 
 
 def checkpointed(

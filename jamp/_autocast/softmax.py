@@ -15,7 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jc
 
-from jamp._autocast.jax_internals import equation_of
+from jamp._autocast.jax_internals import call
 from jamp._autocast.program import Atom, dtype_of, shape_of
 
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
@@ -42,12 +42,10 @@ def with_softmax(
     half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()
     for eqn in eqns:
         found = _ending_in(eqn, makers, users)
-        one = None
-        if found is not None:
-            function = _softmax(found.axes, half)
-            (x,), (result,) = found.exp.invars, eqn.outvars
-            one = equation_of(function, x, result, eqn)
-        if found is not None and one is not None:
+        one = found and call(
+            _softmax(found.axes, half), found.exp.invars, eqn.outvars[0], eqn
+        )
+        if one is not None and found is not None:
             gone = set(map(id, [found.exp, *found.others]))
             written = [e for e in written if id(e) not in gone]
         written.append(one or eqn)
