@@ -55,11 +55,12 @@ class Consumers(NamedTuple):
         """Whether a value should be computed in float32 for those who read it.
 
         One reader is enough, if the value is made of one array: to compute it again is
-        to read as much. If it joins two, all must agree.
+        to read as much. If it joins two, or follows a norm, all must agree.
         """
         (want,) = self.wants_of([atom])
-        joins = self.facts.of(atom).origin.joins
-        return want.all is True or (want.some and not joins)
+        origin = self.facts.of(atom).origin
+        again = not (origin.joins or origin.normalised)
+        return want.all is True or (want.some and again)
 
 
 def consumers_of(
