@@ -124,10 +124,10 @@ def _of_rule(
         return NOBODY
     # A weight that is only moved, to where a product reads it, is float32 too.
     computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
-    if facts.asks(eqn) or (computes and not scope.loop):
-        return _IN_FLOAT32
-    if computes:
+    if scope.loop and computes and eqn.primitive.name in ("mul", "div"):
         return Want(kept=True)
+    if computes or facts.asks(eqn):
+        return _IN_FLOAT32
     # It passes on what is wanted of its result.
     want = combine(consumers.wants_of(outs))
     some = consumers.chains(eqn, rule) or any(map(consumers.want_float32, outs))
