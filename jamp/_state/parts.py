@@ -33,7 +33,8 @@ class Part(NamedTuple):
     Attributes:
         trees: per group that the loss covers, gradients times `scale`.
         scale: what to divide them by; None for 1.
-        finite: whether all were finite; None if nobody looked.
+        finite: whether all are finite; None if nobody looked.
+        raw_finite: whether they were before users changed them; likewise.
         loss_id: whose scale moves; None for no one's.
         scale_state: where that scale moves from; None for where the state has it.
         overwrite: per group, new values of Flax's `_overwrite_with_gradient`, if any.
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     trees: dict[Key, PyTree]
     scale: Float[Array, ""] | None
     finite: Bool[Array, ""] | None
+    raw_finite: Bool[Array, ""] | None
     loss_id: int | None
     scale_state: LossScaleState | None = None
     overwrite: Mapping[Key, Any] = {}
@@ -111,6 +113,7 @@ def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
         trees=trees,
         scale=grads.scale,
         finite=grads.finite if checks else None,
+        raw_finite=grads.raw_finite if checks else None,
         loss_id=grads.loss_id,
         scale_state=grads.scale_state,
         overwrite=grads.overwrite,
@@ -134,10 +137,12 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     both = {key: split_overwrite(entry) for key, entry in entries.items()}
     trees = {key: jax.tree.map(widen, tree) for key, (tree, _) in both.items()}
     checks = any(rule.checks for rule in state.loss_scale_rules)
+    finite = all_finite(trees) if checks else None
     return Part(
         trees=trees,
         scale=None,
-        finite=all_finite(trees) if checks else None,
+        finite=finite,
+        raw_finite=finite,
         # Of several losses nobody can tell whose scale should move.
         loss_id=0 if len(state.loss_scale_rules) == 1 else None,
         overwrite={key: overwrite for key, (_, overwrite) in both.items()},
