@@ -65,12 +65,13 @@ class ScaledGrads:
 
     >>> import jax, jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
-    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> options = {"loss_scale": 1024, "verbosity": 0}
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", **options)
     >>> grads = jamp.scaled_grad(lambda p, x: (p["w"] * x).sum(dtype="float32"))
     >>> total = grads(state, jnp.float16(0.25)) + grads(state, jnp.float16(0.5))
     >>> print(total.global_norm(), total.map(jnp.negative).unscale()[0]["w"])
     1.0606601 [-0.75 -0.75]
-    >>> jax.tree.map(jnp.negative, total)
+    >>> jax.tree.map(jnp.negative, total)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     TypeError: neg does not accept dtype key<ScaledGrads: pass them whole, or ...
     """
@@ -91,7 +92,7 @@ class ScaledGrads:
         scale_state: LossScaleState | None = None,
         overwrite: Any = None,
     ):
-        sealed = seal(scale, finite, jnp.asarray(True), scale_state)
+        sealed = seal(scale, finite, finite, scale_state)
         overwrite = {} if overwrite is None else overwrite
         _fill(self, tree, sealed, overwrite, loss_id, groups)
 
@@ -112,8 +113,7 @@ class ScaledGrads:
     @property
     def finite(self) -> Bool[Array, ""]:
         """Whether all gradients are finite, shape (), bool."""
-        both = self._open()
-        return both.raw_finite & both.edits_finite
+        return self._open().finite
 
     @property
     def raw_finite(self) -> Bool[Array, ""]:
@@ -142,18 +142,16 @@ class ScaledGrads:
                 f"ScaledGrads have no attribute {sorted(unknown)[0]!r}; they have "
                 f"{', '.join(_FIELDS)}."
             )
-        edits = jnp.asarray(True)
         if "finite" in changes:
-            changes |= {"raw_finite": changes.pop("finite"), "edits_finite": edits}
-        if "tree" in changes:
-            edits = all_finite(_changed(changes["tree"], self.tree))
-        return self._edited(edits, **changes)
+            changes["raw_finite"] = changes["finite"]
+        fresh = _changed(changes.get("tree", self.tree), self.tree)
+        return self._edited(all_finite(fresh), **changes)
 
-    def _edited(self, finite: Bool[Array, ""], **changes: Any) -> Self:
+    def _edited(self, fits: Bool[Array, ""], /, **changes: Any) -> Self:
         """`replace`, where the caller knows whether what it made is finite."""
         inside = self._open()._asdict()
         inside |= {name: changes.pop(name) for name in inside if name in changes}
-        inside["edits_finite"] &= finite
+        inside["finite"] &= fits
         kept = {name: getattr(self, name) for name in _UNSEALED}
         new: Any = object.__new__(type(self))
         return _fill(new, sealed=seal(**inside), **(kept | changes))
@@ -241,24 +239,25 @@ class ScaledGrads:
         """
         mapped_axis.check_bound(axis_name)
         mapped_axis.check_varies(self.tree, axis_name)
-        scale, raw, edits, scale_state = self._open()
+        scale, *flags, scale_state = self._open()
         lowest = jax.lax.pmin(scale, axis_name)
         rescaled = jax.tree.map(lambda x: x * (lowest / scale), widen_tree(self.tree))
         tree = jax.lax.pmean(rescaled, axis_name)
-        raw, edits = (
-            jax.lax.pmin(flag.astype(jnp.int32), axis_name) > 0 for flag in (raw, edits)
+        fits = all_finite(tree)  # a sum may be too large for float32
+        finite, raw_finite = (
+            jax.lax.pmin(flag.astype(jnp.int32), axis_name) > 0 for flag in flags
         )
         return self._edited(
-            jnp.asarray(True),
+            fits,
             tree=tree,
             scale=lowest,
-            raw_finite=raw & all_finite(tree),  # a sum may be too large for float32
-            edits_finite=edits,
+            finite=finite,
+            raw_finite=raw_finite & fits,
             scale_state=jax.lax.pmin(scale_state, axis_name),
             overwrite=jax.lax.pmean(self.overwrite, axis_name),
         )
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self, other: Any) -> Self:
         """Sums two gradients of one loss, in float32, at the scale of the first.
 
         Raises:
@@ -285,7 +284,7 @@ class ScaledGrads:
         )
         its = other._open()
         return self._edited(
-            its.edits_finite,
+            its.finite,
             tree=total,
             overwrite=other.overwrite,  # later values replace earlier ones
             raw_finite=self.raw_finite & its.raw_finite,
@@ -294,9 +293,7 @@ class ScaledGrads:
 
     def __radd__(self, other: Any) -> Self:
         """`sum(several)` begins with 0."""
-        if isinstance(other, int) and other == 0:
-            return self
-        return self.__add__(other)
+        return self if type(other) is int and other == 0 else self.__add__(other)
 
     def __mul__(self, factor: Any) -> Self:
         """Multiplies the tree, in float32; the scale stays."""

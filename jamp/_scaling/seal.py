@@ -29,15 +29,11 @@ _ONE, _INF = np.uint32(0x3F800000), np.uint32(0x7F800000)
 
 
 class Opened(NamedTuple):
-    """What a seal holds; explained at `ScaledGrads`.
-
-    Attributes:
-        edits_finite: whether what users made of the gradients is finite.
-    """
+    """What a seal holds; explained at `ScaledGrads`."""
 
     scale: Float[Array, "..."]
+    finite: Bool[Array, "..."]
     raw_finite: Bool[Array, "..."]
-    edits_finite: Bool[Array, "..."]
     scale_state: LossScaleState | None
 
 
@@ -66,12 +62,12 @@ _IMPLS = {words: _impl(words) for words in (2, 6)}
 @functools.partial(jax.jit, inline=True)
 def seal(
     scale: Float[Array, "..."],
+    finite: Bool[Array, "..."],
     raw_finite: Bool[Array, "..."],
-    edits_finite: Bool[Array, "..."],
     scale_state: LossScaleState | None,
 ) -> Key[Array, "..."]:
     """The leaf that holds all of them."""
-    bad = (~raw_finite).astype(jnp.uint32) | (~edits_finite).astype(jnp.uint32) << 1
+    bad = (~finite).astype(jnp.uint32) | (~raw_finite).astype(jnp.uint32) << 1
     words = [_bits(scale) ^ _ONE, bad]
     if scale_state is not None:
         lowest, *counts = scale_state
