@@ -53,7 +53,7 @@ def trained(level, xs=(0.5, np.inf), **kwargs):
 def groups(pack):
     trees = pack([{"w": jnp.full(2, 1.1 * i)} for i in (1, 2)])
     state = jamp.initialize(trees, pack([TX, TX]), "O2", num_losses=2, verbosity=0)
-    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, trees))
 
 
 def scaled_grads():

@@ -392,6 +392,31 @@ def test_flax_own_state_refuses():
         flax.apply_gradients(grads=grads_of())
 
 
+def test_half_gradients_of_nobody_under_a_dynamic_scale_warn():
+    state = state_of()
+    plain = jax.grad(loss_fn)(state.params, jnp.float32(0.5))
+    words = r"gradients\['b'\] are a plain tree in float16.*jamp\.scaled_grad"
+    with pytest.warns(jamp.PrecisionWarning, match=words):
+        after = state.apply_gradients(grads=plain)
+    assert after.step == 1
+    unscaled = jax.tree.map(wide, plain)
+    state.apply_gradients(grads=unscaled)  # pytest makes warnings errors
+    state_of(loss_scale=128.0).apply_gradients(grads=plain)
+    state_of("O5").apply_gradients(grads=unscaled)
+
+
+def test_a_state_without_a_forward_says_so():
+    state = state_of()
+    for call in (
+        state.apply_fn,
+        jax.jit(state.apply_fn),
+        pickle.loads(pickle.dumps(state.apply_fn)),
+    ):
+        with pytest.raises(TypeError, match="no forward: pass `apply_fn=model.apply`"):
+            call({"params": START}, jnp.ones(2))
+    assert state.apply_fn == state_of().apply_fn
+
+
 # What it costs, in reads of the half gradients, beside the step as it is.
 
 

@@ -1,6 +1,7 @@
 """What `apply_gradients` accepts, as parts: the gradients of one loss each."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import widen
+from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key
 from jamp._core.tree import (
     all_finite,
@@ -18,6 +19,7 @@ from jamp._core.tree import (
     split_overwrite,
     trained_params,
 )
+from jamp._core.warnings import PrecisionWarning
 from jamp._scaling.by_hand import HasLossScales
 from jamp._scaling.rules import LossScaleState, unscale_tree
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -135,6 +137,7 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     entries = {key: differentiable(entry) for key, entry in entries.items()}
     _check_trees(entries, differentiable, state)
     both = {key: split_overwrite(entry) for key, entry in entries.items()}
+    _check_unscaled([tree for tree, _ in both.values()], state)
     trees = {key: jax.tree.map(widen, tree) for key, (tree, _) in both.items()}
     checks = any(rule.checks for rule in state.loss_scale_rules)
     finite = all_finite(trees) if checks else None
@@ -147,6 +150,22 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
         loss_id=0 if len(state.loss_scale_rules) == 1 else None,
         overwrite={key: overwrite for key, (_, overwrite) in both.items()},
     )
+
+
+def _check_unscaled(trees: list[PyTree], state: HasLossScales) -> None:
+    """Warns of gradients that are half, under a scale that is there for just those."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+            warnings.warn(
+                f"gradients{jax.tree_util.keystr(path[1:])} are a plain tree in "
+                f"{leaf.dtype}, and the loss scale is dynamic: nobody scaled the loss, "
+                "or nobody unscaled them in float32. Write "
+                "`jamp.scaled_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
+                "`jax.grad` and `jamp.unscale` after it.",
+                PrecisionWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _check_container(grads: Any, params: Any) -> None:
