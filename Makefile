@@ -13,8 +13,8 @@ demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2
 test: $(VENV)/.test ## run the tests and the doctests
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
 
-sweep: $(VENV)/.test ## run autocast over all functions of JAX, in 20 minutes
-	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests/test_sweep.py $(ARGS)
+sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
+	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .

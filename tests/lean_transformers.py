@@ -168,7 +168,10 @@ def rotate(x: Array) -> Array:
 
 
 class Llama(nn.Module):
-    """RMSNorm, RoPE, grouped queries with scores of five axes, SwiGLU."""
+    """RMSNorm, RoPE, grouped queries with scores of five axes, SwiGLU.
+
+    Its softmax is float32 in Llama's own code.
+    """
 
     depth: int = 3
     width: int = 2048
@@ -189,8 +192,9 @@ class Llama(nn.Module):
             )
             q, k = rotate(q), rotate(k)
             scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / q.shape[-1] ** 0.5
-            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-            y = jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(scores), v)
+            scores = jnp.where(mask, scores.astype(jnp.float32), -1e30)
+            weights = jax.nn.softmax(scores).astype(v.dtype)
+            y = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
             x = x + dense(self.width)(y.reshape(x.shape))
             y = RMSNorm()(x)
             gated = nn.silu(dense(5632)(y)) * dense(5632)(y)

@@ -176,12 +176,6 @@ GIVEN: dict[str, tuple | Callable] = {
     "random.generalized_normal": lambda: jax.random.generalized_normal(KEY, 1.5, (3,)),
     "random.ball": lambda: jax.random.ball(KEY, 3),
     "random.orthogonal": lambda: jax.random.orthogonal(KEY, 3),
-    "losses.ctc_loss": (
-        draw(2, 6, 5),
-        0 * draw(2, 6),
-        IDS[None] % 2 + 1,
-        0 * draw(1, 3),
-    ),
     "losses.softmax_cross_entropy_with_integer_labels": (A, np.array([2, 0, 1, 3])),
     "losses.multiclass_hinge_loss": (A, np.array([2, 0, 1, 3])),
     "losses.multiclass_perceptron_loss": (A, np.array([2, 0, 1, 3])),

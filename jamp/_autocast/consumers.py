@@ -94,8 +94,7 @@ def _of_equation(
     """What an equation wants of each operand."""
     inside = _INSIDE.get(eqn.primitive.name)
     if inside is not None:
-        given = [consumers.facts.of(v) for v in eqn.invars]
-        return inside(eqn, consumers.wants_of(eqn.outvars), given, scope)
+        return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts, scope)
     rule, _ = ruling(scope, eqn)
     want = _of_rule(eqn, rule, consumers)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
@@ -130,22 +129,23 @@ def _of_inputs(
     return consumers_of(inner, outs, facts, scope).wants_of(inner.invars)
 
 
-def _of_call(eqn, outs, given, scope) -> list[Want]:
+def _of_call(eqn, outs, facts, scope) -> list[Want]:
+    given = list(map(facts.of, eqn.invars))
     return _of_inputs(program_of(eqn), outs, given, scope.inside(eqn))
 
 
-def _of_cond(eqn, outs, given, scope) -> list[Want]:
-    inside = scope.inside(eqn)
-    branches = [_of_inputs(b, outs, given[1:], inside) for b in eqn.params["branches"]]
+def _of_cond(eqn, outs, facts, scope) -> list[Want]:
+    given, inside = list(map(facts.of, eqn.invars[1:])), scope.inside(eqn)
+    branches = [_of_inputs(b, outs, given, inside) for b in eqn.params["branches"]]
     # The first operand is the index.
     return [NOBODY, *map(combine, zip(*branches, strict=True))]
 
 
-def _of_scan(eqn, outs, given, scope) -> list[Want]:
+def _of_scan(eqn, outs, facts, scope) -> list[Want]:
     """Only of the slices; constants and carries go in and out as the program says."""
     consts, carry = scan_counts(eqn)
-    outs = [NOBODY] * carry + list(outs[carry:])
-    wants = _of_inputs(program_of(eqn), outs, (), scope.inside(eqn))
+    outs, given = [NOBODY] * carry + list(outs[carry:]), facts.of_slices(eqn)
+    wants = _of_inputs(program_of(eqn), outs, given, scope.inside(eqn))
     fixed = consts + carry
     return [NOBODY] * fixed + wants[fixed:]
 

@@ -13,14 +13,12 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
-from jamp._autocast.facts import Fact
 from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import (
     Atom,
     dtype_of,
     is_float,
-    is_float32,
     recorded,
     region_rule,
 )
@@ -62,11 +60,9 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     slices = [values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
     ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
     outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
-    given = [
-        Fact(dtype) if is_float32(v) else Fact(None)
-        for v, dtype in zip(eqn.invars[:fixed], ins, strict=False)
-    ]
-    given += [Fact(values.facts.of(v).vote) for v in eqn.invars[fixed:]]
+    given = values.facts.of_slices(eqn)
+    for i, v in enumerate(eqn.outvars[:carry], consts):
+        given[i] = given[i]._replace(vote=values.facts.of(v).vote)
     wants = rewriter.consumers.wants_of(eqn.outvars)
     _write(rewriter, eqn, Boundary(ins, outs, wants, given))
 

@@ -102,11 +102,14 @@ class Facts:
         return [v for v in full if self.of(v).origin.varies is None]
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
-        """Whether an operation is elementwise on one array: part of a fusion."""
+        """Whether an operation is elementwise on one array: part of a fusion.
+
+        A norm ends one: its result is read twice in the backward pass, so in half.
+        """
         if rule is not Rule.PROMOTE or eqn.primitive.name not in _ROUNDS:
             return False
         origin = self.of(eqn.outvars[0]).origin
-        return not origin.joins and origin.varies is None
+        return not (origin.joins or origin.normalised) and origin.varies is None
 
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The bias that an equation adds to a product in half, if it does."""
@@ -157,21 +160,27 @@ class Facts:
             facts.append(fact._replace(origin=fact.origin.outside(known, outer)))
         return facts
 
+    def of_slices(self, eqn: jc.JaxprEqn) -> list[Fact]:
+        """What is known of the inputs of a scan's body, with all carries in float32."""
+        fixed = sum(scan_counts(eqn))
+        known = [_unknown(v)._replace(asks=self.of(v).asks) for v in eqn.invars]
+        votes = [self.of(v).vote for v in eqn.invars[fixed:]]
+        slices = zip(known[fixed:], votes, strict=True)
+        return known[:fixed] + [fact._replace(vote=vote) for fact, vote in slices]
+
     def _of_scan(self, eqn: jc.JaxprEqn) -> list[Fact]:
         consts, carry = scan_counts(eqn)
         carries = eqn.invars[consts : consts + carry]
-        slices = eqn.invars[consts + carry :]
-        given = [_unknown(v) for v in eqn.invars[: consts + carry]]
-        given += [_unknown(v)._replace(vote=self.of(v).vote) for v in slices]
         body = program_of(eqn)
-        found = Facts(body, given, self.scope.inside(eqn))
+        found = Facts(body, self.of_slices(eqn), self.scope.inside(eqn))
         facts = [_unknown(v) for v in eqn.outvars]
         for i, inner in enumerate(body.outvars):
             vote = found.of(inner).vote
             if i < carry:
                 # An activation: half after each trip, and no sum that began with zero.
-                active = vote == self.half and self.of(carries[i]).vote is not None
-                if self._widest or not active:
+                start = self.of(carries[i])
+                active = vote == self.half and start.vote is not None
+                if self._widest or not active or start.asks:
                     continue
             facts[i] = facts[i]._replace(vote=vote)
         return facts
@@ -191,7 +200,8 @@ class Facts:
             return Fact(self.half, False, origin)
         if rule is Rule.FLOAT32:
             return Fact(FLOAT32, False, origin)
-        holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE
+        literal = all(self.of(v).asks or not self.of(v).vote for v in eqn.invars)
+        holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE or literal
         asks = holds and self.asks(eqn)
         return Fact(self._vote(eqn, out, rule, asks), asks, origin)
 

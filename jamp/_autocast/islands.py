@@ -8,13 +8,14 @@ the rest is computed again, from the same bits. XLA computes what is cheap again
 itself: only islands with a costly operation are written so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import checkpointed, program_of
 from jamp._autocast.program import Atom, dtype_of, size_of
+from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # What XLA would rather keep than compute again, though it is elementwise.
@@ -24,6 +25,7 @@ _COSTLY = frozenset(
 )
 # Their results are kept: they are small, and to sum again is to read all again.
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
+_KEPT = _REDUCTIONS | {"name"}  # the latter is in `softmax`
 # Computing these again costs no memory: they may belong to several islands.
 _FREE = frozenset(("convert_element_type", "broadcast_in_dim"))
 _CHEAP = frozenset(
@@ -50,7 +52,7 @@ def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            eqns[end] = checkpointed(inside, _inputs(inside), _REDUCTIONS)
+            eqns[end] = _written(inside, program.users)
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
@@ -116,6 +118,14 @@ class _Program:
                     members.add(i)
                     waiting.append(i)
         return members
+
+
+def _written(eqns: list[jc.JaxprEqn], users: Mapping[jc.Var, set[int]]) -> jc.JaxprEqn:
+    """The equation of an island."""
+    inside = with_softmax(eqns, users)
+    # What a softmax keeps is guarded by itself; a dropout's derivative joins its own.
+    plain = len(inside) == len(eqns)
+    return checkpointed(inside, _inputs(inside), _KEPT, prevent_cse=plain)
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -202,20 +202,6 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
 
 
-def repetition(var: jc.Var, aval: Any, dtype: Any, reader: jc.JaxprEqn) -> jc.JaxprEqn:
-    """The equation that repeats a variable of a dtype along its axes of size 1."""
-    aval = in_dtype(aval, dtype)
-    explicit = getattr(aval.sharding.mesh, "are_all_axes_explicit", False)
-    params = {
-        "shape": aval.shape,
-        "broadcast_dimensions": tuple(range(len(aval.shape))),
-        "sharding": aval.sharding if explicit else None,
-    }
-    primitive = primitives.broadcast_in_dim_p
-    new = jc.Var(aval)
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
-
-
 def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     """Where an equation stands that another one needs."""
     if reader is None:
@@ -229,8 +215,28 @@ def stopped(var: jc.Var) -> jc.JaxprEqn:
     return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
+def call(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    result: jc.Var,
+    place: jc.JaxprEqn,
+) -> jc.JaxprEqn | None:
+    """The one equation that a function is traced to, in the place of another one.
+
+    None if its result is not traced without its mesh: varying over an axis of
+    `shard_map`, or sharded explicitly.
+    """
+    (eqn,) = jax.make_jaxpr(function)(*(v.aval for v in operands)).eqns
+    if eqn.outvars[0].aval != result.aval:
+        return None
+    return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
+
+
 def checkpointed(
-    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], keep: frozenset[str]
+    eqns: Sequence[jc.JaxprEqn],
+    invars: Sequence[jc.Var],
+    keep: frozenset[str],
+    prevent_cse: bool = True,
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
@@ -241,8 +247,10 @@ def checkpointed(
         eqns: what is to be inside; the results of the last one come out.
         invars: what comes in.
         keep: the primitives whose results are kept for the backward pass.
+        prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
+            what comes before it.
     """
-    last, example = eqns[-1], _example_of_checkpoint(keep)
+    last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
     inner = program_of(example)
     inner = inner.replace(
         constvars=[],
@@ -262,10 +270,10 @@ def checkpointed(
 
 
 @functools.cache
-def _example_of_checkpoint(keep: frozenset[str]) -> jc.JaxprEqn:
+def _example_of_checkpoint(keep: frozenset[str], prevent_cse: bool) -> jc.JaxprEqn:
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
         return primitive.name in keep
 
-    example = jax.checkpoint(jnp.negative, policy=policy)
+    example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return eqn

@@ -124,7 +124,8 @@ ROWS = (
         "scatter-sub complex real imag conj clz population_count and or not xor "
         "shift_left shift_right_logical shift_right_arithmetic reduce_and reduce_or "
         "reduce_xor axis_index create_token after_all empty empty2 mul_add debug_print "
-        "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted",
+        "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted "
+        "Nonzero Frexp Ldexp",
         "Their dtype is their meaning, or they have none.",
         "torch: not in any list; random numbers are drawn as the program says",
     ),

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.bias import with_bias
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.islands import checkpoint_islands
@@ -23,11 +24,11 @@ from jamp._autocast.program import (
     Scope,
     dtype_of,
     is_castable_eqn,
+    is_float,
     is_float32,
     name_stack,
     recorded,
     ruling,
-    shape_of,
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -150,7 +151,7 @@ class Rewriter:
             self._note(eqn, None, None, "program")
             return
         rule, region = ruling(self.scope, eqn)
-        if rule is None:
+        if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
@@ -191,20 +192,15 @@ class Rewriter:
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
 
     def _add_bias(self, eqn: jc.JaxprEqn, bias: jc.Var) -> None:
-        """Writes the sum of a product and its bias, in half.
-
-        The bias is repeated first, in float32, and rounded then: so its gradient, which
-        is a sum over all examples, is summed in float32.
-        """
+        """Writes the sum of a product and its bias, in half."""
         half, (out,) = self.scope.policy.dtype, eqn.outvars
-        self.read(bias, FLOAT32)
-        wide = self.versions[bias][FLOAT32]
-        if shape_of(bias) != shape_of(out):
-            self.eqns.append(jax_internals.repetition(wide, out.aval, FLOAT32, eqn))
-            wide = self.eqns[-1].outvars[0]
-        rounded = self._convert(wide, half)
-        invars = [rounded if v is bias else self.read(v, half) for v in eqn.invars]
-        self.eqns.append(eqn.replace(invars=invars, outvars=[self._bind(out, half)]))
+        product = eqn.invars[1] if eqn.invars[0] is bias else eqn.invars[0]
+        operands = [self.read(product, half), self.read(bias, FLOAT32)]
+        written = jax_internals.call(with_bias, operands, self._bind(out, half), eqn)
+        if written is None:
+            self._write(eqn, half)
+        else:
+            self.eqns.append(written)
 
     def _note(
         self,

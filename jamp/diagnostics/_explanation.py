@@ -26,9 +26,10 @@ class Operation:
         dtype: what it runs in; None if it holds programs, or results without a dtype.
         rule: of the lists or of the region: "half", "float32", "promote", "move" or
             "recorded".
-        why: what decided: "list", "region", "precision", "feeder", "shared copy",
-            "operands", "widest", "narrowest", "smaller operand", "literal", "no vote",
-            "recorded", "own dtype", "no float32", "unknown primitive" or "program".
+        why: what decided: "list", "region", "precision", "feeder", "fusion", "bias",
+            "norm", "operands", "widest", "narrowest", "smaller operand", "literal",
+            "no vote", "recorded", "own dtype", "no float32", "unknown primitive" or
+            "program".
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
     """

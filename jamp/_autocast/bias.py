@@ -1,0 +1,34 @@
+"""Adds a bias to a product in half, and sums its gradient in float32.
+
+The gradient of a bias is a sum over all examples. XLA adds up float16 in float16; cast
+to float32 first, as JAX would be told by a cast of the bias, XLA keeps the cotangent in
+float32 as well, twice as large, for this sum alone. So the rounded cotangent is made
+first, which the product's own gradients read, and the sum reads that.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+
+
+@jax.custom_jvp
+def with_bias(product: Array, bias: Array) -> Array:
+    """The sum of a half product and a float32 bias of as many axes, in half."""
+    return product + bias.astype(product.dtype)
+
+
+def _derivative(primals, tangents):
+    (product, bias), (of_product, of_bias) = primals, tangents
+    tangent = of_product
+    if not isinstance(of_bias, SymbolicZero):
+        repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
+        tangent = jax.lax.optimization_barrier(repeated.astype(product.dtype))
+        if not isinstance(of_product, SymbolicZero):
+            tangent = of_product + tangent
+    if isinstance(tangent, SymbolicZero):
+        tangent = jnp.zeros_like(product)
+    return with_bias(product, bias), tangent
+
+
+with_bias.defjvp(_derivative, symbolic_zeros=True)

@@ -1,0 +1,103 @@
+"""Gives a softmax in an island a derivative that reads its result in half.
+
+An exponential over its own sum, as `jax.nn.softmax` has it inlined. Differentiated as
+it stands, its scores are read again, and their maximum and the exponential computed
+again. But the derivative needs no more than the result, of which the product that
+follows keeps a half copy anyway: then XLA reads no more than in a model in half.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jc
+
+from jamp._autocast.jax_internals import call
+from jamp._autocast.program import Atom, dtype_of, shape_of
+
+_REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
+
+
+class _Softmax(NamedTuple):
+    """The equations of a softmax: the exponential, and all others but the division."""
+
+    exp: jc.JaxprEqn
+    axes: tuple[int, ...]
+    others: list[jc.JaxprEqn]
+
+
+def with_softmax(
+    eqns: Sequence[jc.JaxprEqn], users: Mapping[jc.Var, set[int]]
+) -> list[jc.JaxprEqn]:
+    """The equations of an island, with one in the place of those of each softmax.
+
+    Args:
+        eqns: the island; the last is the cast to half that ends it.
+        users: the places of those who use a value, in the island and outside.
+    """
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()
+    for eqn in eqns:
+        found = _ending_in(eqn, makers, users)
+        one = found and call(
+            _softmax(found.axes, half), found.exp.invars, eqn.outvars[0], eqn
+        )
+        if one is not None and found is not None:
+            gone = set(map(id, [found.exp, *found.others]))
+            written = [e for e in written if id(e) not in gone]
+        written.append(one or eqn)
+    return written
+
+
+def _ending_in(
+    eqn: jc.JaxprEqn,
+    makers: Mapping[jc.Var, jc.JaxprEqn],
+    users: Mapping[jc.Var, set[int]],
+) -> _Softmax | None:
+    """The softmax that ends in a division, if it is one."""
+    if eqn.primitive.name != "div":
+        return None
+    exp, total = (_maker(v, makers) for v in eqn.invars)
+    repeats = []
+    while total is not None and total.primitive.name in _REPEATS:
+        repeats.append(total)
+        total = _maker(total.invars[0], makers)
+    if exp is None or total is None or total.invars[0] is not exp.outvars[0]:
+        return None
+    names = (exp.primitive.name, total.primitive.name)
+    others = [total, *repeats]
+    read_once = all(len(users[e.outvars[0]]) == 1 for e in others)
+    if names != ("exp", "reduce_sum") or not read_once:
+        return None
+    if isinstance(exp.invars[0], jc.Literal) or len(users[exp.outvars[0]]) > 2:
+        return None
+    axes, shape = total.params["axes"], shape_of(exp.outvars[0])
+    # The sum is of the same row: not repeated along other axes.
+    kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
+    shapes = [shape_of(e.outvars[0]) for e in reversed(repeats)]
+    of_same_row = shapes[:1] == [kept] and {kept, shape}.issuperset(shapes)
+    return _Softmax(exp, axes, others) if of_same_row else None
+
+
+def _maker(atom: Atom, makers: Mapping[jc.Var, jc.JaxprEqn]) -> jc.JaxprEqn | None:
+    return None if isinstance(atom, jc.Literal) else makers.get(atom)
+
+
+def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
+    @jax.custom_jvp
+    def softmax(x):
+        y = jnp.exp(x)
+        return y / y.sum(axes, keepdims=True)
+
+    @softmax.defjvp
+    def derivative(primals, tangents):
+        y, (t,) = softmax(*primals), tangents
+        # Behind a barrier, or XLA would keep what it was rounded from, in float32.
+        kept = checkpoint_name(y.astype(half), "softmax")
+        kept = jax.lax.optimization_barrier(kept).astype(y.dtype)
+        return y, kept * (t - (kept * t).sum(axes, keepdims=True))
+
+    return softmax
