@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import flax.serialization
 import jax
@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from jamp._core.show import counted, shown
-from jamp._core.tree import all_finite, widen_tree
+from jamp._core.tree import all_finite, is_traced, widen_tree
 from jamp._scaling import mapped_axis
 from jamp._scaling.rules import (
     LARGEST_SCALE,
@@ -81,6 +81,7 @@ class ScaledGrads:
     loss_id: int
     groups: Any
     overwrite: Any
+    _inside: ClassVar[Opened | None] = None  # of one that was made while tracing
 
     def __init__(
         self,
@@ -92,9 +93,10 @@ class ScaledGrads:
         scale_state: LossScaleState | None = None,
         overwrite: Any = None,
     ):
-        sealed = seal(scale, finite, finite, scale_state)
         overwrite = {} if overwrite is None else overwrite
-        _fill(self, tree, sealed, overwrite, loss_id, groups)
+        inside = Opened(scale, finite, finite, scale_state)
+        _fill(self, tree, None, overwrite, loss_id, groups)
+        _close(self, inside)
 
     def __repr__(self) -> str:
         """One line: which loss, its scale, whether finite, how many; not the arrays."""
@@ -126,7 +128,7 @@ class ScaledGrads:
         return self._open().scale_state
 
     def _open(self) -> Opened:
-        return opened(self.sealed)
+        return opened(self.sealed) if self._inside is None else self._inside
 
     def replace(self, **changes: Any) -> Self:
         """The same with other attributes; another tree is looked at again.
@@ -154,7 +156,7 @@ class ScaledGrads:
         inside["finite"] &= fits
         kept = {name: getattr(self, name) for name in _UNSEALED}
         new: Any = object.__new__(type(self))
-        return _fill(new, sealed=seal(**inside), **(kept | changes))
+        return _close(_fill(new, sealed=None, **(kept | changes)), Opened(**inside))
 
     def unscale(self) -> tuple[PyTree, Bool[Array, ""]]:
         """Gradients in float32 divided by the scale, and whether they are finite."""
@@ -323,6 +325,24 @@ def _fill(grads: Any, tree, sealed, overwrite, loss_id, groups) -> Any:
     values = (tree, sealed, overwrite, loss_id, groups)
     for name, value in zip((*_CHILDREN, *_STATIC), values, strict=True):
         object.__setattr__(grads, name, value)
+    return grads
+
+
+def _close(grads: Any, inside: Opened) -> Any:
+    """Seals what is inside.
+
+    While a step is traced it stays at hand too, until JAX takes the gradients apart: so
+    that the compiled step is what it would be without a seal.
+    """
+    inside = Opened(
+        jnp.asarray(inside.scale, jnp.float32),
+        jnp.asarray(inside.finite),
+        jnp.asarray(inside.raw_finite),
+        inside.scale_state,
+    )
+    sealed = seal(*inside)
+    object.__setattr__(grads, "sealed", sealed)
+    object.__setattr__(grads, "_inside", inside if is_traced(sealed) else None)
     return grads
 
 
