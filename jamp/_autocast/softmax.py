@@ -98,6 +98,18 @@ def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
         # Behind a barrier, or XLA would keep what it was rounded from, in float32.
         kept = checkpoint_name(y.astype(half), "softmax")
         kept = jax.lax.optimization_barrier(kept).astype(y.dtype)
-        return y, kept * (t - (kept * t).sum(axes, keepdims=True))
+        return y, linear(kept, t)
+
+    def linear(y, t):
+        """`y * t - y * sum(y * t)`, which is its own transpose.
+
+        XLA's softmax fusion begins at an array less its own reduction. JAX transposes
+        this to such a one, in this order: with `g = y * t` to `g + y * (less - g)` of
+        `less = g - sum(g)`. That is one kernel, which reads `y` and `t` once.
+        """
+        product = y * t
+        negative = -product
+        total = -product.sum(axes, keepdims=True)
+        return y * ((t + negative) + (product + total))
 
     return softmax
