@@ -80,12 +80,16 @@ def opened(sealed: Any) -> Opened:
     """The inverse of `seal`; of a shape, shapes."""
     if isinstance(sealed, jax.ShapeDtypeStruct):
         return jax.eval_shape(_opened, sealed)
-    if not is_traced(sealed) and not sealed.is_fully_addressable:
+    if not is_traced(sealed) and _is_on_all_hosts(sealed):
         # To ask for a number is no program that all hosts would have to run.
         here = jax.random.key_data(sealed).addressable_data(0)
         impl = jax.random.key_impl(sealed)
         sealed = jax.random.wrap_key_data(jnp.asarray(np.asarray(here)), impl=impl)
     return _opened(sealed)
+
+
+def _is_on_all_hosts(x: Array) -> bool:
+    return not x.is_fully_addressable and x.is_fully_replicated
 
 
 @functools.partial(jax.jit, inline=True)
