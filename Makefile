@@ -16,6 +16,12 @@ test: $(VENV)/.test ## run the tests and the doctests
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
+budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
+	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/test_lean.py $(ARGS)
+
+tpu: $(VENV)/.tpu ## the same for a TPU v5e, compiled without one
+	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/test_lean.py $(ARGS)
+
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
@@ -51,6 +57,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep lint bench gpu docs
+.PHONY: help demo test sweep budgets tpu lint bench gpu docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -43,8 +43,9 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    if "JAMP_SWEEP" not in os.environ:
-        items[:] = [i for i in items if not i.get_closest_marker("sweep")]
+    for marker in ("sweep", "budgets", "tpu"):
+        if f"JAMP_{marker.upper()}" not in os.environ:
+            items[:] = [i for i in items if not i.get_closest_marker(marker)]
     for item in items:
         assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
         if item.get_closest_marker("gpu") and not ON_GPU:

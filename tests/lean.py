@@ -34,7 +34,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import jamp
-from tests import by_hand, h200, lean_images, lean_transformers as lean_text, tpu
+from tests import by_hand, h200, hlo, lean_images, lean_transformers as lean_text, tpu
 
 TX = optax.adam(1e-3)
 MODES = ("widest", "narrowest", "O2", "O5")
@@ -207,7 +207,9 @@ def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
 
 
 def _digest(lowered: Any, on_tpu: bool) -> str:
-    parts = (jax.__version__, str(on_tpu), str(h200.CHEAP), lowered.as_text())
+    counted = pathlib.Path(hlo.__file__).read_text()
+    options = (jax.__version__, str(on_tpu), str(h200.CHEAP))
+    parts = (*options, counted, lowered.as_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

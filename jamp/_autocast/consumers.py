@@ -23,10 +23,13 @@ class Want(NamedTuple):
         all: True where all that care want float32, False where one wants half; None
             where nobody cares.
         some: whether one of them wants float32.
+        kept: whether one of them keeps it for the backward pass of a loop, in the dtype
+            in which it is computed.
     """
 
     all: bool | None = None
     some: bool = False
+    kept: bool = False
 
 
 _IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
@@ -55,11 +58,17 @@ class Consumers(NamedTuple):
         """Whether a value should be computed in float32 for those who read it.
 
         One reader is enough, if the value is made of one array: to compute it again is
-        to read as much. If it joins two, all must agree.
+        to read as much. If it joins two, or follows a norm, all must agree.
         """
         (want,) = self.wants_of([atom])
-        joins = self.facts.of(atom).origin.joins
-        return want.all is True or (want.some and not joins)
+        origin = self.facts.of(atom).origin
+        again = not (origin.joins or origin.normalised)
+        return want.all is True or (want.some and again)
+
+    def chains(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
+        """Whether an operation is one of a chain that is computed in float32."""
+        kept = any(want.kept for want in self.wants_of(eqn.outvars))
+        return self.facts.is_chained(eqn, rule) and not kept
 
 
 def consumers_of(
@@ -83,9 +92,9 @@ def consumers_of(
 
 def combine(wants: Iterable[Want]) -> Want:
     """What several readers want."""
-    alls, somes = zip(*wants, strict=True)
+    alls, somes, kept = zip(*wants, strict=True)
     agreed = False if False in alls else True if True in alls else None
-    return Want(agreed, any(somes))
+    return Want(agreed, any(somes), any(kept))
 
 
 def _of_equation(
@@ -96,11 +105,13 @@ def _of_equation(
     if inside is not None:
         return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts, scope)
     rule, _ = ruling(scope, eqn)
-    want = _of_rule(eqn, rule, consumers)
+    want = _of_rule(eqn, rule, consumers, scope)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
 
 
-def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
+def _of_rule(
+    eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers, scope: Scope
+) -> Want:
     outs = [v for v in eqn.outvars if is_float32(v)]
     if not is_castable_eqn(eqn) or not outs:
         return NOBODY  # such as a comparison
@@ -113,12 +124,14 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
         return NOBODY
     # A weight that is only moved, to where a product reads it, is float32 too.
     computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
+    if scope.loop and computes and eqn.primitive.name in ("mul", "div"):
+        return Want(kept=True)
     if computes or facts.asks(eqn):
         return _IN_FLOAT32
     # It passes on what is wanted of its result.
     want = combine(consumers.wants_of(outs))
-    chained = facts.is_chained(eqn, rule)
-    return want._replace(some=chained or any(map(consumers.want_float32, outs)))
+    some = consumers.chains(eqn, rule) or any(map(consumers.want_float32, outs))
+    return want._replace(some=some, kept=want.kept and rule is Rule.MOVE)
 
 
 def _of_inputs(

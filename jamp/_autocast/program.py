@@ -77,19 +77,22 @@ class Scope(NamedTuple):
         names: the name stack of the equations around it.
         decisions: where to note what is decided; None if nobody asks.
         library: the function of JAX in the table that they are a part of, if any.
+        loop: whether it is in the body of a scan, which stacks what is kept.
     """
 
     policy: Policy
     names: str = ""
     decisions: list[Decision] | None = None
     library: str = ""
+    loop: bool = False
 
     def inside(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
         decisions = None if self.decisions is None else []
         if eqn.primitive.name != "jit":
-            return self._replace(names=names, decisions=decisions)
+            loop = self.loop or eqn.primitive.name == "scan"
+            return self._replace(names=names, decisions=decisions, loop=loop)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = lists.rule_of_function(name, is_jax=bool(path))
@@ -98,7 +101,7 @@ class Scope(NamedTuple):
             by_place, library = lists.rule_of_library(paths, whole=True)
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
-        return Scope(self.policy, names, decisions, library)
+        return Scope(self.policy, names, decisions, library, self.loop)
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:

