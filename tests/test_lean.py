@@ -41,14 +41,12 @@ EXCEPTIONS = {
     ("llama", "narrowest"): Bound(1.08, 1.12),
     # The float32 stream is transposed twice a layer, at twice the bytes: 1.11.
     ("mixer", "widest"): Bound(1.13, 1.05),
-    # The first carry is float32, as the model says, so all are stacked so: 1.14, 1.74.
-    ("lstm", "widest"): Bound(1.16, 1.76),
+    # The first carry is float32, as the model says, so all are stacked so: 1.14, 1.62.
+    ("lstm", "widest"): Bound(1.16, 1.64),
     ("lstm", "O2"): Bound(1.16, 1.38),
     ("lstm", "O5"): Bound(1.16, 1.39),
-    # A swish that a mean and a product read is no island: its gradient is written in
-    # float32: 1.12 and 1.11.
-    ("efficientnet", "widest"): Bound(1.13, 1.12),
-    ("efficientnet", "narrowest"): Bound(1.13, 1.12),
+    # Where a mean and a product read a swish, each keeps what it reads: 1.05.
+    ("efficientnet", "narrowest"): Bound(1.06, 1.02),
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
     # 0.96 of the traffic; one gradient more is alive at the peak: 1.04.
