@@ -53,7 +53,7 @@ def trained(level, xs=(0.5, np.inf), **kwargs):
 def groups(pack):
     trees = pack([{"w": jnp.full(2, 1.1 * i)} for i in (1, 2)])
     state = jamp.initialize(trees, pack([TX, TX]), "O2", num_losses=2, verbosity=0)
-    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, trees))
 
 
 def scaled_grads():
@@ -134,7 +134,7 @@ def test_the_state_dict_holds_masters_scale_and_counters_by_name():
 def test_every_exported_state_is_in_the_list_and_has_a_state_dict_of_names():
     def is_state(x):
         return isinstance(x, type) and (
-            hasattr(x, "_fields") or hasattr(x, "_flax_dataclass")
+            hasattr(x, "_fields") or x in serialization._STATE_DICT_REGISTRY
         )
 
     names = {name for name in vars(jamp) if is_state(getattr(jamp, name))}

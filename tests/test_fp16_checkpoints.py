@@ -12,7 +12,7 @@ from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jamp.optimizers import fused_adam
-from tests.bits import assert_same_bits
+from tests.bits import assert_same_bits, copy
 from tests.fp16 import cut_down, data, dot, group, like, make, params, run, step_of
 
 OPTIMIZER = make(fused_adam(1e-2), window=3)
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused(name, value, words):
     if value is None:
         del saved[name]
     state = other()
-    before = jax.tree.map(np.array, state)
+    before = copy(state)
     with pytest.raises(ValueError, match=f"{name} {words}"):
         OPTIMIZER.load_state_dict(state, unflatten_dict(saved, sep="/"))
     assert_same_bits(state, before)

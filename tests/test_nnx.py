@@ -610,6 +610,16 @@ BAD_CALLS = {
     "got int": lambda: make(model=3),
     "models hold 3, which is no nnx.Module": lambda: make(model=[3], tx=[ADAM]),
     "has no apply_fn": lambda: make(apply_fn=len),
+    "got a GraphDef, as of nnx.split": lambda: make(model=nnx.split(linear())),
+    "got a State, as of nnx.split. Pass the module": lambda: make(
+        model=nnx.state(linear())
+    ),
+    r"Expected an nnx.Module, got a State.*nnx.merge\(graphdef, state\)": lambda: (
+        train_step(nnx.state(linear()), make()[1], X)
+    ),
+    "tx is an nnx.Optimizer: pass .* `optimizer.tx`": lambda: make(
+        tx=nnx.Optimizer(linear(), ADAM, wrt=nnx.Param)
+    ),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)
     ),

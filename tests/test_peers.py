@@ -24,7 +24,7 @@ def one(value=1.0):
 
 
 def inf_grads(state):
-    return jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf, x.dtype), state.params)
+    return jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf, jnp.float32), state.params)
 
 
 def test_jmp_min_scale_survives_tree_operations_and_jit():

@@ -9,7 +9,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._core.dtypes import is_differentiable
+from jamp._core.dtypes import is_differentiable, widen
 
 type KeyPath = tuple[Any, ...]
 
@@ -72,6 +72,11 @@ def with_trained(params: Any, trained: PyTree, overwrite: Any = None) -> Any:
     values = old if overwrite is None else overwrite
     both = {"params": whole, OVERWRITE_WITH_GRADIENT: values}
     return both if isinstance(params, dict) else type(params)(both)
+
+
+def widen_tree(tree: PyTree) -> PyTree:
+    """Half leaves in float32."""
+    return jax.tree.map(widen, tree)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

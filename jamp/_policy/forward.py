@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from jamp._autocast.transform import autocast
 from jamp._policy.active import cast_inputs, cast_outputs, policy
@@ -83,6 +83,14 @@ def cast_forward(
     3.0
     """
     return _Forward(apply_fn, properties, casts=True)
+
+
+def no_forward(*_: Any, **__: Any) -> NoReturn:
+    """What `state.apply_fn` is where none was given."""
+    raise TypeError(
+        "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
+        "*args) -> outputs`, to jamp.initialize. An NNX model is called itself."
+    )
 
 
 def patched_forward(

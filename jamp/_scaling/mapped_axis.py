@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.compat import manual_axes, varying_axes
-from jamp._scaling.scaled_grads import widen_tree
+from jamp._core.tree import widen_tree
 
 
 def check_predivide(predivide: float, axis_name: Any) -> None:
@@ -43,6 +43,22 @@ def check_bound(axis_name: Any) -> None:
                 "jax.shard_map or jax.vmap over an axis of this name. Under jit with "
                 "sharded arrays leave axis_name out: nothing is needed."
             ) from None
+
+
+def check_varies(grads: PyTree, axis_name: Any) -> None:
+    """Raises if JAX knows gradients to be the same along an axis."""
+    mapped = manual_axes().intersection(_names(axis_name))
+    if not _checks_vma():
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if missing := mapped - varying_axes(leaf):
+            raise ValueError(
+                f"The gradients{jax.tree_util.keystr(path)} do not vary along "
+                f"{sorted(map(str, missing))}, so there is nothing to average: they "
+                "are means already, or JAX has summed them, as it does for params that "
+                "are replicated. Leave pmean out, and write `jamp.scaled_grad(loss_fn, "
+                f"axis_name={axis_name!r})`."
+            )
 
 
 def varying(params: PyTree, axis_name: Any) -> PyTree:

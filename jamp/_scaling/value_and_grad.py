@@ -19,13 +19,14 @@ from jamp._core.tree import (
     differentiable,
     merge,
     split_overwrite,
+    widen_tree,
 )
 from jamp._policy.forward import forward_policy, under_autocast
 from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
 from jamp._scaling.loss import split_aux
-from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
+from jamp._scaling.scaled_grads import ScaledGrads
 from jamp.optimizers._masters import fused_inside
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"

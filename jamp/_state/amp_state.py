@@ -208,11 +208,12 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
             before = scales[part.loss_id]
             if part.scale_state is not None:
                 before = _redone(part.scale_state, before, begun)
-            scales[part.loss_id] = rule.update(before, _known(part.finite))
+            scales[part.loss_id] = rule.update(before, _known(part.raw_finite))
             flags.setdefault(part.loss_id, []).append(part.finite)
     for loss_id, finite in flags.items():
-        if len(finite) > 1 and state.loss_scale_rules[loss_id].checks:
-            # They skip one step, and a clean loss must not hide one that never is.
+        if state.loss_scale_rules[loss_id].checks:
+            # They skip one step, and a clean loss must not hide one that never is. Nor
+            # may a scale that fits hide that what users made of it is never finite.
             clean = functools.reduce(jnp.logical_and, finite)
             scales[loss_id] = scales[loss_id]._replace(
                 consecutive_skips=count_skips(state.loss_scales[loss_id], clean)

@@ -22,7 +22,7 @@ from jamp._core.groups import Key
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
 from jamp._policy.casting import cast_to_level, check_keep_fp32
-from jamp._policy.forward import patched_forward
+from jamp._policy.forward import no_forward, patched_forward
 from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
@@ -231,7 +231,7 @@ def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
 
 def _patch(apply_fn: Any, properties: Properties) -> Any:
     if apply_fn is None:
-        return None
+        return no_forward
     if isinstance(apply_fn, list | tuple | Mapping):
         items = (
             apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)

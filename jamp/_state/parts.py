@@ -1,6 +1,7 @@
 """What `apply_gradients` accepts, as parts: the gradients of one loss each."""
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import widen
+from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key
 from jamp._core.tree import (
     all_finite,
@@ -18,6 +19,7 @@ from jamp._core.tree import (
     split_overwrite,
     trained_params,
 )
+from jamp._core.warnings import PrecisionWarning
 from jamp._scaling.by_hand import HasLossScales
 from jamp._scaling.rules import LossScaleState, unscale_tree
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -33,7 +35,8 @@ class Part(NamedTuple):
     Attributes:
         trees: per group that the loss covers, gradients times `scale`.
         scale: what to divide them by; None for 1.
-        finite: whether all were finite; None if nobody looked.
+        finite: whether all are finite; None if nobody looked.
+        raw_finite: whether they were before users changed them; likewise.
         loss_id: whose scale moves; None for no one's.
         scale_state: where that scale moves from; None for where the state has it.
         overwrite: per group, new values of Flax's `_overwrite_with_gradient`, if any.
@@ -42,6 +45,7 @@ class Part(NamedTuple):
     trees: dict[Key, PyTree]
     scale: Float[Array, ""] | None
     finite: Bool[Array, ""] | None
+    raw_finite: Bool[Array, ""] | None
     loss_id: int | None
     scale_state: LossScaleState | None = None
     overwrite: Mapping[Key, Any] = {}
@@ -111,6 +115,7 @@ def _scaled(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
         trees=trees,
         scale=grads.scale,
         finite=grads.finite if checks else None,
+        raw_finite=grads.raw_finite if checks else None,
         loss_id=grads.loss_id,
         scale_state=grads.scale_state,
         overwrite=grads.overwrite,
@@ -132,16 +137,35 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
     entries = {key: differentiable(entry) for key, entry in entries.items()}
     _check_trees(entries, differentiable, state)
     both = {key: split_overwrite(entry) for key, entry in entries.items()}
+    _check_unscaled([tree for tree, _ in both.values()], state)
     trees = {key: jax.tree.map(widen, tree) for key, (tree, _) in both.items()}
     checks = any(rule.checks for rule in state.loss_scale_rules)
+    finite = all_finite(trees) if checks else None
     return Part(
         trees=trees,
         scale=None,
-        finite=all_finite(trees) if checks else None,
+        finite=finite,
+        raw_finite=finite,
         # Of several losses nobody can tell whose scale should move.
         loss_id=0 if len(state.loss_scale_rules) == 1 else None,
         overwrite={key: overwrite for key, (_, overwrite) in both.items()},
     )
+
+
+def _check_unscaled(trees: list[PyTree], state: HasLossScales) -> None:
+    """Warns of gradients that are half, under a scale that is there for just those."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+            warnings.warn(
+                f"gradients{jax.tree_util.keystr(path[1:])} are a plain tree in "
+                f"{leaf.dtype}, and the loss scale is dynamic: nobody scaled the loss, "
+                "or nobody unscaled them in float32. Write "
+                "`jamp.scaled_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
+                "`jax.grad` and `jamp.unscale` after it.",
+                PrecisionWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _check_container(grads: Any, params: Any) -> None:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.tree import differentiable, is_traced
+from jamp._core.tree import differentiable, is_traced, widen_tree
 from jamp._scaling.rules import LossScaleState
-from jamp._scaling.scaled_grads import ScaledGrads, widen_tree
+from jamp._scaling.scaled_grads import ScaledGrads
 from jamp.optimizers._masters import MasterWeightsState
 
 

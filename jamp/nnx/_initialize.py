@@ -116,6 +116,12 @@ def initialize(
             raise TypeError(f"models hold {module!r}, which is no nnx.Module.")
         check_fresh(module)
     check_models_apart(models)
+    for each in tx if isinstance(tx, list | tuple) else (tx,):
+        if isinstance(each, nnx.Optimizer):
+            raise TypeError(
+                "tx is an nnx.Optimizer: pass its transformation, `optimizer.tx`. "
+                "jamp.nnx.initialize returns the optimizer to use."
+            )
     for name in ("apply_fn", "batch_stats", "state_class"):
         if name in options:
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")

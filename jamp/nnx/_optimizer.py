@@ -9,6 +9,7 @@ from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
 from jamp._core.show import summary
+from jamp._policy.forward import no_forward
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
@@ -70,7 +71,7 @@ class Optimizer(nnx.Optimizer):
         _check_shapes(_shapes(params), self.shapes)
         return AmpState(
             step=self.step.get_value(),
-            apply_fn=None,  # pyright: ignore[reportArgumentType]
+            apply_fn=no_forward,
             params=params,
             tx=self.tx,
             properties=self.properties,

@@ -11,12 +11,24 @@ type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
 
 
 def entries(models: Models) -> dict[Any, nnx.Module]:
-    """The modules of one model (under the key None) or of a container, by key."""
+    """The modules of one model (under the key None) or of a container, by key.
+
+    Raises:
+        TypeError: it is none; or what `nnx.split` makes of one.
+    """
     if isinstance(models, nnx.Module):
         return {None: models}
+    is_container = isinstance(models, list | tuple)
+    for part in models if is_container else (models,):  # pyright: ignore[reportGeneralTypeIssues]
+        if isinstance(part, nnx.State | nnx.GraphDef):
+            raise TypeError(
+                f"Expected an nnx.Module, got a {type(part).__name__}, as of nnx.split."
+                " Pass the module, or `nnx.merge(graphdef, state)`: jamp.nnx splits it "
+                "itself."
+            )
     if isinstance(models, Mapping):
         return dict(models)
-    if isinstance(models, list | tuple):
+    if is_container:
         return dict(enumerate(models))
     raise TypeError(
         "Expected an nnx.Module, or a list, tuple or dict of them, got "
@@ -51,6 +63,7 @@ def arrays_of(models: Models, wrt: Any) -> PyTree:
     def arrays(model):
         return nnx.to_pure_dict(nnx.state(model, wrt))
 
+    entries(models)  # or an error
     if isinstance(models, nnx.Module):
         return arrays(models)
     if isinstance(models, Mapping):
