@@ -310,7 +310,6 @@ def test_functions_of_several_models_keep_their_container():
         ([plain, plain], (fn, fn)),
         ((plain,), (fn,)),
         ({"a": plain, "b": plain}, FrozenDict(a=fn, b=fn)),
-        (None, None),
     ):
         state = jamp.initialize(w, None, "O2", apply_fn=given, verbosity=0)
         assert state.apply_fn == expected and hash(state.apply_fn) == hash(expected)
