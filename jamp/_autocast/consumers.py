@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import Fact, Facts
-from jamp._autocast.jax_internals import CHECKPOINT, program_of, scan_counts
+from jamp._autocast.facts import Facts
+from jamp._autocast.jax_internals import CHECKPOINT, scan_counts
 from jamp._autocast.lists import Rule
-from jamp._autocast.program import Atom, Scope, is_castable_eqn, is_float32, ruling
+from jamp._autocast.program import Atom, is_castable_eqn, is_float32, ruling
 from jamp._core.dtypes import FLOAT32
 
 
@@ -71,10 +71,8 @@ class Consumers(NamedTuple):
         return self.facts.is_chained(eqn, rule) and not kept
 
 
-def consumers_of(
-    jaxpr: jc.Jaxpr, out_wants: Sequence[Want], facts: Facts, scope: Scope
-) -> Consumers:
-    """Reads a program, given what is wanted of its outputs."""
+def consumers_of(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
+    """Reads a program of which the facts are known, and what its outputs are for."""
     consumers = Consumers({}, facts)
 
     def note(atoms, found):
@@ -83,10 +81,10 @@ def consumers_of(
                 known = consumers.wants.get(atom, NOBODY)
                 consumers.wants[atom] = combine((known, want))
 
-    note(jaxpr.outvars, out_wants)
+    note(facts.jaxpr.outvars, out_wants)
     # From the last equation: the consumers of its results are all known by then.
-    for eqn in reversed(jaxpr.eqns):
-        note(eqn.invars, _of_equation(eqn, consumers, scope))
+    for eqn in reversed(facts.jaxpr.eqns):
+        note(eqn.invars, _of_equation(eqn, consumers))
     return consumers
 
 
@@ -97,21 +95,17 @@ def combine(wants: Iterable[Want]) -> Want:
     return Want(agreed, any(somes), any(kept))
 
 
-def _of_equation(
-    eqn: jc.JaxprEqn, consumers: Consumers, scope: Scope
-) -> Sequence[Want]:
+def _of_equation(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
     """What an equation wants of each operand."""
     inside = _INSIDE.get(eqn.primitive.name)
     if inside is not None:
-        return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts, scope)
-    rule, _ = ruling(scope, eqn)
-    want = _of_rule(eqn, rule, consumers, scope)
+        return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts)
+    rule, _ = ruling(consumers.facts.scope, eqn)
+    want = _of_rule(eqn, rule, consumers)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
 
 
-def _of_rule(
-    eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers, scope: Scope
-) -> Want:
+def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     outs = [v for v in eqn.outvars if is_float32(v)]
     if not is_castable_eqn(eqn) or not outs:
         return NOBODY  # such as a comparison
@@ -124,7 +118,7 @@ def _of_rule(
         return NOBODY
     # A weight that is only moved, to where a product reads it, is float32 too.
     computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
-    if scope.loop and computes and eqn.primitive.name in ("mul", "div"):
+    if facts.scope.loop and computes and eqn.primitive.name in ("mul", "div"):
         return Want(kept=True)
     if computes or facts.asks(eqn):
         return _IN_FLOAT32
@@ -134,32 +128,27 @@ def _of_rule(
     return want._replace(some=some, kept=want.kept and rule is Rule.MOVE)
 
 
-def _of_inputs(
-    inner: jc.Jaxpr, outs: Sequence[Want], given: Sequence[Fact], scope: Scope
-) -> list[Want]:
+def _of_inputs(inner: Facts, outs: Sequence[Want]) -> list[Want]:
     """What a program that an equation holds wants of its inputs."""
-    facts = Facts(inner, given, scope)
-    return consumers_of(inner, outs, facts, scope).wants_of(inner.invars)
+    return consumers_of(inner, outs).wants_of(inner.jaxpr.invars)
 
 
-def _of_call(eqn, outs, facts, scope) -> list[Want]:
-    given = list(map(facts.of, eqn.invars))
-    return _of_inputs(program_of(eqn), outs, given, scope.inside(eqn))
+def _of_call(eqn, outs, facts) -> list[Want]:
+    (inner,) = facts.inside(eqn)
+    return _of_inputs(inner, outs)
 
 
-def _of_cond(eqn, outs, facts, scope) -> list[Want]:
-    given, inside = list(map(facts.of, eqn.invars[1:])), scope.inside(eqn)
-    branches = [_of_inputs(b, outs, given, inside) for b in eqn.params["branches"]]
+def _of_cond(eqn, outs, facts) -> list[Want]:
+    branches = [_of_inputs(branch, outs) for branch in facts.inside(eqn)]
     # The first operand is the index.
     return [NOBODY, *map(combine, zip(*branches, strict=True))]
 
 
-def _of_scan(eqn, outs, facts, scope) -> list[Want]:
+def _of_scan(eqn, outs, facts) -> list[Want]:
     """Only of the slices; constants and carries go in and out as the program says."""
     consts, carry = scan_counts(eqn)
-    outs, given = [NOBODY] * carry + list(outs[carry:]), facts.of_slices(eqn)
-    wants = _of_inputs(program_of(eqn), outs, given, scope.inside(eqn))
-    fixed = consts + carry
+    (inner,), fixed = facts.inside(eqn), consts + carry
+    wants = _of_inputs(inner, [NOBODY] * carry + list(outs[carry:]))
     return [NOBODY] * fixed + wants[fixed:]
 
 

@@ -67,10 +67,11 @@ class Facts:
 
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
         policy = scope.policy
-        self.scope, self.half = scope, policy.dtype
+        self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
         self._widest = policy.promote == "widest"
         self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
+        self._inside: dict[int, list[Facts]] = {}  # by the `id` of the equation
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._of_results(eqn), strict=True))
@@ -131,6 +132,17 @@ class Facts:
         too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
         return bool((too_large | too_small).any())
 
+    def inside(self, eqn: jc.JaxprEqn) -> "list[Facts]":
+        """The same of each program that an equation holds, if values pass into it."""
+        return self._inside[id(eqn)]
+
+    def _enter(
+        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
+    ) -> "Facts":
+        found = Facts(jaxpr, given, self.scope.inside(eqn))
+        self._inside.setdefault(id(eqn), []).append(found)
+        return found
+
     # ---- what an equation makes of them
 
     def _of_results(self, eqn: jc.JaxprEqn) -> list[Fact]:
@@ -152,7 +164,7 @@ class Facts:
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, operands: Sequence[Atom]
     ) -> list[Fact]:
         given = [self.of(v) for v in operands]
-        found = Facts(jaxpr, given, self.scope.inside(eqn))
+        found = self._enter(eqn, jaxpr, given)
         known = frozenset().union(*(fact.origin.roots for fact in given))
         facts = []
         for inner, outer in zip(jaxpr.outvars, eqn.outvars, strict=True):
@@ -172,7 +184,7 @@ class Facts:
         consts, carry = scan_counts(eqn)
         carries = eqn.invars[consts : consts + carry]
         body = program_of(eqn)
-        found = Facts(body, self.of_slices(eqn), self.scope.inside(eqn))
+        found = self._enter(eqn, body, self.of_slices(eqn))
         facts = [_unknown(v) for v in eqn.outvars]
         for i, inner in enumerate(body.outvars):
             vote = found.of(inner).vote

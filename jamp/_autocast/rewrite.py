@@ -98,7 +98,7 @@ class Rewriter:
         wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
         facts = Facts(jaxpr, boundary.facts, scope)
-        self.consumers = consumers_of(jaxpr, wants, facts, scope)
+        self.consumers = consumers_of(facts, wants)
         self.values = Values(self.consumers, scope.policy.promote == "widest")
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
