@@ -1,4 +1,4 @@
-"""One rule for each primitive that holds programs: how to write it anew.
+"""One rule for each primitive that holds programs: how to rewrite it.
 
 Programs are passed to where they came from in other dtypes only where nothing depends
 on them: carries keep the user's, and so do constants of loops, whose gradients are
@@ -102,7 +102,7 @@ def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
 
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
-    """The function and the user's derivative of it, each written anew."""
+    """The function and the user's derivative of it, each rewritten."""
     boundary = _free(rewriter, eqn, eqn.invars)
     ins = boundary.in_dtypes
     inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)

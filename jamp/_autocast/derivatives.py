@@ -2,7 +2,7 @@
 
 The equations of such functions hold the user's rules as Python functions, which JAX
 traces when somebody differentiates. Here these are wrapped, so that what is traced is
-written anew; which derivatives are asked for stays between JAX and the user's rules.
+rewritten; which derivatives are asked for stays between JAX and the user's rules.
 As for `jax_internals`, whose second half this is, the tests hold each fact.
 """
 
@@ -34,7 +34,7 @@ def with_custom_jvp(
     write: Callable[..., jc.Jaxpr],
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> dict[str, Any]:
-    """The parameters of a `custom_jvp_call`, with its programs written anew.
+    """The parameters of a `custom_jvp_call`, with its programs rewritten.
 
     JAX traces the user's rule when a derivative is taken, for the tangents that are
     there then: it is a program from all primals and these tangents to all primals and
@@ -42,8 +42,8 @@ def with_custom_jvp(
 
     Args:
         eqn: the call.
-        program: the function, written anew.
-        write: writes the rule anew: from the program, and for each argument and for
+        program: the function, rewritten.
+        write: rewrites the rule, from the program, and for each argument and for
             each result whether its tangent is a symbolic zero.
         tracing: in what to trace the rule.
     """
@@ -66,7 +66,7 @@ def with_custom_vjp(
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
     free: Sequence[jc.Var] = (),
 ) -> dict[str, Any]:
-    """The parameters of a `custom_vjp_call`, with its programs written anew.
+    """The parameters of a `custom_vjp_call`, with its programs rewritten.
 
     JAX traces the user's `fwd` when a derivative is taken, for the arguments that it
     is taken of. It gives the residuals first, but for those that are operands as they
@@ -74,8 +74,8 @@ def with_custom_vjp(
 
     Args:
         eqn: the call.
-        program: the function, written anew.
-        write: writes `fwd` and `bwd` anew, with the same inputs and outputs.
+        program: the function, rewritten.
+        write: rewrites `fwd` and `bwd`, with the same inputs and outputs.
         tracing: in what to trace them.
         free: what `fwd` and `bwd` may close over. These become operands, after those of
             the closure of the function, and residuals, after the user's.

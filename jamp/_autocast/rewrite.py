@@ -1,4 +1,4 @@
-"""Reads a program forward, and writes it anew with each operation in its precision.
+"""Reads a program forward, and rewrites it with each operation in its precision.
 
 The result is a jaxpr: equations keep their source lines and name stacks, and what JAX
 does with a program (derivatives, batching, jit) it does with this one.
@@ -64,7 +64,7 @@ def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
 def rewrite(
     jaxpr: jc.Jaxpr, boundary: Boundary, scope: Scope, rules: Mapping[str, ProgramRule]
 ) -> jc.Jaxpr:
-    """Writes a program anew.
+    """Rewrites a program.
 
     Args:
         jaxpr: the user's program.

@@ -1,4 +1,4 @@
-"""`autocast`: traces a function, writes its program anew, and runs that."""
+"""`autocast`: traces a function, rewrites its program, and runs that."""
 
 import functools
 from collections.abc import Callable, Sequence
