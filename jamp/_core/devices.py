@@ -41,7 +41,7 @@ def placed_like(x: Any, like: Any) -> jax.Array:
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
     sharding = getattr(like, "sharding", None)
-    if sharding is None or is_traced(like):
+    if sharding is None or is_traced(like) or is_traced(x):
         return jnp.asarray(x)
     if getattr(like, "committed", True):
         lies = isinstance(x, jax.Array) and x.committed and x.sharding == sharding

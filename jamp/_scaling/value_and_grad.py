@@ -207,6 +207,8 @@ def scaled_grad(
 
     @functools.wraps(loss_fn)
     def grad(state, *args, **kwargs):
+        loss_id = options.get("loss_id", 0)
+        find_loss_scale(state, loss_id, "jamp.scaled_grad(loss_fn)(state, ...)")
         value, grads = both(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

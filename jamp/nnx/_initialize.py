@@ -1,5 +1,6 @@
 """The front end for NNX: model and optimizer in, model and optimizer out."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
@@ -122,9 +123,12 @@ def initialize(
                 "tx is an nnx.Optimizer: pass its transformation, `optimizer.tx`. "
                 "jamp.nnx.initialize returns the optimizer to use."
             )
-    for name in ("apply_fn", "batch_stats", "state_class"):
-        if name in options:
+    for name in set(options).difference(InitOptions.__annotations__):
+        if name in ("apply_fn", "batch_stats", "state_class"):
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
+        close = difflib.get_close_matches(name, InitOptions.__annotations__, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else " A model has no fields."
+        raise TypeError(f"jamp.nnx.initialize got an unknown keyword {name!r}.{meant}")
     params = arrays_of(models, wrt)
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
     state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)  # pyright: ignore[reportArgumentType]

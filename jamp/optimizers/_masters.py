@@ -6,7 +6,7 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,14 @@ class MasterWeightsState(NamedTuple):
 
     masters: PyTree
     inner_state: Any
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says where a field of the optimizer's own state is."""
+        raise AttributeError(
+            f"MasterWeightsState has no {name!r}: it holds `masters` and the state of "
+            "the optimizer inside, `inner_state`. At any opt level, "
+            "`optax.tree.get(state, name)` finds a value by its name."
+        )
 
 
 class MasterWeights(Transformation):
