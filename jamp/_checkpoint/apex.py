@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._core.devices import placed_like
+from jamp._core.devices import moves_constants, placed_like
 from jamp._core.tree import is_traced
 from jamp._scaling.incoming import check_count, check_scale_value, number
 from jamp._scaling.rules import StaticLossScale
@@ -17,6 +17,7 @@ from jamp._state.amp_state import AmpState
 _ENTRIES = ("loss_scale", "unskipped")
 
 
+@moves_constants
 def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     """The loss scales in apex's form, as numbers of Python.
 
@@ -49,6 +50,7 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     }
 
 
+@moves_constants
 def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     """The state with the loss scales of `state_dict`, matched by name.
 

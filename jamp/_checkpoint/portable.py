@@ -10,7 +10,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 
 from jamp._core import groups
-from jamp._core.devices import placed_like
+from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import cast, is_castable
 from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
@@ -31,6 +31,7 @@ _WHAT_IS_READ = (
 )
 
 
+@moves_constants
 def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """The state as nested dicts of arrays by name, in the same form at every level.
 
@@ -76,6 +77,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     }
 
 
+@moves_constants
 def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
     """The state with the values of a checkpoint, from this opt level or another.
 

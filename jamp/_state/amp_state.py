@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices
+from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.show import summary
 from jamp._core.tree import check_like, select
@@ -99,6 +99,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         scales = tuple(state.scale for state in self.loss_scales)
         return scales[0] if len(scales) == 1 else scales
 
+    @moves_constants
     def apply_gradients(
         self, *, grads: Any, update_args: Mapping[str, Any] | None = None, **fields: Any
     ) -> Self:
@@ -190,6 +191,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         """
         return dataclasses.replace(self, **loaded(self, params, reset_optimizer))
 
+    @moves_constants
     def add_params(
         self,
         params: Any,
@@ -309,6 +311,7 @@ def extra_fields(state: AmpState) -> list[str]:
     return [name for name in state.__dataclass_fields__ if name not in own]
 
 
+@moves_constants
 def master_params(state: AmpState) -> Any:
     """The params in float32: the masters where there are any.
 

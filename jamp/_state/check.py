@@ -1,9 +1,11 @@
 """A look at the loss scales from the host: has one collapsed?"""
 
+from jamp._core.devices import moves_constants
 from jamp._scaling.incoming import check_scale_state
 from jamp._state.amp_state import AmpState
 
 
+@moves_constants
 def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     """Raises, on the host, when a loss scale has collapsed: the run is lost.
 

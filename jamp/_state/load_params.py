@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import placed_like
+from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
 from jamp._core.names import filled, named
 from jamp._core.tree import check_like, strong_array, trained_params, unshared
@@ -23,6 +23,7 @@ _REMEDY = (
 )
 
 
+@moves_constants
 def loaded(state: Any, params: Any, reset_optimizer: bool) -> dict[str, Any]:
     """What `AmpState.load_params` replaces in the state, by name."""
     given = jax.tree.map(strong_array, params)

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
+from jamp._core.devices import moves_constants
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._scaling.rules import LossScaleRule
@@ -68,6 +69,7 @@ def initialize[M: Models](
 ) -> tuple[M, Optimizer]: ...
 
 
+@moves_constants
 def initialize(
     models: Models,
     tx: Tx | None = None,

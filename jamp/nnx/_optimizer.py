@@ -8,6 +8,7 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
+from jamp._core.devices import moves_constants
 from jamp._core.dtypes import cast, is_castable
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
@@ -90,6 +91,7 @@ class Optimizer(nnx.Optimizer):
         for name in _PARTS:
             copy_into(getattr(self, name), getattr(state, name))
 
+    @moves_constants
     def load_params(
         self, models: Models, params: Any = None, *, reset_optimizer: bool = False
     ) -> None:

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from jamp._core.devices import moves_constants
 from jamp._core.tree import select
 from jamp._scaling import value_and_grad as pure
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -58,6 +59,7 @@ def scaled_value_and_grad(
     """
 
     @functools.wraps(loss_fn)
+    @moves_constants
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
         _check_optimizer(optimizer, "scaled_value_and_grad")
         state = optimizer.amp_state(models)
