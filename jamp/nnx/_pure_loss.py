@@ -11,11 +11,13 @@ from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, from_pure, with_arrays
 
 
-def check_optimizer(optimizer: object, name: str, takes: str) -> None:
+def check_optimizer(
+    optimizer: object, call: str, takes: str = "(model, optimizer, ...)"
+) -> None:
     """Raises a TypeError unless it is one of jamp."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"jamp.nnx.{name} takes `{takes}` of jamp.nnx.initialize, got "
+            f"jamp.nnx.{call} takes `{takes}` of jamp.nnx.initialize, got "
             f"{type(optimizer).__name__} for the optimizer."
         )
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Unpack, overload
 
 from jaxtyping import Array
 
+from jamp._core.devices import moves_constants
 from jamp._core.tree import select
 from jamp._scaling import value_and_grad as pure
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -56,8 +57,9 @@ def scaled_value_and_grad(
     """
 
     @functools.wraps(loss_fn)
+    @moves_constants
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
-        check_optimizer(optimizer, "scaled_value_and_grad", "(model, optimizer, ...)")
+        check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
         both = pure.scaled_value_and_grad(loss, has_aux=True, **options)
         state = optimizer.amp_state(models)
@@ -88,6 +90,7 @@ def scaled_grad(
 
     @functools.wraps(loss_fn)
     def grad(models, optimizer, *args, **kwargs):
+        check_optimizer(optimizer, "scaled_grad(loss_fn)")
         value, grads = both(models, optimizer, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
