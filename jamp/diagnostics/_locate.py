@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._core.devices import moves_constants
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
@@ -113,6 +114,7 @@ class _Run(NamedTuple):
     is_backward: bool
 
 
+@moves_constants
 def locate_in(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     state: AmpState,
