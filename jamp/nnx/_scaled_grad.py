@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
+from jamp._core.devices import moves_constants
 from jamp._core.tree import select
 from jamp._scaling import value_and_grad as pure
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -58,13 +59,9 @@ def scaled_value_and_grad(
     """
 
     @functools.wraps(loss_fn)
+    @moves_constants
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "jamp.nnx.scaled_value_and_grad takes `(model, optimizer, ...)` of "
-                f"jamp.nnx.initialize, got {type(optimizer).__name__} for the "
-                "optimizer."
-            )
+        _check_optimizer(optimizer, "scaled_value_and_grad")
         state = optimizer.amp_state(models)
         graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
         nodes, others, put_back = take_out((args, kwargs))
@@ -115,10 +112,19 @@ def scaled_grad(
 
     @functools.wraps(loss_fn)
     def grad(models, optimizer, *args, **kwargs):
+        _check_optimizer(optimizer, "scaled_grad")
         value, grads = both(models, optimizer, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad
+
+
+def _check_optimizer(optimizer: Any, call: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"jamp.nnx.{call}(loss_fn) takes `(model, optimizer, ...)` of "
+            f"jamp.nnx.initialize, got {type(optimizer).__name__} for the optimizer."
+        )
 
 
 def _check_structure(before: Any, after: Any) -> None:
