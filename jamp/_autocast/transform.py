@@ -16,6 +16,7 @@ from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Decision, Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
+from jamp._autocast.tracing import disabled
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -57,6 +58,8 @@ def autocast[**P, R](
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
+        if disabled.value:
+            return fn(*args, **kwargs)
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
         outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
         # Outside of jit, constants come as JAX keeps them; and casts are never weak.
