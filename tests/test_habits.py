@@ -332,6 +332,23 @@ def nnx_accumulated():
     return optimizer.amp_state(model), descend(steps=1)
 
 
+def nnx_scanned():
+    model, optimizer = make_nnx()
+
+    @nnx.scan(in_axes=(nnx.Carry, None, None, 0, 0), out_axes=nnx.Carry)
+    def add(total, model, optimizer, x, y):
+        return total + jamp.nnx.scaled_grad(nnx_loss)(model, optimizer, x, y)
+
+    @nnx.jit
+    def train_step(model, optimizer, xs, ys):
+        zeros = jamp.zero_grads(optimizer.amp_state(model))
+        total = add(zeros, model, optimizer, xs, ys)
+        optimizer.update(model, total / len(xs))
+
+    train_step(model, optimizer, X.reshape(2, 2, 2), Y.reshape(2, 2, 1))
+    return optimizer.amp_state(model), descend(steps=1)
+
+
 def nnx_loaded():
     model, optimizer = make_nnx()
     nnx.update(model, {"kernel": nnx.Param(jnp.asarray(V))})
@@ -367,6 +384,7 @@ RIGHT = {
     "`jax.value_and_grad` left in, at scale 1": left_in_at_float32,
     "`nnx.MultiMetric`": nnx_metrics,
     "accumulate in NNX": nnx_accumulated,
+    "accumulate in `nnx.scan`": nnx_scanned,
     "`nnx.update(model, ...)`": nnx_loaded,
 }
 
