@@ -20,12 +20,11 @@ from jamp._autocast.lists import (
 )
 from jamp._autocast.program import KERNEL, MARKERS, PRECISION, Decision, is_float32
 from jamp._autocast.transform import Promote, decisions, scope_of
-from jamp._scaling.value_and_grad import scaled_value_and_grad
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops, sizes
 from jamp.diagnostics._source import module_path, user_line
-from jamp.diagnostics._step import traced, with_aux
+from jamp.diagnostics._step import step_fn, traced
 
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
@@ -108,12 +107,8 @@ def explain(
 def _of_a_step(
     loss_fn: Callable[..., Any], state: AmpState, args: Any, kwargs: Any
 ) -> Explanation:
-    def both(state, args, kwargs):
-        fn = scaled_value_and_grad(with_aux(loss_fn), has_aux=True)
-        (loss, _), grads = fn(state, *args, **kwargs)
-        return loss, grads.tree
-
-    program = traced(both, (state, args, kwargs)).program
+    arguments = {"args": args, "kwargs": kwargs}
+    program = traced(step_fn(loss_fn), (state, arguments)).program
     properties = state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type

@@ -1,16 +1,13 @@
 """`locate`: runs a batch that overflowed again, and finds the first operation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jamp._core.devices import moves_constants
-from jamp._core.tree import is_traced, path_string
-from jamp._scaling.rules import DynamicLossScale
-from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._core.tree import path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import Finding, advice_for, scale_advice, words_of
 from jamp.diagnostics._location import Location
@@ -19,7 +16,13 @@ from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float, range_of
 from jamp.diagnostics._replay import Place, Replay
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import Step, traced, with_aux
+from jamp.diagnostics._step import (
+    Step,
+    StepFn,
+    check_state,
+    scaled_step,
+    step_fn,
+)
 
 
 def locate(
@@ -66,20 +69,9 @@ def locate(
     >>> print(found.operation, found.phase, *found.operands)
     a power x ** n forward float16[2] in [300, 300]
     """
-    if not isinstance(state, AmpState):
-        raise TypeError(
-            "jamp.diagnostics.locate takes `(loss_fn, state, *args)` with the AmpState "
-            f"of jamp.initialize, got {type(state).__name__}. Of jamp.nnx, call "
-            "jamp.nnx.locate(loss_fn, model, optimizer, *args)."
-        )
-
-    def both(state, arguments):
-        options = {"loss_id": loss_id, "wrt": wrt}
-        fn = scaled_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
-        (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
-        return loss, grads.tree
-
-    return locate_in(both, state, {"args": args, "kwargs": kwargs}, loss_id)
+    check_state(state, "locate")
+    arguments = {"args": args, "kwargs": kwargs}
+    return locate_in(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
 
 
 class _Run(NamedTuple):
@@ -102,7 +94,7 @@ class _Run(NamedTuple):
 
 @moves_constants
 def locate_in(
-    fn: Callable[[Any, Any], tuple[Any, Any]],
+    fn: StepFn,
     state: AmpState,
     arguments: dict[str, Any],
     loss_id: int,
@@ -115,23 +107,11 @@ def locate_in(
         arguments: the others, by name.
         loss_id: which of the loss scales it uses.
     """
-    if any(map(is_traced, jax.tree.leaves((state, arguments)))):
-        raise TypeError(
-            "jamp.diagnostics.locate looks at values, and got traced arrays: call it "
-            "outside of jit, with the state and the batch that the step was given."
-        )
-    rule = state.loss_scale_rules[loss_id]
-    scale = float(rule.current(state.loss_scales[loss_id]))
-    # Any level with the scale as an input, so that others can be tried.
-    rules = _replaced(state.loss_scale_rules, loss_id, DynamicLossScale())
-    state = state.replace(loss_scale_rules=rules)
-
-    step = traced(fn, (state, arguments))
-    name = f"loss_scales/{loss_id}/scale"
+    scaled = scaled_step(fn, state, arguments, loss_id, "locate")
+    scale, moves = scaled.scale, state.loss_scale_rules[loss_id].moves
 
     def run(scale: float) -> _Run:
-        at_scale = {name: jnp.asarray(scale, jnp.float32)}
-        return _run(step, [(at_scale.get(n, x), n) for x, n in step.values])
+        return _run(scaled.step, scaled.values_at(scale))
 
     with jax.debug_nans(False), jax.debug_infs(False):
         found = run(scale)
@@ -173,7 +153,7 @@ def locate_in(
         advice=(
             advice_for(Finding(event, found.is_backward, largest))
             if clean is None
-            else scale_advice(scale, clean, rule.moves)
+            else scale_advice(scale, clean, moves)
         ),
     )
 
@@ -201,10 +181,6 @@ def _cleanest(scale: float, least: float, is_clean: Callable[[float], bool]) -> 
         middle = (few + many) // 2
         few, many = (few, middle) if is_clean(scale / 2**middle) else (middle, many)
     return scale / 2**many
-
-
-def _replaced(items: Sequence[Any], i: int, item: Any) -> tuple[Any, ...]:
-    return (*items[:i], item, *items[i + 1 :])
 
 
 def _largest(params: Any) -> tuple[float, str]:

@@ -104,8 +104,12 @@ type Rule = Callable[["Replay", jc.JaxprEqn, jc.Jaxpr, list[Value], Place], list
 class Replay:
     """One run: what it has seen so far."""
 
-    def __init__(self, rules: dict[str, Rule]):
-        self.rules = rules
+    def __init__(
+        self,
+        rules: dict[str, Rule],
+        observe: Callable[[jc.JaxprEqn, Place, Any], None] | None = None,
+    ):
+        self.rules, self.observe = rules, observe
         self.order = 0
         self.reads: dict[str, int] = {}  # when a param was first computed with
         self.last: dict[int, tuple[jc.Jaxpr, list[list[jc.Var]]]] = {}
@@ -156,6 +160,8 @@ class Replay:
         maker = (eqn, place)
         if eqn.primitive.name in MOVES and read:
             maker = read[0].maker
+        if self.observe is not None:
+            self.observe(eqn, place, array)
         nan, inf = not_finite(array) if is_float(array) else (False, False)
         if not (nan or inf):
             return Value(array, None, near, maker)

@@ -4,10 +4,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 
-from jamp._core.tree import path_string
+from jamp._core.tree import is_traced, path_string
+from jamp._scaling.rules import DynamicLossScale
+from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._state.amp_state import AmpState
+
+type StepFn = Callable[[AmpState, dict[str, Any]], tuple[Any, Any]]
 
 
 class Step(NamedTuple):
@@ -22,6 +28,67 @@ class Step(NamedTuple):
     program: jc.Jaxpr
     values: list[tuple[Any, str]]
     paths: list[str]
+
+
+class ScaledStep(NamedTuple):
+    """A step at any loss scale.
+
+    Attributes:
+        step: its program.
+        name: the path of the scale among what it takes.
+        scale: the one of the state.
+    """
+
+    step: Step
+    name: str
+    scale: float
+
+    def values_at(self, scale: float) -> list[tuple[Any, str]]:
+        """What the program takes, at a scale."""
+        given = {self.name: jnp.asarray(scale, jnp.float32)}
+        return [(given.get(name, x), name) for x, name in self.step.values]
+
+
+def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Any = None) -> StepFn:
+    """`(state, {"args":, "kwargs":}) -> (loss, gradients)` as a step computes them."""
+
+    def both(state, arguments):
+        options = {"loss_id": loss_id, "wrt": wrt}
+        fn = scaled_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
+        (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
+        return loss, grads.tree
+
+    return both
+
+
+def check_state(state: object, call: str) -> None:
+    """Raises a TypeError unless it is an AmpState."""
+    if not isinstance(state, AmpState):
+        raise TypeError(
+            f"jamp.diagnostics.{call} takes `(loss_fn, state, *args)` with the "
+            f"AmpState of jamp.initialize, got {type(state).__name__}. Of NNX, use "
+            "jamp.nnx.locate(loss_fn, model, optimizer, *args)."
+        )
+
+
+def scaled_step(
+    fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int, call: str
+) -> ScaledStep:
+    """The program of a step, with the loss scale among what it takes, at any level.
+
+    Raises:
+        TypeError: something is traced.
+    """
+    if any(map(is_traced, jax.tree.leaves((state, arguments)))):
+        raise TypeError(
+            f"jamp.diagnostics.{call} looks at values, and got traced arrays: call it "
+            "outside of jit, with the state and the batch that the step was given."
+        )
+    rule, before = state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
+    rules = list(state.loss_scale_rules)
+    rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
+    step = traced(fn, (state.replace(loss_scale_rules=tuple(rules)), arguments))
+    return ScaledStep(step, f"loss_scales/{loss_id}/scale", float(rule.current(before)))
 
 
 def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
