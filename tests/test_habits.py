@@ -465,7 +465,10 @@ RAISES = {
         lambda: make().replace(params={"kernel": jnp.ones((2, 3))}),
         r"ValueError.*\['kernel'\] has shape \(2, 3\), expected \(2, 1\)",
     ),
-    "`nnx.split`, then the parts": (nnx_split, r"TypeError.*nnx\.merge\(graphdef"),
+    "`nnx.split`, then `scaled_grad` of the parts": (
+        nnx_split,
+        r"TypeError.*nnx\.merge\(graphdef",
+    ),
     "an `nnx.Optimizer` as `tx`": (
         lambda: make_nnx(tx=nnx.Optimizer(make_nnx()[0], SGD, wrt=nnx.Param)),
         r"TypeError.*optimizer\.tx",
@@ -492,9 +495,17 @@ def nnx_grad_left_in():
     optimizer.update(model, nnx.grad(nnx_loss)(model))
 
 
+def nnx_merged():
+    model, optimizer = make_nnx()
+    graphdef, params = nnx.split(model)
+    grads = jax.grad(lambda params: nnx_loss(nnx.merge(graphdef, params)))(params)
+    optimizer.update(model, grads)
+
+
 WARNS = {
     "`jax.value_and_grad` left in": (left_in, "jamp.scaled_grad"),
     "`nnx.value_and_grad` left in": (nnx_grad_left_in, "jamp.scaled_grad"),
+    "`nnx.split`, then `jax.value_and_grad`": (nnx_merged, "jamp.scaled_grad"),
     "a loss in half": (
         lambda: jamp.scaled_grad(lambda p: jnp.float16(loss_fn(p)))(make()),
         "Compute the loss in float32",
