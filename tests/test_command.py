@@ -88,7 +88,7 @@ def test_what_a_device_multiplies(platform, capability, says):
     assert _doctor._half(Device(platform, capability)).endswith(says)
 
 
-def test_explain(capsys):
+def test_explain(capsys, tmp_path):
     def printed(*arguments):
         assert main(["explain", *arguments]) == 0
         return capsys.readouterr().out
@@ -99,6 +99,9 @@ def test_explain(capsys):
     assert "(bfloat16)" in printed(of, "--dtype", "bfloat16")
     assert printed(of, "--filter", "products").splitlines()[1].startswith("dot_gen")
     assert printed(of, "--markdown").startswith("| line | module |")
+    file = tmp_path / "page.html"
+    assert printed(of, "--html", str(file)) == f"Wrote {file}.\n"
+    assert file.read_text() == jamp.explain(fn)(*args).to_html()
     assert printed("tests.test_command:a_step").startswith("A step at O5: 2 matmuls")
 
 

@@ -327,6 +327,7 @@ def test_dict_is_plain():
         "reason": REASONS["a product"],
         "flops": 1024,
         "sizes": [8, 8, 8],
+        "bytes": 3 * 64 * 2,
     }
 
 

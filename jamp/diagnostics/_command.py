@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument(
         "--markdown", action="store_true", help="a table in Markdown, with reasons"
     )
+    explained.add_argument("--html", metavar="FILE", help="write a page to a file")
     return parser
 
 
@@ -66,6 +68,9 @@ def _explain(chosen: argparse.Namespace) -> str:
     fn, *args = _made(chosen.target)
     try:
         explanation = explain(fn, chosen.dtype)(*args)
+        if chosen.html:
+            pathlib.Path(chosen.html).write_text(explanation.to_html())
+            return f"Wrote {chosen.html}."
         if chosen.markdown:
             return explanation.to_markdown(chosen.filter)
         return explanation.show(depth=chosen.depth, filter=chosen.filter)

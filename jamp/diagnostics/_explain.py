@@ -18,7 +18,15 @@ from jamp._autocast.lists import (
     Rule,
     library_place,
 )
-from jamp._autocast.program import KERNEL, MARKERS, PRECISION, Decision, is_float32
+from jamp._autocast.program import (
+    KERNEL,
+    MARKERS,
+    PRECISION,
+    Decision,
+    dtype_of,
+    is_float32,
+    size_of,
+)
 from jamp._autocast.transform import Promote, decisions, scope_of
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
@@ -183,6 +191,7 @@ def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Opera
         reason=_reason(decision, why, lists),
         flops=None if count is None else count * place.times,
         sizes=sizes(eqn),
+        bytes=_bytes(eqn, decision.dtype) * place.times,
     )
 
 
@@ -191,6 +200,16 @@ def _own_dtype(eqn: jc.JaxprEqn, is_matmul: bool) -> str | None:
     if is_matmul:  # `preferred_element_type` may say otherwise of the result
         return max(_dtypes(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
     return next(iter(_dtypes(eqn.outvars)), None)
+
+
+def _bytes(eqn: jc.JaxprEqn, chosen: Any) -> int:
+    """Of operands and results, with what is float32 in the dtype that was chosen."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    dtypes = (
+        chosen if chosen is not None and is_float32(v) else dtype_of(v) for v in atoms
+    )
+    pairs = zip(atoms, dtypes, strict=True)
+    return sum(size_of(v) * getattr(dtype, "itemsize", 0) for v, dtype in pairs)
 
 
 def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from jamp.diagnostics import _table, _tree
+from jamp.diagnostics import _page, _table, _tree
 from jamp.diagnostics._operation import Operation, warnings_of
 
 _SHOWN = 6  # warnings below the tree
@@ -92,6 +92,14 @@ class Explanation:
         rows = _table.markdown(_table.chosen(self.operations, filter))
         warnings = "\n".join(f"- {warning}" for warning in self.warnings)
         return "\n\n".join(x for x in (rows, self.title, warnings) if x) + "\n"
+
+    def to_html(self) -> str:
+        """One page that needs nothing else: modules, operations and source lines.
+
+        Colors are precisions. An address that ends in "#q=softmax" is a search,
+        "#op12" an operation, "#line3" a line.
+        """
+        return _page.page(self.title, self.operations, self.warnings)
 
     def show(
         self, *, depth: int | None = None, filter: str | None = None, width: int = 100

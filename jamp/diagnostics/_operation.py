@@ -29,6 +29,7 @@ class Operation:
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
         sizes: of a matmul, M, N and K; of a convolution, its features.
+        bytes: of its operands and results, in all trips; XLA fuses, and moves fewer.
     """
 
     path: tuple[str, ...]
@@ -44,6 +45,7 @@ class Operation:
     reason: str
     flops: int | None
     sizes: tuple[int, ...] | None
+    bytes: int
 
     @property
     def is_float_matmul(self) -> bool:
