@@ -28,7 +28,6 @@ from jamp._autocast.program import (
     is_float32,
     name_stack,
     recorded,
-    ruling,
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -150,7 +149,7 @@ class Rewriter:
             inside(self, eqn)
             self._note(eqn, None, None, "program")
             return
-        rule, region = ruling(self.scope, eqn)
+        rule, region = self.values.facts.ruling(eqn)
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
         if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
@@ -178,6 +177,11 @@ class Rewriter:
             self._bind(v, d) for v, d in zip(eqn.outvars, out_dtypes, strict=True)
         ]
         params = eqn.params if params is None else params
+        if eqn.primitive.name == "convert_element_type" and is_float32(eqn.outvars[0]):
+            # What was half is there in half: nothing is lost by widening it.
+            (operand,) = invars
+            if isinstance(operand, jc.Var):
+                self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
@@ -223,7 +227,7 @@ class Rewriter:
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
-        scope = self.scope.inside(eqn)
+        scope = self.values.facts.scope_inside(eqn)
         if scope.decisions is not None:
             self.programs.append(scope.decisions)
         return rewrite(jaxpr, boundary, scope, self.rules)

@@ -14,7 +14,7 @@ from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._scaling.value_and_grad import GradOptions
 from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, from_pure, with_arrays
+from jamp.nnx._variables import Models, from_pure, shown, with_arrays, written_back
 
 type Fn[T] = Callable[..., T]
 
@@ -73,8 +73,10 @@ def scaled_value_and_grad(
         before = nnx.as_pure(rest), nnx.as_pure(nodes_state)
 
         def pure_loss(params, before, others):
+            # The params that are not trained; `params` are shown so already.
+            frozen = shown(rest, before[0], optimizer.properties.half_dtype)
             there = nnx.merge(
-                graphdef, with_arrays(trained, params), from_pure(rest, before[0])
+                graphdef, with_arrays(trained, params), from_pure(rest, frozen)
             )
             nodes = nnx.merge(nodes_def, from_pure(nodes_state, before[1]))
             args, kwargs = put_back(nodes, others)
@@ -83,6 +85,7 @@ def scaled_value_and_grad(
             left = nnx.state(there, nnx.Not(optimizer.wrt)), nnx.state(nodes)
             after = nnx.as_pure(left)
             _check_structure(before, after)
+            after = written_back(rest, after[0]), after[1]
             return loss, (aux, after)
 
         both = pure.scaled_value_and_grad(pure_loss, has_aux=True, **options)
