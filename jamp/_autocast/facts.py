@@ -103,11 +103,10 @@ class Facts:
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
         sources = [self.of(v).source for v in eqn.invars]
-        weighted = Source.KEPT in sources and Source.HALF not in sources
-        if weighted or Source.HALF not in self.source(eqn.invars):
-            return Rule.FLOAT32, WEIGHT
-        return rule, region
-
+        sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
+        kept = Source.KEPT in sources and Source.HALF not in sources
+        of_model = Source.HALF in functools.reduce(operator.or_, sources)
+        return (rule, region) if of_model and not kept else (Rule.FLOAT32, WEIGHT)
 
     def _unknown(self, atom: Atom) -> Fact:
         source = self.scope.within
@@ -204,8 +203,9 @@ class Facts:
             vote = {True: self.half, False: FLOAT32, None: None}[mark.is_half]
             asks = self.of(eqn.invars[0]).asks
             return [Fact(vote, asks, itself(eqn.outvars[0]), mark.source)]
-        rule, _ = self.ruling(eqn)
-        source = self.source(eqn.invars)
+        rule, region = self.ruling(eqn)
+        # What is made of a kept weight stays float32, until it meets half again.
+        source = Source.DATA if region == WEIGHT else self.source(eqn.invars)
         found = [self._of_result(eqn, v, rule) for v in eqn.outvars]
         return [fact._replace(source=source) for fact in found]
 
@@ -265,7 +265,8 @@ class Facts:
     def _of_result(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
         if not is_float32(out):
             return Fact(None)
-        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+        castable = is_castable_eqn(eqn, rule, self.half)
+        if rule is Rule.RECORDED or rule is None or not castable:
             # A mask is exact in any dtype.
             mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
             exact = mask and eqn.primitive.name == "convert_element_type"

@@ -35,7 +35,6 @@ _RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECO
 _MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """What an autocast was asked for.
@@ -201,10 +200,15 @@ def is_float(atom: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
-    """Whether all its floats are float32: float64 and explicit half stay."""
-    atoms = [*eqn.invars, *eqn.outvars]
-    return all(is_float32(a) for a in atoms if is_float(a))
+def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: Any) -> bool:
+    """Whether all its floats are float32: float64 and explicit half stay.
+
+    JAX promotes a product of half and float32 to float32: that one is castable.
+    """
+    floats = [a for a in (*eqn.invars, *eqn.outvars) if is_float(a)]
+    if rule is Rule.HALF and any(map(is_float32, eqn.invars)):
+        floats = [a for a in floats if dtype_of(a) != half]
+    return all(map(is_float32, floats))
 
 
 def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:

@@ -152,7 +152,8 @@ class Rewriter:
         rule, region = self.values.facts.ruling(eqn)
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
-        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+        castable = is_castable_eqn(eqn, rule, self.values.half)
+        if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return

@@ -127,7 +127,11 @@ def _trace(
         return [outs[i] for i in result["places"]]
 
     def rebuild(outs):
-        filled = _filled(result["others"], result["places"], outs)
+        # A number of NumPy is an array too, once JAX has computed with it.
+        others = [
+            _owned(x) if isinstance(x, np.inexact) else x for x in result["others"]
+        ]
+        filled = _filled(others, result["places"], outs)
         return jax.tree.unflatten(result["tree"], filled)
 
     values = [_owned(leaves[i]) for i in places]
@@ -145,12 +149,12 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _is_array(x: object) -> bool:
-    """Whether to trace an argument. NumPy's integers may be shapes: concrete."""
-    if isinstance(x, np.ndarray | np.generic):
+    """Whether to trace an argument: numbers, NumPy's too, Python may branch on."""
+    if isinstance(x, np.ndarray):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _owned(x: Any) -> Any:
     """A copy of NumPy's arrays: what comes out must not change when they do."""
-    return jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x
+    return jnp.array(x) if isinstance(x, np.ndarray | np.inexact) else x

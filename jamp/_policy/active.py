@@ -26,4 +26,3 @@ def model_outputs[T](tree: T, properties: Properties) -> T:
         tree = as_model_output(cast_floats(tree, FLOAT32))
     dtype = properties.output_dtype
     return tree if dtype is None else cast_floats(tree, dtype)
-

@@ -26,31 +26,41 @@ def forward_policy(properties: Properties) -> Iterator[None]:
         yield
 
 
-def under_policy(fn: Callable[..., Any], properties: Properties) -> Callable[..., Any]:
+def under_policy(
+    fn: Callable[..., Any], properties: Properties, params: Any
+) -> Callable[..., Any]:
     """A function of params, first, and anything else, as its level writes it.
 
     At O1 and O4 that is `autocast`. At O2, O3 and O5 `fn` sees the half params in
     float32, so that nothing promotes, and is written in half by the same passes: its
-    products of these params, and what else half is enough for. Where neither a policy
-    nor half params are new, it is left as it is: what is around it is written already.
-    """
-    half = properties.half_dtype
+    products of these params, and what else half is enough for.
 
-    @functools.wraps(fn)
-    def run(params, *args, **kwargs):
-        scope = scope_under(properties, params)
-        written = fn if scope is None else autocast_in(scope, shown if half else fn)
-        with forward_policy(properties):
-            return written(params, *args, **kwargs)
+    Args:
+        fn: the function.
+        properties: the level.
+        params: those that it will be called with, or others of their dtypes.
+    """
+    scope, half = scope_under(properties, params), properties.half_dtype
 
     def shown(params, *args, **kwargs):
         return fn(shown_params(params, half), *args, **kwargs)
+
+    written = fn if scope is None else autocast_in(scope, shown if half else fn)
+
+    @functools.wraps(fn)
+    def run(params, *args, **kwargs):
+        with forward_policy(properties):
+            return written(params, *args, **kwargs)
 
     return run
 
 
 def scope_under(properties: Properties, params: Any) -> Scope | None:
-    """In what to write a program of these params; None where none is to be written."""
+    """In what to write a program of these params.
+
+    None where neither the policy nor half params are new: what is around the program
+    is written already.
+    """
     half, lists, promote = properties.half_dtype, properties.lists, properties.promote
     if half:
         is_new = any(getattr(x, "dtype", None) == half for x in jax.tree.leaves(params))
@@ -79,7 +89,7 @@ class _Forward:
             return model_outputs(first, self.properties), *updated
 
         params = variables["params"] if is_flax else variables
-        return under_policy(run, self.properties)(params, *args, **kwargs)
+        return under_policy(run, self.properties, params)(params, *args, **kwargs)
 
 
 def cast_forward(

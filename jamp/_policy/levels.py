@@ -152,11 +152,11 @@ class Properties:
 
     def describe(self) -> list[str]:
         """One line per property, as apex prints them."""
+        quiet = (None, (), LEVELS.get(self.opt_level, self).promote)
         shown = [
             field.name
             for field in dataclasses.fields(self)
-            if field.name not in _QUIET
-            or getattr(self, field.name) not in _DEFAULTS
+            if field.name not in _QUIET or getattr(self, field.name) not in quiet
         ]
         return [f"{name:<22} : {getattr(self, name)}" for name in shown]
 

@@ -122,7 +122,7 @@ def scaled_value_and_grad(
             mapped_axis.check_bound(axis_name)
             trained = mapped_axis.varying(trained, axis_name)
 
-        run_loss = under_policy(loss_fn, state.properties)
+        run_loss = under_policy(loss_fn, state.properties, state.params)
 
         def scaled_loss(trained, scale_state):
             whole = groups.split(state.params, every)

@@ -236,9 +236,7 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
         items = (
             apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)
         )
-        patched: dict[Key, Any] = {
-            k: cast_forward(fn, properties) for k, fn in items
-        }
+        patched: dict[Key, Any] = {k: cast_forward(fn, properties) for k, fn in items}
         return groups.hashable(patched, apply_fn)
     return cast_forward(apply_fn, properties)
 
