@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from pallas_kernels._run import run
@@ -206,9 +205,9 @@ def _read(numbers: Numbers, kind: Any, blocks: Blocks) -> tuple[Any, ...]:
     weight, grad = rest.pop("weight"), rest.pop("grad")
     if storage == "split":
         weight = join(weight, rest.pop("low"))
-    if weight.dtype != jnp.float32:
-        numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
-        rest = {name: x.astype(weight.dtype) for name, x in rest.items()}
+    # Norms of all leaves together are float64 where one leaf is.
+    numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
+    rest = {name: x.astype(weight.dtype) for name, x in rest.items()}
     grad = grad.astype(weight.dtype)
     if "unscale" in numbers:
         grad = grad * numbers["unscale"]

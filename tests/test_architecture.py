@@ -18,8 +18,8 @@ LAYERS = (
     ("jamp._scaling",),
     ("jamp._state",),
     ("jamp._checkpoint",),
-    ("jamp.fp16_utils",),
-    ("jamp.diagnostics", "jamp.linen", "jamp.nnx"),
+    ("jamp.fp16_utils", "jamp.diagnostics"),
+    ("jamp.linen", "jamp.nnx"),
     ("jamp",),
 )
 # Imported when they are first used: names that apex has in another place, and NNX.

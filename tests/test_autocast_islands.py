@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._autocast import rewrite
@@ -14,6 +15,7 @@ from tests.programs import results, walk
 ROWS, WIDTH = 7, 8
 X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(WIDTH, WIDTH)), jnp.float32)
+MESH = jax.make_mesh((1,), ("d",))
 
 
 def softmax_by_hand(x):
@@ -46,8 +48,12 @@ def kept(fn):
     return [(r.shape, str(r.dtype)) for r in jax.tree.leaves(residuals)]
 
 
+@pytest.mark.parametrize("platform", ["default", "tpu"])
 @pytest.mark.parametrize("name", ISLANDS)
-def test_the_backward_pass_keeps_half_and_gives_the_same(name, monkeypatch):
+def test_the_backward_pass_keeps_half_and_gives_the_same(name, platform, monkeypatch):
+    choose = lambda *args, **fns: fns[platform](*args)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+
     def fn(w, x):
         return ISLANDS[name](x @ w) @ w
 
@@ -59,10 +65,37 @@ def test_the_backward_pass_keeps_half_and_gives_the_same(name, monkeypatch):
     grad = jax.grad(lambda w, x: jamp.autocast(fn)(w, x).sum(), (0, 1))
     found = grad(W, x)
     monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr: jaxpr)
-    # The derivative of a softmax reads its result in half.
-    error = 1e-5 if "softmax" not in name and name != "two in a row" else 2**-10
+    # The derivative of a softmax reads its result in half, but on a TPU.
+    in_half = "softmax" in name or name == "two in a row"
+    error = 2**-10 if in_half and platform != "tpu" else 1e-5
     for got, expected in zip(found, grad(W, x), strict=True):
         np.testing.assert_allclose(got, expected, rtol=error, atol=error)
+
+
+AROUND = {
+    "grad": lambda fn: fn,
+    "vmap": lambda fn: lambda w, x: jax.vmap(fn, (None, 0))(w, x[:, None]),
+    "remat": jax.checkpoint,
+    "scan": lambda fn: lambda w, x: jax.lax.scan(lambda c, x: (c, fn(w, x)), 0, x)[1],
+    "shard_map": lambda fn: jax.shard_map(fn, mesh=MESH, in_specs=P(), out_specs=P()),
+    "grad of grad": lambda fn: lambda w, x: jax.grad(lambda w: fn(w, x).sum())(w),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_tpu_has_no_barriers(name):
+    """There they part what XLA would fuse: GPT-2 took 1.22 times the bytes."""
+    attend = lambda w, x: jax.nn.softmax(x @ w) @ w + w[0]  # noqa: E731
+    fn = AROUND[name](jamp.autocast(attend))
+    traced = jax.jit(jax.grad(lambda w: fn(w, X).sum())).trace(W)
+
+    def barriers(platform):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return text.count("optimization_barrier")
+
+    remat = name == "remat"  # whose own barrier is there
+    assert barriers("tpu") == remat
+    assert barriers("cuda") >= 2 + remat  # the softmax's and the bias's
 
 
 @pytest.mark.parametrize("name", NORMS)

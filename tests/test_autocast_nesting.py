@@ -36,11 +36,20 @@ def disabled(x):
         return layer(bf16(layer)(x))
 
 
-# ---- nesting: the innermost policy wins
+def disabling(fn):
+    def call(x):
+        with jamp.disable_casts():
+            return fn(x)
+
+    return call
+
+
+# ---- nesting: the innermost policy wins, but where casts are disabled
 
 
 FLOAT32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
 BOTH = ["float16", "bfloat16"]
+JITTED = jax.jit(half(layer))
 NESTED = {
     "inner": (half(lambda x: bf16(layer)(layer(x))), BOTH),
     "jit": (jax.jit(half(lambda x: jax.jit(bf16(jax.jit(layer)))(layer(x)))), BOTH),
@@ -50,8 +59,10 @@ NESTED = {
         BOTH,
     ),
     "twice": (half(half(layer)), ["float16"]),
-    "disabled": (half(disabled), ["bfloat16", "float32"]),
-    "disabled_alone": (disabled, ["bfloat16", "float32"]),
+    "disabled": (half(disabled), ["float32", "float32"]),
+    "disabled_alone": (disabled, ["float32", "float32"]),
+    "disabled_outside": (disabling(JITTED), ["float32"]),
+    "not_disabled": (JITTED, ["float16"]),
     "marked": (half(jamp.float_function(bf16(layer))), ["bfloat16"]),
     "beside": (
         jax.jit(lambda x: half(layer)(x) - bf16(layer)(x) + layer(x)),

@@ -72,9 +72,12 @@ def lived(state):
     scales = zip(old.loss_scale_rules, old.loss_scales, state.loss_scales, strict=True)
     return state.replace(
         loss_scales=tuple(
-            now if rule.moves else now._replace(scale=was.scale)
+            now._replace(hysteresis=jnp.int32(0))  # of 1
+            if rule.moves
+            else now._replace(scale=was.scale)
             for rule, was, now in scales
         ),
+        opt_state=state.opt_state,
         params=jax.tree.map(
             lambda m, p: jnp.asarray(rounded(m, p.dtype)),
             jamp.master_params(state),

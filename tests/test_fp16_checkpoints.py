@@ -112,6 +112,8 @@ BIAS = "fp32_from_fp16/dense/bias"
     "name, value, words",
     [
         ("loss_scaler/scale", None, "is missing"),
+        ("loss_scaler/scale", np.float32(0), "must be a finite number"),
+        ("loss_scaler/unskipped", np.int32(-1), "must be a count"),
         ("extra", 1, "is unexpected"),
         (BIAS, None, "is missing"),
         (BIAS, np.zeros(7, np.float32), "has shape"),

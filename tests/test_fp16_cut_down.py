@@ -228,6 +228,9 @@ def test_what_does_not_fit_is_refused():
         saved = {name: value for name, value in good.items() if name != key}
         with pytest.raises(ValueError, match=key):
             optimizer.load_state_dict(state, saved)
+    for key, value in {"cur_scale": np.float32(np.nan), "cur_iter": -1}.items():
+        with pytest.raises(ValueError, match=f"{key} must be a"):
+            optimizer.load_state_dict(state, good | {key: value})
     longer = optimizer.init(tree | {"more": jnp.ones(1, F16)})
     with pytest.raises(ValueError, match="fp32_groups_flat has shape"):
         optimizer.load_state_dict(longer, good)

@@ -11,12 +11,14 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 
+import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
 from tests.fused import (
     BARE,
     FIELDS,
     OPTIMIZERS,
+    STANDARD,
     assert_close,
     counts,
     each,
@@ -76,6 +78,24 @@ def test_one_tree_may_hold_all_dtypes(name):
     grads = dict(zip(params, reversed(params.values()), strict=True))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     assert_close(first(make(name), params, grads)[0], first(make(name), wide)[0])
+
+
+@STANDARD  # norms of leaves together
+@each_bare
+def test_float64_leaves_are_stepped_in_float64(name):
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.random.default_rng(0).normal(size=5))
+        mixed = {"wide": wide, "other": wide.astype(jnp.float32)}
+        for params in (mixed, {"wide": wide}):
+            for tx in (make(name), jamp.master_weights(make(name))):
+                updates, state = tx.update(params, tx.init(params), params)
+                assert schema(updates) == schema(params)
+                added = updates["wide"]
+                assert (added != added.astype(jnp.float32).astype(added.dtype)).any()
+                moments = optax.tree.get(state, FIELDS[name][0])
+                assert moments is None or moments["wide"].dtype == jnp.float64
+            # The masters are float64 too, and lose nothing.
+            np.testing.assert_array_equal(state.masters["wide"], wide + added)
 
 
 def test_the_states_are_those_of_the_page():

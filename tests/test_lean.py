@@ -2,7 +2,7 @@
 
 `tests.lean` says what is compared, and prints it; here are the bounds. In a run of the
 suite two architectures are a sample, for each takes 20 seconds; `make budgets` compiles
-them all, and `make tpu` one for a TPU v5e.
+them all, and `make tpu` five for a TPU v5e, in a quarter of an hour.
 """
 
 import importlib.util
@@ -52,12 +52,16 @@ EXCEPTIONS = {
     # 0.96 of the traffic; one gradient more is alive at the peak: 1.04.
     ("resnet50", "narrowest"): Bound(1.02, 1.05),
 }
-# 1.10 and 1.05 were wanted of the first two: their causes are not found yet.
+# On a TPU v5e; of ViT and the scan for the causes above.
 ON_TPU = {
-    "widest": Bound(1.23, 1.17),
-    "narrowest": Bound(1.32, 1.14),
+    "widest": Bound(1.10, 1.10),
+    "narrowest": Bound(1.05, 1.05),
     "O5": Bound(1.02, 1.02),
 }
+EXCEPTIONS_ON_TPU = {
+    ("vit", "widest"): Bound(1.12, 1.16),  # 1.11 and 1.15
+}
+TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("gpt2", "narrowest"), ("vit", "O5")]
 REST = [(n, m) for n in lean.CASES for m in ("widest", "narrowest", "O5")]
 REST = [case for case in REST if case not in SAMPLE] + [("gpt2", "O2"), ("lstm", "O2")]
@@ -89,5 +93,7 @@ def test_every_architecture_is_as_lean_as_by_hand(name, mode):
 @tpu
 @pytest.mark.tpu
 @pytest.mark.parametrize("mode", ON_TPU)
-def test_a_step_is_as_lean_on_a_tpu(mode):
-    assert_lean("gpt2", mode, ON_TPU[mode], on_tpu=True)
+@pytest.mark.parametrize("name", TPU_NAMES)
+def test_a_step_is_as_lean_on_a_tpu(name, mode):
+    bound = EXCEPTIONS_ON_TPU.get((name, mode), ON_TPU[mode])
+    assert_lean(name, mode, bound, on_tpu=True)

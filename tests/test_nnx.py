@@ -609,6 +609,11 @@ BAD_CALLS = {
     "got int": lambda: make(model=3),
     "models hold 3, which is no nnx.Module": lambda: make(model=[3], tx=[ADAM]),
     "has no apply_fn": lambda: make(apply_fn=len),
+    "unknown keyword 'ema'. A model has no fields": lambda: make(ema=jnp.ones(2)),
+    "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),
+    r"jamp.nnx.scaled_grad\(loss_fn\) takes": (
+        lambda: jamp.nnx.scaled_grad(loss_fn)(make()[0], None, X)
+    ),
     "got a GraphDef, as of nnx.split": lambda: make(model=nnx.split(linear())),
     "got a State, as of nnx.split. Pass the module": lambda: make(
         model=nnx.state(linear())

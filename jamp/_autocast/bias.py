@@ -23,7 +23,11 @@ def _derivative(primals, tangents):
     tangent = of_product
     if not isinstance(of_bias, SymbolicZero):
         repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
-        tangent = jax.lax.optimization_barrier(repeated.astype(product.dtype))
+        tangent = jax.lax.platform_dependent(
+            repeated.astype(product.dtype),
+            tpu=lambda x: x,
+            default=jax.lax.optimization_barrier,
+        )
         if not isinstance(of_product, SymbolicZero):
             tangent = of_product + tangent
     if isinstance(tangent, SymbolicZero):

@@ -12,7 +12,7 @@ import jax
 
 from jamp._autocast.lists import AutocastLists, Rule
 from jamp._autocast.program import MARKERS
-from jamp._autocast.tracing import Itself, Place, Replaced, casting
+from jamp._autocast.tracing import Itself, Place, Replaced, casting, disabled
 
 
 def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
@@ -66,7 +66,8 @@ def promote_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 def disable_casts() -> Iterator[None]:
     """Leaves what is traced inside as the program has it: in float32.
 
-    May be nested, and ends with an exception too.
+    Inside, `autocast` does nothing either. May be nested, and ends with an exception
+    too.
 
     >>> import jamp, jax, jax.numpy as jnp
     >>> def f(x):
@@ -75,7 +76,7 @@ def disable_casts() -> Iterator[None]:
     >>> print(jamp.autocast(f)(jnp.full((1, 1), 1.0001)))
     [[1.0002]]
     """
-    with jax.named_scope(MARKERS[Rule.RECORDED]), casting(False):
+    with jax.named_scope(MARKERS[Rule.RECORDED]), casting(False), disabled(True):
         yield
 
 

@@ -4,6 +4,9 @@ An exponential over its own sum, as `jax.nn.softmax` has it inlined. Differentia
 it stands, its scores are read again, and their maximum and the exponential computed
 again. But the derivative needs no more than the result, of which the product that
 follows keeps a half copy anyway: then XLA reads no more than in a model in half.
+
+On a TPU, XLA does not keep that copy: it computes the exponential again inside of each
+product that reads it, from the scores in half. There the derivative does so too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -97,8 +100,11 @@ def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
         y, (t,) = softmax(*primals), tangents
         # Behind a barrier, or XLA would keep what it was rounded from, in float32.
         kept = checkpoint_name(y.astype(half), "softmax")
-        kept = jax.lax.optimization_barrier(kept).astype(y.dtype)
+        kept = jax.lax.platform_dependent(kept, y, tpu=lambda _, y: y, default=read)
         return y, linear(kept, t)
+
+    def read(kept, y):
+        return jax.lax.optimization_barrier(kept).astype(y.dtype)
 
     def linear(y, t):
         """`y * t - y * sum(y * t)`, which is its own transpose.

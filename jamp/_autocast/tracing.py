@@ -69,6 +69,10 @@ class Tracing(NamedTuple):
 tracing = jax.make_user_context(default_value=None)
 
 
+# Whether an autocast that is called does nothing: inside of `disable_casts`.
+disabled = jax.make_user_context(default_value=False)
+
+
 @contextlib.contextmanager
 def casting(enabled: bool) -> Iterator[None]:
     """Lets kernels be called with half, or as the program calls them."""

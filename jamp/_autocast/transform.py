@@ -17,7 +17,7 @@ from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import AutocastLists, Rule
 from jamp._autocast.program import MARKERS, Decision, Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
-from jamp._autocast.tracing import tracing
+from jamp._autocast.tracing import disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -63,6 +63,8 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
+        if disabled.value:
+            return fn(*args, **kwargs)
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
         # What is written here, an autocast around it is to leave as it is.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])

@@ -3,20 +3,21 @@
 After apex/amp/frontend.py, but by name, and checked before anything is taken.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._core.devices import placed_like
+from jamp._core.devices import moves_constants, placed_like
 from jamp._core.tree import is_traced
-from jamp._scaling.rules import LARGEST_SCALE, SMALLEST_SCALE, StaticLossScale
+from jamp._scaling.incoming import check_count, check_scale_value, number
+from jamp._scaling.rules import StaticLossScale
 from jamp._state.amp_state import AmpState
 
 _ENTRIES = ("loss_scale", "unskipped")
 
 
+@moves_constants
 def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     """The loss scales in apex's form, as numbers of Python.
 
@@ -49,6 +50,7 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     }
 
 
+@moves_constants
 def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     """The state with the loss scales of `state_dict`, matched by name.
 
@@ -111,25 +113,6 @@ def _checked(state_dict: Any, num_losses: int) -> list[tuple[float, int]]:
 def _entry(name: str, entry: Any) -> tuple[float, int]:
     if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
         raise ValueError(f"{name} must hold {list(_ENTRIES)}, got {entry!r}.")
-    scale, unskipped = (_number(entry[key]) for key in _ENTRIES)
-    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-        raise ValueError(
-            f"{name}['loss_scale'] must be a finite number between 2**-126 and 2**126, "
-            f"got {entry['loss_scale']!r}."
-        )
-    if unskipped < 0 or unskipped != int(unskipped):
-        raise ValueError(
-            f"{name}['unskipped'] must be a count, got {entry['unskipped']!r}."
-        )
-    return scale, int(unskipped)
-
-
-def _number(value: Any) -> float:
-    """A number of Python or a scalar array; else -1, which nothing accepts."""
-    if isinstance(value, bool | str):
-        return -1.0
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return -1.0
-    return number if math.isfinite(number) else -1.0
+    check_scale_value(f"{name}['loss_scale']", entry["loss_scale"])
+    check_count(f"{name}['unskipped']", entry["unskipped"])
+    return number(entry["loss_scale"]), int(number(entry["unskipped"]))

@@ -10,10 +10,11 @@ import numpy as np
 from flax.training.train_state import TrainState
 
 from jamp._core import groups
-from jamp._core.devices import placed_like
+from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import cast, is_castable
 from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
+from jamp._scaling.incoming import check_counters, check_scale_state, number
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._state.amp_state import AmpState, extra_fields, master_params
 from jamp._state.serialization import array_fields
@@ -30,6 +31,7 @@ _WHAT_IS_READ = (
 )
 
 
+@moves_constants
 def to_checkpoint(state: AmpState) -> dict[str, Any]:
     """The state as nested dicts of arrays by name, in the same form at every level.
 
@@ -75,6 +77,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     }
 
 
+@moves_constants
 def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
     """The state with the values of a checkpoint, from this opt level or another.
 
@@ -107,6 +110,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
     _check_found(found, expected)
+    _check_values(found, state)
     keys = groups.group_keys(state.tx)
     originals = filled(state.params, found["params"])
     inner = filled(_inner_states(state), found["opt_state"])
@@ -166,13 +170,18 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
         checkpoint = named(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise TypeError(f"{_WHAT_IS_READ}; got {type(checkpoint).__name__}.")
-    if "version" not in checkpoint:
+    if not {"version", "opt_level"}.intersection(checkpoint):
         return _from_flax(checkpoint, state, expected)
-    version = int(checkpoint["version"])
-    if not 1 <= version <= VERSION:
+    version = number(checkpoint.get("version"))
+    if version < 1 or version % 1:
         raise ValueError(
-            f"The checkpoint is of version {version}, and this jamp reads versions 1 "
-            f"to {VERSION}: install a newer jamp."
+            f"The checkpoint's version is {checkpoint.get('version')!r}, expected a "
+            "number of at least 1: it is damaged."
+        )
+    if version > VERSION:
+        raise ValueError(
+            f"The checkpoint is of version {int(version)}, and this jamp reads "
+            f"versions 1 to {VERSION}: install a newer jamp."
         )
     found = dict(checkpoint)
     if state.tx is None:  # for inference: what an optimizer left is not needed
@@ -222,10 +231,11 @@ def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
         sorted(name for name in tree if _SCALER.fullmatch(str(name)))
         for tree in (found, expected)
     ]
-    if scalers[0] != scalers[1]:
+    if scalers[0] and scalers[0] != scalers[1]:
         raise ValueError(
-            f"The checkpoint has {len(scalers[0])} loss scale(s), the state "
-            f"{len(scalers[1])}: pass num_losses={len(scalers[0])} to jamp.initialize."
+            f"The checkpoint has {len(scalers[0])} loss scale(s), {scalers[0]}, the "
+            f"state {len(scalers[1])}: pass num_losses={len(scalers[0])} to "
+            "jamp.initialize."
         )
     check_same(
         found,
@@ -235,6 +245,15 @@ def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
         "that saved it; the opt level may be another, and half params must be cast to "
         "float32 first.",
     )
+
+
+def _check_values(found: dict[str, Any], state: AmpState) -> None:
+    """Raises for scales and counters that no training comes to."""
+    for i, rule in enumerate(state.loss_scale_rules):
+        name = f"loss_scaler{i}"
+        same_kind = bool(found[name]["dynamic"]) == rule.moves
+        check_scale_state(name, found[name], rule if same_kind else None)
+    check_counters(found)
 
 
 def _group(tx: Any, originals: Any, params: Any, inner_state: Any) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Where arrays lie: whether they can meet, and how they get where others are."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def placed_like(x: Any, like: Any) -> jax.Array:
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
     sharding = getattr(like, "sharding", None)
-    if sharding is None or is_traced(like):
+    if sharding is None or is_traced(like) or is_traced(x):
         return jnp.asarray(x)
     if getattr(like, "committed", True):
         lies = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
@@ -73,6 +74,17 @@ def in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """The same, with a spec that names every axis of an array, by None too."""
     rest = (None,) * (ndim - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
+
+
+def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
+    """Lets a function through `jax.transfer_guard`, which stops constants as well."""
+
+    @functools.wraps(fn)
+    def let_through(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.transfer_guard("allow"):
+            return fn(*args, **kwargs)
+
+    return let_through
 
 
 @functools.lru_cache(maxsize=64)

@@ -76,6 +76,8 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
 
 
 def _differ(path: str, x: Any, like: Any) -> list[str]:
+    if isinstance(x, list | tuple):  # of what shape, NumPy may not know
+        return [f"{path} is a {type(x).__name__}, expected {like.dtype}{like.shape}"]
     if np.shape(x) != like.shape:
         return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]
     dtype = getattr(x, "dtype", None)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp._autocast.lists import AutocastLists
+from jamp._autocast.transform import Promote
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
 type KeepFp32 = (
@@ -74,7 +75,7 @@ class Properties:
     cast_model_outputs: Any = None
     keep_fp32: tuple[Any, ...] = ()
     lists: Any = None
-    promote: Literal["widest", "narrowest"] = "widest"
+    promote: Promote = "widest"
 
     @classmethod
     def from_opt_level(
@@ -90,7 +91,7 @@ class Properties:
         cast_model_outputs: DTypeLike | None = None,
         keep_fp32: KeepFp32 | list[Any] | None = None,
         lists: Any = None,
-        promote: str | None = None,
+        promote: Promote | None = None,
     ) -> "Properties":
         """Takes a level's defaults and applies every override that is not None.
 

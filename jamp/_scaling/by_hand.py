@@ -4,6 +4,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, PyTree
 
+from jamp._core.devices import moves_constants
 from jamp._core.tree import split_overwrite, with_trained
 from jamp._policy.levels import Properties
 from jamp._scaling.loss import checked_loss
@@ -26,6 +27,7 @@ class HasLossScales(Protocol):
     def properties(self) -> Any: ...
 
 
+@moves_constants
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
     """The loss in float32 times a loss scale, for people who call `jax.grad`
     themselves.
@@ -55,6 +57,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     return rule.scale_loss(checked_loss(loss), scale_state)
 
 
+@moves_constants
 def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """Gradients of a loss from `scale_loss`, in float32, divided by the scale.
 

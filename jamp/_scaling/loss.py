@@ -1,6 +1,5 @@
 """What a loss function may return; gradients of it times a scale."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.tree import differentiable, merge
-from jamp._core.warnings import PrecisionWarning
+from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.layout import row_major_on_cuda
 
 
@@ -43,12 +42,11 @@ def checked_loss(loss: Any) -> Array:
         )
     loss = jnp.asarray(loss)
     if loss.dtype in HALF_DTYPES:
-        warnings.warn(
+        warn(
             f"The loss is {loss.dtype}: its gradient, the loss scale, overflows "
             "float16 above 65504, and the value is rounded. Compute the loss in "
             "float32: `logits.astype(jnp.float32)` before it.",
             PrecisionWarning,
-            stacklevel=4,
         )
     return loss.astype(jnp.float32)
 

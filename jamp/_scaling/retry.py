@@ -1,6 +1,5 @@
 """`redo_on_overflow`: the same batch again at a lower loss scale, inside `jit`."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jamp._core.compat import varying_axes
-from jamp._core.warnings import UnusedOptionWarning
+from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 
 _NOT_AN_ARRAY = (
@@ -38,11 +37,10 @@ def check_redo(redo_on_overflow: Any) -> None:
 def redoes(rule: LossScaleRule, times: int) -> bool:
     """Whether to redo: a static scale has nowhere to go, and says so."""
     if times and not rule.moves:
-        warnings.warn(
+        warn(
             f"redo_on_overflow={times} has no effect: the loss scale is static. Pass "
             "loss_scale='dynamic' to jamp.initialize, or leave it out.",
             UnusedOptionWarning,
-            stacklevel=4,
         )
     return times > 0 and rule.moves
 

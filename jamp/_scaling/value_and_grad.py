@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices
+from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -111,6 +111,7 @@ def scaled_value_and_grad(
         mapped_axis.check_predivide(predivide, axis_name)
 
     @functools.wraps(loss_fn)
+    @moves_constants
     def value_and_grad(state, *args, **kwargs):
         rule, scale_state = find_loss_scale(state, loss_id, _CALL)
         check_same_devices(("state", state), ("args", args), *kwargs.items())
@@ -207,12 +208,15 @@ def scaled_grad(
 
     @functools.wraps(loss_fn)
     def grad(state, *args, **kwargs):
+        loss_id = options.get("loss_id", 0)
+        find_loss_scale(state, loss_id, "jamp.scaled_grad(loss_fn)(state, ...)")
         value, grads = both(state, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad
 
 
+@moves_constants
 def zero_grads(
     state: HasLossScales,
     loss_id: int = 0,

@@ -1,5 +1,6 @@
 """The train state: `apply_gradients` unscales, checks, and steps or skips as one."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Self
@@ -11,13 +12,14 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices
+from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.show import summary
 from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
 from jamp._state.add_params import grown
+from jamp._state.load_params import has_values, loaded
 from jamp._state.parts import Part, clean_flags, gradient_parts, total
 from jamp._state.serialization import register
 from jamp._state.step import step, widened
@@ -28,7 +30,23 @@ _FIELD_REMEDY = (
 )
 
 
-class AmpState(TrainState, kw_only=True):
+class _Replace:
+    """`replace`, in a base class: Flax writes its own into every class of states."""
+
+    def replace(self: Any, **changes: Any) -> Any:
+        """The state with other values of some fields.
+
+        New `params` without an `opt_state` are loaded: `state.load_params(params)`. All
+        else, and params beside an `opt_state`, is set as it is given.
+        """
+        params = changes.get("params", self.params)
+        loads = params is not self.params and "opt_state" not in changes
+        if loads and has_values(params, self.params):
+            changes |= loaded(self, params, False)
+        return dataclasses.replace(self, **changes)
+
+
+class AmpState(_Replace, TrainState, kw_only=True):
     """Flax's TrainState with a precision policy, masters and loss scales.
 
     Made by `jamp.initialize`, not by `create`. Subclass it to declare extra fields:
@@ -56,6 +74,7 @@ class AmpState(TrainState, kw_only=True):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
+        del cls.replace
         register(cls)
 
     def __repr__(self) -> str:
@@ -80,6 +99,7 @@ class AmpState(TrainState, kw_only=True):
         scales = tuple(state.scale for state in self.loss_scales)
         return scales[0] if len(scales) == 1 else scales
 
+    @moves_constants
     def apply_gradients(
         self, *, grads: Any, update_args: Mapping[str, Any] | None = None, **fields: Any
     ) -> Self:
@@ -142,6 +162,36 @@ class AmpState(TrainState, kw_only=True):
             },
         )
 
+    def load_params(self, params: Any, *, reset_optimizer: bool = False) -> Self:
+        """The state with other params: a checkpoint's, or your own edit of them.
+
+        They are cast as the level says, and masters and remainders follow: float32
+        params keep all of their digits there. Half params have no more, but a value
+        that stays the same keeps its master. Works inside of `jit`.
+
+        Args:
+            params: a tree like `state.params`, of float32 or half; of several groups,
+                their container.
+            reset_optimizer: whether to begin the optimizer's state anew: its moments
+                are of the params before.
+
+        Returns:
+            A state of the same class; `step` and the loss scales stay.
+
+        Raises:
+            ValueError: another structure or shape; a leaf that is a float here, and not
+                there.
+
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> params = {"w": jnp.zeros(2)}
+        >>> state = jamp.initialize(params, optax.sgd(0.1), "O2", verbosity=0)
+        >>> state = state.load_params({"w": jnp.full(2, 0.1)})
+        >>> print(state.params["w"], jamp.master_params(state)["w"])
+        [0.1 0.1] [0.1 0.1]
+        """
+        return dataclasses.replace(self, **loaded(self, params, reset_optimizer))
+
+    @moves_constants
     def add_params(
         self,
         params: Any,
@@ -187,6 +237,7 @@ class AmpState(TrainState, kw_only=True):
         return self.replace(**grown(self, params, tx, allowed, extra, fields))
 
 
+del AmpState.replace
 register(AmpState)
 
 # What a state holds once per group.
@@ -260,6 +311,7 @@ def extra_fields(state: AmpState) -> list[str]:
     return [name for name in state.__dataclass_fields__ if name not in own]
 
 
+@moves_constants
 def master_params(state: AmpState) -> Any:
     """The params in float32: the masters where there are any.
 

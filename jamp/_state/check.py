@@ -1,8 +1,11 @@
 """A look at the loss scales from the host: has one collapsed?"""
 
+from jamp._core.devices import moves_constants
+from jamp._scaling.incoming import check_scale_state
 from jamp._state.amp_state import AmpState
 
 
+@moves_constants
 def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     """Raises, on the host, when a loss scale has collapsed: the run is lost.
 
@@ -15,7 +18,8 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
 
     Raises:
         TypeError: `state` is no AmpState.
-        ValueError: `max_consecutive_skips` is less than 1.
+        ValueError: `max_consecutive_skips` is less than 1; or a loss scale is 0,
+            negative, inf or NaN, as Orbax may restore it into a state.
         FloatingPointError: a dynamic scale sits at its floor after a skip, or there
             were `max_consecutive_skips` in a row.
 
@@ -37,12 +41,13 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
+        check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict(), rule)
         skips, scale = int(scale_state.consecutive_skips), float(scale_state.scale)
         at_floor = rule.moves and skips > 0 and scale <= rule.floor
         if skips >= max_consecutive_skips or at_floor:
             raise FloatingPointError(
                 f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
-                f"{scale:g}: the gradients are not finite at any scale. Look for inf "
-                "or NaN in the data and the loss, lower the learning rate, or train "
-                "at O5."
+                f"{scale:g}: the gradients are not finite at any scale. "
+                "`print(jamp.diagnostics.locate(loss_fn, state, batch))` names the "
+                "operation, its line and what to do (jamp.nnx.locate for NNX)."
             )

@@ -1,5 +1,6 @@
 """`closure`: the loss as optimizers that evaluate it themselves want it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -109,4 +110,4 @@ def _at(state: Any, key: Any, masters: PyTree) -> Any:
     params = rounded(masters, groups.get(state.params, key))
     keys = groups.group_keys(state.tx)
     entries = groups.split(state.params, keys) | {key: params}
-    return state.replace(params=groups.pack(entries, state.params))
+    return dataclasses.replace(state, params=groups.pack(entries, state.params))

@@ -5,7 +5,6 @@ After apex/amp/frontend.py and _initialize.py, without their global state.
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -17,10 +16,10 @@ from typing_extensions import TypeVar
 
 from jamp._autocast.transform import Promote
 from jamp._core import groups
-from jamp._core.devices import check_same_devices
+from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.tree import strong_array, unshared
-from jamp._core.warnings import UnusedOptionWarning
+from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level, check_keep_fp32
 from jamp._policy.forward import cast_forward, no_forward
 from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
@@ -49,6 +48,7 @@ type Field = (
 )
 
 
+@moves_constants
 def initialize(
     params: Any,
     tx: Any = None,
@@ -206,11 +206,10 @@ def _rules(
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
     scale = properties.loss_scale
     if min_loss_scale is not None and scale != "dynamic" and properties.enabled:
-        warnings.warn(
+        warn(
             f"min_loss_scale={min_loss_scale} has no effect: the loss scale is "
             f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule.",
             UnusedOptionWarning,
-            stacklevel=3,
         )
     return (loss_scale_rule(scale, min_loss_scale, max_loss_scale),) * num_losses
 
@@ -242,11 +241,10 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
 
 
 def _warn_no_masters(opt_level: str) -> None:
-    warnings.warn(
+    warn(
         f"store_remainder has no effect: {opt_level} keeps no master weights here. It "
         "is for O5.",
         UnusedOptionWarning,
-        stacklevel=3,
     )
 
 

@@ -1,7 +1,6 @@
 """What `apply_gradients` accepts, as parts: the gradients of one loss each."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from jamp._core.tree import (
     split_overwrite,
     trained_params,
 )
-from jamp._core.warnings import PrecisionWarning
+from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.by_hand import HasLossScales
 from jamp._scaling.rules import LossScaleState, unscale_tree
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -156,14 +155,13 @@ def _check_unscaled(trees: list[PyTree], state: HasLossScales) -> None:
     """Warns of gradients that are half, under a scale that is there for just those."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
-            warnings.warn(
+            warn(
                 f"gradients{jax.tree_util.keystr(path[1:])} are a plain tree in "
                 f"{leaf.dtype}, and the loss scale is dynamic: nobody scaled the loss, "
                 "or nobody unscaled them in float32. Write "
                 "`jamp.scaled_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
                 "`jax.grad` and `jamp.unscale` after it.",
                 PrecisionWarning,
-                stacklevel=5,
             )
             return
 

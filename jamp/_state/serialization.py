@@ -9,6 +9,7 @@ from typing import Any
 from flax import serialization
 
 from jamp._core.names import check_same
+from jamp._scaling.incoming import check_counters, check_scale_state
 
 
 def register(state_class: type) -> None:
@@ -33,12 +34,19 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
         "Restore into a state that jamp.initialize made with the same options; a "
         "checkpoint for any opt level is made by jamp.to_checkpoint.",
     )
-    return state.replace(
-        **{
-            name: serialization.from_state_dict(getattr(state, name), value, name=name)
-            for name, value in state_dict.items()
-        }
-    )
+    for i, rule in enumerate(state.loss_scale_rules):
+        scale_state = state_dict["loss_scales"][str(i)]
+        check_scale_state(f"loss_scales/{i}", scale_state, rule)
+    check_counters(state_dict)
+    fields = {name: _restored(state, name, x) for name, x in state_dict.items()}
+    return state.replace(**fields)
+
+
+def _restored(state: Any, name: str, value: Any) -> Any:
+    try:
+        return serialization.from_state_dict(getattr(state, name), value, name=name)
+    except KeyError as error:  # of what holds no arrays, which the check does not see
+        raise ValueError(f"The checkpoint has no {error} in {name}.") from None
 
 
 def array_fields(state: Any) -> list[str]:

@@ -11,6 +11,13 @@ from jamp._state.placement import moments_like_params, with_shardings
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
+_NO_MASTERS = (
+    "state.opt_state is a {}, and this opt level keeps masters in it, a "
+    "MasterWeightsState. To begin the optimizer anew write "
+    "`state.load_params(state.params, reset_optimizer=True)`; another state of it goes "
+    "in with `state.opt_state._replace(inner_state=...)`."
+)
+
 
 def begin(
     tx: Any,
@@ -44,7 +51,11 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
     """
     if tx is None:
         return params, None
-    weights = first_weights(tx, originals, params)
+    return init_around(tx, first_weights(tx, originals, params), params)
+
+
+def init_around(tx: Any, weights: PyTree, params: PyTree) -> tuple[PyTree, Any]:
+    """The same from a tree of `Weight`."""
     opt_state = masters.inside(tx).init(masters.values(weights))
     is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
     if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
@@ -135,6 +146,8 @@ def weights_of(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     """What is trained of the params, with the masters that `tx` keeps beside it."""
     trained = trained_params(params)
     if isinstance(tx, masters.MasterWeights):
+        if not isinstance(opt_state, masters.MasterWeightsState):
+            raise TypeError(_NO_MASTERS.format(type(opt_state).__name__))
         return masters.joined(trained, opt_state.masters)
     return jax.tree.map(Weight, trained)
 

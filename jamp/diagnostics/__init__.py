@@ -9,3 +9,5 @@ from jamp.diagnostics._explanation import (
     Explanation as Explanation,
     Operation as Operation,
 )
+from jamp.diagnostics._locate import locate as locate
+from jamp.diagnostics._location import Location as Location

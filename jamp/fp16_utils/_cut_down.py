@@ -20,6 +20,7 @@ from jamp._core.groups import Key
 from jamp._core.names import check_same, filled, named
 from jamp._core.tree import is_traced, strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning
+from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp.fp16_utils._flat import FlatSpec
@@ -295,6 +296,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             "Nothing was loaded: wrap the optimizer, the params and the kind of loss "
             "scale of the run that saved it.",
         )
+        check_scale_value("cur_scale", state_dict["cur_scale"])
+        check_count("cur_iter", state_dict["cur_iter"])
         masters = filled(state.fp32_flat, state_dict["fp32_groups_flat"])
         names = LossScalerState._fields
         scale = {name: state_dict[name] for name in names if name in state_dict}

@@ -10,6 +10,7 @@ import optax
 from jamp._core.dtypes import cast, is_half
 from jamp._core.names import check_same, filled, named
 from jamp._core.tree import differentiable, merge, unshared
+from jamp._scaling.incoming import check_scale_state
 from jamp.fp16_utils._state import FP16_OptimizerState
 from jamp.optimizers._masters import MasterWeightsState
 
@@ -49,6 +50,7 @@ def load_state_dict(
             f"The state dict is of dynamic_loss_scale={not dynamic}: construct "
             f"FP16_Optimizer(..., dynamic_loss_scale={not dynamic})."
         )
+    check_scale_state("loss_scaler", state_dict_["loss_scaler"])
     masters = filled(state.opt_state.masters, state_dict_["fp32_from_fp16"])
     inner = filled(state.opt_state.inner_state, state_dict_["optimizer_state_dict"])
     own = filled(_own_masters(state.params), state_dict_["fp32_from_fp32"])

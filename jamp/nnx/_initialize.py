@@ -1,5 +1,6 @@
 """The front end for NNX: model and optimizer in, model and optimizer out."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
@@ -9,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
+from jamp._core.devices import moves_constants
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._scaling.rules import LossScaleRule
@@ -67,6 +69,7 @@ def initialize[M: Models](
 ) -> tuple[M, Optimizer]: ...
 
 
+@moves_constants
 def initialize(
     models: Models,
     tx: Tx | None = None,
@@ -122,9 +125,12 @@ def initialize(
                 "tx is an nnx.Optimizer: pass its transformation, `optimizer.tx`. "
                 "jamp.nnx.initialize returns the optimizer to use."
             )
-    for name in ("apply_fn", "batch_stats", "state_class"):
-        if name in options:
+    for name in set(options).difference(InitOptions.__annotations__):
+        if name in ("apply_fn", "batch_stats", "state_class"):
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
+        close = difflib.get_close_matches(name, InitOptions.__annotations__, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else " A model has no fields."
+        raise TypeError(f"jamp.nnx.initialize got an unknown keyword {name!r}.{meant}")
     params = arrays_of(models, wrt)
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
     state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)  # pyright: ignore[reportArgumentType]

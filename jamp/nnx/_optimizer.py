@@ -8,10 +8,13 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
+from jamp._core.devices import moves_constants
+from jamp._core.dtypes import cast, is_castable
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
+from jamp._state.closure import rounded
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
 
 # What an AmpState has beyond its params, step and what is static.
@@ -67,7 +70,9 @@ class Optimizer(nnx.Optimizer):
         Raises:
             ValueError: trained Variables of other paths, shapes or dtypes.
         """
-        params = arrays_of(models, self.wrt)
+        return self._with(arrays_of(models, self.wrt))
+
+    def _with(self, params: PyTree) -> AmpState:
         _check_shapes(_shapes(params), self.shapes)
         return AmpState(
             step=self.step.get_value(),
@@ -85,6 +90,39 @@ class Optimizer(nnx.Optimizer):
         self.step.set_value(state.step)
         for name in _PARTS:
             copy_into(getattr(self, name), getattr(state, name))
+
+    @moves_constants
+    def load_params(
+        self, models: Models, params: Any = None, *, reset_optimizer: bool = False
+    ) -> None:
+        """Puts other params into the model, and the masters after them, in place.
+
+        As `AmpState.load_params`. `nnx.update(model, ...)` alone would not do: the next
+        step sets the params from the masters.
+
+        Args:
+            models: the model, or the container of them.
+            params: nested dicts of arrays by path, `nnx.State`s or models, in float32
+                or half; None for what is in the model now.
+            reset_optimizer: whether to begin the optimizer's state anew.
+
+        Raises:
+            ValueError: another structure or shape.
+
+        >>> import jax.numpy as jnp, jamp.nnx, optax
+        >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+        >>> quiet = {"verbosity": 0}
+        >>> model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.1), "O2", **quiet)
+        >>> optimizer.load_params(model, {"kernel": jnp.full((2, 1), 0.1)})
+        >>> print(model.kernel[0], optimizer.master_params(model)["kernel"][0])
+        [0.1] [0.1]
+        """
+        there = arrays_of(models, self.wrt)
+        params = there if params is None else _pure(params, self.wrt)
+        state = self._with(_cast_to(there, self.shapes))
+        # As they were before something was put into the model.
+        state = self._with(rounded(master_params(state), state.params))
+        self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
 
     def update(self, models: Models, grads: Any, /, **update_args: Any) -> None:
         """Unscales the gradients, and steps; or skips, if they are not finite.
@@ -129,6 +167,17 @@ def _shapes(params: PyTree) -> _Shapes:
     )
 
 
+def _cast_to(params: PyTree, shapes: _Shapes) -> PyTree:
+    """Floats in the dtypes of `shapes`, where they have any."""
+    dtypes = {path: dtype for path, _, dtype in shapes}
+
+    def leaf(path, x):
+        dtype = dtypes.get(jax.tree_util.keystr(path))
+        return cast(x, dtype) if dtype and is_castable(x) else x
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
     if given == expected:
         return
@@ -137,10 +186,14 @@ def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
         for leaves in (given, expected)
     )
     path = next(p for p in (*want, *have) if have.get(p) != want.get(p))
+    only_dtypes = [leaf[:2] for leaf in given] == [leaf[:2] for leaf in expected]
     raise ValueError(
         "The model is not the one of this optimizer: its trained Variables differ at "
         f"{path}: got {have.get(path, 'none')}, expected {want.get(path, 'none')}. "
         "Pass what one call of jamp.nnx.initialize returned."
+        + only_dtypes
+        * " After `nnx.update(model, params)`, "
+        "`optimizer.load_params(model)` casts them, and sets the masters."
     )
 
 

@@ -6,7 +6,7 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,22 @@ class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
 
     Attributes:
-        masters: the params in float32; with `store_remainder` the 16 bits, uint16, that
-            bfloat16 params lack; `optax.MaskedNode()` where a param is float32 and so
-            its own master.
+        masters: the params in float32, and of float64 ones copies; with
+            `store_remainder` the 16 bits, uint16, that bfloat16 params lack;
+            `optax.MaskedNode()` where a param is float32 and so its own master.
         inner_state: the state of the wrapped transformation.
     """
 
     masters: PyTree
     inner_state: Any
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says where a field of the optimizer's own state is."""
+        raise AttributeError(
+            f"MasterWeightsState has no {name!r}: it holds `masters` and the state of "
+            "the optimizer inside, `inner_state`. At any opt level, "
+            "`optax.tree.get(state, name)` finds a value by its name."
+        )
 
 
 class MasterWeights(Transformation):
@@ -80,7 +88,7 @@ def master_weights(
 
     Returns:
         A transformation that is equal to, and hashes as, any other of the same
-        arguments. `init` widens half params. If all params are float32, it copies them:
+        arguments. `init` widens half params. If none is half, it copies all of them:
         they are taken for the originals of params that are cast afterwards, which
         `store_remainder` does not allow. `update` needs `params`, and passes extra
         arguments on.
@@ -139,7 +147,9 @@ class _MasterRule:
                 return Weight(param)
             if self.store_remainder:
                 return Weight(param, jnp.zeros_like(param, jnp.uint16))
-            return Weight(param, _widened_copy(param))
+            is_wide = jnp.result_type(param) == jnp.float64
+            copied = jnp.array(param, copy=True) if is_wide else _widened_copy(param)
+            return Weight(param, copied)
 
         weights = jax.tree.map(leaf, params)
         return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))

@@ -1,0 +1,75 @@
+"""Loss scales and counters from elsewhere: could training have come to them?"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jamp._core.tree import is_traced, path_string
+from jamp._scaling.rules import LARGEST_SCALE, SMALLEST_SCALE, LossScaleRule
+
+_COUNTS = ("unskipped", "hysteresis", "consecutive_skips")
+
+
+def check_scale_state(
+    where: str, entry: Mapping[str, Any], rule: LossScaleRule | None = None
+) -> None:
+    """Raises for a scale that makes NaN of the params, and for what is no count.
+
+    Args:
+        where: what `entry` is called: "loss_scaler0".
+        entry: the fields of a LossScaleState by name; the scale also as "loss_scale".
+        rule: that it is for; None if that is another's.
+    """
+    for name, value in entry.items():
+        if name in ("scale", "loss_scale"):
+            check_scale_value(f"{where}/{name}", value)
+        elif name in _COUNTS:
+            check_count(f"{where}/{name}", value)
+    most = getattr(rule, "hysteresis", None)
+    value = entry.get("hysteresis")
+    if most is not None and is_known(value) and number(value) > most:
+        raise ValueError(
+            f"{where}/hysteresis is {value}, more than the {most} of the state's rule: "
+            f"pass loss_scale=jamp.DynamicLossScale(hysteresis=...) to jamp.initialize "
+            f"as the run that saved it did, or set the value to {most}."
+        )
+
+
+def check_counters(names: Mapping[str, Any]) -> None:
+    """Raises for a `step` or `skipped_steps`, of a state by names, that is no count."""
+    counters = {name: names[name] for name in ("step", "skipped_steps")}
+    for path, value in jax.tree_util.tree_leaves_with_path(counters):
+        check_count(path_string(path), value)
+
+
+def check_scale_value(where: str, value: Any) -> None:
+    """Raises unless `value` is a loss scale."""
+    if is_known(value) and not SMALLEST_SCALE <= number(value) <= LARGEST_SCALE:
+        raise ValueError(
+            f"{where} must be a finite number between 2**-126 and 2**126, got "
+            f"{value!r}."
+        )
+
+
+def check_count(where: str, value: Any) -> None:
+    """Raises unless `value` is a whole number of at least 0."""
+    if is_known(value) and (number(value) < 0 or number(value) % 1):
+        raise ValueError(f"{where} must be a count, got {value!r}.")
+
+
+def is_known(value: Any) -> bool:
+    """Whether there is a value to look at, and not the shape of one alone."""
+    return not is_traced(value) and not isinstance(value, jax.ShapeDtypeStruct)
+
+
+def number(value: Any) -> float:
+    """A number of Python or a scalar array; else -1, which nothing accepts."""
+    if isinstance(value, bool | str | bytes):
+        return -1.0
+    try:
+        value = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1.0
+    return value if math.isfinite(value) else -1.0

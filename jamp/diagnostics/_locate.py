@@ -1,0 +1,264 @@
+"""`locate`: runs a batch that overflowed again, and finds the first operation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._core.tree import is_traced, path_string
+from jamp._scaling.rules import DynamicLossScale
+from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._state.amp_state import AmpState
+from jamp.diagnostics._advice import Finding, advice_for, scale_advice, words_of
+from jamp.diagnostics._location import Location
+from jamp.diagnostics._origins import Event, first_event
+from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._ranges import is_float, range_of
+from jamp.diagnostics._replay import Place, Replay
+from jamp.diagnostics._source import is_backward, module_path
+
+
+def locate(
+    loss_fn: Callable[..., Any],
+    state: AmpState,
+    *args: Any,
+    loss_id: int = 0,
+    wrt: Any = None,
+    **kwargs: Any,
+) -> Location:
+    """Finds the operation that a batch's loss or gradients are not finite for.
+
+    Runs `jamp.scaled_value_and_grad(loss_fn)(state, *args, **kwargs)` again, outside of
+    `jit`, one operation at a time, forward and backward, at the state's level and loss
+    scale. In order of execution, it names the first operation whose result is not
+    finite while its operands are, of those that the loss or a gradient depends on.
+    What is infinite on purpose, as a mask, and leaves no trace is passed over.
+
+    It takes as long as a step does without compiling, and the memory of one; the
+    training step stays as it is.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
+            If the step runs under `shard_map`, a loss that calls `jax.shard_map`.
+        state: the AmpState before the step, with concrete arrays. A skip leaves params
+            as they were, so the state after it will do: then the scale is a lower one.
+        *args: the rest of what `loss_fn` takes: the batch.
+        loss_id: which of the state's loss scales to use.
+        wrt: the groups to differentiate, as in the step.
+        **kwargs: as `*args`.
+
+    Returns:
+        A `Location`: print it.
+
+    Raises:
+        TypeError: `state` is no AmpState, or arrays are traced: called under `jit`.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = {"w": jnp.full(2, 300.0)}
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> def loss_fn(params):
+    ...     return (params["w"] ** 2).sum(dtype="float32")
+    >>> found = locate(loss_fn, state)
+    >>> print(found.operation, found.phase, *found.operands)
+    a power x ** n forward float16[2] in [300, 300]
+    """
+    if not isinstance(state, AmpState):
+        raise TypeError(
+            "jamp.diagnostics.locate takes `(loss_fn, state, *args)` with the AmpState "
+            f"of jamp.initialize, got {type(state).__name__}. Of jamp.nnx, call "
+            "jamp.nnx.locate(loss_fn, model, optimizer, *args)."
+        )
+
+    def both(state, arguments):
+        options = {"loss_id": loss_id, "wrt": wrt}
+        fn = scaled_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
+        (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
+        return loss, grads.tree
+
+    return locate_in(both, state, {"args": args, "kwargs": kwargs}, loss_id)
+
+
+class _Step(NamedTuple):
+    """A program that gives the loss and the gradients.
+
+    Attributes:
+        program: what it is.
+        values: what it takes, and the paths of that.
+        paths: of the gradients.
+    """
+
+    program: jc.Jaxpr
+    values: list[tuple[Any, str]]
+    paths: list[str]
+
+
+class _Run(NamedTuple):
+    """What a run gave.
+
+    Attributes:
+        loss: the loss.
+        paths: of the gradients.
+        bad: of those that are not finite.
+        event: the culprit; None if all is finite.
+        is_backward: whether that is of the backward pass.
+    """
+
+    loss: float
+    paths: list[str]
+    bad: list[str]
+    event: Event | None
+    is_backward: bool
+
+
+def locate_in(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: AmpState,
+    arguments: dict[str, Any],
+    loss_id: int,
+) -> Location:
+    """Finds the culprit in a function of a state and arguments.
+
+    Args:
+        fn: `(state, arguments) -> (loss, gradients)`.
+        state: an AmpState.
+        arguments: the others, by name.
+        loss_id: which of the loss scales it uses.
+    """
+    if any(map(is_traced, jax.tree.leaves((state, arguments)))):
+        raise TypeError(
+            "jamp.diagnostics.locate looks at values, and got traced arrays: call it "
+            "outside of jit, with the state and the batch that the step was given."
+        )
+    rule = state.loss_scale_rules[loss_id]
+    scale = float(rule.current(state.loss_scales[loss_id]))
+    # Any level with the scale as an input, so that others can be tried.
+    rules = _replaced(state.loss_scale_rules, loss_id, DynamicLossScale())
+    state = state.replace(loss_scale_rules=rules)
+
+    step = _traced(fn, state, arguments)
+    name = f"loss_scales/{loss_id}/scale"
+
+    def run(scale: float) -> _Run:
+        at_scale = {name: jnp.asarray(scale, jnp.float32)}
+        return _run(step, [(at_scale.get(n, x), n) for x, n in step.values])
+
+    with jax.debug_nans(False), jax.debug_infs(False):
+        found = run(scale)
+        if found.event is None:
+            return Location(True, found.loss, scale, total=len(found.paths))
+        clean = None
+        if found.is_backward and scale > 1:
+            # Those that overflow at the least scale, too, do not for the scale.
+            least = scale / 2 ** int(np.ceil(np.log2(scale)))
+            at_least = run(least)
+            if at_least.event is None:
+                clean = _cleanest(scale, least, lambda s: run(s).event is None)
+            else:
+                found, scale = at_least, least
+        largest = _largest(state.params)
+    event = found.event
+    assert event is not None
+    return Location(
+        finite=False,
+        loss=found.loss,
+        scale=scale,
+        operation=words_of(event) if event.eqn else event.name,
+        primitive=event.name if event.eqn else "",
+        phase="input"
+        if not event.eqn
+        else "backward"
+        if found.is_backward
+        else "forward",
+        source=event.source,
+        module=module_path(event.names),
+        near=event.near.removeprefix("params/") if event.eqn else "",
+        loops=event.loops,
+        operands=event.operands,
+        result=event.result,
+        made_by=event.made_by,
+        infinities=event.infinities,
+        params=tuple(found.bad),
+        total=len(found.paths),
+        advice=(
+            advice_for(Finding(event, found.is_backward, largest))
+            if clean is None
+            else scale_advice(scale, clean, rule.moves)
+        ),
+    )
+
+
+def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function that gives `(loss, None)`, whether it has an aux or not."""
+
+    def both(*args, **kwargs):
+        out = loss_fn(*args, **kwargs)
+        return (out[0] if isinstance(out, tuple) else out), None
+
+    return both
+
+
+def _traced(
+    fn: Callable[..., Any], state: AmpState, arguments: dict[str, Any]
+) -> _Step:
+    named = jax.tree_util.tree_leaves_with_path((state, arguments))
+    structure = jax.tree.structure((state, arguments))
+    leaves = [x for _, x in named]
+    places = [i for i, x in enumerate(leaves) if _is_traced_by_jit(x)]
+    paths: list[str] = []
+
+    def flat(*arrays):
+        found = dict(zip(places, arrays, strict=True))
+        filled = [found.get(i, x) for i, x in enumerate(leaves)]
+        loss, grads = fn(*jax.tree.unflatten(structure, filled))
+        named = jax.tree_util.tree_leaves_with_path(grads)
+        paths[:] = [path_string(path) for path, _ in named]
+        return [loss, *(x for _, x in named)]
+
+    program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
+    # Without the place of state or arguments.
+    values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
+    return _Step(program, values, paths)
+
+
+def _is_traced_by_jit(x: Any) -> bool:
+    """Whether to trace an argument; Python's numbers are as in a step's code."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _run(step: _Step, values: list[tuple[Any, str]]) -> _Run:
+    replay = Replay(RULES)
+    given = [replay.argument(array, name) for array, name in values]
+    loss, *grads = replay.run(step.program, given, Place())
+    event = first_event(v.origin for v in (loss, *grads) if v.origin)
+    return _Run(
+        loss=float(np.asarray(loss.array, np.float32)),
+        paths=step.paths,
+        bad=[p for p, g in zip(step.paths, grads, strict=True) if g.origin],
+        event=event,
+        # What only gradients need is of the backward pass, wherever JAX computes it.
+        is_backward=event is not None
+        and (is_backward(event.names) or loss.origin is None),
+    )
+
+
+def _cleanest(scale: float, least: float, is_clean: Callable[[float], bool]) -> float:
+    """The largest of scale / 2**n that is clean, of which `least` is one."""
+    few, many = 0, round(np.log2(scale / least))
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if is_clean(scale / 2**middle) else (middle, many)
+    return scale / 2**many
+
+
+def _replaced(items: Sequence[Any], i: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:i], item, *items[i + 1 :])
+
+
+def _largest(params: Any) -> tuple[float, str]:
+    """The largest absolute value of the params, and where it is."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    found = [(range_of(x).magnitude, path_string(p)) for p, x in leaves if is_float(x)]
+    return max(found, default=(0.0, ""))

@@ -1,0 +1,184 @@
+"""Damaged checkpoints: an error that names the place, or every bit that is in them.
+
+Never a state that goes wrong later, and never a change of the state restored into.
+"""
+
+import copy
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+
+import jamp
+from tests.bits import assert_same_bits
+
+pytestmark = pytest.mark.standard_promotion  # for optax.adam
+
+TREE = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.full(2, 0.1)}}
+RULE = jamp.DynamicLossScale(hysteresis=2)
+
+
+def make():
+    state = jamp.initialize(
+        TREE, optax.adam(1e-2), "O2", loss_scale=RULE, verbosity=0, ema=jnp.zeros(2)
+    )
+    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, TREE))
+
+
+STATE = make()
+BEFORE = jax.tree.map(jnp.copy, STATE)
+PORTABLE = jax.tree.map(np.asarray, jamp.to_checkpoint(STATE))
+OWN = jax.tree.map(np.asarray, serialization.to_state_dict(STATE))
+# Where a file is, the form in it, and how the form is read.
+FORMS = {
+    "to_checkpoint": (PORTABLE, jamp.from_checkpoint, jamp.to_checkpoint),
+    "state": (OWN, serialization.from_state_dict, serialization.to_state_dict),
+}
+SCALES = ("loss_scale", "scale")
+COUNTS = ("unskipped", "hysteresis", "consecutive_skips", "step", "skipped_steps")
+ODD = (None, "", b"x", True, -1, 3, 1e-300, 1e39, float("nan"), 1j, [], {}, [[1], 2])
+
+
+def leaves(tree, path=()):
+    if not isinstance(tree, dict):
+        return [(path, tree)]
+    return [pair for key, x in tree.items() for pair in leaves(x, (*path, key))]
+
+
+def put(tree, path, value):
+    for key in path[:-1]:
+        tree = tree[key]
+    tree[path[-1]] = value
+
+
+def other_value(rng, x):
+    if not x.ndim and x.dtype != bool and rng.random() < 0.5:
+        wild = [0, -1, 2.0**-130, 2.0**127, np.nan, np.inf, -np.inf, 99]
+        with np.errstate(all="ignore"):
+            return np.asarray(wild[rng.integers(len(wild))]).astype(x.dtype)
+    bits = bytearray(x.tobytes())
+    at = rng.integers(8 * len(bits))
+    bits[at // 8] ^= 1 << (at % 8)
+    if x.dtype == bool:
+        return ~x
+    return np.frombuffer(bytes(bits), x.dtype).reshape(x.shape)
+
+
+def damaged(rng, tree):
+    """A copy with one thing wrong, and where."""
+    tree = copy.deepcopy(tree)
+    places = [(path, x) for path, x in leaves(tree) if x is not None]
+    path, x = places[rng.integers(len(places))]
+    kind = rng.integers(7)
+    if kind < 3:
+        put(tree, path, other_value(rng, x))
+    elif kind == 3:
+        put(tree, path, ODD[rng.integers(len(ODD))])
+    elif kind == 4:
+        dtypes = np.float16, np.float32, np.int32, np.float64, bool, "S4", object
+        with np.errstate(all="ignore"):
+            put(tree, path, x.astype(dtypes[rng.integers(len(dtypes))]))
+    elif kind == 5:
+        put(tree, path, x[None] if rng.random() < 0.5 else x.ravel()[:1])
+    else:
+        names = list(path[: rng.integers(len(path)) + 1])
+        parent = tree
+        for name in names[:-1]:
+            parent = parent[name]
+        value = parent.pop(names[-1])
+        if rng.random() < 0.5:
+            parent[names[-1] + "'"] = value
+    return tree, path
+
+
+def is_sound(path, x):
+    """Whether training can come to such a value."""
+    if path[-1] in SCALES:
+        return np.isfinite(x) and 2.0**-126 <= x <= 2.0**126
+    if path[-1] in COUNTS:
+        return 0 <= x <= (RULE.hysteresis if path[-1] == "hysteresis" else np.inf)
+    return path[-1] != "version" or x == 1
+
+
+def assert_whole(tree, restored):
+    """Every leaf of the checkpoint is in the state, with its bits."""
+    after = dict(leaves(jax.tree.map(np.asarray, restored)))
+    for path, x in leaves(tree):
+        if path[-1] in ("version", "opt_level") or x is None:
+            continue
+        assert is_sound(path, x), path
+        same = np.asarray(x, after[path].dtype).tobytes() == after[path].tobytes()
+        assert same or path[-1] == "dynamic", path
+
+
+def outcome(form, broken):
+    """The error, if any; what is restored is what is there."""
+    _, read, write = FORMS[form]
+    try:
+        restored = read(STATE, broken)
+    except (ValueError, TypeError) as error:
+        return error
+    if form == "state" or broken["loss_scaler0"]["dynamic"]:
+        assert_whole(broken, write(restored))
+    return None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_thousand_damaged_trees(form):
+    whole = 0
+    for seed in range(500):
+        broken, path = damaged(np.random.default_rng(seed), FORMS[form][0])
+        error = outcome(form, broken)
+        whole += error is None
+        if error is not None:
+            named = [name for name in path if re.search(rf"\b{name}\b", str(error))]
+            assert named, (seed, path, str(error))
+    assert_same_bits(STATE, BEFORE)
+    assert 50 < whole < 350
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_damaged_bytes_of_msgpack(form):
+    data = serialization.msgpack_serialize(FORMS[form][0])
+    names = {name for path, _ in leaves(FORMS[form][0]) for name in path}
+    seen = [0, 0]  # restored, refused
+    for seed in range(500):
+        rng = np.random.default_rng(seed)
+        at = rng.integers(len(data))
+        flipped = data[:at] + bytes([rng.integers(256)]) + data[at + 1 :]
+        try:
+            broken = serialization.msgpack_restore(flipped if seed % 5 else data[:at])
+        except Exception:  # msgpack's own: there is nothing to read
+            continue
+        if flipped == data:
+            continue
+        error = outcome(form, broken)
+        seen[error is not None] += 1
+        assert error is None or any(name in str(error) for name in names), str(error)
+    assert min(seen) > 50
+    assert_same_bits(STATE, BEFORE)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_a_state_that_orbax_restored_is_looked_at_by_check(scale, tmp_path):
+    bad = STATE.loss_scales[0]._replace(scale=jnp.float32(scale))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "0", STATE.replace(loss_scales=(bad,)))
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "0", STATE)
+    with pytest.raises(ValueError, match="loss_scales/0/scale must be a finite number"):
+        jamp.check(found)
+    with pytest.raises(ValueError, match="loss_scaler0/loss_scale must be a finite"):
+        jamp.from_checkpoint(STATE, found)
+    jamp.check(STATE)
+
+
+@pytest.mark.parametrize("version", [None, np.nan, 0, 1.5, "1", -3])
+def test_versions_that_are_none(version):
+    with pytest.raises(ValueError, match=f"version is {version!r}"):
+        jamp.from_checkpoint(STATE, PORTABLE | {"version": version})

@@ -1,0 +1,93 @@
+"""On the host: constants under a transfer guard, and whose line a warning is of."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+import jamp.nnx
+from tests.bits import assert_same_bits
+
+pytestmark = pytest.mark.standard_promotion  # optax and Flax promote
+
+ADAM = optax.adam(1e-2)
+PARAMS = {"w": jnp.full(3, 0.1), "norm": {"scale": jnp.ones(())}}
+QUIET = {"verbosity": 0, "loss_scale": jamp.DynamicLossScale(init_scale=8.0)}
+X = jnp.asarray([1.0, 2.0, 3.0])
+
+
+def loss_fn(params, x):
+    return (params["w"].astype(jnp.float32) * x).sum() * params["norm"]["scale"]
+
+
+def run(level, tx):
+    """All that one does outside of a jitted step."""
+    state = jamp.initialize(PARAMS, tx, level, **QUIET)
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
+    state = state.apply_gradients(grads=grads)
+    jamp.zero_grads(state)
+    checkpoint = jamp.to_checkpoint(state)
+    state = jamp.from_checkpoint(state, checkpoint)
+    state = jamp.load_state_dict(state, jamp.state_dict(state))
+    jamp.check(state)
+    state = state.replace(params=jamp.master_params(state))
+    own = jamp.unscale(grads.tree, state)
+    return state.load_params(PARAMS, reset_optimizer=True), loss, checkpoint, own
+
+
+def run_nnx(level):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with jax.transfer_guard("disallow"):
+        model, optimizer = jamp.nnx.initialize(model, ADAM, level, **QUIET)
+        grads = jamp.nnx.scaled_grad(lambda m, x: m(x).mean())(model, optimizer, X)
+        optimizer.update(model, grads)
+        optimizer.load_params(model)
+    return optimizer
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_transfer_guard_stops_none_of_our_constants(level):
+    for tx in (ADAM, jamp.optimizers.fused_adam(1e-2)):
+        expected = run(level, tx)
+        assert expected[0].step == 1
+        with jax.transfer_guard("disallow"):
+            assert_same_bits(run(level, tx), expected)
+            with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+                jnp.zeros(3)  # it is on again
+    assert run_nnx(level).step.get_value() == 1
+
+
+def half_loss(params):
+    return params["w"].sum()
+
+
+WARNINGS = {
+    "The loss is float16": lambda state: jamp.scaled_grad(half_loss)(state),
+    "redo_on_overflow=2 has no effect": lambda state: jamp.scaled_grad(
+        loss_fn, redo_on_overflow=2
+    )(jamp.initialize(PARAMS, ADAM, "O0", verbosity=0), X),
+    "are a plain tree in float16": lambda state: state.apply_gradients(
+        grads=jax.tree.map(jnp.ones_like, state.params)
+    ),
+    "min_loss_scale=1.0 has no effect": lambda _: jamp.initialize(
+        PARAMS, ADAM, "O5", min_loss_scale=1.0, **QUIET
+    ),
+    "store_remainder has no effect": lambda _: jamp.initialize(
+        PARAMS, ADAM, "O0", store_remainder=True, **QUIET
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WARNINGS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_warning_is_of_the_line_that_called(message, wrap):
+    state = jamp.initialize(PARAMS, ADAM, "O2", **QUIET)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wrap(lambda state: WARNINGS[message](state))(state)
+    (warning,) = [w for w in caught if message in str(w.message)]
+    assert warning.filename == __file__

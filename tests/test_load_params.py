@@ -1,0 +1,250 @@
+"""Params that change from outside: `replace(params=...)`, `load_params`, in NNX too."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+
+import jamp
+import jamp.nnx
+from tests.bits import assert_same_bits, bits
+from tests.states import HALF, make
+
+pytestmark = pytest.mark.standard_promotion  # optax and Flax promote
+
+STILL = optax.adam(0.0)
+KEPT = {"O0": {}, "O1": {}, "O2": {}, "O3": {}, "O5": {}}
+KEPT["split"] = {"store_remainder": True}
+NUMPY = {"O2": np.float16, "O3": np.float16} | dict.fromkeys(
+    ("O5", "split"), ml_dtypes.bfloat16
+)
+
+
+def tree(value=0.1):
+    rows = [np.full(4, value, np.float32), np.full((), value, np.float32)]
+    return {"w": jnp.asarray(rows[0]), "norm": {"scale": jnp.asarray(rows[1])}}
+
+
+def begun(level, tx=STILL, params=None):
+    """A state after a step, so that moments and counters are not zero."""
+    params = tree() if params is None else params
+    opt_level = "O5" if level == "split" else level
+    state = make(opt_level, params, tx, **KEPT[level])
+    return stepped(state)
+
+
+@jax.jit
+def stepped(state):
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), state.params)
+    return state.apply_gradients(grads=ones)
+
+
+def rounded(x, level):
+    return np.asarray(x).astype(NUMPY.get(level, np.float32))
+
+
+LOADS = {
+    "replace": lambda state, new: state.replace(params=new),
+    "load_params": lambda state, new: state.load_params(new),
+    "in jit": jax.jit(lambda state, new: state.replace(params=new)),
+    "closed over": lambda state, new: jax.jit(lambda n: state.replace(params=n))(new),
+    "FrozenDict": lambda state, new: state.replace(params=FrozenDict(new)),
+}
+
+
+@pytest.mark.parametrize("level", KEPT)
+def test_what_is_loaded_stays_in_the_dtypes_of_the_level(level):
+    state, new = begun(level), tree(0.7)
+    for how, load in LOADS.items():
+        loaded = load(state, new)
+        # A step at rate 0: what the masters hold is what the params become.
+        for after in (loaded, stepped(loaded)):
+            assert bits(after.params["w"]) == rounded(new["w"], level).tobytes(), how
+            assert after.params["norm"]["scale"] == new["norm"]["scale"], how
+            assert type(after.params) is dict
+        digits = rounded(new["w"], "O3" if level == "O3" else "O0")
+        assert bits(jamp.master_params(loaded)["w"]) == np.float32(digits).tobytes()
+        assert_same_bits(
+            optax.tree.get(loaded.opt_state, "mu"),
+            optax.tree.get(state.opt_state, "mu"),
+        )
+        assert (loaded.step, loaded.loss_scale) == (state.step, state.loss_scale)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5", "split"])
+def test_half_params_that_stay_the_same_keep_their_masters(level):
+    state = begun(level, params={"w": jnp.asarray([0.1, 0.3, -0.7])})
+
+    @jax.jit
+    def clipped(state, most):
+        params = jax.tree.map(lambda w: jnp.clip(w, -most, most), state.params)
+        return state.replace(params=params)
+
+    masters = jamp.master_params(clipped(state, state.params["w"][0] * 2))["w"]
+    limit = np.float32(rounded(np.float32(0.1), level)) * 2
+    assert masters.tolist() == [np.float32(0.1), limit, -limit]
+    again = state.replace(params={**state.params})  # by identity, without a compare
+    assert again.opt_state.masters["w"] is state.opt_state.masters["w"]
+
+
+def test_the_derivative_passes_through():
+    state = begun("O2")
+
+    def total(params):
+        return state.replace(params=params).params["w"].astype(jnp.float32).sum()
+
+    for params in (state.params, tree(0.7)):
+        assert (jax.grad(total)(params)["w"] == 1).all()
+
+
+def test_params_beside_an_opt_state_and_shapes_are_set_as_given():
+    state, other = begun("O2"), begun("O2", params=tree(7.0))
+    both = state.replace(params=other.params, opt_state=state.opt_state)
+    assert both.params is other.params and both.opt_state is state.opt_state
+    assert state.replace(params=state.params).opt_state is state.opt_state
+    for leaf in (jax.sharding.PartitionSpec(), jax.ShapeDtypeStruct((4,), jnp.float16)):
+        specs = jax.tree.map(lambda _, leaf=leaf: leaf, state.params)
+        assert state.replace(params=specs).params is specs
+    shapes = jax.eval_shape(lambda: state)
+    assert shapes.replace(params=other.params).params is other.params
+
+
+def test_a_subclass_without_a_transformation_loads_too():
+    class Mine(jamp.AmpState):
+        count: jax.Array
+
+    state = make("O2", tree(), None, count=jnp.ones(()), state_class=Mine)
+    loaded = state.replace(params=tree(0.7), count=jnp.zeros(()))
+    assert isinstance(loaded, Mine) and loaded.count == 0
+    assert loaded.params["w"].dtype == HALF["O2"] and loaded.opt_state is None
+
+
+def test_several_groups():
+    params, txs = {"a": tree(), "b": tree()}, {"a": STILL, "b": STILL}
+    state = jamp.initialize(params, txs, "O2", keep_fp32="norm", verbosity=0)
+    after = stepped(state.replace(params={**state.params, "b": tree(0.7)}))
+    assert_same_bits(jamp.master_params(after), {"a": tree(), "b": tree(0.7)})
+    anew = after.load_params(params, reset_optimizer=True)
+    for key in params:
+        assert optax.tree.get(after.opt_state[key], "count") == 1
+        assert optax.tree.get(anew.opt_state[key], "count") == 0
+
+
+def test_the_optimizer_begins_anew_at_the_masters_of_the_same_params():
+    state = begun("O2")
+    anew = state.load_params(state.params, reset_optimizer=True)
+    first = make("O2", tree(), STILL)
+    assert_same_bits(anew.opt_state, first.opt_state)
+    assert anew.step == 1
+    assert jax.tree.structure(stepped(anew)) == jax.tree.structure(anew)
+
+
+def test_donating_a_loaded_state_leaves_the_params_that_were_given():
+    state, new = begun("O2"), tree(0.7)
+    for given in (new, jax.tree.map(lambda x: x.astype(jnp.float16), new)):
+        loaded = jax.tree.map(jnp.copy, state).replace(params=given)
+        jax.jit(lambda s: s, donate_argnums=0)(loaded)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(given))
+
+
+def test_the_step_is_not_compiled_again_and_copies_nothing_for_what_stays():
+    state = begun("O2")
+    step = jax.jit(lambda state: stepped.__wrapped__(state))
+    step(state)
+    step(state.replace(params=tree(0.7)))
+    step(state.load_params(tree(0.7), reset_optimizer=True))
+    assert step._cache_size() == 1
+    jaxpr = jax.make_jaxpr(lambda s: s.replace(params={**s.params}))(state)
+    assert not jaxpr.eqns
+
+
+WRONG = {
+    "params['w'] has shape (3,), expected (4,)": {**tree(), "w": jnp.ones(3)},
+    "params have no leaf at ['norm']['scale']": {"w": jnp.ones(4)},
+    "params have an unexpected leaf at ['head']": {**tree(), "head": jnp.ones(1)},
+    "params['w'] has dtype int32, expected float16": {**tree(), "w": jnp.arange(4)},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_other_trees_are_errors_with_the_path(message):
+    for load in LOADS.values():
+        with pytest.raises(ValueError) as error:
+            load(begun("O2"), WRONG[message])
+        assert message in str(error.value)
+
+
+def test_an_optimizer_state_without_masters_says_what_to_write():
+    state = begun("O2")
+    bare = state.replace(opt_state=STILL.init(tree()))
+    with pytest.raises(TypeError, match=r"load_params\(state.params, reset_optimizer"):
+        stepped(bare)
+    with pytest.raises(AttributeError, match=r"optax.tree.get\(state, name\)"):
+        _ = state.opt_state.hyperparams
+
+
+def test_sharded_params_stay_where_they_are():
+    mesh = jax.make_mesh((1,), ("data",))
+    lies = jax.NamedSharding(mesh, jax.P())
+    state = make("O2", jax.device_put(tree(), lies), STILL)
+    loaded = state.replace(params=jax.tree.map(np.asarray, tree(0.7)))
+    places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
+    assert places[0] == places[1]
+
+
+# NNX
+
+
+def linear():
+    return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+
+@nnx.jit
+def nnx_step(model, optimizer):
+    loss_fn = lambda model: (model(jnp.ones((1, 2))) ** 2).mean()  # noqa: E731
+    optimizer.update(model, jamp.nnx.scaled_grad(loss_fn)(model, optimizer))
+
+
+def constants(model, value=0.7):
+    return jax.tree.map(lambda x: jnp.full(x.shape, value), nnx.state(model))
+
+
+NNX_LOADS = {
+    "pure dict": lambda o, m, new: o.load_params(m, nnx.to_pure_dict(new)),
+    "State": lambda o, m, new: o.load_params(m, new, reset_optimizer=True),
+    "model": lambda o, m, new: o.load_params(m, nnx.merge(nnx.graphdef(linear()), new)),
+    "nnx.update": lambda o, m, new: (nnx.update(m, new), o.load_params(m)),
+    "nnx.update, half": lambda o, m, new: (
+        nnx.update(m, jax.tree.map(lambda x: x.astype(m.kernel.dtype), new)),
+        o.load_params(m),
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "split"])
+def test_nnx_params_are_loaded_in_place(level):
+    for how, load in NNX_LOADS.items():
+        opt_level = "O5" if level == "split" else level
+        model, optimizer = jamp.nnx.initialize(
+            linear(), STILL, opt_level, verbosity=0, **KEPT[level]
+        )
+        load(optimizer, model, constants(linear()))
+        nnx_step(model, optimizer)
+        masters = optimizer.master_params(model)["bias"]
+        wide = level == "O1" or "half" not in how
+        expected = np.float32(0.7) if wide else rounded(np.float32(0.7), level)
+        assert bits(model.bias[...]) == rounded(np.full(3, 0.7), level).tobytes(), how
+        np.testing.assert_array_equal(masters, np.full(3, expected, np.float32), how)
+
+
+def test_nnx_update_with_float32_says_what_to_write():
+    model, optimizer = jamp.nnx.initialize(linear(), STILL, "O2", verbosity=0)
+    model.bias.set_value(jnp.ones(3, jnp.float32))
+    with pytest.raises(ValueError, match=r"bias.*optimizer.load_params\(model\)"):
+        nnx_step(model, optimizer)
+    with pytest.raises(ValueError, match=r"params\['bias'\] has shape \(2,\)"):
+        optimizer.load_params(model, {"bias": jnp.ones(2), "kernel": jnp.ones((2, 3))})
