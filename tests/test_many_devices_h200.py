@@ -155,7 +155,7 @@ def test_a_step_sends_what_plain_jax_sends_and_a_flag(level, layout, half):
     program = h200.compile_placed(train_step, state, *batch, donate=(0,))
 
     masters = params = params_on(layout)
-    if has_masters := level in ("O2", "O5"):
+    if level in ("O2", "O5"):
         kept = {"norm": params["norm"]}
         params = {k: p.update(dtype=half) for k, p in params.items()} | kept
     # A vector's gradient is scattered only where nothing but the update reads it. So

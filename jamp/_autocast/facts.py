@@ -200,7 +200,7 @@ class Facts:
             return self._of_scan(eqn)
         mark = mark_of(eqn)
         if mark is not None:
-            vote = {True: self.half, False: FLOAT32, None: None}[mark.is_half]
+            vote = self.half if mark.is_half else FLOAT32
             asks = self.of(eqn.invars[0]).asks
             return [Fact(vote, asks, itself(eqn.outvars[0]), mark.source)]
         rule, region = self.ruling(eqn)

@@ -1,9 +1,8 @@
-"""Marks of a model in a program: its params, what goes in, what comes out.
+"""Marks of a model in a program: its params, and where it begins and ends.
 
 At O2, O3 and O5 a program is written in half for the sake of a model whose params are
 half: its products are cast, and no others. The user's program sees these params in
-float32, under a name, as `jax.ad_checkpoint.checkpoint_name` gives; other names say
-where the model begins and ends.
+float32, under a name, as `jax.ad_checkpoint.checkpoint_name` gives.
 """
 
 import enum
@@ -30,21 +29,19 @@ class Mark(NamedTuple):
 
     Attributes:
         source: what it depends on from here on.
-        is_half: whether it asks for half; None for what takes the dtype of what it
-            meets.
+        is_half: whether it asks for half, or for float32.
     """
 
     source: Source
-    is_half: bool | None
+    is_half: bool
 
 
 _HALF_PARAM, _KEPT_PARAM = "jamp_half_param", "jamp_kept_param"
-_INPUT, _OUTPUT = "jamp_model_input", "jamp_model_output"
+_BOUNDARY = "jamp_model_boundary"
 _MARKS = {
-    _HALF_PARAM: Mark(Source.HALF, True),
-    _KEPT_PARAM: Mark(Source.KEPT, False),
-    _INPUT: Mark(Source.DATA, None),
-    _OUTPUT: Mark(Source.DATA, False),
+    _HALF_PARAM: Mark(Source.HALF, is_half=True),
+    _KEPT_PARAM: Mark(Source.KEPT, is_half=False),
+    _BOUNDARY: Mark(Source.DATA, is_half=False),
 }
 
 
@@ -66,19 +63,11 @@ def shown_params[T](tree: T, half: Any) -> T:
     return jax.tree.map(leaf, tree)
 
 
-def as_model_input[T](tree: T) -> T:
-    """The float32 arrays of a tree as what goes into a model."""
-    return _named(tree, _INPUT)
+def at_boundary[T](tree: T) -> T:
+    """The float32 arrays of a tree as what goes into a model, or comes out of it."""
 
-
-def as_model_output[T](tree: T) -> T:
-    """The float32 arrays of a tree as what comes out of a model."""
-    return _named(tree, _OUTPUT)
-
-
-def _named[T](tree: T, name: str) -> T:
     def leaf(x):
         is_array = isinstance(x, jax.Array | np.ndarray) and x.dtype == FLOAT32
-        return checkpoint_name(x, name) if is_array else x
+        return checkpoint_name(x, _BOUNDARY) if is_array else x
 
     return jax.tree.map(leaf, tree)

@@ -6,7 +6,7 @@ key of JAX's trace caches: a function jitted outside is traced again inside, and
 
 import jax
 
-from jamp._autocast.model import as_model_input, as_model_output
+from jamp._autocast.model import at_boundary
 from jamp._core.dtypes import FLOAT32, cast_floats
 from jamp._policy.levels import Properties
 
@@ -17,12 +17,12 @@ policy = jax.make_user_context(default_value=None)
 def model_inputs[T](tree: T, properties: Properties) -> T:
     """What enters a model: float32, at the half levels rounded where half reads it."""
     tree = cast_floats(tree, FLOAT32) if properties.cast_model_type else tree
-    return as_model_input(tree) if properties.half_dtype else tree
+    return at_boundary(tree) if properties.half_dtype else tree
 
 
 def model_outputs[T](tree: T, properties: Properties) -> T:
     """What leaves a model: in float32, or as `cast_model_outputs` says."""
     if properties.half_dtype:
-        tree = as_model_output(cast_floats(tree, FLOAT32))
+        tree = at_boundary(cast_floats(tree, FLOAT32))
     dtype = properties.output_dtype
     return tree if dtype is None else cast_floats(tree, dtype)

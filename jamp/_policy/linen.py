@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from jamp._autocast.model import as_model_input
+from jamp._autocast.model import at_boundary
 from jamp._policy.active import model_inputs, model_outputs, policy
 from jamp._policy.levels import Properties
 
@@ -45,7 +45,7 @@ class _Models:
             return next_fun(*args, **kwargs)
         # Nobody knows yet whether its params are half: a teacher's are not.
         if self.properties.half_dtype:
-            args, kwargs = as_model_input((args, kwargs))
+            args, kwargs = at_boundary((args, kwargs))
         else:
             args, kwargs = model_inputs((args, kwargs), self.properties)
         self.running.append(scope)
