@@ -233,6 +233,13 @@ def test_products_of_what_is_kept_are_float32_and_no_others(
     assert set(found) == set(forwards)
 
 
+def test_a_kept_head_with_a_half_dtype_of_its_own_warns():
+    state = state_of(Headed(head_dtype=jnp.float16), X, keep_fp32="head")
+    with pytest.warns(jamp.PrecisionWarning, match="keep_fp32 keeps .* 'Headed/head'"):
+        found = products(lambda s: forward(s, X), state)
+    assert found == ["float16,float16"] * 2
+
+
 def test_a_module_as_an_output_passes_untouched():
     state = state_of(Given(), X)
     bound = Given().bind({"params": state.params})

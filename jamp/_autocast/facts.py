@@ -156,6 +156,13 @@ class Facts:
                     return bias
         return None
 
+    def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether the user's program casts a kept param to half by itself."""
+        if eqn.primitive.name != "convert_element_type":
+            return False
+        kept = self.of(eqn.invars[0]).source == Source.KEPT
+        return kept and dtype_of(eqn.outvars[0]) == self.half
+
     def _exceeds_half(self, value: Any) -> bool:
         """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
         sizes = np.abs(np.asarray(value, np.float64))

@@ -31,7 +31,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
-from jamp._core.warnings import AutocastWarning
+from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
 type ProgramRule = Callable[["Rewriter", jc.JaxprEqn], None]
 
@@ -150,6 +150,8 @@ class Rewriter:
             self._note(eqn, None, None, "program")
             return
         rule, region = self.values.facts.ruling(eqn)
+        if self.values.facts.rounds_kept(eqn):
+            _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
         castable = is_castable_eqn(eqn, rule, self.values.half)
@@ -251,6 +253,17 @@ def _warn_once(name: str) -> None:
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
         stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_kept(names: str) -> None:
+    where = "/".join(filter(None, names.split("/")))
+    warn(
+        f"A param that keep_fp32 keeps in float32 is cast to half by the program itself"
+        f" (in {where!r}), by a layer's `dtype=` for example, and computes in half. "
+        "Leave the cast out: the opt level says what runs in half.",
+        PrecisionWarning,
     )
 
 
