@@ -97,8 +97,14 @@ def test_the_derivative_passes_through():
     def total(params):
         return state.replace(params=params).params["w"].astype(jnp.float32).sum()
 
-    for params in (state.params, tree(0.7)):
-        assert (jax.grad(total)(params)["w"] == 1).all()
+    def stepped_total(params):
+        after = state.replace(params=params).apply_gradients(grads=tree())
+        return jamp.master_params(after)["w"].sum()
+
+    half = jax.tree.map(jnp.copy, state.params)  # the same values, and other arrays
+    for params in (half, tree(0.7)):
+        for fn in (total, stepped_total):
+            assert (jax.grad(fn)(params)["w"] == 1).all()
 
 
 def test_params_beside_an_opt_state_and_shapes_are_set_as_given():

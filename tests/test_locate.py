@@ -360,7 +360,8 @@ def test_only_the_loss_scale_is_too_high():
 def test_every_level(level):
     state = params_state(level)
     before = jax.tree.map(np.array, state)
-    found = locate(two_layers, state, ONES)
+    with jax.debug_nans(True), jax.transfer_guard("disallow"):
+        found = locate(two_layers, state, ONES)
     assert found.finite is (level not in ("O1", "O2")) or found.phase == "backward"
     assert not found.finite or str(found).startswith("All is finite: the loss is 32")
     found = locate(two_layers, state, 2 * ONES, power=200)

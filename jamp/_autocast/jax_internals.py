@@ -48,6 +48,16 @@ def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     return eqn.params[_PROGRAM[eqn.primitive.name]]
 
 
+def programs_in(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
+    """The programs that an equation holds and that can be looked into."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return list(eqn.params["branches"])
+    if name == "while":
+        return list(while_programs(eqn)[:2])
+    return [program_of(eqn)] if name in _PROGRAM else []
+
+
 def with_program(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> dict[str, Any]:
     """The parameters of an equation that holds one program, with another one."""
     return {**eqn.params, _PROGRAM[eqn.primitive.name]: program}

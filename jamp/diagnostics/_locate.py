@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jc
 
+from jamp._core.devices import moves_constants
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
@@ -19,6 +19,7 @@ from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float, range_of
 from jamp.diagnostics._replay import Place, Replay
 from jamp.diagnostics._source import is_backward, module_path
+from jamp.diagnostics._step import Step, traced, with_aux
 
 
 def locate(
@@ -81,20 +82,6 @@ def locate(
     return locate_in(both, state, {"args": args, "kwargs": kwargs}, loss_id)
 
 
-class _Step(NamedTuple):
-    """A program that gives the loss and the gradients.
-
-    Attributes:
-        program: what it is.
-        values: what it takes, and the paths of that.
-        paths: of the gradients.
-    """
-
-    program: jc.Jaxpr
-    values: list[tuple[Any, str]]
-    paths: list[str]
-
-
 class _Run(NamedTuple):
     """What a run gave.
 
@@ -113,6 +100,7 @@ class _Run(NamedTuple):
     is_backward: bool
 
 
+@moves_constants
 def locate_in(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     state: AmpState,
@@ -138,7 +126,7 @@ def locate_in(
     rules = _replaced(state.loss_scale_rules, loss_id, DynamicLossScale())
     state = state.replace(loss_scale_rules=rules)
 
-    step = _traced(fn, state, arguments)
+    step = traced(fn, (state, arguments))
     name = f"loss_scales/{loss_id}/scale"
 
     def run(scale: float) -> _Run:
@@ -190,45 +178,7 @@ def locate_in(
     )
 
 
-def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss function that gives `(loss, None)`, whether it has an aux or not."""
-
-    def both(*args, **kwargs):
-        out = loss_fn(*args, **kwargs)
-        return (out[0] if isinstance(out, tuple) else out), None
-
-    return both
-
-
-def _traced(
-    fn: Callable[..., Any], state: AmpState, arguments: dict[str, Any]
-) -> _Step:
-    named = jax.tree_util.tree_leaves_with_path((state, arguments))
-    structure = jax.tree.structure((state, arguments))
-    leaves = [x for _, x in named]
-    places = [i for i, x in enumerate(leaves) if _is_traced_by_jit(x)]
-    paths: list[str] = []
-
-    def flat(*arrays):
-        found = dict(zip(places, arrays, strict=True))
-        filled = [found.get(i, x) for i, x in enumerate(leaves)]
-        loss, grads = fn(*jax.tree.unflatten(structure, filled))
-        named = jax.tree_util.tree_leaves_with_path(grads)
-        paths[:] = [path_string(path) for path, _ in named]
-        return [loss, *(x for _, x in named)]
-
-    program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
-    # Without the place of state or arguments.
-    values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
-    return _Step(program, values, paths)
-
-
-def _is_traced_by_jit(x: Any) -> bool:
-    """Whether to trace an argument; Python's numbers are as in a step's code."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
-
-
-def _run(step: _Step, values: list[tuple[Any, str]]) -> _Run:
+def _run(step: Step, values: list[tuple[Any, str]]) -> _Run:
     replay = Replay(RULES)
     given = [replay.argument(array, name) for array, name in values]
     loss, *grads = replay.run(step.program, given, Place())

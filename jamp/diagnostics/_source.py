@@ -15,7 +15,7 @@ _INSTALLED = tuple(
 )
 # What JAX and jamp put around the names of modules, and between them.
 _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
-_MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|)$")
+_MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
 
 
 def user_line(eqn: jc.JaxprEqn) -> str:

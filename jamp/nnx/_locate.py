@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jamp._scaling.value_and_grad import scaled_value_and_grad
-from jamp.diagnostics._locate import locate_in, with_aux
+from jamp.diagnostics._locate import locate_in
 from jamp.diagnostics._location import Location
+from jamp.diagnostics._step import with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure_loss import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
