@@ -29,6 +29,7 @@ def check_fresh(model: nnx.Module) -> None:
 def patch(model: nnx.Module, properties: Properties) -> None:
     """Lets the call of a model whose Variables are cast run under its level."""
     if properties.cast_model_type:
+        module: Any
         for _, module in nnx.iter_modules(model):
             if names_dtype(vars(module).get("dtype"), HALF_DTYPES):
                 module.dtype = FLOAT32  # the level says what runs in half
