@@ -22,7 +22,7 @@ from jamp._core.tree import (
     split_overwrite,
     widen_tree,
 )
-from jamp._policy.forward import forward_policy, under_autocast
+from jamp._policy.forward import forward_policy, under_policy
 from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
@@ -127,7 +127,7 @@ def scaled_value_and_grad(
             mapped_axis.check_bound(axis_name)
             trained = mapped_axis.varying(trained, axis_name)
 
-        run_loss = under_autocast(loss_fn, state.properties)
+        run_loss = under_policy(loss_fn, state.properties, state.params)
 
         def scaled_loss(trained, scale_state):
             whole = groups.split(state.params, every)

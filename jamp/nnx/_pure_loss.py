@@ -8,7 +8,7 @@ from flax import nnx
 
 from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, from_pure, with_arrays
+from jamp.nnx._variables import Models, from_pure, shown, with_arrays, written_back
 
 
 def check_optimizer(
@@ -42,6 +42,7 @@ class PureLoss:
     ):
         self.loss_fn, self.has_aux = loss_fn, has_aux
         self.models, self.wrt = models, optimizer.wrt
+        self.half = optimizer.properties.half_dtype
         self.graphdef, self.trained, self.rest = nnx.split(models, self.wrt, ...)
         self.nodes, self.others, self.put_back = take_out((args, kwargs))
         check_arguments_apart(models, self.nodes)
@@ -50,10 +51,12 @@ class PureLoss:
 
     def __call__(self, params: Any, before: Any, others: Any) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
+        # Params that are not trained; `params` are shown so already.
+        frozen = shown(self.rest, before[0], self.half)
         there = nnx.merge(
             self.graphdef,
             with_arrays(self.trained, params),
-            from_pure(self.rest, before[0]),
+            from_pure(self.rest, frozen),
         )
         nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, before[1]))
         args, kwargs = self.put_back(nodes, others)
@@ -62,7 +65,7 @@ class PureLoss:
         left = nnx.state(there, nnx.Not(self.wrt)), nnx.state(nodes)
         after = nnx.as_pure(left)
         _check_structure(before, after)
-        return loss, (aux, after)
+        return loss, (aux, (written_back(self.rest, after[0]), after[1]))
 
     def write_back(self, after: Any) -> None:
         """Puts what a loss left into the objects that were given."""
