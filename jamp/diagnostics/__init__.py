@@ -4,6 +4,12 @@ May import all rooms but `linen` and `nnx`. What was decided comes from `_autoca
 itself, as data; here it is counted, put in sentences and shown.
 """
 
+from jamp.diagnostics._cost import (
+    Costs as Costs,
+    Part as Part,
+    StepCost as StepCost,
+    cost as cost,
+)
 from jamp.diagnostics._explain import explain as explain
 from jamp.diagnostics._explanation import Explanation as Explanation
 from jamp.diagnostics._history import History as History
