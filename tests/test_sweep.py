@@ -17,7 +17,7 @@ SAMPLE = 16
 NAMES = sorted({*sweep.FUNCTIONS} - sweep.excluded())
 SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 0]
 
-# Hazards of `narrowest` that docs/autocast.md lists, by a word of what `check` says, and
+# Hazards of `narrowest` that docs/autocast.md lists, by words of what `check` says, and
 # in which functions: what a product gave makes half of numbers beyond its range.
 HAZARDS = (
     ("float16 narrowest", "losses.ctc_loss"),  # a log of 0 that is -1e5, in a carry

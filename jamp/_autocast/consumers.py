@@ -12,7 +12,7 @@ from jax.extend import core as jc
 from jamp._autocast.facts import Facts
 from jamp._autocast.jax_internals import CHECKPOINT, scan_counts
 from jamp._autocast.lists import Rule
-from jamp._autocast.program import Atom, is_castable_eqn, is_float32, ruling
+from jamp._autocast.program import Atom, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
 
 
@@ -100,7 +100,7 @@ def _of_equation(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
     inside = _INSIDE.get(eqn.primitive.name)
     if inside is not None:
         return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts)
-    rule, _ = ruling(consumers.facts.scope, eqn)
+    rule, _ = consumers.facts.ruling(eqn)
     want = _of_rule(eqn, rule, consumers)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
 

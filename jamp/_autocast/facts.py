@@ -46,6 +46,10 @@ class Fact(NamedTuple):
     asks: bool = False
     origin: Origin = Origin()
 
+    def numbered(self, numbers: dict[Any, int]) -> "Fact":
+        """The same with numbers in the place of arrays."""
+        return self._replace(origin=self.origin.numbered(numbers))
+
 
 # Their results hold what their operands hold, to a few digits.
 _KEEP_RANGE = frozenset(
@@ -68,10 +72,13 @@ class Facts:
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
         policy = scope.policy
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
+        self.given = given
         self._widest = policy.promote == "widest"
         self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
-        self._inside: dict[int, list[Facts]] = {}  # by the `id` of the equation
+        # By the `id` of the equation, both.
+        self._rules: dict[int, tuple[Rule | None, str]] = {}
+        self._inside: dict[int, list[Facts]] = {}
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._of_results(eqn), strict=True))
@@ -132,9 +139,15 @@ class Facts:
         too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
         return bool((too_large | too_small).any())
 
+    def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+        """The rule for an equation, and the region that it comes from, if it does."""
+        if id(eqn) not in self._rules:
+            self._rules[id(eqn)] = ruling(self.scope, eqn)
+        return self._rules[id(eqn)]
+
     def inside(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
-        return self._inside[id(eqn)]
+        return self._inside.get(id(eqn), [])
 
     def _enter(
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
@@ -157,7 +170,7 @@ class Facts:
             return [_either(facts) for facts in zip(*branches, strict=True)]
         if name == "scan":
             return self._of_scan(eqn)
-        rule, _ = ruling(self.scope, eqn)
+        rule, _ = self.ruling(eqn)
         return [self._of_result(eqn, v, rule) for v in eqn.outvars]
 
     def _of_program(

@@ -131,10 +131,9 @@ ROWS = (
     ),
     _row(
         Rule.RECORDED,
-        "CustomRoot linear_solve maybe_set nonbatchable nondifferentiable_backward nontraceable "
-        "select_if_vmap unvmap_all unvmap_any unvmap_max",
-        "Root finders and solvers need their digits, and are closed; and what Equinox's "
-        "loops are made of.",
+        "CustomRoot linear_solve maybe_set nonbatchable nondifferentiable_backward "
+        "nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max",
+        "Solvers, which need their digits, and what Equinox's loops are made of.",
         "torch: not in any list",
     ),
 )
