@@ -143,6 +143,21 @@ def test_a_thousand_damaged_trees(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_just_beyond_what_training_comes_to(form):
+    tree, read, _ = FORMS[form]
+    scaler = {"to_checkpoint": ("loss_scaler0",), "state": ("loss_scales", "0")}[form]
+    scale = {"to_checkpoint": "loss_scale", "state": "scale"}[form]
+    wrong = [((*scaler, scale), x) for x in (0, -1, np.inf, np.nan, 2.0**-127)]
+    wrong += [((*scaler, name), -1) for name in COUNTS[:3]]
+    wrong += [((name,), -1) for name in COUNTS[3:]]
+    for path, value in [*wrong, ((*scaler, "hysteresis"), RULE.hysteresis + 1)]:
+        broken = copy.deepcopy(tree)
+        put(broken, path, np.asarray(value, dict(leaves(tree))[path].dtype))
+        with pytest.raises(ValueError, match="/".join(path)):
+            read(STATE, broken)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_damaged_bytes_of_msgpack(form):
     data = serialization.msgpack_serialize(FORMS[form][0])
     names = {name for path, _ in leaves(FORMS[form][0]) for name in path}
@@ -178,7 +193,7 @@ def test_a_state_that_orbax_restored_is_looked_at_by_check(scale, tmp_path):
     jamp.check(STATE)
 
 
-@pytest.mark.parametrize("version", [None, np.nan, 0, 1.5, "1", -3])
+@pytest.mark.parametrize("version", [None, np.nan, np.inf, 0, 1.5, "1", -3])
 def test_versions_that_are_none(version):
     with pytest.raises(ValueError, match=f"version is {version!r}"):
         jamp.from_checkpoint(STATE, PORTABLE | {"version": version})

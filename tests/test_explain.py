@@ -1,23 +1,47 @@
 """`jamp.explain`: what autocast decided for each operation, why, and how it says so."""
 
-import importlib.util
+import inspect
 import json
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
 from jamp._autocast import rewrite
+from jamp.diagnostics._table import short
 from tests.constructs import repeat
 from tests.programs import products
 
 LISTS = jamp.AutocastLists()
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        attention = nn.MultiHeadDotProductAttention(2)
+        x = x + attention(nn.LayerNorm()(x))
+        h = nn.relu(nn.Dense(128)(nn.LayerNorm()(x)))
+        return x + nn.Dense(32)(h)
+
+
+LINE_OF_ATTENTION = inspect.getsourcelines(Block)[1] + 4
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(20, 32)(ids)
+        for _ in range(12):
+            x = Block()(x)
+        return nn.Dense(20)(nn.LayerNorm()(x))
 
 
 def only(explanation, primitive):
@@ -252,23 +276,24 @@ def test_markdown():
     w = jax.ShapeDtypeStruct((8, 2), jnp.float32)
     text = jamp.explain(named, lists=lists)(X, w).to_markdown()
     table, totals, warning = text.strip().split("\n\n")
-    line = named.__code__.co_firstlineno + 2
+    line = short(f"{__file__}:{named.__code__.co_firstlineno + 2}")
     assert table.splitlines() == [
-        "| line | name stack | operation | operands | runs in | why | FLOPs | reason |",
+        "| line | module | operation | operands | runs in | why | FLOPs | reason |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        f"| tests/test_explain.py:{line} | head | dot_general | float32 float32 "
+        f"| {line} | head | dot_general | float32 float32 "
         "| float32 | float32 (region) | 256 | `lists.with_region('a\\|head', ...)`. |",
-        f"| tests/test_explain.py:{line} | head | tanh | float32 | float32 "
+        f"| {line} | head | tanh | float32 | float32 "
         "| float32 (region) |  | `lists.with_region('a\\|head', ...)`. |",
     ]
     assert totals == (
-        "2 operations; 1 matmuls and convolutions: 256 FLOPs, 0.0% in half (float16)."
+        "autocast, widest: 1 matmuls and convolutions, 256 FLOPs, 0.0% in half "
+        "(float16)."
     )
-    assert warning.startswith(f"- {__file__}:{line}: dot_general runs in float32")
+    assert warning.startswith(f"- {__file__}:{line.split(':')[1]}: dot_general runs")
 
 
 def test_markdown_indents_programs_and_counts_trips():
-    text = jamp.explain(everywhere)(X, X).to_markdown()
+    text = jamp.explain(everywhere)(X, X).to_markdown(filter="all")
     cells = (
         "scan × 2",
         "· dot_general",
@@ -292,6 +317,7 @@ def test_dict_is_plain():
         "path": ["jit"],
         "source": f"{__file__}:{everywhere.__code__.co_firstlineno + 2}",
         "name_stack": "",
+        "module": "",
         "primitive": "dot_general",
         "trips": 1,
         "in_dtypes": ["float32", "float32"],
@@ -300,22 +326,84 @@ def test_dict_is_plain():
         "why": "list",
         "reason": REASONS["a product"],
         "flops": 1024,
+        "sizes": [8, 8, 8],
+        "bytes": 3 * 64 * 2,
     }
 
 
-def test_text_is_a_table_of_rich(monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "160")
-    text = str(jamp.explain(everywhere)(X, X))
-    assert text.startswith("┏") and "\x1b" not in text and "disable_casts" in text
-    totals = "8 matmuls and convolutions: 9.22e+03 FLOPs, 88.9% in half (float16)."
-    assert totals in text
+def test_the_tree_of_a_transformer():
+    def loss(params, ids):
+        return Transformer().apply({"params": params}, ids).mean()
+
+    ids = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    params = jax.eval_shape(Transformer().init, jax.random.key(0), ids)["params"]
+    explanation = jamp.explain(loss)(params, ids)
+    title, head, *rows = str(explanation).splitlines()
+    assert len(rows) <= 58 and max(map(len, [title, head, *rows[:-1]])) <= 100
+    # 64 tokens of 32 features: 4 projections, 2 products of 4 sequences, an MLP.
+    projection, attention = 2 * 64 * 32 * 32, 2 * 2 * 4 * 16 * 16 * 32
+    block = 4 * projection + attention + 2 * 4 * projection
+    total = 12 * block + 2 * 64 * 32 * 20
+    assert explanation.matmul_flops == total and f"{total:.3g} FLOPs" in title
+    (of_blocks,) = (row for row in rows if "Block_0 … Block_11" in row)
+    assert f"12 × {block / 1e6:.3g} M     100%" in of_blocks
+    (same,) = (row for row in rows if "query, key, value" in row)
+    assert f"4 × {projection / 1e3:.3g} k" in same and same.startswith("      query")
+    assert sum("LayerNorm" in row for row in rows) == 3 and "add 2×" in of_blocks
+    assert "64 × 20 × 32: 20 is no multiple of 8" in rows[-1]
+    assert "Block_0" not in explanation.show(depth=1)
+    assert len(repr(explanation).splitlines()) == 1
+    listed = explanation.show(filter="products").splitlines()
+    assert len(listed) == 1 + 12 * 8 + 1
+    assert listed[1].endswith(f"{short(__file__)}:{LINE_OF_ATTENTION}")
+    assert {
+        row.split()[-4] for row in explanation.show(filter=" exp ").splitlines()[1:]
+    } == {"float32"}
+    assert "dot_general" not in explanation.show(filter="float32")
 
 
-def test_text_is_markdown_without_rich(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "rich" else find(name)
+def test_what_is_in_no_module_goes_by_its_line():
+    def layers(x, w):
+        for _ in range(12):
+            x = jnp.exp(x @ w)
+        return x.sum()
+
+    _, _, *rows = str(jamp.explain(layers)(X, X)).splitlines()
+    first = layers.__code__.co_firstlineno
+    assert [row.split()[0] for row in rows] == [
+        f"{short(__file__)}:{first + 2}",
+        f"{short(__file__)}:{first + 3}",
+    ]
+    assert "12.3 k     100%  exp 12× (by the lists)" in rows[0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_step_at_each_level(level):
+    model = nn.Dense(8, name="dense")
+    params = model.init(jax.random.key(0), jnp.ones((8, 8)))["params"]
+    options = {"apply_fn": model.apply, "verbosity": 0}
+    state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+
+    def loss(params, x):
+        return state.apply_fn({"params": params}, x).mean(), "aux"
+
+    explanation = jamp.explain(loss)(state, X)
+    half = {"O0": "float32", "O4": "bfloat16", "O5": "bfloat16"}.get(level, "float16")
+    # Forward and backward: the input has no gradient.
+    assert explanation.matmul_flops == 2 * 1024 and explanation.dtype == half
+    assert explanation.half_share == (level != "O0")
+    assert explanation.level == level and f"A step at {level}: 2 mat" in str(
+        explanation
     )
+    assert explanation.warnings == ()
+    products = [op for op in explanation.operations if op.flops]
+    assert {(op.dtype, op.module) for op in products} == {(half, "dense")}
+    assert [op.is_backward for op in products] == [False, True]
+
+
+def test_what_show_cannot_take():
     explanation = jamp.explain(jnp.matmul)(X, X)
-    assert str(explanation) == explanation.to_markdown()
+    with pytest.raises(ValueError, match="`depth` must be at least 1, got 0"):
+        explanation.show(depth=0)
+    with pytest.raises(ValueError, match=r"a regex, got '\('"):
+        explanation.show(filter="(")

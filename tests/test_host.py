@@ -62,7 +62,7 @@ def test_a_transfer_guard_stops_none_of_our_constants(level):
 
 
 def half_loss(params):
-    return params["w"].sum()
+    return params["w"].sum().astype(jnp.float16)
 
 
 WARNINGS = {

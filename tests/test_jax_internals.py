@@ -209,6 +209,30 @@ def test_the_names_and_the_line_of_an_equation():
     assert jax_internals.source_line(eqn) == LINE
 
 
+def test_lines_that_led_to_an_equation():
+    first, second, *_ = jax_internals.source_lines(equation(lambda x: scoped(x), X))
+    assert first == LINE and second.startswith(f"{__file__}:")
+
+
+def test_an_equation_alone():
+    program = jax.make_jaxpr(lambda x: jnp.sin(x * 2 + x))(X)
+    eqn = program.eqns[1]
+    assert eqn.primitive.name == "add"
+    (got,) = jc.jaxpr_as_fun(jax_internals.alone(eqn, program))(X, W)
+    np.testing.assert_array_equal(got, X + W)
+    (got,) = jc.jaxpr_as_fun(jax_internals.alone(program.eqns[0], program))(
+        X, np.float32(3)
+    )
+    np.testing.assert_array_equal(got, X * 3)
+
+
+def test_the_options_of_a_shard_map():
+    options = jax_internals.shard_map_options(equation(mapped(jnp.sin), X))
+    assert options["axis_names"] == {"d"} and options["check_vma"] is True
+    again = jax.shard_map(jnp.cos, out_specs=P(), **options)
+    np.testing.assert_allclose(again(X), jnp.cos(X), rtol=1e-6)
+
+
 def test_a_cast_stands_where_it_is_read():
     eqn = equation(scoped, X)
     cast = jax_internals.conversion(eqn.invars[0], jnp.dtype(jnp.float16), eqn)

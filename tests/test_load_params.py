@@ -97,8 +97,14 @@ def test_the_derivative_passes_through():
     def total(params):
         return state.replace(params=params).params["w"].astype(jnp.float32).sum()
 
-    for params in (state.params, tree(0.7)):
-        assert (jax.grad(total)(params)["w"] == 1).all()
+    def stepped_total(params):
+        after = state.replace(params=params).apply_gradients(grads=tree())
+        return jamp.master_params(after)["w"].sum()
+
+    half = jax.tree.map(jnp.copy, state.params)  # the same values, and other arrays
+    for params in (half, tree(0.7)):
+        for fn in (total, stepped_total):
+            assert (jax.grad(fn)(params)["w"] == 1).all()
 
 
 def test_params_beside_an_opt_state_and_shapes_are_set_as_given():
@@ -120,6 +126,7 @@ def test_a_subclass_without_a_transformation_loads_too():
     state = make("O2", tree(), None, count=jnp.ones(()), state_class=Mine)
     loaded = state.replace(params=tree(0.7), count=jnp.zeros(()))
     assert isinstance(loaded, Mine) and loaded.count == 0
+    assert_same_bits(loaded, loaded.load_params(tree(0.7), reset_optimizer=True))
     assert loaded.params["w"].dtype == HALF["O2"] and loaded.opt_state is None
 
 
@@ -152,7 +159,10 @@ def test_donating_a_loaded_state_leaves_the_params_that_were_given():
 
 
 def test_the_step_is_not_compiled_again_and_copies_nothing_for_what_stays():
-    state = begun("O2")
+    weak = optax.GradientTransformation(
+        lambda _: jnp.asarray(1.0), lambda g, s, _: (g, s)
+    )
+    state = begun("O2", optax.chain(STILL, weak))
     step = jax.jit(lambda state: stepped.__wrapped__(state))
     step(state)
     step(state.replace(params=tree(0.7)))
@@ -191,9 +201,11 @@ def test_sharded_params_stay_where_they_are():
     mesh = jax.make_mesh((1,), ("data",))
     lies = jax.NamedSharding(mesh, jax.P())
     state = make("O2", jax.device_put(tree(), lies), STILL)
-    loaded = state.replace(params=jax.tree.map(np.asarray, tree(0.7)))
-    places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
-    assert places[0] == places[1]
+    elsewhere = jax.tree.map(np.asarray, tree(0.7))
+    for anew in (False, True):
+        loaded = state.load_params(elsewhere, reset_optimizer=anew)
+        places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
+        assert places[0] == places[1]
 
 
 # NNX

@@ -95,7 +95,7 @@ def test_flax_loss_is_not_nan_on_step_1():
     assert state.loss_scale == 2.0**16
 
     def half_loss(p):
-        return (p["w"] * p["w"]).sum()
+        return jnp.square(p["w"].astype(jnp.float16)).sum()
 
     with pytest.warns(jamp.PrecisionWarning, match="float16"):
         loss, _ = jamp.scaled_value_and_grad(half_loss)(state)

@@ -212,7 +212,11 @@ def test_aux_is_that_of_the_last_attempt_in_its_dtypes():
     arrays = {"key": jax.random.key(3), "int": jnp.int32(7), "none": None}
 
     def with_aux(p, x, mean):
-        aux = arrays | {"half": p["w"] * 2, "flag": x > 1, "numbers": (1, 2.5)}
+        aux = arrays | {
+            "half": p["w"].astype("float16") * 2,
+            "flag": x > 1,
+            "numbers": (1, 2.5),
+        }
         return dot(p, x), (aux, 0.5 * mean + 0.5 * x)
 
     options = {"has_aux": True, "redo_on_overflow": 5}

@@ -2,9 +2,10 @@
 
 May import `_core`. `lists` says which operation runs in what, as data; `regions` marks
 parts of a program that the user decides on, `kernels` calls with half what runs in
-nothing else, and `tracing` knows what a thread traces for. `facts` reads a program
-forward and `consumers` backward, `values` chooses dtypes, `rewrite` writes the new
-program, `control_flow` what holds programs, `derivatives` the user's own, and `islands`
-what the backward pass keeps. `transform` is the front; what JAX does not document is in
-`jax_internals` and `derivatives`. The README has the words.
+nothing else, `tracing` knows what a thread traces for, and `model` marks the params of
+a half model. `facts` reads a program forward and `consumers` backward, `values` chooses
+dtypes, `rewrite` writes the new program, `control_flow` what holds programs,
+`derivatives` what the user differentiates by hand, and `islands` what the backward pass
+keeps. `transform` is the front; what JAX does not document is in `jax_internals` and
+`derivatives`. The README has the words.
 """

@@ -107,7 +107,7 @@ def _of_equation(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
 
 def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     outs = [v for v in eqn.outvars if is_float32(v)]
-    if not is_castable_eqn(eqn) or not outs:
+    if not is_castable_eqn(eqn, rule, consumers.facts.half) or not outs:
         return NOBODY  # such as a comparison
     if rule is Rule.HALF:
         return _IN_HALF

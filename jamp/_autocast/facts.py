@@ -4,7 +4,9 @@ What an operand asks for where it meets others is its *vote*: the dtype that tor
 rules would give it. What it is in fact computed in is decided later, by `values`.
 """
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,8 +21,10 @@ from jamp._autocast.jax_internals import (
     scan_counts,
 )
 from jamp._autocast.lists import Rule
-from jamp._autocast.origins import Origin
+from jamp._autocast.model import Source, mark_of
+from jamp._autocast.origins import Origin, itself
 from jamp._autocast.program import (
+    WEIGHT,
     Atom,
     Scope,
     dtype_of,
@@ -40,11 +44,13 @@ class Fact(NamedTuple):
             takes the dtype of what it meets, and for what is not float32.
         asks: whether it holds, or may hold, a literal that half cannot.
         origin: what its numbers are made of.
+        source: which params of the model they depend on, and whether on other data.
     """
 
     vote: Any
     asks: bool = False
     origin: Origin = Origin()
+    source: Source = Source.DATA
 
     def numbered(self, numbers: dict[Any, int]) -> "Fact":
         """The same with numbers in the place of arrays."""
@@ -89,8 +95,39 @@ class Facts:
         """What is known of a value."""
         if isinstance(atom, jc.Literal):
             asks = is_float32(atom) and self._exceeds_half(atom.val)
-            return Fact(FLOAT32 if asks else None, asks)
-        return self._facts.get(atom) or _unknown(atom)
+            return Fact(FLOAT32 if asks else None, asks, source=Source(0))
+        return self._facts.get(atom) or self._unknown(atom)
+
+    def source(self, atoms: Iterable[Atom]) -> Source:
+        """What values depend on, together."""
+        return functools.reduce(
+            operator.or_, (self.of(v).source for v in atoms), Source(0)
+        )
+
+    def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+        """As `program.ruling`; a product may be in float32 for its weight."""
+        if id(eqn) not in self._rules:
+            self._rules[id(eqn)] = self._ruling(eqn)
+        return self._rules[id(eqn)]
+
+    def _ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+        rule, region = ruling(self.scope, eqn)
+        if rule is not Rule.HALF or region or not self.scope.policy.of_model:
+            return rule, region
+        sources = [self.of(v).source for v in eqn.invars]
+        sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
+        kept = Source.KEPT in sources and Source.HALF not in sources
+        of_model = Source.HALF in functools.reduce(operator.or_, sources)
+        return (rule, region) if of_model and not kept else (Rule.FLOAT32, WEIGHT)
+
+    def _unknown(self, atom: Atom) -> Fact:
+        source = self.scope.within
+        if not is_float32(atom):
+            # Half params that the user's program has from elsewhere.
+            is_half = dtype_of(atom) == self.half
+            return Fact(None, source=Source.HALF if is_half else source)
+        vote = None if is_weak_scalar(atom) else FLOAT32
+        return Fact(vote, origin=itself(atom), source=source)
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
@@ -131,6 +168,13 @@ class Facts:
                     return bias
         return None
 
+    def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether the user's program casts a kept param to half by itself."""
+        if eqn.primitive.name != "convert_element_type":
+            return False
+        kept = self.of(eqn.invars[0]).source == Source.KEPT
+        return kept and dtype_of(eqn.outvars[0]) == self.half
+
     def _exceeds_half(self, value: Any) -> bool:
         """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
         sizes = np.abs(np.asarray(value, np.float64))
@@ -139,20 +183,23 @@ class Facts:
         too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
         return bool((too_large | too_small).any())
 
-    def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
-        """The rule for an equation, and the region that it comes from, if it does."""
-        if id(eqn) not in self._rules:
-            self._rules[id(eqn)] = ruling(self.scope, eqn)
-        return self._rules[id(eqn)]
-
     def inside(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
         return self._inside.get(id(eqn), [])
 
+    def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
+        """The scope of the programs that an equation holds.
+
+        A function with a derivative of its own is in half as a product is: as a whole.
+        """
+        weighted = any(self.of(v).source == Source.KEPT for v in eqn.invars)
+        within = Source.DATA if weighted else self.source(eqn.invars)
+        return self.scope.inside(eqn)._replace(within=within or Source.DATA)
+
     def _enter(
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
     ) -> "Facts":
-        found = Facts(jaxpr, given, self.scope.inside(eqn))
+        found = Facts(jaxpr, given, self.scope_inside(eqn))
         self._inside.setdefault(id(eqn), []).append(found)
         return found
 
@@ -170,8 +217,16 @@ class Facts:
             return [_either(facts) for facts in zip(*branches, strict=True)]
         if name == "scan":
             return self._of_scan(eqn)
-        rule, _ = self.ruling(eqn)
-        return [self._of_result(eqn, v, rule) for v in eqn.outvars]
+        mark = mark_of(eqn)
+        if mark is not None:
+            vote = self.half if mark.is_half else FLOAT32
+            asks = self.of(eqn.invars[0]).asks
+            return [Fact(vote, asks, itself(eqn.outvars[0]), mark.source)]
+        rule, region = self.ruling(eqn)
+        # What is made of a kept weight stays float32, until it meets half again.
+        source = Source.DATA if region == WEIGHT else self.source(eqn.invars)
+        found = [self._of_result(eqn, v, rule) for v in eqn.outvars]
+        return [fact._replace(source=source) for fact in found]
 
     def _of_program(
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, operands: Sequence[Atom]
@@ -187,18 +242,34 @@ class Facts:
 
     def of_slices(self, eqn: jc.JaxprEqn) -> list[Fact]:
         """What is known of the inputs of a scan's body, with all carries in float32."""
+        _, carry = scan_counts(eqn)
         fixed = sum(scan_counts(eqn))
-        known = [_unknown(v)._replace(asks=self.of(v).asks) for v in eqn.invars]
-        votes = [self.of(v).vote for v in eqn.invars[fixed:]]
-        slices = zip(known[fixed:], votes, strict=True)
-        return known[:fixed] + [fact._replace(vote=vote) for fact, vote in slices]
+        facts = [self.of(v) for v in eqn.invars]
+        known = [
+            self._unknown(v)._replace(asks=fact.asks, source=fact.source)
+            for v, fact in zip(eqn.invars, facts, strict=True)
+        ]
+        source = self.source(eqn.invars)  # of a carry, after some trips
+        consts, carries, slices = (
+            known[: fixed - carry],
+            known[fixed - carry : fixed],
+            zip(known[fixed:], facts[fixed:], strict=True),
+        )
+        return [
+            *consts,
+            *(fact._replace(source=source) for fact in carries),
+            *(fact._replace(vote=given.vote) for fact, given in slices),
+        ]
 
     def _of_scan(self, eqn: jc.JaxprEqn) -> list[Fact]:
         consts, carry = scan_counts(eqn)
         carries = eqn.invars[consts : consts + carry]
         body = program_of(eqn)
         found = self._enter(eqn, body, self.of_slices(eqn))
-        facts = [_unknown(v) for v in eqn.outvars]
+        facts = [
+            self._unknown(v)._replace(source=found.of(inner).source)
+            for v, inner in zip(eqn.outvars, body.outvars, strict=True)
+        ]
         for i, inner in enumerate(body.outvars):
             vote = found.of(inner).vote
             if i < carry:
@@ -213,11 +284,12 @@ class Facts:
     def _of_result(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
         if not is_float32(out):
             return Fact(None)
-        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+        castable = is_castable_eqn(eqn, rule, self.half)
+        if rule is Rule.RECORDED or rule is None or not castable:
             # A mask is exact in any dtype.
             mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
             exact = mask and eqn.primitive.name == "convert_element_type"
-            return _unknown(out)._replace(vote=None if exact else FLOAT32)
+            return self._unknown(out)._replace(vote=None if exact else FLOAT32)
         origin = origins.of_result(
             eqn, out, rule, [self.of(v).origin for v in eqn.invars]
         )
@@ -258,17 +330,11 @@ class Facts:
         )
 
 
-def _unknown(atom: Atom) -> Fact:
-    if not is_float32(atom):
-        return Fact(None)
-    vote = None if is_weak_scalar(atom) else FLOAT32
-    return Fact(vote, origin=origins.itself(atom))
-
-
 def _either(facts: Sequence[Fact]) -> Fact:
     """What is known of a value that is one of several."""
     votes = {fact.vote for fact in facts} - {None}
+    source = functools.reduce(operator.or_, (fact.source for fact in facts))
     if len(votes) > 1:
-        return facts[0]._replace(vote=FLOAT32, origin=Origin())
+        return facts[0]._replace(vote=FLOAT32, origin=Origin(), source=source)
     vote = next(iter(votes), None)
-    return Fact(vote, any(fact.asks for fact in facts))
+    return Fact(vote, any(fact.asks for fact in facts), source=source)

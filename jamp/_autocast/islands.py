@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import checkpointed, program_of
-from jamp._autocast.program import Atom, dtype_of, size_of
+from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
@@ -100,6 +100,8 @@ class _Program:
         eqns = [self.eqns[i] for i in members]
         # A costly statistic, such as a norm's `rsqrt`, is small: it may be kept.
         costly = any(_is_costly(e) and _holds(e.outvars, size) for e in eqns)
+        if len(shape_of(self.eqns[end].outvars[0])) > 4:
+            return set()  # XLA transposes the cotangents of grouped scores in float32
         return members if costly and not _holds(_inputs(eqns), size) else set()
 
     def leaks(self, end: int, members: set[int]) -> set[int]:

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,16 @@ def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     return eqn.params[_PROGRAM[eqn.primitive.name]]
 
 
+def programs_in(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
+    """The programs that an equation holds and that can be looked into."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return list(eqn.params["branches"])
+    if name == "while":
+        return list(while_programs(eqn)[:2])
+    return [program_of(eqn)] if name in _PROGRAM else []
+
+
 def with_program(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> dict[str, Any]:
     """The parameters of an equation that holds one program, with another one."""
     return {**eqn.params, _PROGRAM[eqn.primitive.name]: program}
@@ -78,6 +88,26 @@ def with_while_programs(
 ) -> dict[str, Any]:
     """The parameters of a while loop, with another condition and another body."""
     return {**eqn.params, "cond_jaxpr": cond, "body_jaxpr": body}
+
+
+def shard_map_options(eqn: jc.JaxprEqn) -> dict[str, Any]:
+    """What `jax.shard_map` was given, but for the function and its `out_specs`."""
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
+    name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"
+    return options | {"axis_names": frozenset(eqn.params[name])}
+
+
+def alone(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
+    """A program of one equation of another, that takes all its operands."""
+    invars = [jc.Var(v.aval) for v in eqn.invars]
+    return program.replace(
+        constvars=[],
+        invars=invars,
+        outvars=eqn.outvars,
+        eqns=[eqn.replace(invars=list(invars))],
+        effects=eqn.effects,
+        debug_info=program.debug_info.with_unknown_names(),
+    )
 
 
 def conv_features(eqn: jc.JaxprEqn) -> int:
@@ -184,15 +214,19 @@ def name_stack(eqn: jc.JaxprEqn) -> str:
 
 
 def source_line(eqn: jc.JaxprEqn) -> str:
-    """`file:line` of an equation, the innermost outside of JAX and jamp; "" if none.
+    """`file:line` of an equation, the innermost outside of JAX and jamp; "" if none."""
+    return next(source_lines(eqn), "")
 
-    JAX keeps the traceback of each equation, innermost first.
+
+def source_lines(eqn: jc.JaxprEqn) -> Iterator[str]:
+    """The lines outside of JAX and jamp that led to an equation, innermost first.
+
+    JAX keeps the traceback of each equation.
     """
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not frame.file_name.startswith(_LIBRARIES):
-            return f"{frame.file_name}:{frame.line_num}"
-    return ""
+            yield f"{frame.file_name}:{frame.line_num}"
 
 
 def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprEqn:

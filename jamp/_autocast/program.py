@@ -12,11 +12,14 @@ from jax.extend.core import primitives
 
 from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.model import Source
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
 
-PRECISION = "precision="  # stands for a region where a product asks for float32 itself
+# What stands for a region where a product is in float32 by itself.
+PRECISION = "precision="  # it asks for float32
+WEIGHT = "weight="  # its weight is one that the level keeps, or no half model's
 
 # Name scopes mark the operations of `half_function` and its like. A scope is part of
 # the traced program, so that jit's caches cannot lose it or leak it.
@@ -40,11 +43,13 @@ class Policy:
         dtype: the half dtype.
         lists: the user's additions to the table.
         promote: "widest" or "narrowest", for operations whose operands differ.
+        of_model: whether only products of a half model are cast, at O2, O3 and O5.
     """
 
     dtype: Any
     lists: AutocastLists
     promote: str
+    of_model: bool = False
 
 
 class Decision(NamedTuple):
@@ -78,6 +83,7 @@ class Scope(NamedTuple):
         decisions: where to note what is decided; None if nobody asks.
         library: the function of JAX in the table that they are a part of, if any.
         loop: whether it is in the body of a scan, which stacks what is kept.
+        within: what values depend on of which nothing is known.
         written: the programs that were rewritten in this call of `autocast`.
     """
 
@@ -86,13 +92,14 @@ class Scope(NamedTuple):
     decisions: list[Decision] | None = None
     library: str = ""
     loop: bool = False
+    within: Source = Source.DATA
     written: dict[Any, Any] = {}
 
     @property
     def key(self) -> Any:
         """Equal for places where the same programs are rewritten to the same."""
         names = self.names if self.policy.lists.regions else None
-        return names or tuple(_MARKER.findall(self.names)), self.library, self.loop
+        return names or tuple(_MARKER.findall(self.names)), *self[3:6]
 
     def inside(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
@@ -201,10 +208,15 @@ def is_float(atom: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_castable_eqn(eqn: jc.JaxprEqn) -> bool:
-    """Whether all its floats are float32: float64 and explicit half stay."""
-    atoms = [*eqn.invars, *eqn.outvars]
-    return all(is_float32(a) for a in atoms if is_float(a))
+def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: Any) -> bool:
+    """Whether all its floats are float32: float64 and explicit half stay.
+
+    JAX promotes a product of half and float32 to float32: that one is castable.
+    """
+    floats = [a for a in (*eqn.invars, *eqn.outvars) if is_float(a)]
+    if rule is Rule.HALF and any(map(is_float32, eqn.invars)):
+        floats = [a for a in floats if dtype_of(a) != half]
+    return all(map(is_float32, floats))
 
 
 def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:

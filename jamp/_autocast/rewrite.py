@@ -31,7 +31,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
-from jamp._core.warnings import AutocastWarning
+from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
 type ProgramRule = Callable[["Rewriter", jc.JaxprEqn], None]
 
@@ -184,9 +184,12 @@ class Rewriter:
             self._note(eqn, None, None, "program")
             return
         rule, region = self.values.facts.ruling(eqn)
+        if self.values.facts.rounds_kept(eqn):
+            _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
-        if rule is Rule.RECORDED or rule is None or not is_castable_eqn(eqn):
+        castable = is_castable_eqn(eqn, rule, self.values.half)
+        if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
@@ -211,6 +214,11 @@ class Rewriter:
             self._bind(v, d) for v, d in zip(eqn.outvars, out_dtypes, strict=True)
         ]
         params = eqn.params if params is None else params
+        if eqn.primitive.name == "convert_element_type" and is_float32(eqn.outvars[0]):
+            # What was half is there in half: nothing is lost by widening it.
+            (operand,) = invars
+            if isinstance(operand, jc.Var):
+                self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
     def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
@@ -256,7 +264,7 @@ class Rewriter:
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
-        scope = self.scope.inside(eqn)
+        scope = self.values.facts.scope_inside(eqn)
         if scope.decisions is not None:
             self.programs.append(scope.decisions)
         known = (
@@ -284,6 +292,17 @@ def _warn_once(name: str) -> None:
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
         stacklevel=2,
+    )
+
+
+@functools.cache
+def _warn_of_kept(names: str) -> None:
+    where = "/".join(filter(None, names.split("/")))
+    warn(
+        f"A param that keep_fp32 keeps in float32 is cast to half by the program itself"
+        f" (in {where!r}), by a layer's `dtype=` for example, and computes in half. "
+        "Leave the cast out: the opt level says what runs in half.",
+        PrecisionWarning,
     )
 
 

@@ -1,5 +1,6 @@
 """`autocast`: traces a function, rewrites its program, and runs that."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -13,10 +14,10 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
 from jamp._autocast.kernels import traced_for
-from jamp._autocast.lists import AutocastLists
-from jamp._autocast.program import Decision, Policy, Scope
+from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.program import MARKERS, Decision, Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
-from jamp._autocast.tracing import disabled
+from jamp._autocast.tracing import disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -60,18 +61,25 @@ def autocast[**P, R](
     >>> print(f(x, x).dtype, autocast(f)(x, x).dtype)
     float32 float32
     """
-    scope = scope_of(dtype, lists, promote)
+    return autocast_in(scope_of(dtype, lists, promote), fn)
+
+
+def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
+    """As `autocast`, in a scope."""
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
         if disabled.value:
             return fn(*args, **kwargs)
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
-        try:
-            outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
-        except jax.errors.UnexpectedTracerError as error:
-            error.add_note(_CLOSED_OVER)
-            raise
+        # What is written here, an autocast around it is to leave as it is.
+        mark = jax.named_scope(MARKERS[Rule.RECORDED])
+        with mark if tracing.value else contextlib.nullcontext():
+            try:
+                outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
+            except jax.errors.UnexpectedTracerError as error:
+                error.add_note(_CLOSED_OVER)
+                raise
         # Outside of jit, constants come as JAX keeps them; and casts are never weak.
         pairs = zip(outs, jaxpr.outvars, strict=True)
         return rebuild([jax_internals.of_type(x, v.aval) for x, v in pairs])
@@ -79,14 +87,19 @@ def autocast[**P, R](
     return autocasted
 
 
-def scope_of(dtype: DTypeLike, lists: AutocastLists | None, promote: Promote) -> Scope:
+def scope_of(
+    dtype: DTypeLike,
+    lists: AutocastLists | None,
+    promote: Promote,
+    of_model: bool = False,
+) -> Scope:
     """The scope of a whole program, from what `autocast` is given."""
     half = np.dtype(dtype)
     if half not in HALF_DTYPES:
         raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
     if promote not in get_args(Promote.__value__):
         raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
-    return Scope(Policy(half, lists or AutocastLists(), promote))
+    return Scope(Policy(half, lists or AutocastLists(), promote, of_model))
 
 
 def decisions(
@@ -126,7 +139,11 @@ def _trace(
         return [outs[i] for i in result["places"]]
 
     def rebuild(outs):
-        filled = _filled(result["others"], result["places"], outs)
+        # A number of NumPy is an array too, once JAX has computed with it.
+        others = [
+            _owned(x) if isinstance(x, np.inexact) else x for x in result["others"]
+        ]
+        filled = _filled(others, result["places"], outs)
         return jax.tree.unflatten(result["tree"], filled)
 
     values = [_owned(leaves[i]) for i in places]
@@ -144,12 +161,12 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _is_array(x: object) -> bool:
-    """Whether to trace an argument. NumPy's integers may be shapes: concrete."""
-    if isinstance(x, np.ndarray | np.generic):
+    """Whether to trace an argument: numbers, NumPy's too, Python may branch on."""
+    if isinstance(x, np.ndarray):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _owned(x: Any) -> Any:
     """A copy of NumPy's arrays: what comes out must not change when they do."""
-    return jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x
+    return jnp.array(x) if isinstance(x, np.ndarray | np.inexact) else x

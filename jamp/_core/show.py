@@ -7,6 +7,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jamp._core.dtypes import is_half
+from jamp._core.tree import path_string
+
 
 def shown(tree: PyTree) -> str:
     """The numbers of arrays; dtype and shape of one that has no value, as a tracer."""
@@ -31,6 +34,13 @@ def counted(tree: PyTree) -> str:
 def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
     """The lines for a state, or for what holds the same things."""
     level = state.properties.opt_level or "no level: enabled=False"
+    small = [
+        path_string(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if is_half(x) and x.size == 1
+    ]
+    more = ", ..." if len(small) > 6 else ""
+    names = f"half, of one number each: {', '.join(small[:6])}{more} (see keep_fp32)"
     return "\n  ".join(
         (
             f"{title} at {level}",
@@ -38,5 +48,6 @@ def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
             f"optimizer state: {counted(opt_state)}",
             f"step: {shown(state.step)}, skipped: {shown(state.skipped_steps)}",
             f"loss scale: {shown(state.loss_scale)}",
+            *([names] if small else ()),
         )
     )

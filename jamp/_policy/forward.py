@@ -1,14 +1,19 @@
-"""The forward pass of a model in half: what goes in, what comes out, and for whom."""
+"""The forward pass of a model under its level, and for whom it runs so."""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from jamp._autocast.transform import autocast
-from jamp._policy.active import cast_inputs, cast_outputs, policy
+import jax
+
+from jamp._autocast.model import shown_params
+from jamp._autocast.program import Scope
+from jamp._autocast.transform import autocast_in, scope_of
+from jamp._policy.active import model_inputs, model_outputs, policy
 from jamp._policy.levels import Properties
-from jamp._policy.linen import is_linen, linen_in_half
+from jamp._policy.linen import linen_models
 
 
 @contextlib.contextmanager
@@ -17,22 +22,51 @@ def forward_policy(properties: Properties) -> Iterator[None]:
     if policy.value == properties:
         yield
         return
-    with policy(properties), linen_in_half(properties):
+    with policy(properties), linen_models(properties):
         yield
 
 
-def under_autocast(
-    fn: Callable[..., Any], properties: Properties
+def under_policy(
+    fn: Callable[..., Any], properties: Properties, params: Any
 ) -> Callable[..., Any]:
-    """`fn` under the level's autocast, if it has one and is not in it already."""
-    if not properties.patch_functions or policy.value == properties:
-        return fn
-    return autocast(
-        fn,
-        properties.patch_functions_type,
-        lists=properties.lists,
-        promote=properties.promote,  # pyright: ignore[reportArgumentType]
-    )
+    """A function of params, first, and anything else, as its level writes it.
+
+    At O1 and O4 that is `autocast`. At O2, O3 and O5 `fn` sees the half params in
+    float32, so that nothing promotes, and is written in half by the same passes: its
+    products of these params, and what else half is enough for.
+
+    Args:
+        fn: the function.
+        properties: the level.
+        params: those that it will be called with, or others of their dtypes.
+    """
+    scope, half = scope_under(properties, params), properties.half_dtype
+
+    def shown(params, *args, **kwargs):
+        return fn(shown_params(params, half), *args, **kwargs)
+
+    written = fn if scope is None else autocast_in(scope, shown if half else fn)
+
+    @functools.wraps(fn)
+    def run(params, *args, **kwargs):
+        with forward_policy(properties):
+            return written(params, *args, **kwargs)
+
+    return run
+
+
+def scope_under(properties: Properties, params: Any) -> Scope | None:
+    """In what to write a program of these params.
+
+    None where neither the policy nor half params are new: what is around the program
+    is written already.
+    """
+    half, lists, promote = properties.half_dtype, properties.lists, properties.promote
+    if half:
+        is_new = any(getattr(x, "dtype", None) == half for x in jax.tree.leaves(params))
+        return scope_of(half, lists, promote, of_model=True) if is_new else None
+    is_new = properties.patch_functions and policy.value != properties
+    return scope_of(properties.patch_functions_type, lists, promote) if is_new else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +75,21 @@ class _Forward:
 
     apply_fn: Callable[..., Any]
     properties: Properties
-    casts: bool  # what goes in and comes out; Linen's modules see to that themselves
 
-    def __call__(self, *args, **kwargs):
-        if self.casts:
-            rest, kwargs = cast_inputs((args[1:], kwargs), self.properties)
-            args = (*args[:1], *rest)
-        apply_fn = under_autocast(self.apply_fn, self.properties)
-        with forward_policy(self.properties):
-            out = apply_fn(*args, **kwargs)
-        if not self.casts:
-            return out
-        if kwargs.get("mutable", False) is False:
-            return cast_outputs(out, self.properties)
-        first, *updated = out
-        return cast_outputs(first, self.properties), *updated
+    def __call__(self, variables, *args, **kwargs):
+        is_flax = isinstance(variables, Mapping) and "params" in variables
+
+        def run(params, *args, **kwargs):
+            whole = {**variables, "params": params} if is_flax else params
+            args, kwargs = model_inputs((args, kwargs), self.properties)
+            out = self.apply_fn(whole, *args, **kwargs)
+            if kwargs.get("mutable", False) is False:
+                return model_outputs(out, self.properties)
+            first, *updated = out
+            return model_outputs(first, self.properties), *updated
+
+        params = variables["params"] if is_flax else variables
+        return under_policy(run, self.properties, params)(params, *args, **kwargs)
 
 
 def cast_forward(
@@ -63,14 +97,15 @@ def cast_forward(
 ) -> Callable[..., Any]:
     """Wraps the forward function of any framework as apex wraps a model's `forward`.
 
-    Float inputs are cast to `properties.cast_model_type`, outputs to float32 or to
-    `cast_model_outputs`. What happens in between is the framework's: with half params
-    and half inputs, JAX computes in half until something brings in float32.
+    With half params, the function is written in half: every product of a param that is
+    not kept in float32. It sees params and inputs as float32 itself, so that whatever
+    it promotes, nothing falls out of half. Outputs are float32, or
+    `cast_model_outputs`.
 
     Args:
-        apply_fn: `(variables, *args, **kwargs) -> outputs`. The first argument is not
-            cast; under a keyword `mutable`, as in Flax, only the first output is.
-        properties: what to cast to, from `Properties.from_opt_level`.
+        apply_fn: `(variables, *args, **kwargs) -> outputs`; under a keyword `mutable`,
+            as in Flax, only the first output is cast.
+        properties: the level, from `Properties.from_opt_level`.
 
     Returns:
         A function with the signature of `apply_fn`; it hashes by value.
@@ -82,7 +117,7 @@ def cast_forward(
     >>> half(jnp.ones(3, jnp.float16), jnp.full(3, 1.0004)).item()  # 1.0004 is rounded
     3.0
     """
-    return _Forward(apply_fn, properties, casts=True)
+    return _Forward(apply_fn, properties)
 
 
 def no_forward(*_: Any, **__: Any) -> NoReturn:
@@ -91,10 +126,3 @@ def no_forward(*_: Any, **__: Any) -> NoReturn:
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
         "*args) -> outputs`, to jamp.initialize. An NNX model is called itself."
     )
-
-
-def patched_forward(
-    apply_fn: Callable[..., Any], properties: Properties
-) -> Callable[..., Any]:
-    """What `state.apply_fn` is: Linen's modules see to what goes in and comes out."""
-    return _Forward(apply_fn, properties, casts=not is_linen(apply_fn))

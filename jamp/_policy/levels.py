@@ -106,7 +106,7 @@ class Properties:
             cast_model_outputs: at any level.
             keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
                 paths are written "Dense_0/kernel".
-            lists, promote: only for O1 and O4.
+            lists, promote: not for O0.
 
         Returns:
             The properties.
@@ -153,11 +153,11 @@ class Properties:
 
     def describe(self) -> list[str]:
         """One line per property, as apex prints them."""
+        quiet = (None, (), LEVELS.get(self.opt_level, self).promote)
         shown = [
             field.name
             for field in dataclasses.fields(self)
-            if field.name not in _QUIET
-            or getattr(self, field.name) not in (None, (), "widest")
+            if field.name not in _QUIET or getattr(self, field.name) not in quiet
         ]
         return [f"{name:<22} : {getattr(self, name)}" for name in shown]
 
@@ -172,6 +172,7 @@ LEVELS = {
         _AUTOCAST, patch_functions_type=_FP16, loss_scale="dynamic"
     ),
     "O2": Properties(
+        promote="narrowest",
         opt_level="O2",
         cast_model_type=_FP16,
         keep_batchnorm_fp32=True,
@@ -179,6 +180,7 @@ LEVELS = {
         loss_scale="dynamic",
     ),
     "O3": Properties(
+        promote="narrowest",
         opt_level="O3",
         cast_model_type=_FP16,
         keep_batchnorm_fp32=False,
@@ -186,6 +188,7 @@ LEVELS = {
     ),
     "O4": dataclasses.replace(_AUTOCAST, opt_level="O4", patch_functions_type=_BF16),
     "O5": Properties(
+        promote="narrowest",
         opt_level="O5",
         cast_model_type=_BF16,
         keep_batchnorm_fp32=True,
@@ -203,8 +206,8 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
                 f"opt_level='O1' or 'O4', opt_level was {opt_level!r}."
             )
         for name in ("lists", "promote"):
-            if name in values:
-                yield f"{name} steers autocast, which {opt_level} does not use."
+            if name in values and opt_level == "O0":
+                yield f"{name} says what runs in half, and at O0 nothing does."
         return
     dtype = values.get("cast_model_type")
     if dtype and dtype != FLOAT32:

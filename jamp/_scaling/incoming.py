@@ -1,6 +1,5 @@
 """Loss scales and counters from elsewhere: could training have come to them?"""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +68,6 @@ def number(value: Any) -> float:
     if isinstance(value, bool | str | bytes):
         return -1.0
     try:
-        value = float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return -1.0
-    return value if math.isfinite(value) else -1.0

@@ -18,10 +18,11 @@ from jamp._core.tree import (
     all_finite,
     differentiable,
     merge,
+    select,
     split_overwrite,
     widen_tree,
 )
-from jamp._policy.forward import forward_policy, under_autocast
+from jamp._policy.forward import forward_policy, under_policy
 from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
@@ -29,6 +30,8 @@ from jamp._scaling.loss import split_aux
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp.optimizers._masters import fused_inside
 
+# Whether a scaled loss is traced around this, as part of the key of JAX's caches.
+_inside = jax.make_user_context(default_value=False)
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 
 
@@ -115,6 +118,7 @@ def scaled_value_and_grad(
     def value_and_grad(state, *args, **kwargs):
         rule, scale_state = find_loss_scale(state, loss_id, _CALL)
         check_same_devices(("state", state), ("args", args), *kwargs.items())
+        is_nested = _inside.value
         every = groups.group_keys(state.tx)
         keys = groups.resolve_wrt(wrt, every)
         redo = retry.redoes(rule, redo_on_overflow)
@@ -123,7 +127,7 @@ def scaled_value_and_grad(
             mapped_axis.check_bound(axis_name)
             trained = mapped_axis.varying(trained, axis_name)
 
-        run_loss = under_autocast(loss_fn, state.properties)
+        run_loss = under_policy(loss_fn, state.properties, state.params)
 
         def scaled_loss(trained, scale_state):
             whole = groups.split(state.params, every)
@@ -135,7 +139,7 @@ def scaled_value_and_grad(
             return rule.scale_loss(loss, scale_state), (loss, aux)
 
         def attempt(scale_state):
-            with forward_policy(state.properties):
+            with forward_policy(state.properties), _inside(True):
                 grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(
                     trained, scale_state
                 )
@@ -148,6 +152,8 @@ def scaled_value_and_grad(
             finite = _finite(grads, state.tx) if rule.checks else jnp.asarray(True)
             if axis_name is not None:
                 finite = mapped_axis.agreed(finite, scale_state.scale, axis_name)
+            if is_nested:
+                grads, finite = _known_by_their_values(grads, finite)
             return (loss, aux, grads, overwrite), finite
 
         if redo:
@@ -261,6 +267,18 @@ def zero_grads(
         scale_state=scale_state if retry.redoes(rule, redo_on_overflow) else None,
         overwrite={k: values for k, (_, values) in both.items() if values is not None},
     )
+
+
+def _known_by_their_values(
+    grads: PyTree, finite: Bool[Array, ""]
+) -> tuple[PyTree, Bool[Array, ""]]:
+    """Gradients inside of another scaled loss: NaN, all of them, if one overflowed.
+
+    A skip in there would be forgotten with the state that counts it. So the gradients
+    around become NaN, their step is the skip, and the scale falls.
+    """
+    nan = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), grads)
+    return select(finite, grads, nan), jnp.asarray(True)
 
 
 def _finite(grads: dict[Any, PyTree], txs: Any) -> Bool[Array, ""]:

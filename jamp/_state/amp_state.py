@@ -46,6 +46,11 @@ class _Replace:
         return dataclasses.replace(self, **changes)
 
 
+def _inherit_replace(state_class: Any) -> None:
+    if "replace" in vars(state_class):
+        del state_class.replace
+
+
 class AmpState(_Replace, TrainState, kw_only=True):
     """Flax's TrainState with a precision policy, masters and loss scales.
 
@@ -74,7 +79,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
-        del cls.replace
+        _inherit_replace(cls)
         register(cls)
 
     def __repr__(self) -> str:
@@ -237,7 +242,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return self.replace(**grown(self, params, tx, allowed, extra, fields))
 
 
-del AmpState.replace
+_inherit_replace(AmpState)
 register(AmpState)
 
 # What a state holds once per group.

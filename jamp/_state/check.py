@@ -47,7 +47,7 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
         if skips >= max_consecutive_skips or at_floor:
             raise FloatingPointError(
                 f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
-                f"{scale:g}: the gradients are not finite at any scale. Look for inf "
-                "or NaN in the data and the loss, lower the learning rate, or train "
-                "at O5."
+                f"{scale:g}: the gradients are not finite at any scale. "
+                "`print(jamp.diagnostics.locate(loss_fn, state, batch))` names the "
+                "operation, its line and what to do (jamp.nnx.locate for NNX)."
             )

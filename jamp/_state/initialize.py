@@ -21,7 +21,7 @@ from jamp._core.groups import Key
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level, check_keep_fp32
-from jamp._policy.forward import no_forward, patched_forward
+from jamp._policy.forward import cast_forward, no_forward
 from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
@@ -235,11 +235,9 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
         items = (
             apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)
         )
-        patched: dict[Key, Any] = {
-            k: patched_forward(fn, properties) for k, fn in items
-        }
+        patched: dict[Key, Any] = {k: cast_forward(fn, properties) for k, fn in items}
         return groups.hashable(patched, apply_fn)
-    return patched_forward(apply_fn, properties)
+    return cast_forward(apply_fn, properties)
 
 
 def _warn_no_masters(opt_level: str) -> None:

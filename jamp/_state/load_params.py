@@ -77,12 +77,25 @@ def _loaded(old: Weight, new: jax.Array) -> Weight:
         castable = is_castable(old.param)
         return Weight(cast(new, old.param.dtype) if castable else new)
     if new.dtype == old.param.dtype:
-        fresh = jnp.zeros_like(old.master) if old.kind == "split" else widen(new)
-        return Weight(new, jnp.where(new == old.param, old.master, fresh))
+        if old.kind == "split":
+            fresh = jnp.zeros_like(old.master)
+            return Weight(new, jnp.where(new == old.param, old.master, fresh))
+        return Weight(new, _widened(new, *old))
     new = new.astype(FLOAT32)
     if old.kind == "split":
         return Weight(*split(new))
     return Weight(cast(new, old.param.dtype), jnp.array(new, copy=True))
+
+
+@jax.custom_jvp
+def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
+    """`new` in float32, with the digits of the master where it is `param`."""
+    return jnp.where(new == param, master, widen(new))
+
+
+@_widened.defjvp
+def _widened_jvp(primals: Any, tangents: Any) -> Any:
+    return _widened(*primals), widen(tangents[0])
 
 
 def _check_dtypes(params: PyTree, old: PyTree) -> None:

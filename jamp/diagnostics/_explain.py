@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
-from jamp._autocast.jax_internals import source_line
+from jamp._autocast import jax_internals
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
@@ -18,10 +18,21 @@ from jamp._autocast.lists import (
     Rule,
     library_place,
 )
-from jamp._autocast.program import KERNEL, MARKERS, PRECISION, Decision, is_float32
+from jamp._autocast.program import (
+    KERNEL,
+    MARKERS,
+    PRECISION,
+    Decision,
+    dtype_of,
+    is_float32,
+    size_of,
+)
 from jamp._autocast.transform import Promote, decisions, scope_of
+from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
-from jamp.diagnostics._flops import flops
+from jamp.diagnostics._flops import flops, sizes
+from jamp.diagnostics._source import module_path, user_line
+from jamp.diagnostics._step import step_fn, traced
 
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
@@ -39,6 +50,7 @@ _REASONS = {
     "no float32": "Nothing that could be cast.",
     "unknown primitive": "No list has it: it runs as the float32 program has it.",
     "program": "It holds a program: see inside.",
+    "level": "The program has it so at this level.",
 }
 _MARKED_BY = {
     MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
@@ -56,19 +68,24 @@ def explain(
     lists: AutocastLists | None = None,
     promote: Promote = "widest",
 ) -> Callable[..., Explanation]:
-    """Says what `autocast(fn, dtype, ...)` does with each operation, and why.
+    """Says what runs in which precision: of a function under autocast, or of a step.
 
-    The answer comes from autocast itself. Nothing is compiled and nothing runs, so that
-    `jax.ShapeDtypeStruct` will do for arrays.
+    `explain(fn, dtype)(*args)` says what `autocast(fn, dtype)` does with each
+    operation, and why; the answer comes from autocast itself. `explain(loss_fn)(state,
+    *args)` says what a step at the level of an AmpState runs, forward and backward.
+    Nothing is compiled and nothing runs, so that `jax.ShapeDtypeStruct` will do for
+    arrays.
 
     Args:
-        fn: any function of arrays, as for `autocast`.
-        dtype: float16 or bfloat16.
+        fn: any function of arrays, as for `autocast`; or a loss function, as for
+            `scaled_value_and_grad`.
+        dtype: float16 or bfloat16. Of a state, the level decides this and what follows.
         lists: additions to the table of operations.
         promote: "widest" or "narrowest".
 
     Returns:
-        A function of the arguments of `fn` that returns an `Explanation`: `print` it.
+        A function of the arguments of `fn`, or of a state and the arguments after the
+        params, that returns an `Explanation`: `print` it.
 
     Raises:
         ValueError: `dtype` or `promote` is none of these.
@@ -86,11 +103,45 @@ def explain(
     scope = scope_of(dtype, lists, promote)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
+        if args and isinstance(args[0], AmpState):
+            return _of_a_step(fn, args[0], args[1:], kwargs)
         decided = decisions(fn, args, kwargs, scope)
         found = _operations(decided, scope.policy.lists, _Place())
-        return Explanation(str(scope.policy.dtype), promote, tuple(found))
+        return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained
+
+
+def _of_a_step(
+    loss_fn: Callable[..., Any], state: AmpState, args: Any, kwargs: Any
+) -> Explanation:
+    arguments = {"args": args, "kwargs": kwargs}
+    program = traced(step_fn(loss_fn), (state, arguments)).program
+    properties = state.properties
+    lists = properties.lists or AutocastLists()
+    half = properties.cast_model_type or properties.patch_functions_type
+    found = _operations(_recorded(program, lists), lists, _Place())
+    # Not what nobody wrote: the scale, the finite check.
+    return Explanation(
+        dtype=str(half or jnp.dtype(jnp.float32)),
+        level=properties.opt_level,
+        operations=tuple(op for op in found if op.module or op.source),
+    )
+
+
+def _recorded(
+    program: jc.Jaxpr, lists: AutocastLists, names: str = ""
+) -> list[Decision]:
+    """The equations of a program as it is, as if each had been decided so."""
+    decided = []
+    for eqn in program.eqns:
+        rule = lists.rule_of(jax_internals.primitive_name(eqn))
+        here = f"{names}/{jax_internals.name_stack(eqn)}"
+        inside = jax_internals.programs_in(eqn)
+        programs = tuple(_recorded(p, lists, here) for p in inside)
+        why = "program" if programs else "level"
+        decided.append(Decision(eqn, here, rule, None, why, "", programs))
+    return decided
 
 
 class _Place(NamedTuple):
@@ -106,7 +157,7 @@ def _operations(
 ) -> Iterator[Operation]:
     for decision in decided:
         # JAX keeps no line of what its own jitted functions hold.
-        source = source_line(decision.eqn) or place.source
+        source = user_line(decision.eqn) or place.source
         yield _operation(decision, lists, place._replace(source=source))
         name, trips = decision.eqn.primitive.name, _trips(decision.eqn)
         times = place.times * (trips or 1)
@@ -119,15 +170,18 @@ def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Opera
     eqn = decision.eqn
     count = flops(eqn)
     why = "precision" if decision.region == PRECISION else decision.why
-    if why != "program" and not any(is_float32(v) for v in (*eqn.invars, *eqn.outvars)):
+    if why not in ("program", "level") and not any(
+        is_float32(v) for v in (*eqn.invars, *eqn.outvars)
+    ):
         why = "no float32"
     chosen = decision.dtype
-    if why == "no float32" or chosen is None:
+    if why in ("no float32", "level") or chosen is None:
         chosen = _own_dtype(eqn, is_matmul=count is not None)
     return Operation(
         path=place.path,
         source=place.source,
         name_stack="/".join(filter(None, decision.names.split("/"))),
+        module=module_path(decision.names),
         primitive=eqn.primitive.name,
         trips=_trips(eqn),
         in_dtypes=_dtypes(eqn.invars),
@@ -136,6 +190,8 @@ def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Opera
         why=why,
         reason=_reason(decision, why, lists),
         flops=None if count is None else count * place.times,
+        sizes=sizes(eqn),
+        bytes=_bytes(eqn, decision.dtype) * place.times,
     )
 
 
@@ -144,6 +200,16 @@ def _own_dtype(eqn: jc.JaxprEqn, is_matmul: bool) -> str | None:
     if is_matmul:  # `preferred_element_type` may say otherwise of the result
         return max(_dtypes(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
     return next(iter(_dtypes(eqn.outvars)), None)
+
+
+def _bytes(eqn: jc.JaxprEqn, chosen: Any) -> int:
+    """Of operands and results, with what is float32 in the dtype that was chosen."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    dtypes = (
+        chosen if chosen is not None and is_float32(v) else dtype_of(v) for v in atoms
+    )
+    pairs = zip(atoms, dtypes, strict=True)
+    return sum(size_of(v) * getattr(dtype, "itemsize", 0) for v, dtype in pairs)
 
 
 def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:

@@ -24,6 +24,30 @@ def flops(eqn: jc.JaxprEqn) -> int | None:
     return None if formula is None else formula(eqn)
 
 
+def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
+    """The sizes that matrix units see: M, N and K; None if it is no product.
+
+    - `dot_general`, `ragged_dot_general`: free sizes of each operand, contracted size.
+    - `conv_general_dilated`: output and input features.
+    """
+    name = eqn.primitive.name
+    if name not in _FORMULAS:
+        return None
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    numbers: Any = eqn.params.get("dimension_numbers")
+    if name == "conv_general_dilated":
+        return tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
+    groups = ()
+    if name == "ragged_dot_general":
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
+    rows = (s for axis, s in enumerate(lhs) if axis not in {*of_lhs, *batch_lhs})
+    shared = {*of_rhs, *batch_rhs, *groups}
+    columns = (s for axis, s in enumerate(rhs) if axis not in shared)
+    return math.prod(rows), math.prod(columns), math.prod(lhs[axis] for axis in of_lhs)
+
+
 def _dot(eqn: jc.JaxprEqn) -> int:
     return _product(eqn, eqn.params["dimension_numbers"], ())
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable
 from jamp._policy.casting import cast_model, keep_rule
-from jamp._policy.forward import forward_policy
+from jamp._policy.forward import cast_forward
 from jamp._policy.levels import Properties, parse_model_type
 
 
@@ -31,10 +31,10 @@ class tofp16:  # noqa: N801, apex's name
 
 @dataclasses.dataclass(frozen=True)
 class FP16Model:
-    """A forward function whose positional inputs are float16, and outputs left alone.
+    """A forward function whose positional inputs and outputs are float16.
 
-    Its params are for `network_to_half`. A Linen model runs in half throughout, also
-    behind a BatchNorm in float32.
+    Its params are for `network_to_half`. It runs in half throughout, also behind a
+    BatchNorm in float32.
 
     Attributes:
         apply_fn: `(variables, *inputs, **kwargs) -> outputs`, such as `model.apply`.
@@ -48,8 +48,7 @@ class FP16Model:
 
     def __call__(self, variables: Any, *inputs: Any, **kwargs: Any) -> Any:
         inputs = cast_floats(inputs, jnp.float16)
-        with forward_policy(_HALF):
-            return self.apply_fn(variables, *inputs, **kwargs)
+        return cast_forward(self.apply_fn, _HALF)(variables, *inputs, **kwargs)
 
 
 _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)

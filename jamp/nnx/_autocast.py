@@ -8,9 +8,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jamp._autocast.lists import AutocastLists
-from jamp._autocast.transform import Promote, autocast as autocast_pure
+from jamp._autocast.program import Scope
+from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
 from jamp.nnx._arguments import take_out, values_by_path
-from jamp.nnx._variables import from_pure
+from jamp.nnx._variables import from_pure, shown, written_back
 
 
 def autocast[**P, R](
@@ -38,7 +39,13 @@ def autocast[**P, R](
     >>> print(y.shape, y.dtype)
     (1, 2) float32
     """
-    half = "float16" if dtype is None else dtype
+    return autocast_in(scope_of(dtype or "float16", lists, promote), fn)
+
+
+def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
+    """As `autocast`, in a scope: of a model's half params, `fn` sees float32."""
+
+    half = scope.policy.dtype if scope.policy.of_model else None
 
     @functools.wraps(fn)
     def autocast_fn(*args, **kwargs):
@@ -47,7 +54,7 @@ def autocast[**P, R](
         written: list[Any] = []
 
         def pure(values, others):
-            there = nnx.merge(graphdef, from_pure(state, values))
+            there = nnx.merge(graphdef, from_pure(state, shown(state, values, half)))
             before = values_by_path(there)
             args, kwargs = put_back(there, others)
             out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -56,14 +63,12 @@ def autocast[**P, R](
             written[:] = [path for path in after if after[path] is not before[path]]
             return out, [after[path] for path in written]
 
-        run = autocast_pure(pure, half, lists=lists, promote=promote)
-        out, values = run(nnx.as_pure(state), others)
+        out, values = pure_in(scope, pure)(nnx.as_pure(state), others)
         # Those alone: a Variable of an outer trace may be read here, but not be set.
         variables = dict(nnx.to_flat_state(state))
-        changed = {
-            path: variables[path].replace(value)
-            for path, value in zip(written, values, strict=True)
-        }
+        before = {path: variables[path] for path in written}
+        values = written_back(before, dict(zip(written, values, strict=True)))
+        changed = {path: v.replace(values[path]) for path, v in before.items()}
         if changed:
             nnx.update(nodes, nnx.from_flat_state(changed))
         return out

@@ -15,7 +15,7 @@ from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._scaling.rules import LossScaleRule
 from jamp._state.initialize import initialize as initialize_pure
-from jamp.nnx._cast import check_fresh, patch
+from jamp.nnx._forward import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, arrays_of, assign, check_models_apart, entries
 
@@ -80,8 +80,8 @@ def initialize(
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.
 
-    As apex does, in place: the model's Variables are cast, its modules' dtypes set, and
-    its call runs under the level. BatchNorm is known by its statistics.
+    As apex does, in place: the model's Variables are cast, and its call runs under the
+    level. BatchNorm is known by its statistics.
 
     Args:
         models: an nnx.Module in float32; or a list, tuple or dict of them.

@@ -53,7 +53,7 @@ class Optimizer(nnx.Optimizer):
 
     def __repr__(self) -> str:
         """A line for each thing one asks for, where NNX shows all Variables."""
-        params = [jax.ShapeDtypeStruct(*leaf) for _, *leaf in self.shapes]
+        params = {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
         parts = {name: nnx.as_pure(getattr(self, name)) for name in ("step", *_PARTS)}
         parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
         state = types.SimpleNamespace(**parts)

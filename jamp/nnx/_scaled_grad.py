@@ -4,8 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
-import jax
-from flax import nnx
 from jaxtyping import Array
 
 from jamp._core.devices import moves_constants
@@ -13,9 +11,9 @@ from jamp._core.tree import select
 from jamp._scaling import value_and_grad as pure
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._scaling.value_and_grad import GradOptions
-from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, from_pure, with_arrays
+from jamp.nnx._pure_loss import PureLoss, check_optimizer
+from jamp.nnx._variables import Models
 
 type Fn[T] = Callable[..., T]
 
@@ -61,33 +59,13 @@ def scaled_value_and_grad(
     @functools.wraps(loss_fn)
     @moves_constants
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
-        _check_optimizer(optimizer, "scaled_value_and_grad")
+        check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
+        loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
+        both = pure.scaled_value_and_grad(loss, has_aux=True, **options)
         state = optimizer.amp_state(models)
-        graphdef, trained, rest = nnx.split(models, optimizer.wrt, ...)
-        nodes, others, put_back = take_out((args, kwargs))
-        check_arguments_apart(models, nodes)
-        nodes_def, nodes_state = nnx.split(nodes)
-        before = nnx.as_pure(rest), nnx.as_pure(nodes_state)
-
-        def pure_loss(params, before, others):
-            there = nnx.merge(
-                graphdef, with_arrays(trained, params), from_pure(rest, before[0])
-            )
-            nodes = nnx.merge(nodes_def, from_pure(nodes_state, before[1]))
-            args, kwargs = put_back(nodes, others)
-            out = loss_fn(there, *args, **kwargs)
-            loss, aux = out if has_aux else (out, None)
-            left = nnx.state(there, nnx.Not(optimizer.wrt)), nnx.state(nodes)
-            after = nnx.as_pure(left)
-            _check_structure(before, after)
-            return loss, (aux, after)
-
-        both = pure.scaled_value_and_grad(pure_loss, has_aux=True, **options)
-        (loss, (aux, after)), grads = both(state, before, others)
-        after = select(grads.finite, after, before)
-        nnx.update(models, from_pure(rest, after[0]))
-        nnx.update(nodes, from_pure(nodes_state, after[1]))
-        return ((loss, aux) if has_aux else loss), grads
+        (value, (aux, after)), grads = both(state, loss.before, loss.others)
+        loss.write_back(select(grads.finite, after, loss.before))
+        return ((value, aux) if has_aux else value), grads
 
     return value_and_grad
 
@@ -112,31 +90,8 @@ def scaled_grad(
 
     @functools.wraps(loss_fn)
     def grad(models, optimizer, *args, **kwargs):
-        _check_optimizer(optimizer, "scaled_grad")
+        check_optimizer(optimizer, "scaled_grad(loss_fn)")
         value, grads = both(models, optimizer, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad
-
-
-def _check_optimizer(optimizer: Any, call: str) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"jamp.nnx.{call}(loss_fn) takes `(model, optimizer, ...)` of "
-            f"jamp.nnx.initialize, got {type(optimizer).__name__} for the optimizer."
-        )
-
-
-def _check_structure(before: Any, after: Any) -> None:
-    """Raises if the loss made Variables, which a step that is skipped cannot have."""
-    if jax.tree.structure(before) == jax.tree.structure(after):
-        return
-    names = [
-        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-        for tree in (before, after)
-    ]
-    raise ValueError(
-        "The loss function added Variables to the model or removed some: "
-        f"{sorted(names[0] ^ names[1])}. What `sow` leaves, take out in the loss with "
-        "`nnx.pop(model, nnx.Intermediate)`, and return it as aux."
-    )

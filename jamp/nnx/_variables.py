@@ -7,6 +7,9 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
+from jamp._autocast.model import shown_params
+from jamp._core.dtypes import HALF_DTYPES
+
 type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
 
 
@@ -90,6 +93,30 @@ def from_pure[T](variables: T, values: PyTree) -> T:
     return jax.tree.map(
         lambda v, x: v.replace(x), variables, values, is_leaf=_is_variable
     )
+
+
+def shown(variables: PyTree, values: PyTree, half: Any) -> PyTree:
+    """The values as a user's program sees them: half params in float32.
+
+    Args:
+        variables: a tree of Variables, of which the params are shown so.
+        values: as of `nnx.as_pure`.
+        half: the dtype; None changes nothing.
+    """
+    if half is None:
+        return values
+    show = lambda v, x: shown_params(x, half) if isinstance(v, nnx.Param) else x  # noqa: E731
+    return jax.tree.map(show, variables, values, is_leaf=_is_variable)
+
+
+def written_back(variables: PyTree, values: PyTree) -> PyTree:
+    """What a program has left in Variables of which it was shown some in float32."""
+
+    def leaf(v, x):
+        dtype = getattr(v.get_value(), "dtype", None)
+        return x.astype(dtype) if dtype in HALF_DTYPES else x
+
+    return jax.tree.map(leaf, variables, values, is_leaf=_is_variable)
 
 
 def copy_into(variables: PyTree, values: PyTree) -> None:

@@ -1,0 +1,99 @@
+"""The command line: `python -m jamp levels | doctor | explain module:function`."""
+
+import argparse
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jamp.diagnostics import _doctor, _levels
+from jamp.diagnostics._explain import explain
+
+_TARGET = (
+    "`module:function`, of a function without arguments that returns `(fn, *args)`: "
+    "what is called, and arrays or their shapes; `(loss_fn, state, *args)` is a step."
+)
+
+
+class CommandError(Exception):
+    """What was typed cannot be done; the message says what to type."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: what was typed after `python -m jamp`; None for `sys.argv`.
+
+    Returns:
+        The exit status: 0, or 2 for what cannot be done.
+    """
+    chosen = _parser().parse_args(arguments)
+    try:
+        print(chosen.run(chosen))
+    except CommandError as error:
+        print(f"python -m jamp {chosen.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jamp", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Callable[[Any], str], help: str) -> Any:
+        added = commands.add_parser(name, help=help, description=help)
+        added.set_defaults(run=run)
+        return added
+
+    command("levels", lambda _: _levels.table(), "The properties of O0 to O5.")
+    command("doctor", lambda _: _doctor.report(), "Versions, devices, what is missing.")
+    explained = command("explain", _explain, "What runs in which precision, and why.")
+    explained.add_argument("target", help=_TARGET)
+    explained.add_argument("--dtype", default="float16", help="float16 or bfloat16")
+    explained.add_argument("--depth", type=int, help="how many levels of modules")
+    explained.add_argument(
+        "--filter", help='list operations: "products", "float32", "all" or a regex'
+    )
+    explained.add_argument(
+        "--markdown", action="store_true", help="a table in Markdown, with reasons"
+    )
+    explained.add_argument("--html", metavar="FILE", help="write a page to a file")
+    return parser
+
+
+def _explain(chosen: argparse.Namespace) -> str:
+    fn, *args = _made(chosen.target)
+    try:
+        explanation = explain(fn, chosen.dtype)(*args)
+        if chosen.html:
+            pathlib.Path(chosen.html).write_text(explanation.to_html())
+            return f"Wrote {chosen.html}."
+        if chosen.markdown:
+            return explanation.to_markdown(chosen.filter)
+        return explanation.show(depth=chosen.depth, filter=chosen.filter)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _made(target: str) -> tuple[Any, ...]:
+    """What the function of a target returns."""
+    module, colon, name = target.partition(":")
+    if not colon or not name:
+        raise CommandError(f"expected {_TARGET} Got {target!r}.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise CommandError(f"{error}; looked for {module!r} from here.") from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise CommandError(f"{module} has no {name!r}.")
+        found = getattr(found, part)
+    made = found() if callable(found) else found
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        raise CommandError(f"{target} must return `(fn, *args)`, got {made!r:.80}.")
+    return made

@@ -1,0 +1,101 @@
+"""What is installed, where JAX runs, and what stands in the way of half being fast."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from pallas_kernels._backend import MEASURED_FASTER, resolve
+
+_NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "jaxtyping")
+_OPTIONAL = {
+    "jax-cuda13-plugin": "JAX on NVIDIA GPUs: pip install 'jamp[cuda]'",
+    "matplotlib": "for History.plot",
+    "orbax-checkpoint": "checkpoints by Orbax",
+}
+# The first compute capability whose matrix units multiply it.
+_UNITS = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
+_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES")
+
+
+def report() -> str:
+    """All of it, in a screen."""
+    parts = {
+        "versions": list(_versions()),
+        "devices": list(_devices()),
+        "fused optimizers": [_backend()],
+        "settings": list(_settings()),
+        "missing": list(_missing()) or ["nothing"],
+    }
+    lines = []
+    for title, rows in parts.items():
+        lines += [title, *(f"  {row}" for row in rows)]
+    return "\n".join(lines)
+
+
+def _versions() -> Iterator[str]:
+    yield f"Python {platform.python_version()}, {platform.platform()}"
+    names = ("jamp", *_NEEDED, *_OPTIONAL)
+    yield ", ".join(f"{name} {v}" for name in names if (v := _version(name)))
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _devices() -> Iterator[str]:
+    devices = jax.devices()
+    kinds = dict.fromkeys((d.platform, d.device_kind) for d in devices)
+    for platform_name, kind in kinds:
+        same = [d for d in devices if d.device_kind == kind]
+        yield f"{len(same)} × {kind} ({platform_name}): {_half(same[0])}"
+    if devices[0].platform == "cpu" and shutil.which("nvidia-smi"):
+        yield "! There is an NVIDIA driver here, but JAX runs on the CPU."
+
+
+def _half(device: Any) -> str:
+    """Which half dtypes its matrix units multiply, as far as one can tell."""
+    if device.platform == "cpu":
+        return "half is correct here, and no faster"
+    if device.platform == "tpu":
+        return "multiplies bfloat16: O4 and O5 need no loss scale; float16 is slow"
+    found = str(getattr(device, "compute_capability", "")).split(".")
+    if len(found) != 2 or not all(map(str.isdigit, found)):
+        return "unknown"
+    capability = int(found[0]), int(found[1])
+    known = [name for name, first in _UNITS.items() if capability >= first]
+    names = ", ".join(known) or "no half"
+    return f"compute capability {'.'.join(found)}, multiplies {names}"
+
+
+def _backend() -> str:
+    chosen = resolve("auto")
+    measured = ", ".join(sorted(MEASURED_FASTER)) or "no device yet"
+    return f"backend 'auto' is {chosen!r}: kernels were measured faster on {measured}"
+
+
+def _settings() -> Iterator[str]:
+    yield f"jax_enable_x64 {jax.config.jax_enable_x64}"  # pyright: ignore[reportAttributeAccessIssue]
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    yield f"jax_default_matmul_precision {precision}"
+    if precision in ("highest", "float32"):
+        yield "! It keeps every product in float32 at O1 and O4."
+    for name in _VARIABLES:
+        if name in os.environ:
+            yield f"{name}={os.environ[name]}"
+
+
+def _missing() -> Iterator[str]:
+    for name in _NEEDED:
+        if not _version(name):
+            yield f"{name}: needed"
+    for name, what in _OPTIONAL.items():
+        if not _version(name):
+            yield f"{name}: {what}"

@@ -1,0 +1,205 @@
+"""`History`: loss scale, skips and what else one wants, along a run."""
+
+import csv
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._core.devices import moves_constants
+from jamp._core.tree import is_traced
+
+_LOG = logging.getLogger("jamp")
+_ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
+_NORMAL = (
+    "That is no error: the scale comes down like this in the first steps, and loses a "
+    "step again each time that it was tried higher. If every step is skipped, ask "
+    "jamp.diagnostics.locate(loss_fn, state, batch)."
+)
+
+type Row = dict[str, float]
+type Writer = Callable[..., Any]
+
+
+class History:
+    """Collects numbers of a run every few steps, and never waits for the device.
+
+    `record` copies a few scalars on the device and starts their way to the host; they
+    are read, and given to the writers, at a later call, when they have arrived. If
+    steps were skipped since, the logger "jamp" has apex's message as a warning, on
+    process 0: the first 3 of them, then the 4th, 8th, 16th.
+
+    Args:
+        every: at which calls of `record` to collect: each `every`-th.
+        writers: called with each row: `wandb.log`, or any function of `(row, step=)`;
+            or what has an `add_scalar(tag, value, step)`, as TensorBoard's
+            SummaryWriter.
+        prefix: of the tags, as in "amp/loss_scale".
+
+    Raises:
+        ValueError: `every` is less than 1.
+        TypeError: a writer is no such thing.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
+    >>> history = History(every=1)
+    >>> for _ in range(3):
+    ...     history.record(state, loss=jnp.float32(0.5))
+    ...     state = state.apply_gradients(grads=jnp.full(2, 1e-3))
+    >>> history.rows()[-1]
+    {'call': 3, 'step': 2, 'skipped': 0, 'loss_scale': 65536.0, 'loss': 0.5}
+    """
+
+    def __init__(
+        self, every: int = 100, writers: Iterable[Any] = (), prefix: str = "amp/"
+    ):
+        if every < 1:
+            raise ValueError(f"`every` must be at least 1, got {every}.")
+        self.every, self.prefix = every, prefix
+        self._writers = [_writer(w) for w in writers]
+        self._calls = self._messages = 0
+        self._arriving: list[tuple[int, dict[str, jax.Array]]] = []
+        self._rows: list[Row] = []
+
+    @moves_constants
+    def record(self, state: Any, **scalars: Any) -> None:
+        """Collects, if it is time: call it after each step, outside of `jit`.
+
+        Args:
+            state: an AmpState, or an Optimizer of `jamp.nnx`.
+            **scalars: what else to keep, as `loss=` and `grad_norm=`.
+
+        Raises:
+            TypeError: called under `jit`, or a scalar is none.
+        """
+        self._calls += 1
+        if (self._calls - 1) % self.every:
+            return
+        found = _numbers(state) | scalars
+        for name, x in found.items():
+            if is_traced(x) or np.ndim(x):
+                kind = "a traced value" if is_traced(x) else f"shape {np.shape(x)}"
+                raise TypeError(
+                    f"History.record takes numbers outside of jit, got {kind} for "
+                    f"{name!r}."
+                )
+        # Copies: the state may be donated to the next step.
+        copied = {name: jnp.array(x, copy=True) for name, x in found.items()}
+        for x in copied.values():
+            x.copy_to_host_async()
+        self._arriving.append((self._calls, copied))
+        self._collect(wait=False)
+
+    def rows(self) -> list[Row]:
+        """What was collected: a dict of numbers for each time. Waits for the last ones.
+
+        "call" counts calls of `record`, "step" steps that were not skipped.
+        """
+        self._collect(wait=True)
+        return [dict(row) for row in self._rows]
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows to a file; a number that a row lacks is empty."""
+        rows = self.rows()
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def plot(self) -> Any:
+        """A matplotlib figure: each number over the calls; scales are logarithmic.
+
+        Raises:
+            ImportError: there is no matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError(
+                "History.plot needs matplotlib: pip install matplotlib. "
+                "`to_csv` needs nothing."
+            ) from None
+        rows = self.rows()
+        names = [n for n in dict.fromkeys(k for r in rows for k in r) if n != "call"]
+        figure = Figure(figsize=(8, 1.6 * len(names)), layout="constrained")
+        panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, name in zip(panels, names, strict=True):
+            some = [(row["call"], row[name]) for row in rows if name in row]
+            panel.plot(*zip(*some, strict=True), drawstyle="steps-post")
+            panel.set_ylabel(name)
+            if name.startswith("loss_scale"):
+                panel.set_yscale("log", base=2)
+        panels[-1].set_xlabel("call")
+        return figure
+
+    def _collect(self, wait: bool) -> None:
+        while self._arriving:
+            call, numbers = self._arriving[0]
+            arrays: list[Any] = list(numbers.values())
+            if not wait and not all(x.is_ready() for x in arrays):
+                return
+            del self._arriving[0]
+            row: Row = {"call": call}
+            row |= {name: np.asarray(x).item() for name, x in numbers.items()}
+            self._tell(row)
+            self._rows.append(row)
+            for write in self._writers:
+                write({f"{self.prefix}{k}": v for k, v in row.items()}, step=call)
+
+    def _tell(self, row: Row) -> None:
+        before = self._rows[-1] if self._rows else {}
+        skips = row["skipped"] - before.get("skipped", 0)
+        if not skips or jax.process_index():
+            return
+        self._messages += 1
+        n = self._messages
+        if n > _ALWAYS and n & (n - 1):
+            return
+        scales = {k: v for k, v in row.items() if k.startswith("loss_scale")}
+        for name, scale in scales.items():
+            if scale < before.get(name, float("inf")):
+                which = name.removeprefix("loss_scale").lstrip("_") or "0"
+                since = f"{skips:g} skipped since call {before.get('call', 0):g}"
+                _LOG.warning(
+                    "Gradient overflow. Skipping step, loss scaler %s reducing loss "
+                    "scale to %g (%s). %s",
+                    *(which, scale, since, _NORMAL),
+                )
+
+
+def _numbers(state: Any) -> dict[str, Any]:
+    """Step, skips and scales of an AmpState, or of an Optimizer of NNX."""
+    try:
+        (step,) = jax.tree.leaves(state.step)
+        skipped, scales = jax.tree.leaves(state.skipped_steps), state.loss_scale
+    except (AttributeError, ValueError):
+        raise TypeError(
+            "History.record takes an AmpState of jamp.initialize, or an Optimizer of "
+            f"jamp.nnx.initialize, got {type(state).__name__}."
+        ) from None
+    numbers = {"step": step, "skipped": sum(skipped[1:], skipped[0])}
+    if not isinstance(scales, tuple):
+        return numbers | {"loss_scale": scales}
+    return numbers | {f"loss_scale_{i}": scale for i, scale in enumerate(scales)}
+
+
+def _writer(writer: Any) -> Writer:
+    add = getattr(writer, "add_scalar", None)
+    if add is not None:
+
+        def write(row: Mapping[str, float], step: int) -> None:
+            for name, value in row.items():
+                add(name, value, step)
+
+        return write
+    if not callable(writer):
+        raise TypeError(
+            "A writer is a function of `(row, step=)`, such as wandb.log, or has an "
+            f"`add_scalar(tag, value, step)`; got {type(writer).__name__}."
+        )
+    return writer

@@ -1,0 +1,190 @@
+"""`locate`: runs a batch that overflowed again, and finds the first operation."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jamp._core.devices import moves_constants
+from jamp._core.tree import path_string
+from jamp._state.amp_state import AmpState
+from jamp.diagnostics._advice import Finding, advice_for, scale_advice, words_of
+from jamp.diagnostics._location import Location
+from jamp.diagnostics._origins import Event, first_event
+from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._ranges import is_float, range_of
+from jamp.diagnostics._replay import Place, Replay
+from jamp.diagnostics._source import is_backward, module_path
+from jamp.diagnostics._step import (
+    Step,
+    StepFn,
+    check_state,
+    scaled_step,
+    step_fn,
+)
+
+
+def locate(
+    loss_fn: Callable[..., Any],
+    state: AmpState,
+    *args: Any,
+    loss_id: int = 0,
+    wrt: Any = None,
+    **kwargs: Any,
+) -> Location:
+    """Finds the operation that a batch's loss or gradients are not finite for.
+
+    Runs `jamp.scaled_value_and_grad(loss_fn)(state, *args, **kwargs)` again, outside of
+    `jit`, one operation at a time, forward and backward, at the state's level and loss
+    scale. In order of execution, it names the first operation whose result is not
+    finite while its operands are, of those that the loss or a gradient depends on.
+    What is infinite on purpose, as a mask, and leaves no trace is passed over.
+
+    It takes as long as a step does without compiling, and the memory of one; the
+    training step stays as it is.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
+            If the step runs under `shard_map`, a loss that calls `jax.shard_map`.
+        state: the AmpState before the step, with concrete arrays. A skip leaves params
+            as they were, so the state after it will do: then the scale is a lower one.
+        *args: the rest of what `loss_fn` takes: the batch.
+        loss_id: which of the state's loss scales to use.
+        wrt: the groups to differentiate, as in the step.
+        **kwargs: as `*args`.
+
+    Returns:
+        A `Location`: print it.
+
+    Raises:
+        TypeError: `state` is no AmpState, or arrays are traced: called under `jit`.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = {"w": jnp.full(2, 300.0)}
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> def loss_fn(params):
+    ...     return (params["w"] ** 2).sum(dtype="float32")
+    >>> found = locate(loss_fn, state)
+    >>> print(found.operation, found.phase, *found.operands)
+    a power x ** n forward float16[2] in [300, 300]
+    """
+    check_state(state, "locate")
+    arguments = {"args": args, "kwargs": kwargs}
+    return locate_in(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
+
+
+class _Run(NamedTuple):
+    """What a run gave.
+
+    Attributes:
+        loss: the loss.
+        paths: of the gradients.
+        bad: of those that are not finite.
+        event: the culprit; None if all is finite.
+        is_backward: whether that is of the backward pass.
+    """
+
+    loss: float
+    paths: list[str]
+    bad: list[str]
+    event: Event | None
+    is_backward: bool
+
+
+@moves_constants
+def locate_in(
+    fn: StepFn,
+    state: AmpState,
+    arguments: dict[str, Any],
+    loss_id: int,
+) -> Location:
+    """Finds the culprit in a function of a state and arguments.
+
+    Args:
+        fn: `(state, arguments) -> (loss, gradients)`.
+        state: an AmpState.
+        arguments: the others, by name.
+        loss_id: which of the loss scales it uses.
+    """
+    scaled = scaled_step(fn, state, arguments, loss_id, "locate")
+    scale, moves = scaled.scale, state.loss_scale_rules[loss_id].moves
+
+    def run(scale: float) -> _Run:
+        return _run(scaled.step, scaled.values_at(scale))
+
+    with jax.debug_nans(False), jax.debug_infs(False):
+        found = run(scale)
+        if found.event is None:
+            return Location(True, found.loss, scale, total=len(found.paths))
+        clean = None
+        if found.is_backward and scale > 1:
+            # Those that overflow at the least scale, too, do not for the scale.
+            least = scale / 2 ** int(np.ceil(np.log2(scale)))
+            at_least = run(least)
+            if at_least.event is None:
+                clean = _cleanest(scale, least, lambda s: run(s).event is None)
+            else:
+                found, scale = at_least, least
+        largest = _largest(state.params)
+    event = found.event
+    assert event is not None
+    return Location(
+        finite=False,
+        loss=found.loss,
+        scale=scale,
+        operation=words_of(event) if event.eqn else event.name,
+        primitive=event.name if event.eqn else "",
+        phase="input"
+        if not event.eqn
+        else "backward"
+        if found.is_backward
+        else "forward",
+        source=event.source,
+        module=module_path(event.names),
+        near=event.near.removeprefix("params/") if event.eqn else "",
+        loops=event.loops,
+        operands=event.operands,
+        result=event.result,
+        made_by=event.made_by,
+        infinities=event.infinities,
+        params=tuple(found.bad),
+        total=len(found.paths),
+        advice=(
+            advice_for(Finding(event, found.is_backward, largest))
+            if clean is None
+            else scale_advice(scale, clean, moves)
+        ),
+    )
+
+
+def _run(step: Step, values: list[tuple[Any, str]]) -> _Run:
+    replay = Replay(RULES)
+    given = [replay.argument(array, name) for array, name in values]
+    loss, *grads = replay.run(step.program, given, Place())
+    event = first_event(v.origin for v in (loss, *grads) if v.origin)
+    return _Run(
+        loss=float(np.asarray(loss.array, np.float32)),
+        paths=step.paths,
+        bad=[p for p, g in zip(step.paths, grads, strict=True) if g.origin],
+        event=event,
+        # What only gradients need is of the backward pass, wherever JAX computes it.
+        is_backward=event is not None
+        and (is_backward(event.names) or loss.origin is None),
+    )
+
+
+def _cleanest(scale: float, least: float, is_clean: Callable[[float], bool]) -> float:
+    """The largest of scale / 2**n that is clean, of which `least` is one."""
+    few, many = 0, round(np.log2(scale / least))
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if is_clean(scale / 2**middle) else (middle, many)
+    return scale / 2**many
+
+
+def _largest(params: Any) -> tuple[float, str]:
+    """The largest absolute value of the params, and where it is."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    found = [(range_of(x).magnitude, path_string(p)) for p, x in leaves if is_float(x)]
+    return max(found, default=(0.0, ""))

@@ -1,0 +1,243 @@
+"""`numerics`: what narrow formats would lose of a batch, and which scales are safe."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core as jc
+
+from jamp._core.devices import moves_constants
+from jamp._core.tree import all_finite, path_string
+from jamp._state.amp_state import AmpState
+from jamp.diagnostics._formats import FORMATS, NOTHING, Counts, counts_of
+from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._ranges import is_float
+from jamp.diagnostics._replay import MOVES, Place, Replay
+from jamp.diagnostics._source import is_backward, module_path
+from jamp.diagnostics._step import ScaledStep, check_state, scaled_step, step_fn
+
+_LARGEST = 24  # the scales that are tried: 2**0 to 2**24, apex's ceiling
+_LOST = 1e-3  # the part of the gradients that a safe scale may round to zero
+_MARGIN = 8  # between the scale that is recommended and the largest safe one
+_TINY = 64
+_ROWS = 12  # of values, and of gradients, when printed: the worst
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """What narrow formats would lose of the values of one batch: `print` it.
+
+    Attributes:
+        scale: the loss scale that it was run at.
+        values: by module and pass, ("Net/Dense_0", "forward"): what operations gave.
+        gradients: by param: of its gradient at that scale.
+        safe_scales: the smallest scale at which float16 rounds at most 1 in 1,000
+            gradients to zero, and the largest at which nothing overflows; None if there
+            is none up to 2**24.
+        tiny: params of at most 64 numbers that are in half: float32 costs them nothing.
+    """
+
+    scale: float
+    values: dict[tuple[str, str], Counts]
+    gradients: dict[str, Counts]
+    safe_scales: tuple[float, float] | None
+    tiny: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = [f"{module or '(no module)'}, {phase}" for module, phase in self.values]
+        rows = _worst(list(zip(names, self.values.values(), strict=True)))
+        grads = [(f"gradient of {name}", c) for name, c in self.gradients.items()]
+        rows += _worst(grads)
+        hidden = len(names) + len(grads) - len(rows)
+        width = max([len(name) for name, _ in rows] + [20])
+        head = "  ".join(f"{name:>20}" for name in FORMATS)
+        parts = "  ".join(f"{'zero':>6} {'subn.':>6} {'over':>6}" for _ in FORMATS)
+        lines = [
+            f"At loss scale {self.scale:g}, in percent of what is not zero:",
+            f"{'':<{width}}  {head}",
+            f"{'':<{width}}  {parts}",
+            *(f"{name:<{width}}  {_shares(counts)}" for name, counts in rows),
+        ]
+        if hidden:
+            lines.append(f"and {hidden} more, better ones in `.values`, `.gradients`.")
+        safe = self.safe_scales
+        lines.append(
+            "No loss scale up to 2**24 is safe."
+            if safe is None
+            else f"Loss scales from {safe[0]:g} to {safe[1]:g} are safe for this batch."
+        )
+        if self.tiny:
+            lines.append(
+                f"{len(self.tiny)} params of at most {_TINY} numbers are in half, but "
+                f"cost nothing in float32 (keep_fp32=): {', '.join(self.tiny[:4])}."
+            )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def numerics(
+    loss_fn: Callable[..., Any],
+    state: AmpState,
+    *args: Any,
+    scale: float | None = None,
+    **kwargs: Any,
+) -> Numerics:
+    """Counts what float16, bfloat16 and two formats of 8 bits would lose of a batch.
+
+    Runs the step operation by operation, as `locate` does. What is in half already has
+    lost what half loses: of a state at O0 it says what other levels would.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
+        state: an AmpState with concrete arrays.
+        *args: the rest of what `loss_fn` takes.
+        scale: the loss scale; None for the one of `recommend_scale`.
+        **kwargs: as `*args`.
+
+    Returns:
+        A `Numerics`: print it.
+
+    Raises:
+        TypeError: `state` is no AmpState, or arrays are traced.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O0", verbosity=0)
+    >>> x = jnp.array([1e-9, 1e-6, 1.0, 1e6])
+    >>> report = numerics(lambda w, x: (w * x).sum(), state, x, scale=1.0)
+    >>> report.gradients[""].losses["float16"]
+    Loss(zero=1, subnormal=1, over=1)
+    """
+    return _report(_step("numerics", loss_fn, state, args, kwargs), state, scale)
+
+
+def recommend_scale(
+    loss_fn: Callable[..., Any], state: AmpState, *args: Any, **kwargs: Any
+) -> float:
+    """A loss scale for a batch: an eighth of the largest at which nothing overflows.
+
+    But no less than the smallest at which float16 holds 999 of 1,000 gradients, if that
+    is safe. Compiles the step once. For `DynamicLossScale(init_scale=...)`, which then
+    skips no first steps, or as a static scale.
+
+    Args:
+        loss_fn, state, args, kwargs: see `numerics`.
+
+    Raises:
+        TypeError: `state` is no AmpState, or arrays are traced.
+        FloatingPointError: no scale from 1 to 2**24 is safe: ask `locate`.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O2", verbosity=0)
+    >>> loss_fn = lambda w: 100 * w.sum(dtype="float32")
+    >>> recommend_scale(loss_fn, state)  # 100 * 512 < 65504
+    64.0
+    """
+    safe = _safe_scales(_step("recommend_scale", loss_fn, state, args, kwargs))
+    if safe is None:
+        raise FloatingPointError(
+            "The gradients are not finite at any loss scale from 1 to 2**24. "
+            "`print(jamp.diagnostics.locate(loss_fn, state, ...))` says where."
+        )
+    return _middle(safe)
+
+
+def _step(
+    call: str, loss_fn: Callable[..., Any], state: AmpState, args: Any, kwargs: Any
+) -> ScaledStep:
+    check_state(state, call)
+    arguments = {"args": args, "kwargs": kwargs}
+    return scaled_step(step_fn(loss_fn), state, arguments, 0, call)
+
+
+@moves_constants
+def _report(step: ScaledStep, state: AmpState, scale: float | None) -> Numerics:
+    safe = _safe_scales(step)
+    if scale is None:
+        scale = _middle(safe) if safe else step.scale
+    values: dict[tuple[str, str], Counts] = {}
+
+    def observe(eqn: jc.JaxprEqn, place: Place, array: Any) -> None:
+        names = place.stack(eqn)
+        if eqn.primitive.name in MOVES or not names.strip("/") or not is_float(array):
+            return
+        phase = "backward" if is_backward(names) else "forward"
+        key = module_path(names), phase
+        values[key] = values.get(key, NOTHING) + counts_of(array)
+
+    replay = Replay(RULES, observe)
+    given = [replay.argument(x, name) for x, name in step.values_at(scale)]
+    with jax.debug_nans(False), jax.debug_infs(False):
+        _, *grads = replay.run(step.step.program, given, Place())
+    leaves = jax.tree_util.tree_leaves_with_path(state.params)
+    tiny = [
+        path_string(path)
+        for path, x in leaves
+        if is_float(x) and x.dtype.itemsize == 2 and x.size <= _TINY
+    ]
+    return Numerics(
+        scale=scale,
+        values=values,
+        gradients={
+            path: counts_of(g.array)
+            for path, g in zip(step.step.paths, grads, strict=True)
+        },
+        safe_scales=safe,
+        tiny=tuple(tiny),
+    )
+
+
+@moves_constants
+def _safe_scales(step: ScaledStep) -> tuple[float, float] | None:
+    """See `Numerics.safe_scales`; of what is compiled, in powers of two."""
+    run = jax.jit(jc.jaxpr_as_fun(step.step.program))
+    finite = jax.jit(lambda outs: all_finite(outs))
+
+    @functools.cache
+    def grads(power: int) -> list[Any]:
+        return run(*(x for x, _ in step.values_at(2.0**power)))[1:]
+
+    powers = range(_LARGEST + 1)
+    high = next((p for p in reversed(powers) if bool(finite(grads(p)))), None)
+    if high is None:
+        return None
+
+    def lost(power: int) -> float:
+        factor = 2.0 ** (power - high)
+        counts = [counts_of(g, factor) for g in grads(high)]
+        zeros = sum(c.losses["float16"].zero for c in counts)
+        return zeros / max(1, sum(c.nonzero for c in counts))
+
+    low = next((p for p in powers[:high] if lost(p) <= _LOST), high)
+    return 2.0**low, 2.0**high
+
+
+def _middle(safe: tuple[float, float]) -> float:
+    low, high = safe
+    return min(high, max(low, high / _MARGIN, 1.0))
+
+
+def _worst(rows: list[tuple[str, Counts]]) -> list[tuple[str, Counts]]:
+    """Those that float16 would lose most of, in their order."""
+
+    def lost(row: tuple[str, Counts]) -> tuple[float, ...]:
+        _, counts = row
+        found = counts.losses["float16"]
+        total = max(1, counts.nonzero)
+        return (found.zero + found.over) / total, found.subnormal / total
+
+    kept = sorted(rows, key=lost, reverse=True)[:_ROWS]
+    return [row for row in rows if row in kept]
+
+
+def _shares(counts: Counts) -> str:
+    total = max(1, counts.nonzero)
+    shares = (
+        " ".join(f"{_percent(n / total):>6}" for n in counts.losses[name])
+        for name in FORMATS
+    )
+    return "  ".join(shares)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}" if share else "-"

@@ -1,0 +1,89 @@
+"""One operation of a program that is explained."""
+
+import dataclasses
+
+HALF = ("float16", "bfloat16")
+# Beside what only moves values: of these, nothing is gained in another precision.
+_TRIVIAL = ("convert_element_type", "optimization_barrier", "stop_gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a program.
+
+    Attributes:
+        path: the operations that hold the program that it is in, from outside inward.
+        source: the user's `file:line`, innermost; of a library's if there is none.
+        name_stack: the scopes that it is in, as in profiles.
+        module: the modules and scopes of the model among them, as `Net/Block_0`.
+        primitive: its name, as `jax.make_jaxpr` prints it.
+        trips: how often it runs the program that it holds; None if nobody knows.
+        in_dtypes: of its operands in the user's program.
+        dtype: what it runs in; None if it holds programs, or results without a dtype.
+        rule: of the lists or of the region: "half", "float32", "promote", "move" or
+            "recorded".
+        why: what decided: "list", "region", "precision", "feeder", "fusion", "bias",
+            "norm", "operands", "widest", "narrowest", "smaller operand", "literal",
+            "no vote", "recorded", "own dtype", "no float32", "unknown primitive" or
+            "program"; "level" of a step.
+        reason: the same in a sentence; for a list, the reason that its row gives.
+        flops: of a matmul or convolution, in all trips of the scans around it.
+        sizes: of a matmul, M, N and K; of a convolution, its features.
+        bytes: of its operands and results, in all trips; XLA fuses, and moves fewer.
+    """
+
+    path: tuple[str, ...]
+    source: str
+    name_stack: str
+    module: str
+    primitive: str
+    trips: int | None
+    in_dtypes: tuple[str, ...]
+    dtype: str | None
+    rule: str | None
+    why: str
+    reason: str
+    flops: int | None
+    sizes: tuple[int, ...] | None
+    bytes: int
+
+    @property
+    def is_float_matmul(self) -> bool:
+        """Whether it is a matmul or convolution, and not one of integers."""
+        return self.flops is not None and "float" in str(self.dtype)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it runs in float16 or bfloat16."""
+        return self.dtype in HALF
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is of the backward pass of a step."""
+        return "transpose(" in self.name_stack
+
+    @property
+    def matters(self) -> bool:
+        """Whether it computes floats: moves, casts, masks and integers do not."""
+        computes = self.why != "program" and self.rule != "move"
+        computes = computes and self.primitive not in _TRIVIAL
+        return computes and "float" in str(self.dtype)
+
+
+def warnings_of(op: Operation, level: str) -> list[str]:
+    """What is to be said of an operation in a program for matrix units."""
+    where = f"{op.source}: " if op.source else ""
+    if op.why == "unknown primitive":
+        return [f"{where}{op.primitive}: {op.why}. {op.reason}"]
+    if not op.is_float_matmul or op.is_backward or level == "O0":
+        return []
+    if not op.is_half and not op.dtype.startswith("float8"):  # pyright: ignore[reportOptionalMemberAccess]
+        return [f"{where}{op.primitive} runs in {op.dtype} ({op.why}). {op.reason}"]
+    step = 8 if op.is_half else 16
+    odd = [size for size in op.sizes or () if size > step and size % step]
+    if not odd:
+        return []
+    return [
+        f"{where}{op.primitive} of {' × '.join(map(str, op.sizes or ()))}: "
+        f"{', '.join(map(str, odd))} is no multiple of {step}, which matrix units want."
+    ]

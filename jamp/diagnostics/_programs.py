@@ -1,0 +1,214 @@
+"""How a replay goes into the operations that hold programs.
+
+A call's program is run in its place. A loop is run as a whole first, and then, if it
+gave what is not finite, iteration by iteration; a `shard_map` likewise, with all
+devices' values side by side.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+from jax.sharding import PartitionSpec
+
+from jamp._autocast import jax_internals
+from jamp.diagnostics._origins import Origin, made_of
+from jamp.diagnostics._ranges import is_float, not_finite
+from jamp.diagnostics._replay import Place, Replay, Rule, Value, operation
+
+# A loop that runs longer is looked at as a whole: on rounded values it may never end.
+_MOST_TRIPS = 100_000
+
+
+def _call(
+    replay: Replay, eqn: jc.JaxprEqn, _: jc.Jaxpr, read: list[Value], place: Place
+) -> list[Value]:
+    return replay.run(jax_internals.program_of(eqn), read, place.inside(eqn))
+
+
+def _cond(
+    replay: Replay,
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    read: list[Value],
+    place: Place,
+) -> list[Value]:
+    branch = eqn.params["branches"][place.number(read[0].array)]
+    del read[0]
+    return replay.run(branch, read, place.inside(eqn))
+
+
+def _scan(
+    replay: Replay,
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    read: list[Value],
+    place: Place,
+) -> list[Value]:
+    outs = None
+    if place.whole:
+        outs = operation(replay, eqn, program, read, place)
+        if _is_explained(outs, read):
+            return outs
+    consts, carries = jax_internals.scan_counts(eqn)
+    fixed, carry = read[:consts], read[consts : consts + carries]
+    over = read[consts + carries :]
+    length, body = eqn.params["length"], jax_internals.program_of(eqn)
+    rows: list[list[Value]] = [[]] * length
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        here = place.inside(eqn, f"iteration {i} of {length} of a scan")
+        slices = [_slice(v, i, place) for v in over]
+        results = replay.run(body, [*fixed, *carry, *slices], here)
+        carry, rows[i] = results[:carries], results[carries:]
+    columns = [*([v] for v in carry), *map(list, zip(*rows, strict=True))]
+    if outs is None:
+        arrays = [v.array for v in carry]
+        arrays += [place.joined([v.array for v in c]) for c in columns[carries:]]
+        outs = [replay.seen(eqn, x, c, place, "") for x, c in zip(arrays, columns)]  # noqa: B905
+        return outs
+    found = ([v.origin for v in column if v.origin] for column in columns)
+    return [_from_inside(replay, v, o) for v, o in zip(outs, found, strict=True)]
+
+
+def _slice(value: Value, i: int, place: Place) -> Value:
+    array = place.item(value.array, i)
+    is_bad = value.origin is not None and is_float(array) and any(not_finite(array))
+    return Value(array, value.origin if is_bad else None, value.near)
+
+
+def _while(
+    replay: Replay,
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    read: list[Value],
+    place: Place,
+) -> list[Value]:
+    outs = None
+    if place.whole:
+        outs = operation(replay, eqn, program, read, place)
+        if _is_explained(outs, read):
+            return outs
+    condition, body, of_condition, of_body = jax_internals.while_programs(eqn)
+    consts = of_condition + of_body
+    carry = read[consts:]
+    for i in range(_MOST_TRIPS):
+        here = place.inside(eqn, f"iteration {i} of a while loop")
+        (goes_on,) = replay.run(condition, [*read[:of_condition], *carry], here)
+        if not place.number(goes_on.array):
+            break
+        carry = replay.run(body, [*read[of_condition:consts], *carry], here)
+    if outs is None:
+        return carry
+    origins = ([v.origin] if v.origin else [] for v in carry)
+    return [_from_inside(replay, v, o) for v, o in zip(outs, origins, strict=True)]
+
+
+def _is_explained(outs: list[Value], read: list[Value]) -> bool:
+    """Whether there is nothing to look for inside: all finite, or NaN came in."""
+    if not any(v.origin for v in outs):
+        return True
+    return any(v.origin is not None and v.origin.has_nan for v in read)
+
+
+def _from_inside(replay: Replay, whole: Value, found: list[Origin]) -> Value:
+    """A result of a loop as a whole, that knows what was found inside."""
+    if whole.origin is None or not found:
+        return whole
+    parents = made_of(whole.origin.has_nan, found)
+    intended = all(p.intended for p in parents)
+    origin = dataclasses.replace(
+        whole.origin, order=replay.order, parents=parents, intended=intended, event=None
+    )
+    return whole._replace(origin=origin)
+
+
+# ---- shard_map
+
+
+def _shard_map(
+    replay: Replay,
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    read: list[Value],
+    place: Place,
+) -> list[Value]:
+    outs = operation(replay, eqn, program, read, place)
+    if _is_explained(outs, read):
+        return outs
+    options = jax_internals.shard_map_options(eqn)
+    mesh, axes = options["mesh"], options["axis_names"]
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    stacked = PartitionSpec(tuple(a for a in mesh.axis_names if a in axes))
+
+    def on_devices(fn, arrays, in_specs):
+        """`fn` on each device's part of some arrays; results lie side by side."""
+        specs = {"in_specs": in_specs, "out_specs": stacked}
+        mapped = jax.shard_map(
+            lambda *parts: [x[None] for x in fn(*parts)], **(options | specs)
+        )
+        return jax.jit(mapped)(*arrays)
+
+    def evaluate(eqn, program, arrays):
+        fn = jc.jaxpr_as_fun(jax_internals.alone(eqn, program))
+        specs = (stacked,) * len(arrays)
+        return on_devices(lambda *parts: fn(*(x[0] for x in parts)), arrays, specs)
+
+    here = dataclasses.replace(
+        place.inside(eqn, f"a shard_map over {', '.join(sorted(map(str, axes)))}"),
+        evaluate=evaluate,
+        whole=False,
+        item=lambda array, i: array[:, i],
+        joined=lambda arrays: jnp.stack(arrays, 1),
+        number=_agreed,
+        lifted=lambda x: jnp.broadcast_to(x, (devices, *jnp.shape(x))),
+        shape=lambda array: array.shape[1:],
+    )
+    parts = on_devices(lambda *xs: xs, [v.array for v in read], options["in_specs"])
+    values = [v._replace(array=x) for v, x in zip(read, parts, strict=True)]
+    try:
+        results = replay.run(jax_internals.program_of(eqn), values, here)
+    except _Disagreement:
+        return outs
+    origins = ([v.origin] if v.origin else [] for v in results)
+    return [_from_inside(replay, v, o) for v, o in zip(outs, origins, strict=True)]
+
+
+class _Disagreement(Exception):
+    """Devices take different branches: then it is looked at as a whole."""
+
+
+def _agreed(array: Any) -> int:
+    """What all devices have."""
+    first, *others = np.asarray(array).ravel().tolist()
+    if any(x != first for x in others):
+        raise _Disagreement
+    return int(first)
+
+
+def _same(
+    replay: Replay, eqn: jc.JaxprEqn, _: jc.Jaxpr, read: list[Value], __: Place
+) -> list[Value]:
+    """The rule of what is about types of values in `shard_map`, not about values."""
+    del replay, eqn
+    return read
+
+
+_CALLS = (
+    "jit",
+    "closed_call",
+    jax_internals.CHECKPOINT,
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+RULES: dict[str, Rule] = dict.fromkeys(_CALLS, _call) | {
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "shard_map": _shard_map,
+    "pvary": _same,
+    "pcast": _same,
+}

@@ -1,0 +1,268 @@
+"""Runs a program again, one operation at a time, and looks at each result.
+
+What a jitted step computes in one piece is computed here as it is written, so that each
+value can be looked at. Values are freed when they were read for the last time.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast import jax_internals
+from jamp.diagnostics._origins import Event, Origin, made_of, names_of
+from jamp.diagnostics._ranges import is_float, not_finite, range_of
+from jamp.diagnostics._source import is_backward, user_line
+
+# They hand on the very values that they read.
+MOVES = frozenset(
+    "broadcast_in_dim convert_element_type copy dynamic_slice gather reshape slice "
+    "squeeze transpose".split()
+)
+
+
+_ARITHMETIC = frozenset("add div mul sub".split())
+_CONSTANT = "a constant"
+PRODUCTS = frozenset("dot_general conv_general_dilated".split())
+
+
+class Value(NamedTuple):
+    """A value of the program.
+
+    Attributes:
+        array: itself.
+        origin: why it is not finite; None if it is.
+        near: the path of the param that was read last on the way to it.
+        maker: the equation that computed it, and where that is; None if it came in.
+    """
+
+    array: Any
+    origin: Origin | None = None
+    near: str = ""
+    maker: "tuple[jc.JaxprEqn, Place] | None" = None
+
+    @property
+    def is_param(self) -> bool:
+        """Whether it is a param, or one that was only cast or moved."""
+        return self.near != "" and self.maker is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a program stands, and how its operations are run.
+
+    Attributes:
+        names: the name scopes of the operations that hold it.
+        source: the user's line of the innermost one that has one.
+        loops: the iterations that it is in.
+        evaluate: runs one equation of a program on its operands.
+        whole: whether a loop can be run as a whole.
+        item: the i-th slice of what a scan goes through.
+        joined: the inverse of `item`.
+        number: a scalar that decides where to go on.
+        lifted: a constant, as the arrays of this place are.
+        shape: the shape that the user knows an array by.
+    """
+
+    names: str = ""
+    source: str = ""
+    loops: tuple[str, ...] = ()
+    evaluate: Callable[..., Sequence[Any]] = lambda eqn, program, arrays: (
+        jc.jaxpr_as_fun(jax_internals.alone(eqn, program))(*arrays)
+    )
+    whole: bool = True
+    item: Callable[[Any, int], Any] = lambda array, i: array[i]
+    joined: Callable[[list[Any]], Any] = jnp.stack
+    number: Callable[[Any], int] = int
+    lifted: Callable[[Any], Any] = lambda x: x
+    shape: Callable[[Any], tuple[int, ...]] = lambda array: array.shape
+
+    def inside(self, eqn: jc.JaxprEqn, *loops: str) -> "Place":
+        """The place of a program that an equation holds."""
+        return dataclasses.replace(
+            self,
+            names=self.stack(eqn),
+            source=self.line(eqn),
+            loops=(*self.loops, *loops),
+        )
+
+    def line(self, eqn: jc.JaxprEqn) -> str:
+        """The user's line of an equation. JAX keeps none in its jitted functions."""
+        return user_line(eqn) or self.source
+
+    def stack(self, eqn: jc.JaxprEqn) -> str:
+        """All name scopes of an equation."""
+        return f"{self.names}/{jax_internals.name_stack(eqn)}"
+
+
+type Rule = Callable[["Replay", jc.JaxprEqn, jc.Jaxpr, list[Value], Place], list[Value]]
+
+
+class Replay:
+    """One run: what it has seen so far."""
+
+    def __init__(
+        self,
+        rules: dict[str, Rule],
+        observe: Callable[[jc.JaxprEqn, Place, Any], None] | None = None,
+    ):
+        self.rules, self.observe = rules, observe
+        self.order = 0
+        self.reads: dict[str, int] = {}  # when a param was first computed with
+        self.last: dict[int, tuple[jc.Jaxpr, list[list[jc.Var]]]] = {}
+
+    def run(self, program: jc.Jaxpr, values: list[Value], place: Place) -> list[Value]:
+        """The results of a program. It empties `values`: memory is freed as it goes."""
+        env = dict(zip(program.invars, values, strict=True))
+        env |= {
+            v: self.constant(place.lifted(x))
+            for v, x in zip(program.constvars, program.consts, strict=True)
+        }
+        values.clear()
+        for eqn, dying in zip(program.eqns, self._last_reads(program), strict=True):
+            read = [self._read(v, env, place) for v in eqn.invars]
+            for var in dying:
+                env.pop(var, None)
+            rule = self.rules.get(eqn.primitive.name, operation)
+            outs = rule(self, eqn, program, read, place)
+            env |= zip(eqn.outvars, outs, strict=True)
+        return [self._read(v, env, place) for v in program.outvars]
+
+    def argument(self, array: Any, name: str) -> Value:
+        """A value that the function is given. -inf in it may be a mask's."""
+        return self._incoming(array, name, name if name.startswith("params") else "")
+
+    def constant(self, x: Any) -> Value:
+        """A constant of the program. Infinities in it are the program's wish."""
+        return self._incoming(x, _CONSTANT, "")
+
+    def _incoming(self, array: Any, name: str, near: str) -> Value:
+        nan, inf = not_finite(array) if is_float(array) else (False, False)
+        if not (nan or inf):
+            return Value(array, near=near)
+        event = Event(None, name, near=near, result=range_of(array))
+        positive = name != _CONSTANT and bool((array == np.inf).any())
+        intended = not nan and not positive
+        return Value(array, Origin(self.order, (), nan, inf, intended, event), near)
+
+    def seen(
+        self,
+        eqn: jc.JaxprEqn,
+        array: Any,
+        read: Sequence[Value],
+        place: Place,
+        near: str,
+    ) -> Value:
+        """A result of an equation, with where it comes from if it is not finite."""
+        maker = (eqn, place)
+        if eqn.primitive.name in MOVES and read:
+            maker = read[0].maker
+        if self.observe is not None:
+            self.observe(eqn, place, array)
+        nan, inf = not_finite(array) if is_float(array) else (False, False)
+        if not (nan or inf):
+            return Value(array, None, near, maker)
+        parents = made_of(nan, (v.origin for v in read if v.origin))
+        if eqn.primitive.name in _ARITHMETIC and _reads_infinite_number(eqn):
+            parents = ()  # 1e5 in float16: no mask, but where it begins
+        was_intended = bool(parents) and all(p.intended for p in parents)
+        event = None
+        if not parents or (nan and was_intended):
+            event = _event(eqn, array, read, place, near, names_of(parents))
+        intended = was_intended and not nan
+        origin = Origin(self.order, parents, nan, inf, intended, event)
+        return Value(array, origin, near, maker)
+
+    def near(self, eqn: jc.JaxprEqn, read: Sequence[Value], place: Place) -> str:
+        """The param that was read last on the way to an operation.
+
+        Of the backward pass: of the operation that it is the derivative of, which reads
+        what that read. The product that gives a weight's gradient reads what came
+        before that weight, and what comes back to it.
+        """
+        paths = [v.near for v in read if v.near]
+        if eqn.primitive.name in MOVES:
+            return paths[0] if paths else ""
+        if not is_backward(place.stack(eqn)):
+            for path in paths:
+                self.reads.setdefault(path, self.order)
+            return max(paths, key=self._order, default="")
+        is_weights = eqn.primitive.name in PRODUCTS and not any(
+            v.is_param for v in read
+        )
+        return (max if is_weights else min)(paths, key=self._order, default="")
+
+    def _order(self, path: str) -> int:
+        return self.reads.get(path, self.order)
+
+    def _read(self, atom: Any, env: dict[jc.Var, Value], place: Place) -> Value:
+        if isinstance(atom, jc.Literal):
+            aval: Any = atom.aval
+            return self.constant(place.lifted(np.asarray(atom.val, aval.dtype)))
+        return env[atom]
+
+    def _last_reads(self, program: jc.Jaxpr) -> list[list[jc.Var]]:
+        """For each equation, the variables that nothing reads after it."""
+        if id(program) not in self.last:
+            kept, dying = {v for v in program.outvars if isinstance(v, jc.Var)}, []
+            for eqn in reversed(program.eqns):
+                atoms = {
+                    v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, jc.Var)
+                }
+                dying.append([v for v in atoms if v not in kept])
+                kept |= atoms
+            self.last[id(program)] = program, dying[::-1]
+        return self.last[id(program)][1]
+
+
+def operation(
+    replay: Replay,
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    read: list[Value],
+    place: Place,
+) -> list[Value]:
+    """The rule of what holds no program, or none that can be looked into."""
+    replay.order += 1
+    near = replay.near(eqn, read, place)
+    outs = place.evaluate(eqn, program, [v.array for v in read])
+    return [replay.seen(eqn, x, read, place, near) for x in outs]
+
+
+def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
+    literals = [v.val for v in eqn.invars if isinstance(v, jc.Literal)]
+    return any(is_float(x) and bool(np.isinf(x)) for x in map(np.asarray, literals))
+
+
+def _event(
+    eqn: jc.JaxprEqn,
+    array: Any,
+    read: Sequence[Value],
+    place: Place,
+    near: str,
+    infinities: tuple[str, ...],
+) -> Event:
+    floats = [v for v in read if is_float(v.array)]
+    moves = eqn.primitive.name in MOVES and bool(floats)
+    maker = floats[0].maker if moves else None
+    return Event(
+        eqn=eqn,
+        name=jax_internals.primitive_name(eqn),
+        names=place.stack(eqn),
+        source=place.line(eqn),
+        near=near,
+        loops=place.loops,
+        operands=tuple(range_of(v.array, place.shape(v.array)) for v in floats),
+        result=range_of(array, place.shape(array)),
+        made_by=_words_of_maker(*maker) if maker else "",
+        infinities=infinities,
+    )
+
+
+def _words_of_maker(eqn: jc.JaxprEqn, place: Place) -> str:
+    """What computed the value that an operation only hands on, and where."""
+    parts = f"`{jax_internals.primitive_name(eqn)}`", place.line(eqn)
+    return " at ".join(filter(None, parts))

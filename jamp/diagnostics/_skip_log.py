@@ -1,0 +1,171 @@
+"""`SkipLog`: the last skipped steps, kept on the device."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from jamp._core.dtypes import is_differentiable
+from jamp._core.tree import path_string, trained_params
+from jamp._scaling.scaled_grads import ScaledGrads
+from jamp._state.amp_state import AmpState
+
+_BITS = 32
+_SHOWN = 4
+
+
+class Skip(NamedTuple):
+    """A step that was skipped.
+
+    Attributes:
+        step: steps that were not skipped before it.
+        loss: the loss.
+        scale: the loss scale that the gradients were scaled by.
+        params: the paths of the params whose gradients were not finite.
+    """
+
+    step: int
+    loss: float
+    scale: float
+    params: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown, more = ", ".join(self.params[:_SHOWN]), len(self.params) - _SHOWN
+        params = f"{shown} and {more} more" if more > 0 else shown
+        return f"step {self.step}: loss {self.loss:g}, scale {self.scale:g}: {params}"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "loss", "scale", "bad", "count"],
+    meta_fields=["paths"],
+)
+@dataclasses.dataclass(frozen=True)
+class SkipLog:
+    """A ring buffer of the last skips: carry it through the steps, and print it.
+
+    It reads what the check of the gradients reads, in the same pass, and writes a few
+    words. Nothing waits for the device until it is printed.
+
+    Attributes:
+        step: of each entry, shape (size,), int32.
+        loss: likewise, float32.
+        scale: likewise, float32.
+        bad: which leaves were not finite, a bit each, shape (size, words), uint32.
+        count: how many skips there were in all, shape (), int32.
+        paths: of the leaves. Static.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> log = SkipLog.of(state)
+    >>> def loss_fn(params, x):
+    ...     return (params["a"] * x + params["b"]).sum(dtype="float32")
+    >>> loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, jnp.float16(8))
+    >>> log = log.add(state, loss, grads)
+    >>> print(log)
+    1 skipped step(s)
+      step 0: loss 18, scale 65536: a, b
+    """
+
+    step: Int[Array, " size"]
+    loss: Float[Array, " size"]
+    scale: Float[Array, " size"]
+    bad: UInt32[Array, "size words"]
+    count: Int[Array, ""]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, state: AmpState, size: int = 16) -> Self:
+        """An empty log for the gradients of all params of a state.
+
+        Args:
+            state: an AmpState.
+            size: how many skips to keep: the last ones.
+
+        Raises:
+            ValueError: `size` is less than 1.
+        """
+        if size < 1:
+            raise ValueError(f"`size` must be at least 1, got {size}.")
+        paths = _paths(trained_params(state.params))
+        words = -(-len(paths) // _BITS)
+        return cls(
+            step=jnp.zeros(size, jnp.int32),
+            loss=jnp.zeros(size, jnp.float32),
+            scale=jnp.zeros(size, jnp.float32),
+            bad=jnp.zeros((size, words), jnp.uint32),
+            count=jnp.zeros((), jnp.int32),
+            paths=paths,
+        )
+
+    def add(self, state: AmpState, loss: Array, grads: ScaledGrads) -> Self:
+        """The log after a step: one entry more if its gradients are not finite.
+
+        Args:
+            state: the state before the step.
+            loss: the loss, shape ().
+            grads: of `scaled_value_and_grad` of all params.
+
+        Raises:
+            ValueError: the gradients are of other params than the log was made for.
+        """
+        tree = trained_params(grads.tree)
+        if (paths := _paths(tree)) != self.paths:
+            odd = sorted({*paths} ^ {*self.paths})[:3]
+            raise ValueError(
+                f"The gradients are not of the params of this log: {', '.join(odd)} "
+                "differ. Make it with SkipLog.of(state) of the same state, and give it "
+                "the gradients of all groups."
+            )
+        place = self.count % len(self.step)
+        skipped = ~grads.finite
+
+        def put(old, new):
+            new = jnp.where(skipped, jnp.asarray(new, old.dtype), old[place])
+            return old.at[place].set(new)
+
+        flags = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
+        return dataclasses.replace(
+            self,
+            step=put(self.step, state.step),
+            loss=put(self.loss, loss),
+            scale=put(self.scale, grads.scale),
+            bad=put(self.bad, _packed(flags)),
+            count=self.count + skipped.astype(jnp.int32),
+        )
+
+    def skips(self) -> list[Skip]:
+        """The entries, oldest first. Waits for the device."""
+        size, count = len(self.step), int(self.count)
+        order = [i % size for i in range(max(count - size, 0), count)]
+        parts = jax.device_get((self.step, self.loss, self.scale, self.bad))
+        step, loss, scale, bad = (np.asarray(x) for x in parts)
+        return [
+            Skip(int(step[i]), float(loss[i]), float(scale[i]), self._names(bad[i]))
+            for i in order
+        ]
+
+    def _names(self, words: np.ndarray) -> tuple[str, ...]:
+        places = enumerate(self.paths)
+        return tuple(p for i, p in places if words[i // _BITS] >> (i % _BITS) & 1)
+
+    def __str__(self) -> str:
+        lines = [f"{int(self.count)} skipped step(s)", *map(str, self.skips())]
+        return "\n  ".join(lines)
+
+
+def _paths(tree: Any) -> tuple[str, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(path_string(path) for path, x in leaves if is_differentiable(x))
+
+
+def _packed(flags: list[Any]) -> UInt32[Array, " words"]:
+    """Flags as bits, 32 in a word, the first one lowest."""
+    padded = flags + [jnp.asarray(False)] * (-len(flags) % _BITS)
+    bits = jnp.stack(padded).reshape(-1, _BITS).astype(jnp.uint32)
+    return (bits << jnp.arange(_BITS, dtype=jnp.uint32)).sum(1, dtype=jnp.uint32)

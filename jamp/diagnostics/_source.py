@@ -1,0 +1,44 @@
+"""Which line, and which module of the model, an operation was written by."""
+
+import re
+import site
+import sysconfig
+
+from jax.extend import core as jc
+
+from jamp._autocast import jax_internals
+
+# Where installed packages and Python's own are: not the user's lines.
+_INSTALLED = tuple(
+    {*sysconfig.get_paths().values(), *site.getsitepackages()}
+    - {sysconfig.get_path("data"), sysconfig.get_path("scripts")}
+)
+# What JAX and jamp put around the names of modules, and between them.
+_WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
+_MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
+
+
+def user_line(eqn: jc.JaxprEqn) -> str:
+    """`file:line`, the innermost in no installed package, or else outside of JAX."""
+    lines = list(jax_internals.source_lines(eqn))
+    own = (line for line in lines if not line.startswith((*_INSTALLED, "<frozen ")))
+    return next(own, lines[0] if lines else "")
+
+
+def module_path(names: str) -> str:
+    """The modules and scopes of a name stack, without what JAX adds to them.
+
+    >>> module_path("transpose(jvp(Net))/jvp(Net)/rematted_computation/Block_1/up")
+    'Net/Block_1/up'
+    """
+    before = ""
+    while before != names:
+        before, names = names, _WRAPPED.sub(r"\1", names)
+    parts = [part for part in names.split("/") if not _MARKS.match(part)]
+    kept = [p for i, p in enumerate(parts) if i == 0 or p != parts[i - 1]]
+    return "/".join(kept)
+
+
+def is_backward(names: str) -> bool:
+    """Whether a name stack is of the backward pass."""
+    return "transpose(" in names

@@ -1,0 +1,131 @@
+"""A step as a program: the loss and the gradients of a batch."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._core.tree import is_traced, path_string
+from jamp._scaling.rules import DynamicLossScale
+from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._state.amp_state import AmpState
+
+type StepFn = Callable[[AmpState, dict[str, Any]], tuple[Any, Any]]
+
+
+class Step(NamedTuple):
+    """A program that gives the loss and the gradients.
+
+    Attributes:
+        program: what it is.
+        values: what it takes, and the paths of that.
+        paths: of the gradients.
+    """
+
+    program: jc.Jaxpr
+    values: list[tuple[Any, str]]
+    paths: list[str]
+
+
+class ScaledStep(NamedTuple):
+    """A step at any loss scale.
+
+    Attributes:
+        step: its program.
+        name: the path of the scale among what it takes.
+        scale: the one of the state.
+    """
+
+    step: Step
+    name: str
+    scale: float
+
+    def values_at(self, scale: float) -> list[tuple[Any, str]]:
+        """What the program takes, at a scale."""
+        given = {self.name: jnp.asarray(scale, jnp.float32)}
+        return [(given.get(name, x), name) for x, name in self.step.values]
+
+
+def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Any = None) -> StepFn:
+    """`(state, {"args":, "kwargs":}) -> (loss, gradients)` as a step computes them."""
+
+    def both(state, arguments):
+        options = {"loss_id": loss_id, "wrt": wrt}
+        fn = scaled_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
+        (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
+        return loss, grads.tree
+
+    return both
+
+
+def check_state(state: object, call: str) -> None:
+    """Raises a TypeError unless it is an AmpState."""
+    if not isinstance(state, AmpState):
+        raise TypeError(
+            f"jamp.diagnostics.{call} takes `(loss_fn, state, *args)` with the "
+            f"AmpState of jamp.initialize, got {type(state).__name__}. Of NNX, use "
+            "jamp.nnx.locate(loss_fn, model, optimizer, *args)."
+        )
+
+
+def scaled_step(
+    fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int, call: str
+) -> ScaledStep:
+    """The program of a step, with the loss scale among what it takes, at any level.
+
+    Raises:
+        TypeError: something is traced.
+    """
+    if any(map(is_traced, jax.tree.leaves((state, arguments)))):
+        raise TypeError(
+            f"jamp.diagnostics.{call} looks at values, and got traced arrays: call it "
+            "outside of jit, with the state and the batch that the step was given."
+        )
+    rule, before = state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
+    rules = list(state.loss_scale_rules)
+    rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
+    step = traced(fn, (state.replace(loss_scale_rules=tuple(rules)), arguments))
+    return ScaledStep(step, f"loss_scales/{loss_id}/scale", float(rule.current(before)))
+
+
+def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function that gives `(loss, None)`, whether it has an aux or not."""
+
+    def both(*args, **kwargs):
+        out = loss_fn(*args, **kwargs)
+        return (out[0] if isinstance(out, tuple) else out), None
+
+    return both
+
+
+def traced(fn: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...]) -> Step:
+    """The program of `fn(*arguments) -> (loss, gradients)`; shapes do for arrays.
+
+    Paths of arguments are those inside of each.
+    """
+    named = jax.tree_util.tree_leaves_with_path(arguments)
+    structure = jax.tree.structure(arguments)
+    leaves = [x for _, x in named]
+    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+    paths: list[str] = []
+
+    def flat(*arrays):
+        found = dict(zip(places, arrays, strict=True))
+        filled = [found.get(i, x) for i, x in enumerate(leaves)]
+        loss, grads = fn(*jax.tree.unflatten(structure, filled))
+        named = jax.tree_util.tree_leaves_with_path(grads)
+        paths[:] = [path_string(path) for path, _ in named]
+        return [loss, *(x for _, x in named)]
+
+    program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
+    values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
+    return Step(program, values, paths)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether to trace an argument; Python's numbers are as in a step's code."""
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    return isinstance(x, kinds)

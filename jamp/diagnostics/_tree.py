@@ -1,0 +1,81 @@
+"""Operations as a tree of the model's modules, with equal ones in one line."""
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from jamp.diagnostics._modules import Module, label, modules_of
+from jamp.diagnostics._operation import Operation
+
+_HEAD = ("module", "FLOPs", "in half", "computed in float32, and why")
+_LEAST = 30  # of the last column, however long the names are
+# Why an operation is not in half, in fewer words than `explain` has sentences for it.
+_WHY = {
+    "feeder": "read in float32",
+    "fusion": "fused",
+    "list": "by the lists",
+    "literal": "constant beyond half",
+    "no vote": "constants only",
+    "operands": "as its operands",
+    "recorded": "by the lists",
+    "smaller operand": "broadcast",
+    "widest": "widest operand",
+}
+
+
+class _Row(NamedTuple):
+    name: str
+    flops: str
+    half: str
+    rest: str
+
+
+def text(operations: Sequence[Operation], depth: int | None, width: int) -> str:
+    """The tree.
+
+    Args:
+        operations: of the whole program.
+        depth: how many levels of modules to show; None for all.
+        width: what lines are cut to, but for names and lines of the source.
+
+    Raises:
+        ValueError: `depth` is less than 1.
+    """
+    if depth is not None and depth < 1:
+        raise ValueError(f"`depth` must be at least 1, got {depth}.")
+    rows = [_Row(*_HEAD), *_rows(modules_of(operations), depth or 99, "")]
+    names = max(len(row.name) for row in rows)
+    flops = max(len(row.flops) for row in rows)
+    lines = []
+    for row in rows:
+        before = f"{row.name:<{names}}  {row.flops:>{flops}}  {row.half:>7}  "
+        room = max(width - len(before), _LEAST)
+        rest = textwrap.wrap(row.rest, room, max_lines=2, placeholder=" …") or [""]
+        lines += [before + rest[0], *(" " * len(before) + more for more in rest[1:])]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _rows(module: Module, depth: int, indent: str) -> Iterator[_Row]:
+    for group in module.groups():
+        first = group[0]
+        times = f"{len(group)} × " if len(group) > 1 else ""
+        flops = f"{times}{first.flops()}"
+        yield _Row(indent + label(group), flops, first.share(), _rest(first, depth))
+        if depth > 1:
+            yield from _rows(first, depth - 1, indent + "  ")
+
+
+def _rest(module: Module, depth: int) -> str:
+    """What a module computes in float32 itself; of all in it where nothing follows."""
+    operations: Iterable[Operation] = module.all() if depth == 1 else module.own
+    found = [op for op in operations if not op.is_half and not op.is_backward]
+    counts: dict[str, Counter[str]] = {}
+    for op in found:
+        counts.setdefault(op.why, Counter())[op.primitive] += 1
+    parts = []
+    for why, names in counts.items():
+        words = (name if n == 1 else f"{name} {n}×" for name, n in names.items())
+        reason = f" ({_WHY.get(why, why)})" if why != "level" else ""
+        parts.append(", ".join(words) + reason)
+    return "; ".join(parts)

@@ -1,0 +1,277 @@
+"""Programs that others wrote, at O2 and O5: their own float32 does not pull them out of
+half, and what needs float32 has it."""
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+import jamp.nnx
+from tests.forward_models import dtypes, normal, products
+
+pytestmark = pytest.mark.standard_promotion
+
+HALF = {"O2": "float16", "O5": "bfloat16"}
+levels = pytest.mark.parametrize("level", HALF)
+WIDTH, X = 8, normal(2, 6, 8)
+MASK = np.tril(np.ones((6, 6), bool))
+
+
+def weights(*names, width=WIDTH):
+    shapes = {name: normal(width, width, seed=i) for i, name in enumerate(names)}
+    return {name: x / width**0.5 for name, x in shapes.items()}
+
+
+def begin(params, level, **options):
+    options = {"verbosity": 0, "loss_scale": 8.0} | options
+    return jamp.initialize(params, optax.sgd(0.1), level, **options)
+
+
+# Raw code with one float32 value each: ways to write the scores of an attention.
+SCORES = {
+    "numpy sqrt": lambda q, k, p: q @ k.mT / np.sqrt(WIDTH),
+    "numpy scale": lambda q, k, p: q @ k.mT * np.float32(WIDTH**-0.5),
+    "float32 mask": lambda q, k, p: (q @ k.mT) * MASK.astype(np.float32),
+    "own float32": lambda q, k, p: (q @ k.mT).astype(jnp.float32),
+    "float32 products": lambda q, k, p: jnp.matmul(
+        q.astype(jnp.float32), k.mT.astype(jnp.float32)
+    ),
+    "kept temperature": lambda q, k, p: q @ k.mT / p["temperature"],
+    "mask of -1e30": lambda q, k, p: jnp.where(MASK, q @ k.mT, -1e30),
+}
+
+
+@levels
+@pytest.mark.parametrize("name", SCORES)
+def test_no_float32_value_leaves_a_product_in_float32(name, level):
+    params = weights("q", "k", "v", "out") | {"temperature": jnp.float32(2.0)}
+
+    def loss_fn(params, x):
+        q, k, v = (x @ params[n] for n in "qkv")
+        attention = jax.nn.softmax(SCORES[name](q, k, params))
+        return jnp.square(attention @ v @ params["out"]).mean()
+
+    state = begin(params, level, keep_fp32="temperature")
+    step = jamp.scaled_value_and_grad(loss_fn)
+    found = products(step, state, X)
+    assert found == [f"{HALF[level]},{HALF[level]}"] * 15
+    loss, grads = step(state, X)
+    expected, exact = jax.value_and_grad(loss_fn)(params, X)
+    assert grads.finite
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+    far = jax.tree.map(jnp.subtract, grads.unscale()[0], exact)
+    assert optax.tree.norm(far) <= 0.03 * optax.tree.norm(exact)
+
+
+def equinox_mlp():
+    mlp = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_array)
+    return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
+
+
+def haiku_mlp():
+    mlp = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([WIDTH] * 3)(x)))
+    params = mlp.init(jax.random.key(0), X[0])
+    return params, mlp.apply
+
+
+def linen_mlp():
+    mlp = nn.Sequential([nn.Dense(WIDTH, dtype=jnp.float32) for _ in range(3)])
+    params = mlp.init(jax.random.key(0), X[0])["params"]
+    return params, lambda params, x: mlp.apply({"params": params}, x)
+
+
+def plain_mlp():
+    def mlp(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return x
+
+    return weights("a", "b", "c"), mlp
+
+
+@levels
+@pytest.mark.parametrize("make", [equinox_mlp, haiku_mlp, linen_mlp, plain_mlp])
+@pytest.mark.parametrize("door", ["apply_fn", "bare"])
+def test_any_framework_by_apply_fn_or_called_in_the_loss(make, level, door):
+    params, forward = make()
+    state = begin(params, level, apply_fn=forward)
+    call = state.apply_fn if door == "apply_fn" else forward
+
+    def loss_fn(params, x):
+        out = call(params, x)
+        assert out.dtype == jnp.float32
+        return jnp.square(out).mean()
+
+    step = jamp.scaled_grad(loss_fn)
+    half = HALF[level]
+    assert products(step, state, X[0]) == [f"{half},{half}"] * 8
+    assert set(dtypes(step(state, X[0]).tree)) == {half}
+
+
+@levels
+def test_an_equinox_module_is_a_tree_of_params(level):
+    # The whole model as the params, as Equinox's own training loops have it.
+    params, static = eqx.partition(
+        eqx.nn.MultiheadAttention(2, WIDTH, key=jax.random.key(0)), eqx.is_array
+    )
+    state = begin(params, level)
+
+    def loss_fn(params, x):
+        attention = eqx.combine(params, static)
+        return jnp.square(attention(x, x, x, mask=MASK)).mean()
+
+    step = jamp.scaled_grad(loss_fn)
+    assert set(products(step, state, X[0])) == {f"{HALF[level]},{HALF[level]}"}
+
+
+def test_a_haiku_transformer_with_a_mask_of_1e30_trains_at_o2():
+    @hk.without_apply_rng
+    @hk.transform
+    def model(x):
+        heads = hk.MultiHeadAttention(2, 4, w_init=hk.initializers.VarianceScaling(1.0))
+        logits = heads(x, x, x, mask=MASK[None, None])
+        return hk.Linear(WIDTH)(logits)
+
+    state = begin(model.init(jax.random.key(0), X), "O2", loss_scale="dynamic")
+
+    @jax.jit
+    def step(state, x):
+        loss_fn = lambda params: jnp.square(model.apply(params, x) - x).mean()  # noqa: E731
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(5):
+        state, loss = step(state, X)
+        losses.append(float(loss))
+    assert (state.skipped_steps, state.loss_scale) == (0, 2.0**16)
+    assert losses[-1] < losses[0]
+
+
+class OwnLoss(nn.Module):
+    """Returns its own loss, as nanoGPT does, or the probabilities of a policy."""
+
+    def setup(self):
+        self.embed, self.head = nn.Embed(50, 32), nn.Dense(50)
+
+    def __call__(self, tokens, targets):
+        logits = self.head(self.embed(tokens))
+        logp = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(logp, targets[..., None], -1).mean()
+
+    def policy(self, tokens):
+        return jax.nn.softmax(self.head(self.embed(tokens)))
+
+
+TOKENS = jnp.arange(48).reshape(4, 12)
+
+
+@levels
+def test_a_model_that_returns_its_loss(level):
+    model = OwnLoss()
+    params = model.init(jax.random.key(0), TOKENS, TOKENS)["params"]
+    state = begin(params, level, apply_fn=model.apply, loss_scale=65536.0)
+    loss_fn = lambda params: state.apply_fn({"params": params}, TOKENS, TOKENS)  # noqa: E731
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
+    exact = OwnLoss().apply({"params": params}, TOKENS, TOKENS)
+    # Rounded to half, it would be off by up to 2e-3, or 2e-2 in bfloat16.
+    assert grads.finite and abs(loss - exact) < 2e-4
+    probabilities = state.apply_fn({"params": state.params}, TOKENS, method="policy")
+    assert probabilities.dtype == jnp.float32
+    np.testing.assert_allclose(probabilities.sum(-1), 1, atol=1e-6)
+    np.random.default_rng(0).multinomial(1, np.float64(probabilities[0, 0]))
+
+
+# What is outside of a model
+
+
+@levels
+def test_the_loss_around_a_model_and_a_teacher_stay_float32(level):
+    half = HALF[level]
+    params, forward = plain_mlp()
+    state = begin(params, level, apply_fn=forward)
+
+    def loss_fn(params, x):
+        z = state.apply_fn(params, x)  # three products, and what is outside of it
+        teacher = forward(TEACHER, z)
+        return jnp.square(z @ z.T).mean() + jnp.square(teacher).mean()
+
+    found = products(jamp.scaled_grad(loss_fn), state, X[0])
+    assert sorted(set(found)) == sorted({f"{half},{half}", "float32,float32"})
+    # Forward and back: z @ z.T and its two, three layers of the teacher and theirs.
+    assert found.count("float32,float32") == 3 + 3 + 3
+    assert found.count(f"{half},{half}") == 3 + 5
+
+
+TEACHER = weights("a", "b", "c")
+
+
+def test_models_of_several_policies_in_one_loss():
+    params, forward = plain_mlp()
+    ours, theirs = (begin(params, level, apply_fn=forward) for level in HALF)
+
+    def loss_fn(params, x):
+        student, other = ours.apply_fn(params, x), theirs.apply_fn(theirs.params, x)
+        return jnp.square(student - other).mean()
+
+    found = products(jamp.scaled_grad(loss_fn), ours, X[0])
+    assert found.count("bfloat16,bfloat16") == 3
+    assert found.count("float16,float16") == 3 + 5 and len(found) == 11
+
+
+@levels
+def test_half_params_that_are_not_trained(level):
+    # Closed over, and as an argument, such as a target network.
+    params, forward = plain_mlp()
+    trunk = jamp.cast_model(params, HALF[level])
+    state = begin(weights("head"), level)
+
+    def loss_fn(params, target, x):
+        return jnp.square(
+            forward(trunk, x) @ params["head"] - forward(target, x)
+        ).mean()
+
+    found = products(jamp.scaled_grad(loss_fn), state, trunk, X[0])
+    assert set(found) == {f"{HALF[level]},{HALF[level]}"}
+
+
+@levels
+@pytest.mark.parametrize("promote", ["widest", None])
+def test_promote_and_lists_say_what_runs_in_half(level, promote):
+    def stream(params, x):
+        return x + x @ params["w"]
+
+    products_in_float32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
+    options = {"apply_fn": stream, "promote": promote}
+    for lists, half in ((None, HALF[level]), (products_in_float32, "float32")):
+        state = begin(weights("w"), level, **options, lists=lists)
+        found = products(lambda s: s.apply_fn(s.params, X), state)
+        assert found == [f"{half},{half}"]
+        small = jnp.full((3, WIDTH), np.float32(1 + 2.0**-12))
+        out = state.apply_fn({"w": jnp.zeros_like(state.params["w"])}, small)
+        is_float32 = promote == "widest" or half == "float32"
+        assert (out[0, 0] == small[0, 0]) == is_float32
+
+
+def test_nnx_attention_runs_at_o2_on_the_cpu():
+    # In half, JAX asks the CPU for a product that it does not have.
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.attention(x)
+
+    model, optimizer = jamp.nnx.initialize(
+        Net(nnx.Rngs(0)), optax.sgd(0.1), "O2", verbosity=0
+    )
+    loss_fn = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
+    loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, X)
+    assert grads.finite and loss > 0

@@ -1,0 +1,213 @@
+"""`History` and `SkipLog`: what a run skipped, and that nobody waits for it."""
+
+import csv
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jamp
+import jamp.nnx
+from jamp.diagnostics import History, SkipLog
+from tests import h200
+
+N = 40  # leaves: more than a word has bits
+NAMES = [f"w{i:02}" for i in range(N)]
+
+
+def begin(**options):
+    params = {name: jnp.ones(2) for name in NAMES}
+    options = {"loss_scale": jamp.DynamicLossScale(2.0**10), **options}
+    return jamp.initialize(params, optax.sgd(0.0), "O2", verbosity=0, **options)
+
+
+def loss_fn(params, x):
+    """Its gradients are `x`, one number for each leaf."""
+    pairs = zip(jax.tree.leaves(params), x, strict=True)
+    return sum((p.astype(jnp.float32).sum() * g for p, g in pairs), jnp.float32(0))
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def step(state, log, x):
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+    log = log.add(state, loss, grads)
+    return state.apply_gradients(grads=grads), log, loss
+
+
+def run(*bad, size=16, history=None):
+    """Steps in which some leaves overflow: by a number for each, or none."""
+    state = begin()
+    log = SkipLog.of(state, size)
+    for places in bad:
+        x = np.ones(N, np.float32)
+        x[list(places)] = 1e4
+        state, log, loss = step(state, log, x)
+        if history is not None:
+            history.record(state, loss=loss)
+    return state, log
+
+
+def test_the_last_skips_are_kept_with_their_leaves():
+    skips = [(), (0,), (31, 32), (), (39,), tuple(range(N))]
+    _, log = run(*skips)
+    found = log.skips()
+    expected = [(1, 2.0**10, (0,)), (1, 2.0**9, (31, 32)), (2, 2.0**8, (39,))]
+    expected.append((2, 2.0**7, tuple(range(N))))
+    assert [(s.step, s.scale, s.params) for s in found] == [
+        (step, scale, tuple(NAMES[i] for i in places))
+        for step, scale, places in expected
+    ]
+    assert found[0].loss == 2 * (N - 1) + 2e4
+    assert str(log).splitlines()[:2] == [
+        "4 skipped step(s)",
+        "  step 1: loss 20078, scale 1024: w00",
+    ]
+    _, log = run(*skips, size=3)
+    assert int(log.count) == 4 and log.skips() == found[1:]
+    assert run((), ())[1].skips() == []
+
+
+def test_what_a_log_cannot_take():
+    state = begin()
+    with pytest.raises(ValueError, match="`size` must be at least 1, got 0"):
+        SkipLog.of(state, 0)
+    one = jamp.initialize({"w00": jnp.ones(2)}, optax.sgd(1.0), "O2", verbosity=0)
+    log = SkipLog.of(one)
+    _, grads = jamp.scaled_value_and_grad(loss_fn)(state, np.ones(N, np.float32))
+    with pytest.raises(ValueError, match="w01, w02, w03 differ"):
+        log.add(state, jnp.float32(0), grads)
+
+
+@pytest.mark.h200
+@pytest.mark.standard_promotion
+def test_a_log_moves_no_more_bytes():
+    model = nn.Sequential([nn.Dense(1024) for _ in range(4)])
+    x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    options = {"apply_fn": model.apply, "verbosity": 0}
+    start = functools.partial(jamp.initialize, tx=optax.adam(1e-3), **options)
+    state = jax.eval_shape(lambda p: start(p, opt_level="O2"), params)
+    log = jax.eval_shape(SkipLog.of, state)
+
+    def step(state, log, x):
+        def loss_fn(params, x):
+            return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+        log = None if log is None else log.add(state, loss, grads)
+        return state.apply_gradients(grads=grads), log, loss
+
+    off, on = (
+        h200.compile_step(step, state, this, x, donate=(0, 1)) for this in (None, log)
+    )
+    assert off.traffic <= on.traffic <= 1.001 * off.traffic
+    assert on.temp <= 1.01 * off.temp
+
+
+# ---- History
+
+
+def test_rows_writers_and_files(tmp_path):
+    calls, tags = [], []
+
+    class Board:
+        def add_scalar(self, tag, value, step):
+            tags.append((tag, value, step))
+
+    history = History(every=2, writers=[lambda row, step: calls.append(row), Board()])
+    run((), (), (3,), (), (4,), history=history)
+    expected = [
+        {"call": 1, "step": 1, "skipped": 0, "loss_scale": 1024.0, "loss": 2.0 * N},
+        {"call": 3, "step": 2, "skipped": 1, "loss_scale": 512.0, "loss": 20078.0},
+        {"call": 5, "step": 3, "skipped": 2, "loss_scale": 256.0, "loss": 20078.0},
+    ]
+    assert history.rows() == expected
+    assert calls == [{f"amp/{k}": v for k, v in row.items()} for row in expected]
+    assert ("amp/loss_scale", 512.0, 3) in tags and len(tags) == 15
+    history.to_csv(tmp_path / "run.csv")
+    read = csv.DictReader((tmp_path / "run.csv").read_text().splitlines())
+    assert [{k: float(v) for k, v in row.items()} for row in read] == expected
+
+
+def test_it_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    history = History(every=1)
+    run((), (1,), (), history=history)
+    figure = history.plot()
+    assert [a.get_ylabel() for a in figure.axes] == list(history.rows()[0])[1:]
+    scales = figure.axes[2].lines[0].get_ydata()
+    assert list(scales) == [1024.0, 512.0, 512.0]
+    figure.savefig(tmp_path / "run.png")
+
+
+def test_apexs_message_is_rate_limited(caplog):
+    history = History(every=1)
+    with caplog.at_level("WARNING", "jamp"):
+        run(*[(0,)] * 4, *[()] * 3, *[(0,)] * 5, history=history)
+        history.rows()
+    messages = [record.getMessage() for record in caplog.records]
+    # The 1st, 2nd, 3rd, 4th and 8th of nine.
+    scales = [512, 256, 128, 64, 4]
+    assert [m.split(" (")[0] for m in messages] == [
+        "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to "
+        f"{scale}"
+        for scale in scales
+    ]
+    assert "(1 skipped since call 0). That is no error: the scale" in messages[0]
+    assert "jamp.diagnostics.locate" in messages[0]
+
+
+def test_nobody_waits():
+    @jax.jit
+    def slow(x):
+        def body(_, x):
+            return jnp.sin(x @ x)
+
+        return lax.fori_loop(0, 300, body, x)[0, 0]
+
+    x = jnp.ones((256, 256))
+    slow.lower(x).compile()
+    state, history = begin(), History(every=1)
+    history.record(state, loss=jnp.float32(0))
+    history.rows()
+    loss = slow(x)
+    history.record(state, loss=loss)
+    history.record(state, loss=jnp.float32(2))
+    assert not loss.is_ready() and len(history._rows) == 1
+    assert [row["loss"] for row in history.rows()] == [0, loss, 2]
+
+
+def test_several_losses_groups_and_nnx():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
+    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
+    history = History()
+    history.record(state)
+    scales = {"loss_scale_0": 65536.0, "loss_scale_1": 65536.0}
+    assert history.rows() == [{"call": 1, "step": 0, "skipped": 0, **scales}]
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    _, optimizer = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
+    history = History()
+    history.record(optimizer)
+    assert history.rows()[0]["loss_scale"] == 65536.0
+
+
+def test_what_a_history_cannot_take():
+    state, history = begin(), History()
+    with pytest.raises(ValueError, match="`every` must be at least 1, got 0"):
+        History(every=0)
+    with pytest.raises(TypeError, match="such as wandb.log, .* got str"):
+        History(writers=["tensorboard"])
+    with pytest.raises(TypeError, match="AmpState of jamp.initialize, .* got dict"):
+        History().record({})
+    with pytest.raises(TypeError, match=r"got shape \(2,\) for 'loss'"):
+        History().record(state, loss=jnp.ones(2))
+    with pytest.raises(TypeError, match="got a traced value for"):
+        jax.jit(lambda s: History().record(s))(state)
+    assert history.rows() == []

@@ -1,0 +1,394 @@
+"""`jamp.diagnostics.locate`: the operation, the line, the module and the advice."""
+
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jamp
+import jamp.nnx
+from jamp.diagnostics import locate
+from tests.subprocesses import on_eight_devices
+
+pytestmark = pytest.mark.standard_promotion  # as in the reader's program
+
+EYE = np.eye(8, dtype=np.float32)
+ONES = np.ones((4, 8), np.float32)
+
+
+# ---- programs that overflow, each where it says so: functions of (8, 8) and (4, 8)
+
+
+def attention_logit(w, x):
+    q, k = x @ w, x @ w
+    return jax.nn.softmax(q @ k.T) @ x  # here
+
+
+def batchnorm_variance(w, x):
+    var = jnp.var(x * jnp.arange(4)[:, None] @ w, axis=0)  # here
+    return var[None] @ w  # here
+
+
+def log_of_zero(w, x):
+    return jnp.log((x @ w) * 0).mean()  # here
+
+
+def zero_by_zero(w, x):
+    h = x @ w
+    return h / h.sum(axis=-1, keepdims=True)  # here
+
+
+def data(w, x):
+    return jnp.tanh(x @ w)
+
+
+def learning_rate(w, x):
+    return x @ w @ w  # here
+
+
+def embedding_sum(w, x):
+    rows = w[jnp.zeros(100, jnp.int32)]
+    return x @ jnp.diag(rows.sum(0))  # here
+
+
+def exp_in_a_loss(w, x):
+    return jnp.exp((x @ w).astype(jnp.float32)).mean()  # here
+
+
+@jax.custom_vjp
+def cube(x):
+    return x**3
+
+
+def cube_backward(x, g):
+    return (g * jnp.log(x - 1),)
+
+
+cube.defvjp(lambda x: (x**3, x), cube_backward)
+
+
+def custom_backward(w, x):
+    return cube(x @ w)  # here, as JAX has it of custom backward passes
+
+
+def masked_softmax(w, x):
+    seen = jnp.arange(4)[:, None] > 0  # nothing is seen in the first row
+    return jax.nn.softmax(jnp.where(seen, x @ w, -jnp.inf)).var()  # here
+
+
+def rsqrt_of_zero(w, x):
+    h = x @ w
+    return h * lax.rsqrt(jnp.square(h).mean(axis=-1, keepdims=True))  # here
+
+
+def product_sum(w, x):
+    return (x @ w) @ w  # here
+
+
+def square(w, x):
+    h = x @ w
+    return (h * h) @ w  # here
+
+
+def sqrt_at_zero(w, x):
+    return jnp.sqrt(jnp.abs(x @ w))  # here
+
+
+def where_after_log(w, x):
+    h = x @ w
+    return jnp.where(h > 0, jnp.log(h), 0.0).mean()  # here
+
+
+def behind_a_good_mask(w, x):
+    p = jax.nn.softmax(jnp.where(jnp.eye(4, 8) > 0, x @ w, -jnp.inf))
+    return (p * 300) @ (w * 300)  # here
+
+
+def large_number(w, x):
+    return (x @ w * jnp.asarray(1e5, w.dtype)) @ w  # here
+
+
+def beside_a_good_mask(w, x):
+    mask = jnp.where(jnp.eye(4) > 0, 0, -jnp.inf)
+    weights = jax.nn.softmax(x @ w @ x.T + mask)  # here
+    return weights @ x
+
+
+# ---- the same in what holds programs
+
+
+def step(c, w):
+    return c @ w @ w  # here
+
+
+def in_scan(w, x):
+    scales = jnp.array([1.0, 1.0, 300.0, 1.0])
+    body = lambda c, s: (step(c, w * s.astype(w.dtype)), c.sum())  # noqa: E731
+    c, sums = lax.scan(body, x, scales)
+    return c.sum() + sums.sum()
+
+
+def in_nested_scans(w, x):
+    def outer(c, i):
+        body = lambda c, j: (step(c, w * (1 + 299 * (i * j == 2)).astype(w.dtype)), j)  # noqa: E731
+        return lax.scan(body, c, jnp.arange(3))
+
+    return lax.scan(outer, x, jnp.arange(2))[0]
+
+
+def in_remat(w, x):
+    return jax.checkpoint(step)(x, w * 300)
+
+
+def in_jit(w, x):
+    return jax.jit(step)(x, w * 300)
+
+
+def in_cond(w, x):
+    return lax.cond(x[0, 0] > 0, step, lambda c, w: c, x, w * 300)
+
+
+def in_while(w, x):
+    body = lambda c: (c[0] + 1, step(c[1], 2 * lax.stop_gradient(w)))  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < 9, body, (0, x))[1] @ w
+
+
+def in_vmap(w, x):
+    return jax.vmap(step, (0, None))(x, w * 300)
+
+
+def sharded(fn, w, x):
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    return jax.shard_map(fn, mesh=mesh, **specs)(w, x)
+
+
+def in_shard_map(w, x):
+    def local(w, x):
+        scales = jnp.array([1.0, 300.0])
+        body = lambda c, s: (step(c, w * s.astype(w.dtype)), None)  # noqa: E731
+        c = lax.scan(body, x, scales)[0].astype(jnp.float32)
+        return lax.pmean(c.mean(), "data")
+
+    return sharded(local, w, x)
+
+
+# program: the iterations that it overflows in
+INSIDE = {
+    in_scan: ("iteration 2 of 4 of a scan",),
+    in_nested_scans: ("iteration 1 of 2 of a scan", "iteration 2 of 3 of a scan"),
+    in_remat: (),
+    in_jit: (),
+    in_cond: (),
+    in_while: ("iteration 7 of a while loop",),
+    in_vmap: (),
+    in_shard_map: ("a shard_map over data", "iteration 1 of 2 of a scan"),
+}
+
+# name: program, what w and x are multiplied by, words of the operation, the pass, words
+# of the advice
+PROGRAMS = {
+    "attention logit": (attention_logit, 1, 100, "matrix product", "f", "1/sqrt"),
+    "BatchNorm variance": (batchnorm_variance, 600, 1, "cast|product", "f", "65504"),
+    "log(0)": (log_of_zero, 1, 1, "a logarithm", "f", "log_softmax"),
+    "0/0": (zero_by_zero, 1, 0, "a quotient", "f", "by zero"),
+    "inf in the data": (data, 1, np.inf, "args/0", "i", "in the data"),
+    "NaN in the data": (data, 1, np.nan, "args/0", "i", "in the data"),
+    "NaN in the params": (data, np.nan, 1, "params", "i", "checkpoint"),
+    "learning rate": (learning_rate, 3e4, 1, "matrix product", "f", "learning rate"),
+    "embedding sum": (embedding_sum, 999, 1, "cast|sum", "f", "65504"),
+    "exp in a loss": (exp_in_a_loss, 100, 1, "an exponential", "f", "maximum first"),
+    "a custom_vjp's backward": (custom_backward, 1, 1, "logarithm", "b", "of zero"),
+    "softmax of all -inf": (masked_softmax, 1, 1, "difference", "f", "row is masked"),
+    "a norm's rsqrt(0)": (rsqrt_of_zero, 1, 0, "square root", "f", "epsilon"),
+    "a product's sum": (product_sum, 200, 20, "matrix product", "f", "normalize"),
+    "x * x": (square, 300, 1, "cast|product", "f", "65504"),
+    "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
+    "log behind a where": (where_after_log, 1, 0, "quotient", "b", "before it"),
+    "a number": (large_number, 1, 1, "product|cast", "f", "65504"),
+    "beside a good mask": (beside_a_good_mask, 1, 200, "product", "f", "1/sqrt"),
+    "behind a good mask": (behind_a_good_mask, 1, 1, "product", "f", "65504"),
+}
+
+
+class Inner(nn.Module):
+    fn: object
+    w: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.fn(self.param("w", lambda _: jnp.asarray(self.w)), x)
+
+
+class Net(nn.Module):
+    fn: object
+    w: object
+
+    @nn.compact
+    def __call__(self, x):
+        return Inner(self.fn, self.w, name="inner")(x)
+
+
+class InnerNNX(nnx.Module):
+    def __init__(self, fn, w):
+        self.fn, self.w = nnx.static(fn), nnx.Param(jnp.asarray(w))
+
+    def __call__(self, x):
+        return self.fn(self.w[...], x)
+
+
+class NetNNX(nnx.Module):
+    def __init__(self, fn, w):
+        self.inner = InnerNNX(fn, w)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def total(x):
+    return x.astype(jnp.float32).sum()
+
+
+def run(framework, level, fn, w, x, **options):
+    options |= {"opt_level": level, "verbosity": 0}
+    if framework == "NNX":
+        both = jamp.nnx.initialize(NetNNX(fn, w), optax.sgd(1.0), **options)
+        return jamp.nnx.locate(lambda model, x: total(model(x)), *both, x)
+    if framework == "Linen":
+        options["apply_fn"], params = Net(fn, w).apply, {"inner": {"w": jnp.asarray(w)}}
+    else:
+        options["apply_fn"] = lambda variables, x: fn(variables["params"]["w"], x)
+        params = {"w": jnp.asarray(w)}
+    state = jamp.initialize(params, optax.sgd(1.0), **options)
+    loss = lambda params, x: (total(state.apply_fn({"params": params}, x)), "aux")  # noqa: E731
+    return locate(loss, state, x)
+
+
+def lines_of(fn):
+    """The lines that a program marks."""
+    lines, first = inspect.getsourcelines(fn)
+    return [f"{__file__}:{first + i}" for i, s in enumerate(lines) if "# here" in s]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("framework", ["plain", "Linen", "NNX"])
+def test_culprit(framework, name):
+    fn, w, x, words, phase, advice = PROGRAMS[name]
+    path = {"Linen": "inner/w", "NNX": "inner/w", "plain": "w"}[framework]
+    for level in ("O1", "O2"):
+        found = run(framework, level, fn, EYE * w if w == w else EYE + w, ONES * x)
+        text = str(found)
+        assert any(word in found.operation for word in words.split("|")), text
+        assert found.phase.startswith(phase) and advice in found.advice, text
+        assert found.params == (path,) and f"1 of 1 are not finite: {path}" in text
+        assert text.count("\n") < 20
+        if phase == "i":
+            assert found.source == found.primitive == ""
+            continue
+        assert found.source in lines_of(fn) and found.source in text.replace("\n", "")
+        assert found.module == ("Net/inner" if framework == "Linen" else "")
+        assert found.near in (path, "")
+        assert found.result is not None and found.result.infs + found.result.nans > 0
+        assert found.result.shape == found.shape and found.dtype == found.result.dtype
+
+
+@pytest.mark.parametrize("fn", INSIDE)
+def test_inside_of_what_holds_programs(fn):
+    for framework, level in (("plain", "O1"), ("Linen", "O2"), ("NNX", "O2")):
+        found = run(framework, level, fn, EYE, ONES)
+        text = str(found)
+        assert (found.loops, found.phase) == (INSIDE[fn], "forward"), text
+        assert found.source in lines_of(step), text
+        assert found.operation == "a matrix product", text
+
+
+@on_eight_devices
+@pytest.mark.parametrize("differ", [False, True])
+def test_on_one_device_of_eight(differ):
+    def local(w, x):
+        device = lax.axis_index("data")
+        w = w * jnp.where(device == 5, 300, 1).astype(w.dtype)
+        x = x - lax.pmean(x, "data") + 1
+        if differ:  # of devices that take different branches, no line is known
+            c = lax.cond(device == 5, step, lambda c, w: c @ w, x, w)
+        else:
+            c = step(x, w)
+        return lax.psum(c.astype(jnp.float32).mean(), "data")
+
+    fn = lambda w, x: sharded(local, w, x)  # noqa: E731
+    found = run("plain", "O2", fn, EYE, np.tile(ONES, (8, 1)))
+    if differ:
+        assert (found.primitive, found.loops) == ("shard_map", ())
+        assert found.source.startswith(__file__)
+    else:
+        assert found.loops == ("a shard_map over data",)
+        assert found.source in lines_of(step) and found.primitive == "dot_general"
+        assert found.result.infs == 32 and found.shape == (4, 8)
+
+
+def params_state(level="O2", **options):
+    params = {"a": {"w": jnp.asarray(EYE)}, "b": {"w": jnp.asarray(EYE)}}
+    return jamp.initialize(params, optax.sgd(1.0), level, verbosity=0, **options)
+
+
+def two_layers(params, x, *, power=1):
+    h = (x.astype(params["a"]["w"].dtype) @ params["a"]["w"]) ** power
+    return total(h @ params["b"]["w"])
+
+
+def test_only_the_loss_scale_is_too_high():
+    begun = dict.fromkeys(("init_scale", "max_scale"), 2.0**30)
+    rule = jamp.DynamicLossScale(**begun)
+    for scale, says in ((rule, "in 16 skipped"), (2.0**30, 'loss_scale="dynamic"')):
+        found = locate(two_layers, params_state(loss_scale=scale), ONES)
+        assert (found.phase, found.scale, found.loss) == ("backward", 2.0**30, 32)
+        # The gradients are sums of 4 ones, times the scale: 65504 / 4 > 2**13.
+        assert "at 8192 all gradients are finite" in found.advice, found
+        assert says.replace("16", "17") in found.advice
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_every_level(level):
+    state = params_state(level)
+    before = jax.tree.map(np.array, state)
+    with jax.debug_nans(True), jax.transfer_guard("disallow"):
+        found = locate(two_layers, state, ONES)
+    assert found.finite is (level not in ("O1", "O2")) or found.phase == "backward"
+    assert not found.finite or str(found).startswith("All is finite: the loss is 32")
+    found = locate(two_layers, state, 2 * ONES, power=200)
+    assert (found.phase, found.params) == ("forward", ("a/w", "b/w")), found
+    assert (found.near, found.operation) == ("a/w", "a power x ** n"), found
+    jax.tree.map(np.testing.assert_array_equal, before, state)  # it changed nothing
+
+
+def test_groups_and_losses():
+    params = {"a": jnp.asarray(300 * EYE), "b": jnp.asarray(300 * EYE)}
+    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
+    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
+    loss = lambda params: total(params["a"] @ params["b"])  # noqa: E731
+    found = locate(loss, state, loss_id=1, wrt="b")
+    assert (found.total, found.params, found.loss) == (1, ("",), np.inf)
+
+
+def test_what_it_cannot_take():
+    state = params_state()
+    with pytest.raises(TypeError, match="outside of jit, with the state and the batch"):
+        jax.jit(lambda s, x: locate(two_layers, s, x))(state, ONES)
+    with pytest.raises(TypeError, match="the AmpState of jamp.initialize, got dict"):
+        locate(two_layers, state.params, ONES)
+    model = NetNNX(data, EYE)
+    with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
+        jamp.nnx.locate(lambda model: model, model, model)
+    bad = state.replace(
+        loss_scales=(state.loss_scales[0]._replace(consecutive_skips=60),)
+    )
+    with pytest.raises(FloatingPointError, match=r"jamp.diagnostics.locate\(loss_fn"):
+        jamp.check(bad)
