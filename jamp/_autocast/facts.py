@@ -52,6 +52,10 @@ class Fact(NamedTuple):
     origin: Origin = Origin()
     source: Source = Source.DATA
 
+    def numbered(self, numbers: dict[Any, int]) -> "Fact":
+        """The same with numbers in the place of arrays."""
+        return self._replace(origin=self.origin.numbered(numbers))
+
 
 # Their results hold what their operands hold, to a few digits.
 _KEEP_RANGE = frozenset(
@@ -74,10 +78,13 @@ class Facts:
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
         policy = scope.policy
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
+        self.given = given
         self._widest = policy.promote == "widest"
         self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
-        self._inside: dict[int, list[Facts]] = {}  # by the `id` of the equation
+        # By the `id` of the equation, both.
+        self._rules: dict[int, tuple[Rule | None, str]] = {}
+        self._inside: dict[int, list[Facts]] = {}
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._of_results(eqn), strict=True))
@@ -99,6 +106,11 @@ class Facts:
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
+        if id(eqn) not in self._rules:
+            self._rules[id(eqn)] = self._ruling(eqn)
+        return self._rules[id(eqn)]
+
+    def _ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
@@ -173,7 +185,7 @@ class Facts:
 
     def inside(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
-        return self._inside[id(eqn)]
+        return self._inside.get(id(eqn), [])
 
     def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
