@@ -349,6 +349,20 @@ def nnx_scanned():
     return optimizer.amp_state(model), descend(steps=1)
 
 
+def nnx_attention():
+    attention = nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    attention, optimizer = jamp.nnx.initialize(attention, SGD, "O2", verbosity=0, **LOW)
+
+    @nnx.jit
+    def train_step(attention, optimizer):
+        loss = lambda attention: (attention(jnp.ones((2, 3, 4))) ** 2).mean()  # noqa: E731
+        optimizer.update(attention, jamp.nnx.scaled_grad(loss)(attention, optimizer))
+
+    train_step(attention, optimizer)
+    assert optimizer.step.get_value() == 1
+    return make(), descend(steps=0)
+
+
 def nnx_loaded():
     model, optimizer = make_nnx()
     nnx.update(model, {"kernel": nnx.Param(jnp.asarray(V))})
@@ -386,6 +400,7 @@ RIGHT = {
     "accumulate in NNX": nnx_accumulated,
     "accumulate in `nnx.scan`": nnx_scanned,
     "`nnx.update(model, ...)`": nnx_loaded,
+    "`nnx.MultiHeadAttention`": nnx_attention,
 }
 
 
