@@ -4,7 +4,10 @@ import dataclasses
 
 HALF = ("float16", "bfloat16")
 # Beside what only moves values: of these, nothing is gained in another precision.
-_TRIVIAL = ("convert_element_type", "optimization_barrier", "stop_gradient")
+_TRIVIAL = frozenset(
+    "convert_element_type name optimization_barrier reduce_precision "
+    "stop_gradient".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
