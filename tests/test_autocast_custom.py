@@ -204,6 +204,16 @@ def test_a_closed_over_value_has_no_derivative():
         jax.grad(total(jamp.autocast(jax.jit(fn))), 1)(X, Y)
 
 
+def test_what_closes_over_a_traced_value_in_a_loop_is_told_what_to_do():
+    def fn(x, y):
+        return lax.fori_loop(0, 2, lambda _, x: product_with(y)(x), x)
+
+    for cast in (jax.jit, jamp.autocast):  # plain JAX refuses it too
+        with pytest.raises(Exception, match="[Tt]racer") as error:
+            jax.grad(total(cast(fn)))(X, Y)
+    assert "pass it as one more argument" in "".join(error.value.__notes__)
+
+
 # ---- symbolic zeros
 
 

@@ -13,7 +13,7 @@ from jax.experimental import io_callback, pallas as pl
 
 import jamp
 from tests.constructs import repeat
-from tests.programs import products, walk
+from tests.programs import products, results, walk
 from tests.subprocesses import on_eight_devices
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
@@ -81,6 +81,25 @@ def test_the_innermost_policy_wins(name):
     assert dtypes(fn, W) == expected
     grads = dtypes(jax.grad(lambda x: fn(x).sum()), W)
     assert set(grads) == set(expected) and len(grads) >= 2 * len(expected)
+
+
+def test_a_jitted_function_is_decided_on_anew_where_it_is_called():
+    """Its program is one, and is rewritten once for each that comes in and around."""
+    twice, product = (
+        jax.jit(lambda x: jnp.concatenate([x, x])),
+        jax.jit(lambda x: x @ W),
+    )
+
+    def fn(x):
+        with jax.named_scope("trunk"):
+            y = product(x)
+        return y, product(x), jamp.float_function(product)(x)
+
+    lists = jamp.AutocastLists().with_region("trunk", "float32")
+    assert dtypes(half(fn), W) == ["float16", "float16", "float32"]
+    assert dtypes(half(fn, lists=lists), W) == ["float32", "float16", "float32"]
+    found = results(half(lambda x: (twice(x @ W), twice(x))), ["concatenate"], W)
+    assert found == ["float16", "float32"]
 
 
 def test_the_same_policy_twice_is_once():

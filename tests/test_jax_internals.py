@@ -255,9 +255,9 @@ def test_equations_are_checkpointed():
     eqn = jax_internals.checkpointed(program.eqns, program.invars, keep)
     plain = jax.make_jaxpr(jax.checkpoint(softmax))(X).eqns[0]
     assert (eqn.primitive, eqn.params.keys()) == (plain.primitive, plain.params.keys())
-    assert jax_internals.name_stack(eqn) == ""
+    assert jax_internals.name_stack(eqn) == "softmax"
     inner = jax_internals.program_of(eqn)
-    assert {jax_internals.name_stack(e) for e in inner.eqns} == {"softmax"}
+    assert {jax_internals.name_stack(e) for e in inner.eqns} == {""}
 
     def fn(x):
         return evaluate([eqn], program.invars, x)[0]
@@ -265,6 +265,26 @@ def test_equations_are_checkpointed():
     np.testing.assert_allclose(fn(X), softmax(X), rtol=1e-6)
     kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(fn, x)[1], X))
     assert sorted(x.shape for x in kept) == [(2,), (2, 2)]  # the sum and the input
+
+
+def test_equal_equations_share_a_checkpointed_program():
+    def fn(x):
+        for layer, factor in enumerate((2.0, 2.0, 3.0)):
+            with jax.named_scope(f"layer_{layer}/exp"):
+                x = lax.exp(x) * factor
+        return x
+
+    program, programs, keep = jax.make_jaxpr(fn)(X), {}, frozenset[str]()
+    pairs = [program.eqns[i : i + 2] for i in (0, 2, 4)]
+    eqns = [
+        jax_internals.checkpointed(pair, pair[0].invars, keep, True, programs)
+        for pair in pairs
+    ]
+    names = [jax_internals.name_stack(eqn) for eqn in eqns]
+    assert names == ["layer_0/exp", "layer_1/exp", "layer_2/exp"]
+    first, second, third = map(jax_internals.program_of, eqns)
+    assert first is second and second is not third
+    np.testing.assert_array_equal(evaluate(eqns, program.invars, X)[0], fn(X))
 
 
 # ---- functions

@@ -52,6 +52,10 @@ class Fact(NamedTuple):
     origin: Origin = Origin()
     source: Source = Source.DATA
 
+    def numbered(self, numbers: dict[Any, int]) -> "Fact":
+        """The same with numbers in the place of arrays."""
+        return self._replace(origin=self.origin.numbered(numbers))
+
 
 # Their results hold what their operands hold, to a few digits.
 _KEEP_RANGE = frozenset(
@@ -74,10 +78,13 @@ class Facts:
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
         policy = scope.policy
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
+        self.given = given
         self._widest = policy.promote == "widest"
         self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
-        self._inside: dict[int, list[Facts]] = {}  # by the `id` of the equation
+        # By the `id` of the equation, both.
+        self._rules: dict[int, tuple[Rule | None, str]] = {}
+        self._inside: dict[int, list[Facts]] = {}
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._of_results(eqn), strict=True))
@@ -99,6 +106,11 @@ class Facts:
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
+        if id(eqn) not in self._rules:
+            self._rules[id(eqn)] = self._ruling(eqn)
+        return self._rules[id(eqn)]
+
+    def _ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
@@ -173,12 +185,12 @@ class Facts:
 
     def inside(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
-        return self._inside[id(eqn)]
+        return self._inside.get(id(eqn), [])
 
     def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
 
-        A function with a derivative of its own is in half as a product is: as a whole.
+        Of a derivative's operands nothing is known: it is in half as a product is.
         """
         weighted = any(self.of(v).source == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
@@ -230,24 +242,27 @@ class Facts:
 
     def of_slices(self, eqn: jc.JaxprEqn) -> list[Fact]:
         """What is known of the inputs of a scan's body, with all carries in float32."""
-        _, carry = scan_counts(eqn)
-        fixed = sum(scan_counts(eqn))
-        facts = [self.of(v) for v in eqn.invars]
+        consts, carry = scan_counts(eqn)
+        known = self.of_operands(eqn, range(consts, consts + carry))
+        for i, v in enumerate(eqn.invars):
+            fact = self.of(v)
+            vote = fact.vote if i >= consts + carry else known[i].vote
+            known[i] = known[i]._replace(asks=fact.asks, vote=vote)
+        return known
+
+    def of_operands(self, eqn: jc.JaxprEqn, carries: Sequence[int] = ()) -> list[Fact]:
+        """What is known of operands where they go in as the user's program has them.
+
+        Args:
+            eqn: the equation.
+            carries: the places of those that may be made of all, after some trips.
+        """
         known = [
-            self._unknown(v)._replace(asks=fact.asks, source=fact.source)
-            for v, fact in zip(eqn.invars, facts, strict=True)
+            self._unknown(v)._replace(source=self.of(v).source) for v in eqn.invars
         ]
-        source = self.source(eqn.invars)  # of a carry, after some trips
-        consts, carries, slices = (
-            known[: fixed - carry],
-            known[fixed - carry : fixed],
-            zip(known[fixed:], facts[fixed:], strict=True),
-        )
-        return [
-            *consts,
-            *(fact._replace(source=source) for fact in carries),
-            *(fact._replace(vote=given.vote) for fact, given in slices),
-        ]
+        for i in carries:
+            known[i] = known[i]._replace(source=self.source(eqn.invars))
+        return known
 
     def _of_scan(self, eqn: jc.JaxprEqn) -> list[Fact]:
         consts, carry = scan_counts(eqn)

@@ -9,6 +9,7 @@ itself: only islands with a costly operation are written so.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
@@ -37,8 +38,13 @@ _INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
 _CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
 
 
-def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-    """Writes each island of a rewritten program as one checkpointed equation."""
+def checkpoint_islands(jaxpr: jc.Jaxpr, programs: dict[Any, Any]) -> jc.Jaxpr:
+    """Writes each island of a rewritten program as one checkpointed equation.
+
+    Args:
+        jaxpr: the program.
+        programs: of the islands so far: equal ones share theirs.
+    """
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr
     program = _Program(jaxpr)
@@ -52,7 +58,7 @@ def checkpoint_islands(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            eqns[end] = _written(inside, program.users)
+            eqns[end] = _written(inside, program.users, programs)
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
@@ -122,12 +128,16 @@ class _Program:
         return members
 
 
-def _written(eqns: list[jc.JaxprEqn], users: Mapping[jc.Var, set[int]]) -> jc.JaxprEqn:
+def _written(
+    eqns: list[jc.JaxprEqn],
+    users: Mapping[jc.Var, set[int]],
+    programs: dict[Any, Any],
+) -> jc.JaxprEqn:
     """The equation of an island."""
     inside = with_softmax(eqns, users)
     # What a softmax keeps is guarded by itself; a dropout's derivative joins its own.
     plain = len(inside) == len(eqns)
-    return checkpointed(inside, _inputs(inside), _KEPT, prevent_cse=plain)
+    return checkpointed(inside, _inputs(inside), _KEPT, plain, programs)
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jc
 from jax.extend.core import primitives
 
@@ -257,13 +258,21 @@ def call(
 ) -> jc.JaxprEqn | None:
     """The one equation that a function is traced to, in the place of another one.
 
+    A function is traced once for operands of the same types.
+
     None if its result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    (eqn,) = jax.make_jaxpr(function)(*(v.aval for v in operands)).eqns
+    eqn = _equation(function, tuple(v.aval for v in operands))
     if eqn.outvars[0].aval != result.aval:
         return None
     return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
+
+
+@functools.lru_cache(maxsize=256)
+def _equation(function: Callable[..., Any], avals: tuple[Any, ...]) -> jc.JaxprEqn:
+    (eqn,) = jax.make_jaxpr(function)(*avals).eqns
+    return eqn
 
 
 def checkpointed(
@@ -271,11 +280,12 @@ def checkpointed(
     invars: Sequence[jc.Var],
     keep: frozenset[str],
     prevent_cse: bool = True,
+    programs: dict[Any, jc.Jaxpr] | None = None,
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
-    Its parameters are those of an example, and it stands where the last equation does;
-    but its name stack is empty, as JAX puts it before those of the equations inside.
+    Its parameters are those of an example, and it stands where the last equation does,
+    in the name scopes that all are in.
 
     Args:
         eqns: what is to be inside; the results of the last one come out.
@@ -283,24 +293,68 @@ def checkpointed(
         keep: the primitives whose results are kept for the backward pass.
         prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
             what comes before it.
+        programs: those of earlier calls. Equations that differ in their variables alone
+            get one of these: JAX differentiates it once.
     """
     last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
-    inner = program_of(example)
-    inner = inner.replace(
-        constvars=[],
-        invars=list(invars),
-        outvars=last.outvars,
-        eqns=list(eqns),
-        debug_info=inner.debug_info.with_unknown_names(),
-    )
-    no_names = type(last.source_info.name_stack)()
+    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
+    common = os.path.commonprefix(stacks)
+    programs = {} if programs is None else programs
+    key = _structure(eqns, invars, len(common))
+    inner = programs.get(key)
+    if inner is None:
+        inner = program_of(example)
+        inner = inner.replace(
+            constvars=[],
+            invars=list(invars),
+            outvars=last.outvars,
+            eqns=[_inside_of(eqn, len(common)) for eqn in eqns],
+            debug_info=inner.debug_info.with_unknown_names(),
+        )
+        if key is not None:
+            programs[key] = inner
+    names = type(last.source_info.name_stack)(tuple(common))
     return example.replace(
         invars=list(invars),
         outvars=last.outvars,
         params=with_program(example, inner),
-        source_info=last.source_info.replace(name_stack=no_names),
+        source_info=last.source_info.replace(name_stack=names),
         ctx=last.ctx,
     )
+
+
+def _inside_of(eqn: jc.JaxprEqn, scopes: int) -> jc.JaxprEqn:
+    """An equation in a program that stands in some of its outer name scopes."""
+    names = eqn.source_info.name_stack
+    names = type(names)(names.stack[scopes:])
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+
+def _structure(
+    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], scopes: int
+) -> Any:
+    """What equations are but for their variables and outer name scopes.
+
+    None if there is no telling, as one of their parameters has no hash.
+    """
+    numbers: dict[Any, int] = {}
+
+    def of(atom):
+        if isinstance(atom, jc.Literal):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return atom.aval, numbers.setdefault(atom, len(numbers))
+
+    parts: list[Any] = [tuple(map(of, invars))]
+    for eqn in eqns:
+        atoms = tuple(map(of, eqn.invars)), tuple(map(of, eqn.outvars))
+        place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]
+        params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+        parts.append((eqn.primitive, params, atoms, place, eqn.ctx))
+    try:
+        hash(structure := tuple(parts))
+    except TypeError:
+        return None
+    return structure
 
 
 @functools.cache

@@ -131,9 +131,9 @@ ROWS = (
     ),
     _row(
         Rule.RECORDED,
-        "linear_solve maybe_set nonbatchable nondifferentiable_backward nontraceable "
-        "select_if_vmap unvmap_all unvmap_any unvmap_max",
-        "Lineax's solver, and what Equinox's loops are made of: they ask for nothing.",
+        "CustomRoot linear_solve maybe_set nonbatchable nondifferentiable_backward "
+        "nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max",
+        "Solvers, which need their digits, and what Equinox's loops are made of.",
         "torch: not in any list",
     ),
 )

@@ -7,7 +7,7 @@ it, because it is made of one array?
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
@@ -46,6 +46,14 @@ class Origin(NamedTuple):
     product: Product | None = None
     statistic_of: frozenset[Atom] = frozenset()
     normalised: bool = False
+
+    def numbered(self, numbers: dict[Any, int]) -> "Origin":
+        """The same with numbers in the place of arrays: equal if it is so elsewhere."""
+
+        def of(arrays: frozenset[Any]) -> frozenset[Any]:
+            return frozenset(numbers.setdefault(x, len(numbers)) for x in arrays)
+
+        return self._replace(roots=of(self.roots), statistic_of=of(self.statistic_of))
 
     def outside(self, known: frozenset[Atom], result: Atom) -> "Origin":
         """The same for the result of a call, where only some roots are known."""

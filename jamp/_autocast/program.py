@@ -84,6 +84,7 @@ class Scope(NamedTuple):
         library: the function of JAX in the table that they are a part of, if any.
         loop: whether it is in the body of a scan, which stacks what is kept.
         within: what values depend on of which nothing is known.
+        written: the programs that were rewritten in this call of `autocast`.
     """
 
     policy: Policy
@@ -92,6 +93,13 @@ class Scope(NamedTuple):
     library: str = ""
     loop: bool = False
     within: Source = Source.DATA
+    written: dict[Any, Any] = {}
+
+    @property
+    def key(self) -> Any:
+        """Equal for places where the same programs are rewritten to the same."""
+        names = self.names if self.policy.lists.regions else None
+        return names or tuple(_MARKER.findall(self.names)), *self[3:6]
 
     def inside(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
@@ -108,7 +116,7 @@ class Scope(NamedTuple):
             by_place, library = lists.rule_of_library(paths, whole=True)
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
-        return Scope(self.policy, names, decisions, library, self.loop, self.within)
+        return self._replace(names=names, decisions=decisions, library=library)
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:

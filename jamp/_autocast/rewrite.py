@@ -54,6 +54,13 @@ class Boundary(NamedTuple):
     out_wants: Sequence[Want] = ()
     facts: Sequence[Fact] = ()
 
+    @property
+    def key(self) -> Any:
+        """Equal for boundaries that differ in the variables outside alone."""
+        numbers: dict[Any, int] = {}
+        facts = tuple(fact.numbered(numbers) for fact in self.facts)
+        return (*map(tuple, self[:3]), facts)
+
 
 def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
     """The boundary that a program has already."""
@@ -61,7 +68,11 @@ def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
 
 
 def rewrite(
-    jaxpr: jc.Jaxpr, boundary: Boundary, scope: Scope, rules: Mapping[str, ProgramRule]
+    jaxpr: jc.Jaxpr,
+    boundary: Boundary,
+    scope: Scope,
+    rules: Mapping[str, ProgramRule],
+    facts: Facts | None = None,
 ) -> jc.Jaxpr:
     """Rewrites a program.
 
@@ -70,8 +81,30 @@ def rewrite(
         boundary: what it is to take and give.
         scope: policy and place.
         rules: how to write each primitive that holds programs.
+        facts: what is known of its values, if they were read before.
     """
-    rewriter = Rewriter(jaxpr, boundary, scope, rules)
+    if scope.decisions is not None:
+        return _rewrite(jaxpr, boundary, scope, rules, facts)
+    # JAX has one program for all calls of a jitted function, and so have we: what it
+    # makes of a program, such as its derivative, it makes once.
+    key = (id(jaxpr), scope.key, boundary.key)
+    if key not in scope.written:
+        written = _rewrite(jaxpr, boundary, scope, rules, facts)
+        scope.written[key] = (
+            jaxpr,
+            written,
+        )  # the former, so that its `id` stays its own
+    return scope.written[key][1]
+
+
+def _rewrite(
+    jaxpr: jc.Jaxpr,
+    boundary: Boundary,
+    scope: Scope,
+    rules: Mapping[str, ProgramRule],
+    facts: Facts | None,
+) -> jc.Jaxpr:
+    rewriter = Rewriter(jaxpr, boundary, scope, rules, facts)
     for eqn in jaxpr.eqns:
         rewriter.equation(eqn)
     outvars = [
@@ -80,7 +113,7 @@ def rewrite(
     ]
     written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
     # Last: where float32 begins and ends is known by the casts that were written.
-    return checkpoint_islands(written)
+    return checkpoint_islands(written, scope.written)
 
 
 class Rewriter:
@@ -92,11 +125,12 @@ class Rewriter:
         boundary: Boundary,
         scope: Scope,
         rules: Mapping[str, ProgramRule],
+        facts: Facts | None = None,
     ):
         self.scope, self.rules = scope, rules
         wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
-        facts = Facts(jaxpr, boundary.facts, scope)
+        facts = facts or Facts(jaxpr, boundary.facts, scope)
         self.consumers = consumers_of(facts, wants)
         self.values = Values(self.consumers, scope.policy.promote == "widest")
         self.eqns: list[jc.JaxprEqn] = []
@@ -233,7 +267,12 @@ class Rewriter:
         scope = self.values.facts.scope_inside(eqn)
         if scope.decisions is not None:
             self.programs.append(scope.decisions)
-        return rewrite(jaxpr, boundary, scope, self.rules)
+        known = (
+            facts
+            for facts in self.values.facts.inside(eqn)
+            if facts.jaxpr is jaxpr and list(facts.given) == list(boundary.facts)
+        )
+        return rewrite(jaxpr, boundary, scope, self.rules, next(known, None))
 
 
 def _literal(literal: jc.Literal, dtype: Any) -> jc.Literal:

@@ -9,6 +9,7 @@ On a TPU, XLA does not keep that copy: it computes the exponential again inside 
 product that reads it, from the scores in half. There the derivative does so too.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -89,6 +90,7 @@ def _maker(atom: Atom, makers: Mapping[jc.Var, jc.JaxprEqn]) -> jc.JaxprEqn | No
     return None if isinstance(atom, jc.Literal) else makers.get(atom)
 
 
+@functools.cache
 def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
     @jax.custom_jvp
     def softmax(x):
@@ -98,12 +100,12 @@ def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
     @softmax.defjvp
     def derivative(primals, tangents):
         y, (t,) = softmax(*primals), tangents
-        # Behind a barrier, or XLA would keep what it was rounded from, in float32.
         kept = checkpoint_name(y.astype(half), "softmax")
-        kept = jax.lax.platform_dependent(kept, y, tpu=lambda _, y: y, default=read)
-        return y, linear(kept, t)
+        x = jax.lax.platform_dependent(kept, y, tpu=lambda _, y: y, default=read)
+        return y, linear(x, t)
 
     def read(kept, y):
+        # Behind a barrier, or XLA would keep what it was rounded from, in float32.
         return jax.lax.optimization_barrier(kept).astype(y.dtype)
 
     def linear(y, t):

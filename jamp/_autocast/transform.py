@@ -23,6 +23,12 @@ from jamp._core.dtypes import HALF_DTYPES
 type Promote = Literal["widest", "narrowest"]
 
 
+_CLOSED_OVER = (
+    "Under autocast, as in jax.jit, a function with its own derivative must not close "
+    "over an array that is computed from arguments: pass it as one more argument."
+)
+
+
 def autocast[**P, R](
     fn: Callable[P, R],
     dtype: DTypeLike = "float16",
@@ -69,7 +75,11 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         # What is written here, an autocast around it is to leave as it is.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
         with mark if tracing.value else contextlib.nullcontext():
-            outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
+            try:
+                outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
+            except jax.errors.UnexpectedTracerError as error:
+                error.add_note(_CLOSED_OVER)
+                raise
         # Outside of jit, constants come as JAX keeps them; and casts are never weak.
         pairs = zip(outs, jaxpr.outvars, strict=True)
         return rebuild([jax_internals.of_type(x, v.aval) for x, v in pairs])
@@ -147,7 +157,7 @@ def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list
 
 
 def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    return rewrite(jaxpr, unchanged(jaxpr), scope, RULES)
+    return rewrite(jaxpr, unchanged(jaxpr), scope._replace(written={}), RULES)
 
 
 def _is_array(x: object) -> bool:
