@@ -78,6 +78,8 @@ def warnings_of(op: Operation, level: str) -> list[str]:
     where = f"{op.source}: " if op.source else ""
     if op.why == "unknown primitive":
         return [f"{where}{op.primitive}: {op.why}. {op.reason}"]
+    if op.why == "level" and op.rule is None and "float" in str(op.dtype):
+        return [f"{where}{op.primitive}: nobody can look inside. It runs as called."]
     if not op.is_float_matmul or op.is_backward or level == "O0":
         return []
     if not op.is_half and not op.dtype.startswith("float8"):  # pyright: ignore[reportOptionalMemberAccess]
