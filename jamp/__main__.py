@@ -1,4 +1,4 @@
-"""`python -m jamp`: levels, doctor, explain. May import all rooms."""
+"""`python -m jamp`: levels, doctor, explain, cost. May import all rooms."""
 
 from jamp.diagnostics._command import main
 

@@ -5,9 +5,7 @@ JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN.
 runs and nothing is allocated; `tests.hlo` says what can be read off the result.
 """
 
-import contextlib
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,38 +13,10 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jamp.diagnostics._gpus import CHEAP as CHEAP, TARGETS, compiled, topology
 from tests.hlo import Program
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472  threads_per_core_limit: 2048  core_count: 132
-  fpus_per_core: 128  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535  memory_bandwidth: 4800000000000  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98  device_memory_size: 150000000000
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-
-B200 = (
-    H200.replace("core_count: 132", "core_count: 148")
-    .replace("4800000000000", "8000000000000")
-    .replace("major: 9", "major: 10")
-    .replace("NVIDIA H200", "NVIDIA B200")
-)
-
-# Half the time, same HLO: without a GPU there is nothing to tune on, and nothing runs.
-CHEAP = {
-    "xla_gpu_autotune_level": 0,
-    "xla_backend_optimization_level": 0,
-    "xla_gpu_disable_gpuasm_optimizations": True,
-}
+H200, B200 = TARGETS["H200"], TARGETS["B200"]
 
 
 def compile_step(
@@ -79,36 +49,14 @@ def compile_placed(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Pr
 
 def compile_lowered(lowered: jax.stages.Lowered) -> Program:
     """Compiles what was lowered for a GPU."""
-    with _not_cached():
-        compiled = lowered.compile(compiler_options=CHEAP)
-    return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
-
-
-@contextlib.contextmanager
-def _not_cached():
-    """Keeps a program out of the cache: without a GPU it cannot be read back."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, math.inf)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    program = compiled(lowered)
+    return Program(program.as_text(), program.memory_analysis().temp_size_in_bytes)
 
 
 def make_mesh(devices: int, target: str = H200, **kwargs: Any) -> jax.sharding.Mesh:
     """A mesh of one axis, "d", of GPUs that are not here."""
-    return topologies.make_mesh(
-        _topology(devices, target), (devices,), ("d",), **kwargs
-    )
+    return topologies.make_mesh(topology(devices, target), (devices,), ("d",), **kwargs)
 
 
 def _placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-@functools.cache
-def _topology(devices: int, target: str) -> topologies.TopologyDescription:
-    return topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology=f"1x1x{devices}"
-    )

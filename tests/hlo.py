@@ -1,105 +1,26 @@
-"""Read a scheduled HLO module, and count what it costs.
-
-In the ENTRY computation every instruction is one launch, or free. What is counted:
-
-- `parameter`, `get-tuple-element`, `tuple`, `bitcast`, `constant` and tokens are free.
-  Any other instruction, `copy` too, is one kernel that reads its operands and writes
-  its result.
-- Of an operand that is sliced, also inside a fusion, only the slices count as read, and
-  of a result updated in place only the update as written. A loop over stacked layers
-  would otherwise count the whole stack once per layer.
-- Of the operands that a kernel of Mosaic writes in place, those that it never reads
-  count as written only. The HLO does not tell: `Program.unread` does.
-- A `while` counts its body and condition as often as XLA knows that it runs, else once.
-  A `conditional` counts its dearest branch, and one kernel that reads the predicate.
-  `call` counts what it calls. An async pair counts once: it reads at the start and
-  writes when done.
-"""
+"""Compiled programs as `jamp.diagnostics` counts them, and the products in them."""
 
 import dataclasses
 import functools
-import math
-import re
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
+from jamp.diagnostics import _hlo
+from jamp.diagnostics._hlo import (
+    Computation,
+    Cost as Cost,
+    Instruction,
+    aliased_operands as aliased_operands,
+    parse as parse,
+    shape_bytes as shape_bytes,
+)
 from tests.programs import Product
 
-FREE = frozenset(
-    "parameter get-tuple-element tuple bitcast constant after-all add-dependency"
-    " opt-barrier partition-id replica-id async-update".split()
-)
-SLICING = frozenset(("slice", "dynamic-slice", "dynamic-update-slice"))
 PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
 LIBRARIES = ("__cublas$", "__cudnn$")
-# Bytes per element of the types whose name does not begin with letters and their bits.
-BYTES = {"pred": 1, "token": 0, "opaque": 0}
-
-type Computation = dict[str, Instruction]
-
-
-class Instruction(NamedTuple):
-    """One line of a computation."""
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    rest: str  # what follows the operands; before that, a parameter's number
-    is_root: bool
-
-    @property
-    def bytes(self) -> float:
-        return shape_bytes(self.shape)
-
-    def attribute(self, pattern: str) -> str | None:
-        match = re.search(pattern, self.rest)
-        return match[1] if match else None
-
-
-class Cost(NamedTuple):
-    """Launches, and the bytes that they read and write."""
-
-    kernels: float
-    traffic: float
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled program.
-
-    Attributes:
-        text: its scheduled HLO.
-        temp: its peak temporary memory in bytes.
-        unread: whether a custom call that writes to an operand of a shape in place
-            leaves unread what was there.
-    """
-
-    text: str = dataclasses.field(repr=False)
-    temp: int = 0
-    unread: Callable[[str], bool] = lambda shape: False
-
-    @functools.cached_property
-    def computations(self) -> dict[str, Computation]:
-        return parse(self.text)
-
-    @functools.cached_property
-    def entry(self) -> Computation:
-        header = re.search(r"^ENTRY %?([\w.\-]+) ", self.text, re.MULTILINE)
-        assert header is not None, "the module has no ENTRY computation"
-        return self.computations[header[1]]
-
-    @functools.cached_property
-    def cost(self) -> Cost:
-        return self._total(self.entry)
-
-    @property
-    def kernels(self) -> int:
-        return round(self.cost.kernels)
-
-    @property
-    def traffic(self) -> int:
-        return round(self.cost.traffic)
+class Program(_hlo.Program):
+    """A compiled program."""
 
     @functools.cached_property
     def products(self) -> list[Product]:
@@ -110,180 +31,6 @@ class Program:
             for instruction in computation.values()
             if _is_product(instruction)
         ]
-
-    @functools.cached_property
-    def aliased_bytes(self) -> int:
-        """Bytes of the parameters whose buffers outputs take over."""
-        header = self.text[: self.text.index("entry_computation_layout")]
-        aliased = {int(n) for n in re.findall(r"\}?: \((\d+), \{", header)}
-        parameters = [i for i in self.entry.values() if i.opcode == "parameter"]
-        return round(sum(p.bytes for p in parameters if _number(p) in aliased))
-
-    @functools.cached_property
-    def copies(self) -> list[int]:
-        """Bytes of the result of each copy in ENTRY."""
-        copies = [i for i in self.entry.values() if i.opcode in ("copy", "copy-done")]
-        return [round(copy.bytes) for copy in copies]
-
-    def launches(self) -> list[tuple[Instruction, Cost]]:
-        """ENTRY's instructions that are not free, each with its cost."""
-        costs = [(i, self._cost(i, self.entry)) for i in self.entry.values()]
-        return [(instruction, cost) for instruction, cost in costs if any(cost)]
-
-    def _total(self, computation: Computation) -> Cost:
-        return _add(self._cost(i, computation) for i in computation.values())
-
-    def _cost(self, instruction: Instruction, outer: Computation) -> Cost:
-        opcode = instruction.opcode.removesuffix("-start")
-        called = [self.computations[name] for name in _called(instruction)]
-        if opcode in FREE:
-            return Cost(0, 0)
-        if opcode.endswith("-done"):
-            start = outer[instruction.operands[0]].opcode
-            runs_others = start in ("async-start", "call-start", "async-update")
-            return Cost(0, 0 if runs_others else instruction.bytes)
-        if opcode in ("call", "async"):
-            return _add(map(self._total, called))
-        if opcode == "while":
-            times = int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
-            return _add(map(self._total, called * times))
-        if opcode == "conditional":
-            predicate = Cost(1, outer[instruction.operands[0]].bytes)
-            return _add([predicate, max(map(self._total, called), key=_traffic)])
-        body = called[0] if opcode == "fusion" else None
-        writes = (
-            0 if opcode != instruction.opcode else _writes(instruction, outer, body)
-        )
-        unread = [
-            outer[instruction.operands[n]].bytes
-            for n in aliased_operands(instruction)
-            if self.unread(outer[instruction.operands[n]].shape)
-        ]
-        return Cost(1, _reads(instruction, outer, body) - sum(unread) + writes)
-
-
-def aliased_operands(instruction: Instruction) -> list[int]:
-    """The operands whose memory the results of a custom call take over."""
-    aliasing = r"output_to_operand_aliasing=(\{(?:[^{}]|\{[^{}]*\})*\})"
-    pairs = instruction.attribute(aliasing) or ""
-    return [int(n) for n in re.findall(r": \((\d+), \{", pairs)]
-
-
-def parse(text: str) -> dict[str, Computation]:
-    """The computations of a module by name, each its instructions by name."""
-    computations: dict[str, Computation] = {}
-    for line in text.splitlines():
-        header = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        assignment = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
-        if header is not None:
-            current = computations[header[1]] = {}
-        elif assignment is not None:
-            is_root, name = assignment[1] is not None, assignment[2]
-            current[name] = _instruction(name, line[assignment.end() :], is_root)
-    return computations
-
-
-def _instruction(name: str, line: str, is_root: bool) -> Instruction:
-    shape_end = _closing(line, 0) if line.startswith("(") else line.index(" ")
-    shape, call = line[:shape_end], line[shape_end:].lstrip()
-    opcode = call[: call.index("(")]
-    end = _closing(call, len(opcode))
-    inside = call[len(opcode) + 1 : end - 1]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    rest = call[end:] if operands else inside + call[end:]
-    return Instruction(name, shape, opcode, operands, rest, is_root)
-
-
-def _closing(text: str, start: int) -> int:
-    """The place behind the parenthesis that closes the one at `start`."""
-    depth = 0
-    for place in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
-        if depth == 0:
-            return place + 1
-    raise ValueError(f"unbalanced parentheses in {text!r}")
-
-
-def shape_bytes(shape: str) -> float:
-    """Bytes of a shape as HLO prints it; of a tuple, the sum."""
-    arrays = re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape)
-    return sum(_item_bytes(dtype) * _elements(sizes) for dtype, sizes in arrays)
-
-
-def _item_bytes(dtype: str) -> float:
-    bits = re.search(r"\d+", dtype)  # of f32, bf16, f8e4m3fn, s4, c64
-    return int(bits[0]) / 8 if bits else BYTES[dtype]
-
-
-def _elements(sizes: str) -> int:
-    return math.prod(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
-
-
-def _called(instruction: Instruction) -> list[str]:
-    attributes = r"\b(?:calls|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)"
-    if instruction.opcode in ("call", "call-start"):
-        attributes = r"\bto_apply=(%?[\w.\-]+)"
-    groups = re.findall(attributes, instruction.rest)
-    return [name for group in groups for name in re.findall(r"[\w.\-]+", group)]
-
-
-def _add(costs: Iterable[Cost]) -> Cost:
-    costs = list(costs)
-    return Cost(sum(c.kernels for c in costs), sum(c.traffic for c in costs))
-
-
-def _traffic(cost: Cost) -> float:
-    return cost.traffic
-
-
-def _reads(
-    instruction: Instruction, outer: Computation, body: Computation | None
-) -> float:
-    sizes = [outer[name].bytes for name in instruction.operands]
-    used = [_used(instruction, n, outer) for n in range(len(sizes))]
-    if body is not None:
-        needed = _needed(body)
-        parameters = (i for i in body.values() if i.opcode == "parameter")
-        by_number = {_number(p): needed[p.name] for p in parameters}
-        used = [by_number[n] for n in range(len(sizes))]
-    return sum(size * part for size, part in zip(sizes, used, strict=True))
-
-
-def _needed(body: Computation) -> dict[str, float]:
-    """The fraction of each value in a fusion that the fusion's result depends on."""
-    needed = {name: float(i.is_root) for name, i in body.items()}
-    for user in reversed(body.values()):
-        for number, name in enumerate(user.operands):
-            part = needed[user.name] * _used(user, number, body)
-            needed[name] = min(1, needed[name] + part)
-    return needed
-
-
-def _used(user: Instruction, number: int, computation: Computation) -> float:
-    """The fraction of its operand `number` that an instruction reads."""
-    if number > 0 or user.opcode not in SLICING:
-        return 1
-    if user.opcode == "dynamic-update-slice":
-        return 0
-    return user.bytes / computation[user.operands[0]].bytes
-
-
-def _writes(
-    instruction: Instruction, outer: Computation, body: Computation | None
-) -> float:
-    if instruction.opcode == "bitcast":
-        return _writes(outer[instruction.operands[0]], outer, None)
-    if instruction.opcode == "dynamic-update-slice":
-        return outer[instruction.operands[1]].bytes
-    if instruction.opcode == "tuple":
-        return sum(_writes(outer[name], outer, None) for name in instruction.operands)
-    if body is None:
-        return instruction.bytes
-    return _writes(next(i for i in body.values() if i.is_root), body, None)
-
-
-def _number(parameter: Instruction) -> int:
-    return int(parameter.rest.partition(",")[0])
 
 
 def _is_product(instruction: Instruction) -> bool:

@@ -34,7 +34,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import jamp
-from tests import by_hand, h200, hlo, lean_images, lean_transformers as lean_text, tpu
+from jamp.diagnostics import _hlo
+from tests import by_hand, h200, lean_images, lean_transformers as lean_text, tpu
 
 TX = optax.adam(1e-3)
 MODES = ("widest", "narrowest", "O2", "O5")
@@ -207,7 +208,7 @@ def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
 
 
 def _digest(lowered: Any, on_tpu: bool) -> str:
-    counted = pathlib.Path(hlo.__file__).read_text()
+    counted = pathlib.Path(_hlo.__file__).read_text()
     options = (jax.__version__, str(on_tpu), str(h200.CHEAP))
     parts = (*options, counted, lowered.as_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

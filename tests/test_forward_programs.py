@@ -1,6 +1,8 @@
 """Programs that others wrote, at O2 and O5: their own float32 does not pull them out of
 half, and what needs float32 has it."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -10,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jamp
 import jamp.nnx
@@ -211,6 +214,39 @@ def test_the_loss_around_a_model_and_a_teacher_stay_float32(level):
 
 
 TEACHER = weights("a", "b", "c")
+
+
+def in_while(body, params, x):
+    loop = lambda c: (c[0] + 1, body(params, c[1]))  # noqa: E731
+    return jax.lax.while_loop(lambda c: c[0] < 2, loop, (0, x))[1]
+
+
+def in_scan(body, params, x):
+    return jax.lax.scan(lambda c, _: (body(params, c), None), x, None, length=2)[0]
+
+
+def in_shard_map(body, params, x):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    return jax.shard_map(functools.partial(body), mesh=mesh, **specs)(params, x)
+
+
+def in_custom_vjp(body, params, x):
+    fn = jax.custom_vjp(body)
+    fn.defvjp(lambda p, x: jax.vjp(body, p, x), lambda pull, g: pull(g))
+    return fn({"half": params["half"]}, x) @ params["kept"]
+
+
+@pytest.mark.parametrize("where", [in_while, in_scan, in_shard_map, in_custom_vjp])
+def test_kept_and_half_params_side_by_side_in_what_holds_programs(where):
+    def body(params, x):
+        x = x @ params["half"]
+        return x @ params["kept"] if "kept" in params else x
+
+    forward = functools.partial(where, body)
+    state = begin(weights("half", "kept"), "O2", keep_fp32="kept", apply_fn=forward)
+    run = lambda state: state.apply_fn(state.params, X[0])  # noqa: E731
+    assert products(run, state) == ["float16,float16", "float32,float32"]
 
 
 def test_models_of_several_policies_in_one_loss():

@@ -37,23 +37,26 @@ EXCEPTIONS = {
     # Probabilities before and after dropout are kept, by hand scores and the latter;
     # and the norms behind the shortcut give float32, as torch's do: 1.06.
     ("bert", "widest"): Bound(1.07, 1.05),
-    # Each product wants the probabilities, of five axes, in its own order: XLA writes
-    # both in the forward pass, where it makes the second later by hand: 1.10 and 1.14.
-    ("llama", "widest"): Bound(1.11, 1.14),
-    ("llama", "narrowest"): Bound(1.08, 1.12),
     # The float32 stream is transposed twice a layer, at twice the bytes: 1.11.
     ("mixer", "widest"): Bound(1.13, 1.05),
     # The first carry is float32, as the model says, so all are stacked so: 1.14, 1.62.
     ("lstm", "widest"): Bound(1.16, 1.64),
-    ("lstm", "O2"): Bound(1.16, 1.38),
-    ("lstm", "O5"): Bound(1.16, 1.39),
+    # Its carries are float32 as Flax makes them, and activations in half: 0.70, 1.03.
+    ("lstm", "O2"): Bound(1.02, 1.04),
     # Where a mean and a product read a swish, each keeps what it reads: 1.05.
     ("efficientnet", "narrowest"): Bound(1.06, 1.02),
+    ("efficientnet", "O2"): Bound(1.05, 1.02),
+    ("efficientnet", "O5"): Bound(1.06, 1.02),
+    # Of a cotangent that is float32 anyway, the bias's sum is a kernel more: 1.05.
+    ("words", "O2"): Bound(1.05, 1.02),
+    ("words", "O5"): Bound(1.05, 1.02),
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
     # Relu's mask is kept, where by hand all that it is made of is read again: 0.96 of the
     # traffic, and 1.04 of the memory.
     ("resnet50", "narrowest"): Bound(1.02, 1.05),
+    ("resnet50", "O2"): Bound(1.02, 1.04),
+    ("resnet50", "O5"): Bound(1.02, 1.06),
 }
 # On a TPU v5e; of ViT and the scan for the causes above.
 ON_TPU = {
@@ -66,8 +69,7 @@ EXCEPTIONS_ON_TPU = {
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("gpt2", "narrowest"), ("vit", "O5")]
-REST = [(n, m) for n in lean.CASES for m in ("widest", "narrowest", "O5")]
-REST = [case for case in REST if case not in SAMPLE] + [("gpt2", "O2"), ("lstm", "O2")]
+REST = [(n, m) for n in lean.CASES for m in lean.MODES if (n, m) not in SAMPLE]
 
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make tpu"

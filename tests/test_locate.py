@@ -115,6 +115,14 @@ def large_number(w, x):
     return (x @ w * jnp.asarray(1e5, w.dtype)) @ w  # here
 
 
+def large_gradient(w, x):
+    return (x @ w).astype(jnp.float32).sum() * 1e6  # here
+
+
+def rounded(w, x):
+    return lax.reduce_precision(x @ w * 300.0, 5, 10)  # here
+
+
 def beside_a_good_mask(w, x):
     mask = jnp.where(jnp.eye(4) > 0, 0, -jnp.inf)
     weights = jax.nn.softmax(x @ w @ x.T + mask)  # here
@@ -133,6 +141,11 @@ def in_scan(w, x):
     body = lambda c, s: (step(c, w * s.astype(w.dtype)), c.sum())  # noqa: E731
     c, sums = lax.scan(body, x, scales)
     return c.sum() + sums.sum()
+
+
+def in_layers(w, x):
+    layers = jnp.stack([w * k for k in (1, 1, 900)])
+    return lax.scan(lambda c, w: (step(jnp.tanh(c), w), None), x, layers)[0]
 
 
 def in_nested_scans(w, x):
@@ -183,6 +196,7 @@ def in_shard_map(w, x):
 # program: the iterations that it overflows in
 INSIDE = {
     in_scan: ("iteration 2 of 4 of a scan",),
+    in_layers: ("iteration 2 of 3 of a scan",),
     in_nested_scans: ("iteration 1 of 2 of a scan", "iteration 2 of 3 of a scan"),
     in_remat: (),
     in_jit: (),
@@ -213,6 +227,8 @@ PROGRAMS = {
     "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
     "log behind a where": (where_after_log, 1, 0, "quotient", "b", "before it"),
     "a number": (large_number, 1, 1, "product|cast", "f", "65504"),
+    "a gradient": (large_gradient, 1, 1, "product|cast", "b", "mean of the loss"),
+    "a rounding": (rounded, 300, 1, "cast to float16", "f", "65504"),
     "beside a good mask": (beside_a_good_mask, 1, 200, "product", "f", "1/sqrt"),
     "behind a good mask": (behind_a_good_mask, 1, 1, "product", "f", "65504"),
 }

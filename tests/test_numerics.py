@@ -91,6 +91,10 @@ class Net(nn.Module):
         return nn.Dense(3, name="head")(x * 1e-9)
 
 
+def loss_of(state):
+    return lambda params, x: state.apply_fn({"params": params}, x).mean()
+
+
 def test_values_by_module_and_pass():
     x = jnp.ones((5, 7))
     params = Net().init(jax.random.key(0), x)["params"]
@@ -98,14 +102,11 @@ def test_values_by_module_and_pass():
     for level, tiny in (("O0", ()), ("O2", ("head/bias",))):
         state = jamp.initialize(params, optax.sgd(1.0), level, **options)
 
-        def loss(params, x, state=state):
-            return state.apply_fn({"params": params}, x).mean()
-
-        report = numerics(loss, state, x, scale=1.0)
+        report = numerics(loss_of(state), state, x, scale=1.0)
         assert report.tiny == tiny and ("keep_fp32=" in str(report)) == bool(tiny)
     # What half would lose is there in float32 only.
     state = jamp.initialize(params, optax.sgd(1.0), "O0", **options)
-    report = numerics(loss, state, x, scale=1.0)
+    report = numerics(loss_of(state), state, x, scale=1.0)
     wide = report.values["Net/wide", "forward"]
     assert (wide.nonzero, wide.losses["float16"].zero) == (500, 0)
     between = report.values["Net", "forward"]

@@ -68,19 +68,30 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+    """Constants pass as they are: no gradient of theirs is summed over the trips."""
     cond, body, cond_consts, body_consts = jax_internals.while_programs(eqn)
-    ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    carry = ins[cond_consts + body_consts :]
-    going = Boundary(ins[:cond_consts] + carry, [jnp.dtype(bool)])
+    outs, consts = recorded(eqn.outvars), cond_consts + body_consts
+    fixed = map(rewriter.values.computed_dtype, eqn.invars[:consts])
+    ins = [*fixed, *recorded(eqn.invars[consts:])]
+    facts = rewriter.values.facts.of_operands(eqn, range(consts, len(ins)))
+    for i, v in enumerate(eqn.invars[:consts]):
+        facts[i] = facts[i]._replace(vote=rewriter.values.facts.of(v).vote)
+    test = [*range(cond_consts), *range(consts, len(ins))]
+    going = Boundary(
+        [ins[i] for i in test], [jnp.dtype(bool)], facts=[facts[i] for i in test]
+    )
     cond = rewriter.program(eqn, cond, going)
-    body = rewriter.program(eqn, body, Boundary(ins[cond_consts:], outs))
+    trip = Boundary(ins[cond_consts:], outs, facts=facts[cond_consts:])
+    body = rewriter.program(eqn, body, trip)
     params = jax_internals.with_while_programs(eqn, cond, body)
     rewriter.emit(eqn, ins, outs, params)
 
 
 def _as_recorded_outside(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
-    _write(rewriter, eqn, Boundary(recorded(eqn.invars), recorded(eqn.outvars)))
+    facts = rewriter.values.facts.of_operands(eqn)
+    boundary = Boundary(recorded(eqn.invars), recorded(eqn.outvars), facts=facts)
+    _write(rewriter, eqn, boundary)
 
 
 def _free(rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom]) -> Boundary:

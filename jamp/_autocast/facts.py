@@ -190,7 +190,7 @@ class Facts:
     def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
 
-        A function with a derivative of its own is in half as a product is: as a whole.
+        Of a derivative's operands nothing is known: it is in half as a product is.
         """
         weighted = any(self.of(v).source == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
@@ -242,24 +242,27 @@ class Facts:
 
     def of_slices(self, eqn: jc.JaxprEqn) -> list[Fact]:
         """What is known of the inputs of a scan's body, with all carries in float32."""
-        _, carry = scan_counts(eqn)
-        fixed = sum(scan_counts(eqn))
-        facts = [self.of(v) for v in eqn.invars]
+        consts, carry = scan_counts(eqn)
+        known = self.of_operands(eqn, range(consts, consts + carry))
+        for i, v in enumerate(eqn.invars):
+            fact = self.of(v)
+            vote = fact.vote if i >= consts + carry else known[i].vote
+            known[i] = known[i]._replace(asks=fact.asks, vote=vote)
+        return known
+
+    def of_operands(self, eqn: jc.JaxprEqn, carries: Sequence[int] = ()) -> list[Fact]:
+        """What is known of operands where they go in as the user's program has them.
+
+        Args:
+            eqn: the equation.
+            carries: the places of those that may be made of all, after some trips.
+        """
         known = [
-            self._unknown(v)._replace(asks=fact.asks, source=fact.source)
-            for v, fact in zip(eqn.invars, facts, strict=True)
+            self._unknown(v)._replace(source=self.of(v).source) for v in eqn.invars
         ]
-        source = self.source(eqn.invars)  # of a carry, after some trips
-        consts, carries, slices = (
-            known[: fixed - carry],
-            known[fixed - carry : fixed],
-            zip(known[fixed:], facts[fixed:], strict=True),
-        )
-        return [
-            *consts,
-            *(fact._replace(source=source) for fact in carries),
-            *(fact._replace(vote=given.vote) for fact, given in slices),
-        ]
+        for i in carries:
+            known[i] = known[i]._replace(source=self.source(eqn.invars))
+        return known
 
     def _of_scan(self, eqn: jc.JaxprEqn) -> list[Fact]:
         consts, carry = scan_counts(eqn)

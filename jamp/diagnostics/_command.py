@@ -1,4 +1,4 @@
-"""The command line: `python -m jamp levels | doctor | explain module:function`."""
+"""The command line: `python -m jamp levels | doctor | explain | cost`."""
 
 import argparse
 import importlib
@@ -9,11 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jamp.diagnostics import _doctor, _levels
+from jamp.diagnostics._cost import cost
 from jamp.diagnostics._explain import explain
 
 _TARGET = (
     "`module:function`, of a function without arguments that returns `(fn, *args)`: "
     "what is called, and arrays or their shapes; `(loss_fn, state, *args)` is a step."
+)
+_STEP = (
+    "`module:function`, of a function without arguments that returns `(step, state, "
+    "*args)`; the state may be a dict of several, by name, to compare."
 )
 
 
@@ -61,19 +66,35 @@ def _parser() -> argparse.ArgumentParser:
         "--markdown", action="store_true", help="a table in Markdown, with reasons"
     )
     explained.add_argument("--html", metavar="FILE", help="write a page to a file")
+    costs = command("cost", _cost, "What a step costs on a GPU that need not be here.")
+    costs.add_argument("target", help=_STEP)
+    costs.add_argument("--gpu", default="H200", help="H200 or B200")
     return parser
+
+
+def _cost(chosen: argparse.Namespace) -> str:
+    step, *args = _made(chosen.target)
+    try:
+        return str(cost(step, *args, target=chosen.gpu))
+    except (ImportError, ValueError) as error:
+        raise CommandError(str(error)) from None
 
 
 def _explain(chosen: argparse.Namespace) -> str:
     fn, *args = _made(chosen.target)
+    explanation = _or_error(explain, fn, chosen.dtype)(*args)
+    if chosen.html:
+        pathlib.Path(chosen.html).write_text(explanation.to_html())
+        return f"Wrote {chosen.html}."
+    if chosen.markdown:
+        return _or_error(explanation.to_markdown, chosen.filter)
+    return _or_error(explanation.show, depth=chosen.depth, filter=chosen.filter)
+
+
+def _or_error[**P, T](fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a function returns; what it says of its arguments is said of the command."""
     try:
-        explanation = explain(fn, chosen.dtype)(*args)
-        if chosen.html:
-            pathlib.Path(chosen.html).write_text(explanation.to_html())
-            return f"Wrote {chosen.html}."
-        if chosen.markdown:
-            return explanation.to_markdown(chosen.filter)
-        return explanation.show(depth=chosen.depth, filter=chosen.filter)
+        return fn(*args, **kwargs)
     except ValueError as error:
         raise CommandError(str(error)) from None
 

@@ -1,5 +1,6 @@
 """Which line, and which module of the model, an operation was written by."""
 
+import os
 import re
 import site
 import sysconfig
@@ -13,15 +14,21 @@ _INSTALLED = tuple(
     {*sysconfig.get_paths().values(), *site.getsitepackages()}
     - {sysconfig.get_path("data"), sysconfig.get_path("scripts")}
 )
+_JAMP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # What JAX and jamp put around the names of modules, and between them.
 _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
 _MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
 
 
+def is_installed(file: str) -> bool:
+    """Whether a file is of an installed package, of Python or of jamp."""
+    return file.startswith((*_INSTALLED, _JAMP, "<frozen "))
+
+
 def user_line(eqn: jc.JaxprEqn) -> str:
     """`file:line`, the innermost in no installed package, or else outside of JAX."""
     lines = list(jax_internals.source_lines(eqn))
-    own = (line for line in lines if not line.startswith((*_INSTALLED, "<frozen ")))
+    own = (line for line in lines if not is_installed(line))
     return next(own, lines[0] if lines else "")
 
 

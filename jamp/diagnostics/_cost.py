@@ -1,0 +1,206 @@
+"""`cost`: what a step costs on a GPU that need not be there."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jamp.diagnostics import _gpus
+from jamp.diagnostics._hlo import Program
+from jamp.diagnostics._modules import magnitude
+from jamp.diagnostics._source import is_installed, module_path
+from jamp.diagnostics._table import short
+
+_SHOWN = 6
+
+
+class Part(NamedTuple):
+    """What one line of a module costs.
+
+    Attributes:
+        module: its path.
+        source: `file:line`; "" if XLA does not say.
+        kernels: how many it launches.
+        traffic: bytes that these read and write.
+        largest: bytes of the largest result.
+    """
+
+    module: str
+    source: str
+    kernels: int
+    traffic: int
+    largest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """What a compiled step costs.
+
+    Attributes:
+        kernels: how many it launches.
+        traffic: bytes that they read and write: with the bandwidth of a GPU, the time
+            of what is not bound by its matrix units.
+        temp: bytes of memory beside what goes in and comes out.
+        parts: by module and line, the one that moves most bytes first.
+    """
+
+    kernels: int
+    traffic: int
+    temp: int
+    parts: tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """The costs of one step, of one state or of several: `print` it.
+
+    Attributes:
+        target: the GPU.
+        steps: by the names that the states were given.
+    """
+
+    target: str
+    steps: dict[str, StepCost]
+
+    def __str__(self) -> str:
+        first = next(iter(self.steps.values()))
+        lines = [f"{f'on {self.target}':<12} {'kernels':>8} {'bytes moved':>16} temp"]
+        for name, step in self.steps.items():
+            share = f"({step.traffic / first.traffic:.0%})"
+            moved = f"{magnitude(step.traffic)}B {share:>6}"
+            lines.append(
+                f"{name:<12} {step.kernels:>8,} {moved:>16} {magnitude(step.temp)}B"
+            )
+        for name, step in self.steps.items():
+            lines.append(f"{name}: where most bytes are moved")
+            lines += [f"  {_words(part)}" for part in step.parts[:_SHOWN]]
+        return "\n".join(lines)
+
+
+def cost(
+    step: Callable[..., Any],
+    states: Any,
+    *args: Any,
+    target: str = "H200",
+    donate: int | tuple[int, ...] = 0,
+) -> Costs:
+    """Compiles a training step for a GPU, and counts what it moves; nothing runs.
+
+    XLA's own schedule is read: each launch reads its operands and writes its results,
+    slices count as slices. Clusters of cuDNN and cuBLAS count as they are called. This
+    is what jamp's tests hold its levels to.
+
+    Args:
+        step: `(state, *args) -> ...`; it need not be jitted.
+        states: a state; or a dict of states of several levels, by name, to compare: the
+            first is 100 %. Shapes do, as of `jax.eval_shape`.
+        *args: the rest of what `step` takes: the batch, or its shapes.
+        target: "H200" or "B200".
+        donate: which arguments to donate; the state.
+
+    Returns:
+        A `Costs`: print it.
+
+    Raises:
+        ImportError: there is no GPU compiler; the message says what to install.
+        ValueError: `target` is no GPU that is known.
+    """
+    if target not in _gpus.TARGETS:
+        known = " or ".join(map(repr, _gpus.TARGETS))
+        raise ValueError(f"`target` must be {known}, got {target!r}.")
+    _gpus.check_compiler()
+    several = states if isinstance(states, Mapping) else {"step": states}
+    found = {
+        str(name): _cost(step, (state, *args), target, donate)
+        for name, state in several.items()
+    }
+    return Costs(target, found)
+
+
+def _cost(step: Any, args: Any, target: str, donate: Any) -> StepCost:
+    devices = _gpus.topology(1, _gpus.TARGETS[target]).devices
+    mesh = jax.sharding.Mesh(devices, ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def placed(x: Any) -> Any:
+        if not hasattr(x, "dtype"):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    lowered = jax.jit(step, donate_argnums=donate).lower(*jax.tree.map(placed, args))
+    compiled = _gpus.compiled(lowered)
+    memory: Any = compiled.memory_analysis()
+    program = Program(compiled.as_text() or "", memory.temp_size_in_bytes)
+    parts = sorted(_parts(program), key=lambda part: -part.traffic)
+    return StepCost(program.kernels, program.traffic, program.temp, tuple(parts))
+
+
+def _parts(program: Program) -> Iterator[Part]:
+    lines = _Lines(program.text)
+    found: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
+    for instruction, cost in program.launches():
+        names = instruction.attribute(r'op_name="([^"]*)"') or ""
+        frame = instruction.attribute(r"stack_frame_id=(\d+)")
+        key = _module(names), lines.of(int(frame)) if frame else ""
+        found.setdefault(key, []).append((instruction, cost))
+    for (module, source), launches in found.items():
+        yield Part(
+            module,
+            source,
+            kernels=round(sum(cost.kernels for _, cost in launches)),
+            traffic=round(sum(cost.traffic for _, cost in launches)),
+            largest=round(max(instruction.bytes for instruction, _ in launches)),
+        )
+
+
+def _module(names: str) -> str:
+    """The modules of an `op_name`, without the jitted function and the operation."""
+    return "/".join(module_path(names.partition("/")[2]).split("/")[:-1])
+
+
+class _Lines:
+    """The user's lines of the stack frames that a module ends with."""
+
+    def __init__(self, text: str):
+        _, _, names = text.partition("\nFileNames\n")
+        names, _, _ = names.partition("\nFunctionNames\n")
+        self.files = dict(_pairs(names, r'^(\d+) "(.*)"$'))
+        self.places = {
+            place: (file, line)
+            for place, file, line in re.findall(
+                r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+) ", text, re.MULTILINE
+            )
+        }
+        frames = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        self.frames = {
+            int(frame): (place, int(parent or 0) - 1)  # one more than its number
+            for frame, place, parent in re.findall(frames, text, re.MULTILINE)
+        }
+
+    @functools.cache  # noqa: B019 It lives as long as the object.
+    def of(self, frame: int) -> str:
+        """The innermost line in no installed package, and not in jamp; else ""."""
+        while frame in self.frames:
+            place, parent = self.frames[frame]
+            file, line = self.places.get(place, ("", ""))
+            name = self.files.get(file, "")
+            if name and not is_installed(name):
+                return f"{name}:{line}"
+            frame = parent
+        return ""
+
+
+def _pairs(text: str, pattern: str) -> Iterable[Any]:
+    return re.findall(pattern, text, re.MULTILINE)
+
+
+def _words(part: Part) -> str:
+    where = " ".join(filter(None, (part.module, short(part.source)))) or "(no name)"
+    return (
+        f"{magnitude(part.traffic) or '0 '}B in {part.kernels} kernels, largest result "
+        f"{magnitude(part.largest) or '0 '}B: {where}"
+    )
