@@ -352,6 +352,16 @@ def test_on_one_device_of_eight(differ):
         assert found.result.infs == 32 and found.shape == (4, 8)
 
 
+def test_an_infinity_beside_a_nan_is_not_its_cause():
+    def loss(params, x, best):
+        h = x * params["a"]["w"][0] * 0
+        return total(jnp.minimum(h / h, best))  # here
+
+    best = np.full((4, 8), np.inf, np.float32)
+    found = locate(loss, params_state("O0"), ONES, best)
+    assert (found.primitive, found.source) == ("div", lines_of(loss)[0]), found
+
+
 @on_eight_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_on_a_mesh(kind):
