@@ -33,7 +33,8 @@ def test_the_reference_has_every_public_name_and_no_other():
     for module in ("nnx", "optimizers", "diagnostics", "fp16_utils"):
         expected |= {f"jamp.{module}.{name}" for name in public(module)}
     expected |= {f"jamp.multi_tensor.{name}" for name in ("scale", "axpby", "l2norm")}
-    assert NAMED == expected | {"jamp.linen.batchnorm_paths"}
+    expected |= {"jamp.linen.batchnorm_paths"}
+    assert NAMED == expected, "write `::: NAME` on a page docs/reference*.md"
     for name in NAMED:
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__
