@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
+import jamp.nnx
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
 from tests.constructs import repeat
@@ -412,6 +414,16 @@ def step_of(level):
         return state.apply_fn({"params": params}, ids).mean()
 
     return jamp.explain(loss)(state, ids)
+
+
+def test_a_step_of_nnx():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    both = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
+    explained = jamp.nnx.explain(lambda model, x: (model(x).mean(), "aux"))
+    explanation = explained(*both, jnp.ones((8, 8)))
+    assert (explanation.level, explanation.half_share) == ("O2", 1.0)
+    assert explanation.matmul_flops == 2 * 1024
+    assert f"{short(__file__)}:" in str(explanation)
 
 
 def test_a_diff_of_two_levels():
