@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
+import jamp.nnx
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
 from tests.constructs import repeat
@@ -399,6 +401,54 @@ def test_a_step_at_each_level(level):
     products = [op for op in explanation.operations if op.flops]
     assert {(op.dtype, op.module) for op in products} == {(half, "dense")}
     assert [op.is_backward for op in products] == [False, True]
+
+
+def step_of(level):
+    ids = jnp.zeros((4, 16), jnp.int32)
+    shapes = jax.eval_shape(Transformer().init, jax.random.key(0), ids)["params"]
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes)
+    options = {"apply_fn": Transformer().apply, "verbosity": 0}
+    state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+
+    def loss(params, ids):
+        return state.apply_fn({"params": params}, ids).mean()
+
+    return jamp.explain(loss)(state, ids)
+
+
+def test_a_step_of_nnx():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    both = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
+    explained = jamp.nnx.explain(lambda model, x: (model(x).mean(), "aux"))
+    explanation = explained(*both, jnp.ones((8, 8)))
+    assert (explanation.level, explanation.half_share) == ("O2", 1.0)
+    assert explanation.matmul_flops == 2 * 1024
+    assert f"{short(__file__)}:" in str(explanation)
+
+
+def test_a_diff_of_two_levels():
+    plain, half = step_of("O0"), step_of("O5")
+    assert plain.diff(plain) == "No difference."
+    rows = plain.diff(half).splitlines()
+    assert rows[0].split() == ["module", "operation", "here", "there"]
+    (row,) = (r.split() for r in rows if "query" in r and "dot_general" in r)
+    # 12 blocks; each forward, and twice backward.
+    assert row == [
+        *("Transformer/Block_*/MultiHeadDotProductAttention_*/query", "dot_general"),
+        *("36", "float32", "36", "bfloat16"),
+    ]
+    assert len(rows) < 60
+
+
+def test_a_step_warns_of_what_nobody_can_look_into():
+    state = jamp.initialize({"w": jnp.ones(8)}, optax.sgd(1.0), "O0", verbosity=0)
+
+    def loss(params, x):
+        there = jax.pure_callback(np.tanh, jax.ShapeDtypeStruct((8,), x.dtype), x)
+        return (params["w"].astype(jnp.float32) * lax.stop_gradient(there)).sum()
+
+    (warning,) = jamp.explain(loss)(state, jnp.ones(8)).warnings
+    assert "pure_callback: nobody can look inside" in warning
 
 
 def test_what_show_cannot_take():

@@ -10,11 +10,13 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jamp
 import jamp.nnx
 from jamp.diagnostics import locate
+from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._replay import Place, Replay
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
@@ -115,6 +117,14 @@ def large_number(w, x):
     return (x @ w * jnp.asarray(1e5, w.dtype)) @ w  # here
 
 
+def large_gradient(w, x):
+    return (x @ w).astype(jnp.float32).sum() * 1e6  # here
+
+
+def rounded(w, x):
+    return lax.reduce_precision(x @ w * 300.0, 5, 10)  # here
+
+
 def beside_a_good_mask(w, x):
     mask = jnp.where(jnp.eye(4) > 0, 0, -jnp.inf)
     weights = jax.nn.softmax(x @ w @ x.T + mask)  # here
@@ -133,6 +143,11 @@ def in_scan(w, x):
     body = lambda c, s: (step(c, w * s.astype(w.dtype)), c.sum())  # noqa: E731
     c, sums = lax.scan(body, x, scales)
     return c.sum() + sums.sum()
+
+
+def in_layers(w, x):
+    layers = jnp.stack([w * k for k in (1, 1, 900)])
+    return lax.scan(lambda c, w: (step(jnp.tanh(c), w), None), x, layers)[0]
 
 
 def in_nested_scans(w, x):
@@ -183,6 +198,7 @@ def in_shard_map(w, x):
 # program: the iterations that it overflows in
 INSIDE = {
     in_scan: ("iteration 2 of 4 of a scan",),
+    in_layers: ("iteration 2 of 3 of a scan",),
     in_nested_scans: ("iteration 1 of 2 of a scan", "iteration 2 of 3 of a scan"),
     in_remat: (),
     in_jit: (),
@@ -213,6 +229,8 @@ PROGRAMS = {
     "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
     "log behind a where": (where_after_log, 1, 0, "quotient", "b", "before it"),
     "a number": (large_number, 1, 1, "product|cast", "f", "65504"),
+    "a gradient": (large_gradient, 1, 1, "product|cast", "b", "mean of the loss"),
+    "a rounding": (rounded, 300, 1, "cast to float16", "f", "65504"),
     "beside a good mask": (beside_a_good_mask, 1, 200, "product", "f", "1/sqrt"),
     "behind a good mask": (behind_a_good_mask, 1, 1, "product", "f", "65504"),
 }
@@ -334,6 +352,47 @@ def test_on_one_device_of_eight(differ):
         assert found.result.infs == 32 and found.shape == (4, 8)
 
 
+def test_an_infinity_beside_a_nan_is_not_its_cause():
+    def loss(params, x, best):
+        h = x * params["a"]["w"][0] * 0
+        return total(jnp.minimum(h / h, best))  # here
+
+    best = np.full((4, 8), np.inf, np.float32)
+    found = locate(loss, params_state("O0"), ONES, best)
+    assert (found.primitive, found.source) == ("div", lines_of(loss)[0]), found
+
+
+@on_eight_devices
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_on_a_mesh(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(200 * EYE, whole)}
+        state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+        x = jax.device_put(np.tile(20 * ONES, (8, 1)), rows)
+        found = locate(lambda p, x: total(product_sum(p["w"], x)), state, x)
+    assert found.source in lines_of(product_sum) and found.result.infs == 32 * 8
+
+
+def test_values_are_freed_when_they_were_read():
+    def long(x):
+        for _ in range(20):
+            x = jnp.sin(x) + 1
+        x = jax.jit(lambda x: jnp.cos(jnp.cos(x)))(x)
+        return lax.scan(lambda c, _: (jnp.sin(c) * 1e30, None), x, None, length=3)[0]
+
+    alive = []
+
+    def observe(*_):
+        alive.append(sum(x.shape == (12345,) for x in jax.live_arrays()))
+
+    program = jax.make_jaxpr(long)(jnp.ones(12345))
+    replay = Replay(RULES, observe)
+    replay.run(program, [replay.argument(jnp.ones(12345), "x")], Place())
+    assert len(alive) > 40 and max(alive) <= 3
+
+
 def params_state(level="O2", **options):
     params = {"a": {"w": jnp.asarray(EYE)}, "b": {"w": jnp.asarray(EYE)}}
     return jamp.initialize(params, optax.sgd(1.0), level, verbosity=0, **options)
@@ -387,6 +446,8 @@ def test_what_it_cannot_take():
     model = NetNNX(data, EYE)
     with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
         jamp.nnx.locate(lambda model: model, model, model)
+    with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
+        jamp.nnx.explain(lambda model: model)(model, model)
     bad = state.replace(
         loss_scales=(state.loss_scales[0]._replace(consecutive_skips=60),)
     )

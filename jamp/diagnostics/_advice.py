@@ -35,6 +35,9 @@ _WORDS = {
 }
 
 
+_CASTS = ("convert_element_type", "reduce_precision")
+
+
 class Finding(NamedTuple):
     """What advice depends on.
 
@@ -51,8 +54,8 @@ class Finding(NamedTuple):
 
 def words_of(event: Event) -> str:
     """An operation in words; that of a cast says to what."""
-    if event.name == "convert_element_type":
-        return f"a cast to {event.result.dtype}"
+    if event.name in _CASTS:
+        return f"a cast to {_dtype(event)}"
     return _WORDS.get(event.name, f"`{event.name}`")
 
 
@@ -89,12 +92,19 @@ def _of_infinite_number(finding: Finding) -> bool:
     return any(x.infs and x.shape == () for x in operands) and len(operands) == 2
 
 
+def _dtype(event: Event) -> str:
+    """The dtype whose range a result has."""
+    if event.name == "reduce_precision" and event.eqn.params["exponent_bits"] == 5:
+        return "float16"
+    return event.result.dtype
+
+
 def _in_half(finding: Finding) -> bool:
-    return finding.event.result.dtype == "float16"
+    return _dtype(finding.event) == "float16"
 
 
 def _most(finding: Finding) -> str:
-    largest: Any = jnp.finfo(finding.event.result.dtype).max
+    largest: Any = jnp.finfo(_dtype(finding.event)).max
     return f"{float(largest):.5g}"
 
 
@@ -110,7 +120,7 @@ def _too_large(finding: Finding) -> str:
 
 
 def _is_cast(finding: Finding) -> bool:
-    return finding.event.name == "convert_element_type"
+    return finding.event.name in _CASTS
 
 
 def _is_input(finding: Finding) -> bool:
@@ -197,6 +207,13 @@ _TABLE: tuple[tuple[Callable[[Finding], bool], Callable[[Finding], str]], ...] =
         _says(
             "A root or a negative power at zero, whose value or slope is infinite: "
             "add an epsilon inside, `sqrt(x + eps)`; 1e-8 is zero in float16."
+        ),
+    ),
+    (
+        lambda f: f.backward and _in_half(f),
+        lambda f: (
+            f"The gradient itself is beyond {_most(f)}, float16's largest: take the "
+            "mean of the loss in place of its sum, weigh it less, or use O4 or O5."
         ),
     ),
     (

@@ -32,7 +32,7 @@ from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops, sizes
 from jamp.diagnostics._source import module_path, user_line
-from jamp.diagnostics._step import step_fn, traced
+from jamp.diagnostics._step import StepFn, step_fn, traced
 
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
@@ -104,7 +104,8 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
-            return _of_a_step(fn, args[0], args[1:], kwargs)
+            arguments = {"args": args[1:], "kwargs": kwargs}
+            return explain_in(step_fn(fn), args[0], arguments)
         decided = decisions(fn, args, kwargs, scope)
         found = _operations(decided, scope.policy.lists, _Place())
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
@@ -112,11 +113,9 @@ def explain(
     return explained
 
 
-def _of_a_step(
-    loss_fn: Callable[..., Any], state: AmpState, args: Any, kwargs: Any
-) -> Explanation:
-    arguments = {"args": args, "kwargs": kwargs}
-    program = traced(step_fn(loss_fn), (state, arguments)).program
+def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
+    """Explains a function of a state and arguments that gives loss and gradients."""
+    program = traced(fn, (state, arguments)).program
     properties = state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type

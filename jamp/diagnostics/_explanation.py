@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from jamp.diagnostics import _page, _table, _tree
+from jamp.diagnostics import _diff, _page, _table, _tree
 from jamp.diagnostics._operation import Operation, warnings_of
 
 _SHOWN = 6  # warnings below the tree
@@ -92,6 +92,18 @@ class Explanation:
         rows = _table.markdown(_table.chosen(self.operations, filter))
         warnings = "\n".join(f"- {warning}" for warning in self.warnings)
         return "\n\n".join(x for x in (rows, self.title, warnings) if x) + "\n"
+
+    def diff(self, other: "Explanation") -> str:
+        """What another level or mode runs in other precisions, by module.
+
+        >>> import jax, jamp, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> one = jamp.explain(jnp.matmul, "float16")(x, x)
+        >>> print(one.diff(jamp.explain(jnp.matmul, "bfloat16")(x, x)))
+        module  operation    here       there
+                dot_general  1 float16  1 bfloat16
+        """
+        return _diff.text(self.operations, other.operations)
 
     def to_html(self) -> str:
         """One page that needs nothing else: modules, operations and source lines.

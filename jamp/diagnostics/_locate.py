@@ -61,13 +61,13 @@ def locate(
         TypeError: `state` is no AmpState, or arrays are traced: called under `jit`.
 
     >>> import jamp, jax.numpy as jnp, optax
-    >>> params = {"w": jnp.full(2, 300.0)}
+    >>> params = {"w": jnp.full((2, 2), 300.0)}
     >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
     >>> def loss_fn(params):
-    ...     return (params["w"] ** 2).sum(dtype="float32")
+    ...     return (params["w"] @ params["w"]).sum(dtype="float32")
     >>> found = locate(loss_fn, state)
-    >>> print(found.operation, found.phase, *found.operands)
-    a power x ** n forward float16[2] in [300, 300]
+    >>> print(found.operation, found.phase, found.operands[0], found.near)
+    a matrix product forward float16[2, 2] in [300, 300] w
     """
     check_state(state, "locate")
     arguments = {"args": args, "kwargs": kwargs}

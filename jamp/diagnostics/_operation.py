@@ -4,7 +4,10 @@ import dataclasses
 
 HALF = ("float16", "bfloat16")
 # Beside what only moves values: of these, nothing is gained in another precision.
-_TRIVIAL = ("convert_element_type", "optimization_barrier", "stop_gradient")
+_TRIVIAL = frozenset(
+    "convert_element_type name optimization_barrier reduce_precision "
+    "stop_gradient".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,8 @@ def warnings_of(op: Operation, level: str) -> list[str]:
     where = f"{op.source}: " if op.source else ""
     if op.why == "unknown primitive":
         return [f"{where}{op.primitive}: {op.why}. {op.reason}"]
+    if op.why == "level" and op.rule is None and "float" in str(op.dtype):
+        return [f"{where}{op.primitive}: nobody can look inside. It runs as called."]
     if not op.is_float_matmul or op.is_backward or level == "O0":
         return []
     if not op.is_half and not op.dtype.startswith("float8"):  # pyright: ignore[reportOptionalMemberAccess]

@@ -192,7 +192,7 @@ def _agreed(array: Any) -> int:
 def _same(
     replay: Replay, eqn: jc.JaxprEqn, _: jc.Jaxpr, read: list[Value], __: Place
 ) -> list[Value]:
-    """The rule of what is about types of values in `shard_map`, not about values."""
+    """The rule of what hands on its operands, and is about types or schedules."""
     del replay, eqn
     return read
 
@@ -209,6 +209,7 @@ RULES: dict[str, Rule] = dict.fromkeys(_CALLS, _call) | {
     "scan": _scan,
     "while": _while,
     "shard_map": _shard_map,
+    "optimization_barrier": _same,
     "pvary": _same,
     "pcast": _same,
 }

@@ -19,8 +19,8 @@ from jamp.diagnostics._source import is_backward, user_line
 
 # They hand on the very values that they read.
 MOVES = frozenset(
-    "broadcast_in_dim convert_element_type copy dynamic_slice gather reshape slice "
-    "squeeze transpose".split()
+    "broadcast_in_dim convert_element_type copy dynamic_slice gather name "
+    "reduce_precision reshape slice squeeze stop_gradient transpose".split()
 )
 
 
@@ -187,7 +187,8 @@ class Replay:
         if eqn.primitive.name in MOVES:
             return paths[0] if paths else ""
         if not is_backward(place.stack(eqn)):
-            for path in paths:
+            # A loop as a whole reads all params of its body at once.
+            for path in [] if jax_internals.programs_in(eqn) else paths:
                 self.reads.setdefault(path, self.order)
             return max(paths, key=self._order, default="")
         is_weights = eqn.primitive.name in PRODUCTS and not any(

@@ -1,9 +1,12 @@
-"""`locate` for NNX models."""
+"""`locate` and `explain` for NNX models."""
 
 from collections.abc import Callable
 from typing import Any
 
 from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._state.amp_state import AmpState
+from jamp.diagnostics._explain import explain_in
+from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._locate import locate_in
 from jamp.diagnostics._location import Location
 from jamp.diagnostics._step import with_aux
@@ -50,12 +53,56 @@ def locate(
     a logarithm forward float32[1, 2] in [0, 0]
     """
     check_optimizer(optimizer, "locate", "(loss_fn, model, optimizer, ...)")
+    options = {"loss_id": loss_id, "wrt": wrt}
+    step = _step(loss_fn, models, optimizer, args, kwargs, options)
+    return locate_in(*step, loss_id)
+
+
+def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
+    """`jamp.explain(loss_fn)` of a step of `jamp.nnx`, forward and backward.
+
+    Nothing is compiled and nothing runs; models and optimizer stay as they are.
+
+    Args:
+        loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)`.
+
+    Returns:
+        `f(model, optimizer, *args, **kwargs)`, which returns an `Explanation`.
+
+    Raises (when called):
+        TypeError: `optimizer` is not of `jamp.nnx.initialize`.
+
+    >>> import jamp.nnx, jax.numpy as jnp, optax
+    >>> from flax import nnx
+    >>> model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    >>> both = jamp.nnx.initialize(model, optax.sgd(1.0), "O5", verbosity=0)
+    >>> explanation = jamp.nnx.explain(lambda model, x: model(x).mean())
+    >>> explanation(*both, jnp.ones((8, 8))).half_share
+    1.0
+    """
+
+    def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
+        check_optimizer(optimizer, "explain(loss_fn)")
+        return explain_in(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+
+    return explained
+
+
+def _step(
+    loss_fn: Callable[..., Any],
+    models: Models,
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: Any,
+    options: Any,
+) -> tuple[Any, AmpState, dict[str, Any]]:
+    """A step as a function of a state and of arguments, and these."""
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
     def both(state, arguments):
-        fn = scaled_value_and_grad(loss, has_aux=True, loss_id=loss_id, wrt=wrt)
+        fn = scaled_value_and_grad(loss, has_aux=True, **options)
         (value, _), grads = fn(state, arguments["variables"], arguments["args"])
         return value, grads.tree
 
     arguments = {"variables": loss.before, "args": loss.others}
-    return locate_in(both, optimizer.amp_state(models), arguments, loss_id)
+    return both, optimizer.amp_state(models), arguments

@@ -1,0 +1,309 @@
+"""Draws the pictures of README and site: `python docs/pictures.py`.
+
+What they show comes from the library: each number is a dtype, a property or a run.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+import jamp
+
+FOLDER = pathlib.Path(__file__).parent / "pictures"
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+COLORS = {"float32": "#c9d6e8", "float16": "#f6b26b", "bfloat16": "#93c47d"}
+DARK, SCALED, UNSCALED = "#1f2933", "#1b5e9e", "#c0392b"
+STYLE = {
+    "svg.hashsalt": "jamp",  # the same bytes from the same numbers
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": DARK,
+    "axes.labelcolor": DARK,
+}
+
+
+def regression(loss_scale, steps=200):
+    """Trains at O2 on targets of about 0.001, and returns losses, scales and skips."""
+    hidden = jax.random.normal(jax.random.key(0), (8, 64)) / 3
+    params = {"hidden": hidden, "out": jnp.zeros((64, 8))}
+
+    def model(params, x):
+        return jax.nn.relu(x @ params["hidden"]) @ params["out"]
+
+    state = jamp.initialize(
+        params,
+        optax.adam(2e-5),
+        "O2",
+        apply_fn=model,
+        loss_scale=loss_scale,
+        verbosity=0,
+    )
+
+    @jax.jit
+    def step(state, key):
+        x, noise = jax.random.normal(key, (2, 8192, 8))
+        y = 1e-3 * jnp.sin(x) + 1e-4 * noise
+
+        def loss_fn(params):
+            return optax.l2_loss(state.apply_fn(params, x), y).mean()
+
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
+        return state.apply_gradients(grads=grads), loss
+
+    rows = []
+    for key in jax.random.split(jax.random.key(1), steps):
+        scale = state.loss_scale
+        state, loss = step(state, key)
+        rows.append((float(loss), float(scale), bool(state.last_step_skipped)))
+    losses, scales, skips = map(np.array, zip(*rows, strict=True))
+    return losses, scales, skips
+
+
+def runs():
+    rule = jamp.DynamicLossScale(init_scale=2.0**34, window=12, max_scale=None)
+    return regression(rule), regression(1.0)
+
+
+def draw_runs():
+    (losses, scales, skips), (flat, _, _) = runs()
+    steps = np.arange(len(losses))
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 4.6), sharex=True, height_ratios=(3, 2)
+    )
+    top.semilogy(steps, flat, color=UNSCALED, lw=2, label="float16, no loss scale")
+    top.semilogy(
+        steps, losses, color=SCALED, lw=2, label="float16, dynamic loss scale (O2)"
+    )
+    top.set_ylabel("training loss")
+    text = "every gradient rounds to zero: the params never move"
+    top.text(steps[-1], flat[-1] * 0.93, text, ha="right", va="top", color=UNSCALED)
+    top.legend(frameon=False, loc="center right")
+    bottom.step(steps, scales, where="post", color=SCALED, lw=2)
+    bottom.plot(
+        steps[skips],
+        scales[skips],
+        "v",
+        color=DARK,
+        ms=5,
+        label="step skipped: overflow",
+    )
+    bottom.set_yscale("log", base=2)
+    bottom.set_ylim(top=scales.max() * 8)
+    bottom.set(ylabel="loss scale", xlabel="step")
+    bottom.legend(frameon=False, loc="upper center")
+    return figure
+
+
+def draw_formats():
+    figure, axes = plt.subplots(figsize=(8, 2.6))
+    for row, dtype in enumerate((jnp.float16, jnp.bfloat16, jnp.float32)):
+        info = jnp.finfo(dtype)
+        low, normal, high = (
+            np.log2(float(x)) for x in (info.smallest_subnormal, info.tiny, info.max)
+        )
+        color = COLORS[info.dtype.name]
+        axes.barh(row, high - normal, left=normal, color=color, height=0.55)
+        axes.barh(row, normal - low, left=low, color=color, height=0.55, alpha=0.4)
+        digits = f"{float(info.max):.3g} at most · steps of {float(info.eps):.2g} at 1"
+        axes.text(20, row, digits, ha="left", va="center", fontsize=9)
+    for exponent, text in ((-28, "a small gradient "), (-12, " the same × 65536")):
+        axes.plot([exponent, exponent], [-0.4, 2.4], color=UNSCALED, lw=1, ls=":")
+        side = "right" if exponent == -28 else "left"
+        axes.text(exponent, 2.5, text, ha=side, va="bottom", fontsize=9, color=UNSCALED)
+    axes.set_yticks(range(3), ("float16", "bfloat16", "float32"))
+    ticks = range(-144, 145, 24)
+    axes.set_xticks(ticks, [f"$2^{{{tick}}}$" for tick in ticks])
+    axes.set_ylim(-0.5, 3.2)
+    axes.set_xlabel("magnitude; pale: subnormal numbers, with fewer digits")
+    return figure
+
+
+def level_table():
+    """What a small model with a BatchNorm is at each level, as the library made it."""
+    params = {
+        "BatchNorm_0": {"scale": jnp.ones(8)},
+        "head": {"kernel": jnp.ones((8, 8))},
+    }
+    table = {}
+    for level in LEVELS:
+        forward = lambda p, x: x @ p["head"]["kernel"]  # noqa: E731
+        state = jamp.initialize(
+            params, optax.adam(1e-3), level, apply_fn=forward, verbosity=0
+        )
+        program = jax.make_jaxpr(state.apply_fn)(state.params, jnp.ones((2, 8)))
+        (product,) = [x for x in program.eqns if x.primitive.name == "dot_general"]
+        rule = state.properties.loss_scale
+        stepped = jax.tree.leaves(getattr(state.opt_state, "masters", state.params))
+        kind = "masters" if hasattr(state.opt_state, "masters") else "params"
+        table[level] = {
+            "params": state.params["head"]["kernel"].dtype.name,
+            "BatchNorm params": state.params["BatchNorm_0"]["scale"].dtype.name,
+            "products": product.invars[0].aval.dtype.name,
+            "the optimizer steps": f"{stepped[-1].dtype} {kind}",
+            "loss scale": "dynamic" if rule == "dynamic" else "1",
+        }
+    return table
+
+
+def draw_levels():
+    table = level_table()
+    columns = list(table["O0"])
+    figure, axes = plt.subplots(figsize=(8, 2.9))
+    for row, level in enumerate(LEVELS):
+        for column, name in enumerate(columns):
+            text = table[level][name]
+            color = COLORS.get(
+                text.partition(" ")[0], "#f6b26b" if text == "dynamic" else "#eef1f5"
+            )
+            box = FancyBboxPatch(
+                (column + 0.05, row + 0.1), 0.9, 0.8, "round,pad=0,rounding_size=0.08"
+            )
+            box.set(facecolor=color, edgecolor="none")
+            axes.add_patch(box)
+            axes.text(
+                column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9
+            )
+    axes.set(xlim=(0, len(columns)), ylim=(len(LEVELS), 0))
+    axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
+    axes.set_yticks(np.arange(len(LEVELS)) + 0.5, LEVELS, weight="bold")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def boxes(axes, items, width=1.9, height=0.8):
+    """Draws (x, y, text, color) boxes and returns the way from one to another."""
+    for x, y, text, color in items:
+        box = FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.1")
+        box.set(facecolor=color, edgecolor=DARK, linewidth=0.8)
+        axes.add_patch(box)
+        axes.text(
+            x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9
+        )
+
+    def arrow(start, end, text="", **options):
+        style = {"arrowstyle": "-|>", "mutation_scale": 12, "color": DARK} | options
+        axes.add_patch(FancyArrowPatch(start, end, **style))
+        middle = np.mean([start, end], axis=0)
+        axes.text(*middle + (0, 0.12), text, ha="center", va="bottom", fontsize=9)
+
+    return arrow
+
+
+def draw_scale():
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    half, full = COLORS["float16"], COLORS["float32"]
+    arrow = boxes(
+        axes,
+        [
+            (0, 2.6, "params\nfloat16", half),
+            (2.7, 2.6, "forward pass\nfloat16", half),
+            (5.4, 2.6, "loss\nfloat32", full),
+            (8.1, 2.6, "loss × scale\nfloat32", "#fff2cc"),
+            (8.1, 0.6, "backward pass\nfloat16, × scale", half),
+            (5.4, 0.6, "gradients ÷ scale\nfloat32", "#fff2cc"),
+            (2.7, 0.6, "all finite?", "#ffffff"),
+            (0, 0.6, "optimizer steps\nfloat32 masters", full),
+        ],
+    )
+    for x in (1.9, 4.6, 7.3):
+        arrow((x, 3.0), (x + 0.8, 3.0))
+        arrow((x + 0.8, 1.0), (x, 1.0), "yes" if x == 1.9 else "")
+    arrow((9.05, 2.6), (9.05, 1.4))
+    arrow((0.95, 1.4), (0.95, 2.6))
+    axes.text(1.1, 2.0, "round to float16", va="center", fontsize=9)
+    arrow((3.65, 0.6), (3.65, 0.1), color=UNSCALED)
+    axes.text(
+        3.85, 0.2, "no: skip, all bits stay; scale ÷ 2", fontsize=9, color=UNSCALED
+    )
+    axes.set(xlim=(-0.1, 10.1), ylim=(-0.1, 3.5))
+    axes.axis("off")
+    return figure
+
+
+def adam_bytes(store_remainder):
+    """Bytes per parameter, by array, that fused_adam at O5 reads and writes."""
+    state = jamp.initialize(
+        {"w": jnp.ones(4)},
+        jamp.optimizers.fused_adam(1e-3),
+        "O5",
+        loss_scale="dynamic",
+        store_remainder=store_remainder,
+        verbosity=0,
+    )
+    param = state.params["w"].dtype.itemsize
+    master = state.opt_state.masters["w"].dtype.itemsize
+    moments = sum(
+        x.dtype.itemsize for x in jax.tree.leaves(state.opt_state.inner_state) if x.ndim
+    )
+    name = "remainder" if store_remainder else "master"
+    read = {"gradient, to check": param, "gradient": param, name: master}
+    read |= {"param": param} if store_remainder else {}
+    return read | {"moments": moments}, {
+        "param": param,
+        name: master,
+        "moments": moments,
+    }
+
+
+def draw_bytes():
+    figure, axes = plt.subplots(figsize=(8, 2.7))
+    colors = {"param": COLORS["bfloat16"], "moments": "#b4a7d6", "gradient": "#ffe599"}
+    for row, store in enumerate((True, False)):
+        left = 0
+        read, written = adam_bytes(store)
+        for kind, items in (("read", read), ("write", written)):
+            for name, size in items.items():
+                color = colors.get(name.split(",")[0], COLORS["float32"])
+                axes.barh(
+                    row, size, left=left, color=color, edgecolor="white", height=0.6
+                )
+                wrapped = name.replace(", ", ",\n")
+                fits = wrapped if size > 2 else ""
+                axes.text(
+                    left + size / 2, row, fits, ha="center", va="center", fontsize=8
+                )
+                if size <= 2:
+                    axes.text(
+                        left + size / 2, row, wrapped, ha="center", va="center",
+                        fontsize=7, rotation=90,
+                    )  # fmt: skip
+                left += size
+            axes.plot([left, left], [row - 0.4, row + 0.4], color=DARK, lw=1.5)
+            axes.text(left - 0.1, row + 0.36, kind, ha="right", va="bottom", fontsize=9)
+        axes.text(left + 0.3, row, f"{left} bytes", va="center", weight="bold")
+    axes.set_yticks((0, 1), ("16-bit\nremainders", "float32\nmasters"))
+    axes.set(xlabel="bytes per parameter: one step of fused_adam at O5, one large leaf")
+    axes.set(xlim=(0, 34), ylim=(-0.5, 1.7))
+    return figure
+
+
+PICTURES = {
+    "runs": draw_runs,
+    "formats": draw_formats,
+    "levels": draw_levels,
+    "scale": draw_scale,
+    "bytes": draw_bytes,
+}
+
+
+def main():
+    FOLDER.mkdir(exist_ok=True)
+    with plt.rc_context(STYLE):
+        for name, draw in PICTURES.items():
+            figure = draw()
+            path = FOLDER / f"{name}.svg"
+            figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+            plt.close(figure)
+            print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The site: its reference has every public name, and its pictures show what runs."""
+
+import importlib
+import pathlib
+import re
+import runpy
+
+import pytest
+
+from benchmarks import peers
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+NAMED = {
+    name
+    for page in DOCS.glob("reference*.md")
+    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+}
+MODULES = {"fp16_utils", "linen", "multi_tensor", "nnx", "optimizers"}
+
+
+def public(module):
+    """What a package re-exports, as `from jamp._x import a as a`."""
+    source = (ROOT / "jamp" / module / "__init__.py").read_text()
+    return {
+        name for name, same in re.findall(r"(\w+) as (\w+)", source) if name == same
+    }
+
+
+def test_the_reference_has_every_public_name_and_no_other():
+    surface = (ROOT / "tests" / "public_surface.txt").read_text().split()
+    expected = {f"jamp.{name}" for name in surface if name not in MODULES}
+    for module in ("nnx", "optimizers", "diagnostics", "fp16_utils"):
+        expected |= {f"jamp.{module}.{name}" for name in public(module)}
+    expected |= {f"jamp.multi_tensor.{name}" for name in ("scale", "axpby", "l2norm")}
+    expected |= {"jamp.linen.batchnorm_paths"}
+    assert NAMED == expected, "write `::: NAME` on a page docs/reference*.md"
+    for name in NAMED:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in DOCS.glob("*.md"):
+        assert re.search(rf": {page.name}$", navigation, re.MULTILINE), page.name
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 1100
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore::jamp.PrecisionWarning")
+def test_the_page_shows_what_the_cases_give():
+    page = (DOCS / "peers.md").read_text()
+    for name, row in peers.table().items():
+        assert f"| {name} | {' | '.join(row.values())} |" in page, name
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    pytest.importorskip("matplotlib").use("agg")
+    return runpy.run_path(str(DOCS / "pictures.py"))
+
+
+@pytest.mark.standard_promotion
+def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
+    (losses, scales, skips), (flat, _, _) = pictures["runs"]()
+    assert losses[-1] < losses[0] / 4
+    assert skips[:4].all() and not skips[4] and skips[5:].any()
+    assert scales[5] < scales[0]
+    assert abs(flat / flat[0] - 1).max() < 0.03  # each step has data of its own
+
+
+@pytest.mark.standard_promotion
+def test_pictures_show_levels_and_bytes_as_they_are(pictures):
+    table = pictures["level_table"]()
+    assert [table[level]["products"] for level in pictures["LEVELS"]] == (
+        "float32 float16 float16 float16 bfloat16 bfloat16".split()
+    )
+    sums = [
+        sum(sum(part.values()) for part in pictures["adam_bytes"](store))
+        for store in (False, True)
+    ]
+    assert sums == [30, 28]  # as counted in tests/test_optimizer_bytes.py
+    drawn = {path.stem for path in (DOCS / "pictures").glob("*.svg")}
+    assert drawn == set(pictures["PICTURES"])
