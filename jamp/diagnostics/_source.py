@@ -35,15 +35,16 @@ def user_line(eqn: jc.JaxprEqn) -> str:
 def module_path(names: str) -> str:
     """The modules and scopes of a name stack, without what JAX adds to them.
 
-    >>> module_path("transpose(jvp(Net))/jvp(Net)/rematted_computation/Block_1/up")
-    'Net/Block_1/up'
+    >>> module_path("transpose(jvp(Net))/Block/jvp(Net)/rematted_computation/Block/up")
+    'Net/Block/up'
     """
     before = ""
     while before != names:
         before, names = names, _WRAPPED.sub(r"\1", names)
     parts = [part for part in names.split("/") if not _MARKS.match(part)]
-    kept = [p for i, p in enumerate(parts) if i == 0 or p != parts[i - 1]]
-    return "/".join(kept)
+    # What is differentiated inside of a module has the path from the model on again.
+    begin = len(parts) - 1 - parts[::-1].index(parts[0]) if parts else 0
+    return "/".join(parts[begin:])
 
 
 def is_backward(names: str) -> bool:
