@@ -7,8 +7,8 @@ ON_CPU := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
 
-demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2
-	$(PYTHON) examples/digits.py --opt-level O2 $(ARGS)
+demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
+	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
 
 test: $(VENV)/.test ## run the tests and the doctests
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)

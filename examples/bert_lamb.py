@@ -9,10 +9,34 @@ guessed; 80 % of these are hidden by [MASK], 10 % replaced, 10 % shown. What to 
 BERT does better than the frequencies of words, in paragraphs that it never saw.
 """
 
-import argparse
 import re
 import time
 from pydoc_data.topics import topics
+
+from flags import Flags, run_script
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    parser = Flags(__doc__)
+    add = parser.add_argument
+    add("--opt-level", default="O2", help="O0 to O5")
+    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
+    add("--init-scale", type=float, help="a dynamic scale that starts here")
+    add("--steps", type=int, default=2000)
+    add("-b", "--batch-size", type=int, default=8, help="rows of a micro-batch")
+    add("--accumulate", type=int, default=4, metavar="N", help="micro-batches per step")
+    add("--lr", type=float, default=5e-3, help="the highest")
+    add("--layers", type=int, default=2)
+    add("--hidden", type=int, default=128, help="64 for each head of attention")
+    add("--length", type=int, default=32, help="words per row")
+    add("--seed", type=int, default=0, help="of params, batches and masks")
+    add("--plot", default="bert_lamb.png", metavar="PATH")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()
 
 import flax.linen as nn
 import jax
@@ -168,21 +192,7 @@ def report(options, run, baseline, words, inputs, targets):
 
 # ---- The command line ----------------------------------------------------------------
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--opt-level", default="O2", help="O0 to O5 (default: %(default)s)")
-    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
-    add("--init-scale", type=float, help="a dynamic scale that starts here")
-    add("--steps", type=int, default=2000)
-    add("-b", "--batch-size", type=int, default=8, help="rows of a micro-batch")
-    add("--accumulate", type=int, default=4, metavar="N", help="micro-batches per step")
-    add("--lr", type=float, default=5e-3, help="the highest")
-    add("--layers", type=int, default=2)
-    add("--hidden", type=int, default=128, help="64 for each head of attention")
-    add("--length", type=int, default=32, help="words per row")
-    add("--seed", type=int, default=0, help="of params, batches and masks")
-    add("--plot", default="bert_lamb.png", metavar="PATH", help="default: %(default)s")
-    options = parser.parse_args(argv)
+    options = parse(argv)
     if scale := options.init_scale:
         options.loss_scale = jamp.DynamicLossScale(scale, max_scale=max(scale, 2.0**24))
     words, text, held_out = load_text()
@@ -197,4 +207,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

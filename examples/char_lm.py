@@ -10,9 +10,33 @@ them occurs; at the sample, which has words; and with `--compare`, at how near t
 other levels come, from one seed and on the same batches.
 """
 
-import argparse
 import time
 from pydoc_data.topics import topics
+
+from flags import Flags, run_script
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    parser = Flags(__doc__)
+    add = parser.add_argument
+    add("--opt-level", default="O2", help="O0 to O5")
+    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
+    add("--compare", action="store_true", help="train at O0, O1, O2, O4 and O5")
+    add("--lr", type=float, default=3e-3, help="after the warm-up; a cosine ends at 0")
+    sizes = {"steps": 800, "batch-size": 32, "context": 64}
+    sizes |= {"width": 96, "heads": 4, "layers": 3}
+    for name, size in sizes.items():
+        add(f"--{name}", type=int, default=size)
+    add("--seed", type=int, default=0, help="of params, batches and the sample")
+    add("--sample", type=int, default=400, metavar="N", help="characters to write")
+    add("--temperature", type=float, default=0.8, help="of the sample")
+    add("--plot", default="char_lm.png", metavar="PATH")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()
 
 import jax
 import jax.numpy as jnp
@@ -167,26 +191,14 @@ def figure(runs):
     losses.set(ylabel=f"loss, mean of {window} steps; dots: validation")
     losses.legend(frameon=False)
     scales.set(ylabel="loss scale; x: skipped", xlabel="step")
+    scales.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle("A transformer on Python's help")
     return figure
 
 
 # ---- The command line ----------------------------------------------------------------
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--opt-level", default="O2", help="O0 to O5 (default: %(default)s)")
-    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
-    add("--compare", action="store_true", help=f"train at {', '.join(LEVELS)}")
-    add("--lr", type=float, default=3e-3, help="after the warm-up; a cosine ends at 0")
-    sizes = {"steps": 800, "batch-size": 32, "context": 64}
-    sizes |= {"width": 96, "heads": 4, "layers": 3}
-    for name, size in sizes.items():
-        add(f"--{name}", type=int, default=size, help="default: %(default)s")
-    add("--seed", type=int, default=0, help="of params, batches and the sample")
-    add("--sample", type=int, default=400, metavar="N", help="characters to write")
-    add("--temperature", type=float, default=0.8, help="of the sample")
-    add("--plot", default="char_lm.png", metavar="PATH", help="default: %(default)s")
-    options = parser.parse_args(argv)
+    options = parse(argv)
     levels = LEVELS if options.compare else (options.opt_level,)
     runs = [train(level, options) for level in levels]
     if not options.compare:
@@ -197,4 +209,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,8 +14,29 @@ falls as far as its own gradients ask for. A cross is an overflow: in "D real" o
 fake" D skips its step and G takes it, in "G" the other way round.
 """
 
-import argparse
 import pathlib
+
+from flags import Flags, run_script
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    parser = Flags(__doc__)
+    add = parser.add_argument
+    add("--opt_level", "--opt-level", default="O1", help="O0 to O5")
+    add("--niter", type=int, default=60, help="epochs")
+    add("--steps", type=int, help="instead of --niter")
+    add("--batchSize", type=int, default=64)
+    add("--nz", type=int, default=32, help="numbers of noise per image")
+    add("--lr", type=float, default=1e-3)
+    add("--beta1", type=float, default=0.5, help="of Adam")
+    add("--manualSeed", type=int, default=2809, help="of params, batches and noise")
+    add("--outf", type=pathlib.Path, default=".", help="the folder for dcgan.png")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()
 
 import flax.linen as nn
 import jax
@@ -167,25 +188,15 @@ def figure(run):
         scales.plot(steps[bad], scale[bad], "kx", zorder=3)
     losses.set(ylabel=f"loss, mean of {window} steps", xlabel="step")
     losses.legend(frameon=False)
-    scales.set(ylabel="loss scale", xlabel="step")
+    scales.set(ylabel="loss scale; x: skipped", xlabel="step")
+    scales.xaxis.get_major_locator().set_params(integer=True)
     scales.set_yscale("log", base=2)
     return figure
 
 
 # ---- The command line ----------------------------------------------------------------
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--opt_level", "--opt-level", default="O1", help="O0 to O5")
-    add("--niter", type=int, default=60, help="epochs")
-    add("--steps", type=int, help="instead of --niter")
-    add("--batchSize", type=int, default=64)
-    add("--nz", type=int, default=32, help="numbers of noise per image")
-    add("--lr", type=float, default=1e-3)
-    add("--beta1", type=float, default=0.5, help="of Adam")
-    add("--manualSeed", type=int, default=2809, help="of params, batches and noise")
-    add("--outf", type=pathlib.Path, default=".", help="the folder for dcgan.png")
-    options = parser.parse_args(argv)
+    options = parse(argv)
     run = train(options)
     path = options.outf / "dcgan.png"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,4 +206,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

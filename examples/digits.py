@@ -1,20 +1,38 @@
 """Train a small CNN on handwritten digits, in half precision.
 
     python examples/digits.py                        # O2: float16, float32 masters
-    python examples/digits.py --opt-level O3 --keep-batchnorm-fp32 True
-    python examples/digits.py --init-scale 1e12      # far too high: it recovers
+    python examples/digits.py --beside O0 --init-scale 1e12  # far too high: it recovers
     python examples/digits.py --compare              # O0 to O5, side by side
     python examples/digits.py --checkpoint-dir digits --resume   # at any level
 
 The data are scikit-learn's 1,797 real images of 8 x 8 pixels; nothing is downloaded.
-`--opt-level`, `--loss-scale` and `--keep-batchnorm-fp32` are those of apex's imagenet
-example, and go to `jamp.initialize` as the strings that they are. A run that is stopped
-and resumed ends with the same bits as one that is not.
+A resumed run ends with the same bits as one that was never stopped.
 """
 
-import argparse
 import pathlib
 import time
+
+from flags import Flags, run_script
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    shared = {"opt_level": "O2", "keep_batchnorm_fp32": None, "loss_scale": None}
+    shared |= {"init_scale": None, "resume": False, "seed": 0, "plot": "digits.png"}
+    parser = Flags(__doc__, **shared)
+    add, either = parser.add_argument, parser.add_mutually_exclusive_group()
+    either.add_argument("--compare", action="store_true", help="train at O0 to O5")
+    either.add_argument("--beside", metavar="LEVEL", help="also, with its own scale")
+    either.add_argument("--checkpoint-dir", type=pathlib.Path, help="for every epoch")
+    add("--epochs", type=int, default=20)
+    add("--steps", type=int, help="instead of --epochs")
+    add("-b", "--batch-size", type=int, default=64)
+    add("--lr", type=float, default=3e-3, help="at the first step; a cosine ends at 0")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()
 
 import flax.linen as nn
 import jax
@@ -89,10 +107,10 @@ def train(opt_level, options):
         optax.adamw(optax.cosine_decay_schedule(options.lr, steps), weight_decay=1e-4),
         opt_level,
         keep_batchnorm_fp32=options.keep_batchnorm_fp32,
-        loss_scale=options.loss_scale,
+        loss_scale=None if opt_level == options.beside else options.loss_scale,
         apply_fn=model.apply,
         batch_stats=variables["batch_stats"],  # says which params are BatchNorm's, too
-        verbosity=0 if options.compare else 1,
+        verbosity=0 if options.compare or options.beside else 1,
     )
     history, test_accuracy, done = [], {}, 0
     if folder:
@@ -133,7 +151,6 @@ def train(opt_level, options):
     }
 
 
-# ---- What came out -------------------------------------------------------------------
 def table(runs):
     names = "level", "test accuracy", "final loss", "skipped", "final scale", "seconds"
     columns = [Column(name, justify="right") for name in names]
@@ -151,7 +168,6 @@ def figure(runs):
     steps = runs[0]["steps"]
     window = max(1, len(steps) // 40)
     for i, run in enumerate(runs):
-        # Where levels agree, narrow lines lie on wide ones, and all can be seen.
         style = {"color": LEVELS.get(run["level"]), "lw": 1.5 * (len(runs) - i)}
         smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
         losses.plot(steps[window - 1 :], smooth, label=run["level"], **style)
@@ -164,37 +180,21 @@ def figure(runs):
     losses.legend(frameon=False)
     accuracies.set(ylabel="test accuracy in %")
     scales.set(ylabel="loss scale; x: skipped", xlabel="step")
+    scales.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle("A CNN on handwritten digits")
     return figure
 
 
-# ---- The command line ----------------------------------------------------------------
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add, either = parser.add_argument, parser.add_mutually_exclusive_group()
-    add("--opt-level", default="O2", help="O0 to O5 (default: %(default)s)")
-    add("--keep-batchnorm-fp32", metavar="BOOL", help="True or False")
-    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
-    add("--init-scale", type=float, help="a dynamic scale that starts here")
-    either.add_argument("--compare", action="store_true", help="train at O0 to O5")
-    either.add_argument("--checkpoint-dir", type=pathlib.Path, help="for every epoch")
-    add("--resume", action="store_true", help="from the newest checkpoint, if any")
-    add("--epochs", type=int, default=20)
-    add("--steps", type=int, help="instead of --epochs")
-    add("-b", "--batch-size", type=int, default=64)
-    add("--lr", type=float, default=3e-3, help="at the first step; a cosine ends at 0")
-    add("--seed", type=int, default=0, help="of the split, the params and the order")
-    add("--plot", default="digits.png", metavar="PATH", help="default: %(default)s")
-    options = parser.parse_args(argv)
-    if options.resume and not options.checkpoint_dir:
-        parser.error("--resume needs --checkpoint-dir")
+    options = parse(argv)
     if scale := options.init_scale:
         options.loss_scale = jamp.DynamicLossScale(scale, max_scale=max(scale, 2.0**24))
-    levels = LEVELS if options.compare else (options.opt_level,)
-    runs = [train(level, options) for level in levels]
+    levels = LEVELS if options.compare else (options.beside, options.opt_level)
+    runs = [train(level, options) for level in levels if level]
     figure(runs).savefig(options.plot)
     rich.print(table(runs), f"Loss, accuracy and loss scale over steps: {options.plot}")
     return runs
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

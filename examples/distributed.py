@@ -23,6 +23,32 @@ import threading
 import time
 import zlib
 
+from flags import Flags, run_script
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    parser = Flags(__doc__)
+    add = parser.add_argument
+    add("--processes", type=int, default=1, help="to start on this machine's CPU")
+    add("--launched", action="store_true", help=argparse.SUPPRESS)
+    add("--opt-level", default="O2", help="O0 to O5")
+    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
+    add("--fsdp", action="store_true", help="split params, masters and moments, too")
+    add("--overflow-at", type=int, metavar="STEP", help="inf on one process (O1, O2)")
+    add("--steps", type=int, default=300)
+    add("--batch-size", type=int, default=256, help="of all processes together")
+    add("--seed", type=int, default=0)
+    add("--checkpoint-dir", type=pathlib.Path, help="which all processes can write")
+    add("--save-every", type=int, default=50, metavar="STEPS")
+    add("--resume", action="store_true", help="from the newest checkpoint, if any")
+    add("--plot", default="distributed.png", metavar="PATH")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -163,22 +189,7 @@ def draw(run, path):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--processes", type=int, default=1, help="to start on this machine's CPU")
-    add("--launched", action="store_true", help=argparse.SUPPRESS)
-    add("--opt-level", default="O2", help="O0 to O5 (default: %(default)s)")
-    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
-    add("--fsdp", action="store_true", help="split params, masters and moments, too")
-    add("--overflow-at", type=int, metavar="STEP", help="inf on one process (O1, O2)")
-    add("--steps", type=int, default=300)
-    add("--batch-size", type=int, default=256, help="of all processes together")
-    add("--seed", type=int, default=0)
-    add("--checkpoint-dir", type=pathlib.Path, help="which all processes can write")
-    add("--save-every", type=int, default=50, metavar="STEPS")
-    add("--resume", action="store_true", help="from the newest checkpoint, if any")
-    add("--plot", default="distributed.png", metavar="PATH", help="%(default)s")
-    options = parser.parse_args(argv)
+    options = parse(argv)
     if options.processes > 1:
         return launch(options.processes, sys.argv[1:] if argv is None else argv)
     if options.launched:  # wait for the launcher to end, even by kill -9
@@ -196,4 +207,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

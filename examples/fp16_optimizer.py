@@ -8,7 +8,20 @@ For code written for `apex.fp16_utils`: what was a method call there is one here
 the state going in and coming out. A new program has less to write: see digits.py.
 """
 
-import argparse
+from flags import Flags, run_script
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    parser = Flags(__doc__)
+    parser.add_argument("--init-scale", type=float, default=65536, help="if dynamic")
+    parser.add_argument("--static-loss-scale", type=float)
+    parser.add_argument("--steps", type=int, default=400)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()
 
 import flax.linen as nn
 import jax
@@ -30,11 +43,7 @@ class MLP(nn.Module):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--init-scale", type=float, default=65536, help="if dynamic")
-    parser.add_argument("--static-loss-scale", type=float)
-    parser.add_argument("--steps", type=int, default=400)
-    options = parser.parse_args(argv)
+    options = parse(argv)
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     split = train_test_split(images, labels, test_size=0.2, random_state=0)
@@ -84,4 +93,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

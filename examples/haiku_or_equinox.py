@@ -1,6 +1,5 @@
 """Train an MLP of Haiku, or one of Equinox, on handwritten digits, by the same step."""
 
-import argparse
 import re
 
 import equinox as eqx
@@ -8,6 +7,7 @@ import haiku as hk
 import jax
 import numpy as np
 import optax
+from flags import Flags
 from sklearn.datasets import load_digits
 
 import jamp
@@ -35,7 +35,7 @@ def train_step(state, images, labels):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Flags(__doc__)
     models = {"haiku": of_haiku, "equinox": of_equinox}
     parser.add_argument("--framework", choices=models, default="haiku")
     parser.add_argument("--opt-level", default="O2", help="O0 to O5")

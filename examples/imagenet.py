@@ -11,11 +11,44 @@ device, as is BatchNorm, but with --sync-bn; to try several on a CPU, set XLA_FL
 --xla_force_host_platform_device_count=8. A resumed run has the bits of a whole one.
 """
 
-import argparse
 import functools
 import os
 import pathlib
 import time
+
+from flags import Flags, run_script
+
+# With their defaults: apex's, and from --width on ours.
+FLAGS = {"-j --workers": 4, "--epochs": 90, "--start-epoch": 0, "-b --batch-size": 256}
+FLAGS |= {"--lr": 0.1, "--momentum": 0.9, "--weight-decay": 1e-4, "-p --print-freq": 10}
+FLAGS |= {"-e --evaluate": False, "--prof": -1, "--deterministic": False}
+FLAGS |= {"--sync-bn --sync_bn": False, "--width": 64, "--image-size": 224}
+
+
+# ---- The command line: first, as JAX takes a while to import -------------------------
+def parse(argv=None):
+    shared = {"opt_level": "O2", "keep_batchnorm_fp32": None, "loss_scale": None}
+    parser = Flags(__doc__, **shared, seed=0, plot="imagenet.png")
+    add, path = parser.add_argument, {"type": pathlib.Path}
+    add("data", nargs="?", **path, help="a folder; without one, see --generate")
+    add("-a", "--arch", default="resnet18", help="resnet18 or resnet50")
+    for flags, default in FLAGS.items():
+        kind = {"action": "store_true"} if default is False else {"type": type(default)}
+        add(*flags.split(), **kind, default=default)
+    add("--generate", **path, help="where patterns are drawn, or are already")
+    add("--steps", type=int, help="instead of --epochs")
+    add("--checkpoint-dir", **path, help="to save every epoch in")
+    add("--resume", **path, help="a folder that --checkpoint-dir named")
+    args = parser.parse_args(argv)
+    if args.data and not (args.data / "train").is_dir():
+        parser.error(
+            f"{args.data}/train is not a folder; without DATA, patterns are drawn"
+        )
+    return args
+
+
+if __name__ == "__main__":
+    parse()
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +66,6 @@ import jamp
 COLUMNS = "steps", "loss", "prec1", "prec5", "scale", "skipped"
 LINE = "Epoch {:.2f}  {:.1f} images/s  Loss {:.4f}  Prec@1 {:.2f}  Prec@5 {:.2f}"
 LINE += "  Scale {:g}  Skipped {:g}"
-# With their defaults: apex's, and from --opt-level on ours.
-FLAGS = {"-j --workers": 4, "--epochs": 90, "--start-epoch": 0, "-b --batch-size": 256}
-FLAGS |= {"--lr": 0.1, "--momentum": 0.9, "--weight-decay": 1e-4, "-p --print-freq": 10}
-FLAGS |= {"-e --evaluate": False, "--prof": -1, "--deterministic": False}
-FLAGS |= {"--sync-bn --sync_bn": False, "--opt-level": "O2", "--width": 64}
-FLAGS |= {"--image-size": 224, "--seed": 0, "--plot": "imagenet.png"}
 
 
 # ---- One step: every device on its own images ----------------------------------------
@@ -89,6 +116,8 @@ def learning_rate(peak, per_epoch, start, count):
 
 # ---- The training loop ---------------------------------------------------------------
 def train(args):
+    if args.arch not in ARCHS:
+        raise SystemExit(f"--arch {args.arch}: one of {', '.join(ARCHS)}")
     mesh = Mesh(jax.devices(), ("batch",))
     size = args.batch_size * mesh.size
     options = size, args.image_size, args.workers, NamedSharding(mesh, P("batch"))
@@ -170,26 +199,14 @@ def figure(run):
             axes.plot(run["val"]["steps"], run["val"][name], "o-", label="validation")
         axes.set(xlabel="step", ylabel=name)
     axes.set_yscale("log", base=2)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.axes[0].set_title("A ResNet on images")
     figure.axes[0].legend()
     return figure
 
 
-# ---- The command line ----------------------------------------------------------------
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add, path = parser.add_argument, {"type": pathlib.Path}
-    add("data", nargs="?", **path, help="a folder; where there is none, see --generate")
-    add("-a", "--arch", choices=ARCHS, default="resnet18")
-    for flags, default in FLAGS.items():
-        kind = {"action": "store_true"} if default is False else {"type": type(default)}
-        add(*flags.split(), **kind, default=default, help="%(default)s")
-    add("--generate", **path, help="where patterns are drawn, or are already")
-    add("--steps", type=int, help="instead of --epochs")
-    add("--checkpoint-dir", **path, help="to save every epoch in")
-    add("--resume", **path, help="a folder that --checkpoint-dir named")
-    add("--keep-batchnorm-fp32", metavar="BOOL", help="True or False")
-    add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     if args.deterministic:  # before JAX looks for devices
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
@@ -197,4 +214,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -35,7 +35,7 @@ def scale(
         overflows in the product or in its rounding is not reported, as in apex.
 
     Raises:
-        TypeError: a leaf is no array of floats.
+        TypeError: a leaf is not a float array.
 
     >>> import jax.numpy as jnp
     >>> tree, found_inf = scale({"w": jnp.array([1.0, jnp.inf])}, 0.5)
@@ -77,7 +77,7 @@ def axpby(
         The new tree; and whether a checked *input* was inf or NaN, shape (), bool.
 
     Raises:
-        TypeError: a leaf is no array of floats.
+        TypeError: a leaf is not a float array.
         ValueError: the trees differ, or `check` is none of the three.
 
     >>> import jax.numpy as jnp
@@ -118,7 +118,7 @@ def l2norm(
         The norm, shape (), float32; with `per_tensor` a pair of it and a tree of norms.
 
     Raises:
-        TypeError: a leaf is no array of floats.
+        TypeError: a leaf is not a float array.
 
     >>> import jax.numpy as jnp
     >>> print(l2norm({"w": jnp.array([3.0, 4.0])}, per_tensor=True))

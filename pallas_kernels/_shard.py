@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh, and a kernel run on what each device holds.
+"""Where arrays are on a mesh, and a kernel run on what each device holds.
 
 A kernel is opaque to the partitioner, which would gather all arrays on every device
 first. So it runs under `shard_map`, with the specs that the arrays have: known while
@@ -18,7 +18,7 @@ from pallas_kernels._xla import Job, Leaf, Part, join
 
 
 class Placement(NamedTuple):
-    """Where the leaves of one call lie.
+    """Where the leaves of one call are.
 
     Attributes:
         mesh: the mesh to spread over; None if a kernel may run on the arrays as they
@@ -33,7 +33,7 @@ class Placement(NamedTuple):
 
 
 def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Placement:
-    """Where `leaves` lie.
+    """Where `leaves` are.
 
     Args:
         leaves: dicts of arrays of one shape.
@@ -131,7 +131,7 @@ def _varies(leaves: Sequence[Leaf]) -> bool:
 
 
 _AUTO = (
-    "the arrays lie on a mesh of Auto axes, where tracing cannot know how they are "
+    "the arrays are on a mesh of Auto axes, where tracing cannot know how they are "
     "sharded. Create the state from sharded arrays with jamp.initialize, write "
     "`tx.replace(shardings=...)` with one NamedSharding per leaf, make the mesh by "
     "`jax.make_mesh` with Explicit axes, or choose backend='auto'."

@@ -172,11 +172,11 @@ def _with_numbers(
 ) -> Iterator[tuple[Sequence[int], list[Array]]]:
     """Groups leaves that XLA shall update in one kernel, each with the numbers.
 
-    XLA merges fusions of equal size that share an operand which is no scalar, as many
-    as fit. So small leaves of one kind read their numbers from one vector per group:
-    behind a barrier, or XLA would see through it. A leaf on its own reads scalars,
-    which a CPU keeps in registers; large ones gain nothing from company, and eleven in
-    one kernel would take all registers of a GPU.
+    XLA merges fusions of equal size that share a non-scalar operand, as many as fit. So
+    small leaves of one kind read their numbers from one vector per group: behind a
+    barrier, or XLA would see through it. A leaf on its own reads scalars, which a CPU
+    keeps in registers; large ones gain nothing from company, and eleven in one kernel
+    would take all registers of a GPU.
     """
     sizes = [size_of(leaf) for leaf in leaves]
     small, large = [], []

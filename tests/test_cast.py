@@ -198,7 +198,7 @@ def test_a_predicate_sees_every_float_leaf_and_its_path():
         # With the paths that there are to match.
         (ValueError, "float16", "haed", "keep_fp32='haed' matches no leaf.*head/"),
         (ValueError, "float16", ["head", re.compile("haed")], "haed.*head/bias, "),
-        (ValueError, "float16", "(head", r"keep_fp32='\(head' is no regex"),
+        (ValueError, "float16", "(head", r"keep_fp32='\(head' is not a regex"),
         (TypeError, "float16", 3, "keep_fp32 must be a regex.*found 3"),
         (TypeError, "float16", ["head", 3], "found 3"),
         (TypeError, "float16", {"head": True}, "found {'head': True}"),

@@ -352,7 +352,7 @@ def test_the_tree_of_a_transformer():
     (same,) = (row for row in rows if "query, key, value" in row)
     assert f"4 × {projection / 1e3:.3g} k" in same and same.startswith("      query")
     assert sum("LayerNorm" in row for row in rows) == 3 and "add 2×" in of_blocks
-    assert "64 × 20 × 32: 20 is no multiple of 8" in rows[-1]
+    assert "64 × 20 × 32: 20 is not a multiple of 8" in rows[-1]
     assert "Block_0" not in explanation.show(depth=1)
     assert len(repr(explanation).splitlines()) == 1
     listed = explanation.show(filter="products").splitlines()

@@ -194,13 +194,13 @@ TWO, TWO_TX = {"g": W, "d": W}, {"g": SGD, "d": SGD}
 WRAPPED = jamp.master_weights(SGD)
 TYPE_ERRORS = [
     *((dict(tx=tx), "tx must be an optax tra") for tx in (0.1, optax.sgd, "adam")),
-    (dict(tree=[W, W], tx=[SGD, 0.1]), "tx holds 0.1, which is no optax"),
-    (dict(tree=nn.Dense(3)), "params is Dense.*which is no array"),
+    (dict(tree=[W, W], tx=[SGD, 0.1]), "tx holds 0.1, which is not an optax"),
+    (dict(tree=nn.Dense(3)), "params is Dense.*which is not an array"),
     (dict(tree=[W, {"a": {"b": "x"}}]), r"params\[1\]\['a'\]\['b'\] is 'x'"),
     (dict(tree=VARIABLES), r'batch_stats.*variables\["params"\]'),
     (dict(tree=[VARIABLES], tx=[SGD]), r'batch_stats.*variables\["params"\]'),
     (dict(tree={"g": VARIABLES}, tx={"g": SGD}), "Flax variables with batch_stats"),
-    (dict(note="text"), "extra field note is 'text'.*no array.*pytree_node=False"),
+    (dict(note="text"), "extra field note is 'text'.*not an array.*pytree_node=False"),
     (dict(note={"a": len}), r"extra field note\['a'\] is"),
     *(
         (dict(state_class=bad), "state_class must be jamp.AmpState or a subclass")

@@ -607,7 +607,7 @@ BAD_CALLS = {
         lambda: make(model=linear(param_dtype=jnp.float16))
     ),
     "got int": lambda: make(model=3),
-    "models hold 3, which is no nnx.Module": lambda: make(model=[3], tx=[ADAM]),
+    "models hold 3, which is not an nnx.Module": lambda: make(model=[3], tx=[ADAM]),
     "has no apply_fn": lambda: make(apply_fn=len),
     "unknown keyword 'ema'. A model has no fields": lambda: make(ema=jnp.ones(2)),
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),

@@ -141,7 +141,7 @@ def test_arrays_on_different_devices_are_named():
         with pytest.raises(ValueError) as error:
             call()
         lie = f"{first} on {FOUR}, and {other} on {where}. Put "
-        assert str(error.value).startswith(f"Arrays lie on different devices: {lie}")
+        assert str(error.value).startswith(f"Arrays are on different devices: {lie}")
 
 
 # From a checkpoint

@@ -46,6 +46,25 @@ def test_every_page_is_in_the_navigation():
         assert re.search(rf": {page.name}$", navigation, re.MULTILINE), page.name
 
 
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!http)([^)#]+)")
+
+
+def test_code_fits_the_page():
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        for block in PYTHON.findall(page.read_text()):
+            for line in block.splitlines():
+                assert len(line) <= 88, f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "examples/README.md"])
+def test_links_outside_of_the_site_lead_somewhere(page):
+    links = LINK.findall((ROOT / page).read_text())
+    assert links
+    for link in links:
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 1100
 

@@ -38,7 +38,7 @@ def with_custom_jvp(
 
     JAX traces the user's rule when a derivative is taken, for the tangents that are
     there then: it is a program from all primals and these tangents to all primals and
-    the tangents that are no symbolic zeros.
+    the tangents that are not symbolic zeros.
 
     Args:
         eqn: the call.

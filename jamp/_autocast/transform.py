@@ -44,7 +44,7 @@ def autocast[**P, R](
     dtypes.
 
     Args:
-        fn: any function of arrays; arguments that are no arrays are static.
+        fn: any function of arrays; non-array arguments are static.
         dtype: float16 or bfloat16.
         lists: additions to the table of operations.
         promote: "widest", or "narrowest" to keep sums of half and float32 in half.

@@ -31,7 +31,7 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
         loss, static scales too.
 
     Raises:
-        TypeError: `state` is no AmpState; or it is traced.
+        TypeError: `state` is not an AmpState; or it is traced.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
@@ -65,7 +65,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
         The state with other `loss_scales`, and `loss_scale_rules` of static scales.
 
     Raises:
-        TypeError: `state` is no AmpState, or `state_dict` no mapping.
+        TypeError: `state` is not an AmpState, or `state_dict` not a mapping.
         ValueError: a key is missing, unexpected, or its value no scale or no count.
 
     >>> import jamp, jax.numpy as jnp, optax

@@ -49,7 +49,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
         `skipped_steps` and `last_step_skipped`; and `fields`, the extra fields.
 
     Raises:
-        TypeError: `state` is no AmpState.
+        TypeError: `state` is not an AmpState.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> params, tx = {"w": jnp.full(2, 0.1)}, optax.sgd(0.1, momentum=0.9)
@@ -83,12 +83,12 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
 
     From the same level every bit comes back. From another, masters, moments, counters
     and fields do; the params are the masters rounded to this level. A loss scale comes
-    along where both are dynamic; else this level's begins anew. Arrays are copied, so
+    along where both are dynamic; else this level's starts again. Arrays are copied, so
     donating the state never deletes the checkpoint's.
 
     Args:
         state: what `jamp.initialize` made, with the same model, optimizer and number of
-            losses; or its shapes. It says the level, and where arrays lie.
+            losses; or its shapes. It says the level, and where arrays are.
         checkpoint: what `to_checkpoint` gave; or what plain Flax has of a float32
             TrainState: itself, or its state dict `{"step", "params", "opt_state"}`, in
             which all but `params` may be left out.
@@ -97,7 +97,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
         A state like `state`.
 
     Raises:
-        TypeError: `state` is no AmpState, or `checkpoint` nothing that can be read.
+        TypeError: `state` is not an AmpState, or `checkpoint` cannot be read.
         ValueError: a newer version, another number of losses, or a leaf that is
             missing, unexpected, or of another shape or dtype. Nothing is made before
             all has been checked.

@@ -1,4 +1,4 @@
-"""Where arrays lie: whether they can meet, and how they get where others are."""
+"""Where arrays are: whether they can meet, and how they get where others are."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jamp._core.tree import is_traced
 
 
 def check_same_devices(*named: tuple[str, Any]) -> None:
-    """Raises if arrays lie on different meshes, or some on one and some elsewhere.
+    """Raises if arrays are on different meshes, or some on one and some elsewhere.
 
     JAX would say so at the first operation on two of them, without their names. What
     is traced, or may lie anywhere, is left out.
@@ -28,7 +28,7 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
             elif _devices(leaf.sharding) != _devices(first[1]):
                 here = name + jax.tree_util.keystr(path), leaf.sharding
                 raise ValueError(
-                    f"Arrays lie on different devices: {_at(*first)}, and "
+                    f"Arrays are on different devices: {_at(*first)}, and "
                     f"{_at(*here)}. Put all of them on one mesh first, with "
                     "`jax.device_put(tree, sharding)`."
                 )

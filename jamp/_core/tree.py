@@ -25,7 +25,7 @@ def path_string(path: KeyPath) -> str:
 
 
 def differentiable[T](tree: T) -> T:
-    """The tree that `jax.grad` and optax see: leaves that are no floats become None."""
+    """The tree that `jax.grad` and optax see: non-float leaves become None."""
     return jax.tree.map(lambda x: x if is_differentiable(x) else None, tree)
 
 

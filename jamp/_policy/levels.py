@@ -296,7 +296,9 @@ def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
             try:
                 re.compile(rule)
             except re.error as error:
-                raise ValueError(f"keep_fp32={rule!r} is no regex: {error}") from None
+                raise ValueError(
+                    f"keep_fp32={rule!r} is not a regex: {error}"
+                ) from None
         elif not (isinstance(rule, re.Pattern) or callable(rule)):
             raise TypeError(
                 "keep_fp32 must be a regex, a predicate (path, leaf) -> bool, or a "

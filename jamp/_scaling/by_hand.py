@@ -41,7 +41,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
         The scaled loss, shape (), float32.
 
     Raises:
-        TypeError: the loss is no float scalar.
+        TypeError: the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
 
     >>> import jax, jax.numpy as jnp, jamp, optax
@@ -89,7 +89,7 @@ def find_loss_scale(
     """The rule and the state of a loss scale; `call` is what the user wrote.
 
     Raises:
-        TypeError: `state` is no AmpState.
+        TypeError: `state` is not an AmpState.
         IndexError: there is no such loss scale.
     """
     if not isinstance(getattr(state, "properties", None), Properties):

@@ -14,7 +14,7 @@ _COUNTS = ("unskipped", "hysteresis", "consecutive_skips")
 def check_scale_state(
     where: str, entry: Mapping[str, Any], rule: LossScaleRule | None = None
 ) -> None:
-    """Raises for a scale that makes NaN of the params, and for what is no count.
+    """Raises for a scale that makes NaN of the params, and for what is not a count.
 
     Args:
         where: what `entry` is called: "loss_scaler0".
@@ -37,7 +37,7 @@ def check_scale_state(
 
 
 def check_counters(names: Mapping[str, Any]) -> None:
-    """Raises for a `step` or `skipped_steps`, of a state by names, that is no count."""
+    """Raises if `step` or `skipped_steps`, of a state by names, is not a count."""
     counters = {name: names[name] for name in ("step", "skipped_steps")}
     for path, value in jax.tree_util.tree_leaves_with_path(counters):
         check_count(path_string(path), value)

@@ -49,7 +49,7 @@ class ScaledGrads:
 
     Attributes:
         tree: the raw scaled gradients, in the dtypes of the params. None where a param
-            is no float.
+            is not a float.
         scale: what to divide them by, shape (), float32: what the loss was multiplied
             by, until they are clipped or mapped.
         finite: whether the gradients are finite, shape (), bool: the raw ones were, and
@@ -206,7 +206,7 @@ class ScaledGrads:
             float32 cannot hold the norm.
 
         Raises:
-            ValueError: `max_norm` is no positive number.
+            ValueError: `max_norm` is not a positive number.
 
         >>> import jax.numpy as jnp, jamp, optax
         >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O2", verbosity=0)
@@ -263,7 +263,7 @@ class ScaledGrads:
         """Sums two gradients of one loss, in float32, at the scale of the first.
 
         Raises:
-            TypeError: `other` is no ScaledGrads.
+            TypeError: `other` is not ScaledGrads.
             ValueError: it belongs to another loss or other groups.
         """
         if not isinstance(other, ScaledGrads):

@@ -38,7 +38,7 @@ class Opened(NamedTuple):
 
 
 def _refuse(*_: object) -> NoReturn:
-    raise TypeError(f"{_TAG}; they are no random key.")
+    raise TypeError(f"{_TAG}; they are not a random key.")
 
 
 def _impl(words: int):

@@ -94,11 +94,11 @@ def scaled_value_and_grad(
         params (float32 with `axis_name`).
 
     Raises (when called):
-        TypeError: `state` is no AmpState; the loss is no float scalar.
+        TypeError: `state` is not an AmpState; the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
         ValueError: `wrt` names no group; `axis_name` is not bound; `redo_on_overflow`
-            is no number of times, or `predivide` no positive number; arguments lie on
-            other devices than the state.
+            or `predivide` is out of range; arguments are on other devices than the
+            state.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}

@@ -129,7 +129,7 @@ def _with_fields(
 
 
 def _for_params(tx: Any, params: PyTree) -> Any:
-    """The same optimizer; a fused one hears anew how its params lie."""
+    """The same optimizer; a fused one hears again how its params are sharded."""
     inner = fused_inside(tx)
     if inner is None:
         return tx
@@ -164,7 +164,7 @@ def _keeping_bits[T](new: T, old: Any) -> T:
 
 _ONE_PIECE = (
     "This optimizer cannot take on params: its state is not kept per param at {path}. "
-    "Begin anew: jamp.initialize(jamp.master_params(state) and the new ones, tx)."
+    "Start again: jamp.initialize(jamp.master_params(state) and the new ones, tx)."
 )
 
 

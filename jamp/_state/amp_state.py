@@ -128,7 +128,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         Raises:
             TypeError: there is no `tx`; a field is not declared.
             ValueError: gradients or a field differ from the state in structure or
-                shape, or lie on other devices.
+                shape, or are on other devices.
         """
         if self.tx is None:
             raise TypeError(
@@ -177,7 +177,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         Args:
             params: a tree like `state.params`, of float32 or half; of several groups,
                 their container.
-            reset_optimizer: whether to begin the optimizer's state anew: its moments
+            reset_optimizer: whether to reset the optimizer's state: its moments
                 are of the params before.
 
         Returns:

@@ -17,7 +17,7 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
         max_consecutive_skips: how many skips in a row are too many.
 
     Raises:
-        TypeError: `state` is no AmpState.
+        TypeError: `state` is not an AmpState.
         ValueError: `max_consecutive_skips` is less than 1; or a loss scale is 0,
             negative, inf or NaN, as Orbax may restore it into a state.
         FloatingPointError: a dynamic scale sits at its floor after a skip, or there

@@ -36,7 +36,7 @@ def check_containers(params: Any, tx: Any) -> None:
             )
         if not isinstance(leaf, ARRAY_LIKE):
             raise TypeError(
-                f"{where} is {leaf!r}, which is no array. Pass the params, "
+                f"{where} is {leaf!r}, which is not an array. Pass the params, "
                 '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
             )
     if isinstance(tx, MasterWeights):
@@ -50,7 +50,9 @@ def check_containers(params: Any, tx: Any) -> None:
         )
     for entry in _entries(tx):
         if not groups.is_transformation(entry):
-            raise TypeError(f"tx holds {entry!r}, which is no optax transformation.")
+            raise TypeError(
+                f"tx holds {entry!r}, which is not an optax transformation."
+            )
         if isinstance(entry, MasterWeights):
             raise ValueError(ALREADY_WRAPPED)
     if isinstance(tx, Mapping):

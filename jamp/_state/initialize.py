@@ -89,7 +89,7 @@ def initialize(
     donating the state never deletes yours. Works under `jit` and `eval_shape`.
 
     Args:
-        params: float32 params, any pytree. Leaves that are no floats are kept out of
+        params: float32 params, any pytree. Non-float leaves are kept out of
             gradients and optimizer. Several models with an optimizer each: a list,
             tuple or dict of them, with `tx` in the same container.
         tx: an optax transformation, or the container of them; None for inference.
@@ -186,8 +186,8 @@ def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:
         if not isinstance(leaf, ARRAY_LIKE):
             raise TypeError(
                 f"The extra field {name}{jax.tree_util.keystr(path)} is {leaf!r}, "
-                "which is no array. Declare a static field on a subclass of AmpState: "
-                f"`{name}: Any = flax.struct.field(pytree_node=False)`."
+                "which is not an array. Declare a static field on a subclass of "
+                f"AmpState: `{name}: Any = flax.struct.field(pytree_node=False)`."
             )
     return jax.tree.map(strong_array, value)
 

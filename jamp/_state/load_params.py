@@ -99,7 +99,7 @@ def _widened_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _check_dtypes(params: PyTree, old: PyTree) -> None:
-    """Raises for what is no float on one side; floats are cast."""
+    """Raises for what is not a float on one side; floats are cast."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, new), like in zip(leaves, jax.tree.leaves(old), strict=True):
         both = is_castable(new) and is_castable(like)

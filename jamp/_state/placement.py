@@ -1,4 +1,4 @@
-"""Where the arrays of a new state lie: moments as their params, scalars everywhere."""
+"""Shardings of a new state: moments as their params, scalars replicated."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jamp.optimizers import FusedTransformation
 
 
 def with_shardings(tx: Any, params: PyTree) -> Any:
-    """Tells a fused optimizer how its params lie: under jit it could not find out."""
+    """Tells a fused optimizer how its params are sharded: jit would hide it."""
     if not isinstance(tx, FusedTransformation):
         return tx
     leaves = jax.tree.leaves(trained_params(params))
@@ -24,9 +24,9 @@ def with_shardings(tx: Any, params: PyTree) -> Any:
 
 
 def moments_like_params[T](opt_state: T, params: PyTree) -> T:
-    """Under jit, makes leaves of an optimizer state that belong to a param lie like it.
+    """Under jit, shards leaves of an optimizer state like the param they belong to.
 
-    XLA would make them anew, whole on every device. Outside of jit they follow already.
+    XLA would make them whole on every device. Outside of jit they follow already.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not any(is_traced(param) for _, param in leaves):
@@ -45,8 +45,8 @@ def moments_like_params[T](opt_state: T, params: PyTree) -> T:
 def settled[T](state: T, params: PyTree) -> T:
     """Puts a new state where its first step would leave it: all of it on the mesh.
 
-    Scalars, and fields that were told no place, lie everywhere. Else the second step,
-    whose arguments lie elsewhere, is compiled again.
+    Scalars, and fields that were told no place, are replicated. Else the second step,
+    whose arguments are elsewhere, is compiled again.
     """
     shardings = [_named(x) for x in jax.tree.leaves(params)]
     meshes = {s.mesh for s in shardings if s is not None}

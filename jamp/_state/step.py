@@ -13,7 +13,7 @@ from pallas_kernels import Weight
 
 _NO_MASTERS = (
     "state.opt_state is a {}, and this opt level keeps masters in it, a "
-    "MasterWeightsState. To begin the optimizer anew write "
+    "MasterWeightsState. To reset the optimizer write "
     "`state.load_params(state.params, reset_optimizer=True)`; another state of it goes "
     "in with `state.opt_state._replace(inner_state=...)`."
 )
@@ -82,7 +82,7 @@ def with_weights(
         tx: a transformation, maybe wrapped in `master_weights`.
         weights: a tree of `Weight`.
         state: of the transformation inside.
-        params: the whole params, leaves that are no floats included.
+        params: the whole params, non-float leaves included.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
     """
     trained, kept = masters.parted(weights)
@@ -113,7 +113,7 @@ def step(
         tx: a transformation, maybe wrapped in `master_weights`.
         grads: gradients, times `grad_scale`.
         opt_state: its state.
-        params: the whole params, leaves that are no floats included.
+        params: the whole params, non-float leaves included.
         grad_scale: what to divide the gradients by; None for 1.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
         clean: whether to step; if not, all bits stay. By select: a `lax.cond` would

@@ -106,8 +106,8 @@ def cost(
         A `Costs`: print it.
 
     Raises:
-        ImportError: there is no GPU compiler; the message says what to install.
-        ValueError: `target` is no GPU that is known.
+        ImportError: the GPU compiler is missing; the message says what to install.
+        ValueError: `target` is not a GPU that is known.
     """
     if target not in _gpus.TARGETS:
         known = " or ".join(map(repr, _gpus.TARGETS))

@@ -126,7 +126,7 @@ class Explanation:
             width: of the text. Lines of the source are never cut.
 
         Raises:
-            ValueError: `depth` is less than 1, or `filter` is no regex.
+            ValueError: `depth` is less than 1, or `filter` is not a regex.
         """
         if filter is not None:
             return _table.text(_table.chosen(self.operations, filter))

@@ -13,7 +13,7 @@ from jax.extend import core as jc
 
 
 def flops(eqn: jc.JaxprEqn) -> int | None:
-    """The operations of an equation; None if it is no matmul or convolution.
+    """The operations of an equation; None if it is not a matmul or convolution.
 
     - `dot_general`: 2 B M N K, for batch, free and contracted sizes.
     - `ragged_dot_general`: the same without the groups: a row meets one group.
@@ -25,7 +25,7 @@ def flops(eqn: jc.JaxprEqn) -> int | None:
 
 
 def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
-    """The sizes that matrix units see: M, N and K; None if it is no product.
+    """The sizes that matrix units see: M, N and K; None if it is not a product.
 
     - `dot_general`, `ragged_dot_general`: free sizes of each operand, contracted size.
     - `conv_general_dilated`: output and input features.

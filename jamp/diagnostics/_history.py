@@ -42,7 +42,7 @@ class History:
 
     Raises:
         ValueError: `every` is less than 1.
-        TypeError: a writer is no such thing.
+        TypeError: a writer is not a function or a SummaryWriter.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)

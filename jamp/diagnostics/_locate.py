@@ -58,7 +58,7 @@ def locate(
         A `Location`: print it.
 
     Raises:
-        TypeError: `state` is no AmpState, or arrays are traced: called under `jit`.
+        TypeError: `state` is not an AmpState, or arrays are traced: called under `jit`.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> params = {"w": jnp.full((2, 2), 300.0)}

@@ -99,7 +99,7 @@ def numerics(
         A `Numerics`: print it.
 
     Raises:
-        TypeError: `state` is no AmpState, or arrays are traced.
+        TypeError: `state` is not an AmpState, or arrays are traced.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O0", verbosity=0)
@@ -124,7 +124,7 @@ def recommend_scale(
         loss_fn, state, args, kwargs: see `numerics`.
 
     Raises:
-        TypeError: `state` is no AmpState, or arrays are traced.
+        TypeError: `state` is not an AmpState, or arrays are traced.
         FloatingPointError: no scale from 1 to 2**24 is safe: ask `locate`.
 
     >>> import jamp, jax.numpy as jnp, optax

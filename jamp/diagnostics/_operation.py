@@ -90,5 +90,5 @@ def warnings_of(op: Operation, level: str) -> list[str]:
         return []
     return [
         f"{where}{op.primitive} of {' × '.join(map(str, op.sizes or ()))}: "
-        f"{', '.join(map(str, odd))} is no multiple of {step}, which matrix units want."
+        f"{', '.join(map(str, odd))} is not a multiple of {step}, as matrix units want."
     ]

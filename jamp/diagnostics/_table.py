@@ -18,7 +18,7 @@ def chosen(operations: Sequence[Operation], filter: str | None) -> list[Operatio
             of that, "all" for the rest, too.
 
     Raises:
-        ValueError: it is no regex.
+        ValueError: it is not a regex.
     """
     if filter == "all":
         return list(operations)

@@ -89,7 +89,7 @@ def convert_module(params: Any, dtype: DTypeLike) -> Any:
         dtype: float16, bfloat16 or float32.
 
     Raises:
-        TypeError: `params` is no mapping.
+        TypeError: `params` is not a mapping.
         ValueError: `dtype` is none of these.
 
     >>> params = {"scale": jnp.ones(2), "inner": {"kernel": jnp.ones(2)}}

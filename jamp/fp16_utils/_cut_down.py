@@ -118,7 +118,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             TypeError: an optimizer is not fused.
             SystemError: `dynamic_loss_args`.
-            ValueError: the scale is no number between 2^-126 and 2^126.
+            ValueError: the scale is not a number between 2^-126 and 2^126.
         """
         keys = groups.group_keys(init_optimizer)
         for tx in (groups.get(init_optimizer, key) for key in keys):
@@ -195,7 +195,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             `(loss, state)` or `((loss, aux), state)`; the loss unscaled, in float32.
 
         Raises:
-            TypeError: `state` is not of this optimizer; the loss is no float scalar.
+            TypeError: `state` is not of this optimizer; the loss is not a float scalar.
         """
         self._check(state, "backward(state, loss_fn, ...)")
         value, grads = grad_of_scaled(
@@ -280,7 +280,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """The state with the values of a `state_dict`, and half params made of them.
 
         Raises:
-            TypeError: `state_dict` is no mapping.
+            TypeError: `state_dict` is not a mapping.
             ValueError: a name is missing or unexpected, or a shape or dtype differs.
                 Nothing is taken before all has been checked.
         """

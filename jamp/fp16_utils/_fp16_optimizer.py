@@ -72,8 +72,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             verbose: whether `init` prints what it received.
 
         Raises:
-            TypeError: `init_optimizer` is no transformation; an unknown argument of the
-                loss scale.
+            TypeError: `init_optimizer` is not a transformation; an unknown argument of
+                the loss scale.
             ValueError: it keeps masters already; a number out of range.
         """
         if isinstance(init_optimizer, MasterWeights):
@@ -92,7 +92,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
         Args:
             params: half, as of `network_to_half`; those in float32 are their own
-                masters. Leaves that are no floats are left alone.
+                masters. Non-float leaves are left alone.
 
         Returns:
             A state whose gradients are zero. Its arrays are its own.
@@ -138,7 +138,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             `(loss, state)` or `((loss, aux), state)`; the loss unscaled, in float32.
 
         Raises:
-            TypeError: `state` is no FP16_OptimizerState; the loss is no float scalar.
+            TypeError: `state` is not an FP16_OptimizerState; the loss is not a float
+                scalar.
         """
         _check_state(state, "backward(state, loss_fn, ...)")
         scale = state.loss_scaler.scale
@@ -298,7 +299,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """The state with another loss scale; its counters stay.
 
         Raises:
-            ValueError: `value` is no number between 2^-126 and 2^126.
+            ValueError: `value` is not a number between 2^-126 and 2^126.
         """
         if not is_traced(value):
             check_scale("value", float(value))  # pyright: ignore[reportArgumentType]

@@ -28,7 +28,7 @@ def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree,
         float32; or with `flat_master` a list of one vector, leaf after leaf.
 
     Raises:
-        TypeError: a leaf is no array of floats.
+        TypeError: a leaf is not a float array.
         ValueError: `flat_master` with params of several dtypes.
 
     >>> params = {"b": jnp.ones(2, jnp.float16), "w": jnp.ones((2, 2), jnp.float16)}

@@ -78,7 +78,7 @@ class _Scaler:
         """`loss_fn(params, *args, **kwargs)`, and gradients of it times the scale.
 
         Raises:
-            TypeError: the loss is no float scalar.
+            TypeError: the loss is not a float scalar.
         """
         return grad_of_scaled(loss_fn, params, state.cur_scale, args, kwargs)
 
@@ -91,7 +91,7 @@ class LossScaler(_Scaler):
         scale: the factor on the loss.
 
     Raises:
-        ValueError: it is no number between 2^-126 and 2^126.
+        ValueError: it is not a number between 2^-126 and 2^126.
 
     >>> scaler = LossScaler(128.0)
     >>> loss, grads = scaler.backward(scaler.init(), lambda w: 3 * w, jnp.ones(()))

@@ -98,7 +98,7 @@ def initialize(
     Raises:
         ValueError: a model has a policy already; two models share a Variable; and what
             `jamp.initialize` raises.
-        TypeError: `models` are no modules; an option that NNX has no use for.
+        TypeError: `models` are not modules; an option that NNX has no use for.
 
     >>> import jax.numpy as jnp, jamp.nnx, optax
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -116,7 +116,7 @@ def initialize(
     modules = entries(models)
     for module in modules.values():
         if not isinstance(module, nnx.Module):
-            raise TypeError(f"models hold {module!r}, which is no nnx.Module.")
+            raise TypeError(f"models hold {module!r}, which is not an nnx.Module.")
         check_fresh(module)
     check_models_apart(models)
     for each in tx if isinstance(tx, list | tuple) else (tx,):

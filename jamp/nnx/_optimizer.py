@@ -104,7 +104,7 @@ class Optimizer(nnx.Optimizer):
             models: the model, or the container of them.
             params: nested dicts of arrays by path, `nnx.State`s or models, in float32
                 or half; None for what is in the model now.
-            reset_optimizer: whether to begin the optimizer's state anew.
+            reset_optimizer: whether to reset the optimizer's state.
 
         Raises:
             ValueError: another structure or shape.

@@ -50,7 +50,7 @@ def scaled_value_and_grad(
         grads)`; `grads` for `optimizer.update(model, grads)`.
 
     Raises (when called):
-        TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is no float
+        TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is not a float
             scalar.
         ValueError: the model is not of the optimizer's shapes; an argument shares
             Variables with it; the loss makes Variables.

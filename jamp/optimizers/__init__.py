@@ -1,8 +1,8 @@
 """apex's fused optimizers as optax transformations, and the masters that any keeps.
 
 May import `_core`, and `pallas_kernels`. An optimizer is one file: its docstring, its
-hyperparameters, its step; what all share is in `_fused`. How a master lies beside its
-param, and how optax steps it, is in `_masters`.
+hyperparameters, its step; what all share is in `_fused`. How a master is kept beside
+its param, and how optax steps it, is in `_masters`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -225,7 +225,7 @@ def no_steps() -> Int[Array, ""]:
 
 
 def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:
-    """Raises for what is no number, or not from 0 to below its limit.
+    """Raises for what is not a number, or not from 0 to below its limit.
 
     Schedules and arrays are not looked at.
 

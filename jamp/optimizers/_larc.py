@@ -76,7 +76,7 @@ def larc(
         A transformation, which takes `grad_scale` and `found_inf` too.
 
     Raises:
-        TypeError: `inner` is no transformation.
+        TypeError: `inner` is not a transformation.
         ValueError: `clip` without a learning rate, or a number out of range.
 
     >>> import jax.numpy as jnp, optax

@@ -1,4 +1,4 @@
-"""Float32 master weights: how they lie beside half params, and how optax steps them.
+"""Float32 master weights: kept beside half params, and stepped by optax.
 
 After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341). A
 param with its master is a `pallas_kernels.Weight`. States keep the masters as a tree
@@ -94,7 +94,7 @@ def master_weights(
         arguments on.
 
     Raises:
-        TypeError: `tx` is no transformation.
+        TypeError: `tx` is not a transformation.
         ValueError: it is one of master_weights already; `init` with `store_remainder`
             and params that are not bfloat16.
 
@@ -178,7 +178,7 @@ def with_masters(
         params: cast from `originals`.
         originals: float32, copied where they become masters.
         store_remainder: whether to keep 16 bits beside each bfloat16 param, which is
-            rounded anew from its original then, ties away from zero.
+            rounded again from its original then, ties away from zero.
     """
     if store_remainder:
         _check_bfloat16(params)
@@ -232,7 +232,7 @@ def step_weights(
         **extra_args: for `tx.update`.
 
     Returns:
-        The weights, rounded anew; the state; and what was added to the masters.
+        The weights, rounded again; the state; and what was added to the masters.
     """
     masters = values(weights)
     # Wrapped here: what wraps makes a new function each time, and is never equal.

@@ -1,0 +1,64 @@
+"""What is wrong with an example's command line is said, and before JAX is imported."""
+
+import runpy
+import sys
+
+import pytest
+
+from tests.scripts import EXAMPLES
+
+SCRIPTS = "bert_lamb char_lm dcgan digits distributed fp16_optimizer imagenet".split()
+WRONG = {
+    "--opt-level O9": "'O9': one of O0, O1, O2, O3, O4, O5",
+    "--loss-scale banana": "'banana': a positive number, such as 128, or 'dynamic'",
+    "--loss-scale -1": "'-1': a positive number",
+    "--loss-scale 0": "'0': a positive number",
+    "--init-scale nan": "'nan': a positive number",
+    "--epochs 0": "'0': a whole number of at least 1",
+    "--batch-size 1.5": "'1.5': a whole number of at least 1",
+    "--plot /no/such/a.png": "/no/such cannot be written to",
+    "--plot a.txt": "must end in .png, .svg or .pdf",
+    "--resume": "--resume needs --checkpoint-dir",
+    "--beside 0": "'0': one of O0",
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(script, flags):
+        monkeypatch.syspath_prepend(EXAMPLES)
+        for name in ("jax", "flax", "jamp"):  # importing them is an error
+            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+        out, err = capsys.readouterr()
+        return " ".join((out + err).split())
+
+    return run
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_a_wrong_flag_is_an_error_without_jax(flags, run):
+    assert WRONG[flags] in run("digits", flags)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_defaults_without_jax(script, run):
+    assert run(script, "--help").count("(default: ") >= 2
+    assert "at least 1" in run(script, "--steps 0")
+
+
+def test_a_folder_that_is_missing_is_not_replaced_by_patterns(run):
+    assert "/no/such/dir/train is not a folder" in run("imagenet", "/no/such/dir")
+
+
+def test_ctrl_c_ends_with_one_line(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    stopped = runpy.run_path(str(EXAMPLES / "flags.py"))["run_script"]
+
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit, match="Stopped. What was saved is whole"):
+        stopped(main)
