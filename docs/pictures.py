@@ -88,7 +88,7 @@ def draw_runs():
     bottom.plot(
         steps[skips],
         scales[skips],
-        "v",
+        "x",
         color=DARK,
         ms=5,
         label="step skipped: overflow",

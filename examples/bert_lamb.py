@@ -186,11 +186,12 @@ def report(options, run, baseline, words, inputs, targets):
     scales.set(ylabel="loss scale; x: skipped")
     rates.plot(steps, run["lr"])
     rates.set(ylabel="learning rate", xlabel="step")
+    rates.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle("A small BERT on Python's help")
     figure.savefig(options.plot)
     rich.print(numbers, examples, f"Loss, loss scale, learning rate: {options.plot}")
 
 
-# ---- The command line ----------------------------------------------------------------
 def main(argv=None):
     options = parse(argv)
     if scale := options.init_scale:

@@ -196,7 +196,6 @@ def figure(runs):
     return figure
 
 
-# ---- The command line ----------------------------------------------------------------
 def main(argv=None):
     options = parse(argv)
     levels = LEVELS if options.compare else (options.opt_level,)

@@ -177,6 +177,7 @@ def figure(run):
         tiles = tiles.reshape(8, 8, 10, 10).swapaxes(1, 2).reshape(80, 80)
         axes.imshow(tiles, cmap="gray", vmin=-1, vmax=1)
         axes.set(title=title, xticks=[], yticks=[])
+    figure.suptitle("A GAN on handwritten digits")
     steps = np.arange(1, len(run["loss"]) + 1)
     window = max(1, len(steps) // 40)
     for i, (name, color) in enumerate(LOSSES.items()):
@@ -194,7 +195,6 @@ def figure(run):
     return figure
 
 
-# ---- The command line ----------------------------------------------------------------
 def main(argv=None):
     options = parse(argv)
     run = train(options)

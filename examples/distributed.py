@@ -185,6 +185,8 @@ def draw(run, path):
     for axes, name in zip(figure.subplots(2), ("loss", "scale"), strict=True):
         axes.semilogy(run["steps"], run[name], base=2)  # the loss has a gap at a skip
         axes.set(xlabel="step", ylabel=name)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle("A regression on several processes")
     figure.savefig(path)
 
 

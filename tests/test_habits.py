@@ -379,7 +379,7 @@ RIGHT = {
     "`vmap` over an ensemble": ensemble,
     "`state.replace(params=...)`": params_replaced,
     "`state.replace(params=..., opt_state=...)`": both_replaced,
-    "the optimizer begins anew": optimizer_begun_anew,
+    "reset the optimizer": optimizer_begun_anew,
     "load half params": half_loaded,
     "accumulate in a loop": accumulated_in_a_loop,
     "accumulate in a scan": accumulated_in_a_scan,

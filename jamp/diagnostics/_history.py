@@ -115,7 +115,7 @@ class History:
         """A matplotlib figure: each number over the calls; scales are logarithmic.
 
         Raises:
-            ImportError: there is no matplotlib.
+            ImportError: matplotlib is not installed.
         """
         try:
             from matplotlib.figure import Figure
