@@ -218,7 +218,7 @@ class Experts(nn.Module):
         best, which = jax.lax.top_k(jax.nn.softmax(gates), 2)
         chosen = jax.nn.one_hot(which, self.experts)  # batch, token, choice, expert
         order = jnp.cumsum(chosen.reshape(shape[0], -1, self.experts), axis=1) - 1
-        place = jax.nn.one_hot(order.reshape(chosen.shape), room)
+        place = jax.nn.one_hot(order.reshape(chosen.shape).astype(jnp.int32), room)
         send = chosen[..., None] * place  # ..., expert, place
         combine = jnp.einsum("btc,btcep->btep", best, send).astype(x.dtype)
         send = send.sum(2).astype(x.dtype)
