@@ -5,7 +5,6 @@ import functools
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +78,7 @@ def equinox_mlp():
 
 
 def haiku_mlp():
+    hk = pytest.importorskip("haiku")  # which a lent machine may not have
     mlp = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([WIDTH] * 3)(x)))
     params = mlp.init(jax.random.key(0), X[0])
     return params, mlp.apply
@@ -135,6 +135,8 @@ def test_an_equinox_module_is_a_tree_of_params(level):
 
 
 def test_a_haiku_transformer_with_a_mask_of_1e30_trains_at_o2():
+    hk = pytest.importorskip("haiku")
+
     @hk.without_apply_rng
     @hk.transform
     def model(x):
