@@ -66,8 +66,9 @@ ON_TPU = {
 }
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.12, 1.16),  # 1.11 and 1.15
-    # Of a cause that was not looked for: 1.05.
+    # Of causes that were not found yet: 1.05, and 1.06.
     ("llama", "O5"): Bound(1.02, 1.06),
+    ("unet", "O5"): Bound(1.07, 1.02),
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("gpt2", "narrowest"), ("vit", "O5")]
