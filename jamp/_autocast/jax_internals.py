@@ -335,7 +335,7 @@ def _structure(
 ) -> Any:
     """What equations are but for their variables and outer name scopes.
 
-    None if there is no telling, as one of their parameters has no hash.
+    None if that is unknown, because a parameter has no hash.
     """
     numbers: dict[Any, int] = {}
 

@@ -64,7 +64,7 @@ def shown_params[T](tree: T, half: Any) -> T:
 
 
 def at_boundary[T](tree: T) -> T:
-    """The float32 arrays of a tree as what goes into a model, or comes out of it."""
+    """Marks the float32 arrays of a tree as inputs or outputs of a model."""
 
     def leaf(x):
         is_array = isinstance(x, jax.Array | np.ndarray) and x.dtype == FLOAT32

@@ -137,7 +137,7 @@ class ScaledGrads:
         the step a skip. What was not finite stays so, unless `finite=` says otherwise.
 
         Raises:
-            TypeError: there is no such attribute.
+            TypeError: an unknown attribute.
         """
         if unknown := set(changes) - set(_FIELDS):
             raise TypeError(

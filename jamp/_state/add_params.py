@@ -129,7 +129,7 @@ def _with_fields(
 
 
 def _for_params(tx: Any, params: PyTree) -> Any:
-    """The same optimizer; a fused one hears again how its params are sharded."""
+    """The same optimizer; a fused one is told again how its params are sharded."""
     inner = fused_inside(tx)
     if inner is None:
         return tx

@@ -44,7 +44,7 @@ class StepCost:
         kernels: how many it launches.
         traffic: bytes that they read and write: with the bandwidth of a GPU, the time
             of what is not bound by its matrix units.
-        temp: bytes of memory beside what goes in and comes out.
+        temp: bytes of temporary memory, beside arguments and results.
         parts: by module and line, the one that moves most bytes first.
     """
 

@@ -14,7 +14,7 @@ class Location:
     """The first operation of a step whose result is not finite: `print` it.
 
     Attributes:
-        finite: whether loss and gradients are all finite; then there is no more.
+        finite: whether loss and gradients are all finite; then the rest is empty.
         loss: the loss, unscaled.
         scale: the loss scale; 1 if the gradients overflow at that, too.
         operation: in words, as "a matrix product"; or what came in not finite.

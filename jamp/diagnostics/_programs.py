@@ -7,6 +7,7 @@ devices' values side by side.
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -42,18 +43,37 @@ def _cond(
     return replay.run(branch, read, place.inside(eqn))
 
 
+def _whole_first(iterations: Callable[..., list[Value]]) -> Rule:
+    """The rule of a loop: its iterations are run only if they have to be looked at.
+
+    Args:
+        iterations: takes what a rule takes but for the program, and the results of the
+            loop as a whole, or None where it cannot be run so.
+    """
+
+    def rule(
+        replay: Replay,
+        eqn: jc.JaxprEqn,
+        program: jc.Jaxpr,
+        read: list[Value],
+        place: Place,
+    ) -> list[Value]:
+        outs = operation(replay, eqn, program, read, place) if place.whole else None
+        if outs is not None and _is_explained(outs, read):
+            return outs
+        return iterations(replay, eqn, read, place, outs)
+
+    return rule
+
+
+@_whole_first
 def _scan(
     replay: Replay,
     eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
     read: list[Value],
     place: Place,
+    outs: list[Value] | None,
 ) -> list[Value]:
-    outs = None
-    if place.whole:
-        outs = operation(replay, eqn, program, read, place)
-        if _is_explained(outs, read):
-            return outs
     consts, carries = jax_internals.scan_counts(eqn)
     fixed, carry = read[:consts], read[consts : consts + carries]
     over = read[consts + carries :]
@@ -68,10 +88,9 @@ def _scan(
     if outs is None:
         arrays = [v.array for v in carry]
         arrays += [place.joined([v.array for v in c]) for c in columns[carries:]]
-        outs = [replay.seen(eqn, x, c, place, "") for x, c in zip(arrays, columns)]  # noqa: B905
-        return outs
-    found = ([v.origin for v in column if v.origin] for column in columns)
-    return [_from_inside(replay, v, o) for v, o in zip(outs, found, strict=True)]
+        pairs = zip(arrays, columns, strict=True)
+        return [replay.seen(eqn, x, column, place, "") for x, column in pairs]
+    return _from_inside(replay, outs, columns)
 
 
 def _slice(value: Value, i: int, place: Place) -> Value:
@@ -80,18 +99,14 @@ def _slice(value: Value, i: int, place: Place) -> Value:
     return Value(array, value.origin if is_bad else None, value.near)
 
 
+@_whole_first
 def _while(
     replay: Replay,
     eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
     read: list[Value],
     place: Place,
+    outs: list[Value] | None,
 ) -> list[Value]:
-    outs = None
-    if place.whole:
-        outs = operation(replay, eqn, program, read, place)
-        if _is_explained(outs, read):
-            return outs
     condition, body, of_condition, of_body = jax_internals.while_programs(eqn)
     consts = of_condition + of_body
     carry = read[consts:]
@@ -101,10 +116,7 @@ def _while(
         if not place.number(goes_on.array):
             break
         carry = replay.run(body, [*read[of_condition:consts], *carry], here)
-    if outs is None:
-        return carry
-    origins = ([v.origin] if v.origin else [] for v in carry)
-    return [_from_inside(replay, v, o) for v, o in zip(outs, origins, strict=True)]
+    return carry if outs is None else _from_inside(replay, outs, zip(carry))
 
 
 def _is_explained(outs: list[Value], read: list[Value]) -> bool:
@@ -114,8 +126,15 @@ def _is_explained(outs: list[Value], read: list[Value]) -> bool:
     return any(v.origin is not None and v.origin.has_nan for v in read)
 
 
-def _from_inside(replay: Replay, whole: Value, found: list[Origin]) -> Value:
-    """A result of a loop as a whole, that knows what was found inside."""
+def _from_inside(
+    replay: Replay, outs: list[Value], inside: Iterable[Iterable[Value]]
+) -> list[Value]:
+    """The results of a whole, which know what was found of each of them inside."""
+    found = ([v.origin for v in values if v.origin] for values in inside)
+    return [_explained_by(replay, *pair) for pair in zip(outs, found, strict=True)]
+
+
+def _explained_by(replay: Replay, whole: Value, found: list[Origin]) -> Value:
     if whole.origin is None or not found:
         return whole
     parents = made_of(whole.origin.has_nan, found)
@@ -173,8 +192,7 @@ def _shard_map(
         results = replay.run(jax_internals.program_of(eqn), values, here)
     except _Disagreement:
         return outs
-    origins = ([v.origin] if v.origin else [] for v in results)
-    return [_from_inside(replay, v, o) for v, o in zip(outs, origins, strict=True)]
+    return _from_inside(replay, outs, zip(results))
 
 
 class _Disagreement(Exception):
