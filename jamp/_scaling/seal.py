@@ -1,9 +1,9 @@
 """The seal on `ScaledGrads`: one leaf that JAX itself refuses to compute with.
 
 `jax.tree.map(jnp.add, a, b)` would double a scale and add up flags, `optax.global_norm`
-would count them, and `lax.pmean` average them, all silently. So what is no gradient
-lies in a PRNG key of a kind of our own, which can be moved, selected, stacked and
-donated, and nothing else. Its name is what JAX's error shows.
+would count them, and `lax.pmean` average them, all silently. So everything but the
+gradients is stored in a PRNG key of a type of our own, which can be moved, selected,
+stacked and donated, and nothing else. Its name is what JAX's error shows.
 """
 
 import functools
@@ -81,7 +81,7 @@ def opened(sealed: Any) -> Opened:
     if isinstance(sealed, jax.ShapeDtypeStruct):
         return jax.eval_shape(_opened, sealed)
     if not is_traced(sealed) and _is_on_all_hosts(sealed):
-        # To ask for a number is no program that all hosts would have to run.
+        # Reading a number must not be a program that all hosts have to run.
         here = jax.random.key_data(sealed).addressable_data(0)
         impl = jax.random.key_impl(sealed)
         sealed = jax.random.wrap_key_data(jnp.asarray(np.asarray(here)), impl=impl)
