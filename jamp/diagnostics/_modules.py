@@ -49,7 +49,7 @@ class Module:
 
     def likeness(self) -> Any:
         """Equal for modules that compute the same in the same precisions."""
-        forward = [op for op in self.own if not op.is_backward]
+        forward = [op for op in self.own if op.is_forward]
         own = Counter((op.primitive, op.dtype, op.why) for op in forward)
         inside = tuple((m.name, m.likeness()) for m in self.inside.values())
         return own, _products(self.own), inside

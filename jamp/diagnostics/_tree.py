@@ -21,6 +21,7 @@ _WHY = {
     "recorded": "by the lists",
     "smaller operand": "broadcast",
     "widest": "widest operand",
+    "kept": "kept weight",
 }
 
 
@@ -69,7 +70,7 @@ def _rows(module: Module, depth: int, indent: str) -> Iterator[_Row]:
 def _rest(module: Module, depth: int) -> str:
     """What a module computes in float32 itself; of all in it where nothing follows."""
     operations: Iterable[Operation] = module.all() if depth == 1 else module.own
-    found = [op for op in operations if not op.is_half and not op.is_backward]
+    found = [op for op in operations if not op.is_half and op.is_forward]
     counts: dict[str, Counter[str]] = {}
     for op in found:
         counts.setdefault(op.why, Counter())[op.primitive] += 1
