@@ -17,7 +17,10 @@ sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random pro
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
-	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/test_lean.py $(ARGS)
+	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
+
+mutate: $(VENV)/.test ## change modules at random: do their tests see it?
+	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
 
 tpu: $(VENV)/.tpu ## the same for a TPU v5e, compiled without one
 	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/test_lean.py $(ARGS)
@@ -57,6 +60,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep budgets tpu lint bench gpu docs
+.PHONY: help demo test sweep budgets mutate tpu lint bench gpu docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
