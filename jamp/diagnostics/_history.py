@@ -59,7 +59,8 @@ class History:
     ):
         if every < 1:
             raise ValueError(f"`every` must be at least 1, got {every}.")
-        self.every, self.prefix = every, prefix
+        self.every: int = every
+        self.prefix: str = prefix
         self._writers = [_writer(w) for w in writers]
         self._calls = self._messages = 0
         self._arriving: list[tuple[int, dict[str, jax.Array]]] = []
