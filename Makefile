@@ -47,6 +47,10 @@ gpu: ## run the tests that need a GPU, then time on it, in under 8 minutes
 	$$python -m pytest benchmarks --deadline 300 --benchmark-json $(RESULTS)/gpu.json && \
 	$$python -m benchmarks.report --results $(RESULTS)
 
+dist: $(VENV)/.dist ## build wheel and sdist, and test them in an empty environment
+	rm -rf dist && $(PYTHON) -m build
+	.ci/test_dist
+
 docs: $(VENV)/.docs ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
 
@@ -60,6 +64,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep budgets mutate tpu lint bench gpu docs
+.PHONY: help demo test sweep budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
