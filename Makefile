@@ -56,7 +56,7 @@ $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
 	$(PYTHON) -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
-# Made anew where its Python has gone, as after an upgrade.
+# Made again where its Python has gone, as after an upgrade.
 $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
