@@ -36,13 +36,12 @@ HAS_ALL := python3 -c 'import importlib.util as u; names = "flax hypothesis jax_
 	jaxtyping matplotlib optax orbax PIL pytest pytest_benchmark".split(); raise SystemExit(not all(map(u.find_spec, names)))'
 RESULTS ?= benchmarks/results
 
-gpu: ## run the tests that need a GPU, then time on it, in under 8 minutes
+# With the tool `run`, one call: `make gpu RESULTS=$$OUT`, timeout_s 600. Then, for what
+# was "not begun": `make gpu RESULTS=$$OUT ARGS='--only "optimizer step"'`.
+gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
 	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
-	mkdir -p $(RESULTS)
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
-	JAMP_GPU=1 $$python -m pytest -m gpu tests $(ARGS) && \
-	$$python -m pytest benchmarks --deadline 300 --benchmark-json $(RESULTS)/gpu.json && \
-	$$python -m benchmarks.report --results $(RESULTS)
+	$$python -m benchmarks.gpu --results $(RESULTS) $(ARGS)
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
