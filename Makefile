@@ -17,7 +17,10 @@ sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random pro
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
-	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/test_lean.py $(ARGS)
+	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
+
+mutate: $(VENV)/.test ## change modules at random: do their tests see it?
+	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
 
 tpu: $(VENV)/.tpu ## the same for a TPU v5e, compiled without one
 	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/test_lean.py $(ARGS)
@@ -43,6 +46,10 @@ gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
 	$$python -m benchmarks.gpu --results $(RESULTS) $(ARGS)
 
+dist: $(VENV)/.dist ## build wheel and sdist, and test them in an empty environment
+	rm -rf dist && $(PYTHON) -m build
+	.ci/test_dist
+
 docs: $(VENV)/.docs ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
 
@@ -56,6 +63,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep budgets tpu lint bench gpu docs
+.PHONY: help demo test sweep budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

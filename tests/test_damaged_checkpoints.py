@@ -4,10 +4,13 @@ Never a state that goes wrong later, and never a change of the state restored in
 """
 
 import copy
+import pathlib
+import pickle
 import re
 
 import jax
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -197,3 +200,64 @@ def test_a_state_that_orbax_restored_is_looked_at_by_check(scale, tmp_path):
 def test_versions_that_are_none(version):
     with pytest.raises(ValueError, match=f"version is {version!r}"):
         jamp.from_checkpoint(STATE, PORTABLE | {"version": version})
+
+
+class Hostile:
+    """Unpickling one makes a file."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.mark,))
+
+
+def put_in_every_file(state, folder, data):
+    """What Orbax makes of a checkpoint of which each file is `data`."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "0", state)
+        checkpointer.wait_until_finished()
+        for path in (folder / "0").rglob("*"):
+            if path.is_file():
+                path.write_bytes(data)
+        return checkpointer.restore(folder / "0", state)
+
+
+def packed(data, ext=None):
+    """A leaf of a msgpack file: bytes, or one of Flax's types of arrays and numbers."""
+    leaf = data if ext is None else msgpack.ExtType(ext, data)
+    return msgpack.packb({"params": {"dense": {"kernel": leaf}}})
+
+
+# What reads a file, or what was in one.
+DOORS = {
+    "msgpack": lambda data, _: serialization.from_bytes(STATE, data),
+    **{
+        f"msgpack, type {ext}": lambda data, _, ext=ext: serialization.from_bytes(
+            STATE, packed(data, ext)
+        )
+        for ext in (None, 1, 2, 3)
+    },
+    "an array of objects": lambda data, _: serialization.from_bytes(
+        STATE, packed(msgpack.packb(((1,), "object", data)), 1)
+    ),
+    "from_checkpoint": lambda data, _: jamp.from_checkpoint(STATE, data),
+    "a leaf of from_checkpoint": lambda data, _: jamp.from_checkpoint(
+        STATE, PORTABLE | {"step": data}
+    ),
+    "load_state_dict": lambda data, _: jamp.load_state_dict(
+        STATE, {"loss_scaler0": {"loss_scale": data, "unskipped": data}}
+    ),
+    "Orbax": lambda data, folder: put_in_every_file(STATE, folder, data),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_loading_never_unpickles(door, tmp_path):
+    mark = tmp_path / "mark"
+    data = pickle.dumps(Hostile(mark))
+    with pytest.raises(Exception):  # noqa: B017, of whoever reads it first
+        DOORS[door](data, tmp_path)
+    assert not mark.exists()
+    pickle.loads(data)
+    assert mark.exists()

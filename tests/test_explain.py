@@ -403,6 +403,53 @@ def test_a_step_at_each_level(level):
     assert [op.is_backward for op in products] == [False, True]
 
 
+def with_kept(params, x):
+    x = jax.checkpoint(lambda x: jnp.exp(x @ params["w"]))(x)
+    x = jamp.float_function(jnp.tanh)(x @ params["kept"])
+    return (x + lax.stop_gradient(X_VALUES @ X_VALUES)).sum()
+
+
+X_VALUES = jnp.ones((8, 8))
+# Of each operation of the forward pass in order, and of some in the backward pass, what
+# it runs in and why.
+OF_A_STEP = {
+    "O0": "float32 level",
+    "O1": "float16 list, float32 list, float16 list, float32 region, float16 list, "
+    "float32 widest, float32 list",
+    "O2": "float16 list, float32 list, float32 kept, float32 region, "
+    "float32 no half param, float32 operands, float32 list",
+}
+
+
+@pytest.mark.parametrize("level", OF_A_STEP)
+def test_each_operation_of_a_step_has_its_reason(level):
+    params = {"w": X_VALUES, "kept": X_VALUES}
+    keep = {"keep_fp32": "kept"} if level == "O2" else {}
+    lists = LISTS.with_primitive("reduce_sum", "float32")
+    options = {"lists": lists, "verbosity": 0, **keep} if level != "O0" else {}
+    state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+    explanation = jamp.explain(with_kept)(state, X)
+    found = [op for op in explanation.operations if op.matters]
+    assert all(op.reason for op in found)
+    forward = [f"{op.dtype} {op.why}" for op in found if op.is_forward]
+    forward = list(dict.fromkeys(forward)) if level == "O0" else forward
+    assert ", ".join(forward) == OF_A_STEP[level]
+    if level == "O0":
+        return
+    assert {op.why for op in found if op.is_backward} <= {"derivative", "gradient"}
+    reasons = {op.reason for op in found}
+    assert "`lists.with_primitive('reduce_sum', ...)`." in reasons
+    assert "`float_function` or `register_float_function`." in reasons
+    assert "It is of the derivative of `exp`: Their results leave" in str(reasons)
+    kept = "Its weight is a param that this level keeps in float32."
+    assert (kept in str(explanation.warnings)) == (level == "O2")
+    assert "jamp_why" not in str(explanation.to_dict())
+    # Nothing is noted in a step that is not explained, or not any more.
+    step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
+    text = step.as_text(debug_info=True)
+    assert "transpose" in text and "jamp_why" not in text
+
+
 def step_of(level):
     ids = jnp.zeros((4, 16), jnp.int32)
     shapes = jax.eval_shape(Transformer().init, jax.random.key(0), ids)["params"]
@@ -438,6 +485,9 @@ def test_a_diff_of_two_levels():
         *("36", "float32", "36", "bfloat16"),
     ]
     assert len(rows) < 60
+    for explanation in (plain, half):
+        shown = [s for s in str(explanation).splitlines() if not s.startswith("!")]
+        assert len(shown) < 60 and max(map(len, shown)) <= 100
 
 
 def test_a_step_warns_of_what_nobody_can_look_into():

@@ -73,6 +73,24 @@ def test_the_last_skips_are_kept_with_their_leaves():
     assert run((), ())[1].skips() == []
 
 
+def test_a_log_of_nnx():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.0), "O2", verbosity=0)
+    log = SkipLog.of(optimizer.amp_state(model))
+
+    @nnx.jit
+    def step(model, optimizer, log, x):
+        loss_fn = lambda model: model.bias[...].sum() * x  # noqa: E731
+        loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer)
+        log = log.add(optimizer, loss, grads)
+        optimizer.update(model, grads)
+        return log
+
+    for x in (0.5, 2.0, 1.0):
+        log = step(model, optimizer, log, x)
+    assert log.skips() == [(1, 0.0, 2.0**16, ("bias",))] and int(log.count) == 1
+
+
 def test_what_a_log_cannot_take():
     state = begin()
     with pytest.raises(ValueError, match="`size` must be at least 1, got 0"):
@@ -159,7 +177,7 @@ def test_apexs_message_is_rate_limited(caplog):
         f"{scale}"
         for scale in scales
     ]
-    assert "(1 skipped since call 0). That is no error: the scale" in messages[0]
+    assert "(1 skipped since call 0). This is normal: the scale" in messages[0]
     assert "jamp.diagnostics.locate" in messages[0]
 
 

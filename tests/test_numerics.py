@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jamp
+import jamp.nnx
 from jamp.diagnostics import numerics, recommend_scale
 from jamp.diagnostics._formats import FORMATS, counts_of
 
@@ -91,6 +93,18 @@ class Net(nn.Module):
         return nn.Dense(3, name="head")(x * 1e-9)
 
 
+class NetNNX(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self, params):
+        self.wide = nnx.Linear(7, 100, use_bias=False, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(100, 3, rngs=nnx.Rngs(0))
+        nnx.update(self, params)
+
+    def __call__(self, x):
+        return self.head(self.wide(x) * 1e-9)
+
+
 def loss_of(state):
     return lambda params, x: state.apply_fn({"params": params}, x).mean()
 
@@ -116,6 +130,20 @@ def test_values_by_module_and_pass():
     (row,) = (r for r in str(report).splitlines() if r.startswith("Net, forward"))
     assert row.split()[2:5] == ["100", "-", "-"]
     assert len(str(report).splitlines()) == 3 + len(report.values) + 3 + 1
+    # The same of NNX: the layers are those of the params that were read last.
+    net = NetNNX(params)
+    model, optimizer = jamp.nnx.initialize(net, optax.sgd(1.0), "O0", verbosity=0)
+    loss = lambda model, x: model(x).mean()  # noqa: E731
+    of_nnx = jamp.nnx.numerics(loss, model, optimizer, x, scale=1.0)
+    assert of_nnx.gradients == report.gradients and of_nnx.tiny == ()
+    counts = of_nnx.values["wide", "forward"]
+    assert counts.losses["float16"] == between.losses["float16"]
+    best = recommend_scale(loss_of(state), state, x)
+    assert jamp.nnx.recommend_scale(loss, model, optimizer, x) == best
+    with pytest.raises(TypeError, match=r"of jamp.nnx.initialize, got NetNNX"):
+        jamp.nnx.recommend_scale(loss, model, model, x)
+    with pytest.raises(TypeError, match=r"use jamp.nnx.numerics\(loss_fn, model"):
+        numerics(loss, model, x)
     many = {
         (f"m{i}", "forward"): report.values["Net/wide", "forward"] for i in range(40)
     }

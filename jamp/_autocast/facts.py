@@ -24,7 +24,8 @@ from jamp._autocast.lists import Rule
 from jamp._autocast.model import Source, mark_of
 from jamp._autocast.origins import Origin, itself
 from jamp._autocast.program import (
-    WEIGHT,
+    KEPT,
+    NO_MODEL,
     Atom,
     Scope,
     dtype_of,
@@ -118,7 +119,9 @@ class Facts:
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
         kept = Source.KEPT in sources and Source.HALF not in sources
         of_model = Source.HALF in functools.reduce(operator.or_, sources)
-        return (rule, region) if of_model and not kept else (Rule.FLOAT32, WEIGHT)
+        if of_model and not kept:
+            return rule, region
+        return Rule.FLOAT32, KEPT if kept else NO_MODEL
 
     def _unknown(self, atom: Atom) -> Fact:
         source = self.scope.within
@@ -224,7 +227,8 @@ class Facts:
             return [Fact(vote, asks, itself(eqn.outvars[0]), mark.source)]
         rule, region = self.ruling(eqn)
         # What is made of a kept weight stays float32, until it meets half again.
-        source = Source.DATA if region == WEIGHT else self.source(eqn.invars)
+        ends = region in (KEPT, NO_MODEL)
+        source = Source.DATA if ends else self.source(eqn.invars)
         found = [self._of_result(eqn, v, rule) for v in eqn.outvars]
         return [fact._replace(source=source) for fact in found]
 

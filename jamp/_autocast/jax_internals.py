@@ -213,6 +213,12 @@ def name_stack(eqn: jc.JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
+    """An equation in one more name scope."""
+    names = eqn.source_info.name_stack.extend(name)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+
 def source_line(eqn: jc.JaxprEqn) -> str:
     """`file:line` of an equation, the innermost outside of JAX and jamp; "" if none."""
     return next(source_lines(eqn), "")

@@ -19,7 +19,8 @@ type Atom = jc.Var | jc.Literal
 
 # What stands for a region where a product is in float32 by itself.
 PRECISION = "precision="  # it asks for float32
-WEIGHT = "weight="  # its weight is one that the level keeps, or no half model's
+KEPT = "kept="  # its weight is a param that the level keeps in float32
+NO_MODEL = "model="  # no operand depends on half params
 
 # Name scopes mark the operations of `half_function` and its like. A scope is part of
 # the traced program, so that jit's caches cannot lose it or leak it.

@@ -29,6 +29,7 @@ from jamp._autocast.program import (
     name_stack,
     recorded,
 )
+from jamp._autocast.reasons import Note, noted, noting
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
@@ -138,6 +139,7 @@ class Rewriter:
         # that somebody reads it in. A cast is written once, for the first reader.
         self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
         self.eqn: jc.JaxprEqn | None = None
+        self.begin = 0  # the place of the first that is written for `eqn`
         self.programs: list[list[Decision]] = []  # inside of `eqn`
         for var in jaxpr.constvars:
             self._bind(var, dtype_of(var))
@@ -177,7 +179,7 @@ class Rewriter:
 
     def equation(self, eqn: jc.JaxprEqn) -> None:
         """Writes one equation."""
-        self.eqn, self.programs = eqn, []
+        self.eqn, self.begin, self.programs = eqn, len(self.eqns), []
         inside = self.rules.get(eqn.primitive.name)
         if inside is not None:
             inside(self, eqn)
@@ -252,6 +254,11 @@ class Rewriter:
         region: str = "",
     ) -> None:
         """For `jamp.explain`."""
+        if noting.value and why != "program":
+            chosen = "" if dtype is None else str(dtype)
+            note = Note(why, region, eqn.primitive.name, chosen)
+            new = self.eqns[self.begin :]
+            self.eqns[self.begin :] = [noted(new_eqn, note) for new_eqn in new]
         if self.scope.decisions is not None:
             names, programs = name_stack(self.scope, eqn), tuple(self.programs)
             self.scope.decisions.append(

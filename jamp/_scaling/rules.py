@@ -74,7 +74,7 @@ class DynamicLossScale:
     max_scale: float | None = 2.0**24
     hysteresis: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("init_scale", "factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             if value is not None:
@@ -178,7 +178,7 @@ class StaticLossScale:
     scale: float
     check: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.scale, bool):
             raise ValueError(f"`scale` must be a number, got {self.scale}.")
         object.__setattr__(self, "scale", float(self.scale))

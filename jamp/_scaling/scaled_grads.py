@@ -317,7 +317,10 @@ class ScaledGrads:
         raise TypeError(NOT_A_TREE)
 
     # Flax's TrainState asks `"..." in grads`; people index. Both would go on silently.
-    __getitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __getitem__: ClassVar[Any] = _refuse
+    __contains__: ClassVar[Any] = _refuse
+    __iter__: ClassVar[Any] = _refuse
+    __len__: ClassVar[Any] = _refuse
 
 
 def _fill(grads: Any, tree, sealed, overwrite, loss_id, groups) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import flax.struct
 import jax
@@ -77,7 +77,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
     properties: Properties = flax.struct.field(pytree_node=False)
     loss_scale_rules: tuple[LossScaleRule, ...] = flax.struct.field(pytree_node=False)
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
         _inherit_replace(cls)
         register(cls)
@@ -89,7 +89,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @classmethod
-    def create(cls, **kwargs):
+    def create(cls, **kwargs: Any) -> NoReturn:
         """Not here: `jamp.initialize(params, tx, opt_level, state_class=...)` is."""
         del kwargs
         raise TypeError(

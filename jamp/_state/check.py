@@ -1,12 +1,24 @@
 """A look at the loss scales from the host: has one collapsed?"""
 
+from collections.abc import Callable
+
 from jamp._core.devices import moves_constants
 from jamp._scaling.incoming import check_scale_state
 from jamp._state.amp_state import AmpState
 
+_ASK = (
+    "`print(jamp.diagnostics.locate(loss_fn, state, batch))` names the operation, its "
+    "line and what to do (jamp.nnx.locate for NNX)."
+)
+
 
 @moves_constants
-def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
+def check(
+    state: AmpState,
+    max_consecutive_skips: int = 50,
+    *,
+    locate: Callable[[], object] | None = None,
+) -> None:
     """Raises, on the host, when a loss scale has collapsed: the run is lost.
 
     A skip now and then is how dynamic scaling works. Nothing raises under `jit`, so
@@ -15,6 +27,9 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
     Args:
         state: an AmpState with concrete arrays.
         max_consecutive_skips: how many skips in a row are too many.
+        locate: what to add to the message, called only then: `lambda:
+            jamp.diagnostics.locate(loss_fn, state, batch)` names the operation that
+            overflowed, with its line.
 
     Raises:
         TypeError: `state` is not an AmpState.
@@ -48,6 +63,5 @@ def check(state: AmpState, max_consecutive_skips: int = 50) -> None:
             raise FloatingPointError(
                 f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
                 f"{scale:g}: the gradients are not finite at any scale. "
-                "`print(jamp.diagnostics.locate(loss_fn, state, batch))` names the "
-                "operation, its line and what to do (jamp.nnx.locate for NNX)."
+                + (_ASK if locate is None else str(locate()))
             )

@@ -3,8 +3,8 @@
 May import all rooms but `linen` and `nnx`. What was decided comes from `_autocast`
 itself, as data; here it is counted, put in sentences and shown.
 
-- `explain`: `_explain` makes `_operation`s of a program; `_modules`, `_tree`, `_table`,
-  `_page` and `_diff` show them.
+- `explain`: `_explain` makes `_operation`s of a program, `_reasons` says why;
+  `_modules`, `_tree`, `_table`, `_page` and `_diff` show them.
 - `locate`, `numerics`: `_step` traces a step, `_replay` runs it one operation at a
   time, `_programs` goes into loops and branches, `_origins` knows where inf and NaN
   come from, `_advice` what to do.

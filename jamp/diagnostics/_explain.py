@@ -8,57 +8,16 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import (
-    FUNCTION_ROWS,
-    LIBRARY_ROWS,
-    ROWS,
-    SOLVER_ROWS,
-    AutocastLists,
-    Row,
-    Rule,
-    library_place,
-)
-from jamp._autocast.program import (
-    KERNEL,
-    MARKERS,
-    PRECISION,
-    Decision,
-    dtype_of,
-    is_float32,
-    size_of,
-)
+from jamp._autocast.lists import AutocastLists
+from jamp._autocast.program import Decision, dtype_of, is_float32, size_of
+from jamp._autocast.reasons import noting, without_notes
 from jamp._autocast.transform import Promote, decisions, scope_of
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops, sizes
+from jamp.diagnostics._reasons import because, dtypes_of, own_dtype
 from jamp.diagnostics._source import module_path, user_line
 from jamp.diagnostics._step import StepFn, step_fn, traced
-
-_REASONS = {
-    "feeder": "What reads its result runs in float32.",
-    "bias": "It is the bias of a product, which is part of the product.",
-    "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
-    "norm": "It is part of a norm: computed in float32, it goes out in half.",
-    "operands": "Its operands are in this dtype.",
-    "widest": "Its operands differ, and the widest decides.",
-    "narrowest": "Its operands differ, and the narrowest decides.",
-    "literal": "An operand is a constant that half cannot hold.",
-    "smaller operand": "A smaller float32 is broadcast: it is computed in float32.",
-    "no vote": "Its operands are constants or masks, which decide nothing.",
-    "precision": "It asks for float32 by its `precision`, algorithm or result.",
-    "own dtype": "The program itself has a float dtype other than float32 here.",
-    "no float32": "Nothing that could be cast.",
-    "unknown primitive": "No list has it: it runs as the float32 program has it.",
-    "program": "It holds a program: see inside.",
-    "level": "The program has it so at this level.",
-}
-_MARKED_BY = {
-    MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
-    MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
-    MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
-    MARKERS[Rule.RECORDED]: "`disable_casts`.",
-    KERNEL: "`half_kernel`: it is called with half operands.",
-}
 
 
 def explain(
@@ -115,11 +74,14 @@ def explain(
 
 def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
     """Explains a function of a state and arguments that gives loss and gradients."""
-    program = traced(fn, (state, arguments)).program
+    with noting(True):
+        program = traced(fn, (state, arguments)).program
     properties = state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
-    found = _operations(_recorded(program, lists), lists, _Place())
+    default = "level" if properties.opt_level == "O0" else "gradient"
+    decided = _recorded(program, lists, default)
+    found = _operations(decided, lists, _Place(is_written=True))
     # Not what nobody wrote: the scale, the finite check.
     return Explanation(
         dtype=str(half or jnp.dtype(jnp.float32)),
@@ -129,26 +91,37 @@ def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explan
 
 
 def _recorded(
-    program: jc.Jaxpr, lists: AutocastLists, names: str = ""
+    program: jc.Jaxpr, lists: AutocastLists, why: str, names: str = ""
 ) -> list[Decision]:
-    """The equations of a program as it is, as if each had been decided so."""
+    """The equations of a program that is written: what decided is in its notes.
+
+    Args:
+        program: the program.
+        lists: for the rules.
+        why: of what has no note.
+        names: the name stack around it.
+    """
     decided = []
     for eqn in program.eqns:
         rule = lists.rule_of(jax_internals.primitive_name(eqn))
         here = f"{names}/{jax_internals.name_stack(eqn)}"
         inside = jax_internals.programs_in(eqn)
-        programs = tuple(_recorded(p, lists, here) for p in inside)
-        why = "program" if programs else "level"
-        decided.append(Decision(eqn, here, rule, None, why, "", programs))
+        programs = tuple(_recorded(p, lists, why, here) for p in inside)
+        word = "program" if programs else why
+        decided.append(Decision(eqn, here, rule, None, word, "", programs))
     return decided
 
 
 class _Place(NamedTuple):
-    """Where a program stands: inside of what, on which line, how often it runs."""
+    """Where a program stands: inside of what, on which line, how often it runs.
+
+    It may be written already, in the dtypes that were chosen.
+    """
 
     path: tuple[str, ...] = ()
     source: str = ""
     times: int = 1
+    is_written: bool = False
 
 
 def _operations(
@@ -162,43 +135,33 @@ def _operations(
         times = place.times * (trips or 1)
         for label, program in _programs(decision):
             path = (*place.path, f"{name} {label}".strip())
-            yield from _operations(program, lists, _Place(path, source, times))
+            here = place._replace(path=path, source=source, times=times)
+            yield from _operations(program, lists, here)
 
 
 def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Operation:
-    eqn = decision.eqn
-    count = flops(eqn)
-    why = "precision" if decision.region == PRECISION else decision.why
-    if why not in ("program", "level") and not any(
-        is_float32(v) for v in (*eqn.invars, *eqn.outvars)
-    ):
-        why = "no float32"
+    eqn, names = decision.eqn, without_notes(decision.names)
+    why, reason = because(decision, lists, place.is_written)
     chosen = decision.dtype
-    if why in ("no float32", "level") or chosen is None:
-        chosen = _own_dtype(eqn, is_matmul=count is not None)
+    if why == "no float32" or chosen is None:
+        chosen = own_dtype(eqn)
+    count = flops(eqn)
     return Operation(
         path=place.path,
         source=place.source,
-        name_stack="/".join(filter(None, decision.names.split("/"))),
-        module=module_path(decision.names),
+        name_stack="/".join(filter(None, names.split("/"))),
+        module=module_path(names),
         primitive=eqn.primitive.name,
         trips=_trips(eqn),
-        in_dtypes=_dtypes(eqn.invars),
+        in_dtypes=dtypes_of(eqn.invars),
         dtype=None if why == "program" or chosen is None else str(chosen),
         rule=decision.rule.value if decision.rule else None,
         why=why,
-        reason=_reason(decision, why, lists),
+        reason=reason,
         flops=None if count is None else count * place.times,
         sizes=sizes(eqn),
         bytes=_bytes(eqn, decision.dtype) * place.times,
     )
-
-
-def _own_dtype(eqn: jc.JaxprEqn, is_matmul: bool) -> str | None:
-    """What an operation runs in that autocast leaves alone; None without a result."""
-    if is_matmul:  # `preferred_element_type` may say otherwise of the result
-        return max(_dtypes(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
-    return next(iter(_dtypes(eqn.outvars)), None)
 
 
 def _bytes(eqn: jc.JaxprEqn, chosen: Any) -> int:
@@ -209,34 +172,6 @@ def _bytes(eqn: jc.JaxprEqn, chosen: Any) -> int:
     )
     pairs = zip(atoms, dtypes, strict=True)
     return sum(size_of(v) * getattr(dtype, "itemsize", 0) for v, dtype in pairs)
-
-
-def _dtypes(atoms: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
-
-
-def _reason(decision: Decision, why: str, lists: AutocastLists) -> str:
-    name, region = decision.eqn.primitive.name, decision.region
-    if why == "list" or why == "recorded":
-        if name in dict(lists.primitives):
-            return f"`lists.with_primitive({name!r}, ...)`."
-        return _reason_of_row(ROWS, name)
-    if why != "region":
-        return _REASONS[why]
-    if region in _MARKED_BY:
-        return _MARKED_BY[region]
-    if region in dict(lists.regions):
-        return f"`lists.with_region({region!r}, ...)`."
-    place, users = library_place(region), dict(lists.functions)
-    for name in (region, region.rpartition(".")[2], place):
-        if name in users:
-            return f"`lists.with_function({name!r}, ...)`."
-    rows = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
-    return f"`{region}`: {_reason_of_row(rows, place or region)}"
-
-
-def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:
-    return next((row.reason for row in rows if name in row.primitives), "")
 
 
 def _trips(eqn: jc.JaxprEqn) -> int | None:

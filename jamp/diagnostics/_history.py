@@ -16,8 +16,8 @@ from jamp._core.tree import is_traced
 _LOG = logging.getLogger("jamp")
 _ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
 _NORMAL = (
-    "That is no error: the scale comes down like this in the first steps, and loses a "
-    "step again each time that it was tried higher. If every step is skipped, ask "
+    "This is normal: the scale falls like this in the first steps, and once more each "
+    "time that it was raised too far. If every step is skipped, print "
     "jamp.diagnostics.locate(loss_fn, state, batch)."
 )
 
@@ -59,7 +59,8 @@ class History:
     ):
         if every < 1:
             raise ValueError(f"`every` must be at least 1, got {every}.")
-        self.every, self.prefix = every, prefix
+        self.every: int = every
+        self.prefix: str = prefix
         self._writers = [_writer(w) for w in writers]
         self._calls = self._messages = 0
         self._arriving: list[tuple[int, dict[str, jax.Array]]] = []

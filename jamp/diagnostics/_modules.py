@@ -49,7 +49,7 @@ class Module:
 
     def likeness(self) -> Any:
         """Equal for modules that compute the same in the same precisions."""
-        forward = [op for op in self.own if not op.is_backward]
+        forward = [op for op in self.own if op.is_forward]
         own = Counter((op.primitive, op.dtype, op.why) for op in forward)
         inside = tuple((m.name, m.likeness()) for m in self.inside.values())
         return own, _products(self.own), inside
@@ -87,6 +87,12 @@ def label(group: list[Module]) -> str:
     if len(names) > 2 and all(re.fullmatch(stem + r"\d+", name) for name in names):
         return f"{names[0]} … {names[-1]}"
     return ", ".join(names)
+
+
+def flops_of(group: list[Module]) -> str:
+    """How many equal modules there are, and the FLOPs of one; "" if it has none."""
+    flops = group[0].flops()
+    return f"{len(group)} × {flops}" if flops and len(group) > 1 else flops
 
 
 def magnitude(number: int) -> str:

@@ -16,7 +16,13 @@ from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float
 from jamp.diagnostics._replay import MOVES, Place, Replay
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import ScaledStep, check_state, scaled_step, step_fn
+from jamp.diagnostics._step import (
+    ScaledStep,
+    StepFn,
+    check_state,
+    scaled_step,
+    step_fn,
+)
 
 _LARGEST = 24  # the scales that are tried: 2**0 to 2**24, apex's ceiling
 _LOST = 1e-3  # the part of the gradients that a safe scale may round to zero
@@ -32,6 +38,8 @@ class Numerics:
     Attributes:
         scale: the loss scale that it was run at.
         values: by module and pass, ("Net/Dense_0", "forward"): what operations gave.
+            Where the program names no modules, as with NNX, by the layer of the param
+            that was read last.
         gradients: by param: of its gradient at that scale.
         safe_scales: the smallest scale at which float16 rounds at most 1 in 1,000
             gradients to zero, and the largest at which nothing overflows; None if there
@@ -108,7 +116,9 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    return _report(_step("numerics", loss_fn, state, args, kwargs), state, scale)
+    check_state(state, "numerics")
+    arguments = {"args": args, "kwargs": kwargs}
+    return numerics_in(step_fn(loss_fn), state, arguments, scale)
 
 
 def recommend_scale(
@@ -133,7 +143,13 @@ def recommend_scale(
     >>> recommend_scale(loss_fn, state)  # 100 * 512 < 65504
     64.0
     """
-    safe = _safe_scales(_step("recommend_scale", loss_fn, state, args, kwargs))
+    check_state(state, "recommend_scale")
+    return scale_in(step_fn(loss_fn), state, {"args": args, "kwargs": kwargs})
+
+
+def scale_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> float:
+    """`recommend_scale` of a function of a state and arguments."""
+    safe = _safe_scales(scaled_step(fn, state, arguments, 0, "recommend_scale"))
     if safe is None:
         raise FloatingPointError(
             "The gradients are not finite at any loss scale from 1 to 2**24. "
@@ -142,27 +158,23 @@ def recommend_scale(
     return _middle(safe)
 
 
-def _step(
-    call: str, loss_fn: Callable[..., Any], state: AmpState, args: Any, kwargs: Any
-) -> ScaledStep:
-    check_state(state, call)
-    arguments = {"args": args, "kwargs": kwargs}
-    return scaled_step(step_fn(loss_fn), state, arguments, 0, call)
-
-
 @moves_constants
-def _report(step: ScaledStep, state: AmpState, scale: float | None) -> Numerics:
+def numerics_in(
+    fn: StepFn, state: AmpState, arguments: dict[str, Any], scale: float | None
+) -> Numerics:
+    """`numerics` of a function of a state and arguments."""
+    step = scaled_step(fn, state, arguments, 0, "numerics")
     safe = _safe_scales(step)
     if scale is None:
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
 
-    def observe(eqn: jc.JaxprEqn, place: Place, array: Any) -> None:
+    def observe(eqn: jc.JaxprEqn, place: Place, array: Any, near: str) -> None:
         names = place.stack(eqn)
         if eqn.primitive.name in MOVES or not names.strip("/") or not is_float(array):
             return
         phase = "backward" if is_backward(names) else "forward"
-        key = module_path(names), phase
+        key = module_path(names) or _layer(near), phase
         values[key] = values.get(key, NOTHING) + counts_of(array)
 
     replay = Replay(RULES, observe)
@@ -210,6 +222,12 @@ def _safe_scales(step: ScaledStep) -> tuple[float, float] | None:
 
     low = next((p for p in powers[:high] if lost(p) <= _LOST), high)
     return 2.0**low, 2.0**high
+
+
+def _layer(path: str) -> str:
+    """The layer of a param: what its path is in; of a param in no layer, itself."""
+    path = path.removeprefix("params/")
+    return path.rpartition("/")[0] or path
 
 
 def _middle(safe: tuple[float, float]) -> float:

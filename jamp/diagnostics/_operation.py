@@ -28,7 +28,8 @@ class Operation:
         why: what decided: "list", "region", "precision", "feeder", "fusion", "bias",
             "norm", "operands", "widest", "narrowest", "smaller operand", "literal",
             "no vote", "recorded", "own dtype", "no float32", "unknown primitive" or
-            "program"; "level" of a step.
+            "program"; of a step also "kept" and "no half param" at O2, O3 and O5,
+            "derivative", "gradient", and at O0 "level".
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
         sizes: of a matmul, M, N and K; of a convolution, its features.
@@ -64,6 +65,11 @@ class Operation:
     def is_backward(self) -> bool:
         """Whether it is of the backward pass of a step."""
         return "transpose(" in self.name_stack
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is of the forward pass, and not there for the backward pass."""
+        return not self.is_backward and self.why not in ("derivative", "gradient")
 
     @property
     def matters(self) -> bool:

@@ -107,7 +107,7 @@ class Replay:
     def __init__(
         self,
         rules: dict[str, Rule],
-        observe: Callable[[jc.JaxprEqn, Place, Any], None] | None = None,
+        observe: Callable[[jc.JaxprEqn, Place, Any, str], None] | None = None,
     ):
         self.rules, self.observe = rules, observe
         self.order = 0
@@ -161,7 +161,7 @@ class Replay:
         if eqn.primitive.name in MOVES and read:
             maker = read[0].maker
         if self.observe is not None:
-            self.observe(eqn, place, array)
+            self.observe(eqn, place, array, near)
         nan, inf = not_finite(array) if is_float(array) else (False, False)
         if not (nan or inf):
             return Value(array, None, near, maker)

@@ -84,7 +84,7 @@ class SkipLog:
         """An empty log for the gradients of all params of a state.
 
         Args:
-            state: an AmpState.
+            state: an AmpState; of NNX, `optimizer.amp_state(model)`.
             size: how many skips to keep: the last ones.
 
         Raises:
@@ -103,11 +103,11 @@ class SkipLog:
             paths=paths,
         )
 
-    def add(self, state: AmpState, loss: Array, grads: ScaledGrads) -> Self:
+    def add(self, state: Any, loss: Array, grads: ScaledGrads) -> Self:
         """The log after a step: one entry more if its gradients are not finite.
 
         Args:
-            state: the state before the step.
+            state: the state before the step, or the Optimizer of `jamp.nnx`.
             loss: the loss, shape ().
             grads: of `scaled_value_and_grad` of all params.
 
@@ -132,7 +132,7 @@ class SkipLog:
         flags = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
         return dataclasses.replace(
             self,
-            step=put(self.step, state.step),
+            step=put(self.step, *jax.tree.leaves(state.step)),
             loss=put(self.loss, loss),
             scale=put(self.scale, grads.scale),
             bad=put(self.bad, _packed(flags)),

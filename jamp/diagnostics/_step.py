@@ -67,7 +67,7 @@ def check_state(state: object, call: str) -> None:
         raise TypeError(
             f"jamp.diagnostics.{call} takes `(loss_fn, state, *args)` with the "
             f"AmpState of jamp.initialize, got {type(state).__name__}. Of NNX, use "
-            "jamp.nnx.locate(loss_fn, model, optimizer, *args)."
+            f"jamp.nnx.{call}(loss_fn, model, optimizer, *args)."
         )
 
 

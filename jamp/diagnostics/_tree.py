@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jamp.diagnostics._modules import Module, label, modules_of
+from jamp.diagnostics._modules import Module, flops_of, label, modules_of
 from jamp.diagnostics._operation import Operation
 
 _HEAD = ("module", "FLOPs", "in half", "computed in float32, and why")
@@ -21,6 +21,7 @@ _WHY = {
     "recorded": "by the lists",
     "smaller operand": "broadcast",
     "widest": "widest operand",
+    "kept": "kept weight",
 }
 
 
@@ -59,9 +60,8 @@ def text(operations: Sequence[Operation], depth: int | None, width: int) -> str:
 def _rows(module: Module, depth: int, indent: str) -> Iterator[_Row]:
     for group in module.groups():
         first = group[0]
-        times = f"{len(group)} × " if len(group) > 1 else ""
-        flops = f"{times}{first.flops()}"
-        yield _Row(indent + label(group), flops, first.share(), _rest(first, depth))
+        rest = _rest(first, depth)
+        yield _Row(indent + label(group), flops_of(group), first.share(), rest)
         if depth > 1:
             yield from _rows(first, depth - 1, indent + "  ")
 
@@ -69,7 +69,7 @@ def _rows(module: Module, depth: int, indent: str) -> Iterator[_Row]:
 def _rest(module: Module, depth: int) -> str:
     """What a module computes in float32 itself; of all in it where nothing follows."""
     operations: Iterable[Operation] = module.all() if depth == 1 else module.own
-    found = [op for op in operations if not op.is_half and not op.is_backward]
+    found = [op for op in operations if not op.is_half and op.is_forward]
     counts: dict[str, Counter[str]] = {}
     for op in found:
         counts.setdefault(op.why, Counter())[op.primitive] += 1

@@ -136,8 +136,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             )
         check_scale("static_loss_scale", static_loss_scale)
         self.optimizer = init_optimizer
-        self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        self.static_loss_scale = float(static_loss_scale)
+        self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
+        self.static_loss_scale: float = float(static_loss_scale)
         self.verbose = verbose
         self._keys = keys
 

@@ -23,7 +23,7 @@ from jamp._core.tree import (
 )
 from jamp._core.warnings import PrecisionWarning
 from jamp._scaling.loss import grad_of_scaled
-from jamp._scaling.rules import check_scale
+from jamp._scaling.rules import LossScaleRule, check_scale
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.step import init_optimizer, step, widened
 from jamp.fp16_utils import _closure, _state_dict
@@ -80,10 +80,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             raise ValueError(
                 "FP16_Optimizer keeps the masters itself: pass the bare transformation."
             )
-        self.optimizer = master_weights(init_optimizer)
-        self.dynamic_loss_scale = bool(dynamic_loss_scale)
+        self.optimizer: MasterWeights = master_weights(init_optimizer)
+        self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
         self.verbose = verbose
-        self.rule = rule_from_args(
+        self.rule: LossScaleRule = rule_from_args(
             static_loss_scale, dynamic_loss_scale, dynamic_loss_args
         )
 

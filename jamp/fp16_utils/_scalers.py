@@ -101,7 +101,7 @@ class LossScaler(_Scaler):
 
     scale: float = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_scale("scale", self.scale)
 
     def init(self) -> LossScalerState:
@@ -149,7 +149,7 @@ class DynamicLossScaler(_Scaler):
     scale_factor: float = 2.0
     scale_window: int = 1000
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_scale("init_scale", self.init_scale)
         if not 1 < self.scale_factor < float("inf"):
             raise ValueError(

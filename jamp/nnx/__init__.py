@@ -5,7 +5,12 @@ functions of the other rooms and come back: nothing is scaled or stepped here.
 """
 
 from jamp.nnx._autocast import autocast as autocast
-from jamp.nnx._diagnostics import explain as explain, locate as locate
+from jamp.nnx._diagnostics import (
+    explain as explain,
+    locate as locate,
+    numerics as numerics,
+    recommend_scale as recommend_scale,
+)
 from jamp.nnx._initialize import initialize as initialize
 from jamp.nnx._optimizer import Optimizer as Optimizer
 from jamp.nnx._scaled_grad import (

@@ -1,4 +1,4 @@
-"""`locate` and `explain` for NNX models."""
+"""`jamp.diagnostics` for NNX models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ from jamp.diagnostics._explain import explain_in
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._locate import locate_in
 from jamp.diagnostics._location import Location
+from jamp.diagnostics._numerics import Numerics, numerics_in, scale_in
 from jamp.diagnostics._step import with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure_loss import PureLoss, check_optimizer
@@ -86,6 +87,66 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
         return explain_in(*_step(loss_fn, models, optimizer, args, kwargs, {}))
 
     return explained
+
+
+def numerics(
+    loss_fn: Callable[..., Any],
+    models: Models,
+    optimizer: Optimizer,
+    *args: Any,
+    scale: float | None = None,
+    **kwargs: Any,
+) -> Numerics:
+    """`jamp.diagnostics.numerics` for `jamp.nnx.scaled_value_and_grad(loss_fn)`.
+
+    Models and optimizer stay as they are.
+
+    Args:
+        loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)`.
+        models: the model, or the container of them, of `jamp.nnx.initialize`.
+        optimizer: its optimizer.
+        *args: the rest of what `loss_fn` takes.
+        scale, **kwargs: see `jamp.diagnostics.numerics`.
+
+    Returns:
+        A `jamp.diagnostics.Numerics`: print it.
+
+    Raises:
+        TypeError: `optimizer` is not of `jamp.nnx.initialize`; arrays are traced.
+
+    >>> import jamp.nnx, jax.numpy as jnp, optax
+    >>> from flax import nnx
+    >>> model = nnx.Linear(1, 4, rngs=nnx.Rngs(0))
+    >>> both = jamp.nnx.initialize(model, optax.sgd(1.0), "O0", verbosity=0)
+    >>> x = jnp.array([1e-9, 1e-6, 1.0, 1e6])
+    >>> report = numerics(lambda model, x: (model.bias * x).sum(), *both, x, scale=1.0)
+    >>> report.gradients["bias"].losses["float16"]
+    Loss(zero=1, subnormal=1, over=1)
+    """
+    check_optimizer(optimizer, "numerics", "(loss_fn, model, optimizer, ...)")
+    return numerics_in(*_step(loss_fn, models, optimizer, args, kwargs, {}), scale)
+
+
+def recommend_scale(
+    loss_fn: Callable[..., Any],
+    models: Models,
+    optimizer: Optimizer,
+    *args: Any,
+    **kwargs: Any,
+) -> float:
+    """`jamp.diagnostics.recommend_scale` for a loss of `jamp.nnx`.
+
+    Args, errors: see `numerics`; FloatingPointError if no scale is safe.
+
+    >>> import jamp.nnx, jax.numpy as jnp, optax
+    >>> from flax import nnx
+    >>> model = nnx.Linear(1, 4, rngs=nnx.Rngs(0))
+    >>> both = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
+    >>> recommend_scale(lambda model: 100 * model.bias.sum(), *both)
+    64.0
+    """
+    check_optimizer(optimizer, "recommend_scale", "(loss_fn, model, optimizer, ...)")
+    return scale_in(*_step(loss_fn, models, optimizer, args, kwargs, {}))
 
 
 def _step(

@@ -12,6 +12,7 @@ from jamp._core.devices import moves_constants
 from jamp._core.dtypes import cast, is_castable
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
+from jamp._policy.levels import Properties
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
 from jamp._state.closure import rounded
@@ -41,10 +42,10 @@ class Optimizer(nnx.Optimizer):
 
     def __init__(self, state: AmpState, wrt: Any):
         """Takes the parts of a state whose params are a model's."""
-        self.graph = None
+        self.graph: None = None
         self.wrt = wrt
         self.tx = state.tx
-        self.properties = state.properties
+        self.properties: Properties = state.properties
         self.loss_scale_rules = nnx.static(state.loss_scale_rules)
         self.shapes = nnx.static(_shapes(state.params))
         self.step = OptState(state.step)

@@ -1,0 +1,129 @@
+"""Why an operation runs in a dtype: what decided, in a word and in a sentence."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jc
+
+from jamp._autocast import jax_internals
+from jamp._autocast.lists import (
+    FUNCTION_ROWS,
+    LIBRARY_ROWS,
+    ROWS,
+    SOLVER_ROWS,
+    AutocastLists,
+    Row,
+    Rule,
+    library_place,
+)
+from jamp._autocast.program import (
+    KEPT,
+    KERNEL,
+    MARKERS,
+    NO_MODEL,
+    PRECISION,
+    Decision,
+    is_float32,
+)
+from jamp._autocast.reasons import note_in
+from jamp.diagnostics._flops import sizes
+from jamp.diagnostics._source import is_backward
+
+_REASONS = {
+    "feeder": "What reads its result runs in float32.",
+    "bias": "It is the bias of a product, which is part of the product.",
+    "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
+    "norm": "It is part of a norm: computed in float32, it goes out in half.",
+    "operands": "Its operands are in this dtype.",
+    "widest": "Its operands differ, and the widest decides.",
+    "narrowest": "Its operands differ, and the narrowest decides.",
+    "literal": "An operand is a constant that half cannot hold.",
+    "smaller operand": "A smaller float32 is broadcast: it is computed in float32.",
+    "no vote": "Its operands are constants or masks, which decide nothing.",
+    "precision": "It asks for float32 by its `precision`, algorithm or result.",
+    "own dtype": "The program itself has a float dtype other than float32 here.",
+    "no float32": "Nothing that could be cast.",
+    "unknown primitive": "No list has it: it runs as the float32 program has it.",
+    "program": "It holds a program: see inside.",
+    "kept": "Its weight is a param that this level keeps in float32.",
+    "no half param": "None of its operands depends on a param in half.",
+    "level": "O0 casts nothing.",
+    "gradient": "It is of a gradient, which has the dtype of its value.",
+}
+_WHY_IN_FLOAT32 = {PRECISION: "precision", KEPT: "kept", NO_MODEL: "no half param"}
+_MARKED_BY = {
+    MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
+    MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
+    MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
+    MARKERS[Rule.RECORDED]: "`disable_casts`.",
+    KERNEL: "`half_kernel`: it is called with half operands.",
+}
+
+
+def because(
+    decision: Decision, lists: AutocastLists, is_written: bool
+) -> tuple[str, str]:
+    """What decided on an operation, in a word and in a sentence.
+
+    Args:
+        decision: of autocast; or an equation of a program that is written already.
+        lists: the user's.
+        is_written: which of these it is.
+    """
+    eqn, why, region = decision.eqn, decision.why, decision.region
+    name = eqn.primitive.name
+    if why == "program":
+        return why, _REASONS[why]
+    if not is_written:
+        castable = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
+        why = _WHY_IN_FLOAT32.get(region, why) if castable else "no float32"
+        return why, _sentence(why, region, name, lists)
+    note = note_in(decision.names)
+    if note is None:
+        return why, _REASONS[why]
+    own = note_in(jax_internals.name_stack(eqn))
+    if decision.rule is Rule.FLOAT32 and own is None:
+        return "list", _sentence("list", "", name, lists)  # of what jamp has put there
+    why = _WHY_IN_FLOAT32.get(note.region, note.why)
+    reason = _sentence(why, note.region, note.primitive, lists)
+    if name == note.primitive and not is_backward(decision.names):
+        return why, reason
+    if note.dtype not in ("", own_dtype(eqn)):
+        return "gradient", _REASONS["gradient"]
+    return "derivative", f"It is of the derivative of `{note.primitive}`: {reason}"
+
+
+def own_dtype(eqn: jc.JaxprEqn) -> str | None:
+    """What an operation runs in as it stands; None without a result."""
+    if sizes(eqn):  # `preferred_element_type` may say otherwise of the result
+        return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
+    return next(iter(dtypes_of(eqn.outvars)), None)
+
+
+def dtypes_of(atoms: Sequence[Any]) -> tuple[str, ...]:
+    """Of those values that have one."""
+    return tuple(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
+
+
+def _sentence(why: str, region: str, name: str, lists: AutocastLists) -> str:
+    if why == "list" or why == "recorded":
+        if name in dict(lists.primitives):
+            return f"`lists.with_primitive({name!r}, ...)`."
+        return _reason_of_row(ROWS, name)
+    if why != "region":
+        return _REASONS[why]
+    if region in _MARKED_BY:
+        return _MARKED_BY[region]
+    if region in dict(lists.regions):
+        return f"`lists.with_region({region!r}, ...)`."
+    place, users = library_place(region), dict(lists.functions)
+    for function in (region, region.rpartition(".")[2], place):
+        if function in users:
+            return f"`lists.with_function({function!r}, ...)`."
+    rows = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
+    return f"`{region}`: {_reason_of_row(rows, place or region)}"
+
+
+def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:
+    return next((row.reason for row in rows if name in row.primitives), "")
