@@ -1,5 +1,6 @@
 """Which dtypes mixed precision touches, and the one way to round to half."""
 
+import functools
 from typing import Any
 
 import jax
@@ -45,10 +46,13 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(FLOAT32) if is_half(x) else x
 
 
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Rounds `x` to `dtype`; to half, values out of range become its largest finite.
 
     A half parameter at infinity would stay NaN for ever, a clamped one comes back.
+    Jitted, since a model has a thousand leaves: operation by operation takes five times
+    as long.
     """
     x = jnp.asarray(x)
     if jnp.dtype(dtype) in HALF_DTYPES and x.dtype != dtype:

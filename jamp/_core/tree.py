@@ -1,5 +1,6 @@
 """Pytrees of parameters: paths, partitions, finite checks and selects."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def split_overwrite(tree: Any) -> tuple[Any, Any]:
 
 def is_overwritten(path: KeyPath) -> bool:
     """Whether a leaf is of that collection: neither a weight nor a gradient."""
-    return OVERWRITE_WITH_GRADIENT in path_parts(path)
+    return any(getattr(key, "key", None) == OVERWRITE_WITH_GRADIENT for key in path)
 
 
 def trained_params(params: PyTree) -> PyTree:
@@ -104,12 +105,18 @@ def strong_array(x: Any) -> Any:
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def copy_of(x: Any, dtype: Any = None) -> jax.Array:
+    """A copy, which can be donated; jitted for the sake of a thousand leaves."""
+    return jnp.array(x, dtype, copy=True)
+
+
 def unshared[T](tree: T, given: Any) -> T:
     """Copies arrays that the user has too, or that occur twice: donation ends them."""
     seen = {id(x) for x in jax.tree.leaves(given)}
 
     def leaf(x):
-        x = jnp.array(x, copy=True) if id(x) in seen else x
+        x = copy_of(x) if id(x) in seen else x
         seen.add(id(x))
         return x
 

@@ -103,10 +103,11 @@ def keep_rule(
 
 def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
     """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    regexes = [rule for rule in keep_fp32 if not callable(rule)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree) if regexes else ()
     paths = [path_string(path) for path, _ in leaves]
-    for rule in keep_fp32:
-        if not callable(rule) and not any(re.search(rule, path) for path in paths):
+    for rule in regexes:
+        if not any(re.search(rule, path) for path in paths):
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise ValueError(
                 f"keep_fp32={rule!r} matches no leaf. It is searched as a regex in "

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
-from jamp._core.tree import check_like, select
+from jamp._core.tree import check_like, copy_of, select
 from jamp.optimizers._fused import FusedTransformation
 from jamp.optimizers._transformation import Transformation
 from pallas_kernels import Weight, split
@@ -266,7 +266,7 @@ def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
 
 def _widened_copy(x: Any) -> Any:
     # A copy: a master that shared its buffer with a param could not be donated.
-    return jnp.array(x, FLOAT32 if is_castable(x) else None, copy=True)
+    return copy_of(x, FLOAT32 if is_castable(x) else None)
 
 
 def _landing_update(update: Any, new: Any, param: Any) -> Any:
