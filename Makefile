@@ -10,14 +10,21 @@ help: ## print this list
 demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
 
+# In the order of their names: with the files of many tests first, long ones came last.
 test: $(VENV)/.test ## run the tests and the doctests
-	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
+fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; other properties too
+	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/test_autocast_fuzz.py tests/test_properties.py $(ARGS)
+
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
-	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/test_lean.py $(ARGS)
+	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
+
+mutate: $(VENV)/.test ## change modules at random: do their tests see it?
+	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
 
 tpu: $(VENV)/.tpu ## the same for a TPU v5e, compiled without one
 	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/test_lean.py $(ARGS)
@@ -36,13 +43,12 @@ HAS_ALL := python3 -c 'import importlib.util as u; names = "flax hypothesis jax_
 	jaxtyping matplotlib optax orbax PIL pytest pytest_benchmark".split(); raise SystemExit(not all(map(u.find_spec, names)))'
 RESULTS ?= benchmarks/results
 
-gpu: ## run the tests that need a GPU, then time on it, in under 8 minutes
+# With the tool `run`, one call: `make gpu RESULTS=$$OUT`, timeout_s 600. Then, for what
+# was "not begun": `make gpu RESULTS=$$OUT ARGS='--only "optimizer step"'`.
+gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
 	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
-	mkdir -p $(RESULTS)
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
-	JAMP_GPU=1 $$python -m pytest -m gpu tests $(ARGS) && \
-	$$python -m pytest benchmarks --deadline 300 --benchmark-json $(RESULTS)/gpu.json && \
-	$$python -m benchmarks.report --results $(RESULTS)
+	$$python -m benchmarks.gpu --results $(RESULTS) $(ARGS)
 
 dist: $(VENV)/.dist ## build wheel and sdist, and test them in an empty environment
 	rm -rf dist && $(PYTHON) -m build
@@ -56,11 +62,11 @@ $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
 	$(PYTHON) -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
-# Made anew where its Python has gone, as after an upgrade.
+# Made again where its Python has gone, as after an upgrade.
 $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep budgets tpu lint bench gpu dist docs
+.PHONY: help demo test sweep fuzz budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -132,6 +132,17 @@ def full_specs() -> tuple[Spec, ...]:
     return (single_leaf(), *models, many_leaves(), tiny_leaves())
 
 
+def gpu_specs() -> tuple[Spec, ...]:
+    """What is timed on a GPU: first what tells most, last what compiles for long."""
+    models = (resnet50(), bert_large(), llama_8b_shard(), gpt2_xl())
+    return (many_leaves(), single_leaf(), *models, tiny_leaves(500))
+
+
+def rehearsal_specs() -> tuple[Spec, ...]:
+    """Trees that kernels can be emulated on."""
+    return (many_leaves(pairs=1, width=128), single_leaf(2**11), tiny_leaves(3))
+
+
 def small_specs() -> tuple[Spec, ...]:
     """Trees of the same kinds for a CPU, where XLA compiles a few leaves a second."""
     block = dataclasses.replace(resnet50(blocks=(1,)), name="one block of ResNet-50")

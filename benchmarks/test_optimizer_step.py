@@ -27,10 +27,11 @@ from benchmarks.optimizer_steps import (
     run_jitted,
     run_torch,
 )
-from benchmarks.specs import full_specs, small_specs, tiny_leaves
+from benchmarks.specs import full_specs, rehearsal_specs, small_specs, tiny_leaves
 from pallas_kernels._backend import BackendError, resolve
 
 ON_GPU = jax.default_backend() == "gpu"
+REHEARSES = os.environ.get("JAMP_GPU") == "rehearse"
 SECONDS = 1.5 if ON_GPU else 0.5  # of timing, for each
 LONGEST_CHAIN, SHORTEST_ROUND = 32, 0.05
 COPIED = 2**30  # bytes
@@ -40,12 +41,18 @@ COPIED = 2**30  # bytes
 MOST_LEAVES, MOST_LEAVES_OF_VARIANT = 1000, 300
 VARIANT = "16-bit remainder"
 SPECS = (*full_specs(), tiny_leaves(500)) if ON_GPU else small_specs()
+SPECS = rehearsal_specs() if REHEARSES else SPECS
 
 pytestmark = pytest.mark.filterwarnings("default")  # torch's are not ours to mend
 
 
 def backends():
-    """Those that run here, but for the interpreter, which is for finding errors."""
+    """Those that run here, but for the interpreter, which is for finding errors.
+
+    In a rehearsal it stands in for Mosaic.
+    """
+    if REHEARSES:
+        return ["xla", "mosaic"]
     try:
         return ["xla", resolve("mosaic")]
     except BackendError:
@@ -55,7 +62,8 @@ def backends():
 def contestants():
     jitted = {"optax chain": optax_chain}
     for backend in backends():
-        fused = functools.partial(jamp_fused, backend=backend)
+        runs = "interpret" if REHEARSES and backend == "mosaic" else backend
+        fused = functools.partial(jamp_fused, backend=runs)
         jitted[f"jamp fused, {backend}"] = fused
         low = functools.partial(fused, store_remainder=True)
         jitted[f"jamp fused, {backend}, {VARIANT}"] = low

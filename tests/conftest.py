@@ -5,9 +5,10 @@ import os
 import tempfile
 
 # Before JAX is imported; otherwise its CUDA plugin looks for a GPU, cuDNN and cuPTI.
-os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "JAMP_GPU" in os.environ else "cpu"
+# JAMP_GPU may also be "rehearse": what a GPU would do, on the CPU.
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if os.environ.get("JAMP_GPU") == "1" else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-if "JAMP_GPU" not in os.environ:
+if os.environ["JAX_PLATFORMS"] == "cpu":
     # Nearly all programs run a few times, and compiling them takes all the time. XLA
     # rounds and fuses as ever: what it leaves out is LLVM's. For child processes, too.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -20,14 +21,15 @@ import pytest
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jamp")
 
-ON_GPU = "JAMP_GPU" in os.environ
+ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
 # A third of all programs is compiled more than once, as each test jits its own step.
 # Each process has a folder of its own: JAX does not guard a file against two writers.
 COMPILED = tempfile.TemporaryDirectory(prefix="jamp-compiled-")
 if not ON_GPU:
-    jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -43,12 +45,12 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    for marker in ("sweep", "budgets", "tpu"):
+    for marker in ("fuzz", "sweep", "budgets", "tpu"):
         if f"JAMP_{marker.upper()}" not in os.environ:
             items[:] = [i for i in items if not i.get_closest_marker(marker)]
     for item in items:
         assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
-        if item.get_closest_marker("gpu") and not ON_GPU:
+        if item.get_closest_marker("gpu") and "JAMP_GPU" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
         if item.get_closest_marker("h200") and not CUDA_COMPILER:
             reason = "needs jax-cuda13-plugin, which the extra `test` installs"

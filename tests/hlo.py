@@ -29,11 +29,11 @@ class Program(_hlo.Program):
             _product(instruction, computation)
             for computation in self.computations.values()
             for instruction in computation.values()
-            if _is_product(instruction)
+            if is_product(instruction)
         ]
 
 
-def _is_product(instruction: Instruction) -> bool:
+def is_product(instruction: Instruction) -> bool:
     target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
     return instruction.opcode in PRODUCTS or target.startswith(LIBRARIES)
 

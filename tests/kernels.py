@@ -19,6 +19,7 @@ F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 MARK = "==== "
 # A remainder behind blocks of 1024 and of 4096; whole blocks of both; less than one.
 SIZES = (4096 + 1024 + 256 + 44, 4096, 200)
+RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 class Case(NamedTuple):
@@ -145,6 +146,29 @@ def cases(target: str) -> list[str]:
 
 # Past 2^31 elements a leaf is indexed by row, just before it by element.
 LARGE = {"rows": 2**31 + 4096, "elements": 2**31 - 1}
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Asserts that two kernels computed the same, but for a rounding."""
+    jax.tree.map(_assert_close, _joined(found), _joined(expected))
+
+
+def _joined(results: Any) -> Any:
+    """Weights in halves as float32: their lower halves may differ by a rounding."""
+
+    def is_split(x):
+        return isinstance(x, pk.Weight) and x.kind == "split"
+
+    return jax.tree.map(
+        lambda x: x.value if is_split(x) else x, results, is_leaf=is_split
+    )
+
+
+def _assert_close(x, y):
+    assert x.dtype == y.dtype and x.shape == y.shape
+    rtol = RTOL.get(x.dtype.name, 0)
+    x, y = (np.asarray(z, np.float64) for z in (x, y))
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
 
 
 def compile_all(target: str) -> None:

@@ -485,6 +485,9 @@ def test_a_diff_of_two_levels():
         *("36", "float32", "36", "bfloat16"),
     ]
     assert len(rows) < 60
+    for explanation in (plain, half):
+        shown = [s for s in str(explanation).splitlines() if not s.startswith("!")]
+        assert len(shown) < 60 and max(map(len, shown)) <= 100
 
 
 def test_a_step_warns_of_what_nobody_can_look_into():

@@ -23,7 +23,6 @@ INTERPRET, XLA = pk.Options(backend="interpret"), pk.Options(backend="xla")
 WRITE_ONLY = ("['copy']", "['new']", "['out']", "['update']")
 # Bytes per parameter that it moves.
 ADAM = {"adam, copied, bf16": 28, "adam, split, bf16": 26}
-RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 of_all = pytest.mark.parametrize(
     "target, name", [(t, name) for t in TARGETS for name in kernels.cases(t)]
@@ -123,27 +122,9 @@ def test_kernels_keep_all_values_in_registers(target, name, record_property):
 @of_all
 def test_kernels_compute_what_xla_does(target, name):
     args, results, _ = run(target, name)
-    jax.tree.map(assert_close, joined(results), joined(by_xla(name)))
+    kernels.assert_close(results, by_xla(name))
     if name == "everything":  # that the launcher can do
         everything.assert_ran(args[0], results)
-
-
-def joined(results: Any) -> Any:
-    """Weights in halves as float32: their lower halves may differ by a rounding."""
-
-    def is_split(x):
-        return isinstance(x, pk.Weight) and x.kind == "split"
-
-    return jax.tree.map(
-        lambda x: x.value if is_split(x) else x, results, is_leaf=is_split
-    )
-
-
-def assert_close(x, y):
-    assert x.dtype == y.dtype and x.shape == y.shape
-    rtol = RTOL.get(x.dtype.name, 0)
-    x, y = (np.asarray(z, np.float64) for z in (x, y))
-    np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
 
 
 @of_all

@@ -108,6 +108,7 @@ def test_search_and_links(tmp_path):
     assert "2 of 5 operations" in dom
     dom = in_chromium(page, tmp_path, "op1")
     assert re.search(r'<tr id="op1"[^>]* class="here"', dom)
+    assert 'title="Their results leave float16' in dom  # shown where one looks
     assert re.search(r'<span id="line0" class="both here"', dom)
     dom = in_chromium(page, tmp_path, "line1")
     assert dom.count('class="both here"') == 1 and "5 of 5 operations" in dom

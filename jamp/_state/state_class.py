@@ -51,8 +51,9 @@ class _Moved(types.ModuleType):
     """Where states lay once, and where their pickles look for them."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        # pickle and copy ask every module for the names that they are to find.
+        if not name.startswith("AmpState"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise pickle.UnpicklingError(
             "This state was pickled when the files of jamp lay elsewhere. Unpickle it "
             "with that version, save `jamp.to_checkpoint(state)`, and read that with "

@@ -108,7 +108,7 @@ class Explanation:
     def to_html(self) -> str:
         """One page that needs nothing else: modules, operations and source lines.
 
-        Colors are precisions. An address that ends in "#q=softmax" is a search,
+        Colors are precisions. An address that ends in "#q=exp" is a search,
         "#op12" an operation, "#line3" a line.
         """
         return _page.page(self.title, self.operations, self.warnings)

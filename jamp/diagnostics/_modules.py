@@ -89,6 +89,12 @@ def label(group: list[Module]) -> str:
     return ", ".join(names)
 
 
+def flops_of(group: list[Module]) -> str:
+    """How many equal modules there are, and the FLOPs of one; "" if it has none."""
+    flops = group[0].flops()
+    return f"{len(group)} × {flops}" if flops and len(group) > 1 else flops
+
+
 def magnitude(number: int) -> str:
     """A number in three digits and a letter; "" of 0."""
     for size, unit in _UNITS:

@@ -4,7 +4,7 @@ import linecache
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from jamp.diagnostics._modules import Module, label, magnitude, modules_of
+from jamp.diagnostics._modules import Module, flops_of, label, magnitude, modules_of
 from jamp.diagnostics._operation import Operation
 from jamp.diagnostics._page_style import SCRIPT, STYLE
 from jamp.diagnostics._table import short
@@ -56,10 +56,11 @@ def page(title: str, operations: Iterable[Operation], warnings: Iterable[str]) -
 
 def _row(i: int, op: Operation, line: int) -> str:
     place = escape(short(op.source))
+    module = escape(op.module).replace("/", "/<wbr>")
     cells = (
         f'<td><a href="#op{i}">{escape(op.primitive)}</a></td>',
         f'<td><span class="chip {_kind([op])}">{op.dtype}</span></td>',
-        f"<td>{escape(op.module)}{' (backward)' if op.is_backward else ''}</td>",
+        f"<td>{module}{' (backward)' if op.is_backward else ''}</td>",
         f'<td><a href="#line{line}">{place}</a></td>',
         f'<td class="number">{magnitude(op.flops or 0)}</td>',
         f'<td class="number">{magnitude(op.bytes)}</td>',
@@ -71,13 +72,12 @@ def _row(i: int, op: Operation, line: int) -> str:
 def _modules(module: Module, depth: int) -> Iterator[str]:
     for group in module.groups():
         first = group[0]
-        times = f"{len(group)} × " if len(group) > 1 else ""
         name = f'<a href="#q={escape(first.path)}">{escape(label(group))}</a>'
         share = first.share()
-        numbers = f"{times}{first.flops()}" + (f", {share} in half" if share else "")
+        numbers = flops_of(group) + (f", {share} in half" if share else "")
         width = share.rstrip("%") or "0"
         bar = f'<meter max="100" value="{width}"></meter>' if share else ""
-        line = f"{name} <small>{numbers}</small> {bar}"
+        line = f"{name} <small>{numbers} {bar}</small>"
         inside = "".join(_modules(first, depth + 1))
         if inside:
             is_open = " open" if depth < 3 else ""

@@ -12,11 +12,12 @@ body { margin: 0; font: 15px/1.5 system-ui, sans-serif; color: var(--text);
 header { padding: 12px 20px; border-bottom: 1px solid var(--line); }
 h1 { font-size: 20px; margin: 0; } h2 { font-size: 16px; } h3 { font-size: 14px; }
 header p { margin: 4px 0; }
-main { padding: 0 20px; display: grid; grid-template-columns: 300px minmax(0, 1fr);
+main { padding: 0 20px; display: grid; grid-template-columns: 260px minmax(0, 1fr);
   gap: 0 24px; }
 nav { grid-row: span 3; }
 nav ul { list-style: none; padding-left: 12px; margin: 2px 0; }
 nav > ul { padding: 0; } nav li { overflow-wrap: anywhere; }
+nav small { white-space: nowrap; }
 nav summary { cursor: pointer; } meter { width: 48px; height: 10px; }
 input { font: inherit; padding: 4px 8px; width: min(420px, 100%);
   border: 1px solid var(--line); border-radius: 6px; background: var(--soft);
@@ -25,8 +26,10 @@ a { color: inherit; text-decoration-color: var(--line); } a:hover { color: #0969
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: 3px 8px; border-bottom: 1px solid var(--line);
   vertical-align: top; white-space: nowrap; }
-td:nth-child(3) { white-space: normal; overflow-wrap: anywhere; min-width: 180px; }
-th { background: var(--soft); position: sticky; top: 0; }
+td:nth-child(3) { white-space: normal; overflow-wrap: break-word; min-width: 150px; }
+td:last-child { white-space: normal; }
+.here td:last-child::after { content: ": " attr(title); }
+th { background: var(--soft); position: sticky; top: 0; } tr { scroll-margin: 44px; }
 .list { max-height: 60vh; overflow: auto; } .number { text-align: right; }
 .chip { border-radius: 8px; padding: 0 8px; color: #fff; white-space: nowrap;
   font-size: 13px; }
@@ -49,8 +52,9 @@ pre .both { border-color: var(--both); } pre i { font-style: normal; opacity: .7
   tr { display: block; padding: 6px 0; border-bottom: 1px solid var(--line); }
   td { display: inline-block; white-space: normal; overflow-wrap: anywhere; border: 0;
     padding: 0 10px 0 0; text-align: left; }
-  td:nth-child(5):not(:empty)::after { content: " FLOPs"; opacity: .7; }
-  td:nth-child(6)::after { content: "B"; opacity: .7; }
+  td:nth-child(5):not(:empty)::after { content: " FLOPs"; }
+  td:nth-child(6)::after { content: "B"; }
+  td:empty { display: none; }
 }
 """
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jamp.diagnostics._modules import Module, label, modules_of
+from jamp.diagnostics._modules import Module, flops_of, label, modules_of
 from jamp.diagnostics._operation import Operation
 
 _HEAD = ("module", "FLOPs", "in half", "computed in float32, and why")
@@ -60,9 +60,8 @@ def text(operations: Sequence[Operation], depth: int | None, width: int) -> str:
 def _rows(module: Module, depth: int, indent: str) -> Iterator[_Row]:
     for group in module.groups():
         first = group[0]
-        times = f"{len(group)} × " if len(group) > 1 else ""
-        flops = f"{times}{first.flops()}"
-        yield _Row(indent + label(group), flops, first.share(), _rest(first, depth))
+        rest = _rest(first, depth)
+        yield _Row(indent + label(group), flops_of(group), first.share(), rest)
         if depth > 1:
             yield from _rows(first, depth - 1, indent + "  ")
 

@@ -1,0 +1,191 @@
+"""Trains two examples and a small diffusion model at every level, from three seeds.
+
+    python -m benchmarks.convergence                # adds what is not there yet
+    python -m benchmarks.convergence --table        # Markdown, of what is there
+
+Each run is a line of benchmarks/results/convergence.jsonl, written when it ends: the
+training loss, mean of the last tenth or epoch, and a figure of held-out data.
+"""
+
+import argparse
+import contextlib
+import datetime
+import functools
+import io
+import json
+import os
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import jamp
+from tests.lean_images import UNet
+from tests.scripts import load
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "convergence.jsonl"
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+SEEDS = (0, 1, 2)
+STEPS = {"digits": 440, "diffusion": 300, "char_lm": 300}
+
+type Run = dict[str, Any]
+
+
+def digits(level: str, seed: int, steps: int) -> Run:
+    """The demo's CNN with BatchNorm, on images of handwritten digits."""
+    script = load("digits")
+    options = script.parse(["--compare", "--seed", f"{seed}", "--steps", f"{steps}"])
+    run = script.train(level, options)
+    held_out = 100 * run["accuracy"]
+    return _run(run["final_loss"], held_out, run["state"])
+
+
+def char_lm(level: str, seed: int, steps: int) -> Run:
+    """The NNX transformer, on the text of Python's `help()`."""
+    script = load("char_lm")
+    flags = ["--seed", f"{seed}", "--steps", f"{steps}", "--sample", "1"]
+    run = script.train(level, script.parse(["--compare", *flags]))
+    optimizer = run["optimizer"]
+    return {
+        "loss": float(run["final_loss"]),
+        "held_out": run["validation"][steps],
+        "skipped": int(optimizer.skipped_steps[...]),
+        "scale": float(optimizer.loss_scale),
+    }
+
+
+def diffusion(level: str, seed: int, steps: int) -> Run:
+    """A U-Net that finds the noise in images of digits: Ho et al., arXiv:2006.11239."""
+    train, test = _images()
+    model, tx = UNet(width=32), optax.adam(1e-3)
+    init = jax.jit(model.init)
+    params = init(jax.random.key(seed), (train[:1], jnp.zeros(1)))["params"]
+    state = jamp.initialize(params, tx, level, apply_fn=model.apply, verbosity=0)
+
+    def loss_fn(params: Any, images: Array, key: Array) -> Array:
+        key_of_times, key_of_noise = jax.random.split(key)
+        times = jax.random.uniform(key_of_times, (len(images),))
+        noise = jax.random.normal(key_of_noise, images.shape)
+        signal = jnp.cos(times * jnp.pi / 2)[:, None, None, None]
+        mixed = signal * images + jnp.sqrt(1 - signal**2) * noise
+        found = state.apply_fn({"params": params}, (mixed, 1000 * times))
+        return jnp.square(found - noise).mean()
+
+    @jax.jit
+    def step(state: jamp.AmpState, key: Array) -> tuple[jamp.AmpState, Array]:
+        key_of_batch, key = jax.random.split(key)
+        batch = train[jax.random.randint(key_of_batch, (32,), 0, len(train))]
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batch, key)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for key in jax.random.split(jax.random.key(seed), steps):
+        state, loss = step(state, key)
+        losses.append(loss)
+    test_loss = jax.jit(lambda key: loss_fn(state.params, test, key))
+    tested = [test_loss(key) for key in jax.random.split(jax.random.key(0), 4)]
+    last = np.mean(np.array(losses)[-max(1, steps // 10) :])
+    return _run(last, np.mean(tested), state)
+
+
+def _run(loss: Any, held_out: Any, state: jamp.AmpState) -> Run:
+    counted = {"skipped": int(state.skipped_steps), "scale": float(state.loss_scale)}
+    return {"loss": float(loss), "held_out": float(held_out), **counted}
+
+
+@functools.cache
+def _images() -> tuple[Array, Array]:
+    from sklearn.datasets import load_digits
+
+    images = load_digits().images[..., None] / 8 - 1
+    images = np.random.default_rng(0).permutation(images).astype(np.float32)
+    # Three channels, as the U-Net has, all the same.
+    train, test = np.split(np.repeat(images, 3, axis=-1), [-360])
+    return jnp.asarray(train), jnp.asarray(test)
+
+
+TASKS: dict[str, Callable[[str, int, int], Run]] = {
+    "digits": digits,
+    "diffusion": diffusion,
+    "char_lm": char_lm,
+}
+HELD_OUT = {
+    "digits": "test accuracy in %",
+    "diffusion": "test loss",
+    "char_lm": "validation loss",
+}
+
+
+def conditions() -> dict[str, str]:
+    """What the figures depend on."""
+    import flax
+
+    names = {"jax": jax, "flax": flax, "optax": optax}
+    versions = {name: module.__version__ for name, module in names.items()}
+    device, today = jax.devices()[0].device_kind, datetime.date.today()
+    return versions | {"device": device, "date": today.isoformat()}
+
+
+def read(path: pathlib.Path = RESULTS) -> list[Run]:
+    """The runs that are there."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def table(runs: list[Run]) -> str:
+    """Means and standard deviations over seeds, in Markdown."""
+    lines = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        lines += [
+            "",
+            f"| {task} | training loss | {HELD_OUT[task]} | skipped | scale |",
+        ]
+        lines.append("|---|---|---|---|---|")
+        for level in LEVELS:
+            of_level = [r for r in runs if (r["task"], r["level"]) == (task, level)]
+            if of_level:
+                cells = [_spread(of_level, name) for name in ("loss", "held_out")]
+                skipped = ", ".join(f"{run['skipped']}" for run in of_level)
+                scales = ", ".join({f"{run['scale']:g}": 0 for run in of_level})
+                lines.append(
+                    f"| {level} | {' | '.join(cells)} | {skipped} | {scales} |"
+                )
+    return "\n".join(lines[1:])
+
+
+def _spread(runs: list[Run], name: str) -> str:
+    values = [run[name] for run in runs]
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    digits = 2 if values[0] > 10 else 4
+    return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    if not parser.parse_args().table:
+        done = {(run["task"], run["level"], run["seed"]) for run in read()}
+        cells = [(t, lv, s) for t in TASKS for s in SEEDS for lv in LEVELS]
+        RESULTS.parent.mkdir(exist_ok=True)
+        for task, level, seed in cells:
+            if (task, level, seed) in done:
+                continue
+            steps = STEPS[task]
+            with contextlib.redirect_stderr(io.StringIO()):  # the bars of the examples
+                run = TASKS[task](level, seed, steps)
+            about = {"task": task, "level": level, "seed": seed, "steps": steps}
+            with RESULTS.open("a") as file:
+                print(json.dumps(about | run | conditions()), file=file)
+    print(table(read()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Do tests die of wrong code? `make mutate` changes a module and runs its tests.
+
+A mutant has one comparison, operator, constant or statement changed. It lives in the
+memory of one process, a fork of this one, and no file is touched. A seed draws the
+mutants: a run can be repeated. `tests/mutation_results.md` has what was found.
+"""
+
+import argparse
+import ast
+import datetime
+import importlib.abc
+import importlib.util
+import os
+import pathlib
+import random
+import resource
+import sys
+import tempfile
+from typing import Any
+
+import flax.nnx  # noqa: F401, imported once for all forks
+import hypothesis  # noqa: F401
+import jax
+import optax  # noqa: F401
+import pytest
+
+from tests.mutated import TESTS
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAIRS = "And Or, Add Sub, Mult Div, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
+PAIRS += ", BitAnd BitOr, LShift RShift, FloorDiv Mult, Mod Mult, Pow Mult"
+SWAPS: dict[type, type] = {}
+for one, other in (map(ast.__dict__.get, p.split()) for p in PAIRS.split(", ")):
+    SWAPS |= {other: one, one: other} if other not in SWAPS else {one: other}
+
+
+def places(node: Any) -> list[tuple[Any, str]]:
+    """What can be changed below a node, and how: not types, nor words."""
+    if isinstance(node, ast.Raise):
+        return [(node, "removed")]
+    if isinstance(node, ast.JoinedStr) or "TYPE_CHECKING" in ast.unparse(node)[:20]:
+        return []
+    found = []
+    match node:
+        case ast.Compare(ops=[op, *_]) if type(op) in SWAPS:
+            found = [(node, "ops")]
+        case ast.BinOp(left=ast.Constant(value=str()) | ast.JoinedStr()):
+            pass
+        case ast.BoolOp(op=op) | ast.BinOp(op=op) if type(op) in SWAPS:
+            found = [(node, "op")]
+        case ast.Constant(value=bool() | int() | float()):
+            found = [(node, "value")]
+        case ast.UnaryOp():
+            found = [(node, "operand")]
+        case ast.If() | ast.IfExp():
+            found = [(node, "test")]
+        case ast.Expr(value=ast.Call()) | ast.AugAssign():
+            found = [(node, "removed")]
+    types = {id(getattr(node, name, None)) for name in ("annotation", "returns")}
+    below = [x for x in ast.iter_child_nodes(node) if id(x) not in types]
+    return found + [place for child in below for place in places(child)]
+
+
+class _Change(ast.NodeTransformer):
+    def __init__(self, target: Any, how: str):
+        self.target, self.how = target, how
+
+    def visit(self, node):
+        if node is not self.target:
+            return super().visit(node)
+        if self.how in ("operand", "removed"):
+            return getattr(node, self.how, ast.Pass())
+        if self.how == "value":
+            node.value = (not node.value) if node.value in (0, 1) else node.value + 1
+        elif self.how == "test":
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        elif self.how == "ops":
+            node.ops[0] = SWAPS[type(node.ops[0])]()
+        else:
+            node.op = SWAPS[type(node.op)]()
+        return node
+
+
+def mutants(source: str, count: int, seed: int):
+    """Up to `count` changed trees, and what was changed in each."""
+    sites = range(len(places(ast.parse(source))))
+    for k in random.Random(seed).sample(sites, min(count, len(sites))):
+        tree = ast.parse(source)
+        node, how = places(tree)[k]
+        before, line = ast.unparse(node).partition("\n")[0], node.lineno
+        tree = ast.fix_missing_locations(_Change(node, how).visit(tree))
+        yield tree, f"{line}: {how} of `{before}`"
+
+
+class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads one module from a tree."""
+
+    def __init__(self, file: pathlib.Path, tree: Any):
+        self.name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        self.file, self.tree = file, tree
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            return importlib.util.spec_from_file_location(name, self.file, loader=self)
+
+    def exec_module(self, module):
+        exec(compile(self.tree, self.file, "exec"), module.__dict__)
+
+
+class _InThisProcess:
+    """Leaves out what runs in other processes, which would not see the mutant."""
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [x for x in items if not hasattr(x.obj, "on_eight_devices")]
+
+
+def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
+    """Whether tests fail, or take more CPU seconds than the limit."""
+    if not (child := os.fork()):
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.meta_path.insert(0, _Loader(file, tree))
+        args = ["-x", "-q", "--assert=plain", "--tb=no", "-pno:cacheprovider", *tests]
+        try:
+            os._exit(pytest.main(args, [_InThisProcess()]))
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", help="parts of their paths; or all")
+    parser.add_argument("-n", type=int, default=30, help="mutants of each")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print(f"{datetime.date.today()}, JAX {jax.__version__}, {' '.join(sys.argv[1:])}")
+    asked = given.modules or [""]
+    for name in (name for name in TESTS if any(part in name for part in asked)):
+        file = ROOT / name
+        tests, _, only = TESTS[name].partition(" -k ")
+        tests = [*(f"tests/test_{test}.py" for test in tests.split()), "-k", only]
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = cache  # for all forks
+            source, before = file.read_text(), os.times()
+            assert not dies(file, ast.parse(source), tests, 600), tests
+            limit = round(60 + 3 * (os.times().children_user - before.children_user))
+            drawn = list(mutants(source, given.n, given.seed))
+            alive = [x for t, x in drawn if not dies(file, t, tests, limit)]
+        print(f"| {name} | {len(drawn)} | {len(drawn) - len(alive)} |", flush=True)
+        print(*(f"  {name}:{change}" for change in alive), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

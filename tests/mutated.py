@@ -1,0 +1,41 @@
+"""Which tests must die of which module's mutants: the fewest that cover it."""
+
+FUSED = "fused_arguments fused_optimizers -k arguments or {} and not 55"
+STEP = "amp_state initialize"
+
+TESTS = {
+    **{
+        f"jamp/optimizers/_{name}.py": FUSED.format(name)
+        for name in ("adam", "adagrad", "lamb", "novograd", "sgd")
+    },
+    "jamp/optimizers/_fused.py": "fused_contract fused_optax",
+    "jamp/optimizers/_larc.py": "larc",
+    "jamp/optimizers/_masters.py": "master_weights store_remainder",
+    "jamp/multi_tensor.py": "multi_tensor",
+    "jamp/_state/amp_state.py": STEP,
+    "jamp/_state/initialize.py": STEP,
+    "jamp/_state/parts.py": STEP,
+    "jamp/_state/step.py": STEP,
+    "jamp/_scaling/loss.py": "scaled_grad sealed_grads loss_scale",
+    "jamp/_scaling/rules.py": "loss_scale",
+    "jamp/_scaling/scaled_grads.py": "sealed_grads scaled_grad",
+    "jamp/_scaling/seal.py": "sealed_grads",
+    "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
+    "jamp/_core/names.py": "checkpoint checkpoint_errors checkpoint_levels",
+    "jamp/_autocast/facts.py": "autocast_programs forward_programs autocast_results",
+    "jamp/_autocast/lists.py": "autocast_lists autocast_functions explain",
+    "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
+    "jamp/_autocast/values.py": "autocast_programs autocast_modes",
+    "jamp/nnx/_arguments.py": "nnx",
+    "jamp/nnx/_variables.py": "nnx",
+    **{
+        f"pallas_kernels/{name}.py": f"fused_optimizers -k {name} and not 55"
+        for name in ("adagrad", "adam", "lamb", "novograd", "sgd")
+    },
+    **{
+        f"pallas_kernels/{name}.py": "multi_tensor"
+        for name in ("axpby", "l2norm", "scale", "_run", "_xla")
+    },
+    "pallas_kernels/_step.py": "one_pass",
+    "pallas_kernels/_weights.py": "one_pass store_remainder",
+}
