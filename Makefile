@@ -10,8 +10,9 @@ help: ## print this list
 demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
 
+# In the order of their names: with the files of many tests first, long ones came last.
 test: $(VENV)/.test ## run the tests and the doctests
-	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
@@ -61,7 +62,7 @@ $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
 	$(PYTHON) -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
-# Made anew where its Python has gone, as after an upgrade.
+# Made again where its Python has gone, as after an upgrade.
 $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
