@@ -10,11 +10,15 @@ help: ## print this list
 demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
 
+# In the order of their names: with the files of many tests first, long ones came last.
 test: $(VENV)/.test ## run the tests and the doctests
-	$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
+
+fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; other properties too
+	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/test_autocast_fuzz.py tests/test_properties.py $(ARGS)
 
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
@@ -58,11 +62,11 @@ $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
 	$(PYTHON) -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
-# Made anew where its Python has gone, as after an upgrade.
+# Made again where its Python has gone, as after an upgrade.
 $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test sweep fuzz budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -168,7 +168,9 @@ def draw_formats():
         axes.barh(row, high - normal, left=normal, color=color, height=0.55)
         axes.barh(row, normal - low, left=low, color=color, height=0.55, alpha=0.4)
         digits = f"{float(info.max):.3g} at most · steps of {float(info.eps):.2g} at 1"
-        axes.text(20, row, digits, ha="left", va="center", fontsize=9)
+        # In the bar, or behind a short one.
+        place, side = (high - 2, "right") if high > 24 else (high + 2, "left")
+        axes.text(place, row, digits, ha=side, va="center", fontsize=9)
     for exponent, text in ((-28, "a small gradient "), (-12, " the same × 65536")):
         axes.plot([exponent, exponent], [-0.4, 2.4], color=UNSCALED, lw=1, ls=":")
         side = "right" if exponent == -28 else "left"

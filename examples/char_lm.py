@@ -180,7 +180,7 @@ def figure(runs):
     steps = np.arange(1, len(runs[0]["loss"]) + 1)
     window = max(1, len(steps) // 40)
     for i, run in enumerate(runs):
-        # Where levels agree, narrow lines lie on wide ones, and all can be seen.
+        # Where levels agree, narrow lines are on wide ones, and all can be seen.
         style = {"color": LEVELS.get(run["level"]), "lw": 1.5 * (len(runs) - i)}
         smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
         losses.plot(steps[window - 1 :], smooth, label=run["level"], **style)

@@ -184,7 +184,7 @@ def figure(run):
         loss, scale, bad = (run[k][:, i] for k in ("loss", "scale", "overflow"))
         smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
         losses.plot(steps[window - 1 :], smooth, color=color, label=name)
-        # Where scales agree, narrow lines lie on wide ones, and all can be seen.
+        # Where scales agree, narrow lines are on wide ones, and all can be seen.
         scales.step(steps, scale, where="mid", color=color, lw=2 * (3 - i))
         scales.plot(steps[bad], scale[bad], "kx", zorder=3)
     losses.set(ylabel=f"loss, mean of {window} steps", xlabel="step")

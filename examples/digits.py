@@ -12,7 +12,7 @@ A resumed run ends with the same bits as one that was never stopped.
 import pathlib
 import time
 
-from flags import Flags, run_script
+from flags import Flags, run_script, saver
 
 
 # ---- The command line: first, as JAX takes a while to import -------------------------
@@ -68,7 +68,7 @@ class CNN(nn.Module):
 def train_step(state, images, labels):
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
-        # At O2 the images go in as float16, and the logits come out as float32.
+        # At O2 the model computes in float16 and returns float32 logits.
         logits, updated = state.apply_fn(
             variables, images, train=True, mutable=["batch_stats"]
         )
@@ -114,7 +114,7 @@ def train(opt_level, options):
     )
     history, test_accuracy, done = [], {}, 0
     if folder:
-        manager = ocp.CheckpointManager(folder.absolute())
+        manager = saver(ocp.CheckpointManager(folder.absolute()))
         done = manager.latest_step() or 0
         if done >= steps or (done and not options.resume):
             raise SystemExit(f"{folder}: {done} of {steps} steps. Resume or rename it.")

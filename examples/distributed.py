@@ -137,8 +137,8 @@ def train(options):
         split = options.fsdp and x.shape[0] % mesh.size == 0
         return by_rows if split else everywhere
 
-    # Each process makes what lies on its devices: with --fsdp a part of each matrix.
-    # Masters and moments lie like their params.
+    # Each process makes what its devices hold: with --fsdp a part of each matrix.
+    # Masters and moments are sharded like their params.
     shardings = jax.tree.map(sharding, jax.eval_shape(init))
     state = jamp.initialize(
         jax.jit(init, out_shardings=shardings)()["params"],

@@ -18,6 +18,9 @@ import sys
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
+if sys.version_info < (3, 12):  # noqa: UP036
+    sys.exit(f"jamp needs Python 3.12 or newer; this is {sys.version.split()[0]}.")
+
 LEVELS = "O0", "O1", "O2", "O3", "O4", "O5"
 FROM_ZERO = "seed", "manualSeed", "start_epoch", "layers", "sample", "workers", "prof"
 
@@ -109,11 +112,22 @@ class Flags(argparse.ArgumentParser):
         return options
 
 
+SAVERS = []
+
+
+def saver(manager):
+    """A checkpoint manager whose last save is waited for when Ctrl-C ends the run."""
+    SAVERS.append(manager)
+    return manager
+
+
 def run_script(main):
     """Runs a script; Ctrl-C ends it with one line, and its last checkpoint is whole."""
     try:
         main()
     except KeyboardInterrupt:
+        for manager in SAVERS:
+            manager.close()
         sys.exit(
             "\nStopped. What was saved is whole: --resume goes on, where there is one."
         )

@@ -2,12 +2,24 @@
 
 import re
 
+from flags import Flags, run_script
+
+
+def parse(argv=None):
+    parser = Flags(__doc__, opt_level="O2", loss_scale=None, seed=0)
+    parser.add_argument("--framework", choices=("haiku", "equinox"), default="haiku")
+    parser.add_argument("--steps", type=int, default=1000)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":  # before JAX, which takes a while to import
+    parse()
+
 import equinox as eqx
 import haiku as hk
 import jax
 import numpy as np
 import optax
-from flags import Flags
 from sklearn.datasets import load_digits
 
 import jamp
@@ -20,14 +32,16 @@ def of_haiku(key, images):
 
 def of_equinox(key, images):
     model = eqx.nn.MLP(images.shape[1], 10, width_size=64, depth=1, key=key)
-    params, static = eqx.partition(model, eqx.is_array)  # relu, for one, is no param
+    params, static = eqx.partition(
+        model, eqx.is_array
+    )  # relu, for one, is not an array
     return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
 
 @jax.jit(donate_argnums=0)
 def train_step(state, images, labels):
     def loss_fn(params):
-        logits = state.apply_fn(params, images)  # O2: half goes in, float32 out
+        logits = state.apply_fn(params, images)  # O2: in half; float32 logits
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
@@ -35,14 +49,8 @@ def train_step(state, images, labels):
 
 
 def main(argv=None):
-    parser = Flags(__doc__)
+    args, data = parse(argv), load_digits()
     models = {"haiku": of_haiku, "equinox": of_equinox}
-    parser.add_argument("--framework", choices=models, default="haiku")
-    parser.add_argument("--opt-level", default="O2", help="O0 to O5")
-    parser.add_argument("--loss-scale", help="dynamic, or a number such as 128.0")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    args, data = parser.parse_args(argv), load_digits()
     x, y = np.float32(data.data / 16), data.target  # the last 360 are for the test
     params, apply = models[args.framework](jax.random.key(args.seed), x)
     options = {"apply_fn": apply, "loss_scale": args.loss_scale}
@@ -57,4 +65,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

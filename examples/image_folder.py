@@ -5,7 +5,7 @@
         images = (images - MEAN) / STD  # on the device: a byte is a quarter of a float
 
 As torchvision's ImageFolder under a DataLoader: threads decode, a few batches ahead.
-What comes out depends on the seed, not on which thread took what. `train_and_val` draws
+The order depends on the seed, not on which thread took what. `train_and_val` draws
 images where there are none.
 """
 
@@ -72,7 +72,7 @@ class ImageFolder:
         return self._load(chunks())
 
     def in_order(self):
-        """Every image once, its middle. What the last batch lacks has the label -1."""
+        """Every image once, its middle. The last batch is padded with label -1."""
         chunks = itertools.batched(range(len(self.files)), self.batch_size)
         return self._load((chunk, None) for chunk in chunks)
 
@@ -120,7 +120,7 @@ def train_and_val(folder, *args, drawn=None):
     """ImageFolders of train/ and val/; with no such folder, of patterns in `drawn`."""
     if not (folder and folder.is_dir()):
         drawn = drawn or DRAWN
-        print(f"{folder} is no folder: patterns, from {drawn}")
+        print(f"{folder} is not a folder: patterns, from {drawn}")
         folder = drawn
         if not folder.is_dir():
             draw_patterns(folder)

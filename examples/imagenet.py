@@ -16,7 +16,7 @@ import os
 import pathlib
 import time
 
-from flags import Flags, run_script
+from flags import Flags, run_script, saver
 
 # With their defaults: apex's, and from --width on ours.
 FLAGS = {"-j --workers": 4, "--epochs": 90, "--start-epoch": 0, "-b --batch-size": 256}
@@ -152,8 +152,8 @@ def train(args):
     if args.evaluate:
         validate(done)
         return {"state": state, "val": columns(val)}
-    saver = folder and ocp.CheckpointManager(folder.absolute())
-    if done >= steps or (saver and (saver.latest_step() or 0) > done):
+    manager = folder and saver(ocp.CheckpointManager(folder.absolute()))
+    if done >= steps or (manager and (manager.latest_step() or 0) > done):
         raise SystemExit(f"{done} of {steps} steps done. Resume {folder} or rename it.")
     train_step = make_train_step(mesh, args.sync_bn)
     bar = tqdm.trange(done + 1, steps + 1, initial=done, total=steps, unit="step")
@@ -176,11 +176,12 @@ def train(args):
         if step % per_epoch == 0 or step == steps:
             jamp.check(state)  # raises if the loss scale has collapsed
             validate(step)
-            if saver:
-                saver.save(step, args=ocp.args.StandardSave(jamp.to_checkpoint(state)))
+            if manager:
+                saved = ocp.args.StandardSave(jamp.to_checkpoint(state))
+                manager.save(step, args=saved)
             since, clock = step, time.perf_counter()
-    if saver:
-        saver.close()  # when the last one is saved
+    if manager:
+        manager.close()  # when the last one is saved
     run = {"state": state, **columns(history), "val": columns(val)}
     figure(run).savefig(args.plot)
     return run

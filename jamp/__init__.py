@@ -1,7 +1,13 @@
 """jamp: mixed-precision training for JAX with the semantics of NVIDIA apex's amp."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 12):  # noqa: UP036
+    raise ImportError(
+        f"jamp needs Python 3.12 or newer; this is {sys.version.split()[0]}."
+    )
 
 from jamp import (
     linen as linen,

@@ -108,7 +108,7 @@ def _complete(x: Array, how: str, axes: tuple[str, ...]) -> Array:
 
 
 def _resharded(x: Array, spec: Any, mesh: Any) -> Array:
-    """`x` as `spec` says: a gradient may lie differently from its weight."""
+    """`x` as `spec` says: a gradient may be sharded otherwise than its weight."""
     if AxisType.Explicit in mesh.axis_types and jax.typeof(x).sharding.spec != spec:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return x

@@ -23,7 +23,7 @@ class Weight(NamedTuple):
     Attributes:
         param: what the model consumes.
         master: what an optimizer steps in its place: a float32 copy, from which `param`
-            is rounded; or the 16 bits, uint16, that a bfloat16 `param` lacks of it.
+            is rounded; or its 16 low bits, uint16, beside a bfloat16 `param`.
             None for a param that is its own master.
     """
 
@@ -78,7 +78,7 @@ def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
 def split(
     x: Float[Array, "..."],
 ) -> tuple[Float[Array, "..."], UInt16[Array, "..."]]:
-    """A float32 as a bfloat16 and the 16 bits that it lacks.
+    """A float32 as a bfloat16 and its 16 low bits.
 
     The bfloat16 is `x` rounded to nearest, exact ties away from zero: of an even
     bfloat16 round-to-nearest-even has 65,537 preimages, one more than 16 bits can tell

@@ -45,7 +45,7 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    for marker in ("sweep", "budgets", "tpu"):
+    for marker in ("fuzz", "sweep", "budgets", "tpu"):
         if f"JAMP_{marker.upper()}" not in os.environ:
             items[:] = [i for i in items if not i.get_closest_marker(marker)]
     for item in items:

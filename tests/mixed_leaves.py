@@ -34,7 +34,7 @@ SHAPES = [
 ]
 
 # Optimizing machine code takes a quarter of a test's time, and gains nothing.
-FAST = {"xla_backend_optimization_level": 1}
+FAST = {"xla_backend_optimization_level": 0}
 
 
 class Kind(NamedTuple):

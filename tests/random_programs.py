@@ -1,15 +1,17 @@
-"""Random programs for the fuzz test: ops and control flow on a growing pool of values.
+"""Random programs for the fuzz tests: ops and control flow on a growing pool of values.
 
 All ops keep values within a few units and are continuous, so that rounding stays small;
 integers depend on integers alone, so that they must come out identical.
 """
 
 import functools
+import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from hypothesis import strategies as st
+import numpy as np
 from jax import Array, lax
 
 
@@ -30,9 +32,9 @@ def run(steps: tuple[Step, ...], floats: list[Array], ints: list[Array]):
         i = ints[step.right % len(ints)]
         if step.op in ON_INTS:
             ints.append(ON_INTS[step.op](ints[step.left % len(ints)], i))
-        elif step.op in FLOW:
+        elif step.inside:
             body = functools.partial(inside, step.inside, b, ints)
-            floats.append(FLOW[step.op](body, a))
+            floats.append((FLOW | DERIVATIVES)[step.op](body, a))
         else:
             operands = (a,) if step.op in UNARY else (a, b if step.op in BINARY else i)
             floats.append((UNARY | BINARY | WITH_INTS)[step.op](*operands))
@@ -154,6 +156,32 @@ def custom_vjp(body, a):
     return fn(body(a))
 
 
+def closed_vjp(body, a):
+    """Both passes close over an array, which a branch must not make: JAX raises."""
+    scale = np.linspace(0.5, 1, a.shape[1]).astype(a.dtype)
+    fn = jax.custom_vjp(lambda a: jnp.tanh(a @ square(scale, a.shape[1])))
+    fn.defvjp(lambda a: (fn(a), a), lambda a, g: (g * jnp.cos(a) * scale,))
+    return fn(body(a))
+
+
+def slope(body, a):
+    """A gradient: what is differentiated once more is of second order."""
+    return jnp.tanh(jax.grad(lambda a: body(a).astype(jnp.float32).sum())(a))
+
+
+def linear(body, a):
+    y, jvp = jax.linearize(body, a)
+    (x,) = jax.linear_transpose(jvp, a)(y)
+    return jnp.tanh(x)
+
+
+def named_axis(body, a):
+    def row(x):
+        return body(x[None])[0] - lax.pmean(x, "rows")
+
+    return jax.vmap(row, axis_name="rows")(a)
+
+
 def scan(body, a):
     def step(c, x):
         return body(c), (x + c.mean()).astype(x.dtype)
@@ -181,27 +209,54 @@ FLOW = {
     "vmap": lambda body, a: jax.vmap(lambda row: body(row[None])[0])(a),
     "custom_jvp": custom_jvp,
     "custom_vjp": custom_vjp,
-    "jvp": lambda body, a: jax.jvp(body, (a,), (a,))[1] / 4,
+    "closed_vjp": closed_vjp,
+    "reverse": lambda body, a: lax.scan(
+        lambda c, x: (body(c), x * c.mean().astype(x.dtype)), a, a, reverse=True
+    )[1],
+    "dots_saved": lambda body, a: jax.checkpoint(
+        body, policy=jax.checkpoint_policies.dots_saveable
+    )(a),
+    "cond_of_rows": lambda body, a: jax.vmap(
+        lambda row, i: lax.cond(i > 0, lambda r: body(r[None])[0], jnp.sin, row)
+    )(a, jnp.arange(a.shape[0])),
+    "named_axis": named_axis,
 }
+# A derivative of what has a kink is not continuous: inside of these all is smooth.
+DERIVATIVES = {
+    "jvp": lambda body, a: jnp.tanh(jax.jvp(body, (a,), (a,))[1]),
+    "grad": slope,
+    "linear": linear,
+}
+KINKS = {"relu", "elu", "max", "cummax", "sort", "clip", "pool", "maximum"}
+KINKS |= {"bfloat16", "noise", "select", "where", "while"}
 
 
-NOTHING = st.just(())  # said, for otherwise Hypothesis infers steps without an end
-
-
-def steps(ops, inside=NOTHING):
-    numbers = st.integers(0, 9)
-    return st.builds(Step, st.sampled_from(list(ops)), numbers, numbers, inside)
-
-
-def nested(strategy, most):
-    return steps(FLOW, st.lists(strategy, min_size=1, max_size=most).map(tuple))
-
-
-SIMPLE = steps([*UNARY, *BINARY, *WITH_INTS, *ON_INTS])
-NESTED = nested(SIMPLE, 4)
-ANY = SIMPLE | NESTED | nested(SIMPLE | NESTED, 3)
-PROGRAMS = st.lists(ANY, min_size=2, max_size=8).map(tuple)
+SIMPLE = (*UNARY, *BINARY, *WITH_INTS, *ON_INTS)
+ALL = (*SIMPLE, *FLOW, *DERIVATIVES)
 
 # Each operation once, on a product.
-ONCE = [Step(op, 2, 1) for op in (*UNARY, *BINARY, *WITH_INTS, *ON_INTS)]
-EVERY = (Step("gram", 0, 0), *ONCE)
+EVERY = (Step("gram", 0, 0), *(Step(op, 2, 1) for op in SIMPLE))
+
+
+def program(
+    seed: int, ops: Sequence[str] = ALL, most: int = 3, depth: int = 2
+) -> tuple[Step, ...]:
+    """The program of a seed: at most so many steps, and so many levels inside."""
+    rng = random.Random(seed)
+    return _steps(rng, ops, rng.randint(2, most), depth)
+
+
+def _steps(rng, ops, count, depth):
+    return tuple(_step(rng, ops, depth) for _ in range(count))
+
+
+def _step(rng, ops, depth):
+    holding = [op for op in ops if op in FLOW or op in DERIVATIVES]
+    nested = depth and holding and rng.random() < 0.4
+    op = rng.choice(holding if nested else [op for op in ops if op in SIMPLE])
+    left, right = rng.randrange(10), rng.randrange(10)
+    if not nested:
+        return Step(op, left, right)
+    if op in DERIVATIVES:
+        ops = [op for op in ops if op not in KINKS]
+    return Step(op, left, right, _steps(rng, ops, rng.randint(1, 2), depth - 1))

@@ -1,46 +1,54 @@
-"""Random programs: autocast raises on none, and changes no type and no integer."""
+"""Random programs: autocast raises on none, and changes no type and no integer.
 
-import functools
+`make fuzz` runs 10,000, from the seed JAMP_FUZZ on. A seed that found a defect is in
+data/fuzz_seeds.txt from then on, and CI replays it.
+"""
+
+import os
+import pathlib
+import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 import jamp
 from tests.programs import evaluate
-from tests.random_programs import EVERY, PROGRAMS, run
+from tests.random_programs import EVERY, program, run
 
 ERROR = {"float16": 0.03, "bfloat16": 0.25}  # of values of a few units
+LINES = (pathlib.Path(__file__).parent / "data" / "fuzz_seeds.txt").read_text()
+FOUND = [int(line.split()[0]) for line in LINES.splitlines() if line[0] != "#"]
+SAMPLE, CHUNK, CHUNKS = 12, 100, 100
 
-shapes = st.tuples(st.integers(1, 4), st.integers(1, 4))
-dtypes = st.sampled_from(["float32", "float32", "float32", "bfloat16", "float16"])
+pytestmark = pytest.mark.standard_promotion
 
 
-@pytest.mark.standard_promotion
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
-@given(
-    program=PROGRAMS,
-    specs=st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=3),
-    half=st.sampled_from(list(ERROR)),
-    promote=st.sampled_from(["widest", "narrowest"]),
-)
-@example(EVERY, 2 * [((4, 4), "float32")], "float16", "widest")
-def test_random_programs(program, specs, half, promote):
-    rng = np.random.default_rng(len(specs))
-    floats = [jnp.asarray(rng.normal(size=shape), dtype) for shape, dtype in specs]
+def case(seed):
+    """Floats, a half dtype and a mode."""
+    rng, normal = random.Random(f"case {seed}"), np.random.default_rng(seed).normal
+    dtypes = ["float32", "float32", "float32", "bfloat16", "float16"]
+    shapes = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
+    floats = [jnp.asarray(normal(size=shape), rng.choice(dtypes)) for shape in shapes]
+    return floats, rng.choice(list(ERROR)), rng.choice(["widest", "narrowest"])
+
+
+def check(steps, floats, half, promote):
+    """Holds the cast program to the plain one; None where JAX refuses that."""
 
     def fn(floats):
-        return run(program, floats, [jnp.array([2, 0, 3]), jnp.array([1])])
+        return run(steps, floats, [jnp.array([2, 0, 3]), jnp.array([1])])
 
-    def both(fn, floats):
-        """All values, and gradients of all floats."""
+    def with_grads(fn):
+        """The gradients of all floats, and all values."""
 
         def loss(floats):
-            return sum(jnp.sin(y.astype(jnp.float32)).sum() for y in fn(floats)[0])
+            values = fn(floats)
+            wide = (y.astype(jnp.float32) for y in values[0])
+            return sum(jnp.sin(y).sum() for y in wide), values
 
-        return fn(floats), jax.grad(loss)(floats)
+        return jax.grad(loss, has_aux=True)
 
     def close(got, expected):
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
@@ -53,8 +61,48 @@ def test_random_programs(program, specs, half, promote):
         assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
         assert np.isfinite(np.asarray(got, np.float32)).all()
 
-    cast = jamp.autocast(fn, half, promote=promote)
-    values, grads = evaluate(functools.partial(both, fn), floats)
-    got_values, got_grads = evaluate(functools.partial(both, cast), floats)
+    plain, cast = with_grads(fn), with_grads(jamp.autocast(fn, half, promote=promote))
+    try:
+        results = evaluate(lambda floats: (plain(floats), cast(floats)), floats)
+    except Exception:
+        if raises(plain, floats):
+            return None
+        raise
+    (grads, values), (got_grads, got_values) = results
     jax.tree.map(close, got_values, values)
     jax.tree.map(finite, got_grads, grads)
+    return True
+
+
+def raises(fn, *args):
+    try:
+        evaluate(fn, *args)
+    except Exception:
+        return True
+    return False
+
+
+def test_every_operation():
+    floats = [jnp.asarray(np.random.default_rng(2).normal(size=(4, 4)), jnp.float32)]
+    assert check(EVERY, 2 * floats, "float16", "widest")
+
+
+@pytest.mark.parametrize("seed", [*FOUND, *range(SAMPLE)])
+def test_random_programs(seed):
+    check(program(seed), *case(seed))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_many_random_programs(chunk):
+    start = int(os.environ["JAMP_FUZZ"]) + chunk * CHUNK
+    jax.clear_caches()
+    failed, refused = [], 0
+    for seed in range(start, start + CHUNK):
+        try:
+            refused += check(program(seed), *case(seed)) is None
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            failed.append(seed)
+    assert failed == []
+    assert refused < CHUNK / 10

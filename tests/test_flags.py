@@ -1,5 +1,6 @@
 """What is wrong with an example's command line is said, and before JAX is imported."""
 
+import argparse
 import runpy
 import sys
 
@@ -7,7 +8,10 @@ import pytest
 
 from tests.scripts import EXAMPLES
 
-SCRIPTS = "bert_lamb char_lm dcgan digits distributed fp16_optimizer imagenet".split()
+SCRIPTS = (
+    "bert_lamb char_lm dcgan digits distributed fp16_optimizer haiku_or_equinox "
+    "imagenet"
+).split()
 WRONG = {
     "--opt-level O9": "'O9': one of O0, O1, O2, O3, O4, O5",
     "--loss-scale banana": "'banana': a positive number, such as 128, or 'dynamic'",
@@ -53,12 +57,29 @@ def test_a_folder_that_is_missing_is_not_replaced_by_patterns(run):
     assert "/no/such/dir/train is not a folder" in run("imagenet", "/no/such/dir")
 
 
+@pytest.mark.parametrize(
+    "path, error",
+    [
+        (EXAMPLES / "flags.py", SystemExit),
+        (EXAMPLES / "../jamp/__init__.py", ImportError),
+    ],
+)
+def test_an_old_python_gets_one_line(path, error, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(error, match=r"^jamp needs Python 3\.12 or newer; this is 3\."):
+        runpy.run_path(str(path))
+
+
 def test_ctrl_c_ends_with_one_line(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    stopped = runpy.run_path(str(EXAMPLES / "flags.py"))["run_script"]
+    names = runpy.run_path(str(EXAMPLES / "flags.py"))
+
+    closed = []
 
     def main():
+        names["saver"](argparse.Namespace(close=lambda: closed.append(1)))
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit, match="Stopped. What was saved is whole"):
-        stopped(main)
+        names["run_script"](main)
+    assert closed == [1]  # a save in the background has ended

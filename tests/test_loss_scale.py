@@ -107,18 +107,26 @@ def test_update_matches_oracle_on_any_sequence(rule, flags):
     assert_same(rule, run(ours(rule), np.array(flags)), run_oracle(rule, flags))
 
 
-@settings(max_examples=20)
-@given(
-    rule=st.builds(
-        oracle.Rule,
-        factor=st.sampled_from([2.0, 4.0, 8.0]),
-        window=st.integers(1, 6),
-        min_scale=st.sampled_from([None, 2.0**-10, 1.0]),
-        max_scale=st.sampled_from([2.0**16, 2.0**20, 2.0**60]),
-        hysteresis=st.integers(1, 4),
-    ),
-    flags=st.lists(st.booleans(), min_size=1, max_size=12),
+SCALES = st.integers(-126, 126).map(lambda k: 2.0**k) | st.floats(
+    2.0**-126, 2.0**126, width=32
 )
+SETTINGS = st.builds(
+    lambda scales, floor, **rest: oracle.Rule(
+        min_scale=scales[0] if floor else None,
+        init_scale=scales[1],
+        max_scale=scales[2],
+        **rest,
+    ),
+    scales=st.tuples(SCALES, SCALES, SCALES).map(sorted),
+    floor=st.booleans(),
+    factor=st.sampled_from([2.0, 4.0]) | st.floats(1.0078125, 2.0**20, width=32),
+    window=st.integers(1, 6),
+    hysteresis=st.integers(1, 4),
+)
+
+
+@settings(max_examples=20)
+@given(rule=SETTINGS, flags=st.lists(st.booleans(), min_size=1, max_size=12))
 def test_update_matches_oracle_for_any_rule_without_jit(rule, flags):
     last = advance(ours(rule), flags)
     states = jax.tree.map(lambda x: np.asarray(x)[None], last)

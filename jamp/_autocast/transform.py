@@ -39,8 +39,8 @@ def autocast[**P, R](
     """Runs each operation of a function in the precision that suits it.
 
     Matmuls and convolutions run in half, exponentials, sums and losses in float32, and
-    what is left in the widest dtype among its operands. What goes in and comes out
-    keeps its dtype; half lives inside. Derivatives follow: gradients have the params'
+    what is left in the widest dtype among its operands. Inputs and outputs keep their
+    dtypes; half exists only inside. Derivatives follow: gradients have the params'
     dtypes.
 
     Args:

@@ -16,7 +16,7 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
     """Raises if arrays are on different meshes, or some on one and some elsewhere.
 
     JAX would say so at the first operation on two of them, without their names. What
-    is traced, or may lie anywhere, is left out.
+    is traced, or may be anywhere, is left out.
     """
     first: tuple[str, Any] | None = None
     for name, tree in named:
@@ -37,7 +37,7 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
 def placed_like(x: Any, like: Any) -> jax.Array:
     """`x` as an array in the dtype of `like`, or its own if that is a PRNG key's.
 
-    It lies where `like` lies, if that is an array, or a shape, that says so.
+    It is where `like` is, if that is an array, or a shape, that says so.
     """
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
@@ -45,8 +45,8 @@ def placed_like(x: Any, like: Any) -> jax.Array:
     if sharding is None or is_traced(like) or is_traced(x):
         return jnp.asarray(x)
     if getattr(like, "committed", True):
-        lies = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
-        return x if lies else put(x, sharding)
+        is_there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
+        return x if is_there else put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
         return x  # on other hosts too, and `like` was never told where to be
     elsewhere = getattr(x, "sharding", sharding).device_set != sharding.device_set

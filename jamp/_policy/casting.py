@@ -118,7 +118,7 @@ def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
 def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
     """Casts the float leaves to `dtype`, the kept ones to float32.
 
-    Flax's fp8 scales, in a collection of their own, are no weights: left alone.
+    Flax's fp8 scales, in a collection of their own, are not weights: left alone.
     """
 
     def leaf(path, x):

@@ -68,7 +68,7 @@ def _group(
 def _loaded(old: Weight, new: jax.Array) -> Weight:
     """A param that is now `new`, and its master.
 
-    Half values that are those of before are no news of the digits that a master has
+    Half values that are those of before say nothing of the digits that a master has
     beyond them: what clips weights, or changes some of them, leaves the others alone.
     """
     if new is old.param:

@@ -114,7 +114,7 @@ def _too_large(finding: Finding) -> str:
         "train in bfloat16 (O4, O5), whose range is that of float32, or compute this "
         "in float32 (`jamp.float_function`, `keep_fp32=`)"
         if dtype == "float16"
-        else "bound what goes in: normalize it, clip it, or lower the learning rate"
+        else "bound its input: normalize it, clip it, or lower the learning rate"
     )
     return f"The result is beyond {_most(finding)}, {dtype}'s largest: {instead}."
 

@@ -13,7 +13,7 @@ from pallas_kernels._backend import MEASURED_FASTER, resolve
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "jaxtyping")
 _OPTIONAL = {
-    "jax-cuda13-plugin": "JAX on NVIDIA GPUs: pip install 'jamp[cuda]'",
+    "jax-cuda13-plugin": "JAX on NVIDIA GPUs: pip install 'jax[cuda13]'",
     "matplotlib": "for History.plot",
     "orbax-checkpoint": "checkpoints by Orbax",
 }

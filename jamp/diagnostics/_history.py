@@ -104,7 +104,7 @@ class History:
         return [dict(row) for row in self._rows]
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rows to a file; a number that a row lacks is empty."""
+        """Writes the rows to a file; a missing number is empty."""
         rows = self.rows()
         names = list(dict.fromkeys(name for row in rows for name in row))
         with open(path, "w", newline="") as file:

@@ -164,7 +164,7 @@ def _shard_map(
     stacked = PartitionSpec(tuple(a for a in mesh.axis_names if a in axes))
 
     def on_devices(fn, arrays, in_specs):
-        """`fn` on each device's part of some arrays; results lie side by side."""
+        """`fn` on each device's part of some arrays; results are side by side."""
         specs = {"in_specs": in_specs, "out_specs": stacked}
         mapped = jax.shard_map(
             lambda *parts: [x[None] for x in fn(*parts)], **(options | specs)

@@ -1,4 +1,4 @@
-"""apex's `fp16_utils` for a functional world: state goes in, and comes out last.
+"""apex's `fp16_utils` in functional form: take the state first, return it last.
 
 May import all rooms but `linen`, `nnx` and `diagnostics`. Here lives what apex has in
 older forms: both FP16_Optimizers (`_cut_down` is that of apex.optimizers), the first

@@ -43,7 +43,7 @@ class FP16OptimizerState(flax.struct.PyTreeNode):
         grads: gradients times the scale, half, shape (n,); None where there are none.
         overflow: whether the last step was skipped, shape (), bool.
         loss_scaler: scale, iteration, and that of the last overflow.
-        specs: how params lie in the buffers. Static.
+        specs: how params are stored in the buffers. Static.
     """
 
     fp16_flat: Any

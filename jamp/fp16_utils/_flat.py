@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class FlatSpec:
-    """How a tree lies in a vector: leaf after leaf, in the order of `jax.tree.leaves`.
+    """How a tree is stored in a vector: by leaf, in the order of `jax.tree.leaves`.
 
     Attributes:
         structure: of the tree.

@@ -23,7 +23,7 @@ def autocast[**P, R](
 ) -> Callable[P, R]:
     """`jamp.autocast` for functions of NNX models.
 
-    The models among the arguments go in as arrays and come out as arrays, so what `fn`
+    The models among the arguments are passed and returned as arrays, so what `fn`
     writes into them (running statistics, counters of keys) is written when it is done.
 
     Args:

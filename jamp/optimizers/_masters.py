@@ -27,7 +27,7 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
         masters: the params in float32, and of float64 ones copies; with
-            `store_remainder` the 16 bits, uint16, that bfloat16 params lack;
+            `store_remainder` the 16 low bits beside bfloat16 params, uint16;
             `optax.MaskedNode()` where a param is float32 and so its own master.
         inner_state: the state of the wrapped transformation.
     """
@@ -54,7 +54,7 @@ class MasterWeights(Transformation):
 
     @property
     def store_remainder(self) -> bool:
-        """Whether masters are kept as what the params lack."""
+        """Whether masters are stored as the low bits beside the params."""
         return self.rule.store_remainder
 
 
