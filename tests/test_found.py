@@ -1,8 +1,8 @@
 """Defects that were found: each with how, and the test that sees it.
 
-Those of apex are rows of docs/from_apex.md, which test_deviations.py holds to a test each;
-those of jmp, mpx, Flax, keras and optax are in test_peers.py. Here are ours. What had no
-test has one below.
+Those of apex are rows of docs/from_apex.md, which test_deviations.py holds to a test
+each; those of jmp, mpx, Flax, keras and optax are in test_peers.py. Here are ours. What
+had no test has one below.
 """
 
 import pathlib
@@ -47,7 +47,7 @@ FOUND = {
     },
     "test_sealed_grads": {
         "test_a_habit_of_plain_jax_is_an_error": (
-            "habit: `jax.tree.map`, `pmean` and `tx.update` of scaled gradients went on silently"
+            "habit: `tree.map`, `pmean`, `tx.update` of scaled gradients went on silently"
         ),
         "test_an_edit_that_is_not_finite_is_a_skip": (
             "habit: an inf made by an edit of gradients moved the loss scale"
@@ -99,7 +99,7 @@ FOUND = {
     },
     "test_fused_arguments": {
         "test_a_norm_of_0_clips_nothing_and_a_negative_one_is_an_error": (
-            "read: a `max_grad_norm` of 0 under `inject_hyperparams` made gradients zero"
+            "read: `max_grad_norm=0` under `inject_hyperparams` made gradients zero"
         ),
     },
     "test_fused_contract": {
@@ -148,7 +148,7 @@ FOUND = {
     },
     "test_autocast_islands": {
         "test_the_backward_pass_keeps_half_and_gives_the_same": (
-            "count: what float32 keeps for the backward pass was kept in float32 in loops"
+            "count: what is kept for the backward pass was float32 in loops"
         ),
         "test_a_norm_gives_back_its_inputs_dtype": (
             "count: a norm gave float32 to what came after"
