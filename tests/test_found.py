@@ -47,7 +47,7 @@ FOUND = {
     },
     "test_sealed_grads": {
         "test_a_habit_of_plain_jax_is_an_error": (
-            "habit: `tree.map`, `pmean`, `tx.update` of scaled gradients went on silently"
+            "habit: `tree.map`, `pmean`, `tx.update` of gradients went on silently"
         ),
         "test_an_edit_that_is_not_finite_is_a_skip": (
             "habit: an inf made by an edit of gradients moved the loss scale"
