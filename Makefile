@@ -20,6 +20,9 @@ sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random pro
 fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; other properties too
 	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/test_autocast_fuzz.py tests/test_properties.py $(ARGS)
 
+soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
+	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/test_soak.py $(ARGS)
+
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
 
@@ -66,6 +69,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep fuzz budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test sweep fuzz soak budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
