@@ -1,4 +1,4 @@
-"""For the reference: a docstring's doctests become code blocks of the page."""
+"""For the reference: docstrings as the site's parser reads them best."""
 
 import re
 from typing import Any
@@ -6,15 +6,25 @@ from typing import Any
 import griffe
 
 _DOCTEST = re.compile(r"(?:^>>> .*\n?)(?:^.+\n?)*", re.MULTILINE)
+_RETURNS = re.compile(r"^Returns:\n(?:    .*\n?)+", re.MULTILINE)
+_COLON = re.compile(r"(`[^`]*`)|:(?=\s)")
 
 
 class Doctests(griffe.Extension):
-    """Fences each paragraph of a docstring that begins with `>>>`."""
+    """Fences each paragraph that begins with `>>>`, and keeps sentences whole."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         del kwargs
         if obj.docstring:
-            obj.docstring.value = _DOCTEST.sub(
+            text = _DOCTEST.sub(
                 lambda found: f"```pycon\n{found[0].rstrip()}\n```\n",
                 obj.docstring.value,
             )
+            text = text.replace("Raises (when called):", "Raises:")
+            obj.docstring.value = _RETURNS.sub(_sentence, text)
+
+
+def _sentence(found: re.Match[str]) -> str:
+    """What a function returns; a colon in it is not that of a type or a name."""
+    head, _, text = found[0].partition("\n")
+    return head + "\n" + _COLON.sub(lambda m: m[1] or "&#58;", text)

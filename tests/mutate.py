@@ -148,7 +148,8 @@ def main() -> None:
             drawn = list(mutants(source, given.n, given.seed))
             alive = [x for t, x in drawn if not dies(file, t, tests, limit)]
         print(f"| {name} | {len(drawn)} | {len(drawn) - len(alive)} |", flush=True)
-        print(*(f"  {name}:{change}" for change in alive), sep="\n", flush=True)
+        for change in alive:
+            print(f"  {name}:{change}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-import types
 
 import flax.linen as nn
 import jax
@@ -137,23 +136,6 @@ def test_a_float64_result_is_a_wish_and_marks_come_before():
     highest = functools.partial(jnp.matmul, X, precision="highest")
     assert found(jamp.half_function(highest)) == [HALF]
     assert found(highest, lists=LISTS.with_region("", "half")) == [HALF]
-
-
-def test_registered_functions_are_marked_while_a_program_is_traced():
-    module = types.SimpleNamespace(product=product)
-    lists = LISTS.register_float_function(module, "product")
-
-    def fn(x):
-        return module.product(x) @ x
-
-    def fails(x):
-        raise KeyError
-
-    assert found(fn, lists=lists) == [FLOAT, HALF]
-    with pytest.raises(KeyError):
-        jamp.autocast(fails, lists=lists)(X)
-    assert module.product is product
-    assert found(fn) == [HALF, HALF]
 
 
 KINDS = ["half_function", "float_function", "promote_function", "half_kernel"]

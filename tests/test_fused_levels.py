@@ -14,17 +14,15 @@ from jax import lax
 
 import jamp
 from jamp import optimizers as jo
-from tests.bits import assert_same_bits, copy
+from tests.bits import assert_same_bits
 from tests.fused import OPTIMIZERS, STANDARD, fresh, make as make_tx
 from tests.masters import BF16, F16, assert_it_holds
 from tests.one_pass import (
     F32,
     HALF,
-    KEPT,
     dot,
     each_backend,
     each_kept,
-    one_step,
     start,
     step,
 )
@@ -256,48 +254,3 @@ def test_fp8_scales_are_written_and_integers_stay(kept):
         assert (masters["v"] == 1 - GOOD).all() and masters["gain"] == 1 - GOOD
         assert after.params["params"]["v"].dtype == HALF.get(AT[kept], F32)
     assert_skipped(plain_step(state, grads(np.inf, 7.0)), state)
-
-
-# Loops, donation, new states
-
-
-def test_an_ensemble_under_vmap_skips_each_member_alone():
-    stacked, xs = (
-        jax.tree.map(lambda *x: np.stack(x), *trees)
-        for trees in [(small(), small()), (like(np.inf, place=5), like(GOOD))]
-    )
-    states = jax.vmap(lambda params: start(sgd(momentum=0.5), "O2", params))(stacked)
-    after = jax.jit(jax.vmap(one_step))(states, xs)
-    assert after.step.tolist() == [0, 1]
-    assert after.skipped_steps.tolist() == [1, 0]
-    first, second = (jax.tree.map(lambda x, k=k: x[k], after) for k in (0, 1))
-    assert_skipped(first, jax.tree.map(lambda x: x[0], states))
-    assert_stepped_by(second, GOOD)
-
-
-@pytest.mark.parametrize(
-    "kept, backend", [*((kept, "xla") for kept in KEPT), ("split", "interpret")]
-)
-def test_a_donated_state_takes_the_users_arrays_nowhere(kept, backend):
-    users = small()
-    before = copy(users)
-    state = first = make(jo.fused_adam(0.5, backend=backend), kept, users)
-    leaves = jax.tree.leaves(state)  # which share no array
-    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
-
-    def loss_fn(p, x):
-        # Not linear, or jit would drop the params that no gradient needs.
-        return dot(p, jax.tree.map(lambda p, x: x * p.astype(F32), p, x))
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def donating(state, x):
-        return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
-
-    # Warnings are errors here: "Some donated buffers were not usable".
-    for _ in range(2):
-        state = donating(state, like(GOOD))
-    assert state.step == 2
-    leaves = jax.tree.leaves_with_path(first)
-    left = [jax.tree_util.keystr(k) for k, x in leaves if not x.is_deleted()]
-    assert left == [".last_step_skipped"]  # no step reads it, so jit drops it too
-    assert_same_bits(copy(users), before)
