@@ -20,6 +20,9 @@ sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random pro
 fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; other properties too
 	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/test_autocast_fuzz.py tests/test_properties.py $(ARGS)
 
+soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
+	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/test_soak.py $(ARGS)
+
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
 
@@ -43,8 +46,7 @@ HAS_ALL := python3 -c 'import importlib.util as u; names = "flax hypothesis jax_
 	jaxtyping matplotlib optax orbax PIL pytest pytest_benchmark".split(); raise SystemExit(not all(map(u.find_spec, names)))'
 RESULTS ?= benchmarks/results
 
-# With the tool `run`, one call: `make gpu RESULTS=$$OUT`, timeout_s 600. Then, for what
-# was "not begun": `make gpu RESULTS=$$OUT ARGS='--only "optimizer step"'`.
+# benchmarks/README.md has the calls for a machine that is lent.
 gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
 	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
@@ -67,6 +69,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep fuzz budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test sweep fuzz soak budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

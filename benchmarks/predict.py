@@ -230,6 +230,23 @@ def table(saved: dict[str, Any], gpus: tuple[str, ...] = tuple(BANDWIDTH)) -> st
     return "\n".join(lines)
 
 
+def table_of_backends(saved: dict[str, Any], gpu: str = "H200") -> str:
+    """What `backend="auto"` would choose among if predictions were measurements."""
+    lines = [
+        f"| tree | XLA: kernels | {gpu}, ms | Mosaic: kernels | {gpu}, ms | ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    steps = saved["steps"]
+    for name in (n for n in steps if n.endswith("fused, xla")):
+        xla, mosaic = steps[name], steps[name.replace("xla", "mosaic")]
+        cells = [
+            f"{step['kernels']:,} | {step[gpu][1] * 1e3:.3g}" for step in (xla, mosaic)
+        ]
+        tree, ratio = name.split(": ")[1], xla[gpu][1] / mosaic[gpu][1]
+        lines.append(f"| {tree} | {' | '.join(cells)} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="compile nothing")
@@ -239,7 +256,7 @@ def main() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         compile_all(options.only)
-    print(table(read()))
+    print(table(read()), table_of_backends(read()), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -76,14 +76,16 @@ def launch(processes, flags):
     try:
         for i in range(processes):
             env = os.environ | shared | {"JAX_PROCESS_ID": str(i)}
-            children.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE))
+            options = {"stdin": subprocess.PIPE, "start_new_session": True}  # no Ctrl-C
+            children.append(subprocess.Popen(command, env=env, **options))
         codes = [None]
         while None in codes and not any(codes):
             time.sleep(0.1)
             codes = [child.poll() for child in children]
     finally:
         for child in children:
-            child.kill()
+            child.kill()  # all of them, before one complains that another has gone
+        for child in children:
             child.communicate()  # closes the pipe, too
     if any(codes):  # the others would have waited for it, for minutes or for ever
         sys.exit(f"A process failed, all were ended. Their exit codes: {codes}")

@@ -280,7 +280,7 @@ def test_a_closure_is_for_one_group_that_is_there():
         (pair(), None, r"one group: pass wrt=key, one of \['a', 'b'\]; got wrt=None"),
         (pair(), ("a",), r"one of \['a', 'b'\]; got wrt=\('a',\)"),
         (pair(), ["a", "b"], r"one of \['a', 'b'\]; got wrt=\['a', 'b'\]"),
-        (pair(), "z", r"wrt='z': 'z' is none of the groups"),
+        (pair(), "z", r"wrt='z': 'z' is not one of the groups"),
         (begin(), "z", r"wrt='z', but the state has one group"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -5,6 +5,7 @@ import pathlib
 import re
 import runpy
 
+import numpy as np
 import pytest
 
 from tests import surface
@@ -68,6 +69,7 @@ def test_the_page_shows_what_the_cases_give():
 
 @pytest.fixture(scope="module")
 def pictures():
+    pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib").use("agg")
     return runpy.run_path(str(DOCS / "pictures.py"))
 
@@ -79,6 +81,14 @@ def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
     assert skips[:4].all() and not skips[4] and skips[5:].any()
     assert scales[5] < scales[0]
     assert abs(flat / flat[0] - 1).max() < 0.03  # each step has data of its own
+
+
+@pytest.mark.standard_promotion
+def test_without_masters_training_falls_behind_float32(pictures):
+    float32, masters, none = pictures["masters_runs"](steps=150).values()
+    np.testing.assert_allclose(masters, float32, atol=0.01)
+    start, *ends = (x[-20:].mean() for x in (float32[:20], float32, none))
+    assert start - ends[1] < 0.5 * (start - ends[0])
 
 
 @pytest.mark.standard_promotion

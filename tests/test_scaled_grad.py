@@ -398,9 +398,9 @@ def test_wrt_gives_a_tree_or_a_tuple_in_its_order_or_the_container(pack, wrt, sl
 
 def test_a_wrt_that_names_no_groups_is_refused():
     for pack, wrt, words in (
-        (named, "z", r"'z' is none of the groups \['a', 'b', 'c'\]"),
-        (list, 3, r"3 is none of the groups \[0, 1, 2\]"),
-        (named, ("a", "z"), r"'z' is none of the groups"),
+        (named, "z", r"'z' is not one of the groups \['a', 'b', 'c'\]"),
+        (list, 3, r"3 is not one of the groups \[0, 1, 2\]"),
+        (named, ("a", "z"), r"'z' is not one of the groups"),
         (named, ("a", "a"), "must name groups, each once"),
         (named, (), "must name groups, each once"),
     ):

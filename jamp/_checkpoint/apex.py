@@ -66,7 +66,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
 
     Raises:
         TypeError: `state` is not an AmpState, or `state_dict` not a mapping.
-        ValueError: a key is missing, unexpected, or its value no scale or no count.
+        ValueError: a key is missing or unexpected, or a value not a scale or a count.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)

@@ -89,9 +89,9 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
     Args:
         state: what `jamp.initialize` made, with the same model, optimizer and number of
             losses; or its shapes. It says the level, and where arrays are.
-        checkpoint: what `to_checkpoint` gave; or what plain Flax has of a float32
-            TrainState: itself, or its state dict `{"step", "params", "opt_state"}`, in
-            which all but `params` may be left out.
+        checkpoint: what `to_checkpoint` gave; or a float32 TrainState of plain Flax, or
+            its state dict `{"step", "params", "opt_state"}`, in which all but `params`
+            may be left out.
 
     Returns:
         A state like `state`.

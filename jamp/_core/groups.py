@@ -82,7 +82,7 @@ def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
             )
         if key not in keys:
             raise ValueError(
-                f"wrt={wrt!r}: {key!r} is none of the groups {list(keys)}."
+                f"wrt={wrt!r}: {key!r} is not one of the groups {list(keys)}."
             )
     return named
 

@@ -98,8 +98,8 @@ def cast_forward(
     """Wraps the forward function of any framework as apex wraps a model's `forward`.
 
     With half params, the function is written in half: every product of a param that is
-    not kept in float32. It sees params and inputs as float32 itself, so that whatever
-    it promotes, nothing falls out of half. Outputs are float32, or
+    not kept in float32. It sees params and inputs as float32 itself, so nothing that it
+    promotes falls out of half. Outputs are float32, or
     `cast_model_outputs`.
 
     Args:
@@ -124,5 +124,5 @@ def no_forward(*_: Any, **__: Any) -> NoReturn:
     """What `state.apply_fn` is where none was given."""
     raise TypeError(
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
-        "*args) -> outputs`, to jamp.initialize. An NNX model is called itself."
+        "*args) -> outputs`, to jamp.initialize. Call an NNX model itself."
     )

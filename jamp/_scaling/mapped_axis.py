@@ -20,8 +20,8 @@ def check_predivide(predivide: float, axis_name: Any) -> None:
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
     if not number or not 0 < predivide < math.inf:
         raise ValueError(
-            "predivide must be what to divide gradients by before they are summed over "
-            f"axis_name, a positive number, got {predivide!r}."
+            "predivide must be a positive number, which divides gradients before they "
+            f"are summed over axis_name, got {predivide!r}."
         )
     if axis_name is None:
         raise ValueError(

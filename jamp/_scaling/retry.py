@@ -29,8 +29,8 @@ def check_redo(redo_on_overflow: Any) -> None:
     number = redo_on_overflow
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(
-            "redo_on_overflow must be how often to compute a batch again at most, an "
-            f"integer of at least 0, got {number!r}."
+            "redo_on_overflow must be an integer of at least 0, how often to retry a "
+            f"batch at most, got {number!r}."
         )
 
 

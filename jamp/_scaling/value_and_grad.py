@@ -84,9 +84,9 @@ def scaled_value_and_grad(
         predivide: what to divide gradients by before they are summed over `axis_name`,
             and the sum by the rest of its size after: the mean of gradients whose sum
             float32 cannot hold. apex's `gradient_predivide_factor`.
-        redo_on_overflow: how often to compute a batch again at most, each time at the
-            next lower loss scale, when its gradients are not finite: instead of a skip.
-            Of a dynamic scale; use it under `jit`, with arrays as aux.
+        redo_on_overflow: how often to retry a batch at most whose gradients are not
+            finite, each time at the next lower loss scale, instead of a skip. It needs
+            a dynamic scale; use it under `jit`, with arrays as aux.
 
     Returns:
         `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the

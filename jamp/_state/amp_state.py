@@ -219,7 +219,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
             params: new float32 params: a mapping, merged into `state.params`; or with
                 several groups new ones, in the container of `state.params`.
             tx: with several groups, the optimizers of the new ones.
-            allow_incoming_model_not_fp32: whether half params may come in.
+            allow_incoming_model_not_fp32: whether half params are allowed.
             **fields: more of extra fields, merged alike. `batch_stats` makes the
                 recognition of BatchNorm exact.
 

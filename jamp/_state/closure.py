@@ -35,8 +35,7 @@ def closure(
 
     Returns:
         `f(state, *args, **kwargs) -> value_fn`, and `value_fn(params) -> loss`, shape
-        (), float32. `params` are the group's, in float32, without leaves that are no
-        floats.
+        (), float32. `params` are the group's, in float32, without non-float leaves.
 
     Raises (when called):
         ValueError: `wrt` does not name one group.

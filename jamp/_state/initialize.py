@@ -110,11 +110,12 @@ def initialize(
         apply_fn: the model's forward, `model.apply` or `(variables, *args) -> outputs`;
             `state.apply_fn` runs it under the policy.
         keep_fp32: more leaves to keep in float32: regex, predicate, or a list of them.
-        lists: additions to autocast's table, a `jamp.AutocastLists`; O1 and O4 only.
-        promote: "narrowest" keeps sums of half and float32 in half; O1 and O4 only.
+        lists: additions to autocast's table, a `jamp.AutocastLists`; not at O0.
+        promote: what mixed operands become, "widest" (by default at O1 and O4) or
+            "narrowest" (at O2, O3 and O5).
         store_remainder: whether to keep 16 more bits beside bfloat16 params instead of
             float32 masters, see `master_weights`; O5 only.
-        allow_incoming_model_not_fp32: whether half params may come in.
+        allow_incoming_model_not_fp32: whether half params are allowed.
         state_class: AmpState, or a subclass that declares extra fields.
         **fields: extra fields of the state, such as `batch_stats`.
 

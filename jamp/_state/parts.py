@@ -157,8 +157,8 @@ def _check_unscaled(trees: list[PyTree], state: HasLossScales) -> None:
         if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
             warn(
                 f"gradients{jax.tree_util.keystr(path[1:])} are a plain tree in "
-                f"{leaf.dtype}, and the loss scale is dynamic: nobody scaled the loss, "
-                "or nobody unscaled them in float32. Write "
+                f"{leaf.dtype}, and the loss scale is dynamic: the loss was not "
+                "scaled, or they were not unscaled in float32. Write "
                 "`jamp.scaled_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
                 "`jax.grad` and `jamp.unscale` after it.",
                 PrecisionWarning,

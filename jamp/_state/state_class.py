@@ -55,7 +55,7 @@ class _Moved(types.ModuleType):
         if not name.startswith("AmpState"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise pickle.UnpicklingError(
-            "This state was pickled when the files of jamp lay elsewhere. Unpickle it "
+            "This state was pickled by a jamp with other files. Unpickle it "
             "with that version, save `jamp.to_checkpoint(state)`, and read that with "
             "`jamp.from_checkpoint(state, checkpoint)`."
         )

@@ -77,8 +77,9 @@ def _half(device: Any) -> str:
 
 def _backend() -> str:
     chosen = resolve("auto")
-    measured = ", ".join(sorted(MEASURED_FASTER)) or "no device yet"
-    return f"backend 'auto' is {chosen!r}: kernels were measured faster on {measured}"
+    devices = ", ".join(sorted(MEASURED_FASTER))
+    measured = f"are faster on {devices}" if devices else "have not been timed yet"
+    return f"backend 'auto' is {chosen!r}: GPU kernels {measured}"
 
 
 def _settings() -> Iterator[str]:

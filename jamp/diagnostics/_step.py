@@ -66,7 +66,7 @@ def check_state(state: object, call: str) -> None:
     if not isinstance(state, AmpState):
         raise TypeError(
             f"jamp.diagnostics.{call} takes `(loss_fn, state, *args)` with the "
-            f"AmpState of jamp.initialize, got {type(state).__name__}. Of NNX, use "
+            f"AmpState of jamp.initialize, got {type(state).__name__}. For NNX, use "
             f"jamp.nnx.{call}(loss_fn, model, optimizer, *args)."
         )
 

@@ -123,13 +123,13 @@ class LossScaler(_Scaler):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScaler(_Scaler):
-    """apex's first dynamic loss scale; `jamp.DynamicLossScale` is the present one.
+    """apex's first dynamic loss scale; `jamp.DynamicLossScale` is the current one.
 
         overflow:  scale = max(scale / scale_factor, 1)
         clean:     scale *= scale_factor, if the iterations since the last overflow are
                    a multiple of scale_window
 
-    There is no ceiling but float32's: 2^126.
+    Its ceiling is float32's: 2^126.
 
     Attributes:
         init_scale: the first scale.

@@ -95,7 +95,7 @@ def fused_adam(
         raise ValueError("fused_adam: eps_inside_sqrt=True needs legacy=True.")
     if legacy and not adam_w_mode:
         raise ValueError(
-            "fused_adam: legacy=True knows one kind of decay. Leave adam_w_mode out."
+            "fused_adam: legacy=True has one kind of decay. Leave adam_w_mode out."
         )
     return FusedTransformation.of(FusedAdam(**locals()))
 

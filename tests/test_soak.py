@@ -1,0 +1,143 @@
+"""A long run with random overflows: nothing grows, one compilation, exact counters.
+
+`make soak` takes 20,000 steps, and CI a few.
+"""
+
+import collections
+import os
+import pathlib
+import time
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jamp
+import jamp.nnx
+from tests.oracles import loss_scale as oracle
+
+STEPS = int(os.environ.get("JAMP_SOAK", 40))
+EVERY = STEPS // 20
+WARM = STEPS // 10  # buffers of the allocator and of Python's have their size by then
+# So low that nothing but the batches that are meant to overflows.
+SETTINGS = {"init_scale": 2.0**10, "window": 25, "min_scale": 2.0**4}
+SETTINGS |= {"max_scale": 2.0**12, "hysteresis": 2}
+RULE = oracle.Rule(**SETTINGS)
+OPTIONS = {
+    "opt_level": "O2",
+    "loss_scale": jamp.DynamicLossScale(**SETTINGS),
+    "verbosity": 0,
+}
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 8, 16)).astype(np.float32)  # eight batches
+BAD = RNG.random(STEPS) < 0.1
+ADAM = optax.adam(1e-3)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(not train)(nn.relu(nn.Dense(32)(x)))
+        return nn.Dense(1)(x)
+
+
+def linen():
+    """A step of a batch, which keeps the state, and what reads it."""
+    model = Linen()
+    variables = model.init(jax.random.key(0), X[0])
+    stats = variables["batch_stats"]
+    state = [jamp.initialize(variables["params"], ADAM, batch_stats=stats, **OPTIONS)]
+
+    @jax.jit
+    def step(state, x):
+        def loss_fn(params):
+            both = {"params": params, "batch_stats": state.batch_stats}
+            y, new = model.apply(both, x, mutable=["batch_stats"])
+            return (y**2).mean(), new["batch_stats"]
+
+        grads, stats = jamp.scaled_grad(loss_fn, has_aux=True)(state)
+        return state.apply_gradients(grads=grads, batch_stats=stats)
+
+    def run(x):
+        state[0] = step(state[0], x)
+
+    return run, lambda: state[0]
+
+
+class NNX(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = (
+            nnx.Linear(*io, rngs=rngs) for io in ((16, 32), (32, 1))
+        )
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(nnx.relu(self.first(x))))
+
+
+def with_nnx():
+    model, optimizer = jamp.nnx.initialize(NNX(nnx.Rngs(0)), ADAM, **OPTIONS)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss = lambda model: (model(x) ** 2).mean()  # noqa: E731
+        optimizer.update(model, jamp.nnx.scaled_grad(loss)(model, optimizer))
+
+    return lambda x: step(model, optimizer, x), lambda: optimizer.amp_state(model)
+
+
+def megabytes():
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def counters(state):
+    return [
+        *(x.item() for x in state.loss_scales[0]),
+        state.step.item(),
+        state.skipped_steps.item(),
+    ]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("make", [linen, with_nnx])
+def test_nothing_grows_and_counters_are_exact(make):
+    compiled = collections.Counter()
+
+    def listen(event, _, **__):
+        compiled[event.endswith("backend_compile_duration")] += 1
+
+    run, state = make()
+    model, taken, memory, arrays = oracle.init(RULE), 0, [], []
+    begun = time.monotonic()
+    for i, bad in enumerate(BAD):
+        run(X[i % 8] * np.float32(np.inf if bad else 1))
+        model = oracle.update(RULE, model, not bad)
+        taken += not bad
+        if i % EVERY == 0:
+            assert counters(state()) == [
+                model.scale,
+                model.unskipped,
+                max(model.hysteresis, 0),
+                model.consecutive_skips,
+                taken,
+                i + 1 - taken,
+            ]
+            if i >= WARM:
+                memory.append(megabytes())
+                arrays.append(len(jax.live_arrays()))
+            if i == 0:
+                jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    print(
+        f"\n{make.__name__}: {STEPS} steps, {BAD.sum()} skipped, scales exact, "
+        f"{compiled[True]} compilations after the first step, live arrays "
+        f"{arrays[0]} to {arrays[-1]}, memory {memory[0]:.1f} to {memory[-1]:.1f} MiB "
+        f"(largest {max(memory):.1f}), {time.monotonic() - begun:.0f} s"
+    )
+    assert compiled[True] == 0
+    assert len(set(arrays)) == 1
+    assert memory[-1] - memory[0] < 4
