@@ -46,8 +46,7 @@ HAS_ALL := python3 -c 'import importlib.util as u; names = "flax hypothesis jax_
 	jaxtyping matplotlib optax orbax PIL pytest pytest_benchmark".split(); raise SystemExit(not all(map(u.find_spec, names)))'
 RESULTS ?= benchmarks/results
 
-# With the tool `run`, one call: `make gpu RESULTS=$$OUT`, timeout_s 600. Then, for what
-# was "not begun": `make gpu RESULTS=$$OUT ARGS='--only "optimizer step"'`.
+# benchmarks/README.md has the calls for a machine that is lent.
 gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
 	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \

@@ -30,9 +30,9 @@ from flax.training.dynamic_scale import DynamicScale
 import jamp
 from benchmarks.convergence import conditions, read
 from tests import h200, lean
-from tests.lean_images import ResNet50, UNet
+from tests.lean_images import UNet
 from tests.lean_transformers import GPT2, ViT
-from tests.models import MLP
+from tests.models import CNN, MLP
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "compared.jsonl"
 PLAIN = "plain JAX"
@@ -54,8 +54,8 @@ CASES = {
         rows_of_numbers(MLP((256, 256, 10)), 128, 64),
         rows_of_numbers(MLP((4096, 4096, 4096, 10)), 4096, 1024),
     ),
-    "ResNet": (
-        lean.images(ResNet50((1, 1)), batch=4, side=32),
+    "CNN with BatchNorm": (
+        lean.images(CNN((16, 32)), batch=16, side=16),
         lean.CASES["resnet50"],
     ),
     "transformer under scan": (

@@ -3,6 +3,7 @@
     python -m benchmarks.gpu                          # on a GPU, in under 8 minutes
     python -m benchmarks.gpu --rehearse               # the same on a CPU, and small
     python -m benchmarks.gpu --only "training step"   # jobs whose name begins so
+    python -m benchmarks.gpu --rest gpu.jsonl         # those that it says did not begin
 
 Each benchmark, kernel and test file is a job, in a process of its own, with a limit in
 seconds. A crash, or a job that does not end, is a row like any other, and the next job
@@ -131,6 +132,15 @@ def jobs(rehearse: bool = False) -> list[Job]:
         *(_optimizer(tree, who) for tree in trees[2:] for who in CONTESTANTS),
         *itertools.starmap(_file, list(later.items())[:few]),
     ]
+
+
+def rest_of(all_jobs: list[Job], earlier: pathlib.Path | None) -> list[Job]:
+    """The jobs that did not begin in an earlier run, and that which looks for a GPU."""
+    if earlier is None:
+        return all_jobs
+    rows = map(json.loads, earlier.read_text().splitlines())
+    begun = {row["job"] for row in rows if row["outcome"] != "not begun"}
+    return [j for j in all_jobs if j.name not in begun or j.name.startswith("device")]
 
 
 def _kernel(name: str) -> Job:
@@ -273,28 +283,35 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, and small")
     parser.add_argument("--seconds", type=float, default=460, help="for all jobs")
     parser.add_argument("--only", default="", metavar="NAME", help="how they begin")
+    parser.add_argument("--rest", type=pathlib.Path, help="of an earlier gpu.jsonl")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
     deadline = time.monotonic() + options.seconds
     options.results.mkdir(parents=True, exist_ok=True)
-    for name in ("gpu.jsonl", "gpu.json", "gpu_log.txt"):
-        (options.results / name).unlink(missing_ok=True)
     env = os.environ | {"JAMP_GPU": "rehearse" if options.rehearse else "1"}
     # Side by side they share the GPU's memory.
     env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
-    runner = Runner(options.results / "gpu_log.txt", deadline, env)
     chosen = [
         job._replace(args=("-q", "-p", "no:cacheprovider", *job.args))
-        for job in jobs(options.rehearse)
+        for job in rest_of(jobs(options.rehearse), options.rest)
         if job.name.startswith((options.only, "device"))
     ]
+    for name in ("gpu.jsonl", "gpu.json", "gpu_log.txt"):
+        (options.results / name).unlink(missing_ok=True)
+    runner = Runner(options.results / "gpu_log.txt", deadline, env)
     show = lambda text: print(text, flush=True)  # noqa: E731
     rows = write(runner.rows(chosen), options.results, show)
     counts = {
         o: sum(r.outcome == o for r in rows) for o in {r.outcome: 0 for r in rows}
     }
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-    report = [sys.executable, "-m", "benchmarks.report", "--results", options.results]
+    report = [
+        sys.executable,
+        "-m",
+        "benchmarks.report",
+        "--results",
+        options.results.absolute(),
+    ]
     subprocess.run(report, cwd=ROOT, env=env | {"JAX_PLATFORMS": "cpu"}, check=False)
     sys.exit(not set(counts) <= {"passed", "skipped", "not begun"})
 

@@ -4,3 +4,7 @@ document.querySelectorAll("article :not(pre) > code").forEach((code) => {
   const parts = code.textContent.split(/(?<=[_:.(,])(?![_:.(,])/);
   code.replaceChildren(...parts.flatMap((part) => [part, document.createElement("wbr")]));
 });
+// Numbers with their spread stay in one line; wide tables scroll.
+document.querySelectorAll("article td").forEach((cell) => {
+  if (/^[\d.,±%\s×-]+$/.test(cell.textContent)) cell.style.whiteSpace = "nowrap";
+});
