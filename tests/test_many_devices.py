@@ -65,8 +65,8 @@ STATES = {level: (level, ADAM) for level in LEVELS} | {
 BY_HAND = {"O1": (True, 8.0), "O2": (False, None), "O5": (True, 3.0)}
 BY_HAND |= {"lamb": (True, None), "sgd": (False, 8.0)}
 NAMES = {
-    "fsdp": (*LEVELS, "fused adam", "sgd", "adagrad"),
-    "tensor": (*LEVELS, "lamb", "novograd", "larc"),
+    "fsdp": ("O0", "O2", "O3", "O4", "fused adam", "sgd", "adagrad"),
+    "tensor": ("O1", "O2", "O5", "lamb", "novograd", "larc"),
     "Explicit axes": ["O1"],
     "shard_map": BY_HAND,
 }

@@ -1,5 +1,6 @@
 """Where a state lies that is made from params on a mesh, or from a checkpoint."""
 
+import functools
 import pathlib
 import tempfile
 
@@ -167,6 +168,7 @@ WAYS = {
 step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
 
+@functools.cache
 def stepped(level, steps, where):
     """A state with other numbers in each array, placed."""
     rng = np.random.default_rng(steps)
