@@ -8,7 +8,7 @@ TESTS = {
         f"jamp/optimizers/_{name}.py": FUSED.format(name)
         for name in ("adam", "adagrad", "lamb", "novograd", "sgd")
     },
-    "jamp/optimizers/_fused.py": "fused_contract fused_optax",
+    "jamp/optimizers/_fused.py": "fused_arguments fused_contract fused_optax",
     "jamp/optimizers/_larc.py": "larc",
     "jamp/optimizers/_masters.py": "master_weights store_remainder",
     "jamp/multi_tensor.py": "multi_tensor",
