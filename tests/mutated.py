@@ -9,7 +9,7 @@ TESTS = {
         for name in ("adam", "adagrad", "lamb", "novograd", "sgd")
     },
     "jamp/optimizers/_fused.py": "fused_arguments fused_contract fused_optax",
-    "jamp/optimizers/_larc.py": "larc",
+    "jamp/optimizers/_larc.py": "larc fused_arguments -k larc",
     "jamp/optimizers/_masters.py": "master_weights store_remainder",
     "jamp/multi_tensor.py": "multi_tensor",
     "jamp/_state/amp_state.py": STEP,
