@@ -313,3 +313,29 @@ def test_nnx_attention_runs_at_o2_on_the_cpu():
     loss_fn = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
     loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, X)
     assert grads.finite and loss > 0
+
+
+@levels
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm, nn.RMSNorm, functools.partial(nn.GroupNorm, 2)]
+)
+def test_a_norm_is_rounded_once(norm, level):
+    half = jnp.dtype(HALF[level])
+    x = (10 + normal(64, WIDTH)).astype(half)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            identity = lambda *_: jnp.eye(WIDTH)  # noqa: E731
+            x = nn.Dense(WIDTH, use_bias=False, kernel_init=identity)(x)
+            return norm(name="norm")(x)
+
+    variables = Model().init(jax.random.key(0), jnp.ones((1, WIDTH)))
+    scales = {k: 1 + 0.3 * normal(WIDTH) for k in variables["params"]["norm"]}
+    params = {**variables["params"], "norm": scales}
+    state = begin(params, level, apply_fn=Model().apply)
+    found = jax.jit(state.apply_fn)({"params": state.params}, x)
+    own = {"params": state.params["norm"]}
+    expected = norm(dtype=half).apply(own, x)
+    # Sums of another order may change a last digit; rounded twice, a third of them is.
+    assert (found.astype(half) == expected).mean() > 0.99

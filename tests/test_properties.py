@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 import jamp
 from tests.bits import assert_same_bits, bits
 
-few = settings(max_examples=2000 if "JAMP_FUZZ" in os.environ else 10)
+few = settings(max_examples=3000 if "JAMP_FUZZ" in os.environ else 10)
 Pair = collections.namedtuple("Pair", "left right")
 SGD = optax.sgd(0.5, 0.9)
 LARGEST = np.float32(ml_dtypes.finfo("bfloat16").max)
@@ -66,10 +66,10 @@ def trees(leaves):
 
 
 def rounded(x, half):
-    """To nearest even; a finite number stays finite."""
+    """To nearest even, and no further than to the largest number."""
     largest = np.float32(ml_dtypes.finfo(half).max)
     with np.errstate(all="ignore"):
-        return np.where(np.isinf(x), x, np.clip(x, -largest, largest)).astype(half)
+        return np.clip(x, -largest, largest).astype(half)
 
 
 def assert_rounds(got, x, half):

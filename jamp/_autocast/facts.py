@@ -132,6 +132,10 @@ class Facts:
         vote = None if is_weak_scalar(atom) else FLOAT32
         return Fact(vote, origin=itself(atom), source=source)
 
+    def is_half_param(self, atom: Atom) -> bool:
+        """Whether a value is made of half params alone: it rounds nothing it meets."""
+        return self.of(atom).source == Source.HALF
+
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
         return {self.of(v).vote for v in atoms} - {None}
@@ -148,6 +152,18 @@ class Facts:
         size = max(size_of(v) for v in [*eqn.invars, *eqn.outvars])
         full = [v for v in eqn.invars if size_of(v) == size]
         return [v for v in full if self.of(v).origin.varies is None]
+
+    def smaller(self, eqn: jc.JaxprEqn) -> list[Atom]:
+        """The others, and what is made of them: a norm's statistic times its scale."""
+        full = self.full_size(eqn)
+        roots = [self.of(v).origin.roots for v in full]
+
+        def of_statistics(atom: Atom) -> bool:
+            origin = self.of(atom).origin
+            others = frozenset().union(*(r for r in roots if not r & origin.roots))
+            return bool(origin.statistic_of & others)
+
+        return [v for v in eqn.invars if v not in full or of_statistics(v)]
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is elementwise on one array: part of a fusion.
@@ -320,7 +336,12 @@ class Facts:
         if len(votes) == 1:
             return next(iter(votes))
         if not self._widest or self.bias(eqn) is not None:
-            return self.half
+            only_params = all(
+                self.is_half_param(v)
+                for v in eqn.invars
+                if self.of(v).vote == self.half
+            )
+            return FLOAT32 if only_params else self.half
         return self.half if self._normalises(eqn) else FLOAT32
 
     def _normalises(self, eqn: jc.JaxprEqn) -> bool:

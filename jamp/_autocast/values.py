@@ -73,9 +73,10 @@ class Values:
         if any(map(self.consumers.want_float32, eqn.outvars)):
             if rule is Rule.PROMOTE or self._all_computed(eqn, FLOAT32):
                 return Choice(FLOAT32, "feeder")
-        full = self.facts.full_size(eqn)
-        if rule is Rule.PROMOTE and FLOAT32 in self.facts.votes(
-            [v for v in eqn.invars if v not in full]
+        small = self.facts.smaller(eqn)
+        if rule is Rule.PROMOTE and (
+            FLOAT32 in self.facts.votes(small)
+            or any(map(self.facts.is_half_param, small))
         ):
             # One fusion in either dtype: what is read and written costs, no more.
             return Choice(FLOAT32, "norm" if self._widest else "smaller operand")

@@ -1,0 +1,123 @@
+"""What jamp costs the host, beside Flax alone: `python -m benchmarks.overheads`.
+
+Ratios of processor seconds, each of two runs one after the other: medians, and the
+least and the most. Prints Markdown.
+"""
+
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+import jamp
+from benchmarks.compared import CASES, zeros
+from benchmarks.convergence import conditions
+from tests import lean
+
+LEAVES, ROUNDS, LEVELS = 1000, 7, ("O1", "O2", "O4", "O5")
+TX = optax.adam(1e-3)
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    start = time.process_time()
+    jax.block_until_ready(jax.tree.leaves(fn()))
+    return time.process_time() - start
+
+
+def ratios(ours: Callable[[], Any], plain: Callable[[], Any], rounds: int) -> str:
+    ours(), plain()
+    found = sorted(seconds(ours) / seconds(plain) for _ in range(rounds))
+    return f"{statistics.median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
+
+
+def states(level: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What makes jamp's state, and Flax's."""
+    layer = lambda: {"kernel": jnp.ones((8, 8)), "bias": jnp.ones(8)}  # noqa: E731
+    params = {f"Dense_{i}": layer() for i in range(LEAVES // 2)}
+    options = {"params": params, "tx": TX, "apply_fn": None}
+    ours = functools.partial(jamp.initialize, opt_level=level, verbosity=0, **options)
+    return ours, functools.partial(TrainState.create, **options)
+
+
+def dispatch(make: Callable[[], Any], calls: int = 20) -> Callable[[], Any]:
+    """Calls of a jitted function of a state, without the wait for them."""
+    count = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
+    state = count(jax.tree.map(jnp.copy, make()))
+
+    def run() -> tuple[()]:
+        nonlocal state
+        for _ in range(calls):
+            state = count(state)
+        return ()
+
+    return run
+
+
+def step(case: lean.Case, level: str | None) -> Callable[[bool], Any]:
+    """Traces and lowers a training step, or calls it for the first time."""
+    variables = jax.jit(case.model.init)(jax.random.key(0), zeros(case.inputs))
+    params, stats = variables["params"], variables.get("batch_stats", {})
+    batch, key = (zeros(case.inputs), zeros(case.targets)), jax.random.key(1)
+
+    def run(calls: bool) -> Any:
+        jax.clear_caches()
+        if level is None:
+            fn = lean.float32_step(lean.forward(case, case.model))
+            state: Any = (params, lean.TX.init(params), stats)
+        else:
+            fn, options = lean.amp_step(case), {"verbosity": 0, "batch_stats": stats}
+            apply = case.model.apply
+            state = jamp.initialize(params, lean.TX, level, apply_fn=apply, **options)
+        jitted = jax.jit(fn)
+        start = time.process_time()
+        if calls:
+            jax.block_until_ready(jitted(state, batch, key))
+        else:
+            jitted.lower(state, batch, key)
+        return time.process_time() - start
+
+    return run
+
+
+def main() -> None:
+    print("| to Flax alone |", " | ".join(LEVELS), "|")
+    print("|---|" + "---|" * len(LEVELS))
+    pairs = [states(level) for level in LEVELS]
+    cells = [ratios(*pair, ROUNDS) for pair in pairs]
+    print(f"| `initialize`, {LEAVES:,} leaves |", " | ".join(cells), "|", flush=True)
+    cells = []
+    for ours, plain in pairs:
+        arrays = len(jax.tree.leaves(ours())) / len(jax.tree.leaves(plain()))
+        found = sorted(
+            seconds(a) / seconds(b) / arrays
+            for a, b in [(dispatch(ours), dispatch(plain))]
+            for _ in range(ROUNDS)
+        )
+        spread = f"({found[0]:.2f}–{found[-1]:.2f})"
+        cells.append(f"{statistics.median(found):.2f} {spread}")
+    print("| dispatch, per array |", " | ".join(cells), "|", flush=True)
+    for name, (case, _) in CASES.items():
+        plain = step(case, None)
+        for calls, what in ((False, "trace and lower"), (True, "first call")):
+            cells = []
+            for level in LEVELS:
+                ours = step(case, level)
+                found = sorted(ours(calls) / plain(calls) for _ in range(3))
+                cells.append(f"{found[1]:.2f} ({found[0]:.2f}–{found[-1]:.2f})")
+            print(f"| {what}, {name} |", " | ".join(cells), "|", flush=True)
+    about = conditions()
+    print(f"\n{', '.join(f'{k} {v}' for k, v in about.items())}")
+
+
+if __name__ == "__main__":
+    main()
