@@ -3,6 +3,7 @@
 import functools
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -190,7 +191,7 @@ def test_names_of_the_largest_norm():
 
 @pytest.mark.message
 def test_what_larc_wraps():
-    for bad in (optax.sgd, 0.1, None):
+    for bad in (optax.sgd, 0.1, None, nn.Dense(2)):
         with pytest.raises(TypeError, match="(?i)transformation"):
             jo.larc(bad, 0.1)
     with pytest.raises(ValueError, match="(?i)learning.rate"):

@@ -97,6 +97,8 @@ def test_the_error_says_what_to_write():
     for name in ("sum", "pmean", "sgd", "optax.tree.scale", "clip", "negative"):
         with pytest.raises(TypeError, match=says):
             jax.eval_shape(HABITS[name], grads_of())
+    with pytest.raises(TypeError, match="they are not a random key"):
+        jax.random.split(grads_of().sealed)
 
 
 def test_what_only_moves_gradients_goes_on():
