@@ -115,7 +115,8 @@ def test_two_broadcast_operands_both_vote():
     assert results(jamp.autocast(fn), ["tanh"], W, X) == ["float32"]
 
 
-def test_a_bias_that_only_float32_reads_is_added_in_float32():
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+def test_a_bias_is_part_of_its_product_and_the_loss_in_float32(promote):
     bias = jnp.linspace(50.0, 51.0, WIDTH)
 
     def loss(w, x):
@@ -123,7 +124,12 @@ def test_a_bias_that_only_float32_reads_is_added_in_float32():
         return jnp.log(jnp.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
 
     product = X.astype(jnp.float16) @ W.astype(jnp.float16)
-    logits = np.asarray(product, np.float64) + np.asarray(bias, np.float64)
+    if promote == "widest":
+        logits = product + bias.astype(jnp.float16)
+    else:  # only float32 reads the sum
+        logits = product.astype(jnp.float32) + bias
+    logits = np.asarray(logits, np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
     expected = np.log(np.exp(shifted).sum(-1))
-    np.testing.assert_allclose(jamp.autocast(loss)(W, X), expected, rtol=2e-5)
+    found = jamp.autocast(loss, promote=promote)(W, X)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)

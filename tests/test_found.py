@@ -153,7 +153,7 @@ FOUND = {
         "test_a_norm_gives_back_its_inputs_dtype": (
             "count: a norm gave float32 to what came after"
         ),
-        "test_a_bias_that_only_float32_reads_is_added_in_float32": (
+        "test_a_bias_is_part_of_its_product_and_the_loss_in_float32": (
             "count: the bias of logits was added in half, and its sum was a kernel"
         ),
     },

@@ -67,7 +67,10 @@ class Values:
         if self.facts.asks(eqn):
             return Choice(FLOAT32, "literal")
         bias = self.facts.bias(eqn)
-        if bias is not None and not self.meets_float32(eqn.outvars[0]):
+        # With widest a whole stream of float32 may read it, at twice the bytes.
+        if bias is not None and (
+            self._widest or not self.meets_float32(eqn.outvars[0])
+        ):
             return Choice(self.half, "bias", bias)
         if not any(map(is_float32, eqn.outvars)):
             # A comparison: of a rounded copy, `w > 0` would differ for tiny `w`.
