@@ -246,6 +246,11 @@ def program(
     return _steps(rng, ops, rng.randint(2, most), depth)
 
 
+def is_smooth(steps: Sequence[Step]) -> bool:
+    """Whether rounding changes its gradients little: nothing in it has a kink."""
+    return all(s.op not in KINKS and is_smooth(s.inside) for s in steps)
+
+
 def _steps(rng, ops, count, depth):
     return tuple(_step(rng, ops, depth) for _ in range(count))
 

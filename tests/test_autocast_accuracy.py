@@ -142,6 +142,38 @@ def test_losses_of_libraries(loss):
         np.testing.assert_allclose(got[1], expected[1], atol=atol)
 
 
+# Of a batch that is classified right: each probability is about 0.997.
+SURE = 8 * np.eye(CLASSES, dtype=np.float32) + W[:CLASSES] / 32
+OF_LABEL = {
+    "optax": optax.softmax_cross_entropy_with_integer_labels,
+    "gather": lambda z, labels: jax.nn.logsumexp(z, -1) - z[jnp.arange(len(z)), labels],
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("loss", OF_LABEL.values(), ids=OF_LABEL)
+def test_gradients_of_labels_that_are_nearly_certain(loss, half):
+    """Found by training: the label's -1 and the softmax's 0.997 met in half."""
+    labels, dtype = np.arange(3 * CLASSES) % CLASSES, HALVES[half]
+    one_hot = np.eye(CLASSES)[labels]
+
+    def gradients(w, round_off):
+        z = round_off(one_hot @ round_off(w))
+        cotangent = round_off((softmax(np, z) - one_hot) / len(labels))
+        return round_off(one_hot.T @ cotangent), cotangent.sum(0)
+
+    exact = gradients(SURE.astype(np.float64), lambda x: x)
+    at_best = gradients(SURE, lambda x: x.astype(dtype).astype(np.float64))
+
+    def fn(w, b):
+        return loss(jnp.asarray(one_hot, jnp.float32) @ w + b, labels).mean()
+
+    zero = jnp.zeros(CLASSES)
+    got = jax.jit(jax.grad(jamp.autocast(fn, half), (0, 1)))(jnp.asarray(SURE), zero)
+    for of_got, of_best, of_exact in zip(got, at_best, exact, strict=True):
+        assert error(of_got, of_exact) <= 2 * error(of_best, of_exact)
+
+
 # ---- norms of activations around 300, whose squares overflow float16
 
 IMAGES = RNG.normal(size=(32, FEATURES)).astype(np.float32)

@@ -1,5 +1,6 @@
 """What a kernel is predicted to cost, and that the pages show what was saved."""
 
+import importlib
 import pathlib
 
 import pytest
@@ -69,3 +70,14 @@ def test_the_page_shows_what_was_trained():
         assert cells == {
             (lv, s) for lv in convergence.LEVELS for s in convergence.SEEDS
         }
+
+
+def test_the_page_shows_what_the_peers_did():
+    pytest.importorskip("jmp")  # which a lent machine may not have
+    compared = importlib.import_module("benchmarks.compared")
+    rows = convergence.read(compared.RESULTS)
+    for table in compared.table(rows).split("\n\n"):
+        assert table in RESULTS
+    for name in {row["model"] for row in rows}:
+        who = [row["who"] for row in rows if row["model"] == name]
+        assert who == list(compared.CONTESTANTS)

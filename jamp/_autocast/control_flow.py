@@ -23,11 +23,19 @@ from jamp._autocast.program import (
     region_rule,
 )
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
+from jamp._core.dtypes import FLOAT32
 
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
-    _write(rewriter, eqn, _free(rewriter, eqn, eqn.invars))
+    boundary, values = _free(rewriter, eqn, eqn.invars), rewriter.values
+    if values.facts.only_moves(eqn):
+        ins = [
+            FLOAT32 if values.meets_float32(v) else dtype
+            for v, dtype in zip(eqn.invars, boundary.in_dtypes, strict=True)
+        ]
+        boundary = boundary._replace(in_dtypes=ins)
+    _write(rewriter, eqn, boundary)
 
 
 def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:

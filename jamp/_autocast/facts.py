@@ -206,6 +206,15 @@ class Facts:
         """The same of each program that an equation holds, if values pass into it."""
         return self._inside.get(id(eqn), [])
 
+    def only_moves(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether a program that is called rearranges its floats, and no more."""
+        return all(
+            inner.only_moves(e) if inner.inside(e) else inner.ruling(e)[0] is Rule.MOVE
+            for inner in self.inside(eqn)
+            for e in inner.jaxpr.eqns
+            if any(map(is_float32, e.outvars))
+        )
+
     def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
 

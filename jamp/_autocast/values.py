@@ -48,6 +48,16 @@ class Values:
         vote, computed = self.facts.of(atom).vote, self.computed_dtype(atom)
         return computed if self.consumers.want_float32(atom) else vote or computed
 
+    def meets_float32(self, atom: Atom) -> bool:
+        """Whether all who read a half value do so in float32.
+
+        One copy serves all of them, also those that only move it: their cotangents meet
+        in float32, and are rounded once. In half the softmax and the label of a cross
+        entropy would nearly cancel, each rounded by itself.
+        """
+        (want,) = self.consumers.wants_of([atom])
+        return is_float32(atom) and want.all is True
+
     def choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         """What an equation runs in by a rule of the lists, and why."""
         if rule is Rule.HALF:
@@ -71,7 +81,11 @@ class Values:
             why = {0: "no vote", 1: "operands"}.get(len(votes), "widest")
             return Choice(FLOAT32, why)
         if any(map(self.consumers.want_float32, eqn.outvars)):
-            if rule is Rule.PROMOTE or self._all_computed(eqn, FLOAT32):
+            voters = [v for v in eqn.invars if self.facts.of(v).vote is not None]
+            if rule is Rule.PROMOTE or all(
+                self.computed_dtype(v) == FLOAT32 or self.meets_float32(v)
+                for v in voters
+            ):
                 return Choice(FLOAT32, "feeder")
         small = self.facts.smaller(eqn)
         if rule is Rule.PROMOTE and (
