@@ -153,8 +153,6 @@ def test_axpby_looks_where_it_is_told_to(check, backend):
         y = spoiled(good, 1 - n % 2, 0, BAD[n % 3]) if in_y else good
         _, found_inf = call(axpby, 1, x, 1, y, check=check, backend=backend)
         assert bool(found_inf) is oracle.axpby(1, x, 1, y, check=check)[1]
-    same = spoiled(good, 0, 1, np.inf)  # in one leaf of both, as often
-    assert call(axpby, 1, same, 1, same, check=check, backend=backend)[1]
 
 
 @each_backend
