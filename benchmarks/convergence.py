@@ -163,9 +163,11 @@ def table(runs: list[Run]) -> str:
 
 def _spread(runs: list[Run], name: str) -> str:
     values = [run[name] for run in runs]
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     digits = 2 if values[0] > 10 else 4
-    return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ import tempfile
 from typing import Any
 
 import flax.nnx  # noqa: F401, imported once for all forks
-import hypothesis  # noqa: F401
 import jax
 import optax  # noqa: F401
 import pytest
@@ -27,6 +26,7 @@ import pytest
 from tests.mutated import TESTS
 
 ROOT = pathlib.Path(__file__).parents[1]
+NEVER_RUN = ("@overload", "if TYPE_CHECKING")
 PAIRS = "And Or, Add Sub, Mult Div, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
 PAIRS += ", BitAnd BitOr, LShift RShift, FloorDiv Mult, Mod Mult, Pow Mult"
 SWAPS: dict[type, type] = {}
@@ -38,7 +38,7 @@ def places(node: Any) -> list[tuple[Any, str]]:
     """What can be changed below a node, and how: not types, nor words."""
     if isinstance(node, ast.Raise):
         return [(node, "removed")]
-    if isinstance(node, ast.JoinedStr) or "TYPE_CHECKING" in ast.unparse(node)[:20]:
+    if isinstance(node, ast.JoinedStr) or ast.unparse(node).startswith(NEVER_RUN):
         return []
     found = []
     match node:
@@ -83,8 +83,8 @@ class _Change(ast.NodeTransformer):
 
 def mutants(source: str, count: int, seed: int):
     """Up to `count` changed trees, and what was changed in each."""
-    sites = range(len(places(ast.parse(source))))
-    for k in random.Random(seed).sample(sites, min(count, len(sites))):
+    sites = len(places(ast.parse(source)))
+    for k in random.Random(seed).sample(range(sites), min(count, sites)):
         tree = ast.parse(source)
         node, how = places(tree)[k]
         before, line = ast.unparse(node).partition("\n")[0], node.lineno
@@ -96,8 +96,8 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads one module from a tree."""
 
     def __init__(self, file: pathlib.Path, tree: Any):
-        self.name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         self.file, self.tree = file, tree
+        self.name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
 
     def find_spec(self, name, path=None, target=None):
         if name == self.name:
@@ -107,11 +107,9 @@ class _Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.tree, self.file, "exec"), module.__dict__)
 
 
-class _InThisProcess:
+def pytest_collection_modifyitems(items):
     """Leaves out what runs in other processes, which would not see the mutant."""
-
-    def pytest_collection_modifyitems(self, items):
-        items[:] = [x for x in items if not hasattr(x.obj, "on_eight_devices")]
+    items[:] = [x for x in items if not hasattr(x.obj, "on_eight_devices")]
 
 
 def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
@@ -122,7 +120,7 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
         sys.meta_path.insert(0, _Loader(file, tree))
         args = ["-x", "-q", "--assert=plain", "--tb=no", "-pno:cacheprovider", *tests]
         try:
-            os._exit(pytest.main(args, [_InThisProcess()]))
+            os._exit(pytest.main(args, [sys.modules[__name__]]))
         finally:
             os._exit(1)
     return os.waitpid(child, 0)[1] != 0
