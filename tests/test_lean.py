@@ -47,6 +47,10 @@ EXCEPTIONS = {
     ("efficientnet", "narrowest"): Bound(1.06, 1.02),
     ("efficientnet", "O2"): Bound(1.05, 1.02),
     ("efficientnet", "O5"): Bound(1.06, 1.02),
+    # The label's logit is gathered from a float32 copy, where its cotangent meets that
+    # of the softmax: 1.08, and 1.02.
+    ("words", "widest"): Bound(1.09, 1.02),
+    ("words", "narrowest"): Bound(1.03, 1.02),
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
     # Relu's mask is kept, where by hand all that it is made of is read again: 0.96 of
