@@ -144,7 +144,8 @@ def test_without_images_patterns_are_drawn_once(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(reader, "draw_patterns", draw)
         folders = reader.train_and_val(None, 4, 8, drawn=drawn)
         assert [len(folder.files) for folder in folders] == [60, 12]
-        assert f"None is not a folder: patterns, from {drawn}" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert f"None is not a folder: patterns, from {drawn}" in printed
 
 
 # ---- Training ------------------------------------------------------------------------
