@@ -1,9 +1,9 @@
 """Why each operation of a step is as it is: notes that survive differentiation.
 
-`jamp.explain` of a function hears what is decided from `rewrite`. Of a step it sees the
-program that JAX has differentiated, which holds no decisions, but the name scopes of
-the forward operation, in the backward ones too. So while a step is explained, `rewrite`
-writes what decided into these.
+`jamp.explain` of a function gets the decisions from `rewrite`. Of a step it sees the
+program after differentiation, which holds no decisions; but backward operations keep
+the name scopes of their forward ones. So while a step is explained, `rewrite` writes
+its decisions into these.
 """
 
 import re

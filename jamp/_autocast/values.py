@@ -84,10 +84,9 @@ class Values:
             why = {0: "no vote", 1: "operands"}.get(len(votes), "widest")
             return Choice(FLOAT32, why)
         if any(map(self.consumers.want_float32, eqn.outvars)):
-            voters = [v for v in eqn.invars if self.facts.of(v).vote is not None]
             if rule is Rule.PROMOTE or all(
                 self.computed_dtype(v) == FLOAT32 or self.meets_float32(v)
-                for v in voters
+                for v in self._voters(eqn)
             ):
                 return Choice(FLOAT32, "feeder")
         small = self.facts.smaller(eqn)
@@ -103,5 +102,8 @@ class Values:
 
     def _all_computed(self, eqn: jc.JaxprEqn, dtype: Any) -> bool:
         """Whether all operands with a vote were computed in a dtype."""
-        voters = [v for v in eqn.invars if self.facts.of(v).vote is not None]
-        return {self.computed_dtype(v) for v in voters} == {dtype}
+        return {self.computed_dtype(v) for v in self._voters(eqn)} == {dtype}
+
+    def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
+        """The operands with a vote."""
+        return [v for v in eqn.invars if self.facts.of(v).vote is not None]

@@ -148,7 +148,7 @@ class _MasterRule:
             if self.store_remainder:
                 return Weight(param, jnp.zeros_like(param, jnp.uint16))
             is_wide = jnp.result_type(param) == jnp.float64
-            copied = jnp.array(param, copy=True) if is_wide else _widened_copy(param)
+            copied = copy_of(param) if is_wide else _widened_copy(param)
             return Weight(param, copied)
 
         weights = jax.tree.map(leaf, params)
