@@ -163,6 +163,8 @@ def test_scale_never_reaches_inf(factor):
         rule = jamp.DynamicLossScale(2.0**125, factor, window=1, max_scale=most)
         state = advance(rule, [True] * 3)
         assert state.scale == 2.0**126
+        # XLA flushes 1 / 2^127 to zero, and all gradients with it.
+        assert rule.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 2.0
         assert advance(rule, [False], state).scale < state.scale
     assert jamp.DynamicLossScale(F32_MAX, max_scale=None).init().scale == 2.0**126
 
