@@ -33,6 +33,7 @@ SGD = optax.sgd(RATE)
 W, V = np.float32([[0.5], [-0.25]]), np.float32([[-1.0], [0.75]])
 X = np.float32([[1.0, 0.5], [-0.5, 1.0], [0.25, -1.0], [1.0, 1.0]])
 Y = np.float32([[1.0], [0.5], [-1.0], [0.0]])
+HALVES = list(zip(np.split(X, 2), np.split(Y, 2), strict=True))
 
 
 def descend(w=W, steps=2, clip=np.inf, batches=((X, Y),), frozen=False):
@@ -119,11 +120,8 @@ def both_replaced():
 
 def optimizer_begun_anew():
     state = two_steps(make(tx=optax.sgd(RATE, momentum=0.5)))
-    point = wide(state)
-    return (
-        step(state.load_params(state.params, reset_optimizer=True))[0],
-        descend(point, steps=1),
-    )
+    after, _ = step(state.load_params(state.params, reset_optimizer=True))
+    return after, descend(wide(state), steps=1)
 
 
 def half_loaded():
@@ -133,10 +131,7 @@ def half_loaded():
 
 def accumulated_in_a_loop():
     state = make()
-    grads = sum(
-        jamp.scaled_grad(loss_fn)(state, x, y)
-        for x, y in zip(np.split(X, 2), np.split(Y, 2), strict=True)
-    )
+    grads = sum(jamp.scaled_grad(loss_fn)(state, *batch) for batch in HALVES)
     return state.apply_gradients(grads=grads / 2), descend(steps=1)
 
 
@@ -154,8 +149,8 @@ def accumulated_in_a_scan():
 
 def multi_steps():
     state = make(tx=optax.MultiSteps(SGD, 2).gradient_transformation())
-    for x, y in zip(np.split(X, 2), np.split(Y, 2), strict=True):
-        state, _ = step(state, x, y)
+    for batch in HALVES:
+        state, _ = step(state, *batch)
     return state, descend(steps=1)
 
 
@@ -221,10 +216,8 @@ def subclassed():
 
 
 def frozen():
-    def label(params):
-        return jax.tree.map(lambda _: "frozen", params)
-
-    tx = optax.multi_transform({"rest": SGD, "frozen": optax.set_to_zero()}, label)
+    txs, labels = {"rest": SGD, "frozen": optax.set_to_zero()}, {"kernel": "frozen"}
+    tx = optax.multi_transform(txs, labels)
     state = two_steps(make(tx=tx))
     assert (np.asarray(state.params["kernel"]) == W).all()
     return state, descend(frozen=True)
@@ -259,10 +252,9 @@ def lora():
         low_rank = jnp.asarray(params["a"] @ params["b"], jnp.float32)
         return mean_square(X @ (base["kernel"].astype(jnp.float32) + low_rank), Y)
 
-    for _ in range(2):
-        state = state.apply_gradients(grads=jamp.scaled_grad(loss)(state, base))
     a, b = np.ones((2, 1)), np.zeros((1, 1))
     for _ in range(2):
+        state = state.apply_gradients(grads=jamp.scaled_grad(loss)(state, base))
         grad = 2 * X.T @ (X @ (W + a @ b) - Y) / len(X)
         a, b = a - RATE * grad @ b.T, b - RATE * a.T @ grad
     masters = jamp.master_params(state)
@@ -272,16 +264,14 @@ def lora():
 
 
 def new_head():
+    def both_loss(params):
+        head = params["head"].astype(jnp.float32).sum()
+        return loss_fn({"kernel": params["kernel"]}) + head
+
     state = step(make())[0].add_params({"head": jnp.ones(2)})
-    both = jax.jit(lambda s: s.apply_gradients(grads=jamp.scaled_grad(both_loss)(s)))
-    state = both(state)
+    state = state.apply_gradients(grads=jamp.scaled_grad(both_loss)(state))
     assert jamp.master_params(state)["head"].tolist() == [1 - RATE, 1 - RATE]
     return state, descend()
-
-
-def both_loss(params):
-    head = params["head"].astype(jnp.float32).sum()
-    return loss_fn({"kernel": params["kernel"]}) + head
 
 
 def left_in_at_float32():
@@ -324,10 +314,7 @@ def nnx_metrics():
 
 def nnx_accumulated():
     model, optimizer = make_nnx()
-    grads = sum(
-        jamp.nnx.scaled_grad(nnx_loss)(model, optimizer, x, y)
-        for x, y in zip(np.split(X, 2), np.split(Y, 2), strict=True)
-    )
+    grads = sum(jamp.nnx.scaled_grad(nnx_loss)(model, optimizer, *b) for b in HALVES)
     optimizer.update(model, grads / 2)
     return optimizer.amp_state(model), descend(steps=1)
 
@@ -419,21 +406,17 @@ def test_what_is_right(habit, tmp_path):
     assert half.dtype == np.float16 and (half == wide(state).astype(half.dtype)).all()
 
 
-def grads_of(state):
-    return jamp.scaled_grad(loss_fn)(state)
+def scaled():
+    return jamp.scaled_grad(loss_fn)(make())
 
 
-def plain_state():
-    return train_state.TrainState.create(
-        apply_fn=MODEL.apply, params={"kernel": jnp.asarray(W)}, tx=SGD
-    )
+def created(kind):
+    return kind.create(apply_fn=MODEL.apply, params={"kernel": jnp.asarray(W)}, tx=SGD)
 
 
 def pmean_left_in():
-    def fn(state):
-        return lax.pmean(grads_of(state), "i")
-
-    jax.vmap(fn, axis_name="i", axis_size=2, in_axes=None)(make())
+    mean = jax.vmap(lambda grads: lax.pmean(grads, "i"), axis_name="i")
+    mean(jax.tree.map(lambda x: x[None], scaled()))
 
 
 def nnx_split():
@@ -445,25 +428,23 @@ def nnx_split():
 RAISES = {
     "`lax.pmean(grads)` left in": (pmean_left_in, r"TypeError.*\.pmean\(axis\)"),
     "`optax.global_norm(grads)`": (
-        lambda: jax.jit(optax.global_norm)(grads_of(make())),
+        lambda: jax.jit(optax.global_norm)(scaled()),
         r"TypeError.*\.global_norm\(\)",
     ),
     "`jax.tree.map(jnp.add, grads, more)`": (
-        lambda: jax.tree.map(jnp.add, grads_of(make()), grads_of(make())),
+        lambda: jax.tree.map(jnp.add, scaled(), scaled()),
         "TypeError.*pass them whole",
     ),
     "`tx.update(grads, ...)`": (
-        lambda: optax.clip(1.0).update(grads_of(make()), optax.EmptyState()),
+        lambda: optax.clip(1.0).update(scaled(), optax.EmptyState()),
         r"TypeError.*\.map\(fn\)",
     ),
     "`TrainState.apply_gradients(grads=grads)`": (
-        lambda: plain_state().apply_gradients(grads=grads_of(make())),
+        lambda: created(train_state.TrainState).apply_gradients(grads=scaled()),
         "TypeError.*AmpState.apply_gradients",
     ),
     "`TrainState.create`": (
-        lambda: jamp.AmpState.create(
-            apply_fn=MODEL.apply, params={"kernel": W}, tx=SGD
-        ),
+        lambda: created(jamp.AmpState),
         r"TypeError.*jamp\.initialize\(params, tx, opt_level",
     ),
     "`state.replace(opt_state=tx.init(params))`": (
