@@ -43,11 +43,11 @@ test_an_edit_that_is_not_finite_is_a_skip
 test_half_gradients_of_nobody_under_a_dynamic_scale_warn
     habit: gradients in half that nobody scaled
 test_habits.py
-test_what_is_right
-    habit: the next step undid `state.replace(params=...)` at O2 and O5
 test_what_raises
     habit: an `opt_state` without masters
 test_load_params.py
+test_what_is_loaded_stays_in_the_dtypes_of_the_level
+    habit: the next step undid `state.replace(params=...)` at O2 and O5
 test_nnx_update_with_float32_says_what_to_write
     habit: float32 Variables put into a half NNX model
 test_nnx.py

@@ -85,8 +85,9 @@ def test_a_habit_of_plain_jax_is_an_error(name, redo):
 
 
 def test_the_error_says_what_to_write():
-    says = r"ScaledGrads: pass them whole, or call \.unscale\(\) .*\.pmean\(axis\)"
-    for name in ("sum", "pmean", "sgd", "clip"):
+    says = r"ScaledGrads: pass them whole, or call \.unscale\(\) \.map\(fn\) "
+    says += r"\.global_norm\(\) \.pmean\(axis\)"
+    for name in ("sum", "pmean", "sgd", "clip", "optax.tree.norm"):
         with pytest.raises(TypeError, match=says):
             jax.eval_shape(HABITS[name], grads_of())
     with pytest.raises(TypeError, match="they are not a random key"):
