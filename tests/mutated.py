@@ -21,7 +21,7 @@ TESTS = {
     "jamp/_scaling/scaled_grads.py": "sealed_grads scaled_grad",
     "jamp/_scaling/seal.py": "sealed_grads",
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
-    "jamp/_core/names.py": "checkpoint checkpoint_errors checkpoint_levels",
+    "jamp/_core/names.py": "checkpoint checkpoint_levels",
     "jamp/_autocast/facts.py": "autocast_programs forward_programs autocast_results",
     "jamp/_autocast/lists.py": "autocast_lists autocast_functions explain",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
