@@ -25,11 +25,10 @@ def dot(p, x):
 @functools.cache
 def stepper(loss_fn=dot, times=0, **options):
     """Jitted: (state, *args) -> (next state, loss, grads)."""
+    both = jamp.scaled_value_and_grad(loss_fn, redo_on_overflow=times, **options)
 
     def step(state, *args):
-        loss, grads = jamp.scaled_value_and_grad(
-            loss_fn, redo_on_overflow=times, **options
-        )(state, *args)
+        loss, grads = both(state, *args)
         return state.apply_gradients(grads=grads), loss, grads
 
     return jax.jit(step)
@@ -179,13 +178,13 @@ def test_the_program_is_there_once_and_one_trace_serves_all_batches():
 
 @pytest.mark.parametrize("bad", [-1, 1.5, 2.0, True, "2", None], ids=repr)
 def test_a_number_of_times_is_a_non_negative_int(bad):
-    for call in (
-        lambda: jamp.scaled_grad(dot, redo_on_overflow=bad),
-        lambda: jamp.scaled_value_and_grad(dot, redo_on_overflow=bad),
-        lambda: jamp.zero_grads(make(), redo_on_overflow=bad),
+    for call, arg in (
+        (jamp.scaled_grad, dot),
+        (jamp.scaled_value_and_grad, dot),
+        (jamp.zero_grads, make()),
     ):
         with pytest.raises(ValueError, match=f"redo_on_overflow .* got {bad!r}"):
-            call()
+            call(arg, redo_on_overflow=bad)
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -212,12 +211,8 @@ def test_aux_is_that_of_the_last_attempt_in_its_dtypes():
     arrays = {"key": jax.random.key(3), "int": jnp.int32(7), "none": None}
 
     def with_aux(p, x, mean):
-        aux = arrays | {
-            "half": p["w"].astype("float16") * 2,
-            "flag": x > 1,
-            "numbers": (1, 2.5),
-        }
-        return dot(p, x), (aux, 0.5 * mean + 0.5 * x)
+        aux = {"half": p["w"].astype("float16") * 2, "flag": x > 1, "numbers": (1, 2.5)}
+        return dot(p, x), (arrays | aux, 0.5 * mean + 0.5 * x)
 
     options = {"has_aux": True, "redo_on_overflow": 5}
     state = make(mean=jnp.float32(0.0))
@@ -249,9 +244,7 @@ def test_aux_that_is_no_array_is_named():
 
 
 def test_only_the_scale_of_the_loss_that_was_redone_falls():
-    trees = {
-        k: {"w": jnp.asarray([v, 1], jnp.float32)} for k, v in {"a": 2, "b": 3}.items()
-    }
+    trees = {k: {"w": jnp.asarray([v, 1.0])} for k, v in {"a": 2, "b": 3}.items()}
     state = make("O2", trees, dict.fromkeys("ab", SGD), num_losses=2)
 
     def both(p, x, y):
