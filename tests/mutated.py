@@ -18,7 +18,7 @@ TESTS = {
     "jamp/_state/step.py": STEP,
     "jamp/_scaling/loss.py": "scaled_grad sealed_grads loss_scale",
     "jamp/_scaling/rules.py": "loss_scale",
-    "jamp/_scaling/scaled_grads.py": "sealed_grads scaled_grad",
+    "jamp/_scaling/scaled_grads.py": "sealed_grads scaled_grad properties",
     "jamp/_scaling/seal.py": "sealed_grads",
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",

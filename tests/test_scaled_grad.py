@@ -266,21 +266,6 @@ def test_one_overflow_spoils_a_sum():
     assert [bool(total.finite) for total in sums] == [True, False, False]
 
 
-def test_products_and_quotients_act_on_the_tree_alone():
-    grads = scaled()
-    for got, factor in [
-        (grads * 0.5, 4.0),
-        (2 * grads, 16.0),
-        (grads / 4, 2.0),
-        (grads / jnp.float32(4.0), 2.0),
-        ((grads + grads) / 2, 8.0),
-        (grads.replace(tree=jax.tree.map(jnp.negative, grads.tree)) * 1, -8.0),
-    ]:
-        assert_grads(got.tree, factor)
-        assert dtypes(got.tree) == {"float32"}
-        assert_same_bits(got.replace(tree=grads.tree), grads)
-
-
 def test_what_scaled_grads_do_not_do():
     grads = scaled("O0")
     with pytest.raises(dataclasses.FrozenInstanceError):
