@@ -354,7 +354,7 @@ def grads_of(state, key, slope, loss_id=0):
     return grad(state)
 
 
-def test_a_plain_tree_may_leave_a_group_out_with_none():
+def test_groups_are_selected_by_their_keys_and_none_leaves_one_out():
     state, one = pair(num_losses=2), {"w": jnp.full(2, 0.25, jnp.float32)}
     after = state.apply_gradients(grads={"d": one, "g": None})
     np.testing.assert_array_equal(jamp.master_params(after)["d"]["w"], 0.75)
@@ -365,9 +365,6 @@ def test_a_plain_tree_may_leave_a_group_out_with_none():
     bad = state.apply_gradients(grads={"d": one, "g": like(one, np.inf)})
     assert_skipped(bad, state)
     assert_same_bits(bad.loss_scales, state.loss_scales)
-
-
-def test_fields_keyed_as_the_groups_are_selected_per_group():
     zero, one = jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32)
     state = pair(num_losses=2, stats={"d": zero, "g": zero}, shared=zero)
     good, bad = grads_of(state, "d", 2.0**-6), grads_of(state, "g", jnp.inf, 1)

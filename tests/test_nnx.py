@@ -201,15 +201,13 @@ def test_objects_among_the_arguments_keep_what_is_written(level):
     assert teacher.conv.kernel[...].dtype == jnp.float32
 
 
-def test_a_teacher_that_the_loss_closes_over_stays_in_float32():
+def test_a_teacher_stays_in_float32_and_what_is_written_to_params_is_dropped():
     model, optimizer = make(model=linear())
     teacher = linear(1)
     loss = lambda model, x: ((model(x) - teacher(x)) ** 2).mean()  # noqa: E731
     found = products(jamp.nnx.scaled_grad(loss), model, optimizer, X)
     assert [p.lhs for p in found] == ["float16", "float32", "float16"]
 
-
-def test_what_a_loss_writes_into_trained_variables_is_dropped():
     def writing(model, x):
         model.bias[...] += 1
         return loss_fn(model, x)
@@ -352,8 +350,6 @@ class Scanned(nnx.Module):
 def shared(rngs):
     layer = nnx.Linear(6, 6, rngs=rngs)
     return nnx.Sequential(layer, nnx.relu, layer)
-
-
 
 
 LAYERS = {
