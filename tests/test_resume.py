@@ -124,11 +124,11 @@ class SaveAndDie(ocp.args.StandardSave):
 
 
 def main(folder):
-    checkpoints = manager(folder)
-    assert checkpoints.latest_step() == 7
     args = ocp.args.StandardRestore({run: make(run, seed=1) for run in RUNS})
-    states = checkpoints.restore(7, args=args)
+    with manager(folder) as checkpoints:
+        states = checkpoints.restore(7, args=args)
     print(json.dumps([described(states), described(train(states, AFTER))]), flush=True)
+    checkpoints = manager(folder)
     checkpoints.save(8, args=SaveAndDie(states))
     checkpoints.wait_until_finished()
 
