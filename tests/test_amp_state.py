@@ -122,7 +122,9 @@ def full_step(state, x):
         lambda e, m: (e + m) / 2, state.ema, jamp.master_params(state)
     )
     grads = jamp.scaled_grad(dot)(state, x)
-    return state.apply_gradients(grads=grads, stats=state.stats + 1, ema=halves)
+    key = jax.random.split(state.key)[0]
+    fields = {"stats": state.stats + 1, "ema": halves, "key": key}
+    return state.apply_gradients(grads=grads, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +138,7 @@ def trained():
         optax.ema(0.9),
     )
     fields = {"stats": jnp.zeros(2, jnp.float32), "ema": params()}
+    fields["key"] = jax.random.key(0)
     rule = jamp.DynamicLossScale(init_scale=2.0**10)
     with jax.numpy_dtype_promotion("standard"):
         state = make(tx=everything, loss_scale=rule, **fields)

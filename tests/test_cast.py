@@ -3,7 +3,6 @@
 import re
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,23 +117,6 @@ def test_what_is_not_kept_goes_half(row, half):
     abstract = jax.eval_shape(lambda: jamp.cast_model(tree, half, **options))
     assert jax.eval_shape(lambda: out) == abstract
     assert_same_bits(jamp.cast_model(out, half, **options), out)
-
-
-class Network(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(3, name="bnd")(x)
-        x = nn.BatchNorm(use_running_average=False, name="standardise")(x)
-        x = nn.BatchNorm(use_running_average=False, use_scale=False)(x)
-        return nn.LayerNorm()(x)
-
-
-def test_linen_variables_keep_exactly_their_batchnorms():
-    variables = jax.eval_shape(Network().init, jax.random.key(0), ones(2, 3))
-    variables = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), variables)
-    out = jamp.cast_model(variables, jnp.float16, keep_batchnorm_fp32=True)
-    kept = "params/standardise params/BatchNorm_0/bias batch_stats"
-    assert in_float32(out) == under(kept, variables)
 
 
 def test_integers_bools_keys_and_complex_numbers_are_untouched():

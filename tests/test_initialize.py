@@ -382,19 +382,6 @@ def test_one_rule_per_loss(losses):
 # Extra fields
 
 
-@pytest.mark.parametrize("finite", [True, False])
-def test_extra_fields_change_with_a_step_unless_it_is_skipped(finite):
-    def fields(seed):
-        stats = {"mean": jnp.full(2, seed, jnp.float32)}
-        key, raw = jax.random.key(seed), jax.random.PRNGKey(seed)
-        return {"key": key, "raw": raw, "batch_stats": stats}
-
-    grads = like(params(), 1.0 if finite else jnp.inf)
-    state = make("O2", **fields(0)).apply_gradients(grads=grads, **fields(1))
-    for name, expected in fields(int(finite)).items():
-        assert_same_bits(getattr(state, name), expected)
-
-
 def test_states_with_the_same_fields_share_one_picklable_class():
     a, b = (
         type(make(level, **fields))

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jamp
 from tests import h200
@@ -153,15 +152,6 @@ def test_attributes_of_shapes_and_of_donated_gradients():
     assert repr(grads) == "ScaledGrads(loss 0, donated: 5 float16)"
     with pytest.raises(TypeError, match="no attribute 'scael'; they have tree, scale"):
         grads_of().replace(scael=1.0)
-
-
-def test_flax_saves_what_it_saved_before_the_seal():
-    grads = grads_of(redo_on_overflow=1)
-    d = serialization.to_state_dict(grads)
-    assert list(d) == ["tree", "scale", "finite", "scale_state", "overwrite"]
-    assert (d["scale"], d["scale_state"]["scale"]) == (1024.0, 1024.0)
-    target = jax.tree.map(jnp.zeros_like, grads)
-    assert_same_bits(serialization.from_state_dict(target, d), grads)
 
 
 # What people want to say
@@ -350,17 +340,6 @@ def test_pmean_of_what_jax_summed_already_is_an_error():
     words = r"\['b'\] do not vary along \['i'\].*axis_name='i'"
     with pytest.raises(ValueError, match=words):
         shard_mapped(left_in, True)(state_of(), jnp.ones(4))
-
-
-@on_eight_devices
-def test_the_seal_lies_where_the_gradients_do():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("i",))
-    state = jax.device_put(state_of(), NamedSharding(mesh, P()))
-    for f in (grads_of, jax.jit(grads_of)):
-        grads = f(jnp.float32(0.5), state)
-        assert grads.sealed.sharding.device_set == set(jax.devices()[:4])
-        assert grads.scale.sharding.device_set == set(jax.devices()[:4])
-        assert state.apply_gradients(grads=grads).step == 1
 
 
 def test_half_gradients_of_nobody_under_a_dynamic_scale_warn():
