@@ -76,9 +76,8 @@ def loss_and_grads(state, data, slopes_of=recipe, redo_on_overflow=0):
         apart = critic(data["fake"]).mean() - critic(data["real"]).mean()
         return apart + WEIGHT * penalty, slopes
 
-    return jamp.scaled_value_and_grad(
-        loss_fn, has_aux=True, redo_on_overflow=redo_on_overflow
-    )(state)
+    options = {"has_aux": True, "redo_on_overflow": redo_on_overflow}
+    return jamp.scaled_value_and_grad(loss_fn, **options)(state)
 
 
 # Compiled once per level and recipe.
