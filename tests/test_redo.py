@@ -226,9 +226,6 @@ def test_aux_is_that_of_the_last_attempt_in_its_dtypes():
     assert state.apply_gradients(grads=grads, mean=mean).mean == x_for(3) / 2
     also, aux = jamp.scaled_grad(with_aux, **options)(state, x_for(3), state.mean)
     assert_same_bits((also, aux[1]), (grads, mean))
-
-
-def test_aux_that_is_no_array_is_named():
     for bad in ("text", print, object()):
         grad = jamp.scaled_grad(
             lambda p, x, bad=bad: (dot(p, x), {"fine": x, "bad": [bad]}),
