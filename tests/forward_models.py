@@ -97,32 +97,13 @@ class Tied(nn.Module):
         return self.decode(self.encode(tokens))
 
 
-class Repeated(nn.Module):
-    """One Dense and one BatchNorm, called three times."""
-
-    @nn.compact
-    def __call__(self, x):
-        dense, norm = nn.Dense(4), nn.BatchNorm(use_running_average=False)
-        for _ in range(3):
-            x = nn.relu(norm(dense(x)))
-        return x
-
-
-class Homemade(nn.Module):
-    """Owns its kernel, and is called on float32 by a parent that wants it so."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x @ self.param("kernel", nn.initializers.ones, (x.shape[-1], 3))
-
-
 class AfterIsland(nn.Module):
-    """A float32 island of the user's in front of a product."""
+    """A float32 island of the user's in front of a product with a param of its own."""
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(4)(x)
-        return Homemade()(jnp.tanh(x.astype(jnp.float32)))
+        x = jnp.tanh(nn.Dense(4)(x).astype(jnp.float32))
+        return x @ self.param("kernel", nn.initializers.ones, (4, 3))
 
 
 class Headed(nn.Module):
@@ -206,7 +187,6 @@ CASES = {
     "nn.jit": (Jitted(), SEQUENCE),
     "setup": (Tied(), TOKENS),
     "setup-float32": (Tied(dtype=jnp.float32), TOKENS),
-    "repeated": (Repeated(), SEQUENCE),
     "own-param": (AfterIsland(), SEQUENCE),
 }
 
