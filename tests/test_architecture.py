@@ -5,7 +5,6 @@ import graphlib
 import pathlib
 import re
 
-import jamp
 from tests import surface
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -138,8 +137,3 @@ def test_nothing_unpickles_or_evaluates():
 def test_public_names_and_their_parameters_are_those_on_file():
     on_file = (ROOT / "tests" / "public_surface.txt").read_text().splitlines()
     assert list(surface.lines()) == on_file, "python -m tests.surface writes the file"
-
-
-def test_public_names_are_documented():
-    for name in surface.public(jamp):
-        assert getattr(jamp, name).__doc__, f"jamp.{name} has no docstring"

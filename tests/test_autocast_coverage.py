@@ -4,7 +4,6 @@ Values are those of float16: in bfloat16 the program is the same, but for the dt
 """
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,12 @@ import numpy as np
 import pytest
 
 import jamp
-import tests.constructs_custom  # noqa: F401, which enters its own
-from tests.constructs import FORWARD_ONLY, OPAQUE, TABLE, N
+from tests.constructs import FORWARD_ONLY, TABLE, N
 from tests.programs import evaluate, products
 
 TOLERANCE = 8 * 2.0**-10  # several roundings in a row
-W, X = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32) / [
-    [[4]],
-    [[1]],
-]
+W, X = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32)
+W /= 4
 
 
 def both_passes(name, cast):
@@ -57,10 +53,8 @@ def test_coverage(name):
     count = len(products(plain, W, X))
     for half in ("bfloat16", "float16"):
         fn = both_passes(name, functools.partial(jamp.autocast, dtype=half))
-        with jax.enable_checks(True), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with jax.enable_checks(True):
             found = products(fn, W, X)
-        assert all(OPAQUE.get(name, "-") in str(w.message) for w in caught)
         assert len(found) >= count > 0
         assert [p for p in found if (p.lhs, p.rhs) != (half, half)] == []
     errors = jax.tree.map(distance, evaluate(fn, W, X), evaluate(plain, W, X))

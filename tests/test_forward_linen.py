@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.typing import DTypeLike
 
 import jamp
 from tests import programs
@@ -118,22 +117,6 @@ def test_batchnorm(level, dtype):
     assert np.all(np.abs(out - expected) <= 8 * UNIT_ROUNDOFF[half.name] * size)
 
 
-class Scores(nn.Module):
-    """Has no params, and reads its dtype as half all the same."""
-
-    dtype: DTypeLike = jnp.float32
-
-    def __call__(self, q, k):
-        q, k = nn.dtypes.promote_dtype(q, k, dtype=self.dtype)
-        return jnp.einsum("bqc,bkc->bqk", q, k)
-
-
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return Scores()(nn.Dense(4)(x), nn.Dense(4)(x))
-
-
 class Calls(nn.Module):
     @nn.compact
     def __call__(self, x, other):
@@ -159,7 +142,6 @@ BLOCK = "MultiHeadDotProductAttention"
 @pytest.mark.parametrize(
     "model, x, keep_fp32, expected",
     [
-        (Attention(), SEQUENCE, None, "half half half"),
         (Given(), X, None, "half half"),
         # nn.RNN(nn.SimpleCell(dtype=float16)) raises in Flax; under a policy it runs.
         (Recurrent(nn.SimpleCell), SEQUENCE, None, "half half half"),

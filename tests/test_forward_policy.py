@@ -68,25 +68,6 @@ def test_no_trace_leaks_through_nn_jit():
     assert widths == [4, 2, 4, 2]
 
 
-def test_an_equal_policy_does_not_retrace():
-    traces = []
-
-    class Counted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            traces.append(x.dtype)
-            return nn.Dense(2)(x)
-
-    model = Counted()
-    state = state_of(model, X)
-    again = state.replace(apply_fn=state_of(model, X).apply_fn)
-    assert again.apply_fn is not state.apply_fn
-    step = jax.jit(lambda s: forward(s, X))
-    traces.clear()
-    step(state), step(again)
-    assert traces == [jnp.float32]
-
-
 def test_a_float32_teacher_keeps_every_bit(state):
     # Distillation: its inputs are not rounded, nor is what it computes.
     teacher = CNN((4,), 1, dtype=jnp.float32)
@@ -252,11 +233,3 @@ def test_cast_model_outputs_alone(kind):
     # One rounding, of the sum: the inputs and the weights were not touched.
     expected = np.float64(X) @ dense["kernel"] + dense["bias"]
     np.testing.assert_allclose(np.float64(out), expected, rtol=2.0**-11 + 1e-5)
-
-
-@both
-@pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
-def test_o1_and_o4_run_the_model_under_autocast(level, half, kind):
-    state = state_around(Headed(), kind, level=level)
-    assert products(lambda s: forward(s, X), state) == [f"{half},{half}"] * 2
-    assert forward(state, X).dtype == jnp.float32

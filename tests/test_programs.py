@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from tests.constructs import TABLE, N
-from tests.constructs_custom import backwards
+from tests.constructs import TABLE, N, backwards
 from tests.programs import Product, products
 
 X = jnp.ones((N, N))

@@ -53,32 +53,25 @@ def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_table_compares_with_the_chain_and_the_copy_of_the_same_run(run_of):
-    _, rule, *rows = map(cells, report.table(run_of(RESULTS)).splitlines())
+def test_what_is_said_of_a_run(run_of):
+    run, alone = run_of(RESULTS), run_of(RESULTS[2:3])
+    _, rule, *rows = map(cells, report.table(run).splitlines())
     assert all(len(row) == len(rule) for row in rows)
-    tree = ["a tree", "2", "1,000"]
-    assert rows[:3] == [
-        [*tree, "optax chain", "0.00100", "1.00", "30", "30%"],
+    assert rows[:4] == [
+        ["a tree", "2", "1,000", "optax chain", "0.00100", "1.00", "30", "30%"],
         ["", "", "", "jamp fused, xla", "0.000500", "0.50", "60", "60%"],
         ["", "", "", "torch fused AdamW", "0.00200", "2.00", "15", "15%"],
+        ["another", "2", "1,000", "optax chain", "0.00100", "1.00", "30", "30%"],
     ]
-    assert rows[3][0] == "another"
-
-
-def test_table_has_no_ratio_without_the_chain_or_the_copy(run_of):
-    *_, row = map(cells, report.table(run_of(RESULTS[2:3])).splitlines())
+    # No ratio without the chain or the copy.
+    *_, row = map(cells, report.table(alone).splitlines())
     assert row[4:] == ["0.000500", "–", "60", "–"]
-
-
-def test_conditions_name_device_versions_date_and_command(run_of):
-    assert report.conditions(run_of(RESULTS)) == (
+    assert report.conditions(run) == (
         "Made-up GPU, driver 1.2, JAX 3.4, Optax 5.6, `made up`, 2000-01-01; "
         "a copy moves 100 GB/s."
     )
-
-
-def test_notes_name_who_is_slower_beyond_the_spread(run_of):
-    notes = report.notes(run_of(RESULTS))
+    # Who is slower, beyond the spread.
+    notes = report.notes(run)
     assert notes.endswith("Slower than the chain: torch fused AdamW (a tree).")
     assert report.notes(run_of(RESULTS[:3])).endswith("Slower than the chain: none.")
 
