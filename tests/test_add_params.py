@@ -1,4 +1,4 @@
-"""state.add_params: what is new, and that nothing else changes a bit."""
+"""state.add_params: what is new, that nothing else changes a bit, what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -149,15 +149,11 @@ def test_old_bits_stay_and_new_params_begin_afresh(name):
     assert (after.step, after.skipped_steps) == (4, 2)
 
 
-def test_a_compiled_step_goes_on_and_a_donated_one_leaves_the_users_arrays():
-    given, donating = new(), jax.jit(step, donate_argnums=0)
-    before, tx = copy(given), optax.sgd(LR, momentum=0.5)
-    state = donating(make("O2", old(), tx), gradients(old(), 0))
-    state = state.add_params(given)
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
-    assert len(set(pointers)) == len(pointers)
-    assert donating(state, gradients(both(), 1)).step == 2
-    assert_same_bits(copy(given), before)
+def test_the_state_has_arrays_of_its_own():
+    given = new()
+    state = make("O2", old(), optax.sgd(LR, momentum=0.5)).add_params(given)
+    arrays = jax.tree.leaves((state, given))
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
 
 def label(params):
@@ -168,7 +164,6 @@ BY_LABEL = {name: optax.sgd(LR, 0.5) for name in ("body", "norm", "head", "n")}
 OTHERS = {
     "MultiSteps": optax.MultiSteps(optax.sgd(LR, 0.5), 3).gradient_transformation(),
     "partition": optax.partition(BY_LABEL, label),
-    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(1e-3),
     "chain": optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.ema(0.5),
@@ -212,12 +207,10 @@ def test_half_params_may_be_allowed_and_values_beyond_half_are_clamped(level, li
     more = {"v": pair(1e6), "half": pair(1.0, dtype=jnp.bfloat16)}
     state = make(level, old(), optax.sgd(1.0))
     after = state.add_params(more, allow_incoming_model_not_fp32=True)
-    masters = jamp.master_params(after)
-    assert (after.params["v"], masters["v"]) == (limit, 1e6)
+    masters, params = jamp.master_params(after), after.params
+    assert (params["v"], masters["v"]) == (limit, 1e6)
     assert masters["half"].dtype == jnp.float32
-    assert (
-        after.params["half"].dtype == after.params["v"].dtype == HALF.get(level, "f4")
-    )
+    assert params["half"].dtype == params["v"].dtype == HALF.get(level, "f4")
 
 
 def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
@@ -245,7 +238,7 @@ def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
     [(dict, "O5", FUSED, REMAINDER), (list, "O2", ADAM, {}), (tuple, "O0", ADAM, {})],
 )
 def test_new_groups_begin_as_in_a_state_of_their_own(pack, level, tx, options):
-    keys = "abcd" if pack is dict else range(4)
+    keys = "abc" if pack is dict else range(3)
 
     def packed(keys, values):
         return dict(zip(keys, values, strict=True)) if pack is dict else pack(values)
@@ -255,36 +248,32 @@ def test_new_groups_begin_as_in_a_state_of_their_own(pack, level, tx, options):
         grads = jamp.scaled_grad(loss_fn, wrt=key)(state, xs)
         return state.apply_gradients(grads=grads)
 
-    trees, txs = [old(), old()], packed(keys[:2], [ADAM, tx])
-    state = make(level, packed(keys[:2], trees), txs, **options)
+    a, b, _ = keys
+    state = make(level, packed([a], [old()]), packed([a], [ADAM]), **options)
     for seed in (0, 1):
-        for key in keys[:2]:
-            state = step_group(state, key, gradients(old(), seed, bad=seed == 1))
-    before = copy(state)
-    trees = packed(keys[2:], [both(), old()])
-    after = state.add_params(trees, packed(keys[2:], [tx, ADAM]))
+        state = step_group(state, a, gradients(old(), seed, bad=seed == 1))
+    before, new_keys = copy(state), keys[1:]
+    trees, txs = packed(new_keys, [both(), old()]), packed(new_keys, [tx, ADAM])
+    after = state.add_params(trees, txs)
     assert_same_bits(copy(state), before)
     for name in ("params", "opt_state", "skipped_steps", "last_step_skipped"):
         now, was = getattr(after, name), getattr(state, name)
-        assert (type(now), len(now)) == (type(was), 4)
-        assert_same_bits([now[key] for key in keys[:2]], [was[key] for key in keys[:2]])
+        assert (type(now), len(now)) == (type(was), 3)
+        assert_same_bits(now[a], was[a])
     assert_same_bits((after.step, after.loss_scales), (state.step, state.loss_scales))
-    assert [int(after.skipped_steps[key]) for key in keys] == [1, 1, 0, 0]
+    assert [int(after.skipped_steps[key]) for key in keys] == [1, 0, 0]
 
-    fresh, c = make(level, both(), tx, **options), keys[2]
-    fresh = fresh.replace(loss_scales=after.loss_scales)
-    for seed in (None, 2, 3, 4):
-        if seed is not None:
-            xs = gradients(both(), seed, bad=seed == 3)
-            after, fresh = step_group(after, c, xs), step(fresh, xs)
-        assert_same_bits(after.params[c], fresh.params)
-        assert_same_bits(after.opt_state[c], fresh.opt_state)
+    fresh = make(level, both(), tx, **options).replace(loss_scales=after.loss_scales)
+    for seed in (2, 3, 4):
+        xs = gradients(both(), seed, bad=seed == 3)
+        after, fresh = step_group(after, b, xs), step(fresh, xs)
+        assert_same_bits(after.params[b], fresh.params)
+        assert_same_bits(after.opt_state[b], fresh.opt_state)
         assert_same_bits(after.loss_scales, fresh.loss_scales)
-    for name in ("params", "opt_state"):
-        for key in keys[:2]:
-            assert_same_bits(getattr(after, name)[key], getattr(state, name)[key])
-    assert [int(after.skipped_steps[key]) for key in keys] == [1, 1, 1, 0]
-    assert after.step == 4
+    assert_same_bits(after.params[a], state.params[a])
+    assert_same_bits(after.opt_state[a], state.opt_state[a])
+    assert [int(after.skipped_steps[key]) for key in keys] == [1, 1, 0]
+    assert after.step == 3
 
 
 def test_fields_of_each_group_get_entries_for_the_new_ones():
@@ -295,3 +284,80 @@ def test_fields_of_each_group_get_entries_for_the_new_ones():
     after = state.add_params({"b": tree}, {"b": tx}, stats={"b": pair(1, 1)})
     assert_same_bits(after.stats, {"a": zero, "b": pair(1, 1)})
     assert_same_bits(after.shared, zero)
+
+
+# What is refused
+
+LEAF = {"v": jnp.ones(2, jnp.float32)}
+SGD = optax.sgd(1.0)
+
+
+def begin(tree, tx=SGD, **fields):
+    return jamp.initialize(tree, tx, "O0", verbosity=0, **fields)
+
+
+def one(tx=SGD, **fields):
+    return begin({"body": {"w": LEAF["v"]}, "norm": {"scale": LEAF["v"]}}, tx, **fields)
+
+
+def two(pack=dict):
+    trees, txs = {"a": LEAF, "b": LEAF}, {"a": SGD, "b": SGD}
+    if pack is list:
+        trees, txs = list(trees.values()), list(txs.values())
+    return begin(trees, txs)
+
+
+def flat():
+    """An optimizer that keeps all moments in one vector."""
+    total = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
+    return optax.GradientTransformation(
+        lambda params: {"moments": jnp.zeros(total(params), jnp.float32)},
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+IN_HALF = {"head": {"v": jnp.ones(2, jnp.float16)}}
+FP8 = {"params": LEAF, "_overwrite_with_gradient": {}}
+WRAPPED = jamp.master_weights(SGD)
+NORM = ({"norm": {"scale": LEAF["v"]}},)
+# The state, what add_params is given, the error, and words that it says.
+REFUSED = [
+    (one, NORM, ValueError, "'norm'.*'scale'.* is there already"),
+    (one, ({"body": LEAF["v"]},), ValueError, "'body'.* is there already"),
+    (one, (IN_HALF,), ValueError, r"params\['head'\]\['v'\].*float16"),
+    (one, ([LEAF["v"]],), TypeError, "merges a mapping.* got list for .* dict"),
+    (one, ({"v": object()},), TypeError, "v"),
+    (one, (LEAF, SGD), TypeError, "the state has one group"),
+    (lambda: begin(LEAF["v"]), (LEAF,), TypeError, "merges a mapping.* got dict"),
+    (lambda: begin(LEAF, None), (LEAF,), TypeError, "The state has no optimizer"),
+    (lambda: one(flat()), (LEAF,), ValueError, "not kept per param at .*moments"),
+    (lambda: begin(FP8), (LEAF,), ValueError, r"are collections: .* got \['v'\]"),
+    (two, ({"c": LEAF},), TypeError, "several groups: .* dict.*tx=None"),
+    (two, ({"c": LEAF}, SGD), TypeError, "several groups: .* dict.*tx=Gradient"),
+    (lambda: two(list), ((LEAF,), (SGD,)), TypeError, "groups: .* list.*got tuple"),
+    (lambda: two(list), ([LEAF, LEAF], [SGD]), ValueError, "length"),
+    (two, ({"c": LEAF}, {"d": SGD}), ValueError, "c"),
+    (two, ({"b": LEAF}, {"b": SGD}), ValueError, "has a group 'b' already"),
+    (two, ({"c": IN_HALF}, {"c": SGD}), ValueError, r"\['c'\]\['head'\]\['v'\]"),
+    (two, ({"c": LEAF}, {"c": WRAPPED}), ValueError, "master_weights"),
+    (two, ({"c": LEAF}, {"c": 1e-3}), TypeError, "0.001"),
+]
+
+
+@pytest.mark.message
+@pytest.mark.parametrize("make_state, args, error, words", REFUSED)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    make_state, args, error, words
+):
+    state = make_state()
+    before = copy(state)
+    with pytest.raises(error, match=f"(?s){words}"):
+        state.add_params(*args)
+    assert_same_bits(copy(state), before)
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(TypeError, match="'statz', but .*'stats'"):
+        one(stats=LEAF).add_params({"head": LEAF}, statz=LEAF)
+    with pytest.raises(ValueError, match="stats.* is there already"):
+        one(stats=LEAF).add_params({"head": LEAF}, stats=LEAF)

@@ -65,12 +65,18 @@ def test_the_backward_pass_keeps_half_and_gives_the_same(name, platform, monkeyp
     x = jnp.abs(X)  # in the masked softmax no row is empty
     grad = jax.grad(lambda w, x: jamp.autocast(fn)(w, x).sum(), (0, 1))
     found = grad(W, x)
-    monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, _: jaxpr)
+    monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, *_: jaxpr)
     # The derivative of a softmax reads its result in half, but on a TPU.
     in_half = "softmax" in name or name == "two in a row"
     error = 2**-10 if in_half and platform != "tpu" else 1e-5
     for got, expected in zip(found, grad(W, x), strict=True):
         np.testing.assert_allclose(got, expected, rtol=error, atol=error)
+
+
+def test_a_gelu_of_one_row_adds_no_bias():
+    """Its `x + 0.04 * x**3` was added in half: it has a bias's shape there."""
+    fn = jamp.autocast(lambda w, x: nn.gelu(x @ w))
+    assert results(fn, ["add"], W, X[:1]) == results(fn, ["add"], W, X)
 
 
 AROUND = {
@@ -97,6 +103,20 @@ def test_a_tpu_has_no_barriers(name):
     remat = name == "remat"  # whose own barrier is there
     assert barriers("tpu") == remat
     assert barriers("cuda") >= 2 + remat  # the softmax's and the bias's
+
+
+def test_a_scan_has_no_barriers():
+    """Its backward pass is another loop. An LSTM launched 1.28 times the kernels."""
+
+    def fn(w, x):
+        return jax.lax.scan(lambda c, x: (c, nn.gelu(x @ w) @ w), 0, x[None])[1]
+
+    def text(fn):
+        step = jax.jit(jax.grad(lambda w: jamp.autocast(fn)(w, X).sum()))
+        return step.trace(W).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert text(lambda w, x: nn.gelu(x @ w) @ w).count("optimization_barrier") == 1
+    assert "optimization_barrier" not in text(fn)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import FrozenDict, freeze
+from flax.core import freeze
 
 import jamp
 from tests.bits import assert_same_bits
@@ -93,18 +93,12 @@ KEEP_ROWS = [
     (HEADED, re.compile(r"^head/kernel$"), "head/kernel"),
     (HEADED, "kernel", "head/kernel Dense_0/kernel"),
     (HEADED, ["head/bias", r"Dense_\d+/bias"], "head/bias Dense_0/bias"),
-    (HEADED, ("head/bias",), "head/bias"),
     (HEADED, lambda path, leaf: leaf.ndim == 2, "head/kernel Dense_0/kernel"),
-    (HEADED, lambda path, leaf: path == "Dense_0/bias", "Dense_0/bias"),
     (PAIR, r"^left/1$", "left/1"),
     (VARIABLES, "Dense_0/kernel", "batch_stats params/block/Dense_0/kernel"),
     (NETWORK, None, ""),
     (freeze(VARIABLES), None, "batch_stats"),
-    (FrozenDict({"a": {"b": ones(2)}}), None, ""),
-    ([ones(2), (ones(1), {"x": ones(3)})], None, ""),
-    ({"a": None, "b": ones(1), "c": (None, ())}, None, ""),
-    (np.ones(()), None, ""),
-    ({}, None, ""),
+    ([ones(2), (None, {"x": np.ones(())}), {}], None, ""),
 ]
 ROWS = [(tree, KEEP | {"batch_stats": stats}, k) for tree, stats, k in BATCHNORM_ROWS]
 ROWS += [(tree, {"keep_fp32": keep}, kept) for tree, keep, kept in KEEP_ROWS]
@@ -122,9 +116,7 @@ def test_what_is_not_kept_goes_half(row, half):
     assert names <= {"float32", jnp.dtype(half).name}
     # Tracing, and casting again, give the same.
     abstract = jax.eval_shape(lambda: jamp.cast_model(tree, half, **options))
-    assert [x.dtype for x in jax.tree.leaves(abstract)] == [
-        x.dtype for x in jax.tree.leaves(out)
-    ]
+    assert jax.eval_shape(lambda: out) == abstract
     assert_same_bits(jamp.cast_model(out, half, **options), out)
 
 
@@ -145,25 +137,11 @@ def test_linen_variables_keep_exactly_their_batchnorms():
     assert in_float32(out) == under(kept, variables)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", np.dtype("float32")])
-def test_values_are_rounded_to_nearest_even(dtype):
-    x = np.random.default_rng(0).standard_normal(64).astype(np.float32)
-    # Halfway cases: 1 + ulp/2 rounds down to 1, 1 + 3 ulp/2 up to 1 + 2 ulp.
-    ulp = float(jnp.finfo(dtype).eps)
-    x[:2] = 1 + ulp / 2, 1 + 3 * ulp / 2
-    out = jamp.cast_model({"w": jnp.asarray(x)}, dtype)["w"]
-    assert_same_bits(out, x.astype(jnp.dtype(dtype)))
-    if jnp.dtype(dtype).itemsize == 2:
-        np.testing.assert_array_equal(np.float32(out[:2]), [1, 1 + 2 * ulp])
-
-
 def test_integers_bools_keys_and_complex_numbers_are_untouched():
     tree = {
         "int": jnp.array([1, 2**20 + 1], jnp.int32),
-        "byte": jnp.array([200], jnp.uint8),
         "bool": jnp.array([True, False]),
         "key": jax.random.key(7),
-        "raw_key": jax.random.key_data(jax.random.key(7)),
         "complex": jnp.array([1 + 2j], jnp.complex64),
     }
     out = jamp.cast_model(tree | {"float": ones(2)}, jnp.float16)
@@ -184,30 +162,30 @@ def test_floats_of_any_width_are_cast(x64):
 def test_a_predicate_sees_every_float_leaf_and_its_path():
     seen = {}
     keep = lambda path, leaf: seen.update({path: leaf.shape})  # noqa: E731
-    tree = {"a": {"w": ones(2, 3)}, "b": [ones(1), np.arange(2), ones(4)]}
-    jamp.cast_model(tree, jnp.float16, keep_fp32=keep)
-    assert seen == {"a/w": (2, 3), "b/0": (1,), "b/2": (4,)}
+    jamp.cast_model(
+        {"a": ones(2, 3), "b": [ones(1), np.arange(2)]}, "float16", keep_fp32=keep
+    )
+    assert seen == {"a": (2, 3), "b/0": (1,)}
 
 
-@pytest.mark.parametrize(
-    "error, dtype, keep_fp32, words",
-    [
-        (ValueError, jnp.int32, None, "found cast_model_type=.*int32"),
-        (ValueError, "float17", None, "float17"),
-        (ValueError, bool, None, "bool"),
-        # With the paths that there are to match.
-        (ValueError, "float16", "haed", "keep_fp32='haed' matches no leaf.*head/"),
-        (ValueError, "float16", ["head", re.compile("haed")], "haed.*head/bias, "),
-        (ValueError, "float16", "(head", r"keep_fp32='\(head' is not a regex"),
-        (TypeError, "float16", 3, "keep_fp32 must be a regex.*found 3"),
-        (TypeError, "float16", ["head", 3], "found 3"),
-        (TypeError, "float16", {"head": True}, "found {'head': True}"),
-    ],
-)
-def test_what_is_refused(error, dtype, keep_fp32, words):
-    for tree in ({"head": DENSE}, {"params": {"head": DENSE}}):
-        with pytest.raises(error, match=words):
-            jamp.cast_model(tree, dtype, keep_fp32=keep_fp32)
+REFUSED = [
+    (jnp.int32, None, "found cast_model_type=.*int32"),
+    ("float17", None, "float17"),
+    # With the paths that there are to match.
+    ("float16", "haed", "keep_fp32='haed' matches no leaf.*head/"),
+    ("float16", ["head", re.compile("haed")], "haed.*head/bias, "),
+    ("float16", "(head", r"keep_fp32='\(head' is not a regex"),
+    ("float16", 3, "keep_fp32 must be a regex.*found 3"),
+    ("float16", ["head", 3], "found 3"),
+    ("float16", {"head": True}, "found {'head': True}"),
+]
+
+
+@pytest.mark.parametrize("dtype, keep_fp32, words", REFUSED)
+def test_what_is_refused(dtype, keep_fp32, words):
+    error = TypeError if "found 3" in words or "True" in words else ValueError
+    with pytest.raises(error, match=words):
+        jamp.cast_model({"params": {"head": DENSE}}, dtype, keep_fp32=keep_fp32)
 
 
 def test_gradients_flow_through_the_cast_in_float32():

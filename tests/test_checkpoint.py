@@ -19,34 +19,23 @@ from tests.bits import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
-TX = optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10)),
-)
+TX = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
+HALF = {"w": jnp.asarray([1.5, 1 + 2.0**-8], jnp.float16), "n": jnp.full(2, 1.1)}
 
 
 class Declared(jamp.AmpState):
     stats: Any
 
 
-def loss_fn(params, x):
-    return sum((p.astype(jnp.float32) * x).sum() for p in jax.tree.leaves(params))
-
-
-@jax.jit
-def step(state, x):
-    stats = {"mean": state.stats["mean"] + x}
-    grads = jamp.scaled_grad(loss_fn)(state, x)
-    return state.apply_gradients(grads=grads, stats=stats)
-
-
-def trained(level, xs=(0.5, np.inf), **kwargs):
+def trained(level="O2", **kwargs):
     """After a step and a skip, which is pending."""
     params = {"dense": {"kernel": jnp.asarray([[0.1, 1 + 2.0**-8, -0.3]])}}
     stats, bn = {"mean": jnp.ones(2)}, {"bn": {"scale": jnp.full(2, 1.1)}}
-    state = jamp.initialize(params | bn, TX, level, stats=stats, verbosity=0, **kwargs)
-    for x in xs:
-        state = step(state, jnp.float32(x))
+    params |= bn
+    state = jamp.initialize(params, TX, level, stats=stats, verbosity=0, **kwargs)
+    for x in (0.5, np.inf):
+        grads = jax.tree.map(lambda p, x=x: jnp.full(p.shape, x), params)
+        state = state.apply_gradients(grads=grads, stats={"mean": stats["mean"] + x})
     return state
 
 
@@ -58,16 +47,13 @@ def groups(pack):
 
 def scaled_grads():
     state = jamp.initialize({"w": jnp.ones(2)}, TX, "O2", verbosity=0)
-    return jamp.scaled_grad(loss_fn)(state, jnp.float32(2.0))
+    return jamp.scaled_grad(lambda p: jnp.float32(p["w"]).sum())(state)
 
 
-HALF = {"w": jnp.asarray([1.5, 2.5], jnp.float16), "n": jnp.ones(2)}
 STATES = {
-    "O0": lambda: trained("O0", (0.5,)),
-    "O2": lambda: trained("O2"),
-    "O3": lambda: trained("O3", (0.5,)),
-    "a declared class": lambda: trained("O2", state_class=Declared),
-    "remainders": lambda: trained("O5", (0.5,), store_remainder=True),
+    "O2": trained,
+    "a declared class": lambda: trained(state_class=Declared),
+    "remainders": lambda: trained("O5", store_remainder=True),
     "groups in a tuple": lambda: groups(tuple),
     "groups in a dict": lambda: groups(lambda x: dict(zip("gd", x, strict=True))),
     "LossScaleState": lambda: jamp.DynamicLossScale(init_scale=8.0).init(),
@@ -82,19 +68,11 @@ def made(name):
     return STATES[name]()
 
 
-def through_bytes(state, target):
-    return serialization.from_bytes(target, serialization.to_bytes(state))
-
-
-def through_state_dict(state, target):
-    return serialization.from_state_dict(target, serialization.to_state_dict(state))
-
-
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("trip", [through_bytes, through_state_dict])
-def test_a_state_comes_back_through_flax(name, trip):
+def test_a_state_comes_back_through_flax(name):
     state = made(name)
-    again = trip(state, jax.tree.map(jnp.zeros_like, state))
+    target = jax.tree.map(jnp.zeros_like, state)
+    again = serialization.from_bytes(target, serialization.to_bytes(state))
     assert type(again) is type(state)
     assert_same_bits(again, state)
 
@@ -126,21 +104,16 @@ def test_the_state_dict_holds_masters_scale_and_counters_by_name():
     kernel = d["opt_state"]["masters"]["dense"]["kernel"]
     assert kernel.dtype == jnp.float32
     assert not np.array_equal(kernel, np.float32(state.params["dense"]["kernel"]))
-
-
-# Every pytree class that the package exports; flax passes unregistered ones through.
-
-
-def test_every_exported_state_is_in_the_list_and_has_a_state_dict_of_names():
-    def is_state(x):
-        return isinstance(x, type) and (
-            hasattr(x, "_fields") or x in serialization._STATE_DICT_REGISTRY
-        )
-
-    names = {name for name in vars(jamp) if is_state(getattr(jamp, name))}
-    assert names == {"AmpState", *EXPORTED}
+    # So has every pytree class of ours: Flax passes unregistered ones through.
+    registered = {
+        name
+        for name, x in vars(jamp).items()
+        if hasattr(x, "_fields")
+        or isinstance(x, type)
+        and x in serialization._STATE_DICT_REGISTRY
+    }
+    assert registered == {"AmpState", *EXPORTED}
     for name in EXPORTED:
         d = serialization.to_state_dict(made(name))
         assert type(made(name)).__name__ == name
-        assert isinstance(d, dict)
         assert all(isinstance(key, str) and not key.isdigit() for key in d)

@@ -9,7 +9,6 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import jamp
-from jamp import optimizers as jo
 from tests.bits import assert_same_bits, copy
 
 pytestmark = [
@@ -68,32 +67,22 @@ TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
 WRONG = [
     (f"{BIAS} is missing.*model", lambda: changed(BIAS), {}),
     ("params/dense/gain is unexp", lambda: changed("params/dense/gain", TWO), {}),
-    (f"{BIAS} is missing.*dense is unex", lambda: changed("params/dense", TWO), {}),
     (rf"{BIAS}.*\(3,\).*\(2,\)", lambda: changed(BIAS, np.ones(3, F32)), {}),
-    (rf"{BIAS}.*\(\).*\(2,\)", lambda: changed(BIAS, np.ones((), F32)), {}),
     (rf"{MU}.*\(1, 2\).*\(2,\)", lambda: changed(MU, np.ones((1, 2), F32)), {}),
     (f"{BIAS}.*{CAST}", lambda: changed(BIAS, np.ones(2, F16)), {}),
     (f"{BIAS}.*float64, exp.*float32", lambda: changed(BIAS, np.ones(2, F64)), {}),
-    (f"{BIAS}.*int32, exp.*float32", lambda: changed(BIAS, np.ones(2, np.int32)), {}),
-    (f"{MU}.*float16, exp.*float32", lambda: changed(MU, np.ones(2, F16)), {}),
     ("/count.*float32, exp.*int32", lambda: changed("opt_state/0/count", F32(1)), {}),
     (": step is missing", lambda: changed("step"), {}),
-    (": skipped_steps is missing", lambda: changed("skipped_steps"), {}),
     ("hysteresis is missing", lambda: changed("loss_scaler0/hysteresis"), {}),
     ("opt_state/0/count is missing", lambda: changed("opt_state"), {}),
     ("fields/ema is missing", lambda: changed("fields"), {}),
-    ("fields/ema is missing.* fields", lambda: changed("fields/ema"), {}),
     ("fields/rng is unexp.* fields", lambda: saved(rng=jnp.zeros(2)), {}),
-    (r"fields/ema.*\(3,\).*\(2,\)", lambda: saved(ema=jnp.zeros(3)), {}),
     (r"fields/rng.*\(4,\).*\(2,\)", lambda: saved(rng=RBG), {"rng": KEY}),
     (f"{MU} is missing.*opt_state/0/trace", lambda: saved(tx=optax.sgd(0.1, 0.9)), {}),
-    ("/count is missing.*/count is unexp", lambda: saved(tx=jo.fused_adam(1e-2)), {}),
     ("opt_state/0/count is missing.*optimizer", lambda: saved(**NOTHING), {}),
     ("has 1 loss.* state 3.*num_losses=1", lambda: saved(), {"num_losses": 3}),
-    ("has 3 loss.* state 1.*num_losses=3", lambda: saved(num_losses=3), {}),
     ("loss_scaler0/loss_scale is miss", lambda: changed("loss_scaler0"), {}),
     ("last_step_skipped/0 is missing.*run that saved it", lambda: saved(), several(2)),
-    ("params/2 is missing", lambda: saved(**several(2)), several(3)),
     ("version 2,.* 1 .*newer jamp", lambda: changed("version", np.int32(2)), {}),
     ("version 3,.*newer jamp", lambda: {"version": np.int32(3), "weights": {}}, {}),
     (RAW, lambda: serialization.to_state_dict(make()), {}),
@@ -119,19 +108,13 @@ def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, optio
 def test_several_differences_are_told_at_once_but_not_all_of_many():
     checkpoint = changed(BIAS)
     del checkpoint["step"]
-    with pytest.raises(ValueError, match=f"2 place.*{BIAS}.*step"):
-        jamp.from_checkpoint(make(), checkpoint)
+    for target in (make(), make("O0"), make("O3"), make("O5"), jax.eval_shape(make)):
+        with pytest.raises(ValueError, match=f"2 place.*{BIAS}.*step"):
+            jamp.from_checkpoint(target, checkpoint)
     other = {f"layer{k}": {"w": jnp.ones(2)} for k in range(100)}
     with pytest.raises(ValueError, match="layer0") as error:
         jamp.from_checkpoint(make(tree=other), saved())
     assert len(str(error.value)) < 1000
-
-
-@pytest.mark.parametrize("level", ["O0", "O3", "O5", "shapes alone"])
-def test_the_error_is_the_same_at_every_level(level):
-    target = jax.eval_shape(make) if level == "shapes alone" else make(level)
-    with pytest.raises(ValueError, match=f"{BIAS} has shape"):
-        jamp.from_checkpoint(target, changed(BIAS, np.ones(3, F32)))
 
 
 @pytest.mark.parametrize(
@@ -151,31 +134,14 @@ def test_the_arguments_the_wrong_way_round(call, words):
 # Flax's own functions, which look at no dtype
 
 
-def through_bytes(target, state):
-    return serialization.from_bytes(target, serialization.to_bytes(state))
-
-
-def through_dict(target, state):
-    return serialization.from_state_dict(target, serialization.to_state_dict(state))
-
-
-class Mine(jamp.AmpState):
-    ema: jax.Array
-
-
 O5, REMAINDER = {"level": "O5"}, {"level": "O5", "store_remainder": True}
-MINE = {"state_class": Mine}
 # Options of the state, those of the target, and words of the message.
 OTHER_STATES = [
     ({}, O5, r"bias.*dtype float16.*bfloat16"),
     (O5, {}, r"bias.*dtype bfloat16.* float16"),
-    (MINE, O5 | MINE, r"bias.*dtype float16.*bfloat16"),
-    ({"level": "O0"}, {"level": "O3"}, "float32.*float16"),
     (O5, REMAINDER, "masters.*float32.*uint16"),
     (REMAINDER, O5, "masters.*uint16.*float32"),
     ({"tree": {"w": jnp.ones(3)}}, {"tree": {"w": TWO}}, r"w .*\(3,\).*\(2,\)"),
-    ({"ema": jnp.ones(())}, {"ema": TWO}, r"ema.*\(\).*\(2,\)"),
-    ({}, {"level": "O3"}, "opt_state"),
     ({"level": "O0"}, {}, "opt_state"),
     ({}, {"level": "O0"}, "opt_state"),
     ({"rng": TWO}, {}, "rng is unexpected"),
@@ -187,7 +153,6 @@ OTHER_STATES = [
 def test_flax_puts_no_leaf_where_another_dtype_or_shape_belongs(given, wanted, words):
     state, target = make(**given), make(**wanted)
     before = copy(target)
-    for trip in (through_bytes, through_dict):
-        with pytest.raises(ValueError, match=f"{words}.*same.*jamp.to_checkpoint"):
-            trip(target, state)
+    with pytest.raises(ValueError, match=f"{words}.*same.*jamp.to_checkpoint"):
+        serialization.from_bytes(target, serialization.to_bytes(state))
     assert_same_bits(copy(target), before)

@@ -100,15 +100,11 @@ def moved(state, target):
     return jamp.from_checkpoint(target, written(jamp.to_checkpoint(state)))
 
 
-def has_masters(x):
-    return isinstance(x, jamp.MasterWeightsState)
-
-
 def moments(opt_state):
     """The optimizers' own states, without masters."""
-    return jax.tree.map(
-        lambda x: x.inner_state if has_masters(x) else x, opt_state, is_leaf=has_masters
-    )
+    has = lambda x: isinstance(x, jamp.MasterWeightsState)  # noqa: E731
+    inner = lambda x: x.inner_state if has(x) else x  # noqa: E731
+    return jax.tree.map(inner, opt_state, is_leaf=has)
 
 
 def others(state):
@@ -198,25 +194,22 @@ def test_masters_beyond_half_come_through_and_are_clamped():
 
 def test_a_checkpoint_says_what_it_holds_and_nothing_is_copied():
     state = at("O2")
-    checkpoint = jamp.to_checkpoint(state)
-    names = "version opt_level step params opt_state loss_scaler0 skipped_steps "
-    assert set(checkpoint) == set((names + "last_step_skipped fields").split())
-    numbers = {"version": jnp.int32(1), "opt_level": jnp.int32(2)}
-    numbers |= {k: getattr(state, k) for k in ("step", "skipped_steps")}
-    assert_same_bits({name: checkpoint[name] for name in numbers}, numbers)
     scaler = state.loss_scales[0]._asdict()
-    scaler |= {"loss_scale": scaler.pop("scale"), "dynamic": jnp.asarray(True)}
-    assert_same_bits(checkpoint["loss_scaler0"], scaler)
-    assert set(checkpoint["opt_state"]) == {"0", "1"}
-    assert set(checkpoint["opt_state"]["0"]) == {"count", "mu", "nu"}
-    assert checkpoint["opt_state"]["1"] == {}
-    nu = optax.tree.get(state.opt_state, "nu")
-    for given, tree in (
-        (checkpoint["params"], state.opt_state.masters),
-        (checkpoint["opt_state"]["0"]["nu"], nu),
-    ):
-        pair = (x["dense"]["kernel"].unsafe_buffer_pointer() for x in (given, tree))
-        assert len(set(pair)) == 1
+    expected = {
+        "version": jnp.int32(1),
+        "opt_level": jnp.int32(2),
+        "params": jamp.master_params(state),
+        "loss_scaler0": scaler
+        | {"loss_scale": scaler.pop("scale"), "dynamic": jnp.asarray(True)},
+        "fields": {},
+    }
+    names = ("step", "skipped_steps", "last_step_skipped")
+    checkpoint = jamp.to_checkpoint(state)
+    (adam, nothing) = checkpoint.pop("opt_state").values()
+    assert_same_bits(checkpoint, expected | {k: getattr(state, k) for k in names})
+    assert (set(adam), nothing) == ({"count", "mu", "nu"}, {})
+    pair = adam["nu"], optax.tree.get(state.opt_state, "nu")
+    assert len({x["dense"]["kernel"].unsafe_buffer_pointer() for x in pair}) == 1
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -313,10 +306,6 @@ TREES = {
 }
 OPTIMIZERS = {
     "fused_adam": jo.fused_adam(1e-2, weight_decay=0.1),
-    "fused_sgd": jo.fused_sgd(1e-2, 0.9),
-    "fused_lamb": jo.fused_lamb(1e-2),
-    "fused_novograd": jo.fused_novograd(1e-2),
-    "fused_adagrad": jo.fused_adagrad(1e-2),
     "larc": jo.larc(jo.fused_sgd(1e-2, 0.9)),
     # Schedules, a PRNG key, an accumulator, masks, hyperparameters, empty states.
     "many parts": optax.chain(
@@ -331,12 +320,7 @@ OPTIMIZERS = {
 
 def with_groups(level, seed, pack):
     trees, txs = [params(seed), params(seed + 10)], [ADAM, jo.fused_sgd(0.1, 0.9)]
-    rule, options = jamp.DynamicLossScale(), {"num_losses": 3}
-    return make(level, seed, pack(txs), pack(trees), loss_scale=rule, **options)
-
-
-def in_dict(pair):
-    return dict(zip("gd", pair, strict=True))
+    return make(level, 0, pack(txs), pack(trees), loss_scale="dynamic", num_losses=3)
 
 
 def with_fields(level, seed, **kwargs):
@@ -354,7 +338,9 @@ KINDS = {
     **{name: functools.partial(make, tree=tree) for name, tree in TREES.items()},
     **{name: functools.partial(make, tx=tx) for name, tx in OPTIMIZERS.items()},
     "groups in a list": functools.partial(with_groups, pack=list),
-    "groups in a dict": functools.partial(with_groups, pack=in_dict),
+    "groups in a dict": functools.partial(
+        with_groups, pack=lambda pair: dict(zip("gd", pair, strict=True))
+    ),
     "fields": with_fields,
     "declared fields": functools.partial(with_fields, state_class=Mine),
 }
@@ -372,13 +358,10 @@ def test_states_of_every_kind_move(kind):
             assert_same_bits(new, state)
 
 
-def test_params_that_were_added_and_disabled_states_move():
-    grown = lived(make("O2", tree=params()["dense"]))
-    grown = grown.add_params({"head": params(2)["dense"]})
-    like_grown = make("O5", tree=params(1)["dense"] | {"head": params(3)["dense"]})
+def test_disabled_states_move():
     enabled, disabled = make("O2", seed=1), make("O2", seed=1, enabled=False)
     plain = lived(make("O2", enabled=False))
-    for state, target in ((grown, like_grown), (plain, enabled), (at("O2"), disabled)):
+    for state, target in ((plain, enabled), (at("O2"), disabled)):
         assert_moved(moved(state, target), state, target)
 
 
@@ -398,37 +381,20 @@ def test_for_inference_params_and_fields_are_read_alone(tx, level):
 # Orbax, and other devices
 
 
-@pytest.mark.parametrize("kind", ["to_checkpoint", "plain Flax"])
-def test_what_orbax_restores_without_a_target_is_read(tmp_path, kind):
+def test_what_orbax_restores_without_a_target_is_read(tmp_path):
     # Tuples come back as lists, empty states as None.
-    state = lived(like_flax("O0")) if kind == "to_checkpoint" else flax_state()
-    tree = jamp.to_checkpoint(state) if kind == "to_checkpoint" else state
+    ours, flax = lived(like_flax("O0")), flax_state()
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "tree", tree)
-        checkpointer.wait_until_finished()
-        found = checkpointer.restore(tmp_path / "tree")
-    assert isinstance(found, dict)
-    new = jamp.from_checkpoint(like_flax("O2"), found)
-    assert_same_bits(jamp.master_params(new), state.params)
-    assert_same_bits(moments(new.opt_state), state.opt_state)
-    assert new.step == state.step
-
-
-def test_a_step_may_donate_what_orbax_still_writes(tmp_path):
-    state = make("O2", tree={"w": jnp.full(2**20, 0.1)})
-    grads = {"w": jnp.ones(2**20)}
-    step = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
-    with ocp.CheckpointManager(tmp_path) as checkpoints:
-        args = ocp.args.StandardSave(jamp.to_checkpoint(state))
-        checkpoints.save(0, args=args)  # in the background
-        shapes = jax.eval_shape(jamp.to_checkpoint, state)
-        state = step(step(state, grads), grads)
-        checkpoints.wait_until_finished()
-        args = ocp.args.StandardRestore(shapes)
-        checkpoint = checkpoints.restore(0, args=args)
-    assert (state.step, checkpoint["step"]) == (2, 0)
-    assert (checkpoint["params"]["w"] == np.float32(0.1)).all()
-    assert (checkpoint["opt_state"]["0"]["mu"]["w"] == 0).all()
+        for name, tree in (("ours", jamp.to_checkpoint(ours)), ("flax", flax)):
+            checkpointer.save(tmp_path / name, tree)
+            checkpointer.wait_until_finished()
+        found = [checkpointer.restore(tmp_path / name) for name in ("ours", "flax")]
+    for tree, state in zip(found, (ours, flax), strict=True):
+        assert isinstance(tree, dict)
+        new = jamp.from_checkpoint(like_flax("O2"), tree)
+        assert_same_bits(jamp.master_params(new), state.params)
+        assert_same_bits(moments(new.opt_state), state.opt_state)
+        assert new.step == state.step
 
 
 # Plain Flax

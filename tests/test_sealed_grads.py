@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -20,6 +19,7 @@ from tests.subprocesses import on_eight_devices
 
 START = {"w": jnp.asarray([1.0, -2.0, 0.5]), "b": jnp.asarray([0.25, 0.5])}
 SGD = optax.sgd(1.0)
+CHECKED = jamp.StaticLossScale(1.0, check=True)
 
 
 def loss_fn(p, x):
@@ -56,11 +56,7 @@ HABITS = {
     "sum": lambda g: jax.tree.map(jnp.add, g, g),
     "python sum": mapped(lambda x: x + x),
     "mean": mapped(lambda x: x / 2),
-    "product": mapped(lambda x: 0.5 * x),
     "clip": mapped(lambda x: jnp.clip(x, -1, 1)),
-    "square": mapped(jnp.square),
-    "negative": mapped(jnp.negative),
-    "maximum": mapped(lambda x: jnp.maximum(x, 0)),
     "astype": mapped(lambda x: x.astype(jnp.float32)),
     "any": mapped(jnp.any),
     "numpy": mapped(np.asarray),
@@ -70,12 +66,8 @@ HABITS = {
     "pmean": over_axis(lax.pmean),
     "pmax": over_axis(lax.pmax),
     "optax.tree.norm": optax.tree.norm,
-    "optax.tree.add": lambda g: optax.tree.add(g, g),
-    "optax.tree.scale": lambda g: optax.tree.scale(0.5, g),
     "sgd": updated(optax.sgd(0.1)),
     "adam": updated(optax.adam(0.1)),
-    "optax.clip": updated(optax.clip(1.0)),
-    "clip_by_global_norm": updated(optax.clip_by_global_norm(1.0)),
     "apply_updates": lambda g: optax.apply_updates(g, g),
     "derivative": lambda g: jax.grad(lambda g: g.tree["w"].sum())(g),
 }
@@ -93,8 +85,9 @@ def test_a_habit_of_plain_jax_is_an_error(name, redo):
 
 
 def test_the_error_says_what_to_write():
-    says = r"ScaledGrads: pass them whole, or call \.unscale\(\) .*\.pmean\(axis\)"
-    for name in ("sum", "pmean", "sgd", "optax.tree.scale", "clip", "negative"):
+    says = r"ScaledGrads: pass them whole, or call \.unscale\(\) \.map\(fn\) "
+    says += r"\.global_norm\(\) \.pmean\(axis\)"
+    for name in ("sum", "pmean", "sgd", "clip", "optax.tree.norm"):
         with pytest.raises(TypeError, match=says):
             jax.eval_shape(HABITS[name], grads_of())
     with pytest.raises(TypeError, match="they are not a random key"):
@@ -154,7 +147,6 @@ def test_zeros_ones_and_isfinite_of_the_seal_are_harmless(redo):
 
 def test_attributes_of_shapes_and_of_donated_gradients():
     shapes = jax.eval_shape(grads_of)
-    assert (shapes.scale.shape, shapes.finite.dtype) == ((), jnp.bool_)
     assert "scale float32[], finite bool[]: 5 float16" in repr(shapes)
     grads = grads_of()
     jax.tree.map(lambda x: x.delete(), grads)
@@ -175,19 +167,13 @@ def test_flax_saves_what_it_saved_before_the_seal():
 # What people want to say
 
 
-def numbers(grads):
-    return {k: np.float64(v) for k, v in grads.unscale()[0].items()}
-
-
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_the_norm_is_of_unscaled_gradients_in_float32(level):
     state = state_of(level)
     grads = grads_of(0.5, state)
-    want = np.sqrt(sum((x**2).sum() for x in numbers(grads).values()))
     norm = jax.jit(jamp.ScaledGrads.global_norm)(grads)
     assert (norm.dtype, norm.shape) == (jnp.float32, ())
-    np.testing.assert_allclose(norm, want, rtol=1e-6)
-    np.testing.assert_allclose(want, 0.5 * np.sqrt(5), rtol=1e-6)
+    np.testing.assert_allclose(norm, 0.5 * np.sqrt(5), rtol=1e-6)
     # Half cannot hold the squares, nor float32 those of the scaled ones.
     large = jax.tree.map(lambda x: jnp.full_like(x, 3e4), grads.tree)
     norm = grads.replace(tree=large, scale=jnp.float32(2.0**-40)).global_norm()
@@ -200,24 +186,20 @@ def test_the_norm_is_of_unscaled_gradients_in_float32(level):
 def test_clipping_is_that_of_float64(level, limit):
     state = state_of(level)
     grads = grads_of(0.5, state)
-    want = numbers(grads)
-    norm = np.sqrt(sum((x**2).sum() for x in want.values()))
+    factor = min(1, limit / (0.5 * np.sqrt(5)))
     clipped = jax.jit(jamp.ScaledGrads.clip_by_global_norm)(grads, limit)
-    for name, x in numbers(clipped).items():
-        np.testing.assert_allclose(x, want[name] * min(1, limit / norm), rtol=1e-6)
     assert_same_bits(clipped.tree, grads.tree)  # by way of the scale
     assert clipped.finite
     # It is at a scale of its own, and still adds.
-    both = numbers(grads + clipped)
-    for name, x in both.items():
-        total = want[name] * (1 + min(1, limit / norm))
-        np.testing.assert_allclose(x, total, rtol=1e-6)
+    for given, want in ((clipped, factor), (grads + clipped, 1 + factor)):
+        for x in given.unscale()[0].values():
+            np.testing.assert_allclose(x, np.full(x.shape, want * 0.5), rtol=1e-6)
     bad = grads_of(np.nan, state).clip_by_global_norm(limit)
     assert_skipped(state.apply_gradients(grads=bad), state)
 
 
 def test_a_norm_or_a_scale_that_float32_cannot_hold_is_a_skip():
-    state = state_of("O0", loss_scale=jamp.StaticLossScale(1.0, check=True))
+    state = state_of("O0", loss_scale=CHECKED)
     huge = jax.tree.map(lambda x: jnp.full_like(x, 3e38), START)
     tiny = jax.tree.map(lambda x: jnp.full_like(x, 1e8), START)
     for tree, limit in ((huge, 1.0), (tiny, 1e-37)):
@@ -274,13 +256,10 @@ def test_an_edit_that_is_not_finite_is_a_skip(name):
     assert (after.step, after.skipped_steps) == (1, 0)
 
 
-def test_a_flag_can_be_set_by_hand():
+def test_a_flag_can_be_set_by_hand_and_sum_adds_several():
     grads = grads_of().replace(finite=jnp.asarray(False))
     assert (grads.finite, grads.raw_finite) == (False, False)
     assert grads.replace(finite=jnp.asarray(True)).finite
-
-
-def test_sum_of_several():
     several = [grads_of(x) for x in (0.5, 0.25, 2.0)]
     assert_same_bits(sum(several), several[0] + several[1] + several[2])
     with pytest.raises(TypeError, match="add to ScaledGrads, got int"):
@@ -316,6 +295,10 @@ def test_pmean_is_the_mean_in_float32_and_agrees():
     assert_same_bits(own, vmapped(lambda s, x: grads_of(x, s).pmean("i"), state, xs))
     with pytest.raises(ValueError, match="axis_name='j' is not bound"):
         vmapped(lambda s, x: grads_of(x, s).pmean("j"), state, xs)
+    # A sum too large for float32 is no step.
+    state, huge = state_of("O0", loss_scale=CHECKED), jnp.full(4, 3e38, jnp.float32)
+    grads = vmapped(lambda s, x: grads_of(x, s).pmean("i"), state, huge)
+    np.testing.assert_array_equal(grads.raw_finite, [False] * 4)
 
 
 def test_pmean_of_devices_at_different_scales():
@@ -331,14 +314,6 @@ def test_pmean_of_devices_at_different_scales():
     np.testing.assert_array_equal(scales, [2.0**16, 2.0**13])
     assert_same_bits(jax.tree.map(lambda x: x[0], mean).unscale()[0], like(START, 2.25))
     np.testing.assert_array_equal(after.loss_scale, [2.0**13] * 2)
-
-
-def test_a_sum_too_large_for_float32_is_no_step():
-    state = state_of("O0", loss_scale=jamp.StaticLossScale(1.0, check=True))
-    grads = vmapped(
-        lambda s, x: grads_of(x, s).pmean("i"), state, jnp.full(4, 3e38, jnp.float32)
-    )
-    np.testing.assert_array_equal(grads.raw_finite, [False] * 4)
 
 
 def shard_mapped(fn, vma):
@@ -388,12 +363,6 @@ def test_the_seal_lies_where_the_gradients_do():
         assert state.apply_gradients(grads=grads).step == 1
 
 
-def test_flax_own_state_refuses():
-    flax = TrainState.create(apply_fn=None, params=START, tx=SGD)
-    with pytest.raises(TypeError, match=r"pass|Pass them whole"):
-        flax.apply_gradients(grads=grads_of())
-
-
 def test_half_gradients_of_nobody_under_a_dynamic_scale_warn():
     state = state_of()
     plain = jax.grad(loss_fn)(state.params, jnp.float32(0.5))
@@ -409,11 +378,7 @@ def test_half_gradients_of_nobody_under_a_dynamic_scale_warn():
 
 def test_a_state_without_a_forward_says_so():
     state = state_of()
-    for call in (
-        state.apply_fn,
-        jax.jit(state.apply_fn),
-        pickle.loads(pickle.dumps(state.apply_fn)),
-    ):
+    for call in (state.apply_fn, pickle.loads(pickle.dumps(state.apply_fn))):
         with pytest.raises(TypeError, match="no forward: pass `apply_fn=model.apply`"):
             call({"params": START}, jnp.ones(2))
     assert state.apply_fn == state_of().apply_fn

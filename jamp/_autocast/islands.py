@@ -38,12 +38,16 @@ _INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
 _CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
 
 
-def checkpoint_islands(jaxpr: jc.Jaxpr, programs: dict[Any, Any]) -> jc.Jaxpr:
+def checkpoint_islands(
+    jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool
+) -> jc.Jaxpr:
     """Writes each island of a rewritten program as one checkpointed equation.
 
     Args:
         jaxpr: the program.
         programs: of the islands so far: equal ones share theirs.
+        loop: whether it is the body of a scan. Its backward pass is another loop, where
+            XLA finds nothing that it could keep instead: no barrier is needed.
     """
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr
@@ -58,7 +62,7 @@ def checkpoint_islands(jaxpr: jc.Jaxpr, programs: dict[Any, Any]) -> jc.Jaxpr:
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            eqns[end] = _written(inside, program.users, programs)
+            eqns[end] = _written(inside, program.users, programs, loop)
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
@@ -132,12 +136,13 @@ def _written(
     eqns: list[jc.JaxprEqn],
     users: Mapping[jc.Var, set[int]],
     programs: dict[Any, Any],
+    loop: bool,
 ) -> jc.JaxprEqn:
     """The equation of an island."""
     inside = with_softmax(eqns, users)
     # What a softmax keeps is guarded by itself; a dropout's derivative joins its own.
     plain = len(inside) == len(eqns)
-    return checkpointed(inside, _inputs(inside), _KEPT, plain, programs)
+    return checkpointed(inside, _inputs(inside), _KEPT, plain and not loop, programs)
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:

@@ -114,7 +114,7 @@ def _rewrite(
     ]
     written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
     # Last: where float32 begins and ends is known by the casts that were written.
-    return checkpoint_islands(written, scope.written)
+    return checkpoint_islands(written, scope.written, scope.loop)
 
 
 class Rewriter:
