@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax, nn
-from jax.experimental.ode import odeint
 
 
 class Program(NamedTuple):
@@ -69,11 +68,6 @@ def repeat(step, carry, length):
 @program(x=(4, 8), w=(8, 8))
 def euler(x, w):
     return repeat(lambda x: x + 1e-3 * (x @ w), x, 1000)
-
-
-@program(x=(8,), w=(8, 8), t=lambda rng: np.linspace(0, 1, 5, dtype=np.float32))
-def ode_solver(x, w, t):
-    return odeint(lambda x, t: jnp.tanh(w @ x), x, t, rtol=0.1, atol=0.1, hmax=0.1)
 
 
 @program(w=(8, 1), x=(16, 8), y=(16, 1))
@@ -242,7 +236,6 @@ def batch_norm_with_statistics(x, w, g, b, m, v):
 
 
 LOSSES = {
-    "softmax_ce": optax.softmax_cross_entropy_with_integer_labels,
     "sigmoid_ce": lambda z, i: optax.sigmoid_binary_cross_entropy(
         z, nn.one_hot(i, 8, dtype=z.dtype)
     ),
@@ -254,9 +247,7 @@ LOSSES = {
         z, jnp.sin(i[:, None] + jnp.arange(8.0)), epsilon=1e-8
     ),
     "log_cosh": lambda z, i: optax.log_cosh(z, jnp.sin(i[:, None] + jnp.arange(8.0))),
-    "poisson": lambda z, i: jnp.exp(z) - i[:, None] * z,
     "entropy": lambda z, i: -(nn.softmax(z) * jnp.log(nn.softmax(z) + 1e-9)).sum(-1),
-    "mean_of_squares": lambda z, i: jnp.mean((z - i[:, None]) ** 2),
     "contrastive": lambda z, i: optax.softmax_cross_entropy_with_integer_labels(
         (lambda u: u @ u.T / 0.07 - 1e9 * jnp.eye(16))(  # not with itself
             z / jnp.linalg.norm(z, axis=-1, keepdims=True)

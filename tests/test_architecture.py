@@ -25,10 +25,7 @@ LAYERS = (
     ("jamp.__main__",),
 )
 # Imported when they are first used: names that apex has in another place, and NNX.
-LATE = {
-    ("jamp.optimizers", "jamp.fp16_utils._cut_down"),
-    ("jamp", "jamp.nnx"),
-}
+LATE = {("jamp.optimizers", "jamp.fp16_utils._cut_down"), ("jamp", "jamp.nnx")}
 # What JAX documents nowhere, and the files that may ask for it all the same.
 UNDOCUMENTED = (
     "jax._src aval.mat strip_weak_type manual_axis_type source_info with_consts remat2 "

@@ -72,13 +72,10 @@ def solution(adjoint, solver, controller):
     return fn
 
 
-def residual(y, args):
-    w, x = args
-    return y - step(w, y) / 2 - x
-
-
-def solved(solve, solver, fn=residual):
-    return lambda w, x: solve(fn, solver, x, (w, x)).value
+def fixed_point(w, x):
+    solver = optimistix.FixedPointIteration(1e-3, 1e-3)
+    fn = lambda y, args: step(args[0], y) / 2 + args[1]  # noqa: E731
+    return optimistix.fixed_point(fn, solver, x, (w, x)).value
 
 
 ADAPTIVE = diffrax.PIDController(rtol=1e-2, atol=1e-2)
@@ -93,11 +90,7 @@ PROGRAMS = {
     "implicit_ode_solver": solution(
         diffrax.DirectAdjoint(), diffrax.Kvaerno3(), ADAPTIVE
     ),
-    "fixed_point": solved(
-        optimistix.fixed_point,
-        optimistix.FixedPointIteration(1e-3, 1e-3),
-        lambda y, args: step(args[0], y) / 2 + args[1],
-    ),
+    "fixed_point": fixed_point,
     "linear_solve": lambda w, x: (
         lineax.linear_solve(lineax.MatrixLinearOperator(w @ w.T + jnp.eye(4)), x).value
     ),

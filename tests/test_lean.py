@@ -76,7 +76,8 @@ EXCEPTIONS_ON_TPU = {
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
-REST = [(n, m) for n in lean.CASES for m in lean.MODES if (n, m) not in SAMPLE]
+ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES]
+REST = [pytest.param(*c, marks=pytest.mark.budgets) for c in ALL if c not in SAMPLE]
 
 tpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make tpu"
@@ -90,15 +91,8 @@ def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> Non
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize(("name", "mode"), SAMPLE)
+@pytest.mark.parametrize(("name", "mode"), SAMPLE + REST)
 def test_a_step_is_as_lean_as_by_hand(name, mode):
-    assert_lean(name, mode, EXCEPTIONS.get((name, mode), BOUNDS[mode]))
-
-
-@pytest.mark.h200
-@pytest.mark.budgets
-@pytest.mark.parametrize(("name", "mode"), REST)
-def test_every_architecture_is_as_lean_as_by_hand(name, mode):
     assert_lean(name, mode, EXCEPTIONS.get((name, mode), BOUNDS[mode]))
 
 

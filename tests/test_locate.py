@@ -208,38 +208,30 @@ PROGRAMS = {
 }
 
 
-class Inner(nn.Module):
+class Net(nn.Module):
+    """A module in a module, with the weights of a program."""
+
     fn: object
     w: object
+    is_inner: bool = False
 
     @nn.compact
     def __call__(self, x):
+        if not self.is_inner:
+            return Net(self.fn, self.w, True, name="inner")(x)
         return self.fn(self.param("w", lambda _: jnp.asarray(self.w)), x)
 
 
-class Net(nn.Module):
-    fn: object
-    w: object
-
-    @nn.compact
-    def __call__(self, x):
-        return Inner(self.fn, self.w, name="inner")(x)
-
-
-class InnerNNX(nnx.Module):
-    def __init__(self, fn, w):
-        self.fn, self.w = nnx.static(fn), nnx.Param(jnp.asarray(w))
-
-    def __call__(self, x):
-        return self.fn(self.w[...], x)
-
-
 class NetNNX(nnx.Module):
-    def __init__(self, fn, w):
-        self.inner = InnerNNX(fn, w)
+    def __init__(self, fn, w, inner=True):
+        self.fn = nnx.static(fn)
+        if inner:
+            self.inner = NetNNX(fn, w, False)
+        else:
+            self.w = nnx.Param(jnp.asarray(w))
 
     def __call__(self, x):
-        return self.inner(x)
+        return self.inner(x) if hasattr(self, "inner") else self.fn(self.w[...], x)
 
 
 def total(x):
