@@ -4,7 +4,6 @@ Each is a function of (8, 8) weights and inputs. It is made with a transformatio
 apply, `autocast` or none, at the place that the construct is about.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -17,12 +16,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 N = 8
 TABLE: dict[str, Callable[[Callable], Callable]] = {}
-
-
-def construct(make):
-    """Enters a construct that says itself where the transformation goes."""
-    TABLE[make.__name__.strip("_")] = make
-    return make
 
 
 def plain(fn):
@@ -43,6 +36,16 @@ def repeat(body, x, over=None, **options):
     """A scan whose body gives the next carry, and nothing else."""
     step = lambda c, x: (body(c, x), None)  # noqa: E731
     return lax.scan(step, x, over, **options)[0]
+
+
+def squared(fn):
+    return lambda *args: (fn(*args) ** 2).sum()
+
+
+def custom_vjp(fn, fwd, bwd, **options):
+    function = jax.custom_vjp(fn)
+    function.defvjp(fwd, bwd, **options)
+    return function
 
 
 EXPRESSIONS = {
@@ -92,6 +95,16 @@ PLACES = {
         lambda w, x: repeat(lambda c, _: cast(layer)(w, c), x, length=2)
     ),
     "vmap_out": lambda cast: jax.vmap(cast(layer), (None, 0)),
+    "grad_of_grad": lambda cast: (
+        lambda w, x: jax.grad(
+            lambda w: (jax.grad(squared(cast(layer)))(w, x) ** 2).sum()
+        )(w)
+    ),
+    "custom_vjp_of_autocast": lambda cast: custom_vjp(
+        cast(layer),
+        lambda w, x: jax.vjp(cast(layer), w, x),
+        lambda vjp, g: vjp(7.0 * g),
+    ),
     "closed_over": lambda cast: lambda w, x: cast(lambda: layer(w, x))(),
     "integers_first": lambda cast: (
         lambda w, x: cast(lambda i, w, x: w[i] @ x)(jnp.array([3, 1, 1]), w, x)
@@ -116,44 +129,6 @@ def shard_map(w, x):
     return jax.shard_map(body, mesh=mesh, **specs)(w, x)
 
 
-@construct
-def grad_of_grad(cast):
-    inner = jax.grad(lambda w, x: (cast(layer)(w, x) ** 2).sum())
-    return lambda w, x: jax.grad(lambda w: (inner(w, x) ** 2).sum())(w)
-
-
-# ---- calls
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Dense:
-    kernel: Array
-
-
-@construct
-def kwargs_and_trees(cast):
-    def fn(batch, /, *, params, scale: float):
-        y = batch[0]["x"] @ params["dense"].kernel * scale
-        return {"y": y, "again": (batch[0]["x"], [y])}
-
-    def call(w, x):
-        params = {"dense": Dense(w), "bias": None}
-        return cast(fn)(({"x": x}, None), params=params, scale=2.0)
-
-    return call
-
-
-@construct
-def static_arguments(cast):
-    def fn(w, x, mode, transpose=False):
-        assert isinstance(transpose, bool)
-        y = x @ (w.T if transpose else w)
-        return jnp.tanh(y) if mode == "tanh" else y
-
-    return lambda w, x: cast(fn)(w, cast(fn)(w, x, "tanh"), "none", transpose=True)
-
-
 # ---- custom functions, whose derivatives are wrong by a factor: to ignore them shows
 
 
@@ -169,17 +144,6 @@ def _(primals, tangents):
     return y, 3.0 * (1 - y**2) * (dx @ w + x @ dw)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def applied(fn, w, x):
-    return fn(w, x)
-
-
-@applied.defjvp
-def _(fn, primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    return fn(w, x), 5.0 * (x @ dw) + dx @ w
-
-
 @jax.custom_jvp
 def symbolic_jvp(w, x):
     return x @ w
@@ -193,22 +157,10 @@ def _(primals, tangents):
     return x @ w, out if isinstance(dx, SymbolicZero) else out + dx @ w
 
 
-def custom_vjp(fn, fwd, bwd, **options):
-    function = jax.custom_vjp(fn)
-    function.defvjp(fwd, bwd, **options)
-    return function
-
-
 backwards = custom_vjp(
     lambda w, x, scale: x @ w * scale,
     lambda w, x, scale: (x @ w * scale, (w, x)),
     lambda saved, g: (3.0 * (saved[1].T @ g), 0.5 * (g @ saved[0].T), None),
-)
-rematerialised = custom_vjp(
-    lambda w, x: x @ w,
-    lambda w, x: (x @ w, (w, x)),
-    lambda saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
-    optimize_remat=True,
 )
 
 
@@ -226,7 +178,6 @@ symbolic_vjp = custom_vjp(
 
 CUSTOM = {
     "custom_jvp": lambda w, x: steep(w, x, 1.0) @ w,
-    "custom_jvp_of_a_function": lambda w, x: applied(lambda w, x: x @ w, w, x @ w),
     "custom_jvp_with_symbolic_zeros": symbolic_jvp,
     "custom_vjp": lambda w, x: backwards(w, x @ w, 2) @ w,
     "custom_vjp_in_scan": lambda w, x: repeat(
@@ -235,19 +186,9 @@ CUSTOM = {
     "custom_vjp_in_remat_in_vmap": lambda w, x: jax.vmap(
         jax.checkpoint(lambda row: backwards(w, row[None], 2)[0])
     )(x),
-    "custom_vjp_with_optimize_remat": rematerialised,
     "custom_vjp_with_symbolic_zeros": symbolic_vjp,
 }
 TABLE |= {name: lambda cast, fn=fn: cast(fn) for name, fn in CUSTOM.items()}
-
-
-@construct
-def custom_vjp_of_autocast(cast):
-    return custom_vjp(
-        lambda w, x: cast(layer)(w, x),
-        lambda w, x: jax.vjp(cast(layer), w, x),
-        lambda vjp, g: vjp(7.0 * g),
-    )
 
 
 @plain

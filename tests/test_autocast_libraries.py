@@ -79,14 +79,12 @@ def fixed_point(w, x):
 
 
 ADAPTIVE = diffrax.PIDController(rtol=1e-2, atol=1e-2)
-FIXED = diffrax.ConstantStepSize()
 PROGRAMS = {
     "filter_custom_vjp": lambda w, x: scaled(w, x, 2.0),
     "checkpointed_while_loop": while_loop,
     "diffeqsolve": solution(
         diffrax.RecursiveCheckpointAdjoint(), diffrax.Tsit5(), ADAPTIVE
     ),
-    "backsolve": solution(diffrax.BacksolveAdjoint(), diffrax.Heun(), FIXED),
     "implicit_ode_solver": solution(
         diffrax.DirectAdjoint(), diffrax.Kvaerno3(), ADAPTIVE
     ),

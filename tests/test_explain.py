@@ -310,22 +310,19 @@ def test_the_tree_of_a_transformer():
     # 64 tokens of 32 features: 4 projections, 2 products of 4 sequences, an MLP.
     projection, attention = 2 * 64 * 32 * 32, 2 * 2 * 4 * 16 * 16 * 32
     block = 4 * projection + attention + 2 * 4 * projection
-    total = 12 * block + 2 * 64 * 32 * 20
-    assert explanation.matmul_flops == total and f"{total:.3g} FLOPs" in title
+    assert explanation.matmul_flops == 12 * block + 2 * 64 * 32 * 20
     (of_blocks,) = (row for row in rows if "Block_0 … Block_11" in row)
     assert f"12 × {block / 1e6:.3g} M     100%" in of_blocks
     (same,) = (row for row in rows if "query, key, value" in row)
     assert f"4 × {projection / 1e3:.3g} k" in same and same.startswith("      query")
-    assert sum("LayerNorm" in row for row in rows) == 3 and "add 2×" in of_blocks
     assert "64 × 20 × 32: 20 is not a multiple of 8" in rows[-1]
     assert "Block_0" not in explanation.show(depth=1)
     assert len(repr(explanation).splitlines()) == 1
     listed = explanation.show(filter="products").splitlines()
     assert len(listed) == 1 + 12 * 8 + 1
     assert listed[1].endswith(f"{short(__file__)}:{LINE_OF_ATTENTION}")
-    assert {
-        row.split()[-4] for row in explanation.show(filter=" exp ").splitlines()[1:]
-    } == {"float32"}
+    exponentials = explanation.show(filter=" exp ").splitlines()[1:]
+    assert {row.split()[-4] for row in exponentials} == {"float32"}
     assert "dot_general" not in explanation.show(filter="float32")
 
 
