@@ -276,7 +276,7 @@ def test_new_groups_begin_as_in_a_state_of_their_own(pack, level, tx, options):
     assert after.step == 3
 
 
-def test_fields_of_each_group_get_entries_for_the_new_ones():
+def test_what_each_group_or_the_state_has_more_is_named():
     tree, tx, zero = {"w": pair(1, 1)}, optax.sgd(1.0), pair(0, 0)
     state = make("O0", {"a": tree}, {"a": tx}, stats={"a": zero}, shared=zero)
     with pytest.raises(ValueError, match="stats has one entry per group"):
@@ -284,6 +284,10 @@ def test_fields_of_each_group_get_entries_for_the_new_ones():
     after = state.add_params({"b": tree}, {"b": tx}, stats={"b": pair(1, 1)})
     assert_same_bits(after.stats, {"a": zero, "b": pair(1, 1)})
     assert_same_bits(after.shared, zero)
+    with pytest.raises(TypeError, match="'statz', but .*'stats'"):
+        one(stats=LEAF).add_params({"head": LEAF}, statz=LEAF)
+    with pytest.raises(ValueError, match="stats.* is there already"):
+        one(stats=LEAF).add_params({"head": LEAF}, stats=LEAF)
 
 
 # What is refused
@@ -354,10 +358,3 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     with pytest.raises(error, match=f"(?s){words}"):
         state.add_params(*args)
     assert_same_bits(copy(state), before)
-
-
-def test_an_unknown_field_is_refused():
-    with pytest.raises(TypeError, match="'statz', but .*'stats'"):
-        one(stats=LEAF).add_params({"head": LEAF}, statz=LEAF)
-    with pytest.raises(ValueError, match="stats.* is there already"):
-        one(stats=LEAF).add_params({"head": LEAF}, stats=LEAF)

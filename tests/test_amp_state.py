@@ -122,7 +122,9 @@ def full_step(state, x):
         lambda e, m: (e + m) / 2, state.ema, jamp.master_params(state)
     )
     grads = jamp.scaled_grad(dot)(state, x)
-    return state.apply_gradients(grads=grads, stats=state.stats + 1, ema=halves)
+    key = jax.random.split(state.key)[0]
+    fields = {"stats": state.stats + 1, "ema": halves, "key": key}
+    return state.apply_gradients(grads=grads, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +138,7 @@ def trained():
         optax.ema(0.9),
     )
     fields = {"stats": jnp.zeros(2, jnp.float32), "ema": params()}
+    fields["key"] = jax.random.key(0)
     rule = jamp.DynamicLossScale(init_scale=2.0**10)
     with jax.numpy_dtype_promotion("standard"):
         state = make(tx=everything, loss_scale=rule, **fields)
@@ -351,7 +354,7 @@ def grads_of(state, key, slope, loss_id=0):
     return grad(state)
 
 
-def test_a_plain_tree_may_leave_a_group_out_with_none():
+def test_groups_are_selected_by_their_keys_and_none_leaves_one_out():
     state, one = pair(num_losses=2), {"w": jnp.full(2, 0.25, jnp.float32)}
     after = state.apply_gradients(grads={"d": one, "g": None})
     np.testing.assert_array_equal(jamp.master_params(after)["d"]["w"], 0.75)
@@ -362,9 +365,6 @@ def test_a_plain_tree_may_leave_a_group_out_with_none():
     bad = state.apply_gradients(grads={"d": one, "g": like(one, np.inf)})
     assert_skipped(bad, state)
     assert_same_bits(bad.loss_scales, state.loss_scales)
-
-
-def test_fields_keyed_as_the_groups_are_selected_per_group():
     zero, one = jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32)
     state = pair(num_losses=2, stats={"d": zero, "g": zero}, shared=zero)
     good, bad = grads_of(state, "d", 2.0**-6), grads_of(state, "g", jnp.inf, 1)

@@ -32,7 +32,7 @@ test_just_beyond_what_training_comes_to
     random: a scale of 0 or NaN in a checkpoint: NaN params one step later
 test_versions_that_are_none
     random: versions of checkpoints that are not numbers
-test_checkpoint_errors.py
+test_checkpoint.py
 test_flax_puts_no_leaf_where_another_dtype_or_shape_belongs
     habit: Flax put leaves of other dtypes and shapes into a state
 test_sealed_grads.py

@@ -382,35 +382,12 @@ def test_one_rule_per_loss(losses):
 # Extra fields
 
 
-@pytest.mark.parametrize("finite", [True, False])
-def test_extra_fields_change_with_a_step_unless_it_is_skipped(finite):
-    def fields(seed):
-        stats = {"mean": jnp.full(2, seed, jnp.float32)}
-        key, raw = jax.random.key(seed), jax.random.PRNGKey(seed)
-        return {"key": key, "raw": raw, "batch_stats": stats}
-
-    grads = like(params(), 1.0 if finite else jnp.inf)
-    state = make("O2", **fields(0)).apply_gradients(grads=grads, **fields(1))
-    for name, expected in fields(int(finite)).items():
-        assert_same_bits(getattr(state, name), expected)
-
-
-def test_states_with_the_same_fields_share_one_picklable_class():
-    a, b = (
-        type(make(level, **fields))
-        for level, fields in (("O2", {"x": W, "y": STATS}), ("O3", {"y": W, "x": W}))
-    )
-    assert a is b is not type(make("O2", x=W))
-    assert issubclass(a, jamp.AmpState)
-    assert pickle.loads(pickle.dumps(a)) is a
-
-
 class Mine(jamp.AmpState):
     batch_stats: Any
     schedule: Any = flax.struct.field(pytree_node=False, default=None)
 
 
-def test_a_declared_class_is_used_and_declares_all_its_fields():
+def test_a_declared_class_declares_all_its_fields_and_others_are_shared():
     # A static field takes any value, which is common on a TrainState.
     constant = optax.constant_schedule(0.5)
     state = make(state_class=Mine, batch_stats=STATS, schedule=constant)
@@ -420,6 +397,13 @@ def test_a_declared_class_is_used_and_declares_all_its_fields():
         make(state_class=Mine, batch_stats=STATS, ema=STATS)
     with pytest.raises(TypeError, match="batch_stats"):
         make(state_class=Mine)
+    a, b = (
+        type(make(level, **fields))
+        for level, fields in (("O2", {"x": W, "y": STATS}), ("O3", {"y": W, "x": W}))
+    )
+    assert a is b is not type(make("O2", x=W))
+    assert issubclass(a, jamp.AmpState)
+    assert pickle.loads(pickle.dumps(a)) is a
 
 
 # Under transformations

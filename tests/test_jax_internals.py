@@ -129,6 +129,15 @@ def test_the_options_of_a_shard_map():
     np.testing.assert_allclose(again(X), jnp.cos(X), rtol=1e-6)
 
 
+def test_a_cast_stands_where_it_is_read_if_anything_reads_it():
+    eqn, half = equation(scoped, X), jnp.dtype(jnp.float16)
+    for reader, name in ((eqn, "outer"), (None, "")):
+        cast = jax_internals.conversion(eqn.invars[0], half, reader)
+        assert jax_internals.name_stack(cast) == name
+        (got,) = evaluate([cast], cast.invars, X)
+        np.testing.assert_array_equal(got, X.astype(half), strict=True)
+
+
 def test_equal_equations_share_a_checkpointed_program():
     def fn(x):
         for layer, factor in enumerate((2.0, 2.0, 3.0)):

@@ -119,18 +119,7 @@ def test_params_beside_an_opt_state_and_shapes_are_set_as_given():
     assert shapes.replace(params=other.params).params is other.params
 
 
-def test_a_subclass_without_a_transformation_loads_too():
-    class Mine(jamp.AmpState):
-        count: jax.Array
-
-    state = make("O2", tree(), None, count=jnp.ones(()), state_class=Mine)
-    loaded = state.replace(params=tree(0.7), count=jnp.zeros(()))
-    assert isinstance(loaded, Mine) and loaded.count == 0
-    assert_same_bits(loaded, loaded.load_params(tree(0.7), reset_optimizer=True))
-    assert loaded.params["w"].dtype == HALF["O2"] and loaded.opt_state is None
-
-
-def test_several_groups():
+def test_several_groups_and_subclasses_without_a_transformation():
     params, txs = {"a": tree(), "b": tree()}, {"a": STILL, "b": STILL}
     state = jamp.initialize(params, txs, "O2", keep_fp32="norm", verbosity=0)
     after = stepped(state.replace(params={**state.params, "b": tree(0.7)}))
@@ -139,6 +128,15 @@ def test_several_groups():
     for key in params:
         assert optax.tree.get(after.opt_state[key], "count") == 1
         assert optax.tree.get(anew.opt_state[key], "count") == 0
+
+    class Mine(jamp.AmpState):
+        count: jax.Array
+
+    state = make("O2", tree(), None, count=jnp.ones(()), state_class=Mine)
+    loaded = state.replace(params=tree(0.7), count=jnp.zeros(()))
+    assert isinstance(loaded, Mine) and loaded.count == 0
+    assert_same_bits(loaded, loaded.load_params(tree(0.7), reset_optimizer=True))
+    assert loaded.params["w"].dtype == HALF["O2"] and loaded.opt_state is None
 
 
 def test_the_optimizer_begins_anew_at_the_masters_of_the_same_params():
@@ -158,7 +156,7 @@ def test_donating_a_loaded_state_leaves_the_params_that_were_given():
         assert not any(x.is_deleted() for x in jax.tree.leaves(given))
 
 
-def test_the_step_is_not_compiled_again_and_copies_nothing_for_what_stays():
+def test_what_is_loaded_lies_where_it_lay_and_is_not_compiled_again():
     weak = optax.GradientTransformation(
         lambda _: jnp.asarray(1.0), lambda g, s, _: (g, s)
     )
@@ -170,6 +168,14 @@ def test_the_step_is_not_compiled_again_and_copies_nothing_for_what_stays():
     assert step._cache_size() == 1
     jaxpr = jax.make_jaxpr(lambda s: s.replace(params={**s.params}))(state)
     assert not jaxpr.eqns
+    mesh = jax.make_mesh((1,), ("data",))
+    lies = jax.NamedSharding(mesh, jax.P())
+    state = make("O2", jax.device_put(tree(), lies), STILL)
+    elsewhere = jax.tree.map(np.asarray, tree(0.7))
+    for anew in (False, True):
+        loaded = state.load_params(elsewhere, reset_optimizer=anew)
+        places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
+        assert places[0] == places[1]
 
 
 WRONG = {
@@ -186,17 +192,6 @@ def test_other_trees_are_errors_with_the_path(message):
         with pytest.raises(ValueError) as error:
             load(begun("O2"), WRONG[message])
         assert message in str(error.value)
-
-
-def test_sharded_params_stay_where_they_are():
-    mesh = jax.make_mesh((1,), ("data",))
-    lies = jax.NamedSharding(mesh, jax.P())
-    state = make("O2", jax.device_put(tree(), lies), STILL)
-    elsewhere = jax.tree.map(np.asarray, tree(0.7))
-    for anew in (False, True):
-        loaded = state.load_params(elsewhere, reset_optimizer=anew)
-        places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
-        assert places[0] == places[1]
 
 
 # NNX

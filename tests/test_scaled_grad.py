@@ -120,19 +120,6 @@ def test_the_loss_is_the_fp32_loss_bit_for_bit():
     np.testing.assert_array_equal(f(state, values)[0], values)
 
 
-def test_a_scaled_loss_beyond_fp16_is_no_nan_on_step_1():
-    # 3 * 2^16 is inf in fp16; so is 1 * 2^16.
-    state, f = make(), jax.jit(jamp.scaled_value_and_grad(loss_fn))
-    loss, grads = f(state, X * np.float32(2.0**-10))
-    assert (loss, grads.scale, grads.finite) == (LOSS * 2.0**-10, 2.0**16, True)
-    assert_grads(grads.tree, 2.0**6)
-    assert_grads(grads.unscale()[0], 2.0**-10)
-    for factor in (1e30, 1e36):  # at 1e36 the product is inf in fp32, too
-        loss, grads = f(state, X * np.float32(factor))
-        np.testing.assert_allclose(loss, LOSS * factor, rtol=1e-6)
-    assert not grads.finite
-
-
 def test_only_gradients_decide_and_not_the_loss():
     # apex_semantics 4.5: "Inf in the loss itself is not examined".
     def shifted(p, x):
@@ -145,7 +132,8 @@ def test_only_gradients_decide_and_not_the_loss():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loss_in_half_warns_and_is_multiplied_in_fp32(dtype):
     state = make(loss_scale=2.0**16)
-    with pytest.warns(jamp.PrecisionWarning, match=f"loss is {dtype}"):
+    words = f"loss is {dtype}.*Compute the loss in float32"
+    with pytest.warns(jamp.PrecisionWarning, match=words):
         f = jamp.scaled_value_and_grad(lambda p, x: loss_fn(p, x).astype(dtype))
         loss, _ = f(state, X)
         scaled = jamp.scale_loss(jnp.asarray(3.0, dtype), state)
@@ -277,21 +265,6 @@ def test_one_overflow_spoils_a_sum():
     good, bad = (jamp.scaled_grad(loss_fn)(state, X * k) for k in (2.0**-10, np.inf))
     sums = [good + good, good + bad, bad + good]
     assert [bool(total.finite) for total in sums] == [True, False, False]
-
-
-def test_products_and_quotients_act_on_the_tree_alone():
-    grads = scaled()
-    for got, factor in [
-        (grads * 0.5, 4.0),
-        (2 * grads, 16.0),
-        (grads / 4, 2.0),
-        (grads / jnp.float32(4.0), 2.0),
-        ((grads + grads) / 2, 8.0),
-        (grads.replace(tree=jax.tree.map(jnp.negative, grads.tree)) * 1, -8.0),
-    ]:
-        assert_grads(got.tree, factor)
-        assert dtypes(got.tree) == {"float32"}
-        assert_same_bits(got.replace(tree=grads.tree), grads)
 
 
 def test_what_scaled_grads_do_not_do():
