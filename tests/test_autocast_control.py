@@ -3,7 +3,6 @@
 import functools
 import pickle
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -157,13 +156,6 @@ def test_lists_decide(lists, expected):
             return y @ x
 
     assert found(fn, lists=lists) == expected
-
-
-def test_a_region_by_flax_path():
-    model = nn.Sequential([nn.Dense(4), nn.Dense(4)])
-    variables = model.init(jax.random.key(0), X)
-    lists = LISTS.with_region("Sequential/layers_1", "float32")
-    assert found(lambda x: model.apply(variables, x), lists=lists) == [HALF, FLOAT]
 
 
 def test_lists_are_values():
