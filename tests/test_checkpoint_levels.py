@@ -69,20 +69,14 @@ def lived(state):
     """As after a long life: params are the masters, rounded; static scales stay."""
     old, state = state, drawn(state)
     scales = zip(old.loss_scale_rules, old.loss_scales, state.loss_scales, strict=True)
-    return state.replace(
-        loss_scales=tuple(
-            now._replace(hysteresis=jnp.int32(0))  # of 1
-            if rule.moves
-            else now._replace(scale=was.scale)
-            for rule, was, now in scales
-        ),
-        opt_state=state.opt_state,
-        params=jax.tree.map(
-            lambda m, p: jnp.asarray(rounded(m, p.dtype)),
-            jamp.master_params(state),
-            state.params,
-        ),
-    )
+    scales = [
+        now._replace(hysteresis=jnp.int32(0)) if rule.moves else was  # of 1
+        for rule, was, now in scales
+    ]
+    half = lambda m, p: jnp.asarray(rounded(m, p.dtype))  # noqa: E731
+    params = jax.tree.map(half, jamp.master_params(state), state.params)
+    opt_state = state.opt_state  # or `replace` would change the masters
+    return state.replace(params=params, opt_state=opt_state, loss_scales=tuple(scales))
 
 
 @functools.cache
@@ -213,9 +207,7 @@ def test_a_restored_state_is_not_compiled_anew_and_can_be_donated(level):
     step = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
     step(make(level))
     for given in (jamp.to_checkpoint(state), state):  # which is taken as its own
-        new = jamp.from_checkpoint(fresh, given)
-        assert_moved(new, state, fresh)
-        assert step(new).step == state.step + 1
+        assert step(jamp.from_checkpoint(fresh, given)).step == state.step + 1
     assert step._cache_size() == 1
     assert_same_bits(jax.tree.map(jnp.asarray, kept), state)
 
@@ -310,14 +302,9 @@ def with_groups(level, seed, pack):
 
 
 def with_fields(level, seed, **kwargs):
-    keys = jax.random.key(seed), jax.random.key(seed, impl="rbg")
-    return make(
-        level,
-        seed,
-        ema={"mean": jnp.full(2, seed, jnp.bfloat16), "seen": jnp.asarray(seed)},
-        rng=(keys[0], jax.random.split(keys[1], 2)),
-        **kwargs,
-    )
+    keys = jax.random.key(seed), jax.random.split(jax.random.key(seed, impl="rbg"))
+    ema = {"mean": jnp.full(2, seed, jnp.bfloat16), "seen": jnp.asarray(seed)}
+    return make(level, seed, ema=ema, rng=keys, **kwargs)
 
 
 KINDS = {
@@ -344,9 +331,8 @@ def test_states_of_every_kind_move(kind):
             assert_same_bits(new, state)
 
 
-@pytest.mark.parametrize(
-    "tx, level", [(ADAM, "O0"), (ADAM, "O2"), (ADAM, "O5"), (None, "O0"), (None, "O2")]
-)
+@pytest.mark.parametrize("tx", [ADAM, None])
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_for_inference_params_and_fields_are_read_alone(tx, level):
     state = lived(make("O2", tx=tx, ema=jnp.full(2, 3.0)))
     target = make(level, seed=1, tx=None, ema=jnp.zeros(2))

@@ -83,7 +83,7 @@ def interrupted_nnx():
     with pytest.raises(KeyboardInterrupt):
         jamp.nnx.scaled_grad(interrupted)(model, optimizer)
     assert_same_bits(copy(nnx.to_pure_dict(nnx.state(model))), before)
-    grads = jamp.nnx.scaled_grad(lambda m: m(X[None]).mean() / 4)(model, optimizer)
+    grads = jamp.nnx.scaled_grad(lambda m: m(X).mean() / 4)(model, optimizer)
     optimizer.update(model, grads)
     assert optimizer.step.get_value() == 1
 
@@ -142,13 +142,10 @@ def loaders(method):
 
 
 def compile_cache():
-    hits = []
-
-    def listen(event, **_):
-        hits.append(event.endswith("cache_hits"))
-
-    jax.monitoring.register_event_listener(listen)
-    fresh = jax.jit(lambda state: step(state))
+    hits, fresh = [], jax.jit(lambda state: step(state))
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event.endswith("cache_hits"))
+    )
     results = []
     for enabled in (True, True, False):
         jax.config.update("jax_enable_compilation_cache", enabled)
