@@ -58,7 +58,6 @@ THEN_TRAINED = (
 FIRST_TESTED = (
     *("one_pass", "fused_optimizers", "launch", "multi_tensor", "optimizer_bytes"),
     *(
-        "fused_levels",
         "amp_state",
         "scaled_grad",
         "autocast_models",

@@ -53,8 +53,6 @@ def dot(params, x):
 
 
 # 4. What the context yields
-
-
 @pytest.mark.parametrize("options", [{"enabled": False}, {"loss_scale": 1.0}], ids=str)
 def test_a_loss_in_half_becomes_float32_whether_amp_is_enabled_or_not(options):
     state = make({"w": jnp.ones(2)}, optax.sgd(1.0), "O1", **options)
@@ -65,8 +63,6 @@ def test_a_loss_in_half_becomes_float32_whether_amp_is_enabled_or_not(options):
 
 
 # 9. fp16 without CUDA
-
-
 def test_fp16_optimizer_steps_without_cuda():
     with jax.default_device(jax.devices("cpu")[0]):
         optimizer = FP16_Optimizer(optax.sgd(0.5), verbose=False)
@@ -78,8 +74,6 @@ def test_fp16_optimizer_steps_without_cuda():
 
 
 # 12. A loss scale at O0
-
-
 @pytest.mark.parametrize("scale", [128.0, "dynamic"])
 def test_a_loss_scale_at_o0_is_used_and_warns_of_nothing(scale):
     # Warnings are errors here.
@@ -89,8 +83,6 @@ def test_a_loss_scale_at_o0_is_used_and_warns_of_nothing(scale):
 
 
 # 11. BatchNorm at O1
-
-
 @pytest.mark.parametrize("half", HALVES)
 def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32(half):
     norm = nn.BatchNorm(use_running_average=False)
@@ -115,8 +107,6 @@ def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32(half):
 
 
 # 13. Operations that apex refuses in half
-
-
 def cross_entropy(w, x):
     """Of probabilities, with a target of 0: in half, 1 - p is 0 and this is inf."""
     return -jnp.log(1 - jax.nn.sigmoid(x @ w)).mean()
@@ -134,8 +124,6 @@ def test_nothing_is_refused_in_half_and_nothing_under_disable_casts():
 
 
 # 36. Binary cross entropy
-
-
 def test_binary_cross_entropy_needs_no_switch_and_runs_in_float32():
     product, *rest = run(cross_entropy, W, X)
     assert product[:2] == ("dot_general", "float16")
@@ -146,8 +134,6 @@ def test_binary_cross_entropy_needs_no_switch_and_runs_in_float32():
 
 
 # 14. Half plus float
-
-
 def test_adding_a_float_to_a_half_value_promotes_and_rebinds():
     def fn(w, x):
         half = before = x @ w
@@ -162,8 +148,6 @@ def test_adding_a_float_to_a_half_value_promotes_and_rebinds():
 
 
 # 15. sub and the minus operator
-
-
 def test_sub_has_the_rule_of_the_minus_operator():
     def program(subtract):
         return run(lambda w, x: subtract(x @ w, jnp.exp(x[:, :1])), W, X)
@@ -175,8 +159,6 @@ def test_sub_has_the_rule_of_the_minus_operator():
 
 
 # 16. Nested lists of params
-
-
 def test_a_half_function_takes_nested_lists_of_params():
     @jamp.half_function
     def layers(params, x):
@@ -190,8 +172,6 @@ def test_a_half_function_takes_nested_lists_of_params():
 
 
 # 17. bfloat16's table
-
-
 def test_both_halves_have_one_table():
     def fn(w, x):
         y = jnp.stack([x, x]) @ w  # a batched matmul
@@ -205,8 +185,6 @@ def test_both_halves_have_one_table():
 
 
 # 21. Two overflows on one scale
-
-
 def test_two_overflows_on_one_scale_are_one_skip_and_both_are_counted():
     state = make({"w": jnp.ones(2)}, optax.sgd(1.0), num_losses=2)
     grads = jamp.scaled_grad(dot, loss_id=1)(state, jnp.float32(jnp.inf))
@@ -219,8 +197,6 @@ def test_two_overflows_on_one_scale_are_one_skip_and_both_are_counted():
 
 
 # 30. FusedSGD's pending scale
-
-
 def test_a_leaf_of_the_first_loss_alone_is_right_when_the_next_scale_is_lower():
     params = {"first": jnp.ones(2), "both": jnp.ones(2)}
     tx = jo.fused_sgd(0.5, 0.5)
@@ -253,8 +229,6 @@ def test_a_leaf_of_the_first_loss_alone_is_right_when_the_next_scale_is_lower():
 
 
 # 35. No gradient, and a gradient of zero
-
-
 def test_a_param_that_no_loss_uses_decays_and_a_group_without_a_loss_does_not():
     def sgd():
         return optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))

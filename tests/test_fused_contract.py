@@ -149,15 +149,8 @@ def test_found_inf_and_grad_scale_may_be_numbers_of_python(name):
 
 
 @each
-def test_without_found_inf_nobody_looks_for_one(name):
-    tx, params, bad = make(name), tree(), gradients()
-    bad["gain"] += jnp.nan
-    _, state = first(tx, params, gradients())
-    updates, after = update(tx, bad, state, params)
-    assert np.isnan(updates["gain"])
-    assert counts(after) == {2}
-    # The count saturates.
-    last = np.iinfo(np.int32).max
+def test_the_count_saturates(name):
+    tx, params, last = make(name), tree(), np.iinfo(np.int32).max
     full = jax.tree.map(
         lambda x: jnp.int32(last) if x.dtype == jnp.int32 else x, tx.init(params)
     )
@@ -226,21 +219,6 @@ def test_masked_with_a_mask_of_decay_inside():
     assert_same_bits(got["c"], params["c"])
 
 
-@pytest.mark.standard_promotion  # it adds half gradients up
-@each
-def test_multi_steps(name):
-    tx, params = make(name), {"w": jnp.asarray([1.0, -2.0, 3.0], jnp.bfloat16)}
-    steps = optax.MultiSteps(tx, 2)
-    one, other, mean = (
-        {"w": jnp.asarray(g, jnp.bfloat16)}
-        for g in ([1.0, 2, 3], [3.0, -6, 1], [2.0, -2, 2])
-    )
-    still, state = first(steps, params, one)
-    assert not np.float32(still["w"]).any()
-    got, state = update(steps, other, state, params)
-    assert_close((got, state.inner_opt_state), first(tx, params, mean))
-
-
 @each
 def test_injected_hyperparameters_and_a_schedule(name):
     """All numbers are arrays of a state, the defaults too; booleans are Python's."""
@@ -273,6 +251,9 @@ def test_injected_hyperparameters_and_a_schedule(name):
         (jo.fused_sgd, {"wd_after_momentum": True}),
         (jo.fused_lamb, {"use_nvlamb": True, "grad_averaging": False}),
         (jo.fused_lamb, {"max_grad_norm": None}),
+        # The trust ratio is asked for by a decay that is not 0, whoever says so.
+        (jo.fused_lamb, {"weight_decay": 0.0}),
+        (jo.fused_lamb, {"weight_decay": 0.0, "use_nvlamb": True}),
         (jo.fused_adagrad, {"adagrad_w_mode": True}),
     ],
     ids=lambda x: x.__name__ if callable(x) else "-".join(x),
@@ -321,8 +302,6 @@ def stepped():
 def test_a_state_comes_back_through_flax(name):
     target, state = make(name).init(tree()), stepped()[name]
     saved = serialization.to_state_dict(state)
-    fields = ("inner_state",) if name.startswith("larc") else FIELDS[name]
-    assert set(saved) == {"count", *fields}
     assert_same_bits(serialization.from_state_dict(target, saved), state)
     saved = serialization.to_bytes(state)
     assert_same_bits(serialization.from_bytes(target, saved), state)

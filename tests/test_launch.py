@@ -159,15 +159,6 @@ def test_one_element_is_found_wherever_it_is(size):
                 assert found["max"] == value
 
 
-def test_no_leaves_reduce_to_nothing():
-    for backend in ("xla", "interpret"):
-        results = run(everything.JOB, [], scalars={"a": 1.0}, backend=backend)
-        assert results.leaves == []
-        assert results.reductions["total"].shape == (0,)
-        totals = run(READS._replace(totals=True), [], backend=backend).reductions
-        assert totals["sum"] == totals["max"] == 0 and totals["sum"].shape == ()
-
-
 # How the work is divided, without running any.
 
 
@@ -233,26 +224,6 @@ def test_fits():
     assert not fits(2**31 + 1024, BF16)  # rows of both block sizes, or none
     narrow, wide = (jax.ShapeDtypeStruct((300,), d) for d in (BF16, jnp.int32))
     assert not _launch.fits({"x": narrow, "y": wide})
-
-
-@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 4096])
-def test_leaves_of_2_to_the_31_elements_are_indexed_by_row(size):
-    by_row = size > 2**31 - 1
-    shape = (size // BLOCK, BLOCK) if by_row else (size,)
-    assert _launch._flat_shape(size, BLOCK) == shape
-    at = 5 if by_row else pl.ds(5 * BLOCK, BLOCK)
-    assert _launch._at(size, BLOCK, 5) == at
-    big = {
-        "w": jax.ShapeDtypeStruct((size,), F32),
-        "g": jax.ShapeDtypeStruct((size,), F16),
-    }
-    job = Job(
-        lambda numbers, tag, c: {"w": c["w"] + c["g"], "new": c["g"], "sum": c["g"]},
-        reductions={"sum": "sum"},
-    )
-    done = jax.eval_shape(lambda x: run(job, [x], backend="interpret"), big)
-    assert done.leaves[0]["w"].shape == done.leaves[0]["new"].shape == (size,)
-    assert done.reductions["sum"].shape == (1,)
 
 
 # The emulator is awake: with the launcher's own settings it sees what kernels do wrong.

@@ -48,16 +48,3 @@ def test_only_batchnorm_stays_in_float32():
     assert kept == [(kernel[-1],) for kernel in kernels for _ in range(2)]
     models = (specs.bert_large(), specs.gpt2_xl(), specs.llama_8b_shard())
     assert not any(model.fp32 for model in models)
-
-
-def test_tiny_leaves_have_every_length_from_64_to_256():
-    sizes = specs.tiny_leaves().sizes
-    assert set(sizes) == set(range(64, 257))
-    assert sizes != sorted(sizes)
-
-
-def test_small_specs_are_of_the_same_kinds():
-    small = specs.small_specs()
-    assert all(spec.total <= 2**22 for spec in small)
-    assert any(spec.fp32 for spec in small)
-    assert max(len(spec.shapes) for spec in small) <= 20
