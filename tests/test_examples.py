@@ -9,7 +9,6 @@ from pydoc_data.topics import topics
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.bits import assert_same_bits
 from tests.scripts import EXAMPLES, load, needs_extra, png_size, wait_for
@@ -125,29 +124,6 @@ def test_a_resumed_run_of_digits_ends_as_if_never_stopped(tmp_path, monkeypatch)
 ALL = "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def test_a_paragraph_of_char_lms_text_is_there_once():
-    characters, *parts = example("char_lm").load_text()
-    text, held_out = ("".join(characters[part]) for part in parts)
-    paragraphs = (text + held_out).split("\n\n")
-    assert Counter(paragraphs) == Counter(set(ALL.split("\n\n")))
-    assert len(held_out) == pytest.approx(0.1 * len(text + held_out), abs=1)
-
-
-def test_char_lm_predicts_from_what_came_before_and_writes_the_most_likely():
-    char_lm = example("char_lm")
-    model = char_lm.Transformer(9, 6, 4, 2, 1, rngs=nnx.Rngs(1))
-    predict = nnx.jit(lambda model, tokens: model(tokens))
-    before, after = (predict(model, np.array([1, 2, 3, i, 5, 6])) for i in (4, 8))
-    np.testing.assert_array_equal(before[:3], after[:3])
-    assert (before[3:] != after[3:]).any(-1).all()
-    window = np.arange(6)  # near a temperature of zero:
-    written = char_lm.sample(model, window, jax.random.key(0), 1e-6, 8)
-    assert len(set(written.tolist())) > 2
-    for token in written:
-        assert token == np.argmax(predict(model, window)[-1])
-        window = np.append(window[1:], token)
-
-
 def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     char_lm = load("char_lm")
     char_lm.LEVELS = {name: char_lm.LEVELS[name] for name in ("O0", "O2")}
@@ -161,21 +137,6 @@ def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     assert (run["scale"] == 2.0**16).all()
     # A fifth of the text is spaces; before training, 1 of 104 would be.
     assert Counter(run["text"][1])[" "] >= 5
-
-
-# ---- bert_lamb.py ------------------------------------------------------------------
-def test_no_paragraph_is_in_both_parts_of_berts_text(monkeypatch):
-    bert = example("bert_lamb")
-    words, text, _ = bert.load_text()
-    assert len(words) == 120 and tuple(words[:3]) == bert.SPECIAL
-    assert (np.diff(np.bincount(text, minlength=120)[3:]) <= 0).all()
-    monkeypatch.setattr(bert, "SIZE", 10**6)  # so that no two words are one
-    train, test = (
-        [tuple(p) for p in np.split(part, np.flatnonzero(part == bert.SEP) + 1)[:-1]]
-        for part in bert.load_text()[1:]
-    )
-    assert len(set(train)) == len(train) and not {*train} & {*test}
-    assert len(test) == pytest.approx(len(train) / 9, abs=1)
 
 
 def bert_run(tmp_path, flags):

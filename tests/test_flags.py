@@ -1,6 +1,5 @@
 """What is wrong with an example's command line is said, and before JAX is imported."""
 
-import argparse
 import runpy
 import sys
 
@@ -53,10 +52,6 @@ def test_help_shows_defaults_without_jax(script, run):
     assert "at least 1" in run(script, "--steps 0")
 
 
-def test_a_folder_that_is_missing_is_not_replaced_by_patterns(run):
-    assert "/no/such/dir/train is not a folder" in run("imagenet", "/no/such/dir")
-
-
 @pytest.mark.parametrize(
     "path, error",
     [
@@ -68,18 +63,3 @@ def test_an_old_python_gets_one_line(path, error, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     with pytest.raises(error, match=r"^jamp needs Python 3\.12 or newer; this is 3\."):
         runpy.run_path(str(path))
-
-
-def test_ctrl_c_ends_with_one_line(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    names = runpy.run_path(str(EXAMPLES / "flags.py"))
-
-    closed = []
-
-    def main():
-        names["saver"](argparse.Namespace(close=lambda: closed.append(1)))
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit, match="Stopped. What was saved is whole"):
-        names["run_script"](main)
-    assert closed == [1]  # a save in the background has ended
