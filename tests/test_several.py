@@ -36,27 +36,6 @@ def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
     several.assert_trains(state, name, shared)
 
 
-def test_a_compiled_step_is_the_same_and_traced_once():
-    name = "3 models, 3 losses, 3 optimizers"
-    setup, traces = several.CASES[name], []
-    body = several.make_step(setup, several.scaling(setup, False).loss_ids)
-
-    def counted(state, spoil):
-        traces.append(1)
-        return body(state, spoil)
-
-    step = jax.jit(counted, donate_argnums=0)
-    every = several.spoilings(setup)
-    for n in (0, 5, 14, 24, 25, 26, 27):
-        state = several.begin(name, False, "O2", **KEEP["O2"])
-        spoil = several.spoil(setup, every[n])
-        for i, result in enumerate(several.expected(name, False)[n]):
-            state = step(state, spoil[i])
-            batch = jax.tree.map(lambda x: x[None], jax.device_get(state))
-            several.assert_state(batch, [result], setup)
-    assert len(traces) == 1
-
-
 # Models mixed of half and float32 by hand, left as they are at every level. So are
 # those of apex's own tests: the second weight of each is half.
 
