@@ -79,6 +79,12 @@ def test_a_gelu_of_one_row_adds_no_bias():
     assert results(fn, ["add"], W, X[:1]) == results(fn, ["add"], W, X)
 
 
+def test_a_derivative_is_in_half_where_its_function_is():
+    """A relu's was in float32: an MLP at O4 took 1.33 times the memory of its own."""
+    grad = jax.grad(lambda w: jamp.autocast(lambda w: nn.relu(X @ w) @ w)(w).sum())
+    assert set(results(grad, ["max", "select_n"], W)) == {"float16"}
+
+
 AROUND = {
     "grad": lambda fn: fn,
     "vmap": lambda fn: lambda w, x: jax.vmap(fn, (None, 0))(w, x[:, None]),

@@ -101,15 +101,10 @@ def test_one_process_goes_on_where_two_have_stopped(killed, folder):
     assert learnt[-1] < 0.5 * learnt[0]
 
 
-SCRIPT = """
-import os, sys, time
-sys.exit(3) if os.environ["JAX_PROCESS_ID"] == "1" else time.sleep(600)
-"""
-
-
 def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(SCRIPT)
+    fails = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os._exit(3)\n"
+    (tmp_path / "script.py").write_text(fails + "time.sleep(600)")
     distributed, begun = load("distributed", __file__="script.py"), time.monotonic()
     with pytest.raises(SystemExit, match=r"exit codes: \[None, 3\]"):
         distributed.launch(2, [])

@@ -59,11 +59,6 @@ def recipe(critic, x, state):
     return jamp.unscale(jax.grad(scaled_mean)(x), state) * len(x)
 
 
-def careless(critic, x, _):
-    """The same without a scale on the inner loss."""
-    return jax.grad(lambda x: critic(x).mean())(x) * len(x)
-
-
 def nothing(critic, x, _):
     """No derivative."""
     return x
@@ -165,15 +160,6 @@ def test_the_second_backward_pass_multiplies_in_the_levels_dtype(level):
     # To the inputs, and back through that: eight more, of two layers.
     assert len(found) == len(plain) + 8
     assert set(found) == {f"{half},{half}"}
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_small_slopes_are_zero_without_a_scale_and_their_norm_has_no_gradient(level):
-    # apex issue 654: every step is skipped, until the loss scale is zero.
-    (loss, slopes), grads = value_and_grad(make(level, FLAT), DATA, careless)
-    assert np.abs(oracle(FLAT, DATA)[2]).min() > 0
-    assert not slopes.any()
-    assert (loss, grads.finite) == (WEIGHT, False)
 
 
 @pytest.mark.parametrize("level", SCALED)

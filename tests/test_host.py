@@ -65,27 +65,26 @@ def half_loss(params):
     return params["w"].sum().astype(jnp.float16)
 
 
+def make(level="O2", **options):
+    return jamp.initialize(PARAMS, ADAM, level, verbosity=0, **options)
+
+
+redone = jamp.scaled_grad(loss_fn, redo_on_overflow=2)
 WARNINGS = {
     "The loss is float16": lambda state: jamp.scaled_grad(half_loss)(state),
-    "redo_on_overflow=2 has no effect": lambda state: jamp.scaled_grad(
-        loss_fn, redo_on_overflow=2
-    )(jamp.initialize(PARAMS, ADAM, "O0", verbosity=0), X),
+    "redo_on_overflow=2 has no effect": lambda _: redone(make("O0"), X),
     "are a plain tree in float16": lambda state: state.apply_gradients(
         grads=jax.tree.map(jnp.ones_like, state.params)
     ),
-    "min_loss_scale=1.0 has no effect": lambda _: jamp.initialize(
-        PARAMS, ADAM, "O5", min_loss_scale=1.0, **QUIET
-    ),
-    "store_remainder has no effect": lambda _: jamp.initialize(
-        PARAMS, ADAM, "O0", store_remainder=True, **QUIET
-    ),
+    "min_loss_scale=1.0 has no effect": lambda _: make("O5", min_loss_scale=1.0),
+    "store_remainder has no effect": lambda _: make("O0", store_remainder=True),
 }
 
 
 @pytest.mark.parametrize("message", WARNINGS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_warning_is_of_the_line_that_called(message, wrap):
-    state = jamp.initialize(PARAMS, ADAM, "O2", **QUIET)
+    state = make()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         wrap(lambda state: WARNINGS[message](state))(state)

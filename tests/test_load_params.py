@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -17,24 +16,18 @@ from tests.states import HALF, make
 pytestmark = pytest.mark.standard_promotion  # optax and Flax promote
 
 STILL = optax.adam(0.0)
-KEPT = {"O0": {}, "O1": {}, "O2": {}, "O3": {}, "O5": {}}
-KEPT["split"] = {"store_remainder": True}
-NUMPY = {"O2": np.float16, "O3": np.float16} | dict.fromkeys(
-    ("O5", "split"), ml_dtypes.bfloat16
-)
+SPLIT = "O5 with remainders"
+LEVELS = ("O0", "O1", "O2", "O3", "O5", SPLIT)
 
 
 def tree(value=0.1):
-    rows = [np.full(4, value, np.float32), np.full((), value, np.float32)]
-    return {"w": jnp.asarray(rows[0]), "norm": {"scale": jnp.asarray(rows[1])}}
+    return {"w": jnp.full(4, value), "norm": {"scale": jnp.full((), value)}}
 
 
 def begun(level, tx=STILL, params=None):
     """A state after a step, so that moments and counters are not zero."""
     params = tree() if params is None else params
-    opt_level = "O5" if level == "split" else level
-    state = make(opt_level, params, tx, **KEPT[level])
-    return stepped(state)
+    return stepped(make(level[:2], params, tx, store_remainder=level == SPLIT))
 
 
 @jax.jit
@@ -44,7 +37,7 @@ def stepped(state):
 
 
 def rounded(x, level):
-    return np.asarray(x).astype(NUMPY.get(level, np.float32))
+    return np.asarray(x).astype(HALF.get(level[:2], np.float32))
 
 
 LOADS = {
@@ -56,7 +49,7 @@ LOADS = {
 }
 
 
-@pytest.mark.parametrize("level", KEPT)
+@pytest.mark.parametrize("level", LEVELS)
 def test_what_is_loaded_stays_in_the_dtypes_of_the_level(level):
     state, new = begun(level), tree(0.7)
     for how, load in LOADS.items():
@@ -68,14 +61,12 @@ def test_what_is_loaded_stays_in_the_dtypes_of_the_level(level):
             assert type(after.params) is dict
         digits = rounded(new["w"], "O3" if level == "O3" else "O0")
         assert bits(jamp.master_params(loaded)["w"]) == np.float32(digits).tobytes()
-        assert_same_bits(
-            optax.tree.get(loaded.opt_state, "mu"),
-            optax.tree.get(state.opt_state, "mu"),
-        )
+        moments = (optax.tree.get(s.opt_state, "mu") for s in (loaded, state))
+        assert_same_bits(*moments)
         assert (loaded.step, loaded.loss_scale) == (state.step, state.loss_scale)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5", "split"])
+@pytest.mark.parametrize("level", ["O2", "O5", SPLIT])
 def test_half_params_that_stay_the_same_keep_their_masters(level):
     state = begun(level, params={"w": jnp.asarray([0.1, 0.3, -0.7])})
 
@@ -119,7 +110,16 @@ def test_params_beside_an_opt_state_and_shapes_are_set_as_given():
     assert shapes.replace(params=other.params).params is other.params
 
 
-def test_a_subclass_without_a_transformation_loads_too():
+def test_several_groups_and_subclasses_without_a_transformation():
+    params, txs = {"a": tree(), "b": tree()}, {"a": STILL, "b": STILL}
+    state = jamp.initialize(params, txs, "O2", keep_fp32="norm", verbosity=0)
+    after = stepped(state.replace(params={**state.params, "b": tree(0.7)}))
+    assert_same_bits(jamp.master_params(after), {"a": tree(), "b": tree(0.7)})
+    anew = after.load_params(params, reset_optimizer=True)
+    for key in params:
+        assert optax.tree.get(after.opt_state[key], "count") == 1
+        assert optax.tree.get(anew.opt_state[key], "count") == 0
+
     class Mine(jamp.AmpState):
         count: jax.Array
 
@@ -130,22 +130,10 @@ def test_a_subclass_without_a_transformation_loads_too():
     assert loaded.params["w"].dtype == HALF["O2"] and loaded.opt_state is None
 
 
-def test_several_groups():
-    params, txs = {"a": tree(), "b": tree()}, {"a": STILL, "b": STILL}
-    state = jamp.initialize(params, txs, "O2", keep_fp32="norm", verbosity=0)
-    after = stepped(state.replace(params={**state.params, "b": tree(0.7)}))
-    assert_same_bits(jamp.master_params(after), {"a": tree(), "b": tree(0.7)})
-    anew = after.load_params(params, reset_optimizer=True)
-    for key in params:
-        assert optax.tree.get(after.opt_state[key], "count") == 1
-        assert optax.tree.get(anew.opt_state[key], "count") == 0
-
-
 def test_the_optimizer_begins_anew_at_the_masters_of_the_same_params():
     state = begun("O2")
     anew = state.load_params(state.params, reset_optimizer=True)
-    first = make("O2", tree(), STILL)
-    assert_same_bits(anew.opt_state, first.opt_state)
+    assert_same_bits(anew.opt_state, make("O2", tree(), STILL).opt_state)
     assert anew.step == 1
     assert jax.tree.structure(stepped(anew)) == jax.tree.structure(anew)
 
@@ -158,10 +146,9 @@ def test_donating_a_loaded_state_leaves_the_params_that_were_given():
         assert not any(x.is_deleted() for x in jax.tree.leaves(given))
 
 
-def test_the_step_is_not_compiled_again_and_copies_nothing_for_what_stays():
-    weak = optax.GradientTransformation(
-        lambda _: jnp.asarray(1.0), lambda g, s, _: (g, s)
-    )
+def test_what_is_loaded_lies_where_it_lay_and_is_not_compiled_again():
+    init = lambda _: jnp.asarray(1.0)  # noqa: E731 - weakly typed
+    weak = optax.GradientTransformation(init, lambda g, s, _: (g, s))
     state = begun("O2", optax.chain(STILL, weak))
     step = jax.jit(lambda state: stepped.__wrapped__(state))
     step(state)
@@ -170,6 +157,14 @@ def test_the_step_is_not_compiled_again_and_copies_nothing_for_what_stays():
     assert step._cache_size() == 1
     jaxpr = jax.make_jaxpr(lambda s: s.replace(params={**s.params}))(state)
     assert not jaxpr.eqns
+    mesh = jax.make_mesh((1,), ("data",))
+    lies = jax.NamedSharding(mesh, jax.P())
+    state = make("O2", jax.device_put(tree(), lies), STILL)
+    elsewhere = jax.tree.map(np.asarray, tree(0.7))
+    for anew in (False, True):
+        loaded = state.load_params(elsewhere, reset_optimizer=anew)
+        places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
+        assert places[0] == places[1]
 
 
 WRONG = {
@@ -188,17 +183,6 @@ def test_other_trees_are_errors_with_the_path(message):
         assert message in str(error.value)
 
 
-def test_sharded_params_stay_where_they_are():
-    mesh = jax.make_mesh((1,), ("data",))
-    lies = jax.NamedSharding(mesh, jax.P())
-    state = make("O2", jax.device_put(tree(), lies), STILL)
-    elsewhere = jax.tree.map(np.asarray, tree(0.7))
-    for anew in (False, True):
-        loaded = state.load_params(elsewhere, reset_optimizer=anew)
-        places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
-        assert places[0] == places[1]
-
-
 # NNX
 
 
@@ -206,14 +190,15 @@ def linear():
     return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 
 
+def make_nnx(level):
+    options = {"store_remainder": level == SPLIT, "verbosity": 0}
+    return jamp.nnx.initialize(linear(), STILL, level[:2], **options)
+
+
 @nnx.jit
 def nnx_step(model, optimizer):
     loss_fn = lambda model: (model(jnp.ones((1, 2))) ** 2).mean()  # noqa: E731
     optimizer.update(model, jamp.nnx.scaled_grad(loss_fn)(model, optimizer))
-
-
-def constants(model, value=0.7):
-    return jax.tree.map(lambda x: jnp.full(x.shape, value), nnx.state(model))
 
 
 NNX_LOADS = {
@@ -228,14 +213,12 @@ NNX_LOADS = {
 }
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "split"])
+@pytest.mark.parametrize("level", ["O1", "O2", SPLIT])
 def test_nnx_params_are_loaded_in_place(level):
+    new = jax.tree.map(lambda x: jnp.full(x.shape, 0.7), nnx.state(linear()))
     for how, load in NNX_LOADS.items():
-        opt_level = "O5" if level == "split" else level
-        model, optimizer = jamp.nnx.initialize(
-            linear(), STILL, opt_level, verbosity=0, **KEPT[level]
-        )
-        load(optimizer, model, constants(linear()))
+        model, optimizer = make_nnx(level)
+        load(optimizer, model, new)
         nnx_step(model, optimizer)
         masters = optimizer.master_params(model)["bias"]
         wide = level == "O1" or "half" not in how
@@ -245,7 +228,7 @@ def test_nnx_params_are_loaded_in_place(level):
 
 
 def test_nnx_update_with_float32_says_what_to_write():
-    model, optimizer = jamp.nnx.initialize(linear(), STILL, "O2", verbosity=0)
+    model, optimizer = make_nnx("O2")
     model.bias.set_value(jnp.ones(3, jnp.float32))
     with pytest.raises(ValueError, match=r"bias.*optimizer.load_params\(model\)"):
         nnx_step(model, optimizer)

@@ -165,9 +165,6 @@ def test_all_complaints_are_made_at_once_and_no_others():
     assert issubclass(jamp.OptLevelError, RuntimeError)  # apex's
     with pytest.raises(TypeError, match="loss_sale"):
         properties("O2", loss_sale=1.0)
-
-
-def test_an_unknown_level_lists_the_levels_and_the_letter():
     for bad in ("O4x", 0, "o2", None, "02", "", "O2 ", 2, b"O2", True, ["O2"]):
         (line,) = complaints(bad)
         assert line.startswith(f"Unexpected optimization level {bad!r}")

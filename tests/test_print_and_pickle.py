@@ -23,17 +23,11 @@ def loss_fn(params, x):
 
 
 def make(**options):
-    options = {"opt_level": "O2", "verbosity": 0} | options
-    return jamp.initialize(PARAMS, optax.adam(0.1), **options)
+    options = {"tx": optax.adam(0.1), "opt_level": "O2", "verbosity": 0} | options
+    return jamp.initialize(PARAMS, **options)
 
 
 PRINTED = {
-    "AmpState": """\
-AmpState at O2
-  params: 12 float16, 4 float32
-  optimizer state: 44 float32, 1 int32
-  step: 0, skipped: 0
-  loss scale: 65536.0""",
     "several losses and a field": """\
 Mine at O5
   params: 12 bfloat16, 4 float32
@@ -56,7 +50,6 @@ def test_print_shows_a_summary_and_no_arrays():
     mine = {"state_class": Mine, "ema": jnp.ones(()), "num_losses": 2}
     mine |= {"opt_level": "O5", "store_remainder": True}
     printed = {
-        "AmpState": repr(make()),
         "several losses and a field": str(make(**mine)),
         "gradients": repr(jamp.scaled_grad(loss_fn)(make(), jnp.inf)),
     }
@@ -69,9 +62,7 @@ def test_print_shows_a_summary_and_no_arrays():
 def test_a_state_comes_back_from_pickle(fields):
     # With a fused optimizer: pickle refuses the closures of optax's.
     tx = jamp.optimizers.larc(jamp.optimizers.fused_adam(0.1))
-    state = jamp.initialize(
-        PARAMS, tx, "O5", store_remainder=True, verbosity=0, **fields
-    )
+    state = make(tx=tx, opt_level="O5", store_remainder=True, **fields)
     again = pickle.loads(pickle.dumps(state))
     assert (type(again), again.tx) == (type(state), state.tx)
     assert jax.tree.structure(again) == jax.tree.structure(state)

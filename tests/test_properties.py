@@ -39,13 +39,7 @@ def from_bits(shape, patterns):
 
 FLOATS = st.builds(from_bits, SHAPES, PATTERNS)
 OTHERS = st.sampled_from(
-    [
-        np.arange(3, dtype=np.int32),
-        np.array([True, False]),
-        np.array([1 + 2j], np.complex64),
-        np.zeros(2, np.uint8),
-        None,
-    ]
+    [np.arange(3, dtype=np.int32), np.array([True]), np.array([1 + 2j], "F"), None]
 )
 
 
@@ -127,8 +121,10 @@ def test_masters_and_checkpoints_keep_every_bit(x, tree, level, seed):
         options |= {"opt_level": "O5", "store_remainder": True}
     tree = {"x": x, "tree": tree}
     state = jamp.initialize(tree, SGD, **options)
-    leaves = (_floats(x) for x in (tree, state.params, jamp.master_params(state)))
-    for x, param, master in zip(*leaves, strict=True):
+    given = [tree, state.params, jamp.master_params(state)]
+    for x, param, master in zip(*map(jax.tree.leaves, given), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
         if level == "remainders":  # NaNs are one NaN, inf is the largest number
             kept = np.abs(x) < LARGEST
             assert bits(np.asarray(master)[kept]) == bits(x[kept])
@@ -136,24 +132,13 @@ def test_masters_and_checkpoints_keep_every_bit(x, tree, level, seed):
             assert bits(master) == bits(x)
         if level in HALVES:
             assert_rounds(param, x, HALVES[level])
-    state = state.replace(
-        opt_state=filled(state.opt_state, np.random.default_rng(seed))
-    )
-    blank = jamp.initialize(_zeros(tree), SGD, **options)
+    rng = np.random.default_rng(seed)
+    state = state.replace(opt_state=filled(state.opt_state, rng))
+    blank = jamp.initialize(jax.tree.map(np.zeros_like, tree), SGD, **options)
     again = serialization.from_bytes(blank, serialization.to_bytes(state))
     assert_same_bits(again, state)
     if level == "O0":  # at the others params are rounded from the masters
         assert_same_bits(jamp.from_checkpoint(blank, jamp.to_checkpoint(state)), state)
-
-
-def _floats(tree):
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def _zeros(tree):
-    return jax.tree.map(
-        lambda x: np.zeros_like(x) if isinstance(x, np.ndarray) else x, tree
-    )
 
 
 # ScaledGrads
@@ -192,12 +177,7 @@ def _loss(params, x):
 GRAD = jax.jit(jamp.scaled_grad(_loss))
 EXPRESSIONS = st.recursive(
     LEAVES,
-    lambda inner: st.builds(
-        apply,
-        st.sampled_from(list(OPERATIONS)),
-        inner,
-        inner,
-    ),
+    lambda inner: st.builds(apply, st.sampled_from(list(OPERATIONS)), inner, inner),
     max_leaves=5,
 )
 

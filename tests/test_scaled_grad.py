@@ -23,19 +23,13 @@ def loss_fn(p, x):
 
 X = np.float32([0.5, 0.25, -2.0])
 LOSS = -3.0  # (1 * 0.5 - 2 * 0.25 - 0.5 * 2) * 3
-GRADS = {
-    "w": np.float32([1.5, 0.75, -6.0]),
-    "b": np.float32([0.0, 0.0]),
-    "norm": {"scale": np.float32(-1.0)},
-}
+GRADS = {"w": np.float32([1.5, 0.75, -6.0]), "b": np.float32([0.0, 0.0])}
+GRADS["norm"] = {"scale": np.float32(-1.0)}
 
 
 def assert_grads(tree, scale=1.0):
-    jax.tree.map(
-        lambda g, want: np.testing.assert_array_equal(wide(g), want * scale),
-        tree,
-        GRADS,
-    )
+    same = lambda g, want: np.testing.assert_array_equal(wide(g), want * scale)  # noqa: E731
+    jax.tree.map(same, tree, GRADS)
 
 
 def dtypes(tree):
@@ -70,23 +64,21 @@ def test_loss_and_gradients_of_every_level(level):
 
 
 def test_aux_and_static_arguments_are_those_of_jax():
-    opaque = object()
+    arrays = {"x": jnp.asarray(X), "half": jnp.float16(1.5), "int": jnp.int32(7)}
+    others = ["text", None, 3, object(), print]
 
     def with_aux(p, x, mode, *, times=1):
-        arrays = {"x": x, "half": jnp.float16(1.5), "int": jnp.int32(7)}
-        if mode == "arrays":
-            return times * loss_fn(p, x), arrays
-        return loss_fn(p, x), (arrays, "text", None, 3, opaque, print)
+        aux = arrays | {"x": x}
+        return times * loss_fn(p, x), aux if mode == "arrays" else (aux, *others)
 
     state, f = make(), jamp.scaled_value_and_grad(with_aux, has_aux=True)
     (loss, aux), grads = f(state, X, "all")
     grads2, aux2 = jamp.scaled_grad(with_aux, has_aux=True)(state, X, "all")
     assert loss == LOSS
     assert_same_bits(grads2, grads)
-    for arrays, *others in (aux, aux2):
-        np.testing.assert_array_equal(arrays["x"], X)
-        assert (arrays["half"].dtype, arrays["int"].dtype) == (jnp.float16, jnp.int32)
-        assert others == ["text", None, 3, opaque, print]
+    for given, *rest in (aux, aux2):
+        assert_same_bits(given, arrays)
+        assert rest == others
     jitted = jax.jit(f, static_argnums=2, static_argnames="times")
     (loss, aux), grads = jitted(state, X, "arrays", times=2)
     assert loss == 2 * LOSS
@@ -120,19 +112,6 @@ def test_the_loss_is_the_fp32_loss_bit_for_bit():
     np.testing.assert_array_equal(f(state, values)[0], values)
 
 
-def test_a_scaled_loss_beyond_fp16_is_no_nan_on_step_1():
-    # 3 * 2^16 is inf in fp16; so is 1 * 2^16.
-    state, f = make(), jax.jit(jamp.scaled_value_and_grad(loss_fn))
-    loss, grads = f(state, X * np.float32(2.0**-10))
-    assert (loss, grads.scale, grads.finite) == (LOSS * 2.0**-10, 2.0**16, True)
-    assert_grads(grads.tree, 2.0**6)
-    assert_grads(grads.unscale()[0], 2.0**-10)
-    for factor in (1e30, 1e36):  # at 1e36 the product is inf in fp32, too
-        loss, grads = f(state, X * np.float32(factor))
-        np.testing.assert_allclose(loss, LOSS * factor, rtol=1e-6)
-    assert not grads.finite
-
-
 def test_only_gradients_decide_and_not_the_loss():
     # apex_semantics 4.5: "Inf in the loss itself is not examined".
     def shifted(p, x):
@@ -145,7 +124,8 @@ def test_only_gradients_decide_and_not_the_loss():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loss_in_half_warns_and_is_multiplied_in_fp32(dtype):
     state = make(loss_scale=2.0**16)
-    with pytest.warns(jamp.PrecisionWarning, match=f"loss is {dtype}"):
+    words = f"loss is {dtype}.*Compute the loss in float32"
+    with pytest.warns(jamp.PrecisionWarning, match=words):
         f = jamp.scaled_value_and_grad(lambda p, x: loss_fn(p, x).astype(dtype))
         loss, _ = f(state, X)
         scaled = jamp.scale_loss(jnp.asarray(3.0, dtype), state)
@@ -279,21 +259,6 @@ def test_one_overflow_spoils_a_sum():
     assert [bool(total.finite) for total in sums] == [True, False, False]
 
 
-def test_products_and_quotients_act_on_the_tree_alone():
-    grads = scaled()
-    for got, factor in [
-        (grads * 0.5, 4.0),
-        (2 * grads, 16.0),
-        (grads / 4, 2.0),
-        (grads / jnp.float32(4.0), 2.0),
-        ((grads + grads) / 2, 8.0),
-        (grads.replace(tree=jax.tree.map(jnp.negative, grads.tree)) * 1, -8.0),
-    ]:
-        assert_grads(got.tree, factor)
-        assert dtypes(got.tree) == {"float32"}
-        assert_same_bits(got.replace(tree=grads.tree), grads)
-
-
 def test_what_scaled_grads_do_not_do():
     grads = scaled("O0")
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -308,7 +273,6 @@ def test_what_scaled_grads_do_not_do():
                 grads + bad
     for use_as_a_tree in (
         lambda: grads["w"],
-        lambda: grads[0],
         lambda: "w" in grads,
         lambda: list(grads),
         lambda: len(grads),

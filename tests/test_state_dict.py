@@ -1,4 +1,4 @@
-"""`state_dict` and `load_state_dict`: the loss scales in apex's form, by name."""
+"""The loss scales on the host: `state_dict`, `load_state_dict` and `check`."""
 
 import collections
 import json
@@ -146,3 +146,70 @@ def test_all_is_checked_before_anything_is_loaded():
     with pytest.raises(ValueError):
         jamp.load_state_dict(state, given)
     assert jamp.state_dict(state) == jamp.state_dict(make(num_losses=2))
+
+
+# jamp.check: the one place that raises
+
+
+def after(*good, **kwargs):
+    """A state after steps that are good or not."""
+    state = make(**kwargs)
+    for x in good:
+        state = step(state, x or np.inf)
+    return state
+
+
+def counted(*skips):
+    """A state whose losses have skipped so often in a row."""
+    state = make(num_losses=len(skips))
+    pairs = zip(state.loss_scales, skips, strict=True)
+    scales = (s._replace(consecutive_skips=jnp.int32(n)) for s, n in pairs)
+    return state.replace(loss_scales=tuple(scales))
+
+
+STATIC, CHECKED = jamp.StaticLossScale(1.0), jamp.StaticLossScale(4.0, check=True)
+LOW = {"min_loss_scale": 2.0**14}
+# Where apex's scale went on to 0 and died of a ZeroDivisionError.
+LOWEST = {"loss_scale": jamp.DynamicLossScale(2.0**-125)}
+RUNS = [
+    # A state, at most so many skips, and the message if there is one.
+    (lambda: after(0, 0), 3, None),
+    (lambda: after(0, 0, 0), 3, "Loss 0 skipped 3 .* scale is 8192: .* any scale"),
+    (lambda: after(0, 0, 1, 0, 0), 3, None),
+    (lambda: counted(49), 50, None),
+    (lambda: counted(50), 50, "Loss 0 skipped 50"),
+    (lambda: counted(6, 7), 7, "Loss 1 skipped 7"),
+    (lambda: after(0, **LOW), 100, None),
+    (lambda: after(0, 0, **LOW), 100, "Loss 0 skipped 2 .* scale is 16384:"),
+    (lambda: after(0, 0, 1, **LOW), 100, None),  # it may sit there
+    (lambda: after(0, **LOWEST), 100, "Loss 0 skipped 1 .* scale is 1.17549e-38:"),
+    (lambda: after(0, 0, 0, loss_scale=STATIC), 1, None),
+    (lambda: after(0, 0, 0, loss_scale=2.0**-126), 1, None),
+    (lambda: after(0, 0, 0, loss_scale=CHECKED), 4, None),
+    (lambda: after(0, 0, 0, loss_scale=CHECKED), 3, "Loss 0 skipped 3"),
+]
+
+
+def test_it_raises_after_n_skips_in_a_row_and_not_before():
+    for begin, most, words in RUNS:
+        state = begin()
+        options = ({"max_consecutive_skips": most}, {})[: 1 + (most == 50)]
+        for kwargs in options:  # 50 is the default
+            if words is None:
+                assert jamp.check(state, **kwargs) is None
+            else:
+                with pytest.raises(FloatingPointError, match=words):
+                    jamp.check(state, **kwargs)
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        assert jamp.check(make(level), max_consecutive_skips=1) is None
+
+
+def test_what_check_refuses():
+    with pytest.raises((TypeError, RuntimeError), match="(?s)concrete|traced"):
+        jax.jit(lambda s: jamp.check(s) or 0)(make())
+    for bad in ({"w": 1.0}, None, 3):
+        with pytest.raises(TypeError, match=f"AmpState, got {type(bad).__name__}"):
+            jamp.check(bad)
+    for bad in (0, -1, True):
+        with pytest.raises(ValueError, match=f"max_consecutive_skips .* got {bad}"):
+            jamp.check(make(), max_consecutive_skips=bad)

@@ -3,17 +3,19 @@
 Inputs and weights have few bits: half holds them exactly.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
-import jamp.nnx
 from tests.eight_devices import LEVELS, collectives, misplaced
+from tests.states import assert_skipped
 from tests.subprocesses import on_eight_devices
 
 # Flax's layers compute in the promotion of what they are given.
@@ -58,114 +60,51 @@ def begun():
     return {"first": first, "norm": norm, "last": last}
 
 
-def mean_square(out, y):
-    return ((out.astype(jnp.float32) - y) ** 2).mean()
+class Model(nn.Module):
+    axis_name: str | None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, use_bias=False, name="first")(x)
+        norm = NORM | {"axis_name": self.axis_name, "use_running_average": False}
+        x = nn.BatchNorm(**norm, name="norm")(x)
+        return nn.Dense(2, use_bias=False, name="last")(x)
 
 
-def untouched(tree):
-    return tree
+def start(level, axis_name, place=lambda tree: tree):
+    stats = {"norm": {"mean": jnp.zeros(8), "var": jnp.ones(8)}}
+    fields = {"apply_fn": Model(axis_name).apply, "batch_stats": stats}
+    return jamp.initialize(place(begun()), TX, level, **fields, **OPTIONS)
 
 
-class Linen:
-    """A state, its step, and what to look at: params, masters, moments, statistics."""
+def step(state, x, y, axis_name=None):
+    def loss_fn(params, x, y):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+        return ((out.astype(jnp.float32) - y) ** 2).mean(), new["batch_stats"]
 
-    class Model(nn.Module):
-        axis_name: str | None
-
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dense(8, use_bias=False, name="first")(x)
-            norm = NORM | {"axis_name": self.axis_name, "use_running_average": False}
-            x = nn.BatchNorm(**norm, name="norm")(x)
-            return nn.Dense(2, use_bias=False, name="last")(x)
-
-    jit, shard_map = staticmethod(jax.jit), staticmethod(jax.shard_map)
-
-    @staticmethod
-    def start(level, axis_name, place=untouched):
-        stats = {"norm": {"mean": jnp.zeros(8), "var": jnp.ones(8)}}
-        model = Linen.Model(axis_name)
-        fields = {"apply_fn": model.apply, "batch_stats": stats}
-        return jamp.initialize(place(begun()), TX, level, **fields, **OPTIONS)
-
-    @staticmethod
-    def step(state, x, y, axis_name):
-        def loss_fn(params, x, y):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-            return mean_square(out, y), new["batch_stats"]
-
-        grad = jamp.scaled_grad(loss_fn, has_aux=True, axis_name=axis_name)
-        grads, batch_stats = grad(state, x, y)
-        return state.apply_gradients(grads=grads, batch_stats=batch_stats)
-
-    @staticmethod
-    def look(state):
-        trees = state.params, jamp.master_params(state), state.opt_state
-        counts = int(state.skipped_steps), float(state.loss_scale)
-        return trees, state.batch_stats["norm"], counts
+    grad = jamp.scaled_grad(loss_fn, has_aux=True, axis_name=axis_name)
+    grads, batch_stats = grad(state, x, y)
+    return state.apply_gradients(grads=grads, batch_stats=batch_stats)
 
 
-class Nnx:
-    """The same of a model and its optimizer, which a step changes."""
-
-    class Model(nnx.Module):
-        def __init__(self, axis_name, rngs):
-            norm = NORM | {"axis_name": axis_name}
-            self.first = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
-            self.norm = nnx.BatchNorm(8, **norm, rngs=rngs)
-            self.last = nnx.Linear(8, 2, use_bias=False, rngs=rngs)
-
-        def __call__(self, x):
-            return self.last(self.norm(self.first(x)))
-
-    jit, shard_map = staticmethod(nnx.jit), staticmethod(nnx.shard_map)
-
-    @staticmethod
-    def start(level, axis_name, place=untouched):
-        model = Nnx.Model(axis_name, nnx.Rngs(0))
-        nnx.update(model, place(jax.tree.map(jnp.asarray, begun())))
-        return jamp.nnx.initialize(model, TX, level, **OPTIONS)
-
-    @staticmethod
-    def step(state, x, y, axis_name):
-        model, optimizer = state
-        grad = jamp.nnx.scaled_grad(
-            lambda model, x, y: mean_square(model(x), y), axis_name=axis_name
-        )
-        optimizer.update(model, grad(model, optimizer, x, y))
-        return state
-
-    @staticmethod
-    def look(state):
-        model, optimizer = state
-        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        trees = params, optimizer.master_params(model), nnx.as_pure(optimizer.opt_state)
-        stats = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))["norm"]
-        counts = optimizer.skipped_steps.get_value(), optimizer.loss_scale
-        return trees, stats, tuple(map(float, counts))
+def step_all(states, x, y, axis_name=None):
+    return {level: step(state, x, y, axis_name) for level, state in states.items()}
 
 
-each_framework = pytest.mark.parametrize("framework", [Linen, Nnx])
-
-
-def mapped(framework, mesh, check_vma):
+def mapped(mesh, check_vma):
     """The step of several states where each device has its rows."""
-
-    def step(states, x, y):
-        return {k: framework.step(state, x, y, AXIS) for k, state in states.items()}
-
     specs = {"in_specs": (P(), P(AXIS), P(AXIS)), "out_specs": P()}
-    return framework.shard_map(step, mesh=mesh, check_vma=check_vma, **specs)
+    by_hand = functools.partial(step_all, axis_name=AXIS)
+    return jax.shard_map(by_hand, mesh=mesh, check_vma=check_vma, **specs)
 
 
 # A step, and one in which one device's batch overflows
 
 
-@each_framework
 @pytest.mark.parametrize("way", ["replicated", "FSDP", "shard_map", "unchecked"])
 @on_eight_devices
-def test_eight_devices_take_the_step_of_the_whole_batch(way, framework):
+def test_eight_devices_take_the_step_of_the_whole_batch(way):
     mesh = Mesh(jax.devices(), (AXIS,), axis_types=(AxisType.Auto,))
     by_hand = way in ("shard_map", "unchecked")
 
@@ -176,47 +115,41 @@ def test_eight_devices_take_the_step_of_the_whole_batch(way, framework):
     def place(params):
         return jax.device_put(params, jax.tree.map(split, params))
 
-    step = mapped(framework, mesh, check_vma=way == "shard_map")
-    if not by_hand:
-        step = lambda states, x, y: {  # noqa: E731
-            level: framework.step(state, x, y, None) for level, state in states.items()
-        }
-    step = framework.jit(step)
+    take = jax.jit(mapped(mesh, way == "shard_map") if by_hand else step_all)
     axis_name = AXIS if by_hand else None
     levels = ("O0", "O1", "O2", "O5") if way in ("FSDP", "shard_map") else ("O2",)
-    states = {level: framework.start(level, axis_name, place) for level in levels}
+    states = {level: start(level, axis_name, place) for level in levels}
     given = numbers()
     batch = jax.device_put((given["x"], given["y"]), NamedSharding(mesh, P(AXIS)))
     bad = jax.device_put(batch[0].at[13, 2].set(jnp.inf), batch[0].sharding)
-    clean = step(states, *batch)
-    looks = {level: framework.look(state) for level, state in clean.items()}
-    after_bad = step(clean, bad, batch[1])
-    if framework is Linen and way != "FSDP":  # where statistics come back in parts
-        assert step._cache_size() == 1
+    clean = take(states, *batch)
+    after_bad = take(clean, bad, batch[1])
+    if way != "FSDP":  # where statistics come back in parts
+        assert take._cache_size() == 1
 
     wanted, grads = oracle(**given)
     running = {"mean": 0, "var": MOMENTUM}
-    for level, (trees, stats, counts) in looks.items():
-        assert counts == (0, 2.0**8)
+    for level, state in clean.items():
+        assert (state.skipped_steps, state.loss_scale) == (0, 2.0**8)
+        masters, stats = jamp.master_params(state), state.batch_stats["norm"]
         # The hidden layer is exact in half; its sums are in float32.
         for name, x in wanted.items():
             expected = running[name] + (1 - MOMENTUM) * x
             np.testing.assert_allclose(stats[name], expected, rtol=1e-5, err_msg=level)
-            assert stats[name].dtype == trees[0]["norm"]["scale"].dtype == jnp.float32
+            assert stats[name].dtype == jnp.float32
+        assert state.params["norm"]["scale"].dtype == jnp.float32
         eps = {"O0": 2.0**-20, "O5": 2.0**-7}.get(level, 2.0**-10)
-        stepped = jax.tree.map(
-            lambda a, b: (np.float64(a) - np.float64(b)) / RATE, begun(), dict(trees[1])
-        )
+        change = lambda a, b: (np.float64(a) - np.float64(b)) / RATE  # noqa: E731
+        stepped = jax.tree.map(change, begun(), masters)
         for a, b in zip(*map(jax.tree.leaves, (stepped, grads)), strict=True):
             limit = 4 * eps * np.abs(b).max()
             np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=level)
+        trees = state.params, masters, state.opt_state
         assert misplaced(trees, jax.tree.map(split, trees)) == []
 
-        *left, counts = framework.look(after_bad[level])
-        assert counts == (1, 2.0**7)
-        for a, b in zip(*map(jax.tree.leaves, (left, (trees, stats))), strict=True):
-            np.testing.assert_array_equal(a, b, err_msg=level)
-            assert a.dtype == b.dtype
+        skipped = after_bad[level]
+        assert (skipped.skipped_steps, skipped.loss_scale) == (1, 2.0**7)
+        assert_skipped(skipped, state)
 
 
 # What crosses devices, traced for eight that need not be there
@@ -224,21 +157,11 @@ def test_eight_devices_take_the_step_of_the_whole_batch(way, framework):
 MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize(
-    ("framework", "level", "check_vma"),
-    [(Linen, level, True) for level in LEVELS]
-    + [(Linen, "O2", False), (Nnx, "O1", False), (Nnx, "O2", True)],
-)
-def test_statistics_cross_devices_in_float32(framework, level, check_vma):
-    graphdef, arrays = nnx.split(framework.start(level, AXIS))
-
-    def step(arrays, x, y):
-        new = framework.step(nnx.merge(graphdef, arrays), x, y, AXIS)
-        return nnx.split(new)[1]
-
-    specs = {"in_specs": (P(), P(AXIS), P(AXIS)), "out_specs": P()}
-    step = jax.shard_map(step, mesh=MESH, check_vma=check_vma, **specs)
-    program = jax.make_jaxpr(step)(arrays, numbers()["x"], numbers()["y"])
+@pytest.mark.parametrize("level", [*LEVELS, "unchecked"])
+def test_statistics_cross_devices_in_float32(level):
+    states = {"one": start("O2" if level == "unchecked" else level, AXIS)}
+    fn = mapped(MESH, check_vma=level != "unchecked")
+    program = jax.make_jaxpr(fn)(states, numbers()["x"], numbers()["y"])
     operands = collectives(program)
     assert (2, 8) in [x.shape for x in operands]  # means of x and of its square
     assert {str(x.dtype) for x in operands if x.ndim} == {"float32"}

@@ -15,6 +15,7 @@ from jax.extend import core as jc
 from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import Rule
+from jamp._autocast.origins import itself
 from jamp._autocast.program import (
     Atom,
     dtype_of,
@@ -126,15 +127,20 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     ins = boundary.in_dtypes
     inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
     outs = recorded(inner.outvars)
-    args = ins[derivatives.custom_consts(eqn) :]
+    consts = derivatives.custom_consts(eqn)
+    args, known = ins[consts:], boundary.facts[consts:]
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
         # JAX wants tangents in the dtypes of their primals, so those of `inner`; but an
         # integer's tangent is a float0, and stays one.
+        # Half operands ask for half, as in the function: relu's derivative then reads
+        # what relu reads, and nothing else is kept.
+        given = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
         boundary = Boundary(
-            _with_tangents(args, absent, jaxpr.invars),
-            _with_tangents(outs, zeros, jaxpr.outvars),
+            _of_floats(_with_tangents(args, absent), jaxpr.invars),
+            _of_floats(_with_tangents(outs, zeros), jaxpr.outvars),
+            facts=[fact._replace(origin=itself(v)) for fact, v in given],
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
@@ -143,12 +149,15 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     rewriter.emit(eqn, ins, outs, params)
 
 
-def _with_tangents(
-    dtypes: Sequence[Any], zeros: Sequence[bool], variables: Sequence[Atom]
-) -> list[Any]:
-    """The dtypes of primals and of those of their tangents that are there."""
-    there = [d for d, zero in zip(dtypes, zeros, strict=True) if not zero]
-    pairs = zip([*dtypes, *there], variables, strict=True)
+def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
+    """What primals have, and after it what those have whose tangents are there."""
+    there = (x for x, zero in zip(of_primals, zeros, strict=True) if not zero)
+    return [*of_primals, *there]
+
+
+def _of_floats(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
+    """The dtypes of floats; what is none keeps its own."""
+    pairs = zip(dtypes, variables, strict=True)
     return [d if is_float(v) else dtype_of(v) for d, v in pairs]
 
 

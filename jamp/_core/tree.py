@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
@@ -92,9 +93,9 @@ def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
     """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
 
     def leaf(n, o):
-        if jnp.issubdtype(o.dtype, jax.dtypes.prng_key):
-            return jnp.where(take_new, n, o)
-        return jnp.where(take_new, jnp.asarray(n, o.dtype), o)
+        if not jnp.issubdtype(o.dtype, jax.dtypes.prng_key):
+            n = jnp.asarray(n, o.dtype)
+        return lax.select(take_new, n, o)  # `jnp.where` would trace a program for each
 
     return jax.tree.map(leaf, new, old)
 
