@@ -60,9 +60,7 @@ NESTED = {
     ),
     "twice": (half(half(layer)), ["float16"]),
     "disabled": (half(disabled), ["float32", "float32"]),
-    "disabled_alone": (disabled, ["float32", "float32"]),
     "disabled_outside": (disabling(JITTED), ["float32"]),
-    "not_disabled": (JITTED, ["float16"]),
     "marked": (half(jamp.float_function(bf16(layer))), ["bfloat16"]),
     "beside": (
         jax.jit(lambda x: half(layer)(x) - bf16(layer)(x) + layer(x)),
