@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax, nn
-from jax.experimental.ode import odeint
 
 
 class Program(NamedTuple):
@@ -70,25 +70,6 @@ def euler(x, w):
     return repeat(lambda x: x + 1e-3 * (x @ w), x, 1000)
 
 
-@program(x=(4, 8), w1=(8, 16), w2=(16, 8))
-def runge_kutta(x, w1, w2):
-    def f(x):
-        return jnp.tanh(x @ w1) @ w2
-
-    def step(x, h=0.01):
-        a = f(x)
-        b = f(x + h / 2 * a)
-        c = f(x + h / 2 * b)
-        return x + h / 6 * (a + 2 * b + 2 * c + f(x + h * c))
-
-    return repeat(step, x, 100)
-
-
-@program(x=(8,), w=(8, 8), t=lambda rng: np.linspace(0, 1, 5, dtype=np.float32))
-def ode_solver(x, w, t):
-    return odeint(lambda x, t: jnp.tanh(w @ x), x, t, rtol=0.1, atol=0.1, hmax=0.1)
-
-
 @program(w=(8, 1), x=(16, 8), y=(16, 1))
 def maml(w, x, y):
     def loss(w):
@@ -103,36 +84,12 @@ def ema_of_weights(ema, w, x):
     return ema, (x @ w) * 0.5 + x @ ema
 
 
-@program(w=(8, 8), x=(16, 8))
-def gradient_descent(w, x):
-    step = lambda w: w - 1e-3 * (x.T @ jnp.tanh(x @ w)) / 16  # noqa: E731
-    return repeat(step, w, 200)
-
-
 @program(x=(4, 16), w1=(6, 16, 16), w2=(6, 16, 16), g=normal(6, 16, scale=1e-6))
 def layer_scale(x, w1, w2, g):
     def layer(x, p):
         return x + p[2] * (nn.gelu(x @ p[0]) @ p[1]), None
 
     return lax.scan(layer, x, (w1, w2, g))[0]
-
-
-@program(x=(32,), w=(32, 32))
-def heat_equation(x, w):
-    def step(u):
-        return u + 0.01 * (jnp.roll(u, 1, -1) - 2 * u + jnp.roll(u, -1, -1))
-
-    return repeat(step, jnp.tanh(x @ w), 100)
-
-
-@program(x=(8, 8), w=(8, 8))
-def wave_with_learned_force(x, w):
-    def step(c):
-        u, v = c
-        v = v + 0.01 * (u @ w - u)
-        return u + 0.01 * v, v
-
-    return repeat(step, (x, jnp.zeros_like(x)), 100)
 
 
 # ---- reinforcement learning and sequences
@@ -145,31 +102,6 @@ def ppo(x, w, old, adv, a):
     ratio = jnp.exp(new - old)
     clipped = jnp.clip(ratio, 0.8, 1.2)
     return -jnp.minimum(ratio * adv, clipped * adv).mean(), ratio
-
-
-@program(x=(64, 8), w=(8, 1), r=(64,))
-def advantages(x, w, r):
-    values = (x @ w)[:, 0]
-
-    def step(carry, x):
-        later, gae = carry
-        reward, value = x
-        gae = reward + 0.99 * later - value + 0.99 * 0.95 * gae
-        return (value, gae), gae
-
-    zero = jnp.zeros_like(r[0])
-    return lax.scan(step, (zero, zero), (r, values), reverse=True)[1]
-
-
-@program(x=(12, 4, 8), w=(8, 24), u=normal(8, 24, scale=0.3), b=(24,))
-def gru(x, w, u, b):
-    def step(h, x):
-        (a, c, d), (e, f, g) = (jnp.split(y, 3, -1) for y in (x @ w + b, h @ u))
-        r, z = nn.sigmoid(a + e), nn.sigmoid(c + f)
-        h = (1 - z) * jnp.tanh(d + r * g) + z * h
-        return h, h
-
-    return lax.scan(step, jnp.zeros_like(x[0]), x)[1]
 
 
 @program(x=(12, 4, 8), w=(8, 32), u=normal(8, 32, scale=0.3), b=(32,))
@@ -185,13 +117,6 @@ def lstm(x, w, u, b):
     return lax.scan(step, (zero, zero), x)[1]
 
 
-@program(x=(64, 8), w=(8, 8), a=uniform(0.9, 0.999, 8))
-def state_space(x, w, a):
-    u = x @ w
-    _, y = lax.scan(lambda h, u: ((a * h + (1 - a) * u), h), jnp.zeros_like(a), u)
-    return y
-
-
 # ---- large numbers and small ones
 
 
@@ -202,20 +127,9 @@ def denormalised(x, w, mean, std):
 
 
 @program(x=(16, 8), w=(8, 8))
-def thousandfold_clipped(x, w):
-    return jnp.clip((x @ w) * 1000.0, 0, 1e6)
-
-
-@program(x=(16, 8), w=(8, 8))
 def over_its_magnitude(x, w):
     h = nn.relu(x @ w)
     return h * (h / jnp.clip(jnp.abs(h), 1e-8))
-
-
-@program(x=(16, 8), w=(8, 8))
-def over_a_norm_with_eps(x, w):
-    h = x @ w
-    return h / (jnp.sqrt(jnp.sum(h * h, -1, keepdims=True)) + 1e-12)
 
 
 @program(x=(16, 8), w=(8, 8))
@@ -228,11 +142,6 @@ def over_abs_with_eps(x, w):
 def filled_take(x, w, i):
     h = jnp.take(x @ w, i, axis=0, mode="fill", fill_value=-1e9)
     return h, nn.softmax(h, axis=0)
-
-
-@program(x=(8, 16), w=(16, 8), c=uniform(1, 60000, 8))
-def counts(x, w, c):
-    return (x @ w) * c[:, None] / c.sum(), jnp.log1p(c) + (x @ w)[:, 0]
 
 
 @program(t=uniform(1.6e9, 1.7e9, 16), w=(4, 8), mean=uniform(1.65e9, 1.65e9 + 1, 1))
@@ -254,22 +163,11 @@ def ids_among_features(x, w, i, v):
 # ---- masks and attention
 
 
-def heads(x, w, n):
-    return (x @ w).reshape(*x.shape[:-1], n, -1)
-
-
 @program(x=(8, 16), w=(16, 48), bias=lambda rng: np.tril(np.ones((8, 8), "f")))
 def attention_additive_1e9(x, w, bias):
     q, k, v = jnp.split(x @ w, 3, -1)
     scores = q @ k.T / 4.0 + (1.0 - bias) * -1e9
     return nn.softmax(scores) @ v
-
-
-@program(x=(8, 16), w=(16, 48))
-def attention_additive_1e30(x, w):
-    q, k, v = jnp.split(x @ w, 3, -1)
-    mask = jnp.where(jnp.tri(8, dtype=bool), 0.0, -1e30)
-    return nn.softmax(q @ k.T * 16**-0.5 + mask) @ v
 
 
 @program(x=(2, 8, 16), w=(16, 48), wo=(16, 16), b=(16,))
@@ -279,12 +177,6 @@ def attention_causal_inf(x, w, wo, b):
     scores = jnp.where(jnp.tri(8, dtype=bool), scores, -jnp.inf)
     y = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v)
     return x + y.reshape(2, 8, 16) @ wo + b
-
-
-@program(x=(8, 32), wq=(32, 32), wk=(32, 8), wv=(32, 8))
-def attention_grouped(x, wq, wk, wv):
-    q, k, v = heads(x, wq, 4), heads(x, wk, 1), heads(x, wv, 1)
-    return nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
 
 @program(x=(8, 16), w=(16, 16), p=lambda rng: np.arange(30000, 30008, dtype="f"))
@@ -297,15 +189,169 @@ def rope(x, w, p):
     return q @ q.T
 
 
-@program(x=(16, 8), w=(8, 8))
-def sinusoidal_positions(x, w):
-    angle = (jnp.arange(16)[:, None] + 4096) * 1e4 ** (-jnp.arange(4) / 4)
-    return (x + jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], -1)) @ w
-
-
 @program(x=(16, 8), wr=(8, 4), w=(4, 8, 8))
 def mixture_of_experts(x, wr, w):
     gates, which = lax.top_k(nn.softmax(x @ wr), 2)
     gates = gates / gates.sum(-1, keepdims=True)
     weight = (nn.one_hot(which, 4, dtype=x.dtype) * gates[..., None]).sum(1)
     return jnp.einsum("ne,neo->no", weight, jnp.einsum("ni,eio->neo", x, w))
+
+
+# ---- norms
+
+
+def standard(x, axis=-1, eps=1e-6):
+    mean = x.mean(axis, keepdims=True)
+    return (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(axis, keepdims=True) + eps)
+
+
+@program(x=(8, 16), w=(16, 16), c=(16,), g=normal(16, mean=1), b=(16,))
+def layer_norm_after(x, w, c, g, b):
+    return standard(x @ w + c) * g + b
+
+
+@program(x=(8, 16), w=(16, 16), g=normal(16, mean=1), v=(16, 8))
+def rms_norm_between(x, w, g, v):
+    h = x @ w
+    return (h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * g) @ v
+
+
+@program(x=normal(2, 6, 6, 4, scale=100), w=normal(3, 3, 4, 8), g=normal(8, mean=1))
+def group_norm_after_conv(x, w, g):
+    dims = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dims)
+    y = standard(y.reshape(2, 36, 4, 2), (1, 3)).reshape(2, 6, 6, 8)
+    return nn.silu(y * g)
+
+
+@program(x=(32, 8), w=(8, 8), g=normal(8, mean=1), b=(8,), m=(8,), v=uniform(1, 2, 8))
+def batch_norm_with_statistics(x, w, g, b, m, v):
+    h = x @ w
+    mean, var = h.mean(0), h.var(0)
+    y = (h - mean) / jnp.sqrt(var + 1e-5) * g + b
+    return nn.silu(y), 0.99 * m + 0.01 * mean, 0.99 * v + 0.01 * var
+
+
+# ---- losses after a product
+
+
+LOSSES = {
+    "sigmoid_ce": lambda z, i: optax.sigmoid_binary_cross_entropy(
+        z, nn.one_hot(i, 8, dtype=z.dtype)
+    ),
+    "focal_by_hand": lambda z, i: (lambda p: -((1 - p) ** 2) * jnp.log(p + 1e-8))(
+        jnp.take_along_axis(nn.softmax(z), i[:, None], -1)
+    ),
+    "huber": lambda z, i: optax.huber_loss(z, 3 * nn.one_hot(i, 8, dtype=z.dtype)),
+    "cosine": lambda z, i: optax.cosine_distance(
+        z, jnp.sin(i[:, None] + jnp.arange(8.0)), epsilon=1e-8
+    ),
+    "log_cosh": lambda z, i: optax.log_cosh(z, jnp.sin(i[:, None] + jnp.arange(8.0))),
+    "entropy": lambda z, i: -(nn.softmax(z) * jnp.log(nn.softmax(z) + 1e-9)).sum(-1),
+    "contrastive": lambda z, i: optax.softmax_cross_entropy_with_integer_labels(
+        (lambda u: u @ u.T / 0.07 - 1e9 * jnp.eye(16))(  # not with itself
+            z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+        ),
+        (jnp.arange(16) + 1) % 16,
+    ),
+}
+
+
+def after_a_product(name, loss):
+    def fn(x, w, b, i):
+        return loss(x @ w + b, i)
+
+    fn.__name__ = f"loss_{name}"
+    program(x=(16, 8), w=normal(8, 8, scale=0.7), b=(8,), i=ints(8, 16))(fn)
+
+
+for name, loss in LOSSES.items():
+    after_a_product(name, loss)
+
+
+@program(x=(2, 12, 8), w=(8, 5), i=lambda rng: rng.integers(1, 5, (2, 4)))
+def loss_ctc(x, w, i):
+    zeros = jnp.zeros_like(x[..., 0])
+    return optax.ctc_loss(x @ w, zeros, i, jnp.zeros_like(x[:, :4, 0]))
+
+
+@program(w=(8, 8), v=(8, 8), x=(16, 8))
+def weight_decay_in_the_loss(w, v, x):
+    h = nn.gelu(x @ w) @ v
+    return jnp.mean(h**2) + 1e-4 * (jnp.sum(w**2) + jnp.sum(jnp.square(v)))
+
+
+# ---- probability
+
+
+@program(x=(16, 8), w=(8, 8), noise=(16, 4), v=(4, 8))
+def vae(x, w, noise, v):
+    mean, log_var = jnp.split(x @ w, 2, -1)
+    z = mean + jnp.exp(0.5 * log_var) * noise
+    kl = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var), -1)
+    return kl.mean() + jnp.mean(jnp.sum((nn.sigmoid(z @ v) - x) ** 2, -1))
+
+
+# ---- sums and moves
+
+
+@program(x=normal(65536, mean=0.1))
+def sum_of_many(x):
+    h = x.reshape(256, 256) @ (jnp.eye(256) * 0.5)
+    return h.sum(), h.mean(), jnp.mean(h * h), h.var(), h.std(0)
+
+
+@program(x=uniform(0, 1, 1024, 4), w=(4, 4))
+def running_sums(x, w):
+    h = x @ w
+    return jnp.cumsum(h, 0), jnp.cumsum(jnp.abs(h), 0) / (1 + jnp.arange(1024.0))[
+        :, None
+    ]
+
+
+@program(x=(256, 8), w=(8, 8), i=ints(6, 256), table=(6, 8))
+def scatter_and_gather(x, w, i, table):
+    h = x @ w
+    added = table.at[i].add(0.01 * h)
+    return added, added[i] * h, table.at[i[0]].set(h[0])
+
+
+@program(e=normal(50, 16, scale=0.02), w=(16, 8), p=(8, 16), i=ints(50, 8))
+def embeddings(e, w, p, i):
+    x = e[i] * 4.0 + 0.02 * p
+    return x @ w, x @ e.T
+
+
+@program(x=(12, 4), y=(10, 4))
+def distances(x, y):
+    square = (x**2).sum(-1)[:, None] + (y**2).sum(-1) - 2 * x @ y.T
+    return square, jnp.exp(-square / 2)
+
+
+@program(x=(16, 8), w=(8, 8))
+def sorted_quantiles(x, w):
+    h = x @ w
+    return jnp.sort(h, 0), jnp.quantile(h, 0.3, axis=0), jnp.median(h, 0)
+
+
+@program(x=(4, 32), w=(32, 32), g=(17,))
+def fourier_filter(x, w, g):
+    return jnp.fft.irfft(jnp.fft.rfft(x @ w) * g, 32)
+
+
+@program(w=(8, 8), v=(8, 1), x=(16, 8))
+def gradient_penalty(w, v, x):
+    critic = lambda x: (jnp.tanh(x @ w) @ v)[0]  # noqa: E731
+    norms = jnp.linalg.norm(jax.vmap(jax.grad(critic))(x), axis=-1)
+    return jnp.mean((norms - 1) ** 2), norms
+
+
+@program(x=(8, 16), w=(16, 16), v=(16, 16), b=(16,))
+def gated(x, w, v, b):
+    return nn.sigmoid(x @ w + b) * (x @ v), nn.glu(x @ w), x * nn.sigmoid(x @ w)
+
+
+@program(x=(8, 64), w=(64, 32), size=uniform(0.001, 0.002, 1))
+def quantised_weights(x, w, size):
+    rounded = w + lax.stop_gradient(jnp.round(w / size) * size - w)
+    return x @ rounded, rounded

@@ -61,19 +61,6 @@ class Scanned(nn.Module):
         return layers(self.dtype)(x, None)[0]
 
 
-class Jitted(nn.Module):
-    """nn.jit around a class, and around a method."""
-
-    @nn.compact
-    def __call__(self, x):
-        return self.head(nn.jit(nn.Dense)(4)(x))
-
-    @nn.jit
-    @nn.compact
-    def head(self, x):
-        return nn.Dense(3, dtype=jnp.float32)(x)
-
-
 class Tied(nn.Module):
     """Setup style, methods other than __call__, and logits tied to an embedding."""
 
@@ -97,32 +84,13 @@ class Tied(nn.Module):
         return self.decode(self.encode(tokens))
 
 
-class Repeated(nn.Module):
-    """One Dense and one BatchNorm, called three times."""
-
-    @nn.compact
-    def __call__(self, x):
-        dense, norm = nn.Dense(4), nn.BatchNorm(use_running_average=False)
-        for _ in range(3):
-            x = nn.relu(norm(dense(x)))
-        return x
-
-
-class Homemade(nn.Module):
-    """Owns its kernel, and is called on float32 by a parent that wants it so."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x @ self.param("kernel", nn.initializers.ones, (x.shape[-1], 3))
-
-
 class AfterIsland(nn.Module):
-    """A float32 island of the user's in front of a product."""
+    """A float32 island of the user's in front of a product with a param of its own."""
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(4)(x)
-        return Homemade()(jnp.tanh(x.astype(jnp.float32)))
+        x = jnp.tanh(nn.Dense(4)(x).astype(jnp.float32))
+        return x @ self.param("kernel", nn.initializers.ones, (4, 3))
 
 
 class Headed(nn.Module):
@@ -135,21 +103,6 @@ class Headed(nn.Module):
     def __call__(self, x):
         x = nn.relu(nn.Dense(4, dtype=self.dtype, name="body")(x))
         return nn.Dense(3, dtype=self.head_dtype, name="head")(x)
-
-
-class Explicit(nn.Module):
-    """Layers of every kind with dtype=float32, as many published models have them."""
-
-    dtype: DTypeLike = jnp.float32
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Conv(4, (2,), dtype=self.dtype)(x)
-        x = nn.ConvTranspose(4, (2,), dtype=self.dtype)(x)
-        x = nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(x)
-        x = nn.Einsum((4, 4), "bsc,cd->bsd", dtype=self.dtype)(x)
-        x = nn.GroupNorm(2, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
-        return nn.DenseGeneral((2, 2), dtype=self.dtype)(x)
 
 
 class Witness(nn.Module):
@@ -197,16 +150,12 @@ CASES = {
     "cnn-float32": (CNN((4, 8), 1, dtype=jnp.float32), IMAGES),
     "transformer": (Transformer(**SMALL), TOKENS),
     "transformer-float32": (Transformer(**SMALL, dtype=jnp.float32), TOKENS),
-    "explicit-float32": (Explicit(), SEQUENCE),
     "lstm": (Recurrent(nn.LSTMCell), SEQUENCE),
     "lstm-float32": (Recurrent(nn.LSTMCell, dtype=jnp.float32), SEQUENCE),
     "optimized-lstm": (Recurrent(nn.OptimizedLSTMCell), SEQUENCE),
-    "gru": (Recurrent(nn.GRUCell), SEQUENCE),
     "scan-remat": (Scanned(), SEQUENCE),
-    "nn.jit": (Jitted(), SEQUENCE),
     "setup": (Tied(), TOKENS),
     "setup-float32": (Tied(dtype=jnp.float32), TOKENS),
-    "repeated": (Repeated(), SEQUENCE),
     "own-param": (AfterIsland(), SEQUENCE),
 }
 

@@ -10,20 +10,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tests.lean_transformers import MLP, Attention, exact_gelu
+from tests.lean_transformers import MLP, VOCABULARY, Attention, exact_gelu
 
 
 class ConvNeXt(nn.Module):
     """ConvNeXt-T: depthwise convolutions, LayerNorm, exact gelu, scaled layers."""
 
-    depths: tuple[int, ...] = (1, 1, 2, 1)
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         conv = functools.partial(nn.Conv, dtype=self.dtype)
-        for stage, depth in enumerate(self.depths):
+        for stage, depth in enumerate((1, 1, 2, 1)):
             features, stride = 96 << stage, 2 if stage else 4
             x = norm()(x) if stage else x
             x = conv(features, (stride, stride), (stride, stride))(x)
@@ -116,7 +115,6 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    depths: tuple[int, ...] = (2, 2, 2, 2)
     dtype: DTypeLike | None = None
 
     @nn.compact
@@ -124,7 +122,7 @@ class ResNet50(nn.Module):
         x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=self.dtype)(x)
         x = nn.relu(nn.BatchNorm(False, dtype=self.dtype)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        for stage, depth in enumerate(self.depths):
+        for stage, depth in enumerate((2, 2, 2, 2)):
             for block in range(depth):
                 stride = 2 if stage and not block else 1
                 x = Bottleneck(64 << stage, stride, self.dtype)(x)
@@ -134,7 +132,6 @@ class ResNet50(nn.Module):
 class Mixer(nn.Module):
     """MLP-Mixer B/16."""
 
-    depth: int = 4
     dtype: DTypeLike | None = None
 
     @nn.compact
@@ -142,7 +139,7 @@ class Mixer(nn.Module):
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         x = nn.Conv(768, (16, 16), (16, 16), dtype=self.dtype)(x)
         x = x.reshape(len(x), -1, 768)
-        for _ in range(self.depth):
+        for _ in range(4):
             y = MLP(384, dtype=self.dtype)(norm()(x).swapaxes(1, 2))
             x = x + y.swapaxes(1, 2)
             x = x + MLP(3072, dtype=self.dtype)(norm()(x))
@@ -152,19 +149,17 @@ class Mixer(nn.Module):
 class LSTM(nn.Module):
     """Two layers over words."""
 
-    width: int = 1024
-    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        x = nn.Embed(VOCABULARY, 1024, dtype=self.dtype)(tokens)
         for _ in range(2):
             cell = nn.OptimizedLSTMCell(
-                self.width, dtype=self.dtype, carry_init=zeros_in(self.dtype)
+                1024, dtype=self.dtype, carry_init=zeros_in(self.dtype)
             )
             x = nn.RNN(cell)(x)
-        return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(x)
 
 
 def zeros_in(dtype: DTypeLike | None):
@@ -194,14 +189,13 @@ class MBConv(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    features: tuple[int, ...] = (24, 40, 80, 112)
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = nn.Conv(32, (3, 3), (2, 2), use_bias=False, dtype=self.dtype)(x)
         x = nn.swish(nn.BatchNorm(False, dtype=self.dtype)(x))
-        for features in self.features:
+        for features in (24, 40, 80, 112):
             x = MBConv(features, 2, self.dtype)(x)
             x = MBConv(features, 1, self.dtype)(x)
         return nn.Dense(1000, dtype=self.dtype)(x.mean((1, 2)))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+WIDTH, VOCABULARY = 768, 1024
 exact_gelu = functools.partial(nn.gelu, approximate=False)
 
 
@@ -122,24 +123,21 @@ class ViT(nn.Module):
 class BERT(nn.Module):
     """Norms behind the shortcuts, dropout everywhere, a head on tied embeddings."""
 
-    depth: int = 4
-    width: int = 768
-    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         drop = functools.partial(nn.Dropout, 0.1, deterministic=False)
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        places = nn.Embed(512, self.width, dtype=self.dtype, name="places")
+        embed = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
+        places = nn.Embed(512, WIDTH, dtype=self.dtype, name="places")
         x = embed(tokens) + places(jnp.arange(tokens.shape[1]))
         x = drop()(norm()(x))
-        for _ in range(self.depth):
+        for _ in range(4):
             x = norm()(x + drop()(Attention(12, False, 0.1, self.dtype)(x)))
             x = norm()(x + drop()(MLP(3072, exact_gelu, self.dtype)(x)))
-        x = norm()(exact_gelu(nn.Dense(self.width, dtype=self.dtype)(x)))
-        bias = self.param("bias", nn.initializers.zeros, (self.vocabulary,))
+        x = norm()(exact_gelu(nn.Dense(WIDTH, dtype=self.dtype)(x)))
+        bias = self.param("bias", nn.initializers.zeros, (VOCABULARY,))
         logits = embed.attend(x)
         return logits + bias.astype(logits.dtype)
 
@@ -173,18 +171,16 @@ class Llama(nn.Module):
     Its softmax is float32 in Llama's own code.
     """
 
-    depth: int = 3
     width: int = 2048
-    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
         batch, length = tokens.shape
         dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        x = nn.Embed(VOCABULARY, self.width, dtype=self.dtype)(tokens)
         mask = jnp.tril(jnp.ones((length, length), bool))
-        for _ in range(self.depth):
+        for _ in range(3):
             y = RMSNorm()(x)
             q = dense(self.width)(y).reshape(batch, length, 4, 4, -1)
             k, v = (
@@ -199,7 +195,7 @@ class Llama(nn.Module):
             y = RMSNorm()(x)
             gated = nn.silu(dense(5632)(y)) * dense(5632)(y)
             x = x + dense(self.width)(gated)
-        return dense(self.vocabulary)(RMSNorm()(x))
+        return dense(VOCABULARY)(RMSNorm()(x))
 
 
 class Experts(nn.Module):
@@ -234,42 +230,34 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A transformer whose MLPs are experts."""
 
-    depth: int = 2
-    width: int = 768
-    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
-        for _ in range(self.depth):
+        x = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)(tokens)
+        for _ in range(2):
             x = x + Attention(12, True, dtype=self.dtype)(norm()(x))
             x = x + Experts(dtype=self.dtype)(norm()(x))
-        return nn.Dense(self.vocabulary, dtype=self.dtype)(norm()(x))
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(norm()(x))
 
 
 class Words(nn.Module):
     """Hardly more than logits over 50k words."""
 
-    width: int = 768
-    vocabulary: int = 50_257
     dtype: DTypeLike | None = None
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
-        x = x + MLP(4 * self.width, dtype=self.dtype)(x)
+        x = nn.Embed(50_257, WIDTH, dtype=self.dtype)(tokens)
+        x = x + MLP(4 * WIDTH, dtype=self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
-        return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
+        return nn.Dense(50_257, dtype=self.dtype)(x)
 
 
 class LinenStack(nn.Module):
     """Flax's own attention and LayerNorm."""
 
-    depth: int = 3
-    width: int = 768
-    vocabulary: int = 1024
     dtype: DTypeLike | None = None
 
     @nn.compact
@@ -278,9 +266,9 @@ class LinenStack(nn.Module):
         attention = functools.partial(
             nn.MultiHeadDotProductAttention, 12, dtype=self.dtype
         )
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        x = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)(tokens)
         mask = nn.make_causal_mask(tokens)
-        for _ in range(self.depth):
+        for _ in range(3):
             x = x + attention()(norm()(x), mask=mask)
-            x = x + MLP(4 * self.width, dtype=self.dtype)(norm()(x))
-        return nn.Dense(self.vocabulary, dtype=self.dtype)(norm()(x))
+            x = x + MLP(4 * WIDTH, dtype=self.dtype)(norm()(x))
+        return nn.Dense(VOCABULARY, dtype=self.dtype)(norm()(x))

@@ -56,39 +56,6 @@ class CNN(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
-class ResidualBlock(nn.Module):
-    """Two convolutions with BatchNorm beside a shortcut, as in ResNet."""
-
-    dtype: DTypeLike | None = None
-
-    @nn.compact
-    def __call__(self, x: Array, *, train: bool) -> Array:
-        y = x
-        for last in (False, True):
-            y = nn.Conv(x.shape[-1], (3, 3), use_bias=False, dtype=self.dtype)(y)
-            y = nn.BatchNorm(use_running_average=not train, dtype=self.dtype)(y)
-            y = nn.relu(x + y if last else y)
-        return y
-
-
-class ResNet(nn.Module):
-    """A convolution and `depth` residual blocks, all of one width."""
-
-    features: int = 16
-    depth: int = 3
-    classes: int = 10
-    dtype: DTypeLike | None = None
-
-    @nn.compact
-    def __call__(self, x: Array, *, train: bool = True) -> Array:
-        x = nn.Conv(self.features, (3, 3), use_bias=False, dtype=self.dtype)(x)
-        x = nn.BatchNorm(use_running_average=not train, dtype=self.dtype)(x)
-        x = nn.relu(x)
-        for _ in range(self.depth):
-            x = ResidualBlock(self.dtype)(x, train=train)
-        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
-
-
 class TransformerBlock(nn.Module):
     """Attention and a two-layer MLP, each behind a LayerNorm and a shortcut."""
 

@@ -22,10 +22,10 @@ TESTS = {
     "jamp/_scaling/seal.py": "sealed_grads",
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
-    "jamp/_autocast/facts.py": "autocast_programs forward_programs autocast_results",
-    "jamp/_autocast/lists.py": "autocast_lists autocast_functions explain",
+    "jamp/_autocast/facts.py": "autocast_programs forward_programs",
+    "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
-    "jamp/_autocast/values.py": "autocast_programs autocast_modes",
+    "jamp/_autocast/values.py": "autocast_programs",
     "jamp/nnx/_arguments.py": "nnx",
     "jamp/nnx/_variables.py": "nnx",
     **{

@@ -177,6 +177,9 @@ def test_the_step_after_a_skip_is_the_step_that_would_have_been(trained):
     assert (late.skipped_steps, late.last_step_skipped) == (1, False)
 
 
+each_tx = pytest.mark.parametrize("tx", [SGD, fused_sgd(0.5, 0.5)], ids=["", "fused"])
+
+
 def spoilt():
     grads = like(params(), 0.25)
     return grads | {"b": grads["b"].at[1].set(jnp.nan)}
@@ -197,10 +200,11 @@ def test_a_plain_tree_is_checked_too(level):
     assert bits(plain.params["w"]) == expected.tobytes()
 
 
+@each_tx
 @pytest.mark.parametrize("level", RUNNING)
-def test_a_static_scale_checks_nothing(level):
+def test_a_static_scale_checks_nothing(level, tx):
     # apex_semantics 4.5: inf and NaN are handed to the optimizer.
-    state = make(level, loss_scale=4.0)
+    state = make(level, tx=tx, loss_scale=4.0)
     after = step(state, spoilt())
     assert_same_bits(state.apply_gradients(grads=spoilt()).params, after.params)
     assert (after.step, after.skipped_steps, after.loss_scale) == (1, 0, 4.0)
@@ -209,9 +213,10 @@ def test_a_static_scale_checks_nothing(level):
     assert not np.array_equal(after.params["w"], state.params["w"])
 
 
+@each_tx
 @pytest.mark.parametrize("level", RUNNING)
-def test_a_static_scale_that_checks_skips_and_stays(level):
-    state = make(level, loss_scale=jamp.StaticLossScale(4.0, check=True))
+def test_a_static_scale_that_checks_skips_and_stays(level, tx):
+    state = make(level, tx=tx, loss_scale=jamp.StaticLossScale(4.0, check=True))
     for after in (step(state, spoilt()), state.apply_gradients(grads=spoilt())):
         assert_skipped(after, state)
         assert (after.loss_scale, after.skipped_steps) == (4.0, 1)

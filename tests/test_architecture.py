@@ -5,7 +5,6 @@ import graphlib
 import pathlib
 import re
 
-import jamp
 from tests import surface
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -26,10 +25,7 @@ LAYERS = (
     ("jamp.__main__",),
 )
 # Imported when they are first used: names that apex has in another place, and NNX.
-LATE = {
-    ("jamp.optimizers", "jamp.fp16_utils._cut_down"),
-    ("jamp", "jamp.nnx"),
-}
+LATE = {("jamp.optimizers", "jamp.fp16_utils._cut_down"), ("jamp", "jamp.nnx")}
 # What JAX documents nowhere, and the files that may ask for it all the same.
 UNDOCUMENTED = (
     "jax._src aval.mat strip_weak_type manual_axis_type source_info with_consts remat2 "
@@ -138,8 +134,3 @@ def test_nothing_unpickles_or_evaluates():
 def test_public_names_and_their_parameters_are_those_on_file():
     on_file = (ROOT / "tests" / "public_surface.txt").read_text().splitlines()
     assert list(surface.lines()) == on_file, "python -m tests.surface writes the file"
-
-
-def test_public_names_are_documented():
-    for name in surface.public(jamp):
-        assert getattr(jamp, name).__doc__, f"jamp.{name} has no docstring"

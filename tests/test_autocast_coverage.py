@@ -4,23 +4,20 @@ Values are those of float16: in bfloat16 the program is the same, but for the dt
 """
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jamp
-import tests.constructs_custom  # noqa: F401, which enters its own
-from tests.constructs import FORWARD_ONLY, OPAQUE, TABLE, N
-from tests.programs import evaluate, products
+from tests.constructs import FORWARD_ONLY, TABLE, N, backwards
+from tests.programs import Product, evaluate, products
 
 TOLERANCE = 8 * 2.0**-10  # several roundings in a row
-W, X = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32) / [
-    [[4]],
-    [[1]],
-]
+W, X = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32)
+W /= 4
 
 
 def both_passes(name, cast):
@@ -57,11 +54,37 @@ def test_coverage(name):
     count = len(products(plain, W, X))
     for half in ("bfloat16", "float16"):
         fn = both_passes(name, functools.partial(jamp.autocast, dtype=half))
-        with jax.enable_checks(True), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with jax.enable_checks(True):
             found = products(fn, W, X)
-        assert all(OPAQUE.get(name, "-") in str(w.message) for w in caught)
         assert len(found) >= count > 0
         assert [p for p in found if (p.lhs, p.rhs) != (half, half)] == []
     errors = jax.tree.map(distance, evaluate(fn, W, X), evaluate(plain, W, X))
     assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
+
+
+# ---- the walk of tests.programs must see a product in every kind of sub-program
+
+
+COUNTS = dict(matmul=1, nested_jit=3, scan=2, while_loop=2, switch=2, remat=2)
+COUNTS |= dict(shard_map=3, ragged_dot=1, custom_vjp=3)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_products_are_found_everywhere(name):
+    assert len(products(TABLE[name](lambda fn: fn), X, X)) == COUNTS[name]
+
+
+def test_products_of_a_derivative_are_found_where_it_is_taken():
+    assert len(products(jax.grad(jax.checkpoint(lambda x: (x @ x).sum())), X)) == 3
+    assert len(products(jax.grad(lambda x: backwards(x, x, 1.0).sum()), X)) == 3
+    assert products(lambda x: x * x, X) == []
+
+
+def test_a_product_names_the_types_of_its_factors():
+    image, kernel = jnp.ones((2, 1, 3, 8, 8), jnp.float16)
+    (found,) = products(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), image, kernel)
+    assert found == Product("conv_general_dilated", "float16", "float16", "")
+    numbers = ((1,), (0,)), ((), ())
+    half = jnp.asarray(X, jnp.bfloat16)
+    (found,) = products(lambda x, w: lax.dot_general(x, w, numbers), X, half)
+    assert found == Product("dot_general", "float32", "bfloat16", "")

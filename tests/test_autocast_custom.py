@@ -10,11 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.ode import odeint
-from jax.sharding import PartitionSpec as P
 
 import jamp
-from tests.constructs import repeat
 
 ORDER = np.array([2, 0, 1])
 BACK = np.argsort(ORDER)
@@ -54,61 +51,17 @@ power = custom_vjp(
 )
 
 
-def gradient(x, y):
-    @jax.custom_gradient
-    def fn(x):
-        return x[ORDER] ** 2 * 2, lambda g: (g * x * 3)[BACK]
-
-    return fn(x) * y
-
-
-def converted(x, y):
-    apply = custom_vjp(
-        lambda fn, x, *rest: fn(x, *rest),
-        lambda fn, x, *rest: (fn(x, *rest), (x, rest)),
-        lambda fn, saved, g: jax.vjp(fn, saved[0], *saved[1])[1](2 * g),
-        nondiff_argnums=(0,),
-    )
-    fn, rest = jax.closure_convert(lambda x: x[ORDER] * y, x)
-    return apply(fn, x, *rest)
-
-
-def solution(x, y):
-    times = jnp.array([0.0, 0.5, 1.0])
-    return odeint(lambda u, t, p: SCALE - u * p, x, times, y)[-1]
-
-
-def mapped(x, y):
-    mesh = jax.make_mesh((1,), ("d",))
-    return jax.shard_map(square, mesh=mesh, in_specs=P(), out_specs=P())(x, y)
-
-
 CLOSURES = {
     "array": lambda x, y: scaled(x) * y,
     "numpy": square,
     "indices": permuted(jnp.asarray(ORDER)),
+    "in_remat": jax.checkpoint(lambda x, y: square(x, y) + rematerialised(y, x)),
     "nondiff_argnums": functools.partial(power, 2),
     "optimize_remat": rematerialised,
-    "custom_gradient": gradient,
-    "closure_convert": converted,
-    "odeint": solution,
     "twice": lambda x, y: square(square(x, y) / 4, y),
-    "in_jit": jax.jit(square),
-    "in_grad": lambda x, y: jax.grad(lambda x: square(x, y).sum())(x),
-    "in_scan": lambda x, y: repeat(lambda c, _: square(c, y) / 4, x, length=2),
-    "over_slices": lambda x, y: lax.scan(
-        lambda c, row: (c + square(row, y), square(c, row)), x, jnp.stack([y, x])
-    ),
-    "in_fori_loop": lambda x, y: lax.fori_loop(0, 2, lambda i, c: square(c, y) / 4, x),
-    "in_cond": lambda x, y: lax.cond(x[0] > 0, square, lambda x, y: x, x, y),
-    "in_remat": jax.checkpoint(lambda x, y: square(x, y) + rematerialised(y, x)),
-    "in_vmap": lambda x, y: jax.vmap(square, (0, None))(jnp.stack([x, y]), y),
-    "in_shard_map": mapped,
 }
 GRADS = {
-    "first": lambda loss: jax.grad(loss),
     "both": lambda loss: jax.grad(loss, (0, 1)),
-    "jit": lambda loss: jax.jit(jax.grad(loss, (0, 1))),
     "vmap": lambda loss: (
         lambda x, y: jax.vmap(jax.grad(loss, (0, 1)))(
             jnp.stack([x, y]), jnp.stack([y, x])
@@ -126,10 +79,8 @@ def total(fn):
 def test_gradients_of_what_closes_over_arrays(name, grad):
     fn = CLOSURES[name]
     got, expected = (grad(total(f))(X, Y) for f in (jamp.autocast(fn), fn))
-    # An ODE solver's steps are no integers, and its residuals pass through products.
-    rtol = 1e-3 if name == "odeint" else 0
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol, strict=True)
+        np.testing.assert_array_equal(a, b, strict=True)
         assert np.any(np.asarray(b))
 
 
@@ -179,21 +130,20 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("grad", ["first", "jit", "vmap"])
 @pytest.mark.parametrize("name", TRACED)
-def test_gradients_of_what_closes_over_traced_values(name, grad):
+def test_gradients_of_what_closes_over_traced_values(name):
     def fn(x, y):
         return TRACED[name](y)(x)
 
     def evaluated(cast):
         derivative = jax.grad(total(cast(fn)))
-        if grad == "vmap":
-            return jax.vmap(derivative)(jnp.stack([X, Y]), jnp.stack([Y, X]))
-        return (jax.jit(derivative) if grad == "jit" else derivative)(X, Y)
+        mapped = jax.vmap(derivative)(jnp.stack([X, Y]), jnp.stack([Y, X]))
+        return derivative(X, Y), jax.jit(derivative)(X, Y), mapped
 
     got, expected = evaluated(jamp.autocast), evaluated(lambda fn: fn)
-    np.testing.assert_array_equal(got, expected, strict=True)
-    assert np.any(np.asarray(expected))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+        assert np.any(np.asarray(b))
 
 
 def test_a_closed_over_value_has_no_derivative():
@@ -232,41 +182,30 @@ def test_the_rule_of_a_vjp_sees_what_is_perturbed_and_what_is_zero():
 
     fn = custom_vjp(lambda x, y: (x * y, y), fwd, bwd, symbolic_zeros=True)
 
-    def look(cast):
+    grads = []
+    for cast in (lambda fn: fn, jamp.autocast):
         seen.clear()
-        grad = jax.grad(lambda x: cast(lambda x, y: fn(x, y)[0])(x, Y).sum())(X)
-        return list(seen), grad
-
-    (flags, expected), (got, grad) = look(lambda fn: fn), look(jamp.autocast)
-    assert got == flags == [(True, False), (False, True)]
-    np.testing.assert_array_equal(grad, expected)
+        grads.append(jax.grad(lambda x: cast(lambda x: fn(x, Y)[0])(x).sum())(X))  # noqa: B023
+        assert seen == [(True, False), (False, True)]
+    np.testing.assert_array_equal(*grads)
 
 
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
-def test_the_rule_of_a_jvp_sees_what_is_zero(argnums):
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_the_rule_of_a_jvp_sees_what_is_zero(argnum):
     seen = []
 
     @jax.custom_jvp
     def fn(x, y):
-        return x * y, x
+        return x * y
 
     def rule(primals, tangents):
         zeros = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
-        seen.append(zeros)
-        x, y = primals
-        terms = [
-            a * t for a, t, z in zip((y, x), tangents, zeros, strict=True) if not z
-        ]
-        return (x * y, x), (sum(terms), tangents[0])
+        seen.append(zeros.index(False))
+        assert sum(zeros) == 1
+        return fn(*primals), primals[1 - seen[-1]] * tangents[seen[-1]]
 
     fn.defjvp(rule, symbolic_zeros=True)
-
-    def look(cast):
-        seen.clear()
-        grad = jax.grad(total(cast(fn)), argnums)(X, Y)
-        return list(seen), grad
-
-    (zeros, expected), (got, grads) = look(lambda fn: fn), look(jamp.autocast)
-    assert got[0] == zeros[0]
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
+    for cast in (lambda fn: fn, jamp.autocast):
+        grad = jax.grad(total(cast(fn)), argnum)(X, Y)
+        np.testing.assert_array_equal(grad, (Y, X)[argnum])
+        assert seen[-1] == argnum

@@ -1,5 +1,7 @@
 """Library functions that multiply inside and need digits: in float32 as a whole."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
@@ -25,84 +27,69 @@ S = A @ A.T + 4 * np.eye(4, dtype=np.float32)  # positive definite
 DATA = (RANDOM.normal(size=(3, 64)) + 3000).astype(np.float32)
 T = np.linspace(0.0, 4.0, 32, dtype=np.float32)
 UNIT = np.eye(24, dtype=np.float32).reshape(4, 6, 8, 3) + np.float32(0.01)
-linalg, slinalg, stats, signal = (
-    jnp.linalg,
-    jax.scipy.linalg,
-    jax.scipy.stats,
-    jax.scipy.signal,
-)
+linalg, stats, signal = jnp.linalg, jax.scipy.stats, jax.scipy.signal
 
 
-# By name: JAX's function, the oracle's in float64, and what both are given.
+# Functions that JAX and the oracle have by one name, and what they are given.
+SAME = {
+    "cov": [DATA],
+    "corrcoef": [DATA],
+    "poly": [A[0]],
+    "polymul": [A[0], A[1]],
+    "linalg.inv": [S],
+    "linalg.solve": [S, A[0]],
+    "linalg.det": [S],
+    "linalg.slogdet": [S],
+    "linalg.cond": [S],
+    "linalg.norm": [100 * A],
+    "linalg.pinv": [A[:, :2]],
+    "linalg.eigvalsh": [S],
+    "linalg.matrix_rank": [A[:2].T @ A[:2]],
+    "linalg.tensorinv": [UNIT],
+    "linalg.tensorsolve": [UNIT, np.ones((4, 6), np.float32)],
+    "scipy.linalg.expm": [4 * A],
+    "scipy.linalg.expm_frechet": [A, A.T],
+    "scipy.linalg.toeplitz": [A[0]],
+    "scipy.linalg.polar": [S],
+    "scipy.linalg.solve": [S, A],
+    "scipy.stats.multivariate_normal.logpdf": [A[0], A[1], S],
+    "scipy.signal.detrend": [DATA],
+}
+
+
+def by_name(name):
+    """JAX's function, and the oracle's in float64."""
+    both = (jax, scipy) if name.startswith("scipy") else (jnp, np)
+    names = name, name.removeprefix("scipy.")
+    return [
+        operator.attrgetter(n)(module) for n, module in zip(names, both, strict=True)
+    ]
+
+
+def with_options(name, *options, **keywords):
+    return [lambda *xs, fn=fn: fn(*xs, *options, **keywords) for fn in by_name(name)]
+
+
 CASES = {
-    "cov": (jnp.cov, np.cov, DATA),
-    "corrcoef": (jnp.corrcoef, np.corrcoef, DATA),
-    "polyfit": (
-        lambda x, y: jnp.polyfit(x, y, 2),
-        lambda x, y: np.polyfit(x, y, 2),
-        T,
-        T**2 - T,
-    ),
-    "poly": (jnp.poly, np.poly, A[0]),
-    "polymul": (jnp.polymul, np.polymul, A[0], A[1]),
-    "expm": (slinalg.expm, scipy.linalg.expm, A),
-    "expm of more": (slinalg.expm, scipy.linalg.expm, 4 * A),
-    "expm_frechet": (slinalg.expm_frechet, scipy.linalg.expm_frechet, A, A.T),
-    "toeplitz": (slinalg.toeplitz, scipy.linalg.toeplitz, A[0]),
-    "polar": (slinalg.polar, scipy.linalg.polar, S),
-    "pinv": (linalg.pinv, np.linalg.pinv, A[:, :2]),
-    "pinv hermitian": (lambda a: linalg.pinv(a, hermitian=True), np.linalg.pinv, S),
-    "inv": (linalg.inv, np.linalg.inv, S),
-    "solve": (linalg.solve, np.linalg.solve, S, A[0]),
-    "scipy solve": (slinalg.solve, scipy.linalg.solve, S, A),
-    "det": (linalg.det, np.linalg.det, S),
-    "slogdet": (linalg.slogdet, np.linalg.slogdet, S),
-    "cond": (linalg.cond, np.linalg.cond, S),
-    "norm": (linalg.norm, np.linalg.norm, 100 * A),
-    "nuclear norm": (
-        lambda a: linalg.norm(a, "nuc"),
-        lambda a: np.linalg.norm(a, "nuc"),
-        A,
-    ),
-    "matrix_rank": (linalg.matrix_rank, np.linalg.matrix_rank, A[:2].T @ A[:2]),
-    "matrix_power": (
-        lambda a: linalg.matrix_power(a, 5),
-        lambda a: np.linalg.matrix_power(a, 5),
-        A,
-    ),
+    **{name: (*by_name(name), *args) for name, args in SAME.items()},
+    "polyfit": (*with_options("polyfit", 2), T, T**2 - T),
+    "nuclear norm": (*with_options("linalg.norm", "nuc"), A),
+    "matrix_power": (*with_options("linalg.matrix_power", 5), A),
+    "pinv hermitian": (*with_options("linalg.pinv", hermitian=True), S),
     "lstsq": (
         lambda a, b: linalg.lstsq(a, b)[0],
         lambda a, b: np.linalg.lstsq(a, b)[0],
-        A[:, :2],
-        A[0],
-    ),
-    "eigvalsh": (linalg.eigvalsh, np.linalg.eigvalsh, S),
-    "tensorinv": (linalg.tensorinv, np.linalg.tensorinv, UNIT),
-    "tensorsolve": (
-        linalg.tensorsolve,
-        np.linalg.tensorsolve,
-        UNIT,
-        np.ones((4, 6), np.float32),
-    ),
-    "multivariate_normal": (
-        stats.multivariate_normal.logpdf,
-        scipy.stats.multivariate_normal.logpdf,
-        A[0],
-        A[1],
-        S,
+        *(A[:, :2], A[0]),
     ),
     "gaussian_kde": (
         lambda d, x: stats.gaussian_kde(d).logpdf(x),
         lambda d, x: scipy.stats.gaussian_kde(d).logpdf(x),
-        DATA,
-        DATA[:, :4],
+        *(DATA, DATA[:, :4]),
     ),
-    "detrend": (signal.detrend, scipy.signal.detrend, DATA),
     "rotation": (
         lambda q, x: jax.scipy.spatial.transform.Rotation.from_quat(q).apply(x),
         lambda q, x: Rotation.from_quat(q).apply(x),
-        A,
-        DATA[:, :4].T,
+        *(A, DATA[:, :4].T),
     ),
     "odeint": (
         lambda y: odeint(lambda y, t: -y * t, y, T),
@@ -134,25 +121,22 @@ def products(fn, *args, **options):
     return sorted({op.dtype for op in operations if op.flops})
 
 
-OWN = {
-    "matmul": lambda a: linalg.matmul(a, a),
-    "vecdot": lambda a: linalg.vecdot(a, a),
-    "multi_dot": lambda a: linalg.multi_dot([a, a, a]),
-    "tensordot": lambda a: linalg.tensordot(a, a),
-    "convolve": lambda a: jnp.convolve(a[0], a[1]),
-    "signal.convolve": lambda a: signal.convolve(a, a),
-    "signal.correlate2d": lambda a: signal.correlate2d(a, a),
-    "einsum": lambda a: jnp.einsum("ij,kj", a, a),
-}
-
-
-@pytest.mark.parametrize("case", OWN)
-def test_what_is_a_product_itself_stays_in_half(case):
-    # Before, a function that has it inside: what JAX has traced then is not kept.
-    assert products(jnp.polymul, A[0], A[1]) == ["float32"]
-    assert products(OWN[case], A) == ["float16"]
-    operations = jamp.explain(OWN[case])(jnp.asarray(A)).operations
-    assert {op.why for op in operations if op.flops} == {"list"}
+def test_what_is_a_product_itself_stays_in_half():
+    for fn in (
+        lambda a: linalg.matmul(a, a),
+        lambda a: linalg.vecdot(a, a),
+        lambda a: linalg.multi_dot([a, a, a]),
+        lambda a: linalg.tensordot(a, a),
+        lambda a: jnp.convolve(a[0], a[1]),
+        lambda a: signal.convolve(a, a),
+        lambda a: signal.correlate2d(a, a),
+        lambda a: jnp.einsum("ij,kj", a, a),
+    ):
+        # Before, a function that has it inside: what JAX has traced then is not kept.
+        assert products(jnp.polymul, A[0], A[1]) == ["float32"]
+        operations = jamp.explain(fn)(jnp.asarray(A)).operations
+        found = {(op.dtype, op.why) for op in operations if op.flops}
+        assert found == {("float16", "list")}
 
 
 def inv(x):
@@ -179,52 +163,30 @@ def log_densities(x):
     return x * stats.multivariate_normal.logpdf(x[0], x[1], x)
 
 
-WRAPS = {
-    "jit": jax.jit,
-    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
-    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), 0), x, length=2)[0],
-    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] > 0, f, lambda x: x, x),
-    "checkpoint": jax.checkpoint,
-}
+def test_it_is_known_in_a_transformation_and_what_is_beside_it_is_as_ever():
+    both = jax.jit(jax.checkpoint(lambda x: cube(x) @ log_densities(x)))
+    assert products(jax.grad(lambda x: both(x).sum()), S) == ["float16", "float32"]
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_it_is_known_wherever_it_is_called(wrap):
-    assert products(wrap(cube), S) == ["float32"]
-    assert products(wrap(log_densities), S) == ["float32"]
-    # What is beside it is as ever.
-    both = wrap(lambda x: cube(x) @ x)
-    assert products(both, S) == ["float16", "float32"]
+def test_a_solver_multiplies_in_float32_and_its_function_in_half():
+    minimize = jax.scipy.optimize.minimize
+    for fn in (
+        lambda a: odeint(lambda y, t: a @ y, a[0], jnp.asarray(T)),
+        lambda a: minimize(lambda y: ((a @ y) ** 2).sum(), a[0], method="BFGS"),
+    ):
+        assert products(fn, A) == ["float16", "float32"]
 
 
-def product_with(x):
-    return lambda y, *_: x @ y
-
-
-SOLVERS = {
-    "odeint": lambda a: odeint(product_with(a), a[0], jnp.asarray(T)),
-    "minimize": lambda a: jax.scipy.optimize.minimize(
-        lambda y: (product_with(a)(y) ** 2).sum(), a[0], method="BFGS"
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SOLVERS)
-def test_a_solver_multiplies_in_float32_and_its_function_in_half(case):
-    assert products(SOLVERS[case], A) == ["float16", "float32"]
-
-
-TAKEN_OUT = [
-    (jnp.cov, "cov"),
-    (jnp.corrcoef, "corrcoef"),  # calls `cov`: the outermost decides
-    (cube, "matrix_power"),
-    (cube, "jax.numpy.linalg.*"),
-    (log_densities, "logpdf"),
-]
-
-
-@pytest.mark.parametrize(("fn", "name"), TAKEN_OUT)
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (jnp.cov, "cov"),
+        (jnp.corrcoef, "corrcoef"),  # calls `cov`: the outermost decides
+        (cube, "matrix_power"),
+        (cube, "jax.numpy.linalg.*"),
+        (log_densities, "logpdf"),
+    ],
+)
 def test_users_take_them_out(fn, name):
     assert products(fn, S) == ["float32"]
     for rule in ("default", "half"):
@@ -234,12 +196,10 @@ def test_users_take_them_out(fn, name):
 
 def test_what_is_taken_out_is_so_with_all_that_it_calls():
     """`expm` jits functions that jit functions."""
-    for lists, expected in (
-        (LISTS, True),
-        (LISTS.with_function("expm", "default"), False),
-    ):
-        operations = jamp.explain(slinalg.expm, lists=lists)(jnp.asarray(A)).operations
-        assert any(op.why == "region" for op in operations) == expected
+    for lists in (LISTS, LISTS.with_function("expm", "default")):
+        explained = jamp.explain(jax.scipy.linalg.expm, lists=lists)(jnp.asarray(A))
+        found = any(op.why == "region" for op in explained.operations)
+        assert found == (lists == LISTS)
 
 
 def test_marks_and_regions_come_first():
@@ -253,22 +213,13 @@ def test_marks_and_regions_come_first():
     assert products(scoped, A, lists=lists) == ["float16"]
 
 
-def test_softmax_of_jax_is_known_by_its_name():
-    ops = jamp.explain(lambda x: jax.nn.log_softmax(x @ x))(jnp.asarray(A)).operations
-    assert {op.dtype for op in ops if op.primitive == "sub"} == {"float32"}
-
-
 def test_explain_says_which_function_it_is():
-    reasons = {
-        jnp.cov: "`jax.numpy.cov`: Linear algebra and statistics",
-        cube: "`jax.numpy.linalg.matrix_power`: Linear algebra and statistics",
-    }
-    for fn, reason in reasons.items():
-        operations = jamp.explain(fn)(jnp.asarray(A)).operations
+    lists = LISTS.with_function("cov", "float32")
+    for fn, options, reason in (
+        (jnp.cov, {}, "`jax.numpy.cov`: Linear algebra and statistics"),
+        (cube, {}, "`jax.numpy.linalg.matrix_power`: Linear algebra and statistics"),
+        (jnp.cov, {"lists": lists}, "`lists.with_function('cov', ...)`."),
+    ):
+        operations = jamp.explain(fn, **options)(jnp.asarray(A)).operations
         (found,) = {op.reason for op in operations if op.flops}
         assert found.startswith(reason)
-    lists = LISTS.with_function("cov", "float32")
-    operations = jamp.explain(jnp.cov, lists=lists)(jnp.asarray(A)).operations
-    assert {o.reason for o in operations if o.flops} == {
-        "`lists.with_function('cov', ...)`."
-    }

@@ -13,13 +13,12 @@ import numpy as np
 import optax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from jax.experimental import pallas as pl
 
 import jamp
 from jamp._autocast import jax_internals
 from tests import h200
 from tests.by_jamp import amp_init, amp_step
-from tests.programs import walk
+from tests.programs import products
 
 HALVES = (jnp.float16, jnp.bfloat16)
 X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)
@@ -123,16 +122,20 @@ def test_which_operands_are_cast(case):
     assert dtypes_in(fn, X) == expected
 
 
-def test_results_come_back_in_the_dtype_of_the_operands():
+def test_results_come_back_in_the_dtype_of_the_operands_and_inside_all_stays():
     @jamp.half_kernel
     def kernel(x):
-        return {"half": x, "sum": x.astype(jnp.float32).sum(), "at": x.argmax()}
+        wide = x.astype(jnp.float32)
+        half = (wide @ wide.T).astype(x.dtype) @ x
+        return {"half": half, "sum": wide.sum(), "at": x.argmax()}
 
     def dtypes(x):
         return {key: str(y.dtype) for key, y in jamp.autocast(kernel)(x).items()}
 
     assert dtypes(X) == {"half": "float32", "sum": "float32", "at": "int32"}
     assert dtypes(X.astype("float16"))["half"] == "float16"  # asked for by the program
+    found = [p.lhs for p in products(jamp.autocast(kernel), X)]
+    assert found == ["float32", "float16"]
 
 
 def test_outside_of_autocast_it_is_the_function_also_if_it_was_jitted():
@@ -173,18 +176,6 @@ def test_the_users_rules_of_custom_functions_call_kernels_too(disabled):
     assert seen == ["float32" if disabled else "float16"] * 3
 
 
-def test_what_is_inside_keeps_its_dtypes():
-    @jamp.half_kernel
-    def kernel(x):
-        y = x.astype(jnp.float32)
-        return (y @ y.T).astype(x.dtype) @ x
-
-    program = jax.make_jaxpr(jamp.autocast(kernel))(X)
-    products = [e for e in walk(program.jaxpr) if e.primitive.name == "dot_general"]
-    found = [str(e.invars[0].aval.dtype) for e in products]
-    assert found == ["float32", "float16"]
-
-
 def test_registered_kernels_are_called_so_where_they_are_looked_up():
     module = types.SimpleNamespace(kernel=only(jnp.float16))
     lists = jamp.AutocastLists().register_half_kernel(module, "kernel")
@@ -194,24 +185,7 @@ def test_registered_kernels_are_called_so_where_they_are_looked_up():
     assert module.kernel is kernel
 
 
-def test_a_kernel_of_pallas():
-    def body(x, y):
-        assert x.dtype == y.dtype == jnp.bfloat16
-        y[...] = x[...] * 2
-
-    @jamp.half_kernel
-    def double(x):
-        out = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-        return pl.pallas_call(body, out_shape=out, interpret=True)(x)
-
-    got = jamp.autocast(double, jnp.bfloat16)(X)
-    np.testing.assert_array_equal(got, 2 * X.astype(jnp.bfloat16).astype(jnp.float32))
-
-
 # ---- attention
-
-
-Q, K = (jax.ShapeDtypeStruct((4, 128, heads, 64), jnp.float32) for heads in (8, 2))
 
 
 @pytest.fixture
@@ -232,18 +206,25 @@ class Block(nn.Module):
         return nn.DenseGeneral(10, axis=(-2, -1))(attention(q, k, v, is_causal=True))
 
 
-def calls(program):
-    """What is called of cuDNN's attention, and the dtype of the result."""
+def calls_and_scores(program):
+    """What is called of cuDNN's attention, the dtype of the result, and the arrays
+    that are as large as the scores of 8 heads, 128 x 128."""
     found = [i for c in program.computations.values() for i in c.values()]
     target = r'custom_call_target="__cudnn\$fmha([^"]+)"'
     targets = [(i.attribute(target), i) for i in found]
-    return {name: i.shape[1:].partition("[")[0] for name, i in targets if name}
+    calls = {name: i.shape[1:].partition("[")[0] for name, i in targets if name}
+    return calls, [i.shape for i in found if "128,128]" in i.shape]
 
 
-def scores(program):
-    """The arrays that are as large as the scores of 8 heads, 128 x 128."""
-    found = [i for c in program.computations.values() for i in c.values()]
-    return [i.shape for i in found if "128,128]" in i.shape]
+@pytest.mark.h200
+def test_a_bias_and_grouped_queries_and_their_gradients(with_cudnn):
+    shapes = (4, 128, 8, 64), (4, 128, 2, 64), (4, 128, 2, 64), (1, 8, 128, 128)
+    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    step = jax.grad(jamp.autocast(lambda f: (attention(*f) ** 2).sum()))
+    assert {str(g.dtype) for g in jax.eval_shape(step, floats)} == {"float32"}
+    program = h200.compile_step(step, floats)
+    expected = {"ScaleBiasSoftmax": "f16", "ScaleBiasSoftmaxBackward": "f16"}
+    assert calls_and_scores(program)[0] == expected
 
 
 @pytest.mark.h200
@@ -257,43 +238,8 @@ def test_a_step_calls_cudnn_forward_and_backward(level, with_cudnn):
     labels = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     program = h200.compile_step(amp_step, jax.eval_shape(begin, variables), x, labels)
     half = {"O1": "f16", "O2": "f16"}.get(level, "bf16")
-    assert calls(program) == {"Softmax": half, "SoftmaxBackward": half}
-    assert scores(program) == []
-
-
-def array(*shape, dtype="float32"):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-LENGTHS = {"query_seq_lengths": array(4, dtype="int32")}
-OPTIONS = {
-    "plain": ({}, {}, "Softmax"),
-    "causal": ({}, {"is_causal": True, "scale": 0.1}, "Softmax"),
-    "bias": ({"bias": array(1, 8, 128, 128)}, {}, "ScaleBiasSoftmax"),
-    "mask": ({"mask": array(1, 1, 128, 128, dtype="bool")}, {}, "ScaleBiasSoftmax"),
-    "lengths": (LENGTHS, {}, "Softmax"),
-    "window": ({}, {"is_causal": True, "local_window_size": (16, 0)}, "Softmax"),
-}
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize("case", OPTIONS)
-def test_all_that_cudnn_can_do_and_its_gradients(case, with_cudnn):
-    arrays, options, name = OPTIONS[case]
-
-    # Grouped queries: two heads of keys for eight of queries.
-    args = {"query": Q, "key": K, "value": K, **arrays}
-    floats = {name: x for name, x in args.items() if x.dtype == jnp.float32}
-
-    def step(floats, others):
-        loss = jamp.autocast(lambda f: (attention(**f, **others, **options) ** 2).sum())
-        return jax.grad(loss)(floats)
-
-    others = {name: x for name, x in args.items() if name not in floats}
-    grads = jax.eval_shape(step, floats, others)
-    assert {str(g.dtype) for g in grads.values()} == {"float32"}
-    program = h200.compile_step(step, floats, others)
-    assert calls(program) == {name: "f16", f"{name}Backward": "f16"}
+    calls = {"Softmax": half, "SoftmaxBackward": half}
+    assert calls_and_scores(program) == (calls, [])
 
 
 def attend(np, q, k, v, bias):
@@ -328,13 +274,6 @@ def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatc
     # All is masked there: any weights will do.
     assert (got[:, 0] >= x.min(1)).all() and (got[:, 0] <= x.max(1)).all()
     assert getattr(module, name) is fake_cudnn
-
-
-def test_attention_by_xla_is_ordinary_jax():
-    """It runs in any dtype, and autocast can look into it."""
-    fn = functools.partial(jax.nn.dot_product_attention, implementation="xla")
-    names = {op.name_stack for op in jamp.explain(fn)(Q, Q, Q).operations}
-    assert not any("jamp_kernel" in name for name in names)
 
 
 def test_attention_of_tokamax_is_called_with_half(monkeypatch):

@@ -34,13 +34,10 @@ def test_the_page_is_the_generated_one():
 
 
 @pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS))
-def test_row_says_why_and_whence_and_is_on_the_page(row):
+def test_a_row_says_why_and_whence(row):
     assert row.primitives
     assert len(row.reason) > 20 and row.reason.endswith(".")
     assert row.origin.startswith(("apex ", "torch"))
-    names = ", ".join(f"`{name}`" for name in row.primitives)
-    line = f"| {names} | {row.rule.value} | {row.reason} | {row.origin} |"
-    assert page().splitlines().count(line) == 1
 
 
 def test_every_primitive_of_jax_is_known():

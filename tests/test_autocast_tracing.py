@@ -34,21 +34,21 @@ def calls(module):
     return lambda x: module.product(x) @ x
 
 
-FLOAT_THEN_HALF = ("float", "half"), [HALF, HALF]
-HALF_THEN_FLOAT = ("half", "float"), [FLOAT, HALF]
+@pytest.fixture
+def lists(module):
+    return LISTS.register_float_function(module, "product")
 
 
-@pytest.mark.parametrize(("kinds", "expected"), [FLOAT_THEN_HALF, HALF_THEN_FLOAT])
-def test_of_one_function_registered_twice_the_last_decides(kinds, expected, module):
-    lists = LISTS
-    for kind in kinds:
-        lists = getattr(lists, f"register_{kind}_function")(module, "product")
-    assert found(calls(module), lists=lists) == expected
+def test_of_one_function_registered_twice_the_last_decides(module, lists):
+    half = LISTS.register_half_function(module, "product")
+    last = half.register_float_function(module, "product")
+    assert found(calls(module), lists=last) == [FLOAT, HALF]
+    last = lists.register_half_function(module, "product")
+    assert found(calls(module), lists=last) == [HALF, HALF]
     assert module.product is product
 
 
-def test_an_inner_autocast_has_its_own_and_leaves_the_outer_one_its(module):
-    lists = LISTS.register_float_function(module, "product")
+def test_an_inner_autocast_has_its_own_and_leaves_the_outer_one_its(module, lists):
     inner = jamp.autocast(calls(module))  # without lists
 
     def fn(x):
@@ -59,9 +59,8 @@ def test_an_inner_autocast_has_its_own_and_leaves_the_outer_one_its(module):
     assert module.product is product
 
 
-def test_the_original_is_back_after_the_last_of_two_threads(module):
+def test_the_original_is_back_after_the_last_of_two_threads(module, lists):
     """The first to begin is the first to end, while the other is still tracing."""
-    lists = LISTS.register_float_function(module, "product")
     entered = {name: threading.Event() for name in ("first", "second")}
     left, results = threading.Event(), {}
 
@@ -90,8 +89,7 @@ def test_the_original_is_back_after_the_last_of_two_threads(module):
     assert module.product is product
 
 
-def test_an_exception_in_one_of_two_traces_leaves_the_other_its_marks(module):
-    lists = LISTS.register_float_function(module, "product")
+def test_an_exception_in_one_of_two_traces_leaves_the_other_its_marks(module, lists):
 
     def fails(x):
         raise KeyError
@@ -107,8 +105,7 @@ def test_an_exception_in_one_of_two_traces_leaves_the_other_its_marks(module):
     assert module.product is product
 
 
-def test_what_somebody_else_sets_meanwhile_stays(module):
-    lists = LISTS.register_float_function(module, "product")
+def test_what_somebody_else_sets_meanwhile_stays(module, lists):
 
     def fn(x):
         module.product = jnp.sin
@@ -118,9 +115,8 @@ def test_what_somebody_else_sets_meanwhile_stays(module):
     assert module.product is jnp.sin
 
 
-def test_traces_of_jitted_functions_are_kept_apart(module):
+def test_traces_of_jitted_functions_are_kept_apart(module, lists):
     """JAX keeps the trace of a jitted function: one without marks, and one with."""
-    lists = LISTS.register_float_function(module, "product")
     traced = []
 
     @jax.jit
@@ -177,9 +173,8 @@ def test_objects_that_are_called_keep_what_else_they_have():
     assert jnp.add is add and jnp.tanh is tanh
 
 
-def test_a_function_is_replaced_by_the_same_one_each_time(module):
+def test_a_function_is_replaced_by_the_same_one_each_time(module, lists):
     """It may be an argument that JAX compares, such as a static one."""
-    lists = LISTS.register_float_function(module, "product")
     seen = []
 
     def fn(x):

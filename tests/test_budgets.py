@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jamp
+import jamp.nnx
 from tests import by_hand, h200, models
 from tests.by_jamp import amp_gradients, amp_init, amp_step
 from tests.hlo import Program
@@ -108,17 +110,6 @@ def test_o2_costs_what_it_costs_by_hand(case):
     assert amp.temp <= temp * mixed.temp
 
 
-@cnn_first
-def test_a_dynamic_scale_adds_one_read_of_the_gradients_to_a_step(case):
-    params = amp_state(case, "O2").params
-    dynamic, static = amp_program(case, "O2"), amp_program(case, "O2", 128.0)
-    # A gradient that is a sum (a bias, the places) is summed inside the optimizer's
-    # kernel where nothing checks it, and else written first: 9 % of a read here.
-    one_read = tree_bytes(params)
-    assert dynamic.traffic <= static.traffic + 1.125 * one_read
-    assert dynamic.kernels <= static.kernels + 2 * len(jax.tree.leaves(params)) + 10
-
-
 def test_a_dynamic_scale_adds_exactly_one_read_to_an_update():
     shapes = {"kept": (1024, 1024)}
     for layer in range(10):
@@ -172,3 +163,73 @@ def test_no_float32_product_is_left_on_an_h200(case, level):
     assert factors(plain_program(case).products) == {"f32"}
     assert factors(program.products) == {"f16" if level == "O2" else "bf16"}
     assert len(program.products) == len(plain_program(case).products)
+
+
+# ---- what an NNX step costs: what the same step of Linen costs
+
+
+class ConvBlock(nnx.Module):
+    """As in tests/models.py."""
+
+    def __init__(self, inputs, features, stride, rngs):
+        options = {"strides": stride, "use_bias": False, "rngs": rngs}
+        self.conv = nnx.Conv(inputs, features, (3, 3), **options)
+        self.norm = nnx.BatchNorm(features, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.norm(self.conv(x))
+        return nnx.relu(x + y if x.shape == y.shape else y)
+
+
+class CNN(nnx.Module):
+    """As in tests/models.py."""
+
+    def __init__(self, rngs, inputs, features, classes, depth=2):
+        self.blocks = nnx.List([])
+        for stage, width in enumerate(features):
+            for block in range(depth):
+                stride = 2 if stage > 0 and block == 0 else 1
+                self.blocks.append(ConvBlock(inputs, width, stride, rngs))
+                inputs = width
+        self.head = nnx.Linear(inputs, classes, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((1, 2)))
+
+
+def loss_fn(model, x, y):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
+    return losses.mean()
+
+
+@functools.cache
+def nnx_program(level):
+    linen, inputs, labels = CASES["cnn"]
+    sizes = inputs.shape[-1], linen.features, linen.classes
+    model, optimizer = jamp.nnx.initialize(
+        CNN(nnx.Rngs(0), *sizes), TX, level, verbosity=0
+    )
+    graphdef, state = nnx.split((model, optimizer))
+
+    def step(state, x, y):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, x, y)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    return h200.compile_step(step, state, inputs, labels, donate=(0,))
+
+
+LONG_LEVELS = [pytest.param(level, marks=pytest.mark.budgets) for level in ("O0", "O1")]
+
+
+@pytest.mark.parametrize("level", [*LONG_LEVELS, "O2"])
+def test_a_step_of_nnx_costs_what_one_of_linen_costs(level):
+    nnx_step, linen_step = nnx_program(level), amp_program("cnn", level)
+    # At O2 XLA keeps one activation both padded and not, which it fuses for Linen: 3 %.
+    assert nnx_step.traffic <= (1.04 if level == "O2" else 1.01) * linen_step.traffic
+    assert nnx_step.temp <= 1.01 * linen_step.temp
+    assert nnx_step.kernels <= linen_step.kernels + 4
+    assert factors(nnx_step.products) == factors(linen_step.products)

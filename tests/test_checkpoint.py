@@ -4,6 +4,7 @@ test_resume.py saves a run at each level, and goes on in a new process.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -142,9 +143,7 @@ def changed(path, value=None):
     """A checkpoint with another value at a path; None takes the entry out."""
     checkpoint = saved()
     *folders, last = path.split("/")
-    entry = checkpoint
-    for name in folders:
-        entry = entry[name]
+    entry = functools.reduce(operator.getitem, folders, checkpoint)
     entry[last] = value
     if value is None:
         del entry[last]

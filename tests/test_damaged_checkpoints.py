@@ -4,6 +4,8 @@ Never a state that goes wrong later, and never a change of the state restored in
 """
 
 import copy
+import functools
+import operator
 import pathlib
 import pickle
 import re
@@ -54,9 +56,7 @@ def leaves(tree, path=()):
 
 
 def put(tree, path, value):
-    for key in path[:-1]:
-        tree = tree[key]
-    tree[path[-1]] = value
+    functools.reduce(operator.getitem, path[:-1], tree)[path[-1]] = value
 
 
 def other_value(rng, x):
@@ -89,13 +89,11 @@ def damaged(rng, tree):
     elif kind == 5:
         put(tree, path, x[None] if rng.random() < 0.5 else x.ravel()[:1])
     else:
-        names = list(path[: rng.integers(len(path)) + 1])
-        parent = tree
-        for name in names[:-1]:
-            parent = parent[name]
-        value = parent.pop(names[-1])
+        *folders, last = path[: rng.integers(len(path)) + 1]
+        parent = functools.reduce(operator.getitem, folders, tree)
+        value = parent.pop(last)
         if rng.random() < 0.5:
-            parent[names[-1] + "'"] = value
+            parent[last + "'"] = value
     return tree, path
 
 

@@ -90,14 +90,8 @@ CASES = {
         lambda x, w: (lambda y: y - y.mean(0))(x @ w),
         "sub: float32 promote norm",
     ),
-    "half": (lambda x, w: -(x @ w), "neg: float16 promote operands"),
-    "float32": (lambda x, w: -(x + w), "neg: float32 promote operands"),
     "both": (with_sums, "add: float32 promote widest"),
-    "an offset": (lambda x, w: x @ w * w[0], "mul: float32 promote widest"),
-    "a bias": (
-        lambda x, w: x @ w + jnp.cumsum(w[0]),
-        "add: float16 promote bias",
-    ),
+    "a bias": (lambda x, w: x @ w + jnp.cumsum(w[0]), "add: float16 promote bias"),
     "1e30": (lambda x, w: x @ w * 1e30, "mul: float32 promote literal"),
     "a constant": (
         lambda x, w: x @ w + jnp.ones(8)[:, None],
@@ -128,10 +122,6 @@ CASES = {
     "unknown": (
         lambda x, w: mystery.bind(x @ w),
         "mystery: float32 None unknown primitive",
-    ),
-    "unknown in float32": (
-        jamp.float_function(lambda x, w: mystery.bind(x @ w)),
-        "mystery: float32 recorded region",
     ),
     "integers": (lambda x, w: x.argmax() * 2, "mul: int32 promote no float32"),
     "bfloat16": (
@@ -165,27 +155,6 @@ def test_dtype_and_reason(case, unknown):
 def named(x, w):
     with jax.named_scope("head"):
         return jnp.tanh(x @ w)
-
-
-def test_lists_are_obeyed_and_named():
-    lists = LISTS.with_primitive("tanh", "float32").with_function("log_softmax", "half")
-    lists = lists.with_region("head$", "half")
-
-    def fn(x, w):
-        return jax.nn.log_softmax(jnp.tanh(x) + named(x, w))
-
-    operations = jamp.explain(fn, lists=lists)(X, X).operations
-    found = [
-        f"{op.primitive} {op.name_stack} {op.dtype} {op.why} {op.reason}"
-        for op in operations
-        if op.primitive in ("tanh", "exp")
-    ]
-    assert found == [
-        "tanh  float32 list `lists.with_primitive('tanh', ...)`.",
-        "tanh head float16 region `lists.with_region('head$', ...)`.",
-        "exp jamp_half(log_softmax) float16 region "
-        "`lists.with_function('log_softmax', ...)`.",
-    ]
 
 
 def test_other_options_and_arguments():
@@ -259,15 +228,11 @@ def test_nothing_runs_and_nothing_is_compiled():
         events.append("backend_compile" in event)
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        huge = jax.ShapeDtypeStruct((2**25, 2**25), jnp.float32)  # 4 PiB
-        explanation = jamp.explain(jax.grad(lambda w: jnp.sin(w @ w).sum()))(huge)
-        compiled = any(events)
-        jax.jit(lambda x: x + 1)(0)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    huge = jax.ShapeDtypeStruct((2**25, 2**25), jnp.float32)  # 4 PiB
+    explanation = jamp.explain(jax.grad(lambda w: jnp.sin(w @ w).sum()))(huge)
+    jax.monitoring.unregister_event_duration_listener(note)
     assert explanation.matmul_flops == 3 * 2 * 2**75
-    assert any(events) and not compiled  # it listens, and there was nothing to hear
+    assert events and not any(events)
 
 
 # ---- its forms
@@ -345,22 +310,19 @@ def test_the_tree_of_a_transformer():
     # 64 tokens of 32 features: 4 projections, 2 products of 4 sequences, an MLP.
     projection, attention = 2 * 64 * 32 * 32, 2 * 2 * 4 * 16 * 16 * 32
     block = 4 * projection + attention + 2 * 4 * projection
-    total = 12 * block + 2 * 64 * 32 * 20
-    assert explanation.matmul_flops == total and f"{total:.3g} FLOPs" in title
+    assert explanation.matmul_flops == 12 * block + 2 * 64 * 32 * 20
     (of_blocks,) = (row for row in rows if "Block_0 … Block_11" in row)
     assert f"12 × {block / 1e6:.3g} M     100%" in of_blocks
     (same,) = (row for row in rows if "query, key, value" in row)
     assert f"4 × {projection / 1e3:.3g} k" in same and same.startswith("      query")
-    assert sum("LayerNorm" in row for row in rows) == 3 and "add 2×" in of_blocks
     assert "64 × 20 × 32: 20 is not a multiple of 8" in rows[-1]
     assert "Block_0" not in explanation.show(depth=1)
     assert len(repr(explanation).splitlines()) == 1
     listed = explanation.show(filter="products").splitlines()
     assert len(listed) == 1 + 12 * 8 + 1
     assert listed[1].endswith(f"{short(__file__)}:{LINE_OF_ATTENTION}")
-    assert {
-        row.split()[-4] for row in explanation.show(filter=" exp ").splitlines()[1:]
-    } == {"float32"}
+    exponentials = explanation.show(filter=" exp ").splitlines()[1:]
+    assert {row.split()[-4] for row in exponentials} == {"float32"}
     assert "dot_general" not in explanation.show(filter="float32")
 
 
@@ -479,15 +441,11 @@ def test_a_diff_of_two_levels():
     rows = plain.diff(half).splitlines()
     assert rows[0].split() == ["module", "operation", "here", "there"]
     (row,) = (r.split() for r in rows if "query" in r and "dot_general" in r)
+    attention = "Transformer/Block_*/MultiHeadDotProductAttention_*/query"
     # 12 blocks; each forward, and twice backward.
-    assert row == [
-        *("Transformer/Block_*/MultiHeadDotProductAttention_*/query", "dot_general"),
-        *("36", "float32", "36", "bfloat16"),
-    ]
-    assert len(rows) < 60
-    for explanation in (plain, half):
-        shown = [s for s in str(explanation).splitlines() if not s.startswith("!")]
-        assert len(shown) < 60 and max(map(len, shown)) <= 100
+    assert row == [attention, "dot_general", "36", "float32", "36", "bfloat16"]
+    shown = [s for s in str(half).splitlines() if not s.startswith("!")]
+    assert max(len(rows), len(shown)) < 60 and max(map(len, shown)) <= 100
 
 
 def test_a_step_warns_of_what_nobody_can_look_into():

@@ -1,7 +1,6 @@
 """Every way to call a model under a policy, a Linen one or a function of any framework:
 methods, containers, collections. Inputs go half, outputs come back in float32."""
 
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from tests.bits import assert_same_bits
 from tests.forward_models import (
     TOKENS,
     Tied,
-    Witness,
     dtypes,
     forward,
     normal,
@@ -170,42 +168,19 @@ def test_mutable_and_sow():
             total.value += jnp.sum(x.astype(jnp.float32))
             return nn.Dense(2)(x)
 
-    model = Sowing()
-    variables = variables_of(model, X)
-    state = state_of(model, variables=variables)
+    variables = variables_of(Sowing(), X)
+    state = state_of(Sowing(), variables=variables)
+    start = np.float64(variables["counts"]["total"])
     variables = {"params": state.params, "counts": variables["counts"]}
     for mutable in (["intermediates", "counts"], True):
         out, new = state.apply_fn(variables, X, mutable=mutable)
-        assert out.dtype == jnp.float32
         hidden = new["intermediates"]["hidden"][0]
-        assert hidden.dtype == jnp.float32  # as the model saw it: a product in half
+        assert out.dtype == hidden.dtype == jnp.float32
+        # As the model saw it: a product in half.
         assert_same_bits(hidden, hidden.astype(jnp.float16).astype(jnp.float32))
         assert dtypes(new["counts"]) == ["int32", "float32"]
-        plain = jax.eval_shape(lambda m=mutable: model.apply(variables, X, mutable=m))
-        assert jax.tree.structure(new) == jax.tree.structure(plain[1])
-        start = np.float64(variables["counts"]["total"])
         expected = start + np.float64(hidden).sum()
         np.testing.assert_allclose(new["counts"]["total"], expected, rtol=1e-6)
-
-
-def test_dropout_draws_the_same_mask():
-    class Dropped(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            return nn.Dropout(0.5, deterministic=not train)(nn.Dense(64)(x))
-
-    model = Dropped()
-    variables = variables_of(model, X, train=False)
-    state = state_of(model, variables=variables)
-    options = {"train": True, "rngs": {"dropout": jax.random.key(5)}}
-    out, fp32 = forward(state, X, **options), model.apply(variables, X, **options)
-    assert out.dtype == jnp.float32
-    np.testing.assert_array_equal(out == 0, fp32 == 0)
-    assert 0.3 < np.mean(out == 0) < 0.7
-    # Both factors, four partial sums, bias and output are rounded; dropout doubles.
-    dense = jax.tree.map(np.abs, variables["params"]["Dense_0"])
-    size = np.abs(X) @ dense["kernel"] + dense["bias"]
-    assert np.all(np.abs(out - fp32) <= 2 * 8 * 2.0**-11 * size)
 
 
 # Functions, by cast_forward and by state.apply_fn
@@ -237,20 +212,14 @@ def test_updated_collections_are_not_cast():
 def test_a_function_of_jax_runs_in_half():
     w = normal(4, 2)
     state = jamp.initialize({"w": w}, None, "O5", apply_fn=plain, verbosity=0)
-    out = state.apply_fn(state.params, X)
     # The product in half; its tanh in float32, and not rounded on the way out.
     by_hand = X.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
-    assert_same_bits(out, jnp.tanh(by_hand.astype(jnp.float32)))
-
+    by_hand = jnp.tanh(by_hand.astype(jnp.float32))
+    assert_same_bits(state.apply_fn(state.params, X), by_hand)
     fn = jamp.scaled_value_and_grad(lambda params: jnp.sum(state.apply_fn(params, X)))
     loss, grads = fn(state)
     assert loss.dtype == jnp.float32 and dtypes(grads.tree) == ["bfloat16"]
     assert set(products(fn, state)) == {"bfloat16,bfloat16"}
-    y = np.tanh(np.float64(X) @ np.float64(state.params["w"]))
-    expected = np.float64(X).T @ (1 - y * y)
-    # Five roundings of bfloat16 on the longest way to one of three terms.
-    size = np.abs(np.float64(X)).T @ np.ones_like(y)
-    assert np.all(np.abs(np.float64(grads.tree["w"]) - expected) <= 8 * 2.0**-8 * size)
 
 
 def test_equal_wrappers_are_one_static_argument():
@@ -259,26 +228,6 @@ def test_equal_wrappers_are_one_static_argument():
     assert first == second and hash(first) == hash(second)
     assert first != jamp.cast_forward(plain, O5)
     assert pickle.loads(pickle.dumps(first)) == first
-
-
-@pytest.mark.parametrize("kind", ["lambda", "partial", "jit"])
-def test_a_function_around_a_linen_model(kind):
-    # jamp cannot see that it is a model's: inputs and outputs are cast all the same,
-    # and the model inside runs under the policy.
-    class Mixed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.BatchNorm(use_running_average=True, dtype=jnp.float32)(x)
-            return Witness(name="witness")(x)
-
-    model = Mixed()
-    apply_fn = {
-        "lambda": lambda variables, x: model.apply(variables, x),
-        "partial": functools.partial(model.apply, mutable=False),
-        "jit": jax.jit(model.apply),
-    }[kind]
-    out, width = forward(state_of(model, X, apply_fn=apply_fn), X)
-    assert out.dtype == jnp.float32 and width == 2
 
 
 def test_functions_of_several_models_keep_their_container():

@@ -37,24 +37,11 @@ def state():
     return state_of(WITNESS, X)
 
 
-def in_a_loop(apply):
-    def loop(variables, x):
-        def step(carry, _):
-            return carry, apply(variables, x)
-
-        _, (y, width) = jax.lax.scan(step, 0.0, None, length=1)
-        return y[0], width[0]
-
-    return loop
-
-
 # All of these keep the trace of what they are given, under keys of JAX's.
 CACHING = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
     "vmap of jit": lambda f: jax.vmap(jax.jit(f), in_axes=(None, 0)),
-    "jit of scan": lambda f: jax.jit(in_a_loop(f)),
-    "checkpoint of jit": lambda f: jax.checkpoint(jax.jit(f)),
 }
 
 
@@ -79,41 +66,6 @@ def test_no_trace_leaks_through_nn_jit():
     state = state_of(model, X)
     widths = [width_of(state, apply) for apply in (model.apply, state.apply_fn) * 2]
     assert widths == [4, 2, 4, 2]
-
-
-def test_no_trace_leaks_through_a_jitted_train_step(state):
-    apply = jax.jit(WITNESS.apply)
-
-    @jax.jit
-    def step(state):
-        def loss_fn(params):
-            y, width = apply({"params": params}, X)
-            return jnp.mean(y), width
-
-        (_, width), _ = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-        return width, apply({"params": state.params}, X)[1]
-
-    assert [int(w) for w in step(state)] == [2, 4]
-    assert width_of(state, apply) == 4
-
-
-def test_an_equal_policy_does_not_retrace():
-    traces = []
-
-    class Counted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            traces.append(x.dtype)
-            return nn.Dense(2)(x)
-
-    model = Counted()
-    state = state_of(model, X)
-    again = state.replace(apply_fn=state_of(model, X).apply_fn)
-    assert again.apply_fn is not state.apply_fn
-    step = jax.jit(lambda s: forward(s, X))
-    traces.clear()
-    step(state), step(again)
-    assert traces == [jnp.float32]
 
 
 def test_a_float32_teacher_keeps_every_bit(state):
@@ -166,13 +118,11 @@ def test_the_innermost_policy_wins():
 
     found = under_policy(fp16, inside)
     assert found == dict.fromkeys(found, 2) | {"own in other's loss": 4}
-    assert (
-        products(lambda: under_policy(fp16, lambda: forward(bf16, X)))
-        == ["bfloat16,bfloat16"] * 2
-    )
+    found = products(lambda: under_policy(fp16, lambda: forward(bf16, X)))
+    assert found == ["bfloat16,bfloat16"] * 2
 
 
-@pytest.mark.parametrize("where", ["module", "loss", "init"])
+@pytest.mark.parametrize("where", ["module", "loss"])
 def test_an_exception_leaves_no_patch_behind(state, where):
     class Broken(nn.Module):
         @nn.compact
@@ -180,33 +130,25 @@ def test_an_exception_leaves_no_patch_behind(state, where):
             nn.Dense(2, dtype=jnp.float32, name="Dense_0")(x)
             raise ZeroDivisionError
 
-    fail = {
-        "module": lambda: forward(state, X, apply=Broken().apply),
-        "loss": lambda: 1 / 0,
-        "init": lambda: Broken().init(jax.random.key(0), X),
-    }[where]
-    with pytest.raises(ZeroDivisionError):
-        under_policy(state, fail)
-    assert width_of(state) == 4
+    def fail():
+        return forward(state, X, apply=Broken().apply) if where == "module" else 1 / 0
 
     def recover():
         with pytest.raises(ZeroDivisionError):
             fail()
-        return forward(state, X, apply=WITNESS.apply)
+        return width_of(state)
 
-    y, width = under_policy(state, recover)
-    assert width == 2 and y.dtype == jnp.float32
-    assert width_of(state) == 4
+    with pytest.raises(ZeroDivisionError):
+        under_policy(state, fail)
+    assert [width_of(state), under_policy(state, recover), width_of(state)] == [4, 2, 4]
 
 
 def test_threads_do_not_see_each_others_patch(state):
-    entered, done = threading.Event(), threading.Event()
-    widths = []
+    entered, widths = threading.Event(), []
 
     def other():
         entered.wait(60)
         widths.extend([width_of(state), width_inside(state), width_of(state)])
-        done.set()
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -214,11 +156,10 @@ def test_threads_do_not_see_each_others_patch(state):
     def inside():
         before = width_of(state)
         entered.set()
-        assert done.wait(60)
+        thread.join(60)
         return before, width_of(state)
 
     assert under_policy(state, inside) == (2, 2)
-    thread.join(60)
     assert widths == [4, 2, 4]
 
 
@@ -292,11 +233,3 @@ def test_cast_model_outputs_alone(kind):
     # One rounding, of the sum: the inputs and the weights were not touched.
     expected = np.float64(X) @ dense["kernel"] + dense["bias"]
     np.testing.assert_allclose(np.float64(out), expected, rtol=2.0**-11 + 1e-5)
-
-
-@both
-@pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
-def test_o1_and_o4_run_the_model_under_autocast(level, half, kind):
-    state = state_around(Headed(), kind, level=level)
-    assert products(lambda s: forward(s, X), state) == [f"{half},{half}"] * 2
-    assert forward(state, X).dtype == jnp.float32

@@ -95,7 +95,7 @@ test_a_function_that_is_compiled_is_traced_once
 test_autocast_tracing.py
 test_the_original_is_back_after_the_last_of_two_threads
     read: of two threads that trace, one put functions back for both
-test_autocast_budgets.py
+test_lean.py
 test_tracing_and_lowering_take_little_more_than_half_as_long_again
     count: tracing nested programs took longer and longer
 test_autocast_islands.py

@@ -25,20 +25,15 @@ BATCH, INPUTS, HIDDEN, WEIGHT = 8, 6, 16, 10.0
 SGD = optax.sgd(0.5)  # the same object each time, or jit would trace again
 
 
-class Critic(nn.Module):
-    """One number per sample; smooth, so that no second derivative is zero."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.tanh(nn.Dense(HIDDEN)(x))
-        return nn.Dense(1)(x)[:, 0]
+# One number per sample; smooth, so that no second derivative is zero.
+CRITIC = nn.Sequential([nn.Dense(HIDDEN), nn.tanh, nn.Dense(1)])
 
 
 def draw():
     rng = np.random.default_rng(0)
     kernel, bias = rng.normal(size=(INPUTS, HIDDEN)) / 2, rng.normal(size=HIDDEN) / 8
     last = {"kernel": rng.normal(size=(HIDDEN, 1)) / 4, "bias": np.zeros(1)}
-    params = {"Dense_0": {"kernel": kernel, "bias": bias}, "Dense_1": last}
+    params = {"layers_0": {"kernel": kernel, "bias": bias}, "layers_2": last}
     real, fake = rng.normal(size=(2, BATCH, INPUTS)) + [[[0.0]], [[1.0]]]
     share = rng.random((BATCH, 1))
     data = {"real": real, "fake": fake, "mixed": share * real + (1 - share) * fake}
@@ -69,16 +64,15 @@ def loss_and_grads(state, data, slopes_of=recipe, redo_on_overflow=0):
 
     def loss_fn(params):
         def critic(x):
-            return Critic().apply({"params": params}, x)
+            return CRITIC.apply({"params": params}, x)[:, 0]
 
         slopes = slopes_of(critic, data["mixed"], state)
         penalty = ((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2).mean()
         apart = critic(data["fake"]).mean() - critic(data["real"]).mean()
         return apart + WEIGHT * penalty, slopes
 
-    return jamp.scaled_value_and_grad(
-        loss_fn, has_aux=True, redo_on_overflow=redo_on_overflow
-    )(state)
+    options = {"has_aux": True, "redo_on_overflow": redo_on_overflow}
+    return jamp.scaled_value_and_grad(loss_fn, **options)(state)
 
 
 # Compiled once per level and recipe.
@@ -97,7 +91,7 @@ def oracle(params, data):
     """(loss, gradients, slopes) of `loss_and_grads`, in float64, by the chain rule."""
     wide = functools.partial(np.asarray, dtype=np.float64)
     params, data = jax.tree.map(wide, (params, data))
-    first, second = params["Dense_0"], params["Dense_1"]
+    first, second = params["layers_0"], params["layers_2"]
     v = second["kernel"][:, 0]
 
     hidden = np.tanh(data["mixed"] @ first["kernel"] + first["bias"])
@@ -119,8 +113,8 @@ def oracle(params, data):
         d_bias += d_z.sum(0)
         d_v += sign * hidden.mean(0)
     grads = {
-        "Dense_0": {"kernel": d_kernel, "bias": d_bias},
-        "Dense_1": {"kernel": d_v[:, None], "bias": np.zeros(1)},
+        "layers_0": {"kernel": d_kernel, "bias": d_bias},
+        "layers_2": {"kernel": d_v[:, None], "bias": np.zeros(1)},
     }
     return loss, grads, slopes
 

@@ -64,10 +64,6 @@ def test_the_last_skips_are_kept_with_their_leaves():
         for step, scale, places in expected
     ]
     assert found[0].loss == 2 * (N - 1) + 2e4
-    assert str(log).splitlines()[:2] == [
-        "4 skipped step(s)",
-        "  step 1: loss 20078, scale 1024: w00",
-    ]
     _, log = run(*skips, size=3)
     assert int(log.count) == 4 and log.skips() == found[1:]
     assert run((), ())[1].skips() == []
@@ -89,17 +85,6 @@ def test_a_log_of_nnx():
     for x in (0.5, 2.0, 1.0):
         log = step(model, optimizer, log, x)
     assert log.skips() == [(1, 0.0, 2.0**16, ("bias",))] and int(log.count) == 1
-
-
-def test_what_a_log_cannot_take():
-    state = begin()
-    with pytest.raises(ValueError, match="`size` must be at least 1, got 0"):
-        SkipLog.of(state, 0)
-    one = jamp.initialize({"w00": jnp.ones(2)}, optax.sgd(1.0), "O2", verbosity=0)
-    log = SkipLog.of(one)
-    _, grads = jamp.scaled_value_and_grad(loss_fn)(state, np.ones(N, np.float32))
-    with pytest.raises(ValueError, match="w01, w02, w03 differ"):
-        log.add(state, jnp.float32(0), grads)
 
 
 @pytest.mark.h200
@@ -159,8 +144,7 @@ def test_it_plots(tmp_path):
     run((), (1,), (), history=history)
     figure = history.plot()
     assert [a.get_ylabel() for a in figure.axes] == list(history.rows()[0])[1:]
-    scales = figure.axes[2].lines[0].get_ydata()
-    assert list(scales) == [1024.0, 512.0, 512.0]
+    assert list(figure.axes[2].lines[0].get_ydata()) == [1024.0, 512.0, 512.0]
     figure.savefig(tmp_path / "run.png")
 
 
@@ -171,12 +155,9 @@ def test_apexs_message_is_rate_limited(caplog):
         history.rows()
     messages = [record.getMessage() for record in caplog.records]
     # The 1st, 2nd, 3rd, 4th and 8th of nine.
-    scales = [512, 256, 128, 64, 4]
-    assert [m.split(" (")[0] for m in messages] == [
-        "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to "
-        f"{scale}"
-        for scale in scales
-    ]
+    says = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to"
+    expected = [f"{says} {scale}" for scale in (512, 256, 128, 64, 4)]
+    assert [m.split(" (")[0] for m in messages] == expected
     assert "(1 skipped since call 0). This is normal: the scale" in messages[0]
     assert "jamp.diagnostics.locate" in messages[0]
 
@@ -216,16 +197,34 @@ def test_several_losses_groups_and_nnx():
     assert history.rows()[0]["loss_scale"] == 65536.0
 
 
-def test_what_a_history_cannot_take():
-    state, history = begin(), History()
-    with pytest.raises(ValueError, match="`every` must be at least 1, got 0"):
-        History(every=0)
-    with pytest.raises(TypeError, match="such as wandb.log, .* got str"):
-        History(writers=["tensorboard"])
-    with pytest.raises(TypeError, match="AmpState of jamp.initialize, .* got dict"):
-        History().record({})
-    with pytest.raises(TypeError, match=r"got shape \(2,\) for 'loss'"):
-        History().record(state, loss=jnp.ones(2))
-    with pytest.raises(TypeError, match="got a traced value for"):
-        jax.jit(lambda s: History().record(s))(state)
-    assert history.rows() == []
+def test_what_they_cannot_take():
+    state = begin()
+    one = jamp.initialize({"w00": jnp.ones(2)}, optax.sgd(1.0), "O2", verbosity=0)
+    _, grads = jamp.scaled_value_and_grad(loss_fn)(state, np.ones(N, np.float32))
+    for error, match, call in (
+        (ValueError, "`size` must be at least 1, got 0", lambda: SkipLog.of(state, 0)),
+        (
+            *(ValueError, "w01, w02, w03 differ"),
+            lambda: SkipLog.of(one).add(state, jnp.float32(0), grads),
+        ),
+        (ValueError, "`every` must be at least 1, got 0", lambda: History(every=0)),
+        (
+            *(TypeError, "such as wandb.log, .* got str"),
+            lambda: History(writers=["tensorboard"]),
+        ),
+        (
+            *(TypeError, "AmpState of jamp.initialize, .* got dict"),
+            lambda: History().record({}),
+        ),
+        (
+            *(TypeError, r"got shape \(2,\) for 'loss'"),
+            lambda: History().record(state, loss=jnp.ones(2)),
+        ),
+        (
+            TypeError,
+            "got a traced value for",
+            lambda: jax.jit(lambda s: History().record(s))(state),
+        ),
+    ):
+        with pytest.raises(error, match=match):
+            call()

@@ -73,122 +73,101 @@ def program(entry: str, alias: str = "") -> Program:
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ("f32[]", 4),
-        ("bf16[3,5]{1,0:T(8,128)}", 30),
-        ("f8e4m3fn[10]", 10),
-        ("s4[10]", 5),
-        ("pred[7]", 7),
-        ("c64[2]", 16),
-        ("token[]", 0),
-        ("(f32[2,2]{1,0}, /*index=1*/(s32[], u8[0]{0}))", 20),
-    ],
-)
-def test_bytes_of_a_shape(shape, size):
-    assert shape_bytes(shape) == size
+def test_bytes_of_a_shape():
+    sizes = {
+        "f32[]": 4,
+        "bf16[3,5]{1,0:T(8,128)}": 30,
+        "f8e4m3fn[10]": 10,
+        "s4[10]": 5,
+        "pred[7]": 7,
+        "c64[2]": 16,
+        "token[]": 0,
+        "(f32[2,2]{1,0}, /*index=1*/(s32[], u8[0]{0}))": 20,
+    }
+    assert {shape: shape_bytes(shape) for shape in sizes} == sizes
 
 
-@pytest.mark.parametrize(
-    ("entry", "kernels", "traffic"),
-    [
-        pytest.param(
-            "%p = f32[1024]{0} parameter(0)\n"
-            "%b = f32[32,32]{1,0} bitcast(%p)\n"
-            "%c = f32[] constant(1)\n"
-            "ROOT %t = (f32[32,32]{1,0}, f32[]) tuple(%b, %c)",
-            0,
-            0,
-            id="free",
-        ),
-        pytest.param(
-            "%p = f32[1024]{0} parameter(0)\n"
-            'ROOT %c = f32[1024]{0} copy(%p), metadata={op_name="a(b)"}',
-            1,
-            2 * 4096,
-            id="copy",
-        ),
-        pytest.param(
-            "%p = f32[1024]{0} parameter(0)\n"
-            "ROOT %f = (f32[1024]{0}, f32[]) fusion(%p), kind=kInput, calls=%body",
-            1,
-            2 * 4096 + 4,
-            id="a fusion that reads an operand twice and returns a tuple",
-        ),
-        pytest.param(
-            "%p = f16[300]{0} parameter(0)\n"
-            "ROOT %f = f32[100]{0} fusion(%p), kind=kLoop, calls=%third",
-            1,
-            200 + 400,
-            id="a fusion that reads a third of its operand",
-        ),
-        pytest.param(
-            "%p = f32[1024]{0} parameter(0)\n"
-            "%u = f32[8]{0} parameter(1)\n"
-            "%i = s32[] parameter(2)\n"
-            "ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place",
-            1,
-            32 + 4 + 32,
-            id="an update in place",
-        ),
-        pytest.param(
-            "%p = f32[256]{0} parameter(0)\n"
-            "%zero = s32[] constant(0)\n"
-            "%init = (s32[], f32[256]{0}) tuple(%zero, %p)\n"
-            "ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step,"
-            ' backend_config={"known_trip_count":{"n":"5"}}',
-            5 * 2,
-            # Per trip: v + v reads v twice and writes it, the test reads and writes.
-            5 * (3 * 1024 + 4 + 4 + 1),
-            id="a loop of five trips",
-        ),
-        pytest.param(
-            "%p = f32[256]{0} parameter(0)\n"
-            "%zero = s32[] constant(0)\n"
-            "%init = (s32[], f32[256]{0}) tuple(%zero, %p)\n"
-            "ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step",
-            2,
-            3 * 1024 + 4 + 4 + 1,
-            id="a loop of unknown length",
-        ),
-        pytest.param(
-            "%b = pred[] parameter(0)\n"
-            "%p = (s32[], f32[256]{0}) parameter(1)\n"
-            "ROOT %c = pred[] conditional(%b, %p, %p),"
-            " branch_computations={%step, %again}",
-            1 + 1,
-            1 + 3 * 1024,
-            id="a conditional costs its dearest branch",
-        ),
-        pytest.param(
-            "%p = (s32[], f32[256]{0}) parameter(0)\n"
-            "ROOT %c = (s32[], f32[256]{0}) call(%p), to_apply=%step",
-            1,
-            3 * 1024,
-            id="a command buffer",
-        ),
-        pytest.param(
-            "%p = f16[300]{0} parameter(0)\n"
-            "%s = ((f16[300]{0}), f32[100]{0}, u32[]) fusion-start(%p), calls=%third\n"
-            "ROOT %d = f32[100]{0} fusion-done(%s)",
-            1,
-            200 + 400,
-            id="an asynchronous fusion",
-        ),
-        pytest.param(
-            "%p = (s32[], f32[256]{0}) parameter(0)\n"
-            "%s = ((s32[], f32[256]{0}), (s32[], f32[256]{0})) async-start(%p),"
-            " calls=%step\n"
-            "ROOT %d = (s32[], f32[256]{0}) async-done(%s)",
-            1,
-            3 * 1024,
-            id="an asynchronous computation",
-        ),
-    ],
-)
-def test_cost(entry, kernels, traffic):
-    assert program(entry).cost == Cost(kernels, traffic)
+WHILE = """
+%p = f32[256]{0} parameter(0)
+%zero = s32[] constant(0)
+%init = (s32[], f32[256]{0}) tuple(%zero, %p)
+ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step"""
+# By name: a program, and the kernels and the bytes that it takes.
+COSTS = {
+    "free": (
+        """
+%p = f32[1024]{0} parameter(0)
+%b = f32[32,32]{1,0} bitcast(%p)
+%c = f32[] constant(1)
+ROOT %t = (f32[32,32]{1,0}, f32[]) tuple(%b, %c)""",
+        *(0, 0),
+    ),
+    "copy": (
+        """
+%p = f32[1024]{0} parameter(0)
+ROOT %c = f32[1024]{0} copy(%p), metadata={op_name="a(b)"}""",
+        *(1, 2 * 4096),
+    ),
+    "a fusion that reads an operand twice and returns a tuple": (
+        """
+%p = f32[1024]{0} parameter(0)
+ROOT %f = (f32[1024]{0}, f32[]) fusion(%p), kind=kInput, calls=%body""",
+        *(1, 2 * 4096 + 4),
+    ),
+    "a fusion that reads a third of its operand": (
+        """
+%p = f16[300]{0} parameter(0)
+ROOT %f = f32[100]{0} fusion(%p), kind=kLoop, calls=%third""",
+        *(1, 200 + 400),
+    ),
+    "an update in place": (
+        """
+%p = f32[1024]{0} parameter(0)
+%u = f32[8]{0} parameter(1)
+%i = s32[] parameter(2)
+ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place""",
+        *(1, 32 + 4 + 32),
+    ),
+    # Per trip: v + v reads v twice and writes it, the test reads and writes.
+    "a loop of five trips": (
+        WHILE + ', backend_config={"known_trip_count":{"n":"5"}}',
+        *(5 * 2, 5 * (3 * 1024 + 4 + 4 + 1)),
+    ),
+    "a loop of unknown length": (WHILE, 2, 3 * 1024 + 4 + 4 + 1),
+    "a conditional costs its dearest branch": (
+        """
+%b = pred[] parameter(0)
+%p = (s32[], f32[256]{0}) parameter(1)
+ROOT %c = pred[] conditional(%b, %p, %p), branch_computations={%step, %again}""",
+        *(1 + 1, 1 + 3 * 1024),
+    ),
+    "a command buffer": (
+        """
+%p = (s32[], f32[256]{0}) parameter(0)
+ROOT %c = (s32[], f32[256]{0}) call(%p), to_apply=%step""",
+        *(1, 3 * 1024),
+    ),
+    "an asynchronous fusion": (
+        """
+%p = f16[300]{0} parameter(0)
+%s = ((f16[300]{0}), f32[100]{0}, u32[]) fusion-start(%p), calls=%third
+ROOT %d = f32[100]{0} fusion-done(%s)""",
+        *(1, 200 + 400),
+    ),
+    "an asynchronous computation": (
+        """
+%p = (s32[], f32[256]{0}) parameter(0)
+%s = ((s32[], f32[256]{0}), (s32[], f32[256]{0})) async-start(%p), calls=%step
+ROOT %d = (s32[], f32[256]{0}) async-done(%s)""",
+        *(1, 3 * 1024),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_cost(name):
+    entry, *cost = COSTS[name]
+    assert program(entry).cost == Cost(*cost)
 
 
 def test_products_are_found_in_fusions_and_in_libraries():

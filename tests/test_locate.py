@@ -2,7 +2,6 @@
 
 import inspect
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,11 +54,6 @@ def learning_rate(w, x):
     return x @ w @ w  # here
 
 
-def embedding_sum(w, x):
-    rows = w[jnp.zeros(100, jnp.int32)]
-    return x @ jnp.diag(rows.sum(0))  # here
-
-
 def exp_in_a_loss(w, x):
     return jnp.exp((x @ w).astype(jnp.float32)).mean()  # here
 
@@ -92,11 +86,6 @@ def rsqrt_of_zero(w, x):
 
 def product_sum(w, x):
     return (x @ w) @ w  # here
-
-
-def square(w, x):
-    h = x @ w
-    return (h * h) @ w  # here
 
 
 def sqrt_at_zero(w, x):
@@ -145,11 +134,6 @@ def in_scan(w, x):
     return c.sum() + sums.sum()
 
 
-def in_layers(w, x):
-    layers = jnp.stack([w * k for k in (1, 1, 900)])
-    return lax.scan(lambda c, w: (step(jnp.tanh(c), w), None), x, layers)[0]
-
-
 def in_nested_scans(w, x):
     def outer(c, i):
         body = lambda c, j: (step(c, w * (1 + 299 * (i * j == 2)).astype(w.dtype)), j)  # noqa: E731
@@ -162,10 +146,6 @@ def in_remat(w, x):
     return jax.checkpoint(step)(x, w * 300)
 
 
-def in_jit(w, x):
-    return jax.jit(step)(x, w * 300)
-
-
 def in_cond(w, x):
     return lax.cond(x[0, 0] > 0, step, lambda c, w: c, x, w * 300)
 
@@ -173,10 +153,6 @@ def in_cond(w, x):
 def in_while(w, x):
     body = lambda c: (c[0] + 1, step(c[1], 2 * lax.stop_gradient(w)))  # noqa: E731
     return lax.while_loop(lambda c: c[0] < 9, body, (0, x))[1] @ w
-
-
-def in_vmap(w, x):
-    return jax.vmap(step, (0, None))(x, w * 300)
 
 
 def sharded(fn, w, x):
@@ -198,13 +174,10 @@ def in_shard_map(w, x):
 # program: the iterations that it overflows in
 INSIDE = {
     in_scan: ("iteration 2 of 4 of a scan",),
-    in_layers: ("iteration 2 of 3 of a scan",),
     in_nested_scans: ("iteration 1 of 2 of a scan", "iteration 2 of 3 of a scan"),
     in_remat: (),
-    in_jit: (),
     in_cond: (),
     in_while: ("iteration 7 of a while loop",),
-    in_vmap: (),
     in_shard_map: ("a shard_map over data", "iteration 1 of 2 of a scan"),
 }
 
@@ -219,13 +192,11 @@ PROGRAMS = {
     "NaN in the data": (data, 1, np.nan, "args/0", "i", "in the data"),
     "NaN in the params": (data, np.nan, 1, "params", "i", "checkpoint"),
     "learning rate": (learning_rate, 3e4, 1, "matrix product", "f", "learning rate"),
-    "embedding sum": (embedding_sum, 999, 1, "cast|sum", "f", "65504"),
     "exp in a loss": (exp_in_a_loss, 100, 1, "an exponential", "f", "maximum first"),
     "a custom_vjp's backward": (custom_backward, 1, 1, "logarithm", "b", "of zero"),
     "softmax of all -inf": (masked_softmax, 1, 1, "difference", "f", "row is masked"),
     "a norm's rsqrt(0)": (rsqrt_of_zero, 1, 0, "square root", "f", "epsilon"),
     "a product's sum": (product_sum, 200, 20, "matrix product", "f", "normalize"),
-    "x * x": (square, 300, 1, "cast|product", "f", "65504"),
     "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
     "log behind a where": (where_after_log, 1, 0, "quotient", "b", "before it"),
     "a number": (large_number, 1, 1, "product|cast", "f", "65504"),
@@ -236,38 +207,16 @@ PROGRAMS = {
 }
 
 
-class Inner(nn.Module):
-    fn: object
-    w: object
-
-    @nn.compact
-    def __call__(self, x):
-        return self.fn(self.param("w", lambda _: jnp.asarray(self.w)), x)
-
-
-class Net(nn.Module):
-    fn: object
-    w: object
-
-    @nn.compact
-    def __call__(self, x):
-        return Inner(self.fn, self.w, name="inner")(x)
-
-
-class InnerNNX(nnx.Module):
-    def __init__(self, fn, w):
-        self.fn, self.w = nnx.static(fn), nnx.Param(jnp.asarray(w))
-
-    def __call__(self, x):
-        return self.fn(self.w[...], x)
-
-
 class NetNNX(nnx.Module):
-    def __init__(self, fn, w):
-        self.inner = InnerNNX(fn, w)
+    def __init__(self, fn, w, inner=True):
+        self.fn = nnx.static(fn)
+        if inner:
+            self.inner = NetNNX(fn, w, False)
+        else:
+            self.w = nnx.Param(jnp.asarray(w))
 
     def __call__(self, x):
-        return self.inner(x)
+        return self.inner(x) if hasattr(self, "inner") else self.fn(self.w[...], x)
 
 
 def total(x):
@@ -279,12 +228,10 @@ def run(framework, level, fn, w, x, **options):
     if framework == "NNX":
         both = jamp.nnx.initialize(NetNNX(fn, w), optax.sgd(1.0), **options)
         return jamp.nnx.locate(lambda model, x: total(model(x)), *both, x)
-    if framework == "Linen":
-        options["apply_fn"], params = Net(fn, w).apply, {"inner": {"w": jnp.asarray(w)}}
-    else:
-        options["apply_fn"] = lambda variables, x: fn(variables["params"]["w"], x)
-        params = {"w": jnp.asarray(w)}
-    state = jamp.initialize(params, optax.sgd(1.0), **options)
+    apply_fn = lambda variables, x: fn(variables["params"]["w"], x)  # noqa: E731
+    state = jamp.initialize(
+        {"w": jnp.asarray(w)}, optax.sgd(1.0), apply_fn=apply_fn, **options
+    )
     loss = lambda params, x: (total(state.apply_fn({"params": params}, x)), "aux")  # noqa: E731
     return locate(loss, state, x)
 
@@ -297,10 +244,10 @@ def lines_of(fn):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("framework", ["plain", "Linen", "NNX"])
+@pytest.mark.parametrize("framework", ["plain", "NNX"])
 def test_culprit(framework, name):
     fn, w, x, words, phase, advice = PROGRAMS[name]
-    path = {"Linen": "inner/w", "NNX": "inner/w", "plain": "w"}[framework]
+    path = {"NNX": "inner/w", "plain": "w"}[framework]
     for level in ("O1", "O2"):
         found = run(framework, level, fn, EYE * w if w == w else EYE + w, ONES * x)
         text = str(found)
@@ -312,7 +259,7 @@ def test_culprit(framework, name):
             assert found.source == found.primitive == ""
             continue
         assert found.source in lines_of(fn) and found.source in text.replace("\n", "")
-        assert found.module == ("Net/inner" if framework == "Linen" else "")
+        assert found.module == ""  # of Linen it is on the page docs/overflow.md
         assert found.near in (path, "")
         assert found.result is not None and found.result.infs + found.result.nans > 0
         assert found.result.shape == found.shape and found.dtype == found.result.dtype
@@ -320,7 +267,7 @@ def test_culprit(framework, name):
 
 @pytest.mark.parametrize("fn", INSIDE)
 def test_inside_of_what_holds_programs(fn):
-    for framework, level in (("plain", "O1"), ("Linen", "O2"), ("NNX", "O2")):
+    for framework, level in (("plain", "O1"), ("plain", "O2"), ("NNX", "O2")):
         found = run(framework, level, fn, EYE, ONES)
         text = str(found)
         assert (found.loops, found.phase) == (INSIDE[fn], "forward"), text
@@ -437,10 +384,9 @@ def test_groups_and_losses():
     assert (found.total, found.params, found.loss) == (1, ("",), np.inf)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5", "NNX"])
+@pytest.mark.parametrize("level", ["O0", "O2", "NNX"])
 def test_check_names_the_culprit(level):
     options = {"loss_scale": "dynamic", "verbosity": 0}
-    step = jax.jit(jamp.scaled_grad(lambda w: total(log_of_zero(w, ONES))))
     if level == "NNX":
         both = NetNNX(log_of_zero, EYE), optax.sgd(1.0), "O2"
         model, optimizer = jamp.nnx.initialize(*both, **options)
@@ -452,16 +398,17 @@ def test_check_names_the_culprit(level):
         culprit = lambda: jamp.nnx.locate(loss_fn, model, optimizer)  # noqa: E731
     else:
         state = jamp.initialize(EYE, optax.sgd(1.0), level, **options)
+        loss_fn = lambda w: total(log_of_zero(w, ONES))  # noqa: E731
+        step = jax.jit(jamp.scaled_grad(loss_fn))
         for _ in range(2):
             state = state.apply_gradients(grads=step(state))
-        culprit = lambda: locate(lambda w: total(log_of_zero(w, ONES)), state)  # noqa: E731
-    (line,) = lines_of(log_of_zero)
+        culprit = lambda: locate(loss_fn, state)  # noqa: E731
     assert jamp.check(state, 3, locate=culprit) is None
     with pytest.raises(FloatingPointError) as error:
         jamp.check(state, 2, locate=culprit)
     text = str(error.value)
     assert text.startswith("Loss 0 skipped 2 steps in a row, its scale is 16384")
-    assert "a logarithm" in text and line in text.replace("\n", "")
+    assert "a logarithm" in text and lines_of(log_of_zero)[0] in text.replace("\n", "")
 
 
 def test_what_it_cannot_take():

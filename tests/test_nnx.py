@@ -16,8 +16,7 @@ import jamp
 import jamp.nnx
 from jamp.nnx import _initialize
 from tests.bits import assert_same_bits
-from tests.constructs import N
-from tests.constructs_custom import TABLE
+from tests.constructs import TABLE, N
 from tests.programs import products
 
 pytestmark = pytest.mark.standard_promotion  # Flax's layers promote

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.standard_promotion
 
 AXIS = "batch"
 MOMENTUM, EPS, RATE = 0.75, 1e-3, 0.125
-NORM = {"axis_name": AXIS, "momentum": MOMENTUM, "epsilon": EPS}
 OPTIONS = {"loss_scale": jamp.DynamicLossScale(init_scale=2.0**8), "verbosity": 0}
 TX = optax.sgd(RATE, 0.9)
 
@@ -47,9 +46,9 @@ def oracle(first, last, x, y):
     d_normal = d_out @ last.T
     centred = d_normal - d_normal.mean(0) - normal * (d_normal * normal).mean(0)
     grads = {
-        "first": {"kernel": x.T @ (centred / np.sqrt(var + EPS))},
-        "norm": {"scale": (d_normal * normal).sum(0), "bias": d_normal.sum(0)},
-        "last": {"kernel": normal.T @ d_out},
+        "layers_0": {"kernel": x.T @ (centred / np.sqrt(var + EPS))},
+        "layers_1": {"scale": (d_normal * normal).sum(0), "bias": d_normal.sum(0)},
+        "layers_2": {"kernel": normal.T @ d_out},
     }
     return {"mean": mean, "var": var}, grads
 
@@ -57,23 +56,14 @@ def oracle(first, last, x, y):
 def begun():
     norm = {"scale": np.ones(8, np.float32), "bias": np.zeros(8, np.float32)}
     first, last = ({"kernel": numbers()[name]} for name in ("first", "last"))
-    return {"first": first, "norm": norm, "last": last}
-
-
-class Model(nn.Module):
-    axis_name: str | None
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(8, use_bias=False, name="first")(x)
-        norm = NORM | {"axis_name": self.axis_name, "use_running_average": False}
-        x = nn.BatchNorm(**norm, name="norm")(x)
-        return nn.Dense(2, use_bias=False, name="last")(x)
+    return {"layers_0": first, "layers_1": norm, "layers_2": last}
 
 
 def start(level, axis_name, place=lambda tree: tree):
-    stats = {"norm": {"mean": jnp.zeros(8), "var": jnp.ones(8)}}
-    fields = {"apply_fn": Model(axis_name).apply, "batch_stats": stats}
+    norm = nn.BatchNorm(False, axis_name=axis_name, momentum=MOMENTUM, epsilon=EPS)
+    model = nn.Sequential([nn.Dense(8, False), norm, nn.Dense(2, False)])
+    stats = {"layers_1": {"mean": jnp.zeros(8), "var": jnp.ones(8)}}
+    fields = {"apply_fn": model.apply, "batch_stats": stats}
     return jamp.initialize(place(begun()), TX, level, **fields, **OPTIONS)
 
 
@@ -131,13 +121,13 @@ def test_eight_devices_take_the_step_of_the_whole_batch(way):
     running = {"mean": 0, "var": MOMENTUM}
     for level, state in clean.items():
         assert (state.skipped_steps, state.loss_scale) == (0, 2.0**8)
-        masters, stats = jamp.master_params(state), state.batch_stats["norm"]
+        masters, stats = jamp.master_params(state), state.batch_stats["layers_1"]
         # The hidden layer is exact in half; its sums are in float32.
         for name, x in wanted.items():
             expected = running[name] + (1 - MOMENTUM) * x
             np.testing.assert_allclose(stats[name], expected, rtol=1e-5, err_msg=level)
             assert stats[name].dtype == jnp.float32
-        assert state.params["norm"]["scale"].dtype == jnp.float32
+        assert state.params["layers_1"]["scale"].dtype == jnp.float32
         eps = {"O0": 2.0**-20, "O5": 2.0**-7}.get(level, 2.0**-10)
         change = lambda a, b: (np.float64(a) - np.float64(b)) / RATE  # noqa: E731
         stepped = jax.tree.map(change, begun(), masters)
