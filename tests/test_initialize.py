@@ -1,6 +1,6 @@
 """`jamp.initialize`: what it builds, what it refuses, and what it says then.
 
-Levels and their overrides: test_opt_level. Which leaves are cast: test_cast.
+Levels, their overrides, and which leaves are cast: test_opt_level.
 """
 
 import pickle
