@@ -8,7 +8,9 @@ Each in an environment of its own, without jamp. Prints what docs/peers.md shows
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
+import time
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -72,6 +74,34 @@ class Torch:
         scaler.scale(norm(x).mean()).backward()
         scaler.step(optimizer)
         return said_of_statistics(norm.running_mean.numpy())
+
+    def steps(self, rounds=9, calls=30):
+        """Times of the MLP's step of `benchmarks.compared`, over float32's."""
+        nn, amp = self.torch.nn, self.torch.amp
+        self.torch.manual_seed(0)
+        x, y = self.torch.randn(128, 64), self.torch.randint(10, (128,))
+        seconds = {}
+        for dtype in [None, self.torch.bfloat16, self.torch.float16] * rounds:
+            widths = (64, 256, 256, 10)
+            layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+            net = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+            adam = self.torch.optim.Adam(net.parameters(), 1e-3, fused=True)
+            scaler = amp.GradScaler("cpu", enabled=dtype is self.torch.float16)
+            for i in range(2 * calls):
+                if i == calls:  # warm
+                    start = time.perf_counter()
+                adam.zero_grad()
+                with amp.autocast("cpu", dtype, enabled=dtype is not None):
+                    loss = nn.functional.cross_entropy(net(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(adam)
+                scaler.update()
+            seconds.setdefault(dtype, []).append(time.perf_counter() - start)
+        plain = seconds.pop(None)
+        return {
+            name_of(dtype): np.percentile(np.divide(found, plain), [25, 50, 75])
+            for dtype, found in seconds.items()
+        }
 
     def autocast(self):
         layer, x = self.torch.nn.Linear(3, 4), self.torch.ones(2, 3)
@@ -310,6 +340,10 @@ def main():
     print("|---" * (len(here) + 1) + "|")
     for name, case in CASES.items():
         print("|", name, "|", " | ".join(getattr(p, case)() for p in here), "|")
+    for peer in here:
+        if isinstance(peer, Torch):
+            for name, (low, middle, high) in peer.steps().items():
+                print(f"torch, {name}: {middle:.2f} ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

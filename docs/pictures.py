@@ -3,6 +3,7 @@
 What they show comes from the library: each number is a dtype, a property or a run.
 """
 
+import json
 import pathlib
 
 import jax
@@ -344,6 +345,38 @@ def draw_bytes():
     return figure
 
 
+def peers():
+    """By model and contestant: bytes moved and held on an H200, over plain JAX's."""
+    file = FOLDER.parents[1] / "benchmarks" / "results" / "compared.jsonl"
+    found, plain = {}, {}
+    for row in map(json.loads, file.read_text().splitlines()):
+        counts = np.array([row["traffic"], row["temp"]])
+        plain = {row["model"]: counts} | plain  # plain JAX comes first
+        found.setdefault(row["model"], {})[row["who"]] = counts / plain[row["model"]]
+    return found
+
+
+def draw_peers():
+    models = peers()
+    figure, panels = plt.subplots(
+        1, len(models), figsize=(2.1 * len(models), 2.8), sharey=True, sharex=True
+    )
+    for axes, (model, found) in zip(panels, models.items(), strict=True):
+        for row, (who, (traffic, temp)) in enumerate(reversed(found.items())):
+            color = SCALED if who in LEVELS else "#8a94a0"
+            axes.plot([traffic, temp], [row, row], color=color, lw=0.8)
+            axes.plot(traffic, row, "o", color=color, ms=6)
+            axes.plot(temp, row, "o", color=color, ms=6, mfc="white")
+        axes.axvline(1, color=DARK, lw=0.6, ls=":")
+        axes.set(title=model.replace(" with", "\nwith").replace(" under", "\nunder"))
+        axes.set_yticks(range(len(found)), reversed(found))
+        axes.title.set_fontsize(9)
+    panels[0].set_xlim(0.35, None)
+    figure.supxlabel("bytes moved (full) and temporary memory (hollow), over plain JAX")
+    figure.tight_layout()
+    return figure
+
+
 PICTURES = {
     "runs": draw_runs,
     "masters": draw_masters,
@@ -351,6 +384,7 @@ PICTURES = {
     "levels": draw_levels,
     "scale": draw_scale,
     "bytes": draw_bytes,
+    "peers": draw_peers,
 }
 
 

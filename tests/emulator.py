@@ -27,11 +27,7 @@ type Lanes = np.ndarray  # one value per thread
 class Access(NamedTuple):
     """What all threads together did to global memory by one instruction.
 
-    Attributes:
-        array: which one.
-        width: bytes per thread.
-        is_write: whether it was a write.
-        offsets: in bytes, one per thread.
+    To which array, with how many bytes per thread, and where; `offsets` are in bytes.
     """
 
     array: int
@@ -46,13 +42,7 @@ class Access(NamedTuple):
 
 
 def run(kernel: Kernel, arrays: Sequence[np.ndarray], block: int) -> list[Access]:
-    """Runs one block of a kernel.
-
-    Args:
-        kernel: what to run.
-        arrays: operands of the call, and room for results; written in place.
-        block: its number.
-    """
+    """Runs one block of a kernel on operands, and room for results, in place."""
     used = [arrays[k] for k in kernel.buffers]
     with np.errstate(all="ignore"):
         accesses = _Block(kernel, block, used).run()

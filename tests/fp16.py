@@ -108,10 +108,9 @@ def host(x):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(x)]
 
 
-def model_of(tree=None, *, static=None, rule=RULE):
+def model_of(rule=RULE):
     """The oracle of `make()`."""
-    leaves = host(params() if tree is None else tree)
-    return oracle.FP16Optimizer(leaves, None if static else rule, static)
+    return oracle.FP16Optimizer(host(params()), rule)
 
 
 def assert_state(optimizer, state, model):

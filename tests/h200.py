@@ -22,14 +22,7 @@ H200, B200 = TARGETS["H200"], TARGETS["B200"]
 def compile_step(
     fn: Callable, *args: Any, donate: tuple[int, ...] = (), target: str = H200
 ) -> Program:
-    """Compiles `fn` for one GPU.
-
-    Args:
-        fn: what to jit.
-        *args: its arguments, arrays or their shapes, as from `jax.eval_shape`.
-        donate: which arguments to donate.
-        target: what GPU.
-    """
+    """Compiles `fn`, of arrays or their shapes, for one GPU; donates some arguments."""
     return compile_lowered(lower_step(fn, *args, donate=donate, target=target))
 
 

@@ -23,13 +23,9 @@ RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 class Case(NamedTuple):
-    """A call of a kernel.
+    """A call of a kernel, `(options, *args) -> results`.
 
-    Attributes:
-        call: `(options, *args) -> results`.
-        make: makes the args, for leaves of some sizes.
-        donate: which of `args` are donated.
-        kernels: how many kernels it takes.
+    `make` makes the args for leaves of some sizes, of which `donate` are donated.
     """
 
     call: Callable[..., Any]

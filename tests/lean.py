@@ -4,10 +4,10 @@
     python -m tests.lean gpt2 vit --modes narrowest,O5
     python -m tests.lean gpt2 --tpu            # on a TPU v5e; needs libtpu
 
-Prints, per model and mode, traffic and temporary memory as a multiple of what the model
-written by hand takes: with `dtype=bfloat16` and float32 params for the two modes of
-autocast (or float16 half params with masters for O2, bfloat16 for O5), Adam included.
-A program that was compiled before is read from a folder of temporary files.
+Prints, per model and mode, traffic, temporary memory and kernels as multiples of what
+the model written by hand takes: with `dtype=bfloat16` and float32 params for the two
+modes of autocast (or float16 half params with masters for O2, bfloat16 for O5), Adam
+included. A program that was compiled before is read from a folder of temporary files.
 """
 
 import argparse
@@ -96,13 +96,14 @@ CASES = {
 
 
 class Measured(NamedTuple):
-    """Bytes that a program moves, and those that it needs for a time."""
+    """Bytes that a program moves, those that it needs for a time, and its kernels."""
 
     traffic: float
     temp: float
+    kernels: float
 
     def over(self, other: "Measured") -> "Measured":
-        return Measured(self.traffic / other.traffic, self.temp / other.temp)
+        return Measured(*(a / b for a, b in zip(self, other, strict=True)))
 
 
 # ---- steps
@@ -203,14 +204,14 @@ def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
     if not file.exists():
         found = target.compile_lowered(lowered)
         FOLDER.mkdir(exist_ok=True)
-        file.write_text(json.dumps([found.traffic, found.temp]))
+        file.write_text(json.dumps([found.traffic, found.temp, found.kernels]))
     return Measured(*json.loads(file.read_text()))
 
 
 def _digest(lowered: Any, on_tpu: bool) -> str:
     counted = pathlib.Path(_hlo.__file__).read_text()
     options = (jax.__version__, str(on_tpu), str(h200.CHEAP))
-    parts = (*options, counted, lowered.as_text())
+    parts = ("kernels", *options, counted, lowered.as_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -222,15 +223,14 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     modes = args.modes.split(",")
-    print(f"{'model':14}" + "".join(f"{mode + ' (GB)':>24}" for mode in modes))
+    print(f"{'model':14}" + "".join(f"{mode + ' (GB)':>30}" for mode in modes))
     for name in args.names or CASES:
         line, start = f"{name:14}", time.monotonic()
         for mode in modes:
             hand = measure(name, mode, False, args.tpu)
             ratio = measure(name, mode, True, args.tpu).over(hand)
-            line += (
-                f"{ratio.traffic:8.3f} {ratio.temp:6.3f} ({hand.traffic / 1e9:5.1f})"
-            )
+            cells = f"{ratio.traffic:8.3f} {ratio.temp:6.3f} {ratio.kernels:5.2f}"
+            line += f"{cells} ({hand.traffic / 1e9:5.1f})"
         print(f"{line}  {time.monotonic() - start:4.0f} s", flush=True)
 
 

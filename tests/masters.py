@@ -71,11 +71,7 @@ def stored(state: Any) -> dict[str, Any]:
 
 
 def assert_invariant(params: Any, state: Any) -> dict[str, Any]:
-    """Each half leaf is its master, rounded to nearest even, and never infinite.
-
-    Returns:
-        By path, the masters, those of fp32 leaves among them.
-    """
+    """Each half leaf is its master, rounded and finite. Returns all masters by path."""
     masters = stored(state)
     for path, p in by_path(params).items():
         assert (path in masters) == (p.dtype != F32), path
@@ -129,13 +125,10 @@ def run(inside, outside, rate, trees, grads):
 def assert_it_holds(inside, outside=alone, dtype=None, spoil=None, halves=(F16, BF16)):
     """For `inside`, from a learning rate to what steps the masters.
 
-    Args:
-        inside: from a learning rate to an optax transformation.
-        outside: from what keeps masters, and a transformation, to another one.
-        dtype: of gradients; None for that of each param.
-        spoil: what is put into one gradient.
-        halves: of the params. Remainders are kept beside those in bfloat16, in the same
-            tree with float32 for float16, which may round in another way.
+    `outside` makes of what keeps masters, and a transformation, another one; `dtype` is
+    that of gradients, None for each param's; `spoil` is put into one gradient. Beside
+    bfloat16 `halves` remainders are kept, in the same tree with float32 for float16,
+    which may round in another way.
     """
     params = tree(*halves)
     trees = [params, as_float32(params, F16), as_float32(params, F16, BF16)]

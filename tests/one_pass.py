@@ -10,6 +10,7 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
+from tests.fused import larc_sgd
 from tests.mixed_leaves import BACKENDS, FAST
 
 F32 = jnp.float32
@@ -51,6 +52,7 @@ CASES = {
     "lamb": case("fused_lamb", "O3", "O2"),
     "novograd": case("fused_novograd", "O4", "O5"),
     "adagrad": case("fused_adagrad", "O3", "O2", learning_rate=decreasing),
+    "larc": Case(lambda backend: larc_sgd(0.05, weight_decay=0.1), "O0", "O2"),
 }
 
 

@@ -18,13 +18,7 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel.
-
-    Attributes:
-        ptx: its code.
-        info: what ptxas said of it.
-        host: the function that launches it, in LLVM's language.
-    """
+    """A compiled kernel: its code, what ptxas said of it, and what launches it."""
 
     ptx: str = dataclasses.field(repr=False)
     info: str

@@ -65,13 +65,6 @@ def exact_loss(w):
 BEST = np.linalg.lstsq(np.float64(X), np.float64(Y), rcond=None)[0]
 
 
-def test_oracle_knows_the_minimum():
-    rng = np.random.default_rng(1)
-    lowest = exact_loss(BEST)
-    assert all(exact_loss(BEST + 1e-4 * rng.normal(size=4)) > lowest for _ in range(9))
-    assert exact_loss(START["w"]) > 50 * lowest
-
-
 # Line searches
 
 
@@ -102,24 +95,6 @@ def test_lbfgs_reaches_the_minimum(name):
         after, _ = step(before)
         assert_skipped(after, before)
         assert after.loss_scale == 2.0**23
-
-
-@pytest.mark.parametrize("tx", [ZOOM, BACKTRACKING], ids=["zoom", "back"])
-def test_at_o0_every_iterate_is_that_of_plain_optax(tx):
-    @jax.jit
-    def plain(params, opt_state):
-        value, grad = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(
-            grad, opt_state, params, value=value, grad=grad, value_fn=loss_fn
-        )
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = START, tx.init(START)
-    state = begin("O0", tx=tx)
-    for _ in range(6):
-        params, opt_state = plain(params, opt_state)
-        state, _ = step(state)
-        np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5, atol=1e-5)
 
 
 def test_trial_points_may_overflow():
@@ -212,15 +187,6 @@ def test_params_are_rounded_and_the_rest_is_as_the_state_has_it(level):
     assert jax.tree.leaves(grads) == [2.0]
     if level == "O2":  # clamped, as in a step
         assert value_fn(at | {"w": 1e6 * PAIR}) == 2 * (7 * 65504.0 + one)
-
-
-def test_it_maps_over_trial_points():
-    value_fn = jamp.closure(loss_fn)(begin("O0"))
-    points = jnp.stack([START["w"], 2 * START["w"], 0 * START["w"]])
-    losses, grads = jax.vmap(jax.value_and_grad(value_fn))({"w": points})
-    np.testing.assert_allclose(losses, [exact_loss(w) for w in points], rtol=1e-5)
-    wanted = (np.float64(points) @ X.T - Y) @ X / len(X)
-    np.testing.assert_allclose(grads["w"], wanted, rtol=1e-4, atol=1e-5)
 
 
 # Several groups

@@ -2,16 +2,17 @@
 
 import functools
 import re
+import runpy
 import shutil
+import sys
 from collections import Counter
 from pydoc_data.topics import topics
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
-from tests.bits import assert_same_bits, copy
+from tests.bits import assert_same_bits
 from tests.scripts import EXAMPLES, load, needs_extra, png_size, wait_for
 
 pytestmark = [needs_extra, pytest.mark.standard_promotion]
@@ -125,29 +126,6 @@ def test_a_resumed_run_of_digits_ends_as_if_never_stopped(tmp_path, monkeypatch)
 ALL = "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def test_a_paragraph_of_char_lms_text_is_there_once():
-    characters, *parts = example("char_lm").load_text()
-    text, held_out = ("".join(characters[part]) for part in parts)
-    paragraphs = (text + held_out).split("\n\n")
-    assert Counter(paragraphs) == Counter(set(ALL.split("\n\n")))
-    assert len(held_out) == pytest.approx(0.1 * len(text + held_out), abs=1)
-
-
-def test_char_lm_predicts_from_what_came_before_and_writes_the_most_likely():
-    char_lm = example("char_lm")
-    model = char_lm.Transformer(9, 6, 4, 2, 1, rngs=nnx.Rngs(1))
-    predict = nnx.jit(lambda model, tokens: model(tokens))
-    before, after = (predict(model, np.array([1, 2, 3, i, 5, 6])) for i in (4, 8))
-    np.testing.assert_array_equal(before[:3], after[:3])
-    assert (before[3:] != after[3:]).any(-1).all()
-    window = np.arange(6)  # near a temperature of zero:
-    written = char_lm.sample(model, window, jax.random.key(0), 1e-6, 8)
-    assert len(set(written.tolist())) > 2
-    for token in written:
-        assert token == np.argmax(predict(model, window)[-1])
-        window = np.append(window[1:], token)
-
-
 def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     char_lm = load("char_lm")
     char_lm.LEVELS = {name: char_lm.LEVELS[name] for name in ("O0", "O2")}
@@ -163,46 +141,8 @@ def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     assert Counter(run["text"][1])[" "] >= 5
 
 
-# ---- bert_lamb.py ------------------------------------------------------------------
-def test_no_paragraph_is_in_both_parts_of_berts_text(monkeypatch):
-    bert = example("bert_lamb")
-    words, text, _ = bert.load_text()
-    assert len(words) == 120 and tuple(words[:3]) == bert.SPECIAL
-    assert (np.diff(np.bincount(text, minlength=120)[3:]) <= 0).all()
-    monkeypatch.setattr(bert, "SIZE", 10**6)  # so that no two words are one
-    train, test = (
-        [tuple(p) for p in np.split(part, np.flatnonzero(part == bert.SEP) + 1)[:-1]]
-        for part in bert.load_text()[1:]
-    )
-    assert len(set(train)) == len(train) and not {*train} & {*test}
-    assert len(test) == pytest.approx(len(train) / 9, abs=1)
-
-
-def test_berts_masks_are_80_10_10_of_15_percent_of_each_row():
-    bert, random = example("bert_lamb"), np.random.default_rng(0)
-    tokens = random.integers(0, 120, (3000, 40))
-    (masked, positions), targets = bert.mask(random, tokens)
-    assert all(len(set(row)) == 6 for row in positions)
-    assert targets.min() == 3  # no special token
-    shown = np.take_along_axis(masked, positions, 1)
-    other = (shown != targets) & (shown != bert.MASK)
-    assert set(shown[other]) == set(range(3, 120))
-    # Six standard deviations of 18,000 draws are 0.018; one word in 117 is itself.
-    assert (shown == bert.MASK).mean() == pytest.approx(0.8, abs=0.02)
-    assert other.mean() == pytest.approx(0.1 * 116 / 117, abs=0.015)
-    np.put_along_axis(masked, positions, targets, 1)
-    np.testing.assert_array_equal(masked, tokens)  # everything else is as it was
-
-
 def bert_run(tmp_path, flags):
     return example("bert_lamb").main([*flags.split(), "--plot", f"{tmp_path}/bert.png"])
-
-
-def test_bert_takes_the_same_steps_from_one_large_batch(tmp_path):
-    tiny = "--opt-level O0 --layers 0 --hidden 16 --length 20 --steps 3 --lr 0.1"
-    many = bert_run(tmp_path, f"{tiny} -b 2 --accumulate 4")
-    one = bert_run(tmp_path, f"{tiny} -b 8 --accumulate 1")
-    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-4)
 
 
 def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
@@ -224,25 +164,6 @@ def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
     np.testing.assert_allclose(run["lr"], rate, rtol=1e-4)
 
 
-# ---- dcgan.py, fp16_optimizer.py, haiku_or_equinox.py ------------------------------
-def test_one_model_of_the_gan_steps_while_the_other_skips(tmp_path):
-    dcgan, random = example("dcgan"), np.random.default_rng(0)
-    state = dcgan.main(["--steps", "1", "--nz", "8", "--outf", str(tmp_path)])["state"]
-    images = random.uniform(-1, 1, (64, 8, 8, 1)).astype(np.float32)
-    noise = random.standard_normal((64, 8), np.float32)
-    for bad in range(3):
-        scales = np.where(np.arange(3) == bad, 2.0**24, 2.0**8).astype(np.float32)
-        pairs = zip(state.loss_scales, jax.numpy.array(scales), strict=True)
-        scales = tuple(old._replace(scale=scale) for old, scale in pairs)
-        before, state = copy(state.params), state.replace(loss_scales=scales)
-        state, metrics = dcgan.train_step(state, images, noise)
-        assert metrics["overflow"].tolist() == [i == bad for i in range(3)]
-        assert state.last_step_skipped == {"D": bad < 2, "G": bad == 2}
-        for model, skipped in state.last_step_skipped.items():
-            same = jax.tree.map(np.array_equal, state.params[model], before[model])
-            assert set(jax.tree.leaves(same)) == {bool(skipped)}
-
-
 def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
     flags = ["--init-scale", str(2.0**24), "--steps", "150"]
     state, _, accuracy = example("fp16_optimizer").main(flags)
@@ -262,3 +183,62 @@ def test_haiku_and_equinox_learn_in_half_as_in_float32(framework, capsys):
     assert (state.step, state.loss_scale) == (200, 128)
     found = re.findall(r"Products in (.*)\n", capsys.readouterr().out)
     assert found == [" ".join(5 * ["f32"]), " ".join(5 * ["f16"])]
+
+
+# ---- What is wrong with a command line is said, and before JAX is imported ---------
+SCRIPTS = (
+    "bert_lamb char_lm dcgan digits distributed fp16_optimizer haiku_or_equinox "
+    "imagenet"
+).split()
+WRONG = {
+    "--opt-level O9": "'O9': one of O0, O1, O2, O3, O4, O5",
+    "--loss-scale banana": "'banana': a positive number, such as 128, or 'dynamic'",
+    "--loss-scale -1": "'-1': a positive number",
+    "--loss-scale 0": "'0': a positive number",
+    "--init-scale nan": "'nan': a positive number",
+    "--epochs 0": "'0': a whole number of at least 1",
+    "--batch-size 1.5": "'1.5': a whole number of at least 1",
+    "--plot /no/such/a.png": "/no/such cannot be written to",
+    "--plot a.txt": "must end in .png, .svg or .pdf",
+    "--resume": "--resume needs --checkpoint-dir",
+    "--beside 0": "'0': one of O0",
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(script, flags):
+        monkeypatch.syspath_prepend(EXAMPLES)
+        for name in ("jax", "flax", "jamp"):  # importing them is an error
+            monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
+        out, err = capsys.readouterr()
+        return " ".join((out + err).split())
+
+    return run
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_a_wrong_flag_is_an_error_without_jax(flags, run):
+    assert WRONG[flags] in run("digits", flags)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_defaults_without_jax(script, run):
+    assert run(script, "--help").count("(default: ") >= 2
+    assert "at least 1" in run(script, "--steps 0")
+
+
+@pytest.mark.parametrize(
+    "path, error",
+    [
+        (EXAMPLES / "flags.py", SystemExit),
+        (EXAMPLES / "../jamp/__init__.py", ImportError),
+    ],
+)
+def test_an_old_python_gets_one_line(path, error, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    with pytest.raises(error, match=r"^jamp needs Python 3\.12 or newer; this is 3\."):
+        runpy.run_path(str(path))

@@ -1,4 +1,7 @@
-"""fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit."""
+"""fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit.
+
+Then closures and line searches, messages, and errors.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ from tests.oracles.loss_scale import Rule
 # What a step computes
 
 
-def assert_run(optimizer, model, xs, where="jit", passes=1, tree=None):
+def assert_run(optimizer, model, xs, where="jit", passes=1):
     """So many backward passes before each step; the states before gradients went."""
 
     def step(state, xs):
@@ -27,7 +30,7 @@ def assert_run(optimizer, model, xs, where="jit", passes=1, tree=None):
         return optimizer.zero_grad(state), state
 
     xs = [xs[i : i + passes] for i in range(0, len(xs), passes)]
-    before = optimizer.init(tree or params())
+    before = optimizer.init(params())
     last, seen = run(step, before, xs, where)
     for x, state in zip(xs, seen, strict=True):
         for part in x:
@@ -43,34 +46,26 @@ def assert_run(optimizer, model, xs, where="jit", passes=1, tree=None):
     return seen
 
 
-@pytest.mark.parametrize(
-    "where, dtype, static",
-    [("eager", F16, None), ("jit", F16, 128), ("scan", jnp.bfloat16, None)],
-)
-def test_a_run_matches_float64_and_a_static_scale_checks_nothing(where, dtype, static):
-    tree, model = params(dtype), fp16.model_of(params(dtype), static=static)
-    optimizer, xs = make(), data(7, (0, 5))
-    if static:
-        optimizer, xs = make(dynamic=False, static_loss_scale=static), data(4, (3,))
-    seen = assert_run(optimizer, model, xs, where, tree=tree)
-    skips = [i for i, state in enumerate(seen) if state.overflow]
-    assert skips == ([] if static else [0, 5])
-
-
 def test_options_of_the_scale_are_honoured():
     args = {"init_scale": 64, "scale_factor": 4.0, "scale_window": 2}
     args |= {"min_loss_scale": 8.0, "max_loss_scale": 512.0}
-    model = fp16.model_of(rule=Rule(64.0, 4.0, 2, 8.0, 512.0))
+    model = fp16.model_of(Rule(64.0, 4.0, 2, 8.0, 512.0))
     xs = data(12, (0, 1, 2, 10))
     seen = assert_run(make(dynamic_loss_args=args), model, xs, "scan")
     assert {8.0, 512.0} <= {float(state.loss_scale) for state in seen}
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.5, 0.5), fused_adam(1e-2)])
-def test_it_is_ampstate_at_o2_bit_for_bit(tx):
+@pytest.mark.parametrize(
+    "tx, static",
+    [(optax.sgd(0.5, 0.5), None), (fused_adam(1e-2), None), (optax.sgd(0.5), 128.0)],
+)
+def test_it_is_ampstate_at_o2_bit_for_bit(tx, static):
+    """With a static scale, too, which checks nothing."""
     optimizer, xs = make(tx), data(25, (0, 9, 10, 20))
+    if static:
+        optimizer = make(tx, dynamic=False, static_loss_scale=static)
     masters = jax.tree.map(lambda p: p.astype(F32), params())
-    rule = jamp.DynamicLossScale(window=4)
+    rule = static or jamp.DynamicLossScale(window=4)
     options = {"keep_fp32": "norm", "loss_scale": rule}
     amp = jamp.initialize(masters, tx, "O2", verbosity=0, **options)
 
@@ -85,7 +80,7 @@ def test_it_is_ampstate_at_o2_bit_for_bit(tx):
             (a.params, a.opt_state, a.loss_scaler, a.overflow),
             (b.params, b.opt_state, b.loss_scales[0], b.last_step_skipped),
         )
-    assert amp.skipped_steps == 4
+    assert amp.skipped_steps == (0 if static else 4)
 
 
 def test_params_of_all_dtypes_step_and_integers_stay():
@@ -115,7 +110,7 @@ def test_params_of_all_dtypes_step_and_integers_stay():
 def test_two_backward_passes_give_the_sum_for_half_and_fp32_params(
     where, window, growths
 ):
-    optimizer, model = make(window=window), fp16.model_of(rule=Rule(window=window))
+    optimizer, model = make(window=window), fp16.model_of(Rule(window=window))
     *_, last = assert_run(optimizer, model, data(4), where, passes=2)
     assert last.loss_scale == 2.0 ** (16 + growths)
 
@@ -232,3 +227,163 @@ def test_the_default_scale_is_that_of_amp():
         assert optimizer.loss_scale(after) == after.loss_scale == 128
         scaler = after.loss_scaler._replace(scale=state.loss_scale)
         assert_same_bits(after.replace(loss_scaler=scaler), state)
+
+
+# Closures and line searches
+
+SGD = optax.sgd(1.0)
+
+
+def step_with(optimizer, loss_fn, where="jit"):
+    def step(state, *args):
+        def closure(state):
+            """What a user of apex writes: zero_grad, backward, and the loss."""
+            return optimizer.backward(optimizer.zero_grad(state), loss_fn, *args)
+
+        return optimizer.step(state, closure)
+
+    return jax.jit(step) if where == "jit" else step
+
+
+SKIPPED = "Gradient overflow.  Skipping step, reducing loss scale to {}\n"
+IN_CLOSURE = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
+EAGER_OR_JIT = pytest.mark.parametrize("where", ["eager", "jit"])
+
+
+@EAGER_OR_JIT
+def test_a_closure_that_overflows_is_called_again_at_a_lower_scale(where, capsys):
+    # 4 * 2**14 is beyond float16, 4 * 2**13 is not.
+    optimizer = make(optax.sgd(2.0**-4))
+    start = optimizer.init(params())
+    loss, state = step_with(optimizer, dot, where)(start, like(4.0))
+    assert not state.overflow
+    assert state.loss_scale == 2.0**13
+    assert state.loss_scaler.unskipped == 1
+    assert float(loss) == float(dot(params(), like(4.0)))
+    assert state.params["dense"]["bias"].tolist() == [-0.125, 0.0]
+    assert state.params["norm"] == 2.75
+    printed = [IN_CLOSURE.format(2.0**n) for n in (15, 14, 13)]
+    assert capsys.readouterr().out == ("".join(printed) if where == "eager" else "")
+
+
+@EAGER_OR_JIT
+def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
+    optimizer = make(dynamic_loss_args={"min_loss_scale": 2.0**14})
+    start = optimizer.init(params())
+    step = step_with(optimizer, dot, where)
+    _, state = step(start, like(np.inf))
+    assert state.overflow
+    assert state.loss_scale == 2.0**14
+    assert_same_bits((state.params, state.opt_state), (start.params, start.opt_state))
+    printed = IN_CLOSURE.format(2.0**15) + SKIPPED.format(2.0**14)
+    assert capsys.readouterr().out == (printed if where == "eager" else "")
+    # The next closure begins with zero_grad, as this one did.
+    _, state = step(state, data(1)[0])
+    assert not state.overflow
+    assert state.params["norm"] != start.params["norm"]
+
+
+def test_the_first_call_is_marked_and_a_static_scale_has_no_other():
+    for dynamic, x, calls in ((True, 8.0, 5), (False, np.inf, 1)):
+        optimizer, seen = make(dynamic=dynamic), []
+
+        def closure(state, optimizer=optimizer, seen=seen, x=x):
+            seen.append(bool(state.first_closure_call_this_step))
+            return optimizer.backward(optimizer.zero_grad(state), dot, like(x))
+
+        _, state = optimizer.step(optimizer.init(params()), closure)
+        assert seen == [True] + [False] * (calls - 1)
+        assert state.first_closure_call_this_step
+        assert not state.overflow
+
+
+def bowl(p):
+    """Convex and not quadratic; least at 0.75."""
+    far = [x.astype(F32) - 0.75 for x in jax.tree.leaves(p)]
+    return sum((x**2 + x**4).sum() for x in far)
+
+
+def line_search_by_hand(tx, masters, half, steps):
+    """optax's recipe, with the loss at rounded weights and its gradient there."""
+
+    def value_fn(masters):
+        return bowl(jax.tree.map(lambda m, p: m.astype(p.dtype), masters, half))
+
+    @jax.jit
+    def step(masters, state):
+        value, grad = jax.value_and_grad(value_fn)(masters)
+        updates, state = tx.update(
+            grad, state, masters, value=value, grad=grad, value_fn=value_fn
+        )
+        return value, optax.apply_updates(masters, updates), state
+
+    state, losses = tx.init(masters), []
+    for _ in range(steps):
+        value, masters, state = step(masters, state)
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.standard_promotion  # for optax's line search
+def test_a_line_search_evaluates_the_closure_at_other_weights():
+    backtracking = optax.scale_by_backtracking_linesearch(15, store_grad=True)
+    tx = optax.chain(optax.sgd(1.0), backtracking)
+    optimizer = make(tx)
+    state, step = optimizer.init(params()), step_with(optimizer, bowl)
+    losses = line_search_by_hand(tx, optimizer.master_params(state), state.params, 8)
+    for expected in losses:
+        loss, state = step(state)
+        np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
+    # Gradients of 89 fit at 2**9, the next, of 156, at 2**8; then a window ends.
+    assert (state.loss_scale, state.loss_scaler.unskipped) == (2.0**9, 3)
+    assert losses[0] > 100 * losses[-1]
+
+
+# Messages and errors
+
+
+def test_verbose_prints_what_is_received(capsys):
+    FP16_Optimizer(SGD).init(params())
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "FP16_Optimizer processing param group 0:"
+    received = ("float16 with (2,)", "float16 with (3, 2)", "float32 with ()")
+    assert lines == [f"FP16_Optimizer received {x}" for x in received]
+
+
+EXTRA = "Wrapped parameters must be.*extra"
+GRADIENTS = "must call `optimizer.zero_grad` and `optimizer.backward`"
+UNUSED = jamp.UnusedOptionWarning
+# What is called with an optimizer, a state, and one whose gradients are None.
+REFUSED = [
+    (lambda *_: make(dynamic_loss_args={"growth": 2}), TypeError, "no 'growth'; its"),
+    (lambda *_: make(dynamic_loss_args={"init_scale": 0}), ValueError, "init_scale"),
+    (lambda *_: make(dynamic=False, dynamic_loss_args={}), UNUSED, "dynamic_loss_args"),
+    (lambda *_: make(static_loss_scale=8.0), UNUSED, "static_loss_scale .*=False"),
+    (lambda *_: FP16_Optimizer(SGD, 0), ValueError, "between"),
+    (lambda o, s, _: o.set_loss_scale(s, -1.0), ValueError, "`value` must be"),
+    (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps the mast"),
+    (lambda *_: FP16_Optimizer(make()), TypeError, "FP16_Optimizer object"),
+    (lambda *_: FP16_Optimizer(None), TypeError, "None"),
+    (lambda o, *_: o.init({"extra": [jnp.ones(2, "float8_e4m3fn")]}), TypeError, EXTRA),
+    (lambda o, *_: o.init({"extra": [np.ones(2)]}), TypeError, EXTRA),
+    (lambda o, s, _: o.step(s.params), TypeError, "step.*takes the state.*got dict"),
+    (lambda o, _, none: o.step(none), ValueError, "backward"),
+    (lambda o, _, none: o.update_master_grads(none), ValueError, "backward"),
+    (lambda o, _, none: o.clip_master_grads(none, 1.0), ValueError, "backward"),
+    (lambda o, s, _: o.step(s, lambda s: s), TypeError, r"\(loss, state\)"),
+    (lambda o, s, _: o.step(s, lambda s: (None, s)), TypeError, "the loss None"),
+    (lambda o, s, _: o.step(s, lambda s: (jnp.ones(2), s)), TypeError, "a scalar"),
+    (lambda o, s, none: o.step(s, lambda _: (1.0, none)), TypeError, GRADIENTS),
+    (lambda o, s, _: o.backward(s, lambda p: p["dense"]["bias"]), TypeError, "scalar"),
+    (lambda o, s, _: jax.jit(o.inspect_master_grad_data)(s), TypeError, "outside of"),
+    (lambda o, s, _: o.load_state_dict(s, [1]), TypeError, "mapping, got list"),
+]
+
+
+@pytest.mark.parametrize("call, error, words", REFUSED)
+def test_what_is_refused(call, error, words):
+    optimizer = make()
+    state = optimizer.init(params())
+    none = optimizer.zero_grad(state, set_grads_to_None=True)
+    with pytest.raises(error, match=f"(?s){words}"):
+        call(optimizer, state, none)

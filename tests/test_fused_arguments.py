@@ -107,29 +107,6 @@ def test_equal_hyperparameters_make_equal_transformations(name):
 # Numbers: traced zeros, those out of range, and options that exclude each other
 
 
-@pytest.mark.parametrize(
-    "make_it",
-    [
-        # The trust ratio is asked for by a decay that is not 0, whoever says so.
-        lambda x: jo.fused_lamb(0.1, weight_decay=x),
-        lambda x: jo.fused_lamb(0.1, weight_decay=x, use_nvlamb=True),
-        lambda x: jo.fused_sgd(0.1, x, weight_decay=x),
-    ],
-    ids=["lamb", "nvlamb", "sgd"],
-)
-def test_traced_zeros_compute_what_static_ones_do(make_it):
-    def two_steps(number):
-        tx = make_it(number)
-        state = tx.init(PARAMS)
-        for _ in range(2):
-            updates, state = tx.update(PARAMS, state, PARAMS)
-        return updates
-
-    traced = jax.jit(two_steps)
-    for number in (0.0, 0.25):
-        assert_close(traced(number), two_steps(number))
-
-
 FACTORIES = {name: getattr(jo, f"fused_{name}") for name in BARE}
 FACTORIES["larc"] = functools.partial(jo.larc, PLAIN)
 # Factory, further options, and what the error says: the name and the value.

@@ -32,7 +32,6 @@ from tests.fused import (
 )
 
 HALVES = [jnp.float16, jnp.bfloat16]
-NAMES = dict(zip(BARE, ("Adam", "SGD", "LAMB", "NovoGrad", "Adagrad"), strict=True))
 
 
 def schema(tree):
@@ -98,20 +97,6 @@ def test_float64_leaves_are_stepped_in_float64(name):
             np.testing.assert_array_equal(state.masters["wide"], wide + added)
 
 
-def test_the_states_are_those_of_the_page():
-    for name in OPTIMIZERS:
-        tx = make(name)
-        state, is_larc = tx.init(tree()), name.startswith("larc")
-        fields = ("inner_state",) if is_larc else FIELDS[name]
-        assert state._fields == ("count", *fields)
-        kind = "LARCState" if is_larc else f"Fused{NAMES[name]}State"
-        assert type(state) is getattr(jo, kind)
-        assert isinstance(tx, optax.GradientTransformationExtraArgs)
-        assert isinstance(tx, jo.FusedTransformation) or is_larc
-    assert isinstance(make("larc_sgd").init(tree()).inner_state, jo.FusedSGDState)
-    assert jo.fused_sgd(0.1).init(tree()).trace is None
-
-
 @each
 def test_init_shares_no_array_with_the_params_or_within_the_state(name):
     params = {k: jnp.ones(3) for k in "ab"}
@@ -131,33 +116,15 @@ def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     clean = first(tx, params, scaled, **how)
     assert_close(clean, first(tx, params, grads))
     bad = jax.tree.map(lambda x: x + jnp.nan, params)
-    how["found_inf"] = jnp.float32(1)
-    updates, after = update(tx, bad, clean[1], params, **how)
+    # They may be Python's numbers, too.
+    updates, after = tx.update(bad, clean[1], params, grad_scale=8, found_inf=True)
     assert_same_bits(after, clean[1])
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
 
 
-@pytest.mark.parametrize("name", ["sgd", "larc_sgd"])
-def test_found_inf_and_grad_scale_may_be_numbers_of_python(name):
-    tx, params = make(name), {"w": jnp.ones(3)}
-    args = params, tx.init(params), params
-    updates, state = tx.update(*args, found_inf=True)
-    assert_same_bits((updates["w"], state), (jnp.zeros(3), tx.init(params)))
-    scaled = {"w": 8 * params["w"]}
-    scaled = tx.update(scaled, *args[1:], grad_scale=8, found_inf=False)
-    assert_close(scaled, tx.update(*args))
-
-
 @each
-def test_without_found_inf_nobody_looks_for_one(name):
-    tx, params, bad = make(name), tree(), gradients()
-    bad["gain"] += jnp.nan
-    _, state = first(tx, params, gradients())
-    updates, after = update(tx, bad, state, params)
-    assert np.isnan(updates["gain"])
-    assert counts(after) == {2}
-    # The count saturates.
-    last = np.iinfo(np.int32).max
+def test_the_count_saturates(name):
+    tx, params, last = make(name), tree(), np.iinfo(np.int32).max
     full = jax.tree.map(
         lambda x: jnp.int32(last) if x.dtype == jnp.int32 else x, tx.init(params)
     )
@@ -226,21 +193,6 @@ def test_masked_with_a_mask_of_decay_inside():
     assert_same_bits(got["c"], params["c"])
 
 
-@pytest.mark.standard_promotion  # it adds half gradients up
-@each
-def test_multi_steps(name):
-    tx, params = make(name), {"w": jnp.asarray([1.0, -2.0, 3.0], jnp.bfloat16)}
-    steps = optax.MultiSteps(tx, 2)
-    one, other, mean = (
-        {"w": jnp.asarray(g, jnp.bfloat16)}
-        for g in ([1.0, 2, 3], [3.0, -6, 1], [2.0, -2, 2])
-    )
-    still, state = first(steps, params, one)
-    assert not np.float32(still["w"]).any()
-    got, state = update(steps, other, state, params)
-    assert_close((got, state.inner_opt_state), first(tx, params, mean))
-
-
 @each
 def test_injected_hyperparameters_and_a_schedule(name):
     """All numbers are arrays of a state, the defaults too; booleans are Python's."""
@@ -273,6 +225,9 @@ def test_injected_hyperparameters_and_a_schedule(name):
         (jo.fused_sgd, {"wd_after_momentum": True}),
         (jo.fused_lamb, {"use_nvlamb": True, "grad_averaging": False}),
         (jo.fused_lamb, {"max_grad_norm": None}),
+        # The trust ratio is asked for by a decay that is not 0, whoever says so.
+        (jo.fused_lamb, {"weight_decay": 0.0}),
+        (jo.fused_lamb, {"weight_decay": 0.0, "use_nvlamb": True}),
         (jo.fused_adagrad, {"adagrad_w_mode": True}),
     ],
     ids=lambda x: x.__name__ if callable(x) else "-".join(x),
@@ -321,8 +276,6 @@ def stepped():
 def test_a_state_comes_back_through_flax(name):
     target, state = make(name).init(tree()), stepped()[name]
     saved = serialization.to_state_dict(state)
-    fields = ("inner_state",) if name.startswith("larc") else FIELDS[name]
-    assert set(saved) == {"count", *fields}
     assert_same_bits(serialization.from_state_dict(target, saved), state)
     saved = serialization.to_bytes(state)
     assert_same_bits(serialization.from_bytes(target, saved), state)

@@ -71,30 +71,24 @@ def sides(name: str) -> tuple[Any, Any]:
 MOMENTS = {"learning_rate": 0.05, "b1": 0.8, "b2": 0.95, "eps": 1e-3}
 
 
-def adam(clip: float | None = None, **options: Any) -> Case:
-    return Case("adam", MOMENTS | {"weight_decay": 0.1} | options, clip)
+WD = {"weight_decay": 0.1}
+COMMON = {
+    "adam": MOMENTS | WD,
+    "lamb": MOMENTS | WD | {"max_grad_norm": None},
+    "novograd": MOMENTS | WD | {"eps": 0.1},  # norms are large
+    "adagrad": WD | {"learning_rate": 0.1, "eps": 1e-2},
+}
+
+
+def case(name: str, clip: float | None = None, **options: Any) -> Case:
+    return Case(name, COMMON[name] | options, clip)
 
 
 def sgd(momentum: float = 0.0, **options: Any) -> Case:
     return Case("sgd", {"learning_rate": 0.05, "momentum": momentum} | options)
 
 
-def lamb(clip: float | None = 0.5, **options: Any) -> Case:
-    common = MOMENTS | {"weight_decay": 0.1, "max_grad_norm": None}
-    return Case("lamb", common | options, clip)
-
-
-def novograd(**options: Any) -> Case:
-    common = MOMENTS | {"weight_decay": 0.1, "eps": 0.1}  # norms are large
-    return Case("novograd", common | options)
-
-
-def adagrad(**options: Any) -> Case:
-    common = {"learning_rate": 0.1, "eps": 1e-2, "weight_decay": 0.1}
-    return Case("adagrad", common | options)
-
-
-WD = {"weight_decay": 0.1}
+adam, lamb, novograd, adagrad = (functools.partial(case, name) for name in COMMON)
 # Each option at least once, and what each does to the others' formulas.
 CASES = {
     "adam_clip": adam(0.5),
@@ -109,12 +103,12 @@ CASES = {
     "sgd_nesterov_decay": sgd(0.8, nesterov=True, **WD),
     "sgd_decay_after": sgd(0.8, wd_after_momentum=True, **WD),
     "sgd_after_nesterov": sgd(0.8, nesterov=True, wd_after_momentum=True, **WD),
-    "lamb_clip": lamb(),
-    "lamb_l2": lamb(adam_w_mode=False),
-    "lamb_no_correction": lamb(bias_correction=False),
-    "lamb_no_averaging": lamb(grad_averaging=False),
-    "lamb_no_decay": lamb(weight_decay=0.0),
-    "lamb_nvlamb_no_decay": lamb(weight_decay=0.0, use_nvlamb=True),
+    "lamb_clip": lamb(0.5),
+    "lamb_l2": lamb(0.5, adam_w_mode=False),
+    "lamb_no_correction": lamb(0.5, bias_correction=False),
+    "lamb_no_averaging": lamb(0.5, grad_averaging=False),
+    "lamb_no_decay": lamb(0.5, weight_decay=0.0),
+    "lamb_nvlamb_no_decay": lamb(0.5, weight_decay=0.0, use_nvlamb=True),
     "novograd": novograd(),
     "novograd_no_correction": novograd(bias_correction=False),
     "novograd_inside": novograd(reg_inside_moment=True),
@@ -137,8 +131,8 @@ ALL = CASES | {
     "sgd_plain_after": sgd(wd_after_momentum=True, **WD),
     "sgd_dampening_after": sgd(0.8, dampening=0.3, wd_after_momentum=True, **WD),
     "lamb_clip_0": lamb(None, max_grad_norm=0),
-    "lamb_nvlamb": lamb(use_nvlamb=True, learning_rate=Schedule(0.05)),
-    "lamb_nvlamb_l2": lamb(weight_decay=0.0, use_nvlamb=True, adam_w_mode=False),
+    "lamb_nvlamb": lamb(0.5, use_nvlamb=True, learning_rate=Schedule(0.05)),
+    "lamb_nvlamb_l2": lamb(0.5, weight_decay=0.0, use_nvlamb=True, adam_w_mode=False),
     "novograd_all_inside": novograd(grad_averaging=False, reg_inside_moment=True),
     "novograd_inf_init_zero": novograd(norm_type="inf", init_zero=True),
     "novograd_no_decay": novograd(weight_decay=0.0),
@@ -148,7 +142,7 @@ ALL = CASES | {
 BUSY = {
     "adam": adam(0.5, learning_rate=Schedule(0.05)),
     "sgd": sgd(0.8, dampening=0.3, **WD),
-    "lamb": lamb(learning_rate=Schedule(0.05)),
+    "lamb": lamb(0.5, learning_rate=Schedule(0.05)),
     "novograd": novograd(reg_inside_moment=True),
     "adagrad": adagrad(adagrad_w_mode=True, learning_rate=Schedule(0.1)),
 }
@@ -238,7 +232,7 @@ SIGNS = [[1.0, -2.0, 0.5]]
 EXACT = {
     # In float32, 1 - 0.999 has an error of 1e-5. At a rate of 1 it would be seen.
     "correction of adam": (adam(**RATE, b2=0.999), SIGNS),
-    "correction of lamb": (lamb(**RATE, b2=0.999), SIGNS),
+    "correction of lamb": (lamb(0.5, **RATE, b2=0.999), SIGNS),
     "correction of novograd": (novograd(**RATE, b2=0.999, init_zero=True), SIGNS),
     "a millionth in the older clip": (Case("adam", LEGACY), [[1e-5]]),
 } | {

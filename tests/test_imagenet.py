@@ -10,10 +10,8 @@ import sys
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.bits import assert_same_bits
 from tests.scripts import load, needs_extra, png_size
@@ -66,14 +64,6 @@ def test_imagenet_takes_apex_flags(data, tmp_path, monkeypatch, capsys):
     assert png_size(tmp_path / "imagenet.png") == (840, 960)
 
 
-def test_the_models_have_as_many_params_as_torchvisions():
-    images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-    for arch, count in {"resnet18": 11_689_512, "resnet50": 25_557_032}.items():
-        init = imagenet().ResNet(arch, classes=1000).init
-        params = jax.eval_shape(init, jax.random.key(0), images)["params"]
-        assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
-
-
 # Per epoch 10 steps. By hand, from apex's adjust_learning_rate.
 RATES = {0: 0.002, 24: 0.05, 48: 0.098, 49: 0.1, 50: 0.1, 299: 0.1, 300: 0.01}
 RATES |= {599: 0.01, 600: 0.001, 799: 0.001, 800: 1e-4, 899: 1e-4, 900: 1e-5}
@@ -84,68 +74,6 @@ def test_the_learning_rate_is_apex_schedule():
         steps = np.array([step for step in RATES if step >= start])
         rates = imagenet().learning_rate(0.1, 10, start, steps - start)
         np.testing.assert_allclose(rates, [RATES[step] for step in steps], rtol=1e-5)
-
-
-def test_the_score_is_numpys():
-    logits = np.random.default_rng(0).normal(size=(40, 12))
-    labels = np.append(np.arange(39) % 12, -1)  # the last is of no class
-    loss, first, five = imagenet().score(jnp.float32(logits), labels)
-    expected = np.log(np.exp(logits).sum(1)) - logits[np.arange(40), labels]
-    np.testing.assert_allclose(loss, np.where(labels < 0, 0, expected), rtol=1e-5)
-    ranks = (np.argsort(-logits) == labels[:, None]).argmax(1)
-    np.testing.assert_array_equal(first, 100 * ((ranks == 0) & (labels >= 0)))
-    np.testing.assert_array_equal(five, 100 * ((ranks < 5) & (labels >= 0)))
-
-
-# ---- The images ----------------------------------------------------------------------
-def test_an_epoch_has_each_image_once_and_validation_all(tmp_path):
-    reader, colors = load("image_folder"), 20 * np.arange(9)
-    for color in colors.tolist():  # which no crop changes
-        path = tmp_path / "abc"[color // 60] / f"{color}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.new("RGB", (9 + color, 12), (color, 0, 255)).save(path)
-
-    def seen(method, *args, workers=2):
-        folder = reader.ImageFolder(tmp_path, 4, 6, workers)
-        assert (folder.classes, len(folder)) == (["a", "b", "c"], 2)
-        batches = zip(*getattr(folder, method)(*args), strict=True)
-        images, labels = map(np.concatenate, batches)
-        return images[:, 0, 0, 0], labels
-
-    shown, labels = seen("shuffled", 0, 0, 4)
-    assert len(set(shown[:8])) == len(set(shown[8:])) == 8
-    np.testing.assert_array_equal(labels, shown // 60)
-    assert (shown[:8] != shown[8:]).any()  # each epoch in another order
-    np.testing.assert_array_equal(seen("shuffled", 0, 3, 4, workers=1)[0], shown[12:])
-    assert (seen("shuffled", 1, 0, 4)[0] != shown).any()  # another seed
-    shown, labels = seen("in_order")
-    np.testing.assert_array_equal(sorted(shown), [0, 0, 0, *colors])
-    assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, -1, -1, -1]
-    with pytest.raises(ValueError, match="A batch of 10 is more than 9 images"):
-        reader.ImageFolder(tmp_path, batch_size=10).shuffled(0, 0, 1)
-
-
-def test_validation_takes_the_middle_and_training_other_parts(tmp_path):
-    ramp, decode = np.zeros((32, 48, 3), np.uint8), load("image_folder").decode
-    ramp[..., 0], ramp[..., 1] = 5 * np.arange(48), 5 * np.arange(32)[:, None]
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    middle = decode(tmp_path / "ramp.png", 28)  # 7/8 of 32: nothing is scaled
-    np.testing.assert_array_equal(middle, ramp[2:30, 10:38])
-    rngs = map(np.random.default_rng, range(40))
-    crops = [decode(tmp_path / "ramp.png", 8, rng) for rng in rngs]
-    assert len({crop.tobytes() for crop in crops}) == 40
-    assert 8 < sum(crop[0, 0, 0] > crop[0, -1, 0] for crop in crops) < 32  # mirrored
-
-
-def test_without_images_patterns_are_drawn_once(tmp_path, monkeypatch, capsys):
-    reader, drawn = load("image_folder"), tmp_path / "drawn"
-    small = functools.partial(reader.draw_patterns, each=6, size=8)
-    for draw in (small, None):
-        monkeypatch.setattr(reader, "draw_patterns", draw)
-        folders = reader.train_and_val(None, 4, 8, drawn=drawn)
-        assert [len(folder.files) for folder in folders] == [60, 12]
-        printed = capsys.readouterr().out
-        assert f"None is not a folder: patterns, from {drawn}" in printed
 
 
 # ---- Training ------------------------------------------------------------------------

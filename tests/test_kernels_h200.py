@@ -39,13 +39,7 @@ def compiled(target: str) -> dict[str, list[ptx.Kernel]]:
 
 
 class Launch(NamedTuple):
-    """A kernel that was run.
-
-    Attributes:
-        names: of its operands and results.
-        arrays: the same.
-        accesses: of each block.
-    """
+    """A kernel that was run: its operands and results, and accesses of each block."""
 
     names: list[str]
     arrays: list[np.ndarray]

@@ -1,4 +1,6 @@
-"""What a step moves and launches on an H200, the tables of docs/optimizers.md first."""
+"""The steps that are timed: one and the same; and what they move and launch on an H200.
+
+The tables of docs/optimizers.md come first."""
 
 import functools
 import pathlib
@@ -9,19 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jamp
-from benchmarks import specs
-from benchmarks.optimizer_steps import fused_step, jamp_fused, names, optax_chain
+from benchmarks import optimizer_steps as timed, specs
 from jamp import optimizers as jo
 from tests import h200
 from tests.hlo import Program
 
-pytestmark = [
-    pytest.mark.h200,
-    pytest.mark.standard_promotion,  # optax promotes
-]
+pytestmark = pytest.mark.standard_promotion  # optax promotes
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
 
@@ -34,12 +33,13 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-def compiled(spec: specs.Spec, init: Any, step: Any = fused_step) -> Compiled:
+def compiled(spec: specs.Spec, init: Any, step: Any = timed.fused_step) -> Compiled:
     """A step of the state that `init` makes, with gradients like its params."""
-    shapes = list(zip(names(spec), spec.shapes, strict=True))
+    shapes = list(zip(timed.names(spec), spec.shapes, strict=True))
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes}
     state = jax.eval_shape(init, params)
-    grads = state.params if isinstance(state, jamp.AmpState) else state.half
+    is_amp = isinstance(state, jamp.AmpState)
+    grads = state.params if is_amp else state.masters | state.half
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     start = time.process_time()
     program = h200.compile_step(step, state, grads, donate=(0,))
@@ -85,6 +85,7 @@ ROWS = {
 }
 
 
+@pytest.mark.h200
 @pytest.mark.parametrize("backend", ["xla", "mosaic"])
 @pytest.mark.parametrize("name", ROWS)
 def test_bytes_per_parameter(name, backend):
@@ -101,9 +102,9 @@ def test_bytes_per_parameter(name, backend):
 
 MANY = specs.many_leaves()
 LAUNCHES = {
-    "optax's Adam, compiled": (optax_chain, 763),
-    "`fused_adam`, XLA": (functools.partial(jamp_fused, backend="xla"), 215),
-    "`fused_adam`, Mosaic": (functools.partial(jamp_fused, backend="mosaic"), 28),
+    "optax's Adam, compiled": (timed.optax_chain, 763),
+    "`fused_adam`, XLA": (functools.partial(timed.jamp_fused, backend="xla"), 215),
+    "`fused_adam`, Mosaic": (functools.partial(timed.jamp_fused, backend="mosaic"), 28),
 }
 
 
@@ -117,6 +118,7 @@ BY_XLA, BY_MOSAIC = [*LAUNCHES][:2], [*LAUNCHES][2]
 LONG = [pytest.param(name, marks=pytest.mark.budgets) for name in BY_XLA]  # 10 s each
 
 
+@pytest.mark.h200
 @pytest.mark.parametrize("name", [*LONG, BY_MOSAIC])
 def test_launches_on_300_leaves(name):
     launches = LAUNCHES[name][1]
@@ -156,6 +158,7 @@ IN_FULL = {spec.name: Tree(spec) for spec in DEEP}
 IN_FULL |= {f"{x.name}, remainder": Tree(x, 28, options=SPLIT) for x in DEEP[:3]}
 
 
+@pytest.mark.h200
 @pytest.mark.parametrize(
     "name", [*TREES, *(pytest.param(x, marks=pytest.mark.gpu) for x in IN_FULL)]
 )
@@ -194,6 +197,7 @@ def test_trees_in_few_launches_and_in_place(name, record_property):
         assert (len(hashes), len(set(hashes))) == (15, 7)
 
 
+@pytest.mark.h200
 def test_tiny_leaves_take_less_than_a_kernel_each():
     # Lengths on both sides of the least that a kernel takes. XLA and Mosaic compile a
     # few leaves a second where lengths differ: 10,000 would take too long here.
@@ -207,3 +211,59 @@ def test_tiny_leaves_take_less_than_a_kernel_each():
     assert max(program.copies, default=0) <= 4
     # The copies of leaves that XLA steps are not read: JAX drops them.
     assert held - 2 * by_xla - 8 <= program.aliased_bytes < held
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize(
+    "spec",
+    [
+        specs.single_leaf(2**20),
+        specs.many_leaves(3),
+        specs.resnet50(blocks=(1,), width=64),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_chain_moves_no_more_than_it_must(spec):
+    it = timed.optax_chain(spec)
+    program, *_ = compiled(spec, it.init, it.step)
+    assert it.bytes_moved <= program.traffic <= 1.001 * it.bytes_moved
+    assert all(size <= 4 for size in program.copies)  # of a scalar
+
+
+# What is timed is no straw man
+
+TREE = specs.Spec("a tree", ((3, 5), (5,), (), (130,)), frozenset({1}))
+CONTESTANTS = {
+    "chain": timed.optax_chain,
+    "jamp": lambda spec: timed.jamp_fused(spec, "xla"),
+    "remainder": lambda spec: timed.jamp_fused(spec, "xla", store_remainder=True),
+}
+
+
+def dtype_of(name):
+    return jnp.float32 if "fp32" in name else timed.HALF
+
+
+@pytest.mark.parametrize("contestant", CONTESTANTS)
+def test_first_step_is_that_of_adamw_and_all_skip_inf(contestant):
+    rng, it = np.random.default_rng(0), CONTESTANTS[contestant](TREE)
+    shapes = zip(timed.names(TREE), TREE.shapes, strict=True)
+    noise = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes}
+    params = {name: jnp.asarray(timed.PARAM_SIZE * x) for name, x in noise.items()}
+    grads = {name: jnp.asarray(x, dtype_of(name)) for name, x in noise.items()}
+    state, step = it.init(params), jax.jit(it.step)
+    after = it.params(step(state, grads))
+    assert after.keys() == params.keys()
+    for name, param in params.items():
+        wide = np.asarray(grads[name], np.float32)
+        expected = timed.first_step(np.asarray(param), wide)
+        assert after[name].dtype == dtype_of(name)
+        rounding = 2**-8 if after[name].dtype == timed.HALF else 1e-6
+        np.testing.assert_allclose(
+            np.asarray(after[name], np.float32), expected, rtol=rounding, atol=1e-8
+        )
+    last = timed.names(TREE)[-1]
+    skipped = step(state, grads | {last: grads[last].at[-1].set(jnp.inf)})
+    assert (skipped.step, skipped.skipped_steps) == (0, 1)
+    for name, before in it.params(state).items():
+        np.testing.assert_array_equal(it.params(skipped)[name], before)

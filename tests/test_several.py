@@ -12,45 +12,11 @@ import pytest
 
 import jamp
 from tests import several
-from tests.oracles import several as oracle
-from tests.states import make, wide
+from tests.states import like, make, wide
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # So that each model has a half and a float32 weight, where the level casts.
 KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O3", "O5")}
-
-
-def begin(name, shared, level, **kwargs):
-    case = several.CASES[name]
-    kwargs |= KEEP.get(level, {})
-    scales = several.scaling(case, shared)
-    return several.begin(case, scales, level, several.params(case), **kwargs)
-
-
-# The oracle
-
-
-def test_apexs_two_models_by_hand():
-    case = several.CASES["2 models, 2 losses, 1 optimizer"]
-    # The second of three steps overflows.
-    overflows = [set(), {1}, set()]
-    steps = list(oracle.train(case.setup, several.scaling(case, False), overflows))
-    (first, second), *_, last = [step.weights for step in steps]
-    # w0 = (1, 2), w1 = (2, 3); each is the gradient of the other; rate 1/4.
-    np.testing.assert_array_equal(first, [[0.5, 1.25], [1.75, 2.5]])
-    # w0 = (2, 3), w1 = (3, 4), rate 1/2.
-    np.testing.assert_array_equal(second, [[0.5, 1.0], [2.0, 2.5]])
-    np.testing.assert_array_equal(steps[1].weights, steps[0].weights)
-    # Traces 1/8 (2, 3) + (1.75, 2.5) and 1/8 (1, 2) + (0.5, 1.25).
-    np.testing.assert_array_equal(last[0], [[0.0, 0.53125], [1.59375, 2.125]])
-    # Traces (2.375, 3) and (0.75, 1.375).
-    np.testing.assert_array_equal(last[1], [[-0.6875, -0.5], [1.625, 1.8125]])
-    assert [step.step for step in steps] == [1, 1, 2]
-    assert [step.skipped_steps for step in steps] == [[0], [1], [1]]
-    assert [step.last_step_skipped for step in steps] == [[False], [True], [False]]
-    scales = [[(s.scale, s.unskipped) for s in step.scales] for step in steps]
-    assert scales[:2] == [[(4, 1), (16, 1)], [(4, 2), (8, 0)]]
-    assert scales[2] == [(8, 0), (8, 1)]
 
 
 # Everything that a state holds, after every step
@@ -60,52 +26,87 @@ def test_apexs_two_models_by_hand():
     "name, shared, level",
     [
         pytest.param(name, shared, level, id=f"{name}, {shared=}, {level}")
-        for name, case in several.CASES.items()
-        for shared in ((False, True) if len(case.setup.losses) > 1 else (True,))
+        for name, setup in several.CASES.items()
+        for shared in ((False, True) if len(setup.losses) > 1 else (True,))
         for level in (LEVELS if "3 models" in name else ("O2",))
     ],
 )
 def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
-    several.assert_trains(begin(name, shared, level), name, shared)
+    state = several.begin(name, shared, level, **KEEP.get(level, {}))
+    several.assert_trains(state, name, shared)
 
 
-@pytest.mark.parametrize("level, static", [("O2", 128.0), ("O3", None), ("O4", 2)])
-def test_a_static_scale_trains_as_the_plain_run(level, static):
-    name = "3 models, 2 losses, 2 optimizers"
-    case = several.CASES[name]
-    state = several.batch(begin(name, False, level, loss_scale=static))
-    clean = np.stack([several.spoil(case.setup, ())[0]] * several.BATCH)
-    step = several.make_step(case, several.scaling(case, False).loss_ids)
-    step = several.batched(step, state, clean)
-    for result in several.expected(name, False)[0]:
-        state = step(state, clean)
-        weights = np.stack([result.weights] * several.BATCH)
-        for tree in (state.params, jamp.master_params(state)):
-            several.assert_models(several.by_model(tree), weights, "params")
-        assert (state.step == result.step).all()
-    assert not np.any(state.skipped_steps)
-    assert np.unique(state.loss_scale) == (static or 1.0)
+# Models mixed of half and float32 by hand, left as they are at every level. So are
+# those of apex's own tests: the second weight of each is half.
+
+NAME = "2 models, 2 losses, 1 optimizer"
+MIXED = {"cast_model_type": False, "allow_incoming_model_not_fp32": True}
 
 
-def test_a_compiled_step_is_the_same_and_traced_once():
-    name = "3 models, 3 losses, 3 optimizers"
-    case, traces = several.CASES[name], []
-    body = several.make_step(case, several.scaling(case, False).loss_ids)
+def mixed(name, level, shared=False, half=np.float16):
+    return several.begin(name, shared, level, (np.float32, half), **MIXED)
 
-    def counted(state, spoil):
-        traces.append(1)
-        return body(state, spoil)
 
-    step = jax.jit(counted, donate_argnums=0)
-    every = several.spoilings(case.setup)
-    for n in (0, 5, 14, 24, 25, 26, 27):
-        state = begin(name, False, "O2")
-        spoil = several.spoil(case.setup, every[n])
-        for i, result in enumerate(several.expected(name, False)[n]):
-            state = step(state, spoil[i])
-            batch = jax.tree.map(lambda x: x[None], jax.device_get(state))
-            several.assert_state(batch, [result], case)
-    assert len(traces) == 1
+@pytest.mark.parametrize(
+    "name, shared, half, levels",
+    [
+        (NAME, False, np.float16, LEVELS),
+        ("3 models, 2 losses, 1 optimizer", True, np.float16, ("O2",)),
+        ("2 models, 2 losses, 2 optimizers", True, np.float16, ("O2",)),
+        ("3 models, 2 losses, 2 optimizers", False, np.float16, ("O2", "O3")),
+        ("3 models, 2 losses, 2 optimizers", False, jnp.bfloat16, ("O5",)),
+    ],
+)
+def test_skipped_steps_of_mixed_models_are_left_out(name, shared, half, levels):
+    for level in levels:
+        several.assert_trains(mixed(name, level, shared, half), name, shared)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_leaf_keeps_its_dtype_and_halves_get_masters_where_there_are_any(level):
+    first = mixed(NAME, level)
+    for state in (first, first.apply_gradients(grads=like(first.params, 1.0))):
+        for model in state.params.values():
+            assert {k: x.dtype for k, x in model.items()} == {"w0": "f4", "w1": "f2"}
+        for model in several.traces(state.opt_state).values():
+            assert {x.dtype for x in model.values()} == {np.dtype("f4")}
+        for model in state.opt_state.masters.values() if level in ("O2", "O5") else ():
+            assert isinstance(model["w0"], optax.MaskedNode)  # its own
+            assert model["w1"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("leaf, overflows", [("w0", False), ("w1", True)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_beyond_half_overflows_in_a_half_leaf_alone(level, leaf, overflows):
+    state = mixed(NAME, level)
+
+    def loss_fn(p):
+        return (p["m0"][leaf].astype(jnp.float32) * 2.0**15).sum()  # at a scale of 4
+
+    after = state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state))
+    assert bool(after.last_step_skipped) == overflows
+    assert tuple(map(float, after.loss_scale)) == (2.0 if overflows else 4.0, 16.0)
+    moved = np.float32(after.params["m0"][leaf]) != np.float32(state.params["m0"][leaf])
+    assert (moved != overflows).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
+    # apex_semantics 6.4: without masters, apex sums in half.
+    tree = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(2, jnp.float32)}
+    options = MIXED | {"loss_scale": jamp.DynamicLossScale(4.0), "verbosity": 0}
+    tx = optax.sgd(2.0**-11)
+    state = jamp.initialize(tree, tx, level, num_losses=2, **options)
+
+    def loss_fn(p, x):
+        return sum((w.astype(jnp.float32) * x).sum() for w in p.values())
+
+    rows = enumerate((1.0, 2048.0))
+    grads = [jamp.scaled_grad(loss_fn, loss_id=i)(state, x) for i, x in rows]
+    after = state.apply_gradients(grads=grads)
+    # float16 knows no 2049.
+    for leaf in after.params.values():
+        assert (np.float32(leaf) == -(2.0**-11)).all()
 
 
 # Which groups skip, and whose scale moves

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracles import fused
-from tests.oracles.loss_scale import Rule, State, fp32, init, update
+from tests.oracles.loss_scale import Rule, fp32, init, update
 from tests.oracles.steps import Leaves, float64, norm
 
 
@@ -47,14 +47,10 @@ def clip(
 
 
 class FP16Optimizer:
-    """7.1 and 7.2, around SGD with a momentum of 0.5 and a learning rate of 0.5.
+    """7.1 and 7.2, around SGD with a momentum of 0.5 and a learning rate of 0.5."""
 
-    `rule` for a dynamic scale, else `static`.
-    """
-
-    def __init__(self, params: Leaves, rule: Rule | None, static: float = 1.0) -> None:
-        self.given, self.rule = list(params), rule
-        self.scaler = init(rule) if rule else State(static, 0, 1, 0)
+    def __init__(self, params: Leaves, rule: Rule) -> None:
+        self.given, self.rule, self.scaler = list(params), rule, init(rule)
         self.masters = float64(params)
         self.trace = self._zeros()
         self.zero_grad()
@@ -76,12 +72,8 @@ class FP16Optimizer:
         unscaled = [x / self.scaler.scale for x in self.model_grads]
         self.master_grads = added(self.master_grads, unscaled)
         self.model_grads = self._zeros()
-        if self.rule:
-            self.overflow |= not all(np.isfinite(x).all() for x in unscaled)
-            self.scaler = update(self.rule, self.scaler, not self.overflow)
-        else:
-            seen = self.scaler.unskipped + 1
-            self.scaler = dataclasses.replace(self.scaler, unskipped=seen)
+        self.overflow |= not all(np.isfinite(x).all() for x in unscaled)
+        self.scaler = update(self.rule, self.scaler, not self.overflow)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         before, self.master_grads = clip(self.master_grads, max_norm, norm_type)

@@ -8,14 +8,12 @@ gradients of the others. An optimizer is SGD with momentum over a group of model
 
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.oracles import loss_scale
 
-type Group = int
-type Loss = int
 # (models, 2, 2): of each model, w0 and w1.
 type Weights = np.ndarray
 
@@ -23,25 +21,24 @@ type Weights = np.ndarray
 class Setup(NamedTuple):
     """Who optimizes and who loses what.
 
-    Attributes:
-        groups: the models of each optimizer.
-        losses: the models in the ring of each loss.
-        covers: the groups that each loss is differentiated for.
-        learning_rates: one per model, or more.
-        momentum: one per group, or more.
+    `groups` has the models of each optimizer, `losses` those in the ring of each loss,
+    and `covers` the groups that each loss is differentiated for. There is a learning
+    rate per model and a momentum per group, or more. `pack` makes a container of
+    groups; None where there is one.
     """
 
     groups: tuple[tuple[int, ...], ...]
     losses: tuple[tuple[int, ...], ...]
-    covers: tuple[tuple[Group, ...], ...]
+    covers: tuple[tuple[int, ...], ...]
     learning_rates: tuple[float, ...] = (0.25, 0.5, 0.125)
     momentum: tuple[float, ...] = (0.125, 0.25, 0.5)
+    pack: Any = None
 
     @property
     def models(self) -> int:
         return sum(map(len, self.groups))
 
-    def trained(self, loss: Loss) -> list[int]:
+    def trained(self, loss: int) -> list[int]:
         """The models that a loss is differentiated for."""
         return [m for g in self.covers[loss] for m in self.groups[g]]
 
@@ -81,7 +78,7 @@ def gradient(models: Sequence[int], w: Weights) -> Weights:
 
 
 def train(
-    setup: Setup, scaling: Scaling, overflows: Sequence[Collection[Loss]]
+    setup: Setup, scaling: Scaling, overflows: Sequence[Collection[int]]
 ) -> Iterator[Result]:
     """Training where in each iteration the losses that it names overflow.
 
@@ -89,18 +86,15 @@ def train(
     no scales, with the skipped steps left out, and what was counted.
     """
     w = weights(setup.models)
-    trace = np.zeros_like(w)
+    trace, groups = np.zeros_like(w), len(setup.groups)
     start = loss_scale.init(scaling.rule)
     scales = [dataclasses.replace(start, scale=first) for first in scaling.first]
-    step, counts = 0, [0] * len(setup.groups)
-    last = [False] * len(setup.groups)
+    step, counts, last = 0, [0] * groups, [False] * groups
     for overflow in overflows:
         grads = [gradient(models, w) for models in setup.losses]
         w, trace, stepped = w.copy(), trace.copy(), False
         for g, models in enumerate(setup.groups):
             covering = [i for i, covers in enumerate(setup.covers) if g in covers]
-            if not covering:
-                continue
             last[g] = any(loss in overflow for loss in covering)
             counts[g] += last[g]
             if not last[g]:
@@ -115,16 +109,13 @@ def train(
 
 
 def _after_backward(
-    scaling: Scaling, before: Sequence[loss_scale.State], overflow: Collection[Loss]
+    scaling: Scaling, before: Sequence[loss_scale.State], overflow: Collection[int]
 ) -> list[loss_scale.State]:
     """4.5, 5.4: each backward pass moves its scale, in order; skips count steps."""
     scales = list(before)
     for loss, i in enumerate(scaling.loss_ids):
-        finite = loss not in overflow
-        scales[i] = loss_scale.update(scaling.rule, scales[i], finite)
+        scales[i] = loss_scale.update(scaling.rule, scales[i], loss not in overflow)
     bad = {scaling.loss_ids[loss] for loss in overflow}
     skips = [s.consecutive_skips + 1 if i in bad else 0 for i, s in enumerate(before)]
-    return [
-        dataclasses.replace(s, consecutive_skips=n)
-        for s, n in zip(scales, skips, strict=True)
-    ]
+    replaced = zip(scales, skips, strict=True)
+    return [dataclasses.replace(s, consecutive_skips=n) for s, n in replaced]
