@@ -531,6 +531,9 @@ BAD_CALLS = {
     r"jamp.nnx.scaled_grad\(loss_fn\) takes": (
         lambda: jamp.nnx.scaled_grad(loss_fn)(make()[0], None, X)
     ),
+    r"Expected an nnx.Module, got a State.*nnx.merge\(graphdef, state\)": lambda: (
+        train_step(nnx.state(linear()), make()[1], X)
+    ),
     "got a GraphDef, as of nnx.split": lambda: make(model=nnx.split(linear())),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)
