@@ -261,13 +261,23 @@ def test_only_float32_params_come_in_unless_others_are_allowed(level, dtype):
 # Printing
 
 
-def test_defaults_and_then_overrides_are_printed_once(capsys):
-    def describe(**given):
-        return jamp.Properties.from_opt_level("O2", **given).describe()
+BRIEFS = {
+    "O0": "Pure FP32 training.",
+    "O1": "Insert automatic casts around JAX functions.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "Pure FP16 training.",
+    "O4": "Insert automatic casts around JAX functions.",
+    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+}
 
-    brief = "FP16 training with FP32 batchnorm and FP32 master weights."
+
+@pytest.mark.parametrize("level, brief", BRIEFS.items())
+def test_defaults_and_then_overrides_are_printed_once(capsys, level, brief):
+    def describe(**given):
+        return jamp.Properties.from_opt_level(level, **given).describe()
+
     expected = [
-        f"Selected optimization level O2:  {brief}",
+        f"Selected optimization level {level}:  {brief}",
         "Defaults for this optimization level are:",
         *describe(),
         "Processing user overrides (additional kwargs that are not None)...",
@@ -275,10 +285,9 @@ def test_defaults_and_then_overrides_are_printed_once(capsys):
         *describe(loss_scale="128.0"),
     ]
     for trees, txs in ((params(), SGD), ([W, W], [SGD, SGD])):
-        jamp.initialize(trees, txs, "O2", loss_scale="128.0", num_losses=2)
+        jamp.initialize(trees, txs, level, loss_scale="128.0", num_losses=2)
         out, err = capsys.readouterr()
         assert [line for line in out.splitlines() if line] == expected and not err
-
     make()
     make(verbosity=1, enabled=False)
     assert capsys.readouterr() == ("", "")  # elsewhere: test_many_hosts
@@ -392,10 +401,7 @@ def test_a_declared_class_declares_all_its_fields_and_others_are_shared():
         make(state_class=Mine, batch_stats=STATS, ema=STATS)
     with pytest.raises(TypeError, match="batch_stats"):
         make(state_class=Mine)
-    a, b = (
-        type(make(level, **fields))
-        for level, fields in (("O2", {"x": W, "y": STATS}), ("O3", {"y": W, "x": W}))
-    )
+    a, b = type(make("O2", x=W, y=STATS)), type(make("O3", y=W, x=W))
     assert a is b is not type(make("O2", x=W))
     assert issubclass(a, jamp.AmpState)
     assert pickle.loads(pickle.dumps(a)) is a
