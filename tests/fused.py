@@ -22,7 +22,7 @@ def larc_adam(learning_rate, b1=0.9, weight_decay=0.0, trust_coefficient=0.05):
     return jo.larc(inner, learning_rate, **kwargs)
 
 
-# How to make each, and with which hyperparameters it minimises the two problems.
+# How to make each, and with which hyperparameters.
 OPTIMIZERS = {
     "adam": (jo.fused_adam, {"learning_rate": 0.05}),
     "sgd": (jo.fused_sgd, {"learning_rate": 1e-3, "momentum": 0.9}),
@@ -80,11 +80,6 @@ def first(tx, params, grads=None, **kwargs):
     """The updates and the state of the first step."""
     grads = params if grads is None else grads
     return update(tx, grads, tx.init(params), params, **kwargs)
-
-
-def counts(state):
-    """Every count in a state, LARC's and that of what it wraps."""
-    return {int(x) for _, x in optax.tree.get_all_with_path(state, "count")}
 
 
 def assert_close(a, b, rtol=1e-6, atol=1e-7):

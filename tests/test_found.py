@@ -92,7 +92,7 @@ test_the_innermost_policy_wins
     read: an `autocast` inside of `disable_casts` cast
 test_a_function_that_is_compiled_is_traced_once
     count: a jitted function was traced for each trace
-test_autocast_tracing.py
+test_autocast_control.py
 test_the_original_is_back_after_the_last_of_two_threads
     read: of two threads that trace, one put functions back for both
 test_lean.py

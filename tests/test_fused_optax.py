@@ -100,10 +100,7 @@ EQUAL = {
     "adam": (adam(S), their_adam(S)),
     "adamw": (adam(S, **MASKED), their_adamw(S, **MASKED)),
     "adam l2": (adam(L, adam_w_mode=False, **MASKED), decayed(their_adam(L), MASK)),
-    "adamw clipped": (
-        adam(L, max_grad_norm=CLIP, **WD),
-        clipped(their_adamw(L, **WD)),
-    ),
+    "adamw clipped": (adam(L, max_grad_norm=CLIP, **WD), clipped(their_adamw(L, **WD))),
     "legacy without eps": (adam(L, eps=0, legacy=True), their_adam(L, eps=0)),
     "momentum": (fused_sgd(S, M), optax.sgd(S, M)),
     "nesterov": (
@@ -146,10 +143,7 @@ EQUAL = {
         larc(optax.sgd(L, M, nesterov=True), clip=False),
         their_lars(L, nesterov=True),
     ),
-    "lars at a schedule": (
-        larc(fused_sgd(S), clip=False),
-        their_lars(S, momentum=0.0),
-    ),
+    "lars at a schedule": (larc(fused_sgd(S), clip=False), their_lars(S, momentum=0.0)),
     "trust ratio": (larc(optax.adam(S), clip=False), by_trust(optax.adam(S))),
     # Defaults: optax's decay, and LAMB's; without momentum it keeps a trace for 0.0.
     "adamw's": (jo.fused_adam(L, weight_decay=1e-4), optax.adamw(L)),

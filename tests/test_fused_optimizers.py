@@ -15,15 +15,7 @@ import pytest
 
 from jamp import optimizers as jo
 from tests.fused import BARE, each_bare
-from tests.fused_steps import (
-    SKIPPED,
-    TOLERANCE,
-    Problem,
-    apply,
-    check,
-    problem,
-    update,
-)
+from tests.fused_steps import SKIPPED, TOLERANCE, Problem, apply, check, problem, update
 from tests.mixed_leaves import (
     F32,
     KINDS,

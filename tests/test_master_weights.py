@@ -17,14 +17,7 @@ import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
 from tests.fused import OPTIMIZERS, fresh
-from tests.masters import (
-    BF16,
-    F16,
-    F32,
-    assert_it_holds,
-    is_hole,
-    tree,
-)
+from tests.masters import BF16, F16, F32, assert_it_holds, is_hole, tree
 
 HALVES = [F16, BF16]
 # optax.apply_updates adds fp32 to half.
@@ -138,18 +131,6 @@ class Loop:
         return optax.tree.get(self.state, "masters")["w"]
 
 
-# Limits, which the documentation states
-
-
-@standard
-def test_limit_what_comes_after_it_in_a_chain_breaks_the_invariant():
-    tx = optax.chain(jamp.master_weights(optax.sgd(1.0)), optax.scale(0.5))
-    loop = Loop(tx, [1.0])
-    assert loop.step(jnp.asarray([0.5], F16)) == 0.75
-    assert loop.master == 0.5
-    assert "last" in jamp.master_weights.__doc__
-
-
 # What it computes
 
 
@@ -213,10 +194,7 @@ def test_init_widens_half_leaves_and_leaves_holes_for_the_others(store):
 
 def test_init_from_fp32_params_copies_what_casting_them_loses():
     # 1 + 2^-12 is 1 in fp16. The params are cast after init, and the norm is kept.
-    originals = {
-        "w": jnp.asarray([1 + 2.0**-12], F32),
-        "norm": jnp.asarray([2.0], F32),
-    }
+    originals = {"w": jnp.asarray([1 + 2.0**-12], F32), "norm": jnp.asarray([2.0], F32)}
     tx = jamp.master_weights(optax.sgd(1.0))
     state = tx.init(originals)
     assert_same_bits(state.masters["w"], originals["w"])
