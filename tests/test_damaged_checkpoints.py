@@ -144,6 +144,28 @@ def test_a_thousand_damaged_trees(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_damaged_bytes_of_msgpack(form):
+    data = serialization.msgpack_serialize(FORMS[form][0])
+    names = {name for path, _ in leaves(FORMS[form][0]) for name in path}
+    seen = [0, 0]  # restored, refused
+    for seed in range(500):
+        rng = np.random.default_rng(seed)
+        at = rng.integers(len(data))
+        flipped = data[:at] + bytes([rng.integers(256)]) + data[at + 1 :]
+        try:
+            broken = serialization.msgpack_restore(flipped if seed % 5 else data[:at])
+        except Exception:  # msgpack's own: there is nothing to read
+            continue
+        if flipped == data:
+            continue
+        error = outcome(form, broken)
+        seen[error is not None] += 1
+        assert error is None or any(name in str(error) for name in names), str(error)
+    assert min(seen) > 50
+    assert_same_bits(STATE, BEFORE)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_just_beyond_what_training_comes_to(form):
     tree, read, _ = FORMS[form]
     scaler = {"to_checkpoint": ("loss_scaler0",), "state": ("loss_scales", "0")}[form]

@@ -15,11 +15,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import jamp
 import jamp.nnx
 from tests import h200
 from tests.bits import assert_same_bits, copy
+from tests.oracles import loss_scale as oracle
 
 pytestmark = pytest.mark.standard_promotion  # as in a user's program
 
@@ -42,6 +44,47 @@ def step(state, x=X):
 
 
 AFTER = step(make())
+
+
+@jax.jit
+def run(state, xs):
+    """The last state and, of each step, the loss scale and the count of steps."""
+
+    def body(state, x):
+        state = step(state, x)
+        return state, (state.loss_scale, state.step)
+
+    return lax.scan(body, state, xs)
+
+
+# Numbers
+
+
+def storm():
+    rule = oracle.Rule(min_scale=2.0**7)
+    good = np.random.default_rng(0).random(400) < 0.1
+    xs = np.where(good[:, None], X, np.inf)
+    state, (scales, steps) = run(make(min_loss_scale=2.0**7), xs)
+    counters, expected = oracle.init(rule), []
+    for finite in good:
+        counters = oracle.update(rule, counters, bool(finite))
+        expected.append(counters.scale)
+    assert scales.tolist() == expected
+    assert steps.tolist() == np.cumsum(good).tolist()
+    calm, _ = run(make(), xs[good])
+    assert_same_bits(state.params, calm.params)
+    assert_same_bits(state.opt_state, calm.opt_state)
+
+
+def nothing_but_nan():
+    state, (scales, _) = run(AFTER, np.full((1000, 3), np.nan, np.float32))
+    kept = ("loss_scales", "skipped_steps", "last_step_skipped")
+    assert_same_bits(
+        state.replace(**{name: getattr(AFTER, name) for name in kept}), AFTER
+    )
+    assert scales[-1] == 2.0**-126 and state.skipped_steps == 1000
+    with pytest.raises(FloatingPointError, match="1000"):
+        jamp.check(state)
 
 
 # The program
@@ -158,6 +201,8 @@ def compile_cache():
 
 
 FAULTS = {
+    "90 % of the steps overflow": storm,
+    "1,000 batches of NaN": nothing_but_nan,
     "a donated state is used again": donated_twice,
     "Ctrl-C inside of a step": interrupted_step,
     "Ctrl-C inside of an NNX loss": interrupted_nnx,

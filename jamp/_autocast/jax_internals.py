@@ -219,11 +219,6 @@ def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
-def source_line(eqn: jc.JaxprEqn) -> str:
-    """`file:line` of an equation, the innermost outside of JAX and jamp; "" if none."""
-    return next(source_lines(eqn), "")
-
-
 def source_lines(eqn: jc.JaxprEqn) -> Iterator[str]:
     """The lines outside of JAX and jamp that led to an equation, innermost first.
 
