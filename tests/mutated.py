@@ -2,7 +2,7 @@
 
 FUSED = "fused_arguments fused_contract fused_optimizers "
 FUSED += "-k arguments or every_option or {} and not 55"
-STEP = "amp_state initialize print_and_pickle"
+STEP = "amp_state initialize print_and_pickle host"
 
 TESTS = {
     **{
@@ -15,18 +15,18 @@ TESTS = {
     "jamp/multi_tensor.py": "multi_tensor",
     "jamp/_state/amp_state.py": STEP,
     "jamp/_state/initialize.py": STEP,
-    "jamp/_state/parts.py": STEP,
+    "jamp/_state/parts.py": f"{STEP} several",
     "jamp/_state/step.py": STEP,
-    "jamp/_scaling/loss.py": "scaled_grad sealed_grads loss_scale",
+    "jamp/_scaling/loss.py": "scaled_grad sealed_grads loss_scale fp16_optimizer",
     "jamp/_scaling/rules.py": "loss_scale",
     "jamp/_scaling/scaled_grads.py": "sealed_grads scaled_grad properties",
     "jamp/_scaling/seal.py": "sealed_grads",
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
-    "jamp/_autocast/facts.py": "autocast_programs forward_programs",
+    "jamp/_autocast/facts.py": "autocast_programs forward_programs autocast_islands",
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
-    "jamp/_autocast/values.py": "autocast_programs",
+    "jamp/_autocast/values.py": "autocast_programs autocast_islands explain autocast_torch",
     "jamp/nnx/_arguments.py": "nnx",
     "jamp/nnx/_variables.py": "nnx",
     **{
