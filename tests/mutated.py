@@ -2,6 +2,7 @@
 
 FUSED = "fused_arguments fused_contract fused_optimizers "
 FUSED += "-k arguments or every_option or {} and not 55"
+AUTOCAST = "autocast_programs autocast_islands"
 STEP = "amp_state initialize print_and_pickle host"
 
 TESTS = {
@@ -23,10 +24,10 @@ TESTS = {
     "jamp/_scaling/seal.py": "sealed_grads",
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
-    "jamp/_autocast/facts.py": "autocast_programs forward_programs autocast_islands",
+    "jamp/_autocast/facts.py": f"{AUTOCAST} forward_programs",
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
-    "jamp/_autocast/values.py": "autocast_programs autocast_islands explain autocast_torch",
+    "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",
     "jamp/nnx/_arguments.py": "nnx",
     "jamp/nnx/_variables.py": "nnx",
     **{

@@ -23,44 +23,47 @@ class Bound(NamedTuple):
 
     traffic: float
     temp: float
+    kernels: float = 1.05  # and eight more
 
 
 BOUNDS = {
     "widest": Bound(1.05, 1.05),
     "narrowest": Bound(1.02, 1.02),
-    "O2": Bound(1.02, 1.02),
-    "O5": Bound(1.02, 1.02),
+    "O2": Bound(1.02, 1.02, 1.02),
+    "O5": Bound(1.02, 1.02, 1.02),
 }
 # More, each for its cause; at its end what was measured.
 EXCEPTIONS = {
     # The float32 class token joins the patches: the stream is float32 by torch's rules.
     ("vit", "widest"): Bound(1.15, 1.15),
-    # What a scan under remat stacks for its backward pass is its float32 carry.
-    ("gpt2-scan", "widest"): Bound(1.05, 1.26),
     # Probabilities before and after dropout are kept, by hand scores and the latter;
-    # and the norms behind the shortcut give float32, as torch's do: 1.06.
-    ("bert", "widest"): Bound(1.07, 1.05),
+    # and the norms behind the shortcut give float32, as torch's do: 1.07.
+    ("bert", "widest"): Bound(1.08, 1.05),
+    # XLA copies 16 half params whose places are written before they are last read, by
+    # hand two of them: 346 kernels, not 320, in 0.81 of the memory.
+    ("bert", "O5"): Bound(1.02, 1.02, 1.07),
     # The float32 stream is transposed twice a layer, at twice the bytes: 1.11.
     ("mixer", "widest"): Bound(1.13, 1.05),
     # The first carry is float32, as the model says, so all are stacked so: 1.14, 1.62.
-    ("lstm", "widest"): Bound(1.16, 1.64),
-    # Its carries are float32 as Flax makes them, and activations in half: 0.70, 1.03.
-    ("lstm", "O2"): Bound(1.02, 1.04),
-    # Where a mean and a product read a swish, each keeps what it reads: 1.05.
+    ("lstm", "widest"): Bound(1.16, 1.64, 1.14),
+    # The carries are float32, as Flax makes them, and cast on each trip: 1.05 times the
+    # kernels, and 0.69 of the bytes.
+    ("lstm", "narrowest"): Bound(1.02, 1.02, 1.15),
+    ("lstm", "O2"): Bound(1.02, 1.02, 1.06),
+    ("lstm", "O5"): Bound(1.02, 1.02, 1.06),
+    # BatchNorm reads one float32 copy, and the gradients of it are summed in float32.
+    # By hand they are rounded first, and XLA happens to fuse the norm's three sums
+    # better: 1.05. With one copy the model by hand takes as much as ours.
     ("efficientnet", "narrowest"): Bound(1.06, 1.02),
     ("efficientnet", "O2"): Bound(1.05, 1.02),
     ("efficientnet", "O5"): Bound(1.06, 1.02),
+    ("resnet50", "narrowest"): Bound(1.03, 1.02),
     # The label's logit is gathered from a float32 copy, where its cotangent meets that
     # of the softmax: 1.08, and 1.02.
     ("words", "widest"): Bound(1.09, 1.02),
     ("words", "narrowest"): Bound(1.03, 1.02),
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
-    # Relu's mask is kept, where by hand all that it is made of is read again: 0.96 of
-    # the traffic, and 1.04 of the memory.
-    ("resnet50", "narrowest"): Bound(1.02, 1.05),
-    ("resnet50", "O2"): Bound(1.02, 1.04),
-    ("resnet50", "O5"): Bound(1.02, 1.06),
 }
 # On a TPU v5e.
 ON_TPU = {
@@ -86,8 +89,11 @@ tpu = pytest.mark.skipif(
 
 def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> None:
     by_hand = lean.measure(name, mode, False, on_tpu)
-    found = lean.measure(name, mode, True, on_tpu).over(by_hand)
+    ours = lean.measure(name, mode, True, on_tpu)
+    found = ours.over(by_hand)
     assert found.traffic <= bound.traffic and found.temp <= bound.temp, found
+    # A TPU runs one program, and launches no kernels.
+    assert on_tpu or ours.kernels <= bound.kernels * by_hand.kernels + 8, found
 
 
 @pytest.mark.h200
