@@ -36,8 +36,10 @@ TESTS = {
     },
     **{
         f"pallas_kernels/{name}.py": "multi_tensor"
-        for name in ("axpby", "l2norm", "scale", "_run", "_xla")
+        for name in ("axpby", "l2norm", "scale")
     },
+    "pallas_kernels/_run.py": "multi_tensor one_pass launch",
+    "pallas_kernels/_xla.py": "multi_tensor one_pass fused_contract",
     "pallas_kernels/_step.py": "one_pass",
     "pallas_kernels/_weights.py": "one_pass store_remainder",
 }

@@ -99,6 +99,12 @@ test_lean.py
 test_tracing_and_lowering_take_little_more_than_half_as_long_again
     count: tracing nested programs took longer and longer
 test_autocast_islands.py
+test_a_gelu_of_one_row_adds_no_bias
+    count: `x + 0.04 * x**3` of one row was taken for a product with its bias
+test_a_scan_has_no_barriers
+    count: an LSTM's islands launched 1.28 times the kernels
+test_a_derivative_is_in_half_where_its_function_is
+    count: a relu's was in float32, and kept more
 test_the_backward_pass_keeps_half_and_gives_the_same
     count: what is kept for the backward pass was float32 in loops
 test_a_norm_gives_back_its_inputs_dtype
