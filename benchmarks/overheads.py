@@ -5,10 +5,8 @@ least and the most. To trace and lower is counted in calls of Python, which are 
 in each run. Prints Markdown.
 """
 
-import cProfile
 import functools
 import os
-import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -83,9 +81,7 @@ def step(case: lean.Case, level: str | None) -> Callable[[bool], float]:
             state = jamp.initialize(params, lean.TX, level, apply_fn=apply, **options)
         jitted = jax.jit(fn)
         if not calls:
-            profile = cProfile.Profile()
-            profile.runcall(jitted.lower, state, batch, key)
-            return pstats.Stats(profile).total_calls  # pyright: ignore
+            return lean.count_calls(lambda: jitted.lower(state, batch, key))
         return seconds(lambda: jitted(state, batch, key))
 
     return run

@@ -351,8 +351,8 @@ def peers():
     found, plain = {}, {}
     for row in map(json.loads, file.read_text().splitlines()):
         counts = np.array([row["traffic"], row["temp"]])
-        plain = {row["model"]: counts} | plain  # plain JAX comes first
-        found.setdefault(row["model"], {})[row["who"]] = counts / plain[row["model"]]
+        first = plain.setdefault(row["model"], counts)  # of plain JAX
+        found.setdefault(row["model"], {})[row["who"]] = counts / first
     return found
 
 

@@ -11,11 +11,13 @@ included. A program that was compiled before is read from a folder of temporary 
 """
 
 import argparse
+import cProfile
 import functools
 import hashlib
 import json
 import os
 import pathlib
+import pstats
 import tempfile
 import time
 import warnings
@@ -206,6 +208,13 @@ def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
         FOLDER.mkdir(exist_ok=True)
         file.write_text(json.dumps([found.traffic, found.temp, found.kernels]))
     return Measured(*json.loads(file.read_text()))
+
+
+def count_calls(fn: Callable[[], Any]) -> int:
+    """How many calls of Python a call takes: the same in each run."""
+    profile = cProfile.Profile()
+    profile.runcall(fn)
+    return pstats.Stats(profile).total_calls  # pyright: ignore
 
 
 def _digest(lowered: Any, on_tpu: bool) -> str:

@@ -5,9 +5,7 @@ suite two architectures are a sample, for each takes 20 seconds; `make budgets` 
 them all, and `make tpu` five for a TPU v5e, in a quarter of an hour.
 """
 
-import cProfile
 import importlib.util
-import pstats
 from typing import NamedTuple
 
 import jax
@@ -120,9 +118,7 @@ def calls(name: str, mode: str) -> int:
     def lower():
         step, state = lean.program(name, mode, ours=True)
         args = state, (case.inputs, case.targets), key
-        profile = cProfile.Profile()
-        profile.runcall(lambda: jax.jit(step).trace(*args).lower())
-        return pstats.Stats(profile).total_calls  # pyright: ignore
+        return lean.count_calls(lambda: jax.jit(step).trace(*args).lower())
 
     case, key = lean.CASES[name], jax.eval_shape(jax.random.key, 0)
     lower()  # JAX keeps what it has traced of its own functions
