@@ -28,10 +28,11 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jamp
+from benchmarks import lean
 from benchmarks.convergence import conditions, read
-from tests import h200, lean
-from tests.lean_images import UNet
-from tests.lean_transformers import GPT2, ViT
+from benchmarks.lean_images import UNet
+from benchmarks.lean_transformers import GPT2, ViT
+from tests import h200
 from tests.models import CNN, MLP
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "compared.jsonl"

@@ -28,7 +28,7 @@ import optax
 from jax import Array
 
 import jamp
-from tests.lean_images import UNet
+from benchmarks.lean_images import UNet
 from tests.scripts import load
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "convergence.jsonl"

@@ -21,9 +21,9 @@ import optax
 from flax.training.train_state import TrainState
 
 import jamp
+from benchmarks import lean
 from benchmarks.compared import CASES, zeros
 from benchmarks.convergence import conditions
-from tests import lean
 
 LEAVES, ROUNDS, LEVELS = 1000, 7, ("O1", "O2", "O4", "O5")
 TX = optax.adam(1e-3)

@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 import jamp
-from tests.lean_transformers import GPT2
+from benchmarks.lean_transformers import GPT2
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 BY_HAND = "by hand, bfloat16"

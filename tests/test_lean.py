@@ -1,8 +1,8 @@
 """Autocast and O2 to O5 are as lean as models written in half: fourteen architectures.
 
-`tests.lean` says what is compared, and prints it; here are the bounds. In a run of the
-suite two architectures are a sample, for each takes 20 seconds; `make budgets` compiles
-them all, and `make tpu` five for a TPU v5e, in a quarter of an hour.
+`benchmarks.lean` says what is compared, and prints it; here are the bounds. In a run of
+the suite two architectures are a sample, for each takes 20 seconds; `make budgets`
+compiles them all, and `make tpu` five for a TPU v5e, in a quarter of an hour.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from tests import lean
+from benchmarks import lean
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -1,8 +1,8 @@
 """What training steps cost beside the same models written in half, without a device.
 
-    python -m tests.lean                       # all models on an H200, by both modes
-    python -m tests.lean gpt2 vit --modes narrowest,O5
-    python -m tests.lean gpt2 --tpu            # on a TPU v5e; needs libtpu
+    python -m benchmarks.lean                  # all models on an H200, by both modes
+    python -m benchmarks.lean gpt2 vit --modes narrowest,O5
+    python -m benchmarks.lean gpt2 --tpu       # on a TPU v5e; needs libtpu
 
 Prints, per model and mode, traffic, temporary memory and kernels as multiples of what
 the model written by hand takes: with `dtype=bfloat16` and float32 params for the two
@@ -36,8 +36,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import jamp
+from benchmarks import lean_images, lean_transformers as lean_text, tpu
 from jamp.diagnostics import _hlo
-from tests import by_hand, h200, lean_images, lean_transformers as lean_text, tpu
+from tests import by_hand, h200
 
 TX = optax.adam(1e-3)
 MODES = ("widest", "narrowest", "O2", "O5")

@@ -1,6 +1,6 @@
 """Of the fourteen architectures those of images and sequences without attention alone.
 
-See `tests.lean_transformers`, which has the rest.
+See `benchmarks.lean_transformers`, which has the rest.
 """
 
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tests.lean_transformers import MLP, VOCABULARY, Attention, exact_gelu
+from benchmarks.lean_transformers import MLP, VOCABULARY, Attention, exact_gelu
 
 
 class ConvNeXt(nn.Module):
