@@ -155,45 +155,23 @@ def test_a_window_is_1000_steps_from_the_last_overflow():
         assert (after.cur_scale, after.cur_iter) == (scale, begin + 2)
 
 
-def test_gradients_are_none_after_zero_grad_by_default():
-    optimizer, tree, x = cut_down(), group(), like(1.0, group())
-    _, state = optimizer.backward(optimizer.init(tree), dot, x)
-    none = optimizer.zero_grad(state)
-    assert none.grads is None
-    zeros = optimizer.zero_grad(state, set_grads_to_None=False)
-    assert_same_bits(zeros.grads, jnp.zeros(11, F16))
-    a, b = (optimizer.backward(s, dot, x)[1] for s in (none, zeros))
-    assert_same_bits(a, b)
-
-
 # What is refused
 
 
-IN_DICT = cut_down({"a": fused_adam()})
-HALF = "all float16, or all"
 UNUSED = jamp.UnusedOptionWarning
-MASTERS = jamp.master_weights(fused_adam())
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
     (lambda *_: cut_down(static_loss_scale=8.0), UNUSED, "static_loss_scale"),
-    (lambda *_: FP16_Optimizer(optax.adam(1e-3)), TypeError, "fused"),
-    (lambda *_: FP16_Optimizer(MASTERS), TypeError, "fused"),
     (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
     (lambda *_: FP16_Optimizer(fused_adam(), 0.0), ValueError, "static_loss_scale"),
-    (lambda o, _: o.init([group(), jnp.ones(2, F32)]), TypeError, HALF),
-    (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, HALF),
-    (lambda o, _: o.init([group(), jnp.arange(2)]), TypeError, HALF),
+    (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
     (lambda o, _: o.init({}), TypeError, "hold no arrays"),
-    (lambda *_: IN_DICT.init([group()]), ValueError, r"the keys \['a'\]; got list"),
-    (
-        lambda *_: IN_DICT.init({"b": group()}),
-        ValueError,
-        r"the keys \['a'\]; got dict",
-    ),
     (lambda o, s: o.step(s), ValueError, "backward"),
     (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
-    (lambda o, s: o.step(s.params), TypeError, "step.*takes the state.*got dict"),
-    (lambda o, s: o.load_state_dict(s, [1]), TypeError, "mapping, got list"),
+    (
+        lambda *_: cut_down({"a": fused_adam()}).init({"b": group()}),
+        *(ValueError, r"the keys \['a'\]; got dict"),
+    ),
 ]
 
 
@@ -215,9 +193,6 @@ def test_what_does_not_fit_is_refused():
     for key, value in {"cur_scale": np.float32(np.nan), "cur_iter": -1}.items():
         with pytest.raises(ValueError, match=f"{key} must be a"):
             optimizer.load_state_dict(state, good | {key: value})
-    longer = optimizer.init(tree | {"more": jnp.ones(1, F16)})
-    with pytest.raises(ValueError, match="fp32_groups_flat has shape"):
-        optimizer.load_state_dict(longer, good)
     static = cut_down(dynamic_loss_scale=False)
     with pytest.raises(ValueError, match="scale_window is unexpected"):
         static.load_state_dict(static.init(tree), good)
@@ -233,7 +208,6 @@ LEAVES, SIZE = 50, 2**16
 @pytest.mark.parametrize(
     "backend, options, at_most",
     [
-        ("mosaic", {}, 30.1),
         ("xla", {}, 30.1),
         ("mosaic", {"max_grad_norm": 1.0}, 32.1),  # clipping reads the gradients, too
     ],

@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import jamp
-from tests.forward_models import products
-from tests.states import assert_skipped, with_scales
+from tests.states import with_scales
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 SCALED = ("O1", "O2")  # those in float16
@@ -45,8 +44,8 @@ PARAMS, DATA = draw()
 FLAT = jax.tree.map(lambda x: x * np.float32(2.0**-11), PARAMS)
 
 
-def recipe(critic, x, state):
-    """That of the page: the slopes of the critic, in float32."""
+def slopes_of(critic, x, state):
+    """By the recipe of the page: in float32."""
 
     def scaled_mean(x):
         return jamp.scale_loss(critic(x).mean(), state)
@@ -54,12 +53,8 @@ def recipe(critic, x, state):
     return jamp.unscale(jax.grad(scaled_mean)(x), state) * len(x)
 
 
-def nothing(critic, x, _):
-    """No derivative."""
-    return x
-
-
-def loss_and_grads(state, data, slopes_of=recipe, redo_on_overflow=0):
+@jax.jit
+def value_and_grad(state, data):
     """((loss, slopes), grads)"""
 
     def loss_fn(params):
@@ -71,12 +66,7 @@ def loss_and_grads(state, data, slopes_of=recipe, redo_on_overflow=0):
         apart = critic(data["fake"]).mean() - critic(data["real"]).mean()
         return apart + WEIGHT * penalty, slopes
 
-    options = {"has_aux": True, "redo_on_overflow": redo_on_overflow}
-    return jamp.scaled_value_and_grad(loss_fn, **options)(state)
-
-
-# Compiled once per level and recipe.
-value_and_grad = jax.jit(loss_and_grads, static_argnums=(2, 3))
+    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
 
 
 def make(level, params=PARAMS, scale=2.0**8):
@@ -88,7 +78,7 @@ def make(level, params=PARAMS, scale=2.0**8):
 
 
 def oracle(params, data):
-    """(loss, gradients, slopes) of `loss_and_grads`, in float64, by the chain rule."""
+    """(loss, gradients, slopes) of `value_and_grad`, in float64, by the chain rule."""
     wide = functools.partial(np.asarray, dtype=np.float64)
     params, data = jax.tree.map(wide, (params, data))
     first, second = params["layers_0"], params["layers_2"]
@@ -144,34 +134,3 @@ def test_value_and_gradients_match_float64(level):
             elif level in SCALED:  # of the biases, almost all cancels
                 kernels = (x[layer]["kernel"] for x in (tree, expected_grads))
                 assert_near(*kernels, ACCURACY[level])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_second_backward_pass_multiplies_in_the_levels_dtype(level):
-    half = {"O0": "float32", "O1": "float16", "O2": "float16"}.get(level, "bfloat16")
-    without = functools.partial(loss_and_grads, slopes_of=nothing)
-    found, plain = (products(f, make(level), DATA) for f in (loss_and_grads, without))
-    # To the inputs, and back through that: eight more, of two layers.
-    assert len(found) == len(plain) + 8
-    assert set(found) == {f"{half},{half}"}
-
-
-@pytest.mark.parametrize("level", SCALED)
-def test_slopes_that_overflow_skip_steps_until_the_scale_fits(level):
-    state, overflows = make(level, scale=2.0**24), []
-    while not state.step:
-        (_, slopes), grads = value_and_grad(state, DATA)
-        overflows.append(bool(~jnp.isfinite(slopes).all()))
-        before, state = state, state.apply_gradients(grads=grads)
-        if not state.step:
-            assert_skipped(state, before)
-            assert state.loss_scale == before.loss_scale / 2
-        assert state.skipped_steps < 20
-    assert state.skipped_steps == len(overflows) - 1 > 2
-    assert (overflows[0], overflows[-1]) == (True, False)
-    # A redo lowers the scale of the loss and not that of the slopes: the loss function
-    # has its own state, and so the scale that overflowed.
-    state = make(level, scale=2.0**22)
-    _, grads = value_and_grad(state, DATA, recipe, 3)
-    after = state.apply_gradients(grads=grads)
-    assert (after.skipped_steps, after.loss_scale) == (1, 2.0**18)
