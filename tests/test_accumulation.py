@@ -117,34 +117,3 @@ def test_micro_batches_step_once_by_their_mean_or_not_at_all(level):
     assert (after.step, after.skipped_steps) == (1, 0)
     if level != "O4":  # 4000 is no bfloat16
         assert_moved(after, momentum(2000.0))
-
-
-# optax.MultiSteps
-
-MULTI = optax.MultiSteps(SGD, 2).gradient_transformation()
-
-
-@jax.jit
-def micro_step(state, x):
-    return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
-
-
-@pytest.mark.standard_promotion  # its mean divides by an integer
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-def test_multi_steps_drops_the_micro_batch_that_overflowed(level):
-    xs = gradients(1.0, 0.5, 0.25, 1.25)
-    begun = plain = make(level, MULTI)
-    for x in xs:
-        plain = micro_step(plain, x)
-    assert_moved(plain, momentum(0.75, 0.75))
-    for place in range(5):
-        state, bad = begun, xs[0].copy()
-        bad[place % 2, 1] = np.inf  # in the half leaf, or the other
-        for i, x in enumerate([*xs[:place], bad, *xs[place:]]):
-            before, state = state, micro_step(state, x)
-            if i == place:
-                assert_held(state, before, 8.0, 1)
-        assert_same_bits(
-            (state.params, state.opt_state), (plain.params, plain.opt_state)
-        )
-        assert (state.step, state.skipped_steps, state.loss_scale) == (4, 1, 8.0)

@@ -1,4 +1,4 @@
-"""optimizers.FP16_Optimizer, the cut-down one, against float64; its bytes."""
+"""optimizers.FP16_Optimizer, the cut-down one, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from jamp.optimizers import FP16_Optimizer, fused_adam
-from tests import h200
 from tests.bits import assert_same_bits
 from tests.fp16 import BF16, F16, F32, cut_down, data, dot, group, host, like, steps
 from tests.oracles import fp16_optimizer as oracle
@@ -197,33 +196,3 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="scale_window is unexpected"):
         static.load_state_dict(static.init(tree), good)
     assert_same_bits(state, before)
-
-
-# What a step moves and launches on an H200
-
-LEAVES, SIZE = 50, 2**16
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize(
-    "backend, options, at_most",
-    [
-        ("xla", {}, 30.1),
-        ("mosaic", {"max_grad_norm": 1.0}, 32.1),  # clipping reads the gradients, too
-    ],
-)
-def test_a_step_is_one_pass_over_one_buffer(backend, options, at_most):
-    optimizer = cut_down(fused_adam(legacy=True, backend=backend, **options))
-    params = {f"w{i:02}": jnp.ones(SIZE, F16) for i in range(LEAVES)}
-    state = jax.eval_shape(optimizer.init, params)
-
-    def step(state, grads):
-        return optimizer.zero_grad(optimizer.step(state.replace(grads=grads)))
-
-    program = h200.compile_step(step, state, state.fp16_flat, donate=(0,))
-    # The half buffer goes into the kernel to be written, and nothing of it is read.
-    unread = 2 * LEAVES * SIZE if backend == "mosaic" else 0
-    assert (program.traffic - unread) / (LEAVES * SIZE) <= at_most
-    assert program.kernels <= 20  # most of them on scalars
-    assert program.temp < 0.01 * LEAVES * SIZE
-    assert all(size <= 4 for size in program.copies)

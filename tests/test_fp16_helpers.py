@@ -194,22 +194,6 @@ def test_has_overflow_looks_at_every_element(bad):
     assert not scaler.has_overflow({})
 
 
-@pytest.mark.parametrize("make", [fu.LossScaler, fu.DynamicLossScaler])
-def test_backward_and_scale_gradient_multiply_by_the_scale(make):
-    scaler = make(512.0)
-    state, params = scaler.init(), {"w": jnp.asarray([1.0, 2.0], F16), "n": 3}
-
-    def loss_fn(p, x):
-        return (p["w"].astype(F32) * x).sum()
-
-    x = jnp.asarray([0.5, 0.25], F32)
-    loss, grads = jax.jit(lambda s: scaler.backward(s, loss_fn, params, x))(state)
-    assert loss == 1.0
-    assert_same_bits(grads["w"], jnp.asarray([256.0, 128.0], F16))
-    scaled = scaler.scale_gradient(state, {"w": x, "b": None})
-    assert_same_bits(scaled, {"w": jnp.asarray([256.0, 128.0]), "b": None})
-
-
 # Errors
 
 HALF = floats(F16)

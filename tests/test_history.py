@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import jamp
@@ -67,24 +66,6 @@ def test_the_last_skips_are_kept_with_their_leaves():
     _, log = run(*skips, size=3)
     assert int(log.count) == 4 and log.skips() == found[1:]
     assert run((), ())[1].skips() == []
-
-
-def test_a_log_of_nnx():
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.0), "O2", verbosity=0)
-    log = SkipLog.of(optimizer.amp_state(model))
-
-    @nnx.jit
-    def step(model, optimizer, log, x):
-        loss_fn = lambda model: model.bias[...].sum() * x  # noqa: E731
-        loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer)
-        log = log.add(optimizer, loss, grads)
-        optimizer.update(model, grads)
-        return log
-
-    for x in (0.5, 2.0, 1.0):
-        log = step(model, optimizer, log, x)
-    assert log.skips() == [(1, 0.0, 2.0**16, ("bias",))] and int(log.count) == 1
 
 
 @pytest.mark.h200

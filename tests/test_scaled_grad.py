@@ -12,7 +12,6 @@ from jax import lax
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.forward_models import products
 from tests.states import HALF, RUNNING, make, params, wide, with_scales
 
 
@@ -83,17 +82,6 @@ def test_aux_and_static_arguments_are_those_of_jax():
     (loss, aux), grads = jitted(state, X, "arrays", times=2)
     assert loss == 2 * LOSS
     assert_same_bits(aux, arrays)
-
-
-@pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
-def test_o1_and_o4_run_the_loss_under_autocast(level, half):
-    step = jamp.scaled_value_and_grad(lambda w, x: jnp.square(x @ w).mean())
-    state = make(level, jnp.ones((3, 3)))
-    assert set(products(step, state, jnp.eye(3))) == {f"{half},{half}"}
-    loss, grads = step(state, jnp.eye(3))
-    assert (loss, loss.dtype, grads.tree.dtype) == (1.0, jnp.float32, jnp.float32)
-    state = make(level, jnp.ones((3, 3)), patch_functions=False)
-    assert set(products(step, state, jnp.eye(3))) == {"float32,float32"}
 
 
 # The loss
