@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from tests.test_explain import Transformer
+from tests.test_explain import ROWS, STACK
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 in_browser = pytest.mark.skipif(
@@ -76,14 +76,8 @@ def test_the_page_holds_all_and_asks_for_nothing():
 def test_bytes_are_those_of_operands_and_results():
     found = [(op.primitive, op.bytes) for op in EXPLANATION.operations if op.matters]
     # 64 numbers: in half, 2 bytes each, in float32, 4; of the sum, one comes out.
-    half, wide = 3 * 64 * 2, 2 * 64 * 4
-    assert found == [
-        ("dot_general", half),
-        ("exp", wide),
-        ("dot_general", half),
-        ("tanh", wide),
-        ("reduce_sum", 64 * 4 + 4),
-    ]
+    half, wide = ("dot_general", 3 * 64 * 2), 2 * 64 * 4
+    assert found == [half, ("exp", wide), half, ("tanh", wide), ("reduce_sum", 260)]
 
 
 def in_chromium(page, folder, hash="", script=""):
@@ -110,23 +104,15 @@ def test_search_and_links(tmp_path):
     assert re.search(r'<tr id="op1"[^>]* class="here"', dom)
     assert 'title="Their results leave float16' in dom  # shown where one looks
     assert re.search(r'<span id="line0" class="both here"', dom)
-    dom = in_chromium(page, tmp_path, "line1")
-    assert dom.count('class="both here"') == 1 and "5 of 5 operations" in dom
     click = 'search.value = "tanh"; search.dispatchEvent(new Event("input"));'
     assert "1 of 5 operations" in in_chromium(page, tmp_path, script=click)
-    click = "document.querySelector('nav a').click();"
-    assert "2 of 5 operations" in in_chromium(page, tmp_path, script=click)
 
 
 @in_browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_fits(width, tmp_path):
-    def loss(params, ids):
-        return Transformer().apply({"params": params}, ids).mean()
-
-    ids = jax.ShapeDtypeStruct((4, 16), jnp.int32)
-    params = jax.eval_shape(Transformer().init, jax.random.key(0), ids)["params"]
-    page = html.escape(jamp.explain(loss)(params, ids).to_html())
+    variables = jax.eval_shape(STACK.init, jax.random.key(0), ROWS)
+    page = html.escape(jamp.explain(STACK.apply)(variables, ROWS).to_html())
     # In a frame: a window of Chromium is at least 500 pixels wide.
     frame = f'<iframe width={width} height=900 frameborder=0 srcdoc="{page}"></iframe>'
     script = """
