@@ -1,6 +1,5 @@
 """fp16_utils: casts, masters by hand, clipping, FP16Model, and the scalers."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,30 +51,6 @@ def test_casts_leave_batchnorm_in_fp32(call, given, half, fp32):
     before = tree(given)
     wanted = jax.tree.map_with_path(expected, before)
     assert_same_bits(jax.jit(call)(before), wanted)
-
-
-def test_tofp16_casts_floats_and_stands_in_a_sequential():
-    x = [jnp.full(2, 0.1, F32), jnp.ones(1, BF16), jnp.arange(2)]
-    half = nn.Sequential([jax.jit(fu.tofp16())]).apply({}, x)
-    assert_same_bits(half, [x[0].astype(F16), x[1].astype(F16), x[2]])
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, tokens):
-        assert tokens.dtype == jnp.int32
-        x = nn.BatchNorm(use_running_average=True)(x.astype(F32)).astype(F16)
-        return nn.Dense(2, dtype=F16)(x) + tokens[:, None].astype(F16)
-
-
-@pytest.mark.standard_promotion  # Flax's layers
-def test_fp16model_runs_in_half_and_gives_half():
-    x, tokens = jnp.full((2, 3), 0.1, F32), jnp.arange(2)
-    variables = jax.jit(Net().init)(jax.random.key(0), x.astype(F16), tokens)
-    out = jax.jit(fu.FP16Model(Net().apply))(variables, x, tokens)
-    assert out.dtype == F16
-    half = variables | {"params": fu.convert_network(variables["params"], F16)}
-    assert_same_bits(out, jax.jit(Net().apply)(half, x.astype(F16), tokens))
 
 
 # Lists of parameters

@@ -33,7 +33,6 @@ from tests.eight_devices import (
     shardings,
     start,
 )
-from tests.programs import products
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
@@ -297,53 +296,6 @@ def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
         parts, skipped = jax.jit(run)(state, x)
         np.testing.assert_array_equal(parts, expected)
         np.testing.assert_array_equal(skipped, np.full((2, 4), skips))
-
-
-@pytest.mark.parametrize("how", [True, False, "jit"])
-@on_eight_devices
-def test_devices_redo_together(how):
-    """The lower half of the batch fits at 2^13, the upper at once."""
-    factor = 2 if how == "jit" else 1  # there the mean halves each half's gradient
-    rows = np.repeat(np.float32([[0.5, 0.5], [4, 4]]), 4, axis=0) * factor
-    rows = jax.device_put(rows, NamedSharding(mesh_of(), ROW))
-
-    def run(init_scale, rows, times):
-        options = {"redo_on_overflow": times}
-        if how != "jit":
-            options["axis_name"] = AXES
-        f = functools.partial(one_step, **options)
-        f = jax.jit(f if how == "jit" else on_each(how, f))
-        return f(make("O2", init_scale), rows)
-
-    each, state = run(2.0**16, rows, 5)
-    assert each["finite"].all()
-    assert set(np.ravel(each["scale"])) == {2.0**13}
-    assert set(np.ravel(each["grad"])) == {2.25 * factor * 2.0**13}
-    assert (state.step, state.skipped_steps, state.loss_scale) == (1, 0, 2.0**13)
-    assert_close(state, run(2.0**13, rows, 0)[1], 0)
-    if how != "jit":  # and they give up together
-        _, state = run(2.0**16, ONE_INF, 5)
-        assert (state.step, state.skipped_steps, state.loss_scale) == (0, 1, 2.0**10)
-
-
-# Autocast
-
-
-@each_check_vma
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@on_eight_devices
-def test_autocast_around_and_inside_of_shard_map_sums_in_float32(where, check_vma):
-    def total(w, x):
-        y = jnp.full_like(x, 100.0) @ w
-        return jax.lax.psum(y[0, 0], AXES)
-
-    mapped = functools.partial(on_each, check_vma, in_specs=(P(), ROW), out_specs=P())
-    inside, outside = mapped(jamp.autocast(total)), jamp.autocast(mapped(total))
-    fn = inside if where == "inside" else outside
-    w, x = np.full((8, 1), 50, np.float32), np.ones((8, 8), np.float32)
-    assert [(p.lhs, p.rhs) for p in products(fn, w, x)] == [("float16", "float16")]
-    # Each device's part is 40,000: their sum is inf in half.
-    assert jax.jit(fn)(w, x) == 320_000
 
 
 # Traced for eight devices that need not be there
