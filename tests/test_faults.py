@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import jamp
@@ -101,24 +100,6 @@ def interrupted_step():
         assert_same_bits(step(state), step(make(level)))
 
 
-def interrupted_nnx():
-    def interrupted(model):
-        model(X[None])
-        model.count.set_value(model.count.get_value() + 1)
-        raise KeyboardInterrupt
-
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    model.count = nnx.BatchStat(jnp.zeros(()))
-    model, optimizer = jamp.nnx.initialize(model, SGD, "O2", verbosity=0)
-    before = copy(nnx.to_pure_dict(nnx.state(model)))
-    with pytest.raises(KeyboardInterrupt):
-        jamp.nnx.scaled_grad(interrupted)(model, optimizer)
-    assert_same_bits(copy(nnx.to_pure_dict(nnx.state(model))), before)
-    grads = jamp.nnx.scaled_grad(lambda m: m(X).mean() / 4)(model, optimizer)
-    optimizer.update(model, grads)
-    assert optimizer.step.get_value() == 1
-
-
 # Modes of JAX
 
 
@@ -140,7 +121,6 @@ FAULTS = {
     "90 % of the steps overflow": storm,
     "1,000 batches of NaN": nothing_but_nan,
     "Ctrl-C inside of a step": interrupted_step,
-    "Ctrl-C inside of an NNX loss": interrupted_nnx,
     "`jax.enable_x64`": lambda: under(jax.enable_x64(True)),
     "`jax.disable_jit`": lambda: under(jax.disable_jit()),
     "strict promotion of dtypes": lambda: under(jax.numpy_dtype_promotion("strict")),

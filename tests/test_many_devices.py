@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 import jamp
 from jamp import optimizers as jo
-from pallas_kernels import BackendError
 from tests.eight_devices import (
     AXES,
     F32,
@@ -159,8 +158,6 @@ def test_a_mesh_trains_as_one_device_does(layout):
 
 # Fused optimizers where their params lie in many ways
 
-SGD = functools.partial(jo.fused_sgd, 1e-2, 0.9)
-
 
 def draw(seed, names):
     rng = np.random.default_rng(seed)
@@ -197,21 +194,6 @@ def test_explicit_axes_give_what_one_device_gives(name, names, lies):
     assert misplaced(state, shardings(state, mesh, SPECS)) == []
 
 
-@pytest.mark.message
-@on_eight_devices
-def test_a_state_made_under_jit_is_stepped_by_xla_on_a_mesh_of_auto_axes():
-    params, grads = draw(0, ["both"]), draw(1, ["both"])
-    place = functools.partial(placed, mesh=mesh_of(), specs=SPECS)
-
-    def after(backend):
-        init = jax.jit(lambda params: start(params, SGD(backend=backend), "O0"))
-        return plain_step(init(place(params)), place(grads))
-
-    assert_close(after("auto"), plain_step(start(params, SGD(), "O0"), grads))
-    with pytest.raises(BackendError, match="Auto axes.*Explicit.*backend='auto'"):
-        after("interpret")
-
-
 # Data parallel by hand. Each device has a row, which is its gradient.
 
 SIXTEENTHS = np.float32([[k / 16, (k - 3) * 0.5] for k in range(8)])
@@ -231,8 +213,8 @@ def mean_of_rows(params, x):
     return (params["w"].astype(F32) * x).sum(-1).mean()
 
 
-def make(level="O2", init_scale=1.0):
-    rule = jamp.DynamicLossScale(init_scale=init_scale)
+def make(level="O2"):
+    rule = jamp.DynamicLossScale(init_scale=1.0)
     params, tx = {"w": jnp.ones(2, F32)}, optax.sgd(0.125)
     return jamp.initialize(params, tx, level, loss_scale=rule, verbosity=0)
 
@@ -240,7 +222,7 @@ def make(level="O2", init_scale=1.0):
 def one_step(state, x, **options):
     """What each device has, and what all have after a step."""
     grads = jamp.scaled_grad(mean_of_rows, **options)(state, x)
-    each = {"grad": grads.tree["w"], "finite": grads.finite, "scale": grads.scale}
+    each = {"grad": grads.tree["w"], "finite": grads.finite}
     return jax.tree.map(lambda x: x[None], each), state.apply_gradients(grads=grads)
 
 

@@ -67,7 +67,6 @@ OUTSIDE = {
     "multi_transform": lambda keep, tx: optax.multi_transform(
         {"a": keep(tx), "b": keep(tx)}, labels
     ),
-    "multi_steps": lambda keep, tx: every_third(keep(tx)),
     "multi_steps_skip": lambda keep, tx: every_third(
         keep(tx), optax.transforms.skip_not_finite
     ),
