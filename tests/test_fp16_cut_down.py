@@ -148,9 +148,7 @@ def test_a_norm_beyond_float32_is_an_overflow():
 UNUSED = jamp.UnusedOptionWarning
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
-    (lambda *_: cut_down(static_loss_scale=8.0), UNUSED, "static_loss_scale"),
     (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
-    (lambda *_: FP16_Optimizer(fused_adam(), 0.0), ValueError, "static_loss_scale"),
     (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
     (lambda o, _: o.init({}), TypeError, "hold no arrays"),
     (lambda o, s: o.step(s), ValueError, "backward"),

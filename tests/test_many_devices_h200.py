@@ -88,10 +88,8 @@ def optimizer_step(state, grads):
     [
         # A sum of squares per leaf for clipping; for LAMB of params and updates, too.
         ("O0", "replicated", LAMB, 0),
-        ("O1", "replicated", FUSED, 0),
         ("O2", "fsdp", ADAM, 0),
         ("O2", "tensor", CLIPPED, 1),
-        ("O3", "replicated", ADAM, 0),
         ("O3", "tensor", LAMB, 3),
         ("O4", "fsdp", LAMB, 3),
         ("O5", "fsdp", CLIPPED, 1),

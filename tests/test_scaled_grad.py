@@ -1,7 +1,5 @@
 """Scaled gradients: the shapes of jax.value_and_grad, and what ScaledGrads can do."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,8 +223,6 @@ def test_one_overflow_spoils_a_sum():
 
 def test_what_scaled_grads_do_not_do():
     grads = scaled("O0")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        grads.scale = 1.0
     flax = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
     for bad in (grads, "2", jnp.ones(3, jnp.float32)):
         for operate in (lambda x: grads * x, lambda x: grads / x):
