@@ -20,11 +20,13 @@ class Choice(NamedTuple):
         computed: the dtype that its float32 values are cast to, and its results have.
         why: as `Decision.why`.
         bias: the operand that is added to a product in half, if there is one.
+        apart: whether it casts its operands for itself.
     """
 
     computed: Any
     why: str
     bias: jc.Var | None = None
+    apart: bool = False
 
 
 class Values:
@@ -95,7 +97,11 @@ class Values:
             or any(map(self.facts.is_half_param, small))
         ):
             # One fusion in either dtype: what is read and written costs, no more.
-            return Choice(FLOAT32, "norm" if self._widest else "smaller operand")
+            if self._widest:
+                return Choice(FLOAT32, "norm")
+            # As a norm written in half does, it casts apart from what its statistics
+            # read: where the cotangents of both meet in half, XLA moves 2 to 5 % less.
+            return Choice(FLOAT32, "smaller operand", apart=True)
         if self.consumers.chains(eqn, rule):
             return Choice(FLOAT32, "fusion")
         return Choice(self.half, "operands" if len(votes) == 1 else "narrowest")
