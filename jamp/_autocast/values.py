@@ -91,6 +91,10 @@ class Values:
                 for v in self._voters(eqn)
             ):
                 return Choice(FLOAT32, "feeder")
+        wants = self.consumers.wants_of(eqn.outvars)
+        if FLOAT32 in votes and any(want.carried for want in wants):
+            # A sum over the trips of a loop would stop growing in half.
+            return Choice(FLOAT32, "carry")
         small = self.facts.smaller(eqn)
         if rule is Rule.PROMOTE and (
             FLOAT32 in self.facts.votes(small)
