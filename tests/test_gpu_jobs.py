@@ -96,13 +96,3 @@ MODELS = {
 def test_spec_has_the_size_of_its_model(model):
     spec = getattr(specs, model)()
     assert (len(spec.shapes), spec.total) == MODELS[model]
-
-
-def test_only_batchnorm_stays_in_float32():
-    spec = specs.resnet50()
-    assert spec.total_fp32 == 53_120
-    kept = [spec.shapes[leaf] for leaf in sorted(spec.fp32)]
-    kernels = [shape for shape in spec.shapes if len(shape) == 4]
-    assert kept == [(kernel[-1],) for kernel in kernels for _ in range(2)]
-    models = (specs.bert_large(), specs.gpt2_xl(), specs.llama_8b_shard())
-    assert not any(model.fp32 for model in models)
