@@ -70,24 +70,7 @@ def euler(x, w):
     return repeat(lambda x: x + 1e-3 * (x @ w), x, 1000)
 
 
-@program(x=(4, 16), w1=(6, 16, 16), w2=(6, 16, 16), g=normal(6, 16, scale=1e-6))
-def layer_scale(x, w1, w2, g):
-    def layer(x, p):
-        return x + p[2] * (nn.gelu(x @ p[0]) @ p[1]), None
-
-    return lax.scan(layer, x, (w1, w2, g))[0]
-
-
-# ---- reinforcement learning and sequences
-
-
-@program(x=(16, 8), w=(8, 4), old=uniform(-2, -0.5, 16), adv=(16,), a=ints(4, 16))
-def ppo(x, w, old, adv, a):
-    logits = nn.log_softmax(x @ w)
-    new = jnp.take_along_axis(logits, a[:, None], 1)[:, 0]
-    ratio = jnp.exp(new - old)
-    clipped = jnp.clip(ratio, 0.8, 1.2)
-    return -jnp.minimum(ratio * adv, clipped * adv).mean(), ratio
+# ---- sequences
 
 
 @program(x=(12, 4, 8), w=(8, 32), u=normal(8, 32, scale=0.3), b=(32,))
@@ -110,12 +93,6 @@ def lstm(x, w, u, b):
 def denormalised(x, w, mean, std):
     h = x @ w
     return h * std + mean
-
-
-@program(x=(16, 8), w=(8, 8))
-def over_its_magnitude(x, w):
-    h = nn.relu(x @ w)
-    return h * (h / jnp.clip(jnp.abs(h), 1e-8))
 
 
 @program(x=(8, 8), w=(8, 8), i=ints(12, 5))
@@ -183,7 +160,6 @@ LOSSES = {
     "sigmoid_ce": lambda z, i: optax.sigmoid_binary_cross_entropy(
         z, nn.one_hot(i, 8, dtype=z.dtype)
     ),
-    "huber": lambda z, i: optax.huber_loss(z, 3 * nn.one_hot(i, 8, dtype=z.dtype)),
     "entropy": lambda z, i: -(nn.softmax(z) * jnp.log(nn.softmax(z) + 1e-9)).sum(-1),
     "contrastive": lambda z, i: optax.softmax_cross_entropy_with_integer_labels(
         (lambda u: u @ u.T / 0.07 - 1e9 * jnp.eye(16))(  # not with itself
@@ -210,17 +186,6 @@ for name, loss in LOSSES.items():
 def loss_ctc(x, w, i):
     zeros = jnp.zeros_like(x[..., 0])
     return optax.ctc_loss(x @ w, zeros, i, jnp.zeros_like(x[:, :4, 0]))
-
-
-# ---- probability
-
-
-@program(x=(16, 8), w=(8, 8), noise=(16, 4), v=(4, 8))
-def vae(x, w, noise, v):
-    mean, log_var = jnp.split(x @ w, 2, -1)
-    z = mean + jnp.exp(0.5 * log_var) * noise
-    kl = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var), -1)
-    return kl.mean() + jnp.mean(jnp.sum((nn.sigmoid(z @ v) - x) ** 2, -1))
 
 
 # ---- sums and moves

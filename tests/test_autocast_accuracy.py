@@ -1,6 +1,5 @@
 """Losses, norms and softmaxes after a product: as accurate as in float32."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -134,16 +133,11 @@ def batch_norm(np, y):
     return (y - y.mean(0)) / np.sqrt(y.var(0) + 1e-5)
 
 
-BATCH_NORM = nn.BatchNorm(use_running_average=False, momentum=0.0)
 NORMS = {
     "rms_norm": (rms_norm, lambda y: rms_norm(jnp, y)),
     "layer_norm": (layer_norm, lambda y: layer_norm(jnp, y)),
     "layer_norm_in_one_pass": (layer_norm, lambda y: layer_norm_in_one_pass(jnp, y)),
     "batch_norm": (batch_norm, lambda y: batch_norm(jnp, y)),
-    "nn.BatchNorm": (
-        batch_norm,
-        lambda y: BATCH_NORM.init_with_output(jax.random.key(0), y)[0],
-    ),
 }
 
 

@@ -40,7 +40,6 @@ ORDINARY = {
     "linear solve": lambda w: jax.scipy.sparse.linalg.cg(
         w @ w.T + 4 * jnp.eye(8), w[0]
     )[0],
-    "bitcast": lambda w: lax.bitcast_convert_type(w @ w * 0 + 1.0, jnp.int32),
     "platform": lambda w: lax.platform_dependent(
         w, cpu=lambda w: w @ w, default=lambda w: w + 1
     ),

@@ -78,26 +78,6 @@ def test_a_program_can_be_read_and_replaced(name):
     np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
 
 
-def test_operands_of_a_scan():
-    fn = lambda w, x: lax.scan(lambda c, x: ((c[0] @ w, c[1] + 1), x), (x, 0), x)  # noqa: E731
-    assert jax_internals.scan_counts(equation(fn, W, X)) == (1, 2)
-
-
-def test_programs_of_a_while_loop():
-    def fn(w, v, x):
-        return lax.while_loop(lambda c: (c @ w + v).sum() < 9, lambda c: c @ w, x)
-
-    eqn = equation(fn, W, W, X)
-    cond, body, cond_consts, body_consts = jax_internals.while_programs(eqn)
-    assert (cond_consts, body_consts, len(eqn.invars)) == (2, 1, 4)
-    assert (len(cond.invars), len(body.invars)) == (3, 2)
-    (stop,) = jax.make_jaxpr(lambda w, v, x: False)(W, W, X).outvars
-    never = cond.replace(outvars=[stop])
-    params = jax_internals.with_while_programs(eqn, never, body)
-    (got,) = evaluate([eqn.replace(params=params)], eqn.invars, W, W, W, X)
-    np.testing.assert_array_equal(got, X)
-
-
 # ---- variables and equations
 
 
