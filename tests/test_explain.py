@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
-import jamp.nnx
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
 from tests.constructs import repeat
@@ -342,17 +340,11 @@ def test_each_operation_of_a_step_has_its_reason(level):
     kept = "Its weight is a param that this level keeps in float32."
     assert (kept in str(explanation.warnings)) == (level == "O2")
     assert "jamp_why" not in str(explanation.to_dict())
+    # What is in no module goes by its line.
+    assert f"{short(__file__)}:{with_kept.__code__.co_firstlineno + 1}" in str(
+        explanation
+    )
     # Nothing is noted in a step that is not explained, or not any more.
     step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
     text = step.as_text(debug_info=True)
     assert "transpose" in text and "jamp_why" not in text
-
-
-def test_a_step_of_nnx():
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    both = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
-    explained = jamp.nnx.explain(lambda model, x: (model(x).mean(), "aux"))
-    explanation = explained(*both, jnp.ones((8, 8)))
-    assert (explanation.level, explanation.half_share) == ("O2", 1.0)
-    assert explanation.matmul_flops == 2 * 1024
-    assert f"{short(__file__)}:" in str(explanation)
