@@ -160,14 +160,6 @@ def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_model_that_writes_nothing_may_be_closed_over(level):
-    model, _ = make(level, linear())
-    expected = np.array(model(X))
-    np.testing.assert_allclose(jax.jit(lambda x: model(x))(X), expected, atol=1e-3)
-    assert jax.eval_shape(jax.grad(lambda x: model(x).sum()), X).shape == X.shape
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_objects_among_the_arguments_keep_what_is_written(level):
     model, optimizer = make(level, nnx.Sequential(linear(), nnx.Dropout(0.5)))
     rngs, teacher = nnx.Rngs(5), CNN(nnx.Rngs(1))
@@ -202,20 +194,6 @@ def test_what_is_written_to_params_is_dropped():
 # ---- transformations ------------------------------------------------------------
 
 
-def test_scan_over_steps_is_a_loop_of_steps():
-    looped, scanned = make(), make()
-    xs = np.stack([X, X * INF, X, X])
-
-    @nnx.jit
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def run(both, x):
-        return both, train_step(*both, x)
-
-    _, losses = run(scanned, xs)
-    np.testing.assert_array_equal(losses, [jitted(*looped, x) for x in xs])
-    assert_same_bits(arrays(scanned), arrays(looped))
-
-
 def test_a_redone_batch_writes_its_statistics_once():
     high = {"loss_scale": jamp.DynamicLossScale(init_scale=2.0**24)}
     (model, optimizer), other = make(**high), make(**LOW)
@@ -229,18 +207,6 @@ def test_a_redone_batch_writes_its_statistics_once():
     grads = grads_of(loss_fn, model, optimizer, X * INF, redo_on_overflow=12)
     optimizer.update(model, grads)
     assert_same_bits(arrays(model), before)
-
-
-def test_views_share_the_variables_and_evaluate():
-    model, optimizer = make(**LOW)
-    jitted(model, optimizer, X)
-    mean = np.array(model.bn.mean[...])
-    view = nnx.view(model, deterministic=True, use_running_average=True)
-    np.testing.assert_array_equal(view(X), view(X))
-    np.testing.assert_array_equal(model.bn.mean[...], mean)
-    training = nnx.view(model, deterministic=False, use_running_average=False)
-    jitted(training, optimizer, X)
-    assert (model.bn.mean[...] != mean).any()
 
 
 def test_an_axis_has_one_batch_and_one_step():
