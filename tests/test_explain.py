@@ -356,21 +356,3 @@ def test_a_step_of_nnx():
     assert (explanation.level, explanation.half_share) == ("O2", 1.0)
     assert explanation.matmul_flops == 2 * 1024
     assert f"{short(__file__)}:" in str(explanation)
-
-
-def test_a_diff_of_two_levels():
-    def explained(level):
-        params = STACK.init(jax.random.key(0), jnp.ones(ROWS.shape))["params"]
-        options = {"apply_fn": STACK.apply, "verbosity": 0}
-        state = jamp.initialize(params, optax.sgd(1.0), level, **options)
-        loss = lambda params, x: state.apply_fn({"params": params}, x).mean()  # noqa: E731
-        return jamp.explain(loss)(state, ROWS)
-
-    plain, half = explained("O0"), explained("O5")
-    assert plain.diff(plain) == "No difference."
-    rows = plain.diff(half).splitlines()
-    assert rows[0].split() == ["module", "operation", "here", "there"]
-    (row,) = (r.split() for r in rows if "Dense_*" in r and "dot_general" in r)
-    # 12 blocks of two; each forward, and twice backward, but not of the batch.
-    of = ["Sequential/layers_*/Dense_*", "dot_general"]
-    assert row == [*of, "72", "float32", "72", "bfloat16"]

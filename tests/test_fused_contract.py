@@ -148,18 +148,6 @@ def test_under_vmap_with_a_learning_rate_each(name):
 
 
 @each
-def test_each_on_a_part_of_the_params(name):
-    txs = {"a": make(name), "b": make(name, learning_rate=0.3)}
-    parts = {"a": ["dense"], "b": ["gain", "rest"]}
-    tx = optax.multi_transform(txs, {k: a for a in "ab" for k in parts[a]})
-    params, grads = tree(), gradients()
-    got, _ = first(tx, params, grads)
-    for a, keys in parts.items():
-        p, g = ({k: x[k] for k in keys} for x in (params, grads))
-        assert_close({k: got[k] for k in keys}, first(txs[a], p, g)[0])
-
-
-@each
 def test_injected_hyperparameters_and_a_schedule(name):
     """All numbers are arrays of a state, the defaults too; booleans are Python's."""
 

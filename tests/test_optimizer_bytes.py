@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jamp
@@ -228,42 +227,3 @@ def test_chain_moves_no_more_than_it_must(spec):
     program, *_ = compiled(spec, it.init, it.step)
     assert it.bytes_moved <= program.traffic <= 1.001 * it.bytes_moved
     assert all(size <= 4 for size in program.copies)  # of a scalar
-
-
-# What is timed is no straw man
-
-TREE = specs.Spec("a tree", ((3, 5), (5,), (), (130,)), frozenset({1}))
-CONTESTANTS = {
-    "chain": timed.optax_chain,
-    "jamp": lambda spec: timed.jamp_fused(spec, "xla"),
-    "remainder": lambda spec: timed.jamp_fused(spec, "xla", store_remainder=True),
-}
-
-
-def dtype_of(name):
-    return jnp.float32 if "fp32" in name else timed.HALF
-
-
-@pytest.mark.parametrize("contestant", CONTESTANTS)
-def test_first_step_is_that_of_adamw_and_all_skip_inf(contestant):
-    rng, it = np.random.default_rng(0), CONTESTANTS[contestant](TREE)
-    shapes = zip(timed.names(TREE), TREE.shapes, strict=True)
-    noise = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes}
-    params = {name: jnp.asarray(timed.PARAM_SIZE * x) for name, x in noise.items()}
-    grads = {name: jnp.asarray(x, dtype_of(name)) for name, x in noise.items()}
-    state, step = it.init(params), jax.jit(it.step)
-    after = it.params(step(state, grads))
-    assert after.keys() == params.keys()
-    for name, param in params.items():
-        wide = np.asarray(grads[name], np.float32)
-        expected = timed.first_step(np.asarray(param), wide)
-        assert after[name].dtype == dtype_of(name)
-        rounding = 2**-8 if after[name].dtype == timed.HALF else 1e-6
-        np.testing.assert_allclose(
-            np.asarray(after[name], np.float32), expected, rtol=rounding, atol=1e-8
-        )
-    last = timed.names(TREE)[-1]
-    skipped = step(state, grads | {last: grads[last].at[-1].set(jnp.inf)})
-    assert (skipped.step, skipped.skipped_steps) == (0, 1)
-    for name, before in it.params(state).items():
-        np.testing.assert_array_equal(it.params(skipped)[name], before)
