@@ -62,46 +62,12 @@ def repeat(step, carry, length):
     return lax.scan(lambda c, _: (step(c), None), carry, length=length)[0]
 
 
-# ---- steps that are small beside what they are added to
+# ---- loops
 
 
 @program(x=(4, 8), w=(8, 8))
 def euler(x, w):
     return repeat(lambda x: x + 1e-3 * (x @ w), x, 1000)
-
-
-@program(w=(8, 1), x=(16, 8), y=(16, 1))
-def maml(w, x, y):
-    def loss(w):
-        return jnp.mean((x @ w - y) ** 2)
-
-    return loss(w - 0.01 * jax.grad(loss)(w))
-
-
-@program(ema=(8, 8), w=(8, 8), x=(4, 8))
-def ema_of_weights(ema, w, x):
-    ema = 0.999 * ema + 0.001 * w
-    return ema, (x @ w) * 0.5 + x @ ema
-
-
-@program(x=(4, 16), w1=(6, 16, 16), w2=(6, 16, 16), g=normal(6, 16, scale=1e-6))
-def layer_scale(x, w1, w2, g):
-    def layer(x, p):
-        return x + p[2] * (nn.gelu(x @ p[0]) @ p[1]), None
-
-    return lax.scan(layer, x, (w1, w2, g))[0]
-
-
-# ---- reinforcement learning and sequences
-
-
-@program(x=(16, 8), w=(8, 4), old=uniform(-2, -0.5, 16), adv=(16,), a=ints(4, 16))
-def ppo(x, w, old, adv, a):
-    logits = nn.log_softmax(x @ w)
-    new = jnp.take_along_axis(logits, a[:, None], 1)[:, 0]
-    ratio = jnp.exp(new - old)
-    clipped = jnp.clip(ratio, 0.8, 1.2)
-    return -jnp.minimum(ratio * adv, clipped * adv).mean(), ratio
 
 
 @program(x=(12, 4, 8), w=(8, 32), u=normal(8, 32, scale=0.3), b=(32,))
@@ -126,29 +92,10 @@ def denormalised(x, w, mean, std):
     return h * std + mean
 
 
-@program(x=(16, 8), w=(8, 8))
-def over_its_magnitude(x, w):
-    h = nn.relu(x @ w)
-    return h * (h / jnp.clip(jnp.abs(h), 1e-8))
-
-
-@program(x=(16, 8), w=(8, 8))
-def over_abs_with_eps(x, w):
-    h = x @ w
-    return h * (h / (jnp.abs(h) + 1e-8)), h**3 / jnp.maximum(h**2, 1e-12)
-
-
 @program(x=(8, 8), w=(8, 8), i=ints(12, 5))
 def filled_take(x, w, i):
     h = jnp.take(x @ w, i, axis=0, mode="fill", fill_value=-1e9)
     return h, nn.softmax(h, axis=0)
-
-
-@program(t=uniform(1.6e9, 1.7e9, 16), w=(4, 8), mean=uniform(1.65e9, 1.65e9 + 1, 1))
-def time_features(t, w, mean):
-    day = ((t - mean) / 86400.0) % 7.0
-    f = jnp.stack([day, day / 7, jnp.sin(day), jnp.cos(day)], -1)
-    return f @ w, t
 
 
 @program(x=(16, 8), w=(8, 4), i=ints(30000, 16), v=(30000,))
@@ -161,13 +108,6 @@ def ids_among_features(x, w, i, v):
 
 
 # ---- masks and attention
-
-
-@program(x=(8, 16), w=(16, 48), bias=lambda rng: np.tril(np.ones((8, 8), "f")))
-def attention_additive_1e9(x, w, bias):
-    q, k, v = jnp.split(x @ w, 3, -1)
-    scores = q @ k.T / 4.0 + (1.0 - bias) * -1e9
-    return nn.softmax(scores) @ v
 
 
 @program(x=(2, 8, 16), w=(16, 48), wo=(16, 16), b=(16,))
@@ -187,14 +127,6 @@ def rope(x, w, p):
     a, b = jnp.split(x @ w, 2, -1)
     q = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
     return q @ q.T
-
-
-@program(x=(16, 8), wr=(8, 4), w=(4, 8, 8))
-def mixture_of_experts(x, wr, w):
-    gates, which = lax.top_k(nn.softmax(x @ wr), 2)
-    gates = gates / gates.sum(-1, keepdims=True)
-    weight = (nn.one_hot(which, 4, dtype=x.dtype) * gates[..., None]).sum(1)
-    return jnp.einsum("ne,neo->no", weight, jnp.einsum("ni,eio->neo", x, w))
 
 
 # ---- norms
@@ -225,14 +157,6 @@ LOSSES = {
     "sigmoid_ce": lambda z, i: optax.sigmoid_binary_cross_entropy(
         z, nn.one_hot(i, 8, dtype=z.dtype)
     ),
-    "focal_by_hand": lambda z, i: (lambda p: -((1 - p) ** 2) * jnp.log(p + 1e-8))(
-        jnp.take_along_axis(nn.softmax(z), i[:, None], -1)
-    ),
-    "huber": lambda z, i: optax.huber_loss(z, 3 * nn.one_hot(i, 8, dtype=z.dtype)),
-    "cosine": lambda z, i: optax.cosine_distance(
-        z, jnp.sin(i[:, None] + jnp.arange(8.0)), epsilon=1e-8
-    ),
-    "log_cosh": lambda z, i: optax.log_cosh(z, jnp.sin(i[:, None] + jnp.arange(8.0))),
     "entropy": lambda z, i: -(nn.softmax(z) * jnp.log(nn.softmax(z) + 1e-9)).sum(-1),
     "contrastive": lambda z, i: optax.softmax_cross_entropy_with_integer_labels(
         (lambda u: u @ u.T / 0.07 - 1e9 * jnp.eye(16))(  # not with itself
@@ -261,23 +185,6 @@ def loss_ctc(x, w, i):
     return optax.ctc_loss(x @ w, zeros, i, jnp.zeros_like(x[:, :4, 0]))
 
 
-@program(w=(8, 8), v=(8, 8), x=(16, 8))
-def weight_decay_in_the_loss(w, v, x):
-    h = nn.gelu(x @ w) @ v
-    return jnp.mean(h**2) + 1e-4 * (jnp.sum(w**2) + jnp.sum(jnp.square(v)))
-
-
-# ---- probability
-
-
-@program(x=(16, 8), w=(8, 8), noise=(16, 4), v=(4, 8))
-def vae(x, w, noise, v):
-    mean, log_var = jnp.split(x @ w, 2, -1)
-    z = mean + jnp.exp(0.5 * log_var) * noise
-    kl = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var), -1)
-    return kl.mean() + jnp.mean(jnp.sum((nn.sigmoid(z @ v) - x) ** 2, -1))
-
-
 # ---- sums and moves
 
 
@@ -285,14 +192,6 @@ def vae(x, w, noise, v):
 def sum_of_many(x):
     h = x.reshape(256, 256) @ (jnp.eye(256) * 0.5)
     return h.sum(), h.mean(), jnp.mean(h * h), h.var(), h.std(0)
-
-
-@program(x=uniform(0, 1, 1024, 4), w=(4, 4))
-def running_sums(x, w):
-    h = x @ w
-    return jnp.cumsum(h, 0), jnp.cumsum(jnp.abs(h), 0) / (1 + jnp.arange(1024.0))[
-        :, None
-    ]
 
 
 @program(x=(256, 8), w=(8, 8), i=ints(6, 256), table=(6, 8))
@@ -308,18 +207,6 @@ def embeddings(e, w, p, i):
     return x @ w, x @ e.T
 
 
-@program(x=(12, 4), y=(10, 4))
-def distances(x, y):
-    square = (x**2).sum(-1)[:, None] + (y**2).sum(-1) - 2 * x @ y.T
-    return square, jnp.exp(-square / 2)
-
-
-@program(x=(16, 8), w=(8, 8))
-def sorted_quantiles(x, w):
-    h = x @ w
-    return jnp.sort(h, 0), jnp.quantile(h, 0.3, axis=0), jnp.median(h, 0)
-
-
 @program(x=(4, 32), w=(32, 32), g=(17,))
 def fourier_filter(x, w, g):
     return jnp.fft.irfft(jnp.fft.rfft(x @ w) * g, 32)
@@ -330,14 +217,3 @@ def gradient_penalty(w, v, x):
     critic = lambda x: (jnp.tanh(x @ w) @ v)[0]  # noqa: E731
     norms = jnp.linalg.norm(jax.vmap(jax.grad(critic))(x), axis=-1)
     return jnp.mean((norms - 1) ** 2), norms
-
-
-@program(x=(8, 16), w=(16, 16), v=(16, 16), b=(16,))
-def gated(x, w, v, b):
-    return nn.sigmoid(x @ w + b) * (x @ v), nn.glu(x @ w), x * nn.sigmoid(x @ w)
-
-
-@program(x=(8, 64), w=(64, 32), size=uniform(0.001, 0.002, 1))
-def quantised_weights(x, w, size):
-    rounded = w + lax.stop_gradient(jnp.round(w / size) * size - w)
-    return x @ rounded, rounded

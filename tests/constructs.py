@@ -51,9 +51,6 @@ def custom_vjp(fn, fwd, bwd, **options):
 EXPRESSIONS = {
     # products
     "matmul": lambda w, x: x @ w,
-    "dot": lambda w, x: (
-        jnp.dot(x[0], w[0]) + jnp.vdot(x[1], w[1]) + jnp.einsum("ij,kj->ik", x, w)
-    ),
     "conv": lambda w, x: lax.conv(x[None, None], w[None, None, :3, :3], (1, 1), "SAME"),
     "ragged_dot": lambda w, x: lax.ragged_dot(
         x, jnp.stack([w, 2 * w]), jnp.array([3, 5])
@@ -65,9 +62,6 @@ EXPRESSIONS = {
     "scan": lambda w, x: lax.scan(lambda c, _: (layer(w, c), c @ w), x, length=3),
     "scan_over_layers": lambda w, x: lax.scan(
         lambda c, w: (layer(w, c), c.sum()), x, jnp.stack([w, w.T])
-    ),
-    "scan_backwards_unrolled": lambda w, x: lax.scan(
-        lambda c, row: (c + row @ w, c), x[0] @ w, x, reverse=True, unroll=3
     ),
     "while_loop": lambda w, x: lax.while_loop(
         lambda c: (c[0] < 3) & ((c[1] @ w).sum() < 1e6),
@@ -90,10 +84,6 @@ EXPRESSIONS = {
 TABLE |= {name: lambda cast, fn=fn: cast(fn) for name, fn in EXPRESSIONS.items()}
 
 PLACES = {
-    "jit_outside": lambda cast: jax.jit(cast(layer)),
-    "scan_of_autocast": lambda cast: (
-        lambda w, x: repeat(lambda c, _: cast(layer)(w, c), x, length=2)
-    ),
     "vmap_out": lambda cast: jax.vmap(cast(layer), (None, 0)),
     "grad_of_grad": lambda cast: (
         lambda w, x: jax.grad(
@@ -180,9 +170,6 @@ CUSTOM = {
     "custom_jvp": lambda w, x: steep(w, x, 1.0) @ w,
     "custom_jvp_with_symbolic_zeros": symbolic_jvp,
     "custom_vjp": lambda w, x: backwards(w, x @ w, 2) @ w,
-    "custom_vjp_in_scan": lambda w, x: repeat(
-        lambda c, w: backwards(w, c, 2), x, jnp.stack([w, w])
-    ),
     "custom_vjp_in_remat_in_vmap": lambda w, x: jax.vmap(
         jax.checkpoint(lambda row: backwards(w, row[None], 2)[0])
     )(x),

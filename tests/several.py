@@ -17,7 +17,6 @@ from tests.oracles.several import Setup
 from tests.states import wide, with_scales
 
 LEAVES, NAMES = ("w0", "w1"), "dge"  # JAX sorts names
-FP32 = (np.float32, np.float32)
 
 
 def _named(values: Sequence[Any]) -> dict[str, Any]:
@@ -69,18 +68,13 @@ def scaling(setup: Setup, shared: bool) -> oracle.Scaling:
     return oracle.Scaling(rule, first, tuple(0 if shared else i for i in losses))
 
 
-def begin(name: str, shared: bool, level: str, dtypes: Any = FP32, **kwargs) -> Any:
+def begin(name: str, shared: bool, level: str, **kwargs) -> Any:
     """The state before the first step: the oracle's weights and scales."""
     setup, (rule, first, _) = CASES[name], scaling(CASES[name], shared)
     w, trees, txs = oracle.weights(setup.models), [], []
     for models, momentum in zip(setup.groups, setup.momentum, strict=False):
-        columns = {m: zip(LEAVES, w[m], dtypes, strict=True) for m in models}
-        trees.append(
-            {
-                f"m{m}": {leaf: jnp.asarray(x.astype(t)) for leaf, x, t in column}
-                for m, column in columns.items()
-            }
-        )
+        columns = {f"m{m}": zip(LEAVES, jnp.float32(w[m]), strict=True) for m in models}
+        trees.append({name: dict(column) for name, column in columns.items()})
         rates = tuple((f"m{m}", setup.learning_rates[m]) for m in models)
         txs.append(_sgd(rates, momentum))
     kwargs["loss_scale"] = jamp.DynamicLossScale(rule.init_scale, window=rule.window)

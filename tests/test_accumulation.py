@@ -1,4 +1,4 @@
-"""Accumulated and clipped gradients, exactly: all numbers here are dyadic."""
+"""Accumulated gradients, exactly: all numbers here are dyadic."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 import jamp
 from tests import states
 from tests.bits import assert_same_bits
-from tests.states import assert_skipped, wide, with_scales
+from tests.states import assert_skipped, wide
 
 # So that there are a half and a float32 leaf, where the level casts.
 KEEP = {level: {"keep_fp32": "b"} for level in ("O2", "O3", "O5")}
@@ -117,97 +117,3 @@ def test_micro_batches_step_once_by_their_mean_or_not_at_all(level):
     assert (after.step, after.skipped_steps) == (1, 0)
     if level != "O4":  # 4000 is no bfloat16
         assert_moved(after, momentum(2000.0))
-
-
-@pytest.mark.parametrize("scales", [(16.0, 2.0), (2.0, 16.0)])
-def test_micro_batches_at_two_scales_add_at_the_first(scales):
-    state = make("O2")
-    a, b = (
-        jamp.scaled_grad(loss_fn)(with_scales(state, scale), x)
-        for scale, x in zip(scales, gradients(1.0, 0.5), strict=True)
-    )
-    assert (a + b).scale == scales[0]
-    assert_moved(state.apply_gradients(grads=a + b), momentum(1.5))
-
-
-# optax.MultiSteps
-
-MULTI = optax.MultiSteps(SGD, 2).gradient_transformation()
-
-
-@jax.jit
-def micro_step(state, x):
-    return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
-
-
-@pytest.mark.standard_promotion  # its mean divides by an integer
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-def test_multi_steps_drops_the_micro_batch_that_overflowed(level):
-    xs = gradients(1.0, 0.5, 0.25, 1.25)
-    begun = plain = make(level, MULTI)
-    for x in xs:
-        plain = micro_step(plain, x)
-    assert_moved(plain, momentum(0.75, 0.75))
-    for place in range(5):
-        state, bad = begun, xs[0].copy()
-        bad[place % 2, 1] = np.inf  # in the half leaf, or the other
-        for i, x in enumerate([*xs[:place], bad, *xs[place:]]):
-            before, state = state, micro_step(state, x)
-            if i == place:
-                assert_held(state, before, 8.0, 1)
-        assert_same_bits(
-            (state.params, state.opt_state), (plain.params, plain.opt_state)
-        )
-        assert (state.step, state.skipped_steps, state.loss_scale) == (4, 1, 8.0)
-
-
-# Clipping
-
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), SGD)
-
-
-def clipped(*grads):
-    """Scaled so that their joint norm is 1; `ScaledGrads` that keep their flags."""
-    trees = [g.unscale()[0] for g in grads]
-    total = jax.tree.map(lambda *x: sum(x), *trees)
-    factor = jnp.minimum(1.0, 1.0 / optax.tree.norm(total))
-    trees = [jax.tree.map(lambda x: x * factor, tree) for tree in trees]
-    return [
-        g.replace(tree=tree, scale=jnp.float32(1))
-        for g, tree in zip(grads, trees, strict=True)
-    ]
-
-
-@jax.jit
-def clipping_steps(by_hand, inside, xs):
-    """Clips by hand and inside of the optimizer: sums of micro-batches, two losses."""
-
-    def both(state):
-        return [jamp.scaled_grad(loss_fn, loss_id=i)(state, xs[i]) for i in (0, 1)]
-
-    return [
-        by_hand.apply_gradients(grads=clipped(sum_by_loop(by_hand, xs))),
-        inside.apply_gradients(grads=sum_by_loop(inside, xs)),
-        by_hand.apply_gradients(grads=clipped(*both(by_hand))),
-        inside.apply_gradients(grads=both(inside)),
-    ]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
-def test_the_norm_is_that_of_unscaled_gradients_and_hides_no_overflow(level):
-    state = make(level, num_losses=2), make(level, CLIPPED, num_losses=2)
-    # The sum of each weight is 1024: squared, beyond float16. The joint norm is 2048.
-    for after in clipping_steps(*state, gradients(2048.0, -1024.0)):
-        assert_moved(after, momentum(0.5))
-        assert after.step == 1
-    # Below the limit nothing is clipped, though the scaled norm is beyond it.
-    for after in clipping_steps(*state, gradients(0.125, 0.125)):
-        assert_moved(after, momentum(0.25))
-    for loss in (0, 1):
-        xs = gradients(0.5, 0.25)
-        xs[loss, 1, 0] = (np.inf, np.nan)[loss]
-        own = (8.0, 16.0) if loss == 0 else (16.0, 8.0)
-        scales = [(8.0, 16.0)] * 2 + [own] * 2
-        every = zip(clipping_steps(*state, xs), state * 2, scales, strict=True)
-        for after, before, scale in every:
-            assert_held(after, before, scale, 1)

@@ -168,23 +168,14 @@ def test_lists_are_values():
     assert jamp.AutocastLists() == LISTS != lists
 
 
-KINDS = ["half_function", "float_function", "promote_function", "half_kernel"]
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
         (lambda: LISTS.with_region("a", "quarter"), "'quarter'"),
-        *(
-            (
-                lambda kind=kind: getattr(LISTS, f"register_{kind}")(jnp, "nothing"),
-                "No function named 'nothing' in module",
-            )
-            for kind in KINDS
-        ),
+        (lambda: LISTS.register_half_function(jnp, "none"), "named 'none' in module"),
+        (lambda: LISTS.register_half_kernel(jnp, "none"), "named 'none' in module"),
         (lambda: jamp.autocast(product, dtype="float32"), "must be.*float32"),
         (lambda: jamp.autocast(product, promote="wide"), "must be.*wide"),
-        (lambda: jamp.explain(product, promote="wide"), "must be.*wide"),
     ],
 )
 def test_bad_options_are_named(call, match):
@@ -224,17 +215,6 @@ def test_of_one_function_registered_twice_the_last_decides(module, lists):
     assert found(calls(module), lists=last) == [FLOAT, HALF]
     last = lists.register_half_function(module, "product")
     assert found(calls(module), lists=last) == [HALF, HALF]
-    assert module.product is product
-
-
-def test_an_inner_autocast_has_its_own_and_leaves_the_outer_one_its(module, lists):
-    inner = jamp.autocast(calls(module))  # without lists
-
-    def fn(x):
-        y = jamp.autocast(calls(module), lists=lists)(x)
-        return inner(y) + module.product(x)
-
-    assert found(fn, lists=lists) == [FLOAT, HALF, HALF, HALF, FLOAT]
     assert module.product is product
 
 
@@ -284,16 +264,6 @@ def test_an_exception_in_one_of_two_traces_leaves_the_other_its_marks(module, li
     assert module.product is product
 
 
-def test_what_somebody_else_sets_meanwhile_stays(module, lists):
-
-    def fn(x):
-        module.product = jnp.sin
-        return module.product(x)
-
-    jamp.autocast(fn, lists=lists)(X)
-    assert module.product is jnp.sin
-
-
 def test_traces_of_jitted_functions_are_kept_apart(module, lists):
     """JAX keeps the trace of a jitted function: one without marks, and one with."""
     traced = []
@@ -314,13 +284,7 @@ class Base:
     def method(self, x):
         return x @ x
 
-    @staticmethod
-    def static(x):
-        return x @ x
-
-    @classmethod
-    def of_class(cls, x):
-        return x @ x
+    static = staticmethod(product)
 
 
 class Derived(Base):
@@ -328,38 +292,9 @@ class Derived(Base):
 
 
 @pytest.mark.parametrize("owner", [Base, Derived])
-@pytest.mark.parametrize("name", ["method", "static", "of_class"])
+@pytest.mark.parametrize("name", ["method", "static"])
 def test_methods_are_replaced_and_put_back_as_they_were(owner, name):
     before = dict(vars(owner))
     lists = LISTS.register_float_function(owner, name)
     assert found(lambda x: getattr(owner(), name)(x), lists=lists) == [FLOAT]
     assert dict(vars(owner)) == before
-
-
-def test_objects_that_are_called_keep_what_else_they_have():
-    """`jnp.add` has `reduce`, a jitted function `lower`."""
-    lists = LISTS.register_float_function(jnp, "add")
-    lists = lists.register_float_function(jnp, "tanh")
-    add, tanh = jnp.add, jnp.tanh
-
-    def fn(x):
-        assert jnp.add is not add and jnp.tanh is not tanh
-        jnp.tanh.lower(X)
-        return jnp.add(x @ x, jnp.add.reduce(x))
-
-    ops = jamp.explain(fn, lists=lists)(X).operations
-    assert [op.dtype for op in ops if op.primitive == "add"] == ["float32"]
-    assert jnp.add is add and jnp.tanh is tanh
-
-
-def test_a_function_is_replaced_by_the_same_one_each_time(module, lists):
-    """It may be an argument that JAX compares, such as a static one."""
-    seen = []
-
-    def fn(x):
-        seen.append(module.product)
-        return x
-
-    for _ in range(2):
-        jamp.autocast(fn, lists=lists)(X)
-    assert seen[0] is seen[1] is not product

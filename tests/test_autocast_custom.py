@@ -146,14 +146,6 @@ def test_gradients_of_what_closes_over_traced_values(name):
         assert np.any(np.asarray(b))
 
 
-def test_a_closed_over_value_has_no_derivative():
-    def fn(x, y):
-        return custom_vjp(lambda x: x * y, lambda x: (x * y, x), lambda x, g: (g,))(x)
-
-    with pytest.raises(Exception, match="with respect to a closed-over value"):
-        jax.grad(total(jamp.autocast(jax.jit(fn))), 1)(X, Y)
-
-
 def test_what_closes_over_a_traced_value_in_a_loop_is_told_what_to_do():
     def fn(x, y):
         return lax.fori_loop(0, 2, lambda _, x: product_with(y)(x), x)
@@ -162,50 +154,3 @@ def test_what_closes_over_a_traced_value_in_a_loop_is_told_what_to_do():
         with pytest.raises(Exception, match="[Tt]racer") as error:
             jax.grad(total(cast(fn)))(X, Y)
     assert "pass it as one more argument" in "".join(error.value.__notes__)
-
-
-# ---- symbolic zeros
-
-
-def test_the_rule_of_a_vjp_sees_what_is_perturbed_and_what_is_zero():
-    seen = []
-
-    def fwd(x, y):
-        seen.append((x.perturbed, y.perturbed))
-        return (x.value * y.value, y.value), (x.value, y.value)
-
-    def bwd(saved, g):
-        seen.append(
-            tuple(isinstance(c, jax.custom_derivatives.SymbolicZero) for c in g)
-        )
-        return g[0] * saved[1], None
-
-    fn = custom_vjp(lambda x, y: (x * y, y), fwd, bwd, symbolic_zeros=True)
-
-    grads = []
-    for cast in (lambda fn: fn, jamp.autocast):
-        seen.clear()
-        grads.append(jax.grad(lambda x: cast(lambda x: fn(x, Y)[0])(x).sum())(X))  # noqa: B023
-        assert seen == [(True, False), (False, True)]
-    np.testing.assert_array_equal(*grads)
-
-
-@pytest.mark.parametrize("argnum", [0, 1])
-def test_the_rule_of_a_jvp_sees_what_is_zero(argnum):
-    seen = []
-
-    @jax.custom_jvp
-    def fn(x, y):
-        return x * y
-
-    def rule(primals, tangents):
-        zeros = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
-        seen.append(zeros.index(False))
-        assert sum(zeros) == 1
-        return fn(*primals), primals[1 - seen[-1]] * tangents[seen[-1]]
-
-    fn.defjvp(rule, symbolic_zeros=True)
-    for cast in (lambda fn: fn, jamp.autocast):
-        grad = jax.grad(total(cast(fn)), argnum)(X, Y)
-        np.testing.assert_array_equal(grad, (Y, X)[argnum])
-        assert seen[-1] == argnum

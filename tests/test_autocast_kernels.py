@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 import types
 import warnings
 
@@ -156,12 +155,6 @@ def test_the_users_rules_of_custom_functions_call_kernels_too(disabled):
         seen.append(str(x.dtype))
         return x
 
-    @jax.custom_jvp
-    def pushed(x):
-        return x
-
-    pushed.defjvp(lambda x, t: (x[0], kernel(t[0])))
-
     @jax.custom_vjp
     def pulled(x):
         return x
@@ -170,10 +163,10 @@ def test_the_users_rules_of_custom_functions_call_kernels_too(disabled):
 
     def loss(x):
         with jamp.disable_casts() if disabled else contextlib.nullcontext():
-            return pulled(pushed(x)).sum()
+            return pulled(x).sum()
 
     assert jax.grad(jamp.autocast(loss))(X).dtype == jnp.float32
-    assert seen == ["float32" if disabled else "float16"] * 3
+    assert seen == ["float32" if disabled else "float16"] * 2
 
 
 def test_registered_kernels_are_called_so_where_they_are_looked_up():
@@ -214,17 +207,6 @@ def calls_and_scores(program):
     targets = [(i.attribute(target), i) for i in found]
     calls = {name: i.shape[1:].partition("[")[0] for name, i in targets if name}
     return calls, [i.shape for i in found if "128,128]" in i.shape]
-
-
-@pytest.mark.h200
-def test_a_bias_and_grouped_queries_and_their_gradients(with_cudnn):
-    shapes = (4, 128, 8, 64), (4, 128, 2, 64), (4, 128, 2, 64), (1, 8, 128, 128)
-    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    step = jax.grad(jamp.autocast(lambda f: (attention(*f) ** 2).sum()))
-    assert {str(g.dtype) for g in jax.eval_shape(step, floats)} == {"float32"}
-    program = h200.compile_step(step, floats)
-    expected = {"ScaleBiasSoftmax": "f16", "ScaleBiasSoftmaxBackward": "f16"}
-    assert calls_and_scores(program)[0] == expected
 
 
 @pytest.mark.h200
@@ -274,20 +256,3 @@ def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatc
     # All is masked there: any weights will do.
     assert (got[:, 0] >= x.min(1)).all() and (got[:, 0] <= x.max(1)).all()
     assert getattr(module, name) is fake_cudnn
-
-
-def test_attention_of_tokamax_is_called_with_half(monkeypatch):
-    seen = []
-
-    def attention(query, key, value, bias=None, mask=None, **options):
-        seen.append((str(query.dtype), bias, mask.dtype == bool, options))
-        return value
-
-    tokamax = types.SimpleNamespace(dot_product_attention=attention)
-    monkeypatch.setitem(sys.modules, "tokamax", tokamax)
-
-    def fn(x):
-        return tokamax.dot_product_attention(x, x, value=x, mask=x > 0, scale=2.0)
-
-    assert jamp.autocast(fn)(X).dtype == jnp.float32
-    assert seen == [("float16", None, True, {"scale": 2.0})]

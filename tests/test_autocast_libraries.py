@@ -9,10 +9,8 @@ import jamp
 from tests.programs import products
 
 # A lent machine with a GPU may not have them.
-eqx = pytest.importorskip("equinox")
 eqxi = pytest.importorskip("equinox.internal")
 diffrax = pytest.importorskip("diffrax")
-lineax = pytest.importorskip("lineax")
 optimistix = pytest.importorskip("optimistix")
 
 pytestmark = [
@@ -23,26 +21,6 @@ pytestmark = [
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)) / 3
 X = jnp.array([1.0, 2.0, -1.0, 0.5])
-KEY = jax.random.key(0)
-
-
-@eqx.filter_custom_vjp
-def scaled(w, x, scale):
-    return jnp.tanh(w @ x) * scale
-
-
-@scaled.def_fwd
-def _(perturbed, w, x, scale):
-    y = jnp.tanh(w @ x)
-    return y * scale, (y, perturbed)
-
-
-@scaled.def_bwd
-def _(residuals, g, perturbed, w, x, scale):
-    y, known = residuals
-    assert known == perturbed is True
-    # Not the derivative, so that to ignore it shows.
-    return 3.0 * jnp.outer(g * (1 - y**2) * scale, x)
 
 
 def step(w, x):
@@ -73,13 +51,9 @@ def fixed_point(w, x):
 
 
 PROGRAMS = {
-    "filter_custom_vjp": lambda w, x: scaled(w, x, 2.0),
     "checkpointed_while_loop": while_loop,
     "diffeqsolve": solution,
     "fixed_point": fixed_point,
-    "linear_solve": lambda w, x: (
-        lineax.linear_solve(lineax.MatrixLinearOperator(w @ w.T + jnp.eye(4)), x).value
-    ),
 }
 
 

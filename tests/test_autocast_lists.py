@@ -33,13 +33,6 @@ def test_the_page_is_the_generated_one():
         assert f"`{name}`" in page().rpartition("## What holds programs")[2]
 
 
-@pytest.mark.parametrize("row", (*ROWS, *FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS))
-def test_a_row_says_why_and_whence(row):
-    assert row.primitives
-    assert len(row.reason) > 20 and row.reason.endswith(".")
-    assert row.origin.startswith(("apex ", "torch"))
-
-
 def test_every_primitive_of_jax_is_known():
     assert len(PUBLIC) > 150
     assert PUBLIC - set(LISTED) - RULES.keys() == INTERNAL

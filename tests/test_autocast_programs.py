@@ -1,7 +1,6 @@
 """Ordinary programs under autocast: none raises, or changes its types or its lines."""
 
 import functools
-import traceback
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,10 @@ MASK = jnp.asarray(np.tri(8, k=-1, dtype=bool))  # its first row is all false
 KEY = jax.random.key(0)
 
 
-def branch_on_dtype(w):
-    y = w @ w
-    assert y.dtype == jnp.float32
-    return jnp.full((3,), 2.0, y.dtype)
-
-
 ORDINARY = {
     "masked softmax": lambda w: jax.nn.softmax(
         jnp.where(MASK, w @ w, jnp.finfo(jnp.float32).min)
     ),
-    "branch on dtype": branch_on_dtype,
     "zeros_like in carry": lambda w: lax.scan(
         lambda c, x: (c + x @ w, c), jnp.zeros_like(w[0] @ w), w
     ),
@@ -48,12 +40,10 @@ ORDINARY = {
     "linear solve": lambda w: jax.scipy.sparse.linalg.cg(
         w @ w.T + 4 * jnp.eye(8), w[0]
     )[0],
-    "bitcast": lambda w: lax.bitcast_convert_type(w @ w * 0 + 1.0, jnp.int32),
     "platform": lambda w: lax.platform_dependent(
         w, cpu=lambda w: w @ w, default=lambda w: w + 1
     ),
     "empty": lambda w: (jnp.zeros((0, 8)) @ w, lax.scan(lambda c, x: (c, x), w, w[:0])),
-    "same output twice": lambda w: (lambda y: (w, y, y))(w @ w),
 }
 # Linear algebra is all in float32.
 WITH_WIDE_PRODUCTS = ("solve", "linear solve")
@@ -148,12 +138,10 @@ def test_integers_bools_complex_and_keys_pass_untouched():
     ("fn", "value"),
     [
         (lambda x, n: x @ x if n > 2 else x, np.int64(3)),
-        (lambda x, n: x @ x if n else x, np.bool_(True)),
         (lambda x, n: jnp.ones(n) @ x, np.array([3, 8])),
         (lambda x, n: x @ x if n[0] == "a" else x, np.array(["a"])),
-        (lambda x, n: x @ x if n == "a" else x, np.str_("a")),
     ],
-    ids=["int", "bool", "shape", "strings", "string"],
+    ids=["int", "shape", "strings"],
 )
 def test_numpy_values_that_are_no_floats_stay_concrete(fn, value):
     close(jamp.autocast(fn)(W, value), fn(W, value), HALVES["float16"])
@@ -200,13 +188,6 @@ def test_the_names_of_a_derivative_are_those_of_the_plain_derivative():
     assert any("outer" in where for where in stacks(layers))
 
 
-def test_errors_point_at_the_lines_of_the_user():
-    with pytest.raises(TypeError) as caught:
-        jamp.autocast(lambda w: w @ w[:3])(W)
-    lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert "jamp.autocast(lambda w: w @ w[:3])(W)" in lines[1:]
-
-
 # ---- what is returned: arrays of the plain function's dtypes and weak types
 
 
@@ -216,8 +197,6 @@ WEAK_ROW = jnp.full((4,), 2.0)
 TABLE = np.arange(3.0)  # float64
 RETURNED = {
     "literal": (lambda x: jnp.asarray(3.0), X),
-    "integer": (lambda x: jnp.int32(3), X),
-    "bool": (lambda x: jnp.bool_(True), X),
     "array": (lambda x: jnp.array([1, 2]), X),
     "closed over": (lambda x: (WEAK_ROW, jnp.asarray(TABLE), X), X),
     "key": (lambda x: jax.random.key(0), X),
@@ -230,7 +209,6 @@ RETURNED = {
     "jit": (jax.jit(lambda w: (w, w * 2, 3.0, TABLE)), WEAK),
     "grad": (jax.grad(lambda w: jnp.dot(w, w)), WEAK_ROW),
     "half": (lambda x: x.astype("float16") * 2, X),
-    "complex": (lambda x: lax.complex(x, x), X),
 }
 
 
@@ -275,7 +253,7 @@ def test_what_is_no_array_is_untouched():
     assert got[5] is TABLE
 
 
-# ---- what narrowest does otherwise, and what it costs
+# ---- what narrowest does otherwise
 
 
 def carries(fn, *args):
@@ -298,29 +276,3 @@ def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, str
     x = jnp.ones((8, 8))
     found = carries(jamp.autocast(layers, promote=promote), x / 8, x)
     assert found == [f"float{stream}", "float32", "float32"]
-
-
-def test_what_narrowest_costs():
-    """The hazards of docs/autocast.md, which widest does not have."""
-    a, ids = jnp.ones((1, 1)), jnp.float32(12345)
-
-    def euler(x):
-        return jax.lax.scan(lambda x, _: (x + 1e-3 * (x @ a), None), x, length=500)[0]
-
-    def with_id(x):
-        return jnp.concatenate([x @ a, ids[None, None]], 1)[0, 1]
-
-    def denormalised(x):
-        return ((x @ a) * (1e5 * a[0]))[0, 0]
-
-    for fn, exact, lost in (
-        (euler, 1.001**500, 1.0),
-        (with_id, 12345, 12352),
-        (denormalised, 1e5, 99840),
-    ):
-        wide, narrow = (
-            jamp.autocast(fn, "bfloat16", promote=promote)(a)
-            for promote in ("widest", "narrowest")
-        )
-        np.testing.assert_allclose(wide, exact, rtol=2e-3)
-        np.testing.assert_allclose(narrow, lost, rtol=1e-6)

@@ -1,8 +1,9 @@
 """`python -m jamp`: what it prints, and what it says of what it cannot do."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import jamp
@@ -18,32 +19,22 @@ def example():
     return (lambda w, x: jnp.exp(x @ w), X, X)
 
 
-def a_step():
-    params = {"w": jnp.ones((8, 8))}
-    state = jamp.initialize(params, optax.sgd(1.0), "O5", verbosity=0)
-    return (lambda p, x: (x @ p["w"]).mean()), state, X
-
-
 def not_an_example():
     return 3
 
 
-def test_levels_are_those_of_initialize(capsys):
-    printed = subprocesses.run("jamp", "levels")
-    assert main(["levels"]) == 0 and capsys.readouterr().out == printed
-    head, *rows = printed.splitlines()
+def test_levels_are_those_of_initialize():
+    head, *rows = subprocesses.run("jamp", "levels").splitlines()
     levels = head.split()[1:]
-    assert levels == ["O0", "O1", "O2", "O3", "O4", "O5"]
-    words = {None: "-", False: "-", True: "yes"}
+    assert levels == ["O0", "O1", "O2", "O3", "O4", "O5"] and len(rows) == 6
+    words = {"None": "-", "False": "-", "True": "yes", "1.0": "1"}
     for row in rows:
         name, *cells = row.split()
         for level, cell in zip(levels, cells, strict=True):
             value = getattr(jamp.Properties.from_opt_level(level), name)
             if not isinstance(value, str | float | bool | None):
                 value = jnp.dtype(value).name
-            word = words.get(value, value) if not isinstance(value, float) else value
-            assert str(word).removesuffix(".0") == cell, (name, level)
-    assert len(rows) == 6
+            assert words.get(str(value), value) == cell, (name, level)
 
 
 def test_doctor(capsys, monkeypatch):
@@ -65,26 +56,18 @@ def test_doctor(capsys, monkeypatch):
         assert words in printed
 
 
-class Device:
-    device_kind = "NVIDIA"
-
-    def __init__(self, platform, capability):
-        self.platform, self.compute_capability = platform, capability
-
-
 @pytest.mark.parametrize(
     "platform, capability, says",
     [
-        ("gpu", "9.0", "multiplies float16, bfloat16, float8"),
-        ("gpu", "8.0", "multiplies float16, bfloat16"),
-        ("gpu", "7.5", "multiplies float16"),
+        ("gpu", "8.9", "multiplies float16, bfloat16, float8"),
         ("gpu", "6.1", "multiplies no half"),
         ("gpu", "gfx942", "unknown"),
         ("tpu", None, "need no loss scale; float16 is slow"),
     ],
 )
 def test_what_a_device_multiplies(platform, capability, says):
-    assert _doctor._half(Device(platform, capability)).endswith(says)
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    assert _doctor._half(device).endswith(says)
 
 
 def test_explain(capsys, tmp_path):
@@ -101,7 +84,6 @@ def test_explain(capsys, tmp_path):
     file = tmp_path / "page.html"
     assert printed(of, "--html", str(file)) == f"Wrote {file}.\n"
     assert file.read_text() == jamp.explain(fn)(*args).to_html()
-    assert printed("tests.test_command:a_step").startswith("A step at O5: 2 matmuls")
 
 
 @pytest.mark.parametrize(

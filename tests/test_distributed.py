@@ -1,10 +1,7 @@
 """examples/distributed.py: two processes agree, go on, and do not outlive others."""
 
-import contextlib
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.scripts import EXAMPLES, ROOT, load, needs_extra, png_size, wait_for
+from tests.scripts import EXAMPLES, ROOT, load, needs_extra, png_size
 
 pytestmark = [needs_extra, pytest.mark.standard_promotion]
 
@@ -22,18 +19,20 @@ SAYS = re.compile(
 )
 
 
-def start(folder, *flags):
-    """Both processes write to the pipe: it ends when the last of them has ended."""
+def launched(folder, *flags):
+    """What both processes print."""
     command = [sys.executable, str(EXAMPLES / "distributed.py"), "--processes", "2"]
-    return subprocess.Popen(
+    done = subprocess.run(
         [*command, "--checkpoint-dir", "run", "--save-every", "2", *flags],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
         text=True,
+        timeout=240,
     )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def printed(folder):
-    launcher = start(folder, "--steps", "3", "--overflow-at", "2")
-    out, _ = launcher.communicate(timeout=240)
-    assert launcher.returncode == 0, out
-    return out
+    return launched(folder, "--steps", "3", "--overflow-at", "2")
 
 
 def test_both_processes_say_that_they_have_the_same(printed, folder):
@@ -60,33 +56,14 @@ def test_both_processes_say_that_they_have_the_same(printed, folder):
     assert png_size(folder / "distributed.png") == (840, 600)
 
 
-@pytest.fixture(scope="module")
-def killed(printed, folder):
-    """Goes on with the params split, until the launcher is killed after step 4."""
-    launcher = start(folder, "--resume", "--fsdp", "--steps", "1000000")
-    try:
-        wait_for(folder / "run" / "4")
-        launcher.kill()
-        return launcher.communicate(timeout=60)[0]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-
-
-def test_processes_end_with_a_launcher_that_is_killed(killed):
-    assert "/999997 [" in killed  # the steps that were left after three
-    assert not SAYS.search(killed)  # they were in the midst
-
-
-def test_one_process_goes_on_where_two_have_stopped(killed, folder):
+def test_one_process_goes_on_where_two_have_stopped(printed, folder):
+    split = launched(folder, "--resume", "--fsdp", "--steps", "4")
+    assert len(SAYS.findall(split)) == 2
     module = load("distributed", connect=lambda: None)  # it looks for no others
 
     def alone(*flags):
         return module.main([*flags, "--plot", str(folder / "alone.png")])
 
-    for path in (folder / "run").iterdir():
-        if path.name.isdigit() and int(path.name) > 4:  # until the kill more were saved
-            shutil.rmtree(path)
     flags = ["--steps", "6", "--overflow-at", "2"]
     whole = alone(*flags)
     run = alone(*flags, "--resume", "--checkpoint-dir", str(folder / "run"))
@@ -97,8 +74,6 @@ def test_one_process_goes_on_where_two_have_stopped(killed, folder):
     assert run["state"].skipped_steps == whole["state"].skipped_steps == 1
     # The same rows, summed by one device rather than two, in half.
     np.testing.assert_allclose(run["loss"], whole["loss"][4:], rtol=1e-3)
-    learnt = alone("--opt-level", "O1", "--steps", "60", "--batch-size", "64")["loss"]
-    assert learnt[-1] < 0.5 * learnt[0]
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):

@@ -38,7 +38,6 @@ LINES = (4, 2, 10), (5, 2, 3)
     [
         (einsum("bij,bjk->bik"), (3, 8, 16), (3, 16, 4), 3 * 2 * 8 * 16 * 4),
         (einsum("ij,j->i"), (8, 16), (16,), 2 * 8 * 16),
-        (einsum("i,i->"), (7,), (7,), 2 * 7),
         (einsum("i,j->ij"), (7,), (5,), 2 * 7 * 5),
         (conv(), *LINES, 2 * 4 * 5 * 2 * (8 * 3)),
         # At both ends, one of the three places lies in the padding.
@@ -77,34 +76,22 @@ def test_flops_of_ragged_products():
 
 def test_scans_multiply_and_while_loops_do_not():
     def fn(x, w):
-        def inner(c, _):
-            return repeat(lambda c, _: c @ w, c, length=3)
-
-        x = repeat(inner, x, length=5)
+        body = lambda c, _: repeat(lambda c, _: c @ w, c, length=3)  # noqa: E731
+        x = repeat(body, x, length=5)
         return lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ w, x)
 
     operations = jamp.explain(fn)(shape(8, 8), shape(8, 8)).operations
     found = [(op.path, op.flops) for op in operations if op.flops]
     assert found == [(("scan", "scan"), 15 * 1024), (("while body",), 1024)]
-    trips = [(op.primitive, op.trips) for op in operations if op.trips != 1]
-    assert trips == [("scan", 5), ("scan", 3), ("while", None)]
 
 
 def test_share_in_half():
-    def two_products(x, w, v):
-        return jamp.float_function(jnp.matmul)(x @ w, v)
-
-    # 2 * 8 * 8 * 24 in half, 2 * 8 * 24 * 8 / 3 in float32.
-    explanation = jamp.explain(two_products)(shape(8, 8), shape(8, 24), shape(24, 2))
-    assert explanation.matmul_flops == 3072 + 768
-    assert explanation.half_matmul_flops == 3072
-    assert explanation.half_share == 0.8
-
-
-def test_share_without_products_is_none_and_integers_do_not_count():
-    explanation = jamp.explain(jnp.tanh)(shape(8, 8))
-    assert (explanation.matmul_flops, explanation.half_share) == (0, None)
-    integers = 2 * [shape(8, 8, dtype=jnp.int8)]
-    explanation = jamp.explain(jnp.matmul)(*integers)
-    assert [op.flops for op in explanation.operations] == [1024]
-    assert explanation.matmul_flops == 0 and explanation.warnings == ()
+    fn = lambda x, w, v: jamp.float_function(jnp.matmul)(x @ w, v)  # noqa: E731
+    # 2 * 8 * 8 * 24 in half, 2 * 8 * 24 * 2 in float32.
+    found = jamp.explain(fn)(shape(8, 8), shape(8, 24), shape(24, 2))
+    assert (found.half_matmul_flops, found.matmul_flops) == (3072, 3072 + 768)
+    assert found.half_share == 0.8
+    # Of nothing it is None, and integers do not count.
+    found = jamp.explain(jnp.matmul)(*2 * [shape(8, 8, dtype=jnp.int8)])
+    assert [op.flops for op in found.operations] == [1024]
+    assert (found.matmul_flops, found.half_share, found.warnings) == (0, None, ())

@@ -1,12 +1,10 @@
-"""Both FP16_Optimizers: state_dict, Flax and Orbax bring every bit back."""
+"""Both FP16_Optimizers: a state_dict brings every bit back."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -89,22 +87,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind):
     assert_same_bits(resume(loaded), last)
 
 
-def test_flax_and_orbax_bring_every_bit_back(tmp_path):
-    def three(flat, state):
-        none = OPTIMIZER.zero_grad(state, set_grads_to_None=True)
-        return {"cut_down": flat, "fp16_utils": state, "none": none}
-
-    states = three(uninterrupted("cut_down")[0], overflowed())
-    target = three(other("cut_down"), other())
-    restored = serialization.from_bytes(target, serialization.to_bytes(states))
-    assert_same_bits(jax.tree.map(jnp.asarray, restored), states)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "states", states)
-        checkpointer.wait_until_finished()
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
-        assert_same_bits(checkpointer.restore(tmp_path / "states", shapes), states)
-
-
 BIAS = "fp32_from_fp16/dense/bias"
 
 
@@ -112,12 +94,8 @@ BIAS = "fp32_from_fp16/dense/bias"
     "name, value, words",
     [
         ("loss_scaler/scale", None, "is missing"),
-        ("loss_scaler/scale", np.float32(0), "must be a finite number"),
         ("loss_scaler/unskipped", np.int32(-1), "must be a count"),
-        ("extra", 1, "is unexpected"),
-        (BIAS, None, "is missing"),
         (BIAS, np.zeros(7, np.float32), "has shape"),
-        (BIAS, np.zeros(2, np.float16), "has dtype"),
         ("fp32_from_fp16/dense/weight", np.zeros(2), "is unexpected"),
     ],
 )

@@ -1,4 +1,4 @@
-"""optimizers.FP16_Optimizer, the cut-down one, against float64; its bytes."""
+"""optimizers.FP16_Optimizer, the cut-down one, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,6 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from jamp.optimizers import FP16_Optimizer, fused_adam
-from tests import h200
 from tests.bits import assert_same_bits
 from tests.fp16 import BF16, F16, F32, cut_down, data, dot, group, host, like, steps
 from tests.oracles import fp16_optimizer as oracle
@@ -155,45 +154,23 @@ def test_a_window_is_1000_steps_from_the_last_overflow():
         assert (after.cur_scale, after.cur_iter) == (scale, begin + 2)
 
 
-def test_gradients_are_none_after_zero_grad_by_default():
-    optimizer, tree, x = cut_down(), group(), like(1.0, group())
-    _, state = optimizer.backward(optimizer.init(tree), dot, x)
-    none = optimizer.zero_grad(state)
-    assert none.grads is None
-    zeros = optimizer.zero_grad(state, set_grads_to_None=False)
-    assert_same_bits(zeros.grads, jnp.zeros(11, F16))
-    a, b = (optimizer.backward(s, dot, x)[1] for s in (none, zeros))
-    assert_same_bits(a, b)
-
-
 # What is refused
 
 
-IN_DICT = cut_down({"a": fused_adam()})
-HALF = "all float16, or all"
 UNUSED = jamp.UnusedOptionWarning
-MASTERS = jamp.master_weights(fused_adam())
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
     (lambda *_: cut_down(static_loss_scale=8.0), UNUSED, "static_loss_scale"),
-    (lambda *_: FP16_Optimizer(optax.adam(1e-3)), TypeError, "fused"),
-    (lambda *_: FP16_Optimizer(MASTERS), TypeError, "fused"),
     (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
     (lambda *_: FP16_Optimizer(fused_adam(), 0.0), ValueError, "static_loss_scale"),
-    (lambda o, _: o.init([group(), jnp.ones(2, F32)]), TypeError, HALF),
-    (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, HALF),
-    (lambda o, _: o.init([group(), jnp.arange(2)]), TypeError, HALF),
+    (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
     (lambda o, _: o.init({}), TypeError, "hold no arrays"),
-    (lambda *_: IN_DICT.init([group()]), ValueError, r"the keys \['a'\]; got list"),
-    (
-        lambda *_: IN_DICT.init({"b": group()}),
-        ValueError,
-        r"the keys \['a'\]; got dict",
-    ),
     (lambda o, s: o.step(s), ValueError, "backward"),
     (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
-    (lambda o, s: o.step(s.params), TypeError, "step.*takes the state.*got dict"),
-    (lambda o, s: o.load_state_dict(s, [1]), TypeError, "mapping, got list"),
+    (
+        lambda *_: cut_down({"a": fused_adam()}).init({"b": group()}),
+        *(ValueError, r"the keys \['a'\]; got dict"),
+    ),
 ]
 
 
@@ -215,41 +192,7 @@ def test_what_does_not_fit_is_refused():
     for key, value in {"cur_scale": np.float32(np.nan), "cur_iter": -1}.items():
         with pytest.raises(ValueError, match=f"{key} must be a"):
             optimizer.load_state_dict(state, good | {key: value})
-    longer = optimizer.init(tree | {"more": jnp.ones(1, F16)})
-    with pytest.raises(ValueError, match="fp32_groups_flat has shape"):
-        optimizer.load_state_dict(longer, good)
     static = cut_down(dynamic_loss_scale=False)
     with pytest.raises(ValueError, match="scale_window is unexpected"):
         static.load_state_dict(static.init(tree), good)
     assert_same_bits(state, before)
-
-
-# What a step moves and launches on an H200
-
-LEAVES, SIZE = 50, 2**16
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize(
-    "backend, options, at_most",
-    [
-        ("mosaic", {}, 30.1),
-        ("xla", {}, 30.1),
-        ("mosaic", {"max_grad_norm": 1.0}, 32.1),  # clipping reads the gradients, too
-    ],
-)
-def test_a_step_is_one_pass_over_one_buffer(backend, options, at_most):
-    optimizer = cut_down(fused_adam(legacy=True, backend=backend, **options))
-    params = {f"w{i:02}": jnp.ones(SIZE, F16) for i in range(LEAVES)}
-    state = jax.eval_shape(optimizer.init, params)
-
-    def step(state, grads):
-        return optimizer.zero_grad(optimizer.step(state.replace(grads=grads)))
-
-    program = h200.compile_step(step, state, state.fp16_flat, donate=(0,))
-    # The half buffer goes into the kernel to be written, and nothing of it is read.
-    unread = 2 * LEAVES * SIZE if backend == "mosaic" else 0
-    assert (program.traffic - unread) / (LEAVES * SIZE) <= at_most
-    assert program.kernels <= 20  # most of them on scalars
-    assert program.temp < 0.01 * LEAVES * SIZE
-    assert all(size <= 4 for size in program.copies)

@@ -28,7 +28,6 @@ def tree(dtype=F32):
 
 
 STATS = {"mean": jnp.zeros(3, F32), "var": jnp.ones(3, F32)}
-ONE_NORM = {"block": {"BatchNorm_0": STATS}}
 NAMED = ("bn", "block/BatchNorm_0")
 # The call, the dtype before, the dtype after, and paths that are in float32.
 CASTS = [
@@ -36,10 +35,7 @@ CASTS = [
     # Statistics know better than names.
     (lambda p: fu.network_to_half(p, {"conv": STATS}), F32, F16, ("conv",)),
     (fu.BN_convert_float, F16, F16, NAMED),
-    (lambda p: fu.BN_convert_float(p, ONE_NORM), F16, F16, NAMED[1:]),
-    (lambda p: fu.convert_network(p, "float16"), F32, F16, NAMED),
     (lambda p: fu.convert_network(p, BF16), F32, BF16, NAMED),
-    (lambda p: fu.convert_network(p, F32), F32, F32, NAMED),
     (lambda p: fu.convert_network(p, F32, {"bn": STATS}), F16, F32, NAMED),
     # The leaves at the top only.
     (lambda p: fu.convert_module(p, BF16), F32, BF16, ("conv", "LayerNorm", *NAMED)),
@@ -115,12 +111,6 @@ def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
     after = fu.master_params_to_model_params(model, masters, flat_master=flat)
     third = jax.tree.map(lambda p: p.astype(F32) + jnp.float32(1 / 3), given)
     assert_same_bits(after, jax.tree.map(lambda p: p.astype(dtype), third))
-
-
-def test_to_python_float():
-    for x in (jnp.asarray(1.5, F16), jnp.asarray([1.5]), np.float32(1.5), 1.5):
-        value = fu.to_python_float(x)
-        assert (type(value), value) == (float, 1.5)
 
 
 # Clipping
@@ -204,22 +194,6 @@ def test_has_overflow_looks_at_every_element(bad):
     assert not scaler.has_overflow({})
 
 
-@pytest.mark.parametrize("make", [fu.LossScaler, fu.DynamicLossScaler])
-def test_backward_and_scale_gradient_multiply_by_the_scale(make):
-    scaler = make(512.0)
-    state, params = scaler.init(), {"w": jnp.asarray([1.0, 2.0], F16), "n": 3}
-
-    def loss_fn(p, x):
-        return (p["w"].astype(F32) * x).sum()
-
-    x = jnp.asarray([0.5, 0.25], F32)
-    loss, grads = jax.jit(lambda s: scaler.backward(s, loss_fn, params, x))(state)
-    assert loss == 1.0
-    assert_same_bits(grads["w"], jnp.asarray([256.0, 128.0], F16))
-    scaled = scaler.scale_gradient(state, {"w": x, "b": None})
-    assert_same_bits(scaled, {"w": jnp.asarray([256.0, 128.0]), "b": None})
-
-
 # Errors
 
 HALF = floats(F16)
@@ -230,7 +204,6 @@ REFUSED = [
     (lambda: fu.prep_param_lists(MIXED, True), ValueError, "flat_master"),
     (lambda: fu.prep_param_lists({"n": 1}), TypeError, "params.*'n'.* floats"),
     (lambda: to_masters({"w": None}, [jnp.ones(3)], True), ValueError, "0 elem.* 3"),
-    (lambda: to_masters(jnp.ones(1), jnp.ones(2)), ValueError, r"\(1,\), its.*\(2,\)"),
     (lambda: to_model(HALF, [jnp.ones(4)], True), ValueError, "4 elem.*, the params 3"),
     (lambda: to_model(HALF, {"w": HALF["w"]}), ValueError, "must be like the params"),
     (lambda: fu.to_python_float(jnp.ones(2)), ValueError, "one number, got 2"),
@@ -239,7 +212,6 @@ REFUSED = [
     (lambda: fu.DynamicLossScaler(0.0), ValueError, "init_scale"),
     (lambda: fu.DynamicLossScaler(1.0, 1.0), ValueError, "scale_factor"),
     (lambda: fu.DynamicLossScaler(scale_window=0), ValueError, "scale_window"),
-    (lambda: fu.DynamicLossScaler(scale_window=1.5), ValueError, "scale_window"),
 ]
 
 

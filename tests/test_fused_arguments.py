@@ -3,7 +3,6 @@
 import functools
 from types import SimpleNamespace
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,13 +72,10 @@ def test_a_mask_says_which_leaves_decay(name):
 @pytest.mark.parametrize(
     "mask, text",
     [
-        ({"dense": True}, "(?i)mask"),
-        ({"dense": True, "gain": True, "more": True}, "(?i)mask"),
-        ({"dense": {"w": True}, "gain": True}, "(?i)mask"),
-        ([True, False], "(?i)mask"),
-        (lambda params: {"dense": True}, "(?i)mask"),
-        *(({"dense": x, "gain": True}, "mask.*bool") for x in (1.0, 1, "yes")),
-        ({"dense": jnp.ones(2), "gain": True}, "mask.*bool"),
+        ({"dense": True}, "mask must be a tree"),
+        ([True, False], "mask must be a tree"),
+        (lambda params: {"dense": True}, "mask must be a tree"),
+        ({"dense": 1, "gain": True}, "mask.*bool"),
         (lambda params: {"dense": 1, "gain": True}, "mask.*bool"),
     ],
 )
@@ -94,8 +90,7 @@ def test_equal_hyperparameters_make_equal_transformations(name):
     """So that a state, which holds them, goes through jit without another trace."""
     mask = {"dense": {"b": False}, "gain": True}
     a, b = decaying(name, mask), decaying(name, mask)
-    assert a == b
-    assert hash(a) == hash(b)
+    assert a == b and hash(a) == hash(b)
     others = [decaying(name, m) for m in ({"dense": {"b": True}, "gain": True}, None)]
     others += [decaying(name, {"dense": {"c": False}, "gain": True})]
     others += [decaying(x, mask) for x in (*BARE, "larc_fused") if x != name]
@@ -111,14 +106,13 @@ FACTORIES = {name: getattr(jo, f"fused_{name}") for name in BARE}
 FACTORIES["larc"] = functools.partial(jo.larc, PLAIN)
 # Factory, further options, and what the error says: the name and the value.
 ERRORS = [
-    *((f, {"learning_rate": -0.25}, r"learning.rate.*-0\.25") for f in FACTORIES),
-    *((f, {"weight_decay": -0.5}, r"weight.decay.*-0\.5") for f in FACTORIES),
+    *((f, {"learning_rate": -0.25}, r"learning.rate.*-0\.25") for f in ("sgd", "larc")),
+    *((f, {"weight_decay": -0.5}, r"weight.decay.*-0\.5") for f in ("sgd", "larc")),
     *((f, {"eps": -1e-8}, "eps.*-1e-08") for f in FACTORIES if f != "sgd"),
     *(
-        (f, {beta: value}, rf"{beta}.*{value}")
+        (f, {beta: 1.0}, rf"{beta}.*1.0")
         for f in ("adam", "lamb", "novograd")
         for beta in ("b1", "b2")
-        for value in (-0.1, 1.0, 1.5)
     ),
     ("sgd", {"momentum": -0.5}, r"(?i)momentum.*-0\.5"),
     ("sgd", {"dampening": -0.5}, r"dampening.*-0\.5"),
@@ -127,13 +121,11 @@ ERRORS = [
     ("adam", {"eps_inside_sqrt": True}, "legacy"),
     ("adam", {"legacy": True, "adam_w_mode": False}, "adam_w_mode"),
     ("larc", {"trust_coefficient": -1.0}, "trust_coefficient.*-1"),
-    *(("novograd", {"norm_type": x}, "norm_type") for x in (1, 3, "l2", -2, None)),
-    *((f, {"backend": "cuda"}, "backend.*'cuda'") for f in BARE),
+    *(("novograd", {"norm_type": x}, "norm_type") for x in (1, "l2", None)),
+    ("adam", {"backend": "cuda"}, "backend.*'cuda'"),
     ("adam", {"eps": True}, "eps must be a number, got True"),
     ("sgd", {"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
-    ("adam", {"amsgrad": True}, "FusedAdam does not support the AMSGrad variant."),
     ("lamb", {"amsgrad": True}, "FusedLAMB does not support the AMSGrad variant."),
-    ("novograd", {"amsgrad": True}, "FusedNovoGrad does not support the AMSGrad v"),
 ]
 
 
@@ -168,9 +160,8 @@ def test_names_of_the_largest_norm():
 
 @pytest.mark.message
 def test_what_larc_wraps():
-    for bad in (optax.sgd, 0.1, None, nn.Dense(2)):
-        with pytest.raises(TypeError, match="(?i)transformation"):
-            jo.larc(bad, 0.1)
+    with pytest.raises(TypeError, match="(?i)transformation"):
+        jo.larc(optax.sgd, 0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="(?i)learning.rate"):
         jo.larc(optax.sgd(0.1))
     got = first_update(jo.larc(optax.sgd(0.1), clip=False))
@@ -180,27 +171,20 @@ def test_what_larc_wraps():
 # Trees
 
 
-DENSE = PARAMS["dense"]
-OTHERS = {
-    "missing": PARAMS | {"dense": {"w": DENSE["w"]}},
-    "more": PARAMS | {"more": jnp.ones(2)},
-    "shape": PARAMS | {"dense": DENSE | {"w": jnp.ones(1)}},  # would broadcast
-}
-
-
 @each_place
 @pytest.mark.message
 def test_gradients_of_another_tree_or_no_params_are_an_error(name):
     tx = decaying(name)
     state = tx.init(PARAMS)
-    for what, grads in OTHERS.items():
-        with pytest.raises(ValueError, match="more" if what == "more" else "dense"):
-            tx.update(grads, state, PARAMS)
+    wrong = PARAMS["dense"] | {"w": jnp.ones(1)}  # would broadcast
+    for bad in ({"dense": wrong}, {"more": jnp.ones(2)}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            tx.update(PARAMS | bad, state, PARAMS)
     with pytest.raises(ValueError, match=f"{name} needs the params"):
         tx.update(PARAMS, state)
 
 
-@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32, jnp.bool_])
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
 @pytest.mark.message
 def test_leaves_that_are_not_real_are_an_error_with_the_path(dtype):
     params = {"layer": [{"w": jnp.ones(2)}, {"odd": jnp.ones(2, dtype)}]}
@@ -227,16 +211,9 @@ def test_trees_of_nothing_and_of_one_leaf(name, params):
 
 # By kind, the platform and the compute capability, of which Mosaic compiles for some.
 DEVICES = {
-    "NVIDIA H200": ("gpu", "9.0"),
     "NVIDIA H100 80GB HBM3": ("gpu", "9.0"),
-    "NVIDIA GH200 480GB": ("gpu", "9.0"),
-    "NVIDIA B200": ("gpu", "10.0"),
     "NVIDIA GB200": ("gpu", "10.0"),
     "NVIDIA A100-SXM4-80GB": ("gpu", "8.0"),
-    "NVIDIA L40S": ("gpu", "8.9"),
-    "Tesla T4": ("gpu", "7.5"),
-    "Tesla V100-SXM2-16GB": ("gpu", "7.0"),
-    "AMD Instinct MI300X": ("gpu", "gfx942"),
     "AMD Instinct MI210": ("gpu", "gfx90a"),
     "TPU v5 lite": ("tpu", None),
     "cpu": ("cpu", None),

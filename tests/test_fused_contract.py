@@ -15,10 +15,8 @@ import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
 from tests.fused import (
-    BARE,
     FIELDS,
     OPTIMIZERS,
-    STANDARD,
     assert_close,
     each,
     each_bare,
@@ -64,9 +62,6 @@ def test_states_are_float32_and_keep_their_shape_and_dtype(name, dtype):
         assert (u.shape, u.dtype) == (p.shape, jnp.float32)
     with jax.enable_x64(True):  # which changes nothing
         assert schema(jax.eval_shape(tx.init, params)) == schema(state)
-        assert schema(jax.eval_shape(tx.update, params, state, params)) == schema(
-            (updates, new)
-        )
 
 
 @each_bare
@@ -78,7 +73,7 @@ def test_one_tree_may_hold_all_dtypes(name):
     assert_close(first(make(name), params, grads)[0], first(make(name), wide)[0])
 
 
-@STANDARD  # norms of leaves together
+@pytest.mark.standard_promotion  # norms of leaves together
 @each_bare
 def test_float64_leaves_are_stepped_in_float64(name):
     with jax.enable_x64(True):
@@ -112,25 +107,14 @@ def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     scaled = jax.tree.map(lambda g: g * 1024.0, grads)
     # torch's found_inf is a float; under vmap below there is a bool.
     how = {"grad_scale": jnp.float32(1024), "found_inf": jnp.float32(0)}
-    clean = first(tx, params, scaled, **how)
+    # What optax passes to others is ignored.
+    clean = first(tx, params, scaled, **how, value=jnp.float32(1))
     assert_close(clean, first(tx, params, grads))
     bad = jax.tree.map(lambda x: x + jnp.nan, params)
     # They may be Python's numbers, too.
     updates, after = tx.update(bad, clean[1], params, grad_scale=8, found_inf=True)
     assert_same_bits(after, clean[1])
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
-
-
-@each
-def test_the_count_saturates(name):
-    tx, params, last = make(name), tree(), np.iinfo(np.int32).max
-    full = jax.tree.map(
-        lambda x: jnp.int32(last) if x.dtype == jnp.int32 else x, tx.init(params)
-    )
-    updates, state = update(tx, params, full, params)
-    found = optax.tree.get_all_with_path(state, "count")  # LARC has two
-    assert {int(x) for _, x in found} == {last}
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(updates))
 
 
 # What JAX does with them
@@ -160,37 +144,6 @@ def test_under_vmap_with_a_learning_rate_each(name):
 
 
 # What optax wraps around them
-
-
-@each
-def test_each_on_a_part_of_the_params(name):
-    txs = {"a": make(name), "b": make(name, learning_rate=0.3)}
-    parts = {"a": ["dense"], "b": ["gain", "rest"]}
-    tx = optax.multi_transform(txs, {k: a for a in "ab" for k in parts[a]})
-    params, grads = tree(), gradients()
-    got, state = first(tx, params, grads)
-    for a, keys in parts.items():
-        p, g = ({k: x[k] for k in keys} for x in (params, grads))
-        expected, inner = first(txs[a], p, g)
-        assert_close({k: got[k] for k in keys}, expected)
-        for field in FIELDS[name]:
-            moments = optax.tree.get(state.inner_states[a], field)
-            assert_close({k: moments[k] for k in keys}, optax.tree.get(inner, field))
-            left = "gain" if a == "a" else "dense"
-            assert not jax.tree.leaves(moments[left])  # optax.MaskedNode
-
-
-def test_masked_with_a_mask_of_decay_inside():
-    def decays(mask):
-        return fresh("adam", weight_decay=0.1, mask=mask)
-
-    params = {k: jnp.arange(1.0, 4.0) for k in "abc"}
-    inside = decays({"a": True, "b": False, "c": False})
-    masked = optax.masked(inside, {"a": True, "b": True, "c": False})
-    got, _ = first(masked, params)
-    expected, _ = first(decays({"a": True, "b": False}), {k: params[k] for k in "ab"})
-    assert_close({k: got[k] for k in "ab"}, expected)
-    assert_same_bits(got["c"], params["c"])
 
 
 @each
@@ -246,22 +199,6 @@ def test_a_norm_type_that_optax_traces_is_an_error_with_the_way_out():
         first(tx, {"w": jnp.ones(2)})
 
 
-@each
-def test_extra_args_and_state_functions_of_optax(name):
-    tx, params = make(name), tree()
-    updates, state = first(tx, params)
-    assert_same_bits(first(tx, params, value=jnp.float32(1)), (updates, state))
-    if name in BARE:  # in LARC the inner state has a count of its own
-        assert optax.tree.get(state, "count") == 1
-        assert optax.tree.set(state, count=jnp.int32(7)).count == 7
-    seen = optax.tree.map_params(
-        tx, lambda x: "param", state, transform_non_params=lambda x: "other"
-    )
-    for field in FIELDS[name]:
-        assert set(jax.tree.leaves(optax.tree.get(seen, field))) == {"param"}
-    assert {x for _, x in optax.tree.get_all_with_path(seen, "count")} == {"other"}
-
-
 # Saved
 
 
@@ -280,10 +217,9 @@ def test_a_state_comes_back_through_flax(name):
     saved = serialization.to_bytes(state)
     assert_same_bits(serialization.from_bytes(target, saved), state)
     assert_same_bits(pickle.loads(pickle.dumps(state)), state)
-    if name != "larc_adam":  # optax's own are closures
-        tx = make(name)
-        again = pickle.loads(pickle.dumps(tx))
-        assert again == tx and hash(again) == hash(tx)
+    tx = make(name)
+    again = pickle.loads(pickle.dumps(tx))
+    assert again == tx and hash(again) == hash(tx)
 
 
 def test_all_states_come_back_through_orbax(tmp_path):

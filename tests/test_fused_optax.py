@@ -83,17 +83,7 @@ def clipped(*txs, norm=CLIP):
     return optax.chain(optax.clip_by_global_norm(norm), *txs)
 
 
-def by_rate(*txs, rate=L):
-    return optax.chain(*txs, optax.scale_by_learning_rate(rate))
-
-
-def by_trust(tx):
-    return optax.chain(optax.scale_by_trust_ratio(0.0, 0.02, 1e-8), tx)
-
-
 DECAY, SOME_DECAY = (optax.add_decayed_weights(**x) for x in (WD, MASKED))
-SCALE = optax.scale_by_adam(B1, B2, EPS)
-RATIO = optax.scale_by_trust_ratio()
 DAMPENED = optax.scale_by_schedule(lambda c: jnp.where(c == 0, 1, 1 - 0.3))
 
 EQUAL = {
@@ -109,7 +99,7 @@ EQUAL = {
     ),
     "decay after momentum": (
         fused_sgd(S, M, wd_after_momentum=True, **MASKED),
-        by_rate(optax.trace(M), SOME_DECAY, rate=S),
+        optax.chain(optax.trace(M), SOME_DECAY, optax.scale_by_learning_rate(S)),
     ),
     "dampening": (
         fused_sgd(L, M, dampening=0.3, **WD),
@@ -117,38 +107,19 @@ EQUAL = {
     ),
     "lamb": (lamb(S, max_grad_norm=CLIP, **WD), clipped(their_lamb(S, **WD))),
     "nvlamb": (lamb(L, use_nvlamb=True, **MASKED), their_lamb(L, **MASKED)),
-    "lamb, some decay": (
-        lamb(L, **MASKED),
-        by_rate(SCALE, SOME_DECAY, optax.masked(RATIO, MASK)),
-    ),
-    "nvlamb l2": (
-        lamb(L, adam_w_mode=False, use_nvlamb=True, **MASKED),
-        decayed(their_lamb(L), MASK),
-    ),
-    "lamb without averaging": (
-        lamb(L, grad_averaging=False, **WD),
-        by_rate(SCALE, optax.scale(1 / (1 - B1)), DECAY, RATIO),
-    ),
     "novograd": (novograd(L), their_novograd),
-    "novograd at a higher rate": (
-        novograd(L / (1 - B1), grad_averaging=True),
-        their_novograd,
-    ),
     "adagrad": (fused_adagrad(S, 0.0), their_adagrad(S)),
-    "adagrad w": (
-        fused_adagrad(S, 0.0, adagrad_w_mode=True, **MASKED),
-        by_rate(optax.scale_by_rss(0.0, 0.0), SOME_DECAY, rate=S),
-    ),
     "lars": (
         larc(optax.sgd(L, M, nesterov=True), clip=False),
         their_lars(L, nesterov=True),
     ),
     "lars at a schedule": (larc(fused_sgd(S), clip=False), their_lars(S, momentum=0.0)),
-    "trust ratio": (larc(optax.adam(S), clip=False), by_trust(optax.adam(S))),
-    # Defaults: optax's decay, and LAMB's; without momentum it keeps a trace for 0.0.
+    "trust ratio": (
+        larc(optax.adam(S), clip=False),
+        optax.chain(optax.scale_by_trust_ratio(0.0, 0.02, 1e-8), optax.adam(S)),
+    ),
+    # Of optax's default decay.
     "adamw's": (jo.fused_adam(L, weight_decay=1e-4), optax.adamw(L)),
-    "lamb's": (jo.fused_lamb(L), clipped(optax.lamb(L, weight_decay=0.01), norm=1)),
-    "no momentum": (fused_sgd(L, 0.0), optax.sgd(L, 0.0)),
 }
 
 
@@ -161,10 +132,6 @@ DIFFERENT = {
     "adam without correction": (adam(L, bias_correction=False), their_adam(L)),
     "legacy with eps": (adam(L, eps=0.1, legacy=True), their_adam(L, eps=0.1)),
     "legacy, decay": (adam(L, eps=0, legacy=True, **WD), their_adamw(L, eps=0, **WD)),
-    "legacy, eps inside": (
-        adam(L, eps=0.1, legacy=True, eps_inside_sqrt=True),
-        their_adam(L, eps=0, eps_root=0.1),
-    ),
     "dampening from the first step": (
         fused_sgd(L, M, dampening=M),
         optax.chain(optax.ema(M, debias=False), optax.scale(-L)),
@@ -174,9 +141,6 @@ DIFFERENT = {
     "lamb, averaging": (lamb(L, grad_averaging=False, **WD), their_lamb(L, **WD)),
     "novograd, decay outside": (novograd(L, reg_inside_moment=False), their_novograd),
     "novograd, averaging": (novograd(L, grad_averaging=True), their_novograd),
-    "novograd, correction": (novograd(L, bias_correction=True), their_novograd),
-    "novograd from zero": (novograd(L, init_zero=True), their_novograd),
-    "novograd, largest": (novograd(L, norm_type="inf"), their_novograd),
     "adagrad, eps": (fused_adagrad(L, 1e-2), their_adagrad(L, eps=1e-2)),
     "adagrad, defaults": (fused_adagrad(L), optax.adagrad(L)),
     "lars, schedule": (
@@ -194,7 +158,3 @@ DIFFERENT = {
 @pytest.mark.parametrize("row", DIFFERENT)
 def test_they_differ(row):
     assert apart(*DIFFERENT[row]) > 5e-3
-
-
-def test_optax_has_another_default_decay():
-    assert apart(jo.fused_adam(L), optax.adamw(L)) > 1e-6

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import jamp
@@ -69,24 +68,6 @@ def test_the_last_skips_are_kept_with_their_leaves():
     assert run((), ())[1].skips() == []
 
 
-def test_a_log_of_nnx():
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.0), "O2", verbosity=0)
-    log = SkipLog.of(optimizer.amp_state(model))
-
-    @nnx.jit
-    def step(model, optimizer, log, x):
-        loss_fn = lambda model: model.bias[...].sum() * x  # noqa: E731
-        loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer)
-        log = log.add(optimizer, loss, grads)
-        optimizer.update(model, grads)
-        return log
-
-    for x in (0.5, 2.0, 1.0):
-        log = step(model, optimizer, log, x)
-    assert log.skips() == [(1, 0.0, 2.0**16, ("bias",))] and int(log.count) == 1
-
-
 @pytest.mark.h200
 @pytest.mark.standard_promotion
 def test_a_log_moves_no_more_bytes():
@@ -138,14 +119,13 @@ def test_rows_writers_and_files(tmp_path):
     assert [{k: float(v) for k, v in row.items()} for row in read] == expected
 
 
-def test_it_plots(tmp_path):
+def test_it_plots():
     pytest.importorskip("matplotlib")
     history = History(every=1)
     run((), (1,), (), history=history)
     figure = history.plot()
     assert [a.get_ylabel() for a in figure.axes] == list(history.rows()[0])[1:]
     assert list(figure.axes[2].lines[0].get_ydata()) == [1024.0, 512.0, 512.0]
-    figure.savefig(tmp_path / "run.png")
 
 
 def test_apexs_message_is_rate_limited(caplog):
@@ -182,49 +162,17 @@ def test_nobody_waits():
     assert [row["loss"] for row in history.rows()] == [0, loss, 2]
 
 
-def test_several_losses_groups_and_nnx():
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
-    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
-    history = History()
-    history.record(state)
-    scales = {"loss_scale_0": 65536.0, "loss_scale_1": 65536.0}
-    assert history.rows() == [{"call": 1, "step": 0, "skipped": 0, **scales}]
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    _, optimizer = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
-    history = History()
-    history.record(optimizer)
-    assert history.rows()[0]["loss_scale"] == 65536.0
-
-
 def test_what_they_cannot_take():
     state = begin()
     one = jamp.initialize({"w00": jnp.ones(2)}, optax.sgd(1.0), "O2", verbosity=0)
     _, grads = jamp.scaled_value_and_grad(loss_fn)(state, np.ones(N, np.float32))
-    for error, match, call in (
-        (ValueError, "`size` must be at least 1, got 0", lambda: SkipLog.of(state, 0)),
-        (
-            *(ValueError, "w01, w02, w03 differ"),
-            lambda: SkipLog.of(one).add(state, jnp.float32(0), grads),
-        ),
-        (ValueError, "`every` must be at least 1, got 0", lambda: History(every=0)),
-        (
-            *(TypeError, "such as wandb.log, .* got str"),
-            lambda: History(writers=["tensorboard"]),
-        ),
-        (
-            *(TypeError, "AmpState of jamp.initialize, .* got dict"),
-            lambda: History().record({}),
-        ),
-        (
-            *(TypeError, r"got shape \(2,\) for 'loss'"),
-            lambda: History().record(state, loss=jnp.ones(2)),
-        ),
-        (
-            TypeError,
-            "got a traced value for",
-            lambda: jax.jit(lambda s: History().record(s))(state),
-        ),
-    ):
-        with pytest.raises(error, match=match):
-            call()
+    with pytest.raises(ValueError, match="`size` must be at least 1, got 0"):
+        SkipLog.of(state, 0)
+    with pytest.raises(ValueError, match="w01, w02, w03 differ"):
+        SkipLog.of(one).add(state, jnp.float32(0), grads)
+    with pytest.raises(TypeError, match="such as wandb.log, .* got str"):
+        History(writers=["tensorboard"])
+    with pytest.raises(TypeError, match="AmpState of jamp.initialize, .* got dict"):
+        History().record({})
+    with pytest.raises(TypeError, match="got a traced value for"):
+        jax.jit(lambda s: History().record(s))(state)

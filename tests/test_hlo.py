@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.hlo import Cost, Product, Program, aliased_operands, shape_bytes
+from tests.hlo import Cost, Program, aliased_operands, shape_bytes
 
 HEADER = "HloModule m, is_scheduled=true, input_output_alias={ALIAS}, "
 HEADER += "entry_computation_layout={()->f32[]}\n"
@@ -31,13 +31,6 @@ FUSIONS = """
   %u.3 = f32[8]{0} parameter(1)
   %i.3 = s32[] parameter(2)
   ROOT %updated = f32[1024]{0} dynamic-update-slice(%p.3, %u.3, %i.3)
-}
-
-%product (a: f16[8,4], b: f32[4,8]) -> f16[8,8] {
-  %a.4 = f16[8,4]{1,0} parameter(0)
-  %b.4 = f32[4,8]{1,0} parameter(1)
-  %b.half = f16[4,8]{1,0} convert(%b.4)
-  ROOT %dot.4 = f16[8,8]{1,0} dot(%a.4, %b.half), metadata={op_name="jit(f)/dot"}
 }
 
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -74,16 +67,9 @@ def program(entry: str, alias: str = "") -> Program:
 
 
 def test_bytes_of_a_shape():
-    sizes = {
-        "f32[]": 4,
-        "bf16[3,5]{1,0:T(8,128)}": 30,
-        "f8e4m3fn[10]": 10,
-        "s4[10]": 5,
-        "pred[7]": 7,
-        "c64[2]": 16,
-        "token[]": 0,
-        "(f32[2,2]{1,0}, /*index=1*/(s32[], u8[0]{0}))": 20,
-    }
+    sizes = {"f32[]": 4, "s4[10]": 5, "pred[7]": 7, "c64[2]": 16, "token[]": 0}
+    sizes |= {"bf16[3,5]{1,0:T(8,128)}": 30, "f8e4m3fn[10]": 10}
+    sizes["(f32[2,2]{1,0}, /*index=1*/(s32[], u8[0]{0}))"] = 20
     assert {shape: shape_bytes(shape) for shape in sizes} == sizes
 
 
@@ -94,20 +80,6 @@ WHILE = """
 ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step"""
 # By name: a program, and the kernels and the bytes that it takes.
 COSTS = {
-    "free": (
-        """
-%p = f32[1024]{0} parameter(0)
-%b = f32[32,32]{1,0} bitcast(%p)
-%c = f32[] constant(1)
-ROOT %t = (f32[32,32]{1,0}, f32[]) tuple(%b, %c)""",
-        *(0, 0),
-    ),
-    "copy": (
-        """
-%p = f32[1024]{0} parameter(0)
-ROOT %c = f32[1024]{0} copy(%p), metadata={op_name="a(b)"}""",
-        *(1, 2 * 4096),
-    ),
     "a fusion that reads an operand twice and returns a tuple": (
         """
 %p = f32[1024]{0} parameter(0)
@@ -141,12 +113,6 @@ ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place""",
 ROOT %c = pred[] conditional(%b, %p, %p), branch_computations={%step, %again}""",
         *(1 + 1, 1 + 3 * 1024),
     ),
-    "a command buffer": (
-        """
-%p = (s32[], f32[256]{0}) parameter(0)
-ROOT %c = (s32[], f32[256]{0}) call(%p), to_apply=%step""",
-        *(1, 3 * 1024),
-    ),
     "an asynchronous fusion": (
         """
 %p = f16[300]{0} parameter(0)
@@ -168,21 +134,6 @@ ROOT %d = (s32[], f32[256]{0}) async-done(%s)""",
 def test_cost(name):
     entry, *cost = COSTS[name]
     assert program(entry).cost == Cost(*cost)
-
-
-def test_products_are_found_in_fusions_and_in_libraries():
-    entry = """
-%x = bf16[8,4]{1,0} parameter(0)
-%y = f32[4,8]{1,0} parameter(1)
-%gemm = (f32[8,8]{1,0}, s8[64]{0}) custom-call(%y, %x), TARGET="__cublas$gemm"
-%conv = (f32[8,8]{1,0}) custom-call(%x, %x), TARGET="__cudnn$convForward"
-%sort = (f32[8]{0}) custom-call(%x, %y), TARGET="__cub$sort"
-""".replace("TARGET", "custom_call_target")
-    assert program(entry).products == [
-        Product("dot", "f16", "f16", "jit(f)/dot"),
-        Product("__cublas$gemm", "f32", "bf16", "gemm"),
-        Product("__cudnn$convForward", "bf16", "bf16", "conv"),
-    ]
 
 
 def test_aliased_and_copied_bytes():

@@ -14,8 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jamp
 import jamp.nnx
 from jamp.diagnostics import locate
-from jamp.diagnostics._programs import RULES
-from jamp.diagnostics._replay import Place, Replay
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
@@ -30,11 +28,6 @@ ONES = np.ones((4, 8), np.float32)
 def attention_logit(w, x):
     q, k = x @ w, x @ w
     return jax.nn.softmax(q @ k.T) @ x  # here
-
-
-def batchnorm_variance(w, x):
-    var = jnp.var(x * jnp.arange(4)[:, None] @ w, axis=0)  # here
-    return var[None] @ w  # here
 
 
 def log_of_zero(w, x):
@@ -58,22 +51,6 @@ def exp_in_a_loss(w, x):
     return jnp.exp((x @ w).astype(jnp.float32)).mean()  # here
 
 
-@jax.custom_vjp
-def cube(x):
-    return x**3
-
-
-def cube_backward(x, g):
-    return (g * jnp.log(x - 1),)
-
-
-cube.defvjp(lambda x: (x**3, x), cube_backward)
-
-
-def custom_backward(w, x):
-    return cube(x @ w)  # here, as JAX has it of custom backward passes
-
-
 def masked_softmax(w, x):
     seen = jnp.arange(4)[:, None] > 0  # nothing is seen in the first row
     return jax.nn.softmax(jnp.where(seen, x @ w, -jnp.inf)).var()  # here
@@ -84,17 +61,8 @@ def rsqrt_of_zero(w, x):
     return h * lax.rsqrt(jnp.square(h).mean(axis=-1, keepdims=True))  # here
 
 
-def product_sum(w, x):
-    return (x @ w) @ w  # here
-
-
 def sqrt_at_zero(w, x):
     return jnp.sqrt(jnp.abs(x @ w))  # here
-
-
-def where_after_log(w, x):
-    h = x @ w
-    return jnp.where(h > 0, jnp.log(h), 0.0).mean()  # here
 
 
 def behind_a_good_mask(w, x):
@@ -114,24 +82,11 @@ def rounded(w, x):
     return lax.reduce_precision(x @ w * 300.0, 5, 10)  # here
 
 
-def beside_a_good_mask(w, x):
-    mask = jnp.where(jnp.eye(4) > 0, 0, -jnp.inf)
-    weights = jax.nn.softmax(x @ w @ x.T + mask)  # here
-    return weights @ x
-
-
 # ---- the same in what holds programs
 
 
 def step(c, w):
     return c @ w @ w  # here
-
-
-def in_scan(w, x):
-    scales = jnp.array([1.0, 1.0, 300.0, 1.0])
-    body = lambda c, s: (step(c, w * s.astype(w.dtype)), c.sum())  # noqa: E731
-    c, sums = lax.scan(body, x, scales)
-    return c.sum() + sums.sum()
 
 
 def in_nested_scans(w, x):
@@ -155,68 +110,43 @@ def in_while(w, x):
     return lax.while_loop(lambda c: c[0] < 9, body, (0, x))[1] @ w
 
 
-def sharded(fn, w, x):
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    return jax.shard_map(fn, mesh=mesh, **specs)(w, x)
-
-
-def in_shard_map(w, x):
-    def local(w, x):
-        scales = jnp.array([1.0, 300.0])
-        body = lambda c, s: (step(c, w * s.astype(w.dtype)), None)  # noqa: E731
-        c = lax.scan(body, x, scales)[0].astype(jnp.float32)
-        return lax.pmean(c.mean(), "data")
-
-    return sharded(local, w, x)
-
-
 # program: the iterations that it overflows in
 INSIDE = {
-    in_scan: ("iteration 2 of 4 of a scan",),
     in_nested_scans: ("iteration 1 of 2 of a scan", "iteration 2 of 3 of a scan"),
     in_remat: (),
     in_cond: (),
     in_while: ("iteration 7 of a while loop",),
-    in_shard_map: ("a shard_map over data", "iteration 1 of 2 of a scan"),
 }
 
 # name: program, what w and x are multiplied by, words of the operation, the pass, words
 # of the advice
 PROGRAMS = {
     "attention logit": (attention_logit, 1, 100, "matrix product", "f", "1/sqrt"),
-    "BatchNorm variance": (batchnorm_variance, 600, 1, "cast|product", "f", "65504"),
     "log(0)": (log_of_zero, 1, 1, "a logarithm", "f", "log_softmax"),
     "0/0": (zero_by_zero, 1, 0, "a quotient", "f", "by zero"),
-    "inf in the data": (data, 1, np.inf, "args/0", "i", "in the data"),
     "NaN in the data": (data, 1, np.nan, "args/0", "i", "in the data"),
     "NaN in the params": (data, np.nan, 1, "params", "i", "checkpoint"),
     "learning rate": (learning_rate, 3e4, 1, "matrix product", "f", "learning rate"),
     "exp in a loss": (exp_in_a_loss, 100, 1, "an exponential", "f", "maximum first"),
-    "a custom_vjp's backward": (custom_backward, 1, 1, "logarithm", "b", "of zero"),
     "softmax of all -inf": (masked_softmax, 1, 1, "difference", "f", "row is masked"),
     "a norm's rsqrt(0)": (rsqrt_of_zero, 1, 0, "square root", "f", "epsilon"),
-    "a product's sum": (product_sum, 200, 20, "matrix product", "f", "normalize"),
     "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
-    "log behind a where": (where_after_log, 1, 0, "quotient", "b", "before it"),
     "a number": (large_number, 1, 1, "product|cast", "f", "65504"),
     "a gradient": (large_gradient, 1, 1, "product|cast", "b", "mean of the loss"),
     "a rounding": (rounded, 300, 1, "cast to float16", "f", "65504"),
-    "beside a good mask": (beside_a_good_mask, 1, 200, "product", "f", "1/sqrt"),
     "behind a good mask": (behind_a_good_mask, 1, 1, "product", "f", "65504"),
 }
 
 
+WAYS = (("plain", "O1"), ("plain", "O2"), ("NNX", "O2"))
+
+
 class NetNNX(nnx.Module):
-    def __init__(self, fn, w, inner=True):
-        self.fn = nnx.static(fn)
-        if inner:
-            self.inner = NetNNX(fn, w, False)
-        else:
-            self.w = nnx.Param(jnp.asarray(w))
+    def __init__(self, fn, w):
+        self.fn, self.w = nnx.static(fn), nnx.Param(jnp.asarray(w))
 
     def __call__(self, x):
-        return self.inner(x) if hasattr(self, "inner") else self.fn(self.w[...], x)
+        return self.fn(self.w[...], x)
 
 
 def total(x):
@@ -244,30 +174,28 @@ def lines_of(fn):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("framework", ["plain", "NNX"])
-def test_culprit(framework, name):
+def test_culprit(name):
     fn, w, x, words, phase, advice = PROGRAMS[name]
-    path = {"NNX": "inner/w", "plain": "w"}[framework]
-    for level in ("O1", "O2"):
+    for framework, level in WAYS:
         found = run(framework, level, fn, EYE * w if w == w else EYE + w, ONES * x)
         text = str(found)
         assert any(word in found.operation for word in words.split("|")), text
         assert found.phase.startswith(phase) and advice in found.advice, text
-        assert found.params == (path,) and f"1 of 1 are not finite: {path}" in text
+        assert found.params == ("w",) and "1 of 1 are not finite: w" in text
         assert text.count("\n") < 20
         if phase == "i":
             assert found.source == found.primitive == ""
             continue
         assert found.source in lines_of(fn) and found.source in text.replace("\n", "")
         assert found.module == ""  # of Linen it is on the page docs/overflow.md
-        assert found.near in (path, "")
+        assert found.near in ("w", "")
         assert found.result is not None and found.result.infs + found.result.nans > 0
         assert found.result.shape == found.shape and found.dtype == found.result.dtype
 
 
 @pytest.mark.parametrize("fn", INSIDE)
 def test_inside_of_what_holds_programs(fn):
-    for framework, level in (("plain", "O1"), ("plain", "O2"), ("NNX", "O2")):
+    for framework, level in WAYS:
         found = run(framework, level, fn, EYE, ONES)
         text = str(found)
         assert (found.loops, found.phase) == (INSIDE[fn], "forward"), text
@@ -276,27 +204,25 @@ def test_inside_of_what_holds_programs(fn):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("differ", [False, True])
-def test_on_one_device_of_eight(differ):
+def test_on_one_device_of_eight():
     def local(w, x):
         device = lax.axis_index("data")
         w = w * jnp.where(device == 5, 300, 1).astype(w.dtype)
-        x = x - lax.pmean(x, "data") + 1
-        if differ:  # of devices that take different branches, no line is known
-            c = lax.cond(device == 5, step, lambda c, w: c @ w, x, w)
-        else:
-            c = step(x, w)
+        c = step(x - lax.pmean(x, "data") + 1, w)
         return lax.psum(c.astype(jnp.float32).mean(), "data")
 
-    fn = lambda w, x: sharded(local, w, x)  # noqa: E731
-    found = run("plain", "O2", fn, EYE, np.tile(ONES, (8, 1)))
-    if differ:
-        assert (found.primitive, found.loops) == ("shard_map", ())
-        assert found.source.startswith(__file__)
-    else:
-        assert found.loops == ("a shard_map over data",)
-        assert found.source in lines_of(step) and found.primitive == "dot_general"
-        assert found.result.infs == 32 and found.shape == (4, 8)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    found = run(
+        "plain",
+        "O2",
+        jax.shard_map(local, mesh=mesh, **specs),
+        EYE,
+        np.tile(ONES, (8, 1)),
+    )
+    assert found.loops == ("a shard_map over data",)
+    assert found.source in lines_of(step) and found.primitive == "dot_general"
+    assert found.result.infs == 32 and found.shape == (4, 8)
 
 
 def test_an_infinity_beside_a_nan_is_not_its_cause():
@@ -318,26 +244,8 @@ def test_arrays_on_a_mesh(kind):
         params = {"w": jax.device_put(200 * EYE, whole)}
         state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
         x = jax.device_put(np.tile(20 * ONES, (8, 1)), rows)
-        found = locate(lambda p, x: total(product_sum(p["w"], x)), state, x)
-    assert found.source in lines_of(product_sum) and found.result.infs == 32 * 8
-
-
-def test_values_are_freed_when_they_were_read():
-    def long(x):
-        for _ in range(20):
-            x = jnp.sin(x) + 1
-        x = jax.jit(lambda x: jnp.cos(jnp.cos(x)))(x)
-        return lax.scan(lambda c, _: (jnp.sin(c) * 1e30, None), x, None, length=3)[0]
-
-    alive = []
-
-    def observe(*_):
-        alive.append(sum(x.shape == (12345,) for x in jax.live_arrays()))
-
-    program = jax.make_jaxpr(long)(jnp.ones(12345))
-    replay = Replay(RULES, observe)
-    replay.run(program, [replay.argument(jnp.ones(12345), "x")], Place())
-    assert len(alive) > 40 and max(alive) <= 3
+        found = locate(lambda p, x: total(learning_rate(p["w"], x)), state, x)
+    assert found.source in lines_of(learning_rate) and found.result.infs == 32 * 8
 
 
 def params_state(level="O2", **options):
@@ -375,40 +283,22 @@ def test_every_level(level):
     jax.tree.map(np.testing.assert_array_equal, before, state)  # it changed nothing
 
 
-def test_groups_and_losses():
-    params = {"a": jnp.asarray(300 * EYE), "b": jnp.asarray(300 * EYE)}
-    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
-    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
-    loss = lambda params: total(params["a"] @ params["b"])  # noqa: E731
-    found = locate(loss, state, loss_id=1, wrt="b")
-    assert (found.total, found.params, found.loss) == (1, ("",), np.inf)
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "NNX"])
-def test_check_names_the_culprit(level):
+def test_check_names_the_culprit():
     options = {"loss_scale": "dynamic", "verbosity": 0}
-    if level == "NNX":
-        both = NetNNX(log_of_zero, EYE), optax.sgd(1.0), "O2"
-        model, optimizer = jamp.nnx.initialize(*both, **options)
-        loss_fn = lambda model: total(model(ONES))  # noqa: E731
-        for _ in range(2):
-            grads = jamp.nnx.scaled_grad(loss_fn)(model, optimizer)
-            optimizer.update(model, grads)
-        state = optimizer.amp_state(model)
-        culprit = lambda: jamp.nnx.locate(loss_fn, model, optimizer)  # noqa: E731
-    else:
-        state = jamp.initialize(EYE, optax.sgd(1.0), level, **options)
-        loss_fn = lambda w: total(log_of_zero(w, ONES))  # noqa: E731
-        step = jax.jit(jamp.scaled_grad(loss_fn))
-        for _ in range(2):
-            state = state.apply_gradients(grads=step(state))
-        culprit = lambda: locate(loss_fn, state)  # noqa: E731
+    state = jamp.initialize(EYE, optax.sgd(1.0), "O2", **options)
+    loss_fn = lambda w: total(log_of_zero(w, ONES))  # noqa: E731
+    step = jax.jit(jamp.scaled_grad(loss_fn))
+    for _ in range(2):
+        state = state.apply_gradients(grads=step(state))
+    culprit = lambda: locate(loss_fn, state)  # noqa: E731
     assert jamp.check(state, 3, locate=culprit) is None
     with pytest.raises(FloatingPointError) as error:
         jamp.check(state, 2, locate=culprit)
     text = str(error.value)
     assert text.startswith("Loss 0 skipped 2 steps in a row, its scale is 16384")
     assert "a logarithm" in text and lines_of(log_of_zero)[0] in text.replace("\n", "")
+    with pytest.raises(FloatingPointError, match=r"jamp.diagnostics.locate\(loss_fn"):
+        jamp.check(state, 2)
 
 
 def test_what_it_cannot_take():
@@ -420,10 +310,3 @@ def test_what_it_cannot_take():
     model = NetNNX(data, EYE)
     with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
         jamp.nnx.locate(lambda model: model, model, model)
-    with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
-        jamp.nnx.explain(lambda model: model)(model, model)
-    bad = state.replace(
-        loss_scales=(state.loss_scales[0]._replace(consecutive_skips=60),)
-    )
-    with pytest.raises(FloatingPointError, match=r"jamp.diagnostics.locate\(loss_fn"):
-        jamp.check(bad)

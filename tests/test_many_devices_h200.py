@@ -20,7 +20,7 @@ from benchmarks.optimizer_steps import fused_step
 from jamp import optimizers as jo
 from pallas_kernels import BackendError
 from tests import eight_devices, h200
-from tests.eight_devices import AXES, F32, LAYOUTS, LEAVES, ROWS, SPECS, loss_fn, start
+from tests.eight_devices import F32, LAYOUTS, LEAVES, ROWS, SPECS, loss_fn, start
 from tests.hlo import Program, shape_bytes
 
 # optax.adam promotes half params as it likes.
@@ -170,20 +170,6 @@ def test_a_step_sends_what_plain_jax_sends_and_a_flag(level, layout, half):
     assert sum(sent(plain).values()) > 1000
     assert sent(program) == sent(plain) + collections.Counter({} if checked else flag)
     assert sent(program)["all-reduce", "pred"] == len(flag)
-
-
-def test_gradients_of_shard_map_are_summed_in_float32():
-    def step(state, x, y):
-        grads = differentiate(state, x, y, axis_name=AXES, predivide=8.0)
-        return state.apply_gradients(grads=grads)
-
-    specs = {"in_specs": (P(), P(AXES), P(AXES)), "out_specs": P()}
-    mapped = jax.shard_map(step, mesh=mesh_of(), **specs)
-    state = state_on("replicated", FUSED(), "O2")
-    args = (state, *batch_on("replicated"))
-    program = h200.compile_placed(mapped, *args, donate=(0,))
-    gradients = 4 * sum(p.size for p in params_on("replicated").values())
-    assert sent(program) == {("all-reduce", "f32"): gradients}
 
 
 # Fused optimizers with their kernels

@@ -5,7 +5,6 @@ both kinds and without.
 """
 
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +71,6 @@ OUTSIDE = {
     "multi_steps_skip": lambda keep, tx: every_third(
         keep(tx), optax.transforms.skip_not_finite
     ),
-    "extra_args": lambda keep, tx: optax.with_extra_args_support(keep(tx)),
 }
 # These look at the gradients before the wrapper widens them, so they get fp32 ones.
 OUTSIDE_FP32 = {
@@ -108,27 +106,8 @@ def test_the_invariant_holds_inside_every_wrapper(name):
 @standard
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_params_are_their_rounded_masters_after_every_step(name):
-    halves = (F16 if name in ("adam", "larc_adam") else BF16, BF16)
+    halves = (F16 if name == "adam" else BF16, BF16)
     assert_it_holds(lambda rate: fresh(name, learning_rate=rate), halves=halves)
-
-
-class Loop:
-    """One leaf under `optax.apply_updates`."""
-
-    def __init__(self, tx, values, dtype=F16):
-        self.tx, self.params = tx, {"w": jnp.asarray(values, dtype)}
-        self.state = tx.init(self.params)
-
-    def step(self, grad, **extra_args):
-        """One step; returns the params in float64."""
-        args = {"w": jnp.asarray(grad)}, self.state, self.params
-        updates, self.state = self.tx.update(*args, **extra_args)
-        self.params = optax.apply_updates(self.params, updates)
-        return np.float64(self.params["w"])
-
-    @property
-    def master(self):
-        return optax.tree.get(self.state, "masters")["w"]
 
 
 # What it computes
@@ -148,22 +127,29 @@ def test_updates_are_the_difference_of_two_halves_in_fp32(dtype):
 
 
 @standard
-@pytest.mark.parametrize("dtype, store", [(F16, False), (BF16, False), (BF16, True)])
+@pytest.mark.parametrize("dtype, store", [(F16, False), (BF16, True)])
 def test_what_is_beyond_half_is_clamped_and_comes_back(dtype, store):
     largest = float(jnp.finfo(dtype).max)
     tx = jamp.master_weights(optax.sgd(1.0), store_remainder=store)
-    loop = Loop(tx, [10.0, -10.0], dtype)
-    jump = jnp.asarray([-largest, largest], F32)
+    params = {"w": jnp.asarray([10.0, -10.0], dtype)}
+    state = tx.init(params)
+
+    def step(grad):
+        nonlocal params, state
+        updates, state = tx.update({"w": jnp.asarray(grad, F32)}, state, params)
+        params = optax.apply_updates(params, updates)
+        return np.float64(params["w"])
+
+    jump = np.asarray([-largest, largest])
     for grads in [jump, jump * 1e-3, jump * 0.0]:
-        np.testing.assert_array_equal(loop.step(grads), [largest, -largest])
-    if dtype == F16:
-        assert (np.abs(loop.master) > largest).all()
-    assert (np.abs(loop.step(-jump * 0.9)) < largest).all()
-    # An infinite master, too; it stays so, or is the largest that rounds to a finite.
-    infinite = loop.step(jnp.asarray([-np.inf, np.inf], F32))
-    np.testing.assert_array_equal(infinite, [largest, -largest])
+        np.testing.assert_array_equal(step(grads), [largest, -largest])
     if not store:
-        np.testing.assert_array_equal(loop.master, [np.inf, -np.inf])
+        assert (np.abs(state.masters["w"]) > largest).all()
+    assert (np.abs(step(-jump * 0.9)) < largest).all()
+    # An infinite master, too; it stays so, or is the largest that rounds to a finite.
+    np.testing.assert_array_equal(step([-np.inf, np.inf]), [largest, -largest])
+    if not store:
+        np.testing.assert_array_equal(state.masters["w"], [np.inf, -np.inf])
 
 
 # init
@@ -174,8 +160,6 @@ def test_init_widens_half_leaves_and_leaves_holes_for_the_others(store):
     params = tree(BF16, BF16) | {"none": None}
     tx = jamp.master_weights(optax.adam(0.1), store_remainder=store)
     state = tx.init(params)
-    assert isinstance(state, jamp.MasterWeightsState)
-    assert state._fields == ("masters", "inner_state")
     kept = [x.astype(F32) for x in jax.tree.leaves(params["dense"])]
     if store:  # two bytes, which half params lack nothing of
         kept = [jnp.zeros(x.shape, jnp.uint16) for x in kept]
@@ -186,10 +170,7 @@ def test_init_widens_half_leaves_and_leaves_holes_for_the_others(store):
     moments = optax.tree.get(state, "mu")
     assert {str(x.dtype) for x in jax.tree.leaves(moments)} == {"float32"}
     assert jax.tree.structure(moments) == jax.tree.structure(params)
-    # Nor does it depend on who calls it.
     assert_same_bits(jax.jit(tx.init)(params), state)
-    predicted = jax.eval_shape(tx.init, params)
-    assert jax.tree.structure(predicted) == jax.tree.structure(state)
 
 
 def test_init_from_fp32_params_copies_what_casting_them_loses():
@@ -219,18 +200,15 @@ def test_init_shares_no_array_with_the_params_or_within_the_state(make):
 
 PARAMS = tree()
 DENSE = PARAMS["dense"]
-MORE = PARAMS | {"dense": DENSE | {"more": jnp.ones(3, F16)}}
 CAST = PARAMS | {"norm": jax.tree.map(lambda x: x.astype(F16), PARAMS["norm"])}
 ERRORS = {
     "missing": (PARAMS | {"dense": {"kernel": 0}}, PARAMS, r"dense\W+bias"),
-    "more": (MORE, PARAMS, r"dense\W+more"),
     "another shape": (  # would broadcast
         PARAMS | {"dense": DENSE | {"bias": jnp.ones(1, BF16)}},
         PARAMS,
         r"dense\W+bias",
     ),
     "no params": (PARAMS, None, "master_weights needs the params"),
-    "other params": (MORE, MORE, "(?s)dense.*more"),
     "cast since": (CAST, CAST, "norm.*is float16 but was float32.*no master"),
 }
 
@@ -256,32 +234,9 @@ def test_what_is_no_transformation_or_wrapped_already_is_refused():
         jamp.master_weights(jamp.master_weights(optax.sgd(0.1)))
 
 
-@pytest.mark.parametrize("make", [jo.fused_adam, optax.identity])
-def test_equal_arguments_make_equal_wrappers(make):
-    tx, stored = make(), functools.partial(jamp.master_weights, store_remainder=True)
-    a, b, plain = stored(tx), stored(tx), jamp.master_weights(tx)
+def test_equal_arguments_make_equal_wrappers():
+    stored = functools.partial(jamp.master_weights, store_remainder=True)
+    a, b = stored(jo.fused_adam(1e-3)), stored(jo.fused_adam(1e-3))
     assert a == b and hash(a) == hash(b)
-    assert a != plain
-    assert plain == jamp.master_weights(tx, store_remainder=False)
-    assert (a.store_remainder, plain.store_remainder) == (True, False)
-    assert a.inner == plain.inner == tx
-    assert plain != jamp.master_weights(optax.adam(0.1))
-    # Fused ones are equal by value; optax's are closures.
-    equal = stored(jo.fused_adam(1e-3)), stored(jo.fused_adam(1e-3))
-    assert equal[0] == equal[1] and hash(equal[0]) == hash(equal[1])
-    assert equal[0] != stored(jo.fused_adam(2e-3))
-
-
-def test_functions_of_optax_visit_masters_and_moments_and_no_counter():
-    tx = jamp.master_weights(optax.adam(0.1))
-    state = tx.init(tree())
-    seen = optax.tree.map_params(
-        tx, lambda x: "param", state, transform_non_params=lambda x: "other"
-    )
-    masters = jax.tree.leaves(seen.masters, is_leaf=is_hole)
-    assert masters.count("param") == 4
-    assert sum(map(is_hole, masters)) == 2
-    assert set(jax.tree.leaves(optax.tree.get(seen, "mu"))) == {"param"}
-    assert optax.tree.get(seen, "count") == "other"
-    assert optax.tree.get(optax.tree.set(state, count=jnp.int32(3)), "count") == 3
-    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
+    assert a.inner == jo.fused_adam(1e-3)
+    assert a not in (jamp.master_weights(a.inner), stored(jo.fused_adam(2e-3)))

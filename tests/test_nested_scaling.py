@@ -1,7 +1,12 @@
-"""`scaled_grad` inside of a scaled loss: MAML, against its gradient in float64."""
+"""Derivatives of derivatives: WGAN-GP's penalty on slopes, and MAML, against float64.
+
+The inner gradient of the penalty is taken by jax.grad in the loss, so it is scaled and
+unscaled by hand, as docs/gradient_penalty.md has it. That of MAML is `scaled_grad`'s.
+"""
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +14,113 @@ import optax
 import pytest
 
 import jamp
+from tests.states import with_scales
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+SCALED = ("O1", "O2")  # those in float16
+
+# Relative to the largest element: half's rounding is 2^-12 and 2^-9, several in a row.
+ACCURACY = {"O0": 2.0**-19, "O1": 2.0**-8, "O2": 2.0**-8, "O4": 2**-5, "O5": 2**-5}
+BATCH, INPUTS, HIDDEN, WEIGHT = 8, 6, 16, 10.0
+
+# One number per sample; smooth, so that no second derivative is zero.
+CRITIC = nn.Sequential([nn.Dense(HIDDEN), nn.tanh, nn.Dense(1)])
+
+
+def draw():
+    rng = np.random.default_rng(0)
+    kernel, bias = rng.normal(size=(INPUTS, HIDDEN)) / 2, rng.normal(size=HIDDEN) / 8
+    last = {"kernel": rng.normal(size=(HIDDEN, 1)) / 4, "bias": np.zeros(1)}
+    params = {"layers_0": {"kernel": kernel, "bias": bias}, "layers_2": last}
+    real, fake = rng.normal(size=(2, BATCH, INPUTS)) + [[[0.0]], [[1.0]]]
+    share = rng.random((BATCH, 1))
+    data = {"real": real, "fake": fake, "mixed": share * real + (1 - share) * fake}
+    return jax.tree.map(np.float32, (params, data))
+
+
+PARAMS, DATA = draw()
+# Its slopes, divided by the batch, are less than half of float16's smallest number.
+FLAT = jax.tree.map(lambda x: x * np.float32(2.0**-11), PARAMS)
+
+
+def critic_loss(critic, slopes, data):
+    """And the slopes, as aux."""
+    penalty = ((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2).mean()
+    apart = critic(data["fake"]).mean() - critic(data["real"]).mean()
+    return apart + WEIGHT * penalty, slopes
+
+
+@jax.jit
+def value_and_grad(state, data):
+    """((loss, slopes), grads)"""
+
+    def loss_fn(params):
+        def critic(x):
+            return CRITIC.apply({"params": params}, x)[:, 0]
+
+        def scaled_mean(x):
+            return jamp.scale_loss(critic(x).mean(), state)
+
+        # By the recipe of the page: in float32.
+        slopes = jamp.unscale(jax.grad(scaled_mean)(data["mixed"]), state) * BATCH
+        return critic_loss(critic, slopes, data)
+
+    return jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
+
+
+def oracle(params, data):
+    """The same in float64, by JAX alone."""
+
+    def loss_fn(params):
+        def critic(x):
+            first, last = params["layers_0"], params["layers_2"]
+            hidden = jnp.tanh(x @ first["kernel"] + first["bias"])
+            return (hidden @ last["kernel"] + last["bias"])[:, 0]
+
+        slopes = jax.grad(lambda x: critic(x).sum())(data["mixed"])
+        return critic_loss(critic, slopes, data)
+
+    with jax.enable_x64(True):
+        params, data = jax.tree.map(jnp.float64, (params, data))
+        found = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return jax.tree.map(np.asarray, found)
+
+
+def assert_near(got, expected, accuracy):
+    """In units of the largest element, as half's errors come."""
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True)
+    for (path, g), e in pairs:
+        assert e.dtype == np.float64
+        largest = max(np.abs(e).max(), 1e-30)
+        error = np.abs(np.asarray(g, np.float64) - e).max() / largest
+        assert error <= accuracy, (jax.tree_util.keystr(path), error)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_value_and_gradients_match_float64(level):
+    for params, scale in ((PARAMS, 2.0**8), (FLAT, 2.0**14)):
+        state = jamp.initialize(params, optax.sgd(0.5), level, verbosity=0)
+        state = with_scales(state, scale) if level in SCALED else state
+        (loss, slopes), grads = value_and_grad(state, DATA)
+        tree, finite = grads.unscale()
+        (expected_loss, expected_slopes), expected_grads = oracle(params, DATA)
+        assert finite
+        assert (loss.dtype, slopes.dtype) == (jnp.float32, jnp.float32)
+        np.testing.assert_allclose(loss, expected_loss, rtol=ACCURACY[level])
+        assert_near(slopes, expected_slopes, ACCURACY[level])
+        for layer in tree:
+            if params is PARAMS:
+                assert_near(tree[layer], expected_grads[layer], ACCURACY[level])
+            elif level in SCALED:  # of the biases, almost all cancels
+                kernels = (x[layer]["kernel"] for x in (tree, expected_grads))
+                assert_near(*kernels, ACCURACY[level])
+
+
+# `scaled_grad` inside of a scaled loss: MAML
 
 RATE = 0.125
 W, X = np.float32([0.5, -0.25, 1.0]), np.float32([0.5, 1.0, 0.25])
-ACCURACY = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O4": 2e-2, "O5": 2e-2}
+TOLERANCE = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O4": 2e-2, "O5": 2e-2}
 SGD = optax.sgd(RATE)
 
 
@@ -47,12 +155,12 @@ def exact(size=1.0):
 
 
 @pytest.mark.parametrize("how", INNER)
-@pytest.mark.parametrize("level", ACCURACY)
+@pytest.mark.parametrize("level", TOLERANCE)
 def test_the_second_derivative_is_right_at_every_level(level, how):
     state = make(level, None if level in ("O0", "O4", "O5") else 1024.0)
     loss, grads = jamp.scaled_value_and_grad(outer)(state, state, how)
     np.testing.assert_allclose(
-        grads.unscale()[0]["w"], exact(), rtol=ACCURACY[level], atol=ACCURACY[level]
+        grads.unscale()[0]["w"], exact(), rtol=TOLERANCE[level], atol=TOLERANCE[level]
     )
     assert grads.finite and loss > 0
 

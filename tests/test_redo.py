@@ -128,15 +128,16 @@ def test_the_step_is_bit_for_bit_that_of_the_lower_scale_from_the_start(
 
 # How often it runs
 
-RUNS_OF = [
-    *((x_for(redos), None, redos + 1) for redos in (0, 2, 4)),
-    (x_for(5), None, 5),  # one too many
-    (jnp.float32(np.nan), None, 5),
-    (jnp.float32(np.inf), 2.0**14, 3),  # 2^16, 2^15, and the floor itself
-]
 
-
-@pytest.mark.parametrize("x, floor, runs", RUNS_OF, ids=str)
+@pytest.mark.parametrize(
+    "x, floor, runs",
+    [
+        *((x_for(redos), None, redos + 1) for redos in (0, 4)),
+        (x_for(5), None, 5),  # one too many
+        (jnp.float32(np.inf), 2.0**14, 3),  # 2^16, 2^15, and the floor itself
+    ],
+    ids=str,
+)
 def test_the_program_runs_once_and_once_more_per_redo(x, floor, runs):
     calls = []
 
@@ -171,15 +172,11 @@ def test_the_program_is_there_once_and_one_trace_serves_all_batches():
 # Options
 
 
-@pytest.mark.parametrize("bad", [-1, 1.5, 2.0, True, "2", None], ids=repr)
-def test_a_number_of_times_is_a_non_negative_int(bad):
-    for call, arg in (
-        (jamp.scaled_grad, dot),
-        (jamp.scaled_value_and_grad, dot),
-        (jamp.zero_grads, make()),
-    ):
-        with pytest.raises(ValueError, match=f"redo_on_overflow .* got {bad!r}"):
-            call(arg, redo_on_overflow=bad)
+def test_a_number_of_times_is_a_non_negative_int():
+    for bad in (-1, 2.0, True):
+        for call, arg in ((jamp.scaled_grad, dot), (jamp.zero_grads, make())):
+            with pytest.raises(ValueError, match=f"redo_on_overflow .* got {bad!r}"):
+                call(arg, redo_on_overflow=bad)
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -193,10 +190,6 @@ def test_a_static_scale_has_nothing_to_lower_and_warns(check):
         zeros = jamp.zero_grads(state, redo_on_overflow=2)
     assert plain[0].skipped_steps == int(check)
     assert zeros.scale_state is plain[2].scale_state is None
-    # Zero times is no redo of a dynamic one.
-    _, _, grads = stepper()(make(), x_for(1))
-    assert (grads.scale, grads.finite, grads.scale_state) == (2.0**16, False, None)
-    assert jamp.zero_grads(make()).scale_state is None
 
 
 # aux
@@ -221,24 +214,21 @@ def test_aux_is_that_of_the_last_attempt_in_its_dtypes():
     assert state.apply_gradients(grads=grads, mean=mean).mean == x_for(3) / 2
     also, aux = jamp.scaled_grad(with_aux, **options)(state, x_for(3), state.mean)
     assert_same_bits((also, aux[1]), (grads, mean))
-    for bad in ("text", print, object()):
-        grad = jamp.scaled_grad(
-            lambda p, x, bad=bad: (dot(p, x), {"fine": x, "bad": [bad]}),
-            has_aux=True,
-            redo_on_overflow=1,
-        )
-        words = r"redo_on_overflow.*arrays: aux\['bad'\]\[0\] is"
-        with pytest.raises(TypeError, match=words):
-            grad(make(), x_for(0))
+    bad = jamp.scaled_grad(
+        lambda p, x: (dot(p, x), {"fine": x, "bad": ["text"]}), **options
+    )
+    words = r"redo_on_overflow.*arrays: aux\['bad'\]\[0\] is"
+    with pytest.raises(TypeError, match=words):
+        bad(make(), x_for(0))
 
 
 # Several losses and groups
 
 
-@functools.partial(jax.jit, static_argnames=("ids", "times"))
-def step_of_losses(state, *xs, ids=(0, 0), times=5):
+@functools.partial(jax.jit, static_argnames="ids")
+def step_of_losses(state, *xs, ids=(0, 0)):
     grads = [
-        jamp.scaled_grad(dot, loss_id=i, redo_on_overflow=times)(state, x)
+        jamp.scaled_grad(dot, loss_id=i, redo_on_overflow=5)(state, x)
         for i, x in zip(ids, xs, strict=True)
     ]
     return state.apply_gradients(grads=grads)
@@ -257,14 +247,6 @@ def test_losses_redone_differently_are_summed_each_at_its_scale():
         state = step_of_losses(make(), x_for(x), x_for(y))
         assert (state.loss_scale, state.step, state.skipped_steps) == (2.0**13, 1, 0)
         assert_moved(state, 1.0 + 4.0)
-    # Where nothing is redone, these grow it as ever: by 4 clean losses in all.
-    for window, scale in ((1, 2.0**20), (3, 2.0**17)):
-        plain = redone = make(loss_scale=DYNAMIC(window=window))
-        for _ in range(2):
-            plain = step_of_losses(plain, x_for(-4), x_for(-4), times=0)
-            redone = step_of_losses(redone, x_for(-4), x_for(-4))
-            assert_same_bits(redone.loss_scales, plain.loss_scales)
-        assert plain.loss_scale == scale
 
 
 # Sums
@@ -301,27 +283,7 @@ def test_a_scan_sums_what_was_redone_at_different_scales():
         assert total.scale_state.scale == 2.0**12
         np.testing.assert_array_equal(total.unscale()[0]["w"], np.full(3, 8.5))
         assert_moved(make().apply_gradients(grads=total / 2), 4.25)
-    # Clipped by hand, as docs/loss_scaling.md has it, the scale still falls.
-    clipped = jax.tree.map(lambda g: g / 4, redone.unscale()[0])
-    clipped = redone.replace(tree=clipped, scale=jnp.float32(1))
-    after = make().apply_gradients(grads=clipped)
-    assert (after.loss_scale, after.step) == (2.0**12, 1)
     # Zeros begin where the state is.
     state = with_scales(make(num_losses=2), 2.0**16, 2.0**9)
     zeros = jamp.zero_grads(state, 1, redo_on_overflow=3)
     assert_same_bits(zeros.scale_state, state.loss_scales[1])
-
-
-# vmap and devices
-
-
-def test_under_vmap_each_lane_has_its_own_scale():
-    step = jax.vmap(jamp.scaled_value_and_grad(dot, redo_on_overflow=4), (None, 0))
-    xs = jnp.stack([x_for(k) for k in (0, 3, 1, 9)])
-    loss, grads = jax.jit(step)(make(), xs)
-    np.testing.assert_array_equal(grads.scale, 2.0 ** (16 - np.float32([0, 3, 1, 4])))
-    np.testing.assert_array_equal(grads.scale_state.scale, grads.scale)
-    np.testing.assert_array_equal(grads.finite, [True, True, True, False])
-    np.testing.assert_array_equal(loss, -0.5 * xs + 3 * 2.0**-10)
-    tree, _ = jax.vmap(jamp.ScaledGrads.unscale)(grads)
-    np.testing.assert_array_equal(tree["w"][:3], np.stack([xs[:3]] * 3, axis=-1))

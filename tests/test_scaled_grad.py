@@ -12,7 +12,6 @@ from jax import lax
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.forward_models import products
 from tests.states import HALF, RUNNING, make, params, wide, with_scales
 
 
@@ -85,17 +84,6 @@ def test_aux_and_static_arguments_are_those_of_jax():
     assert_same_bits(aux, arrays)
 
 
-@pytest.mark.parametrize("level, half", [("O1", "float16"), ("O4", "bfloat16")])
-def test_o1_and_o4_run_the_loss_under_autocast(level, half):
-    step = jamp.scaled_value_and_grad(lambda w, x: jnp.square(x @ w).mean())
-    state = make(level, jnp.ones((3, 3)))
-    assert set(products(step, state, jnp.eye(3))) == {f"{half},{half}"}
-    loss, grads = step(state, jnp.eye(3))
-    assert (loss, loss.dtype, grads.tree.dtype) == (1.0, jnp.float32, jnp.float32)
-    state = make(level, jnp.ones((3, 3)), patch_functions=False)
-    assert set(products(step, state, jnp.eye(3))) == {"float32,float32"}
-
-
 # The loss
 
 
@@ -121,27 +109,11 @@ def test_only_gradients_decide_and_not_the_loss():
     assert (loss, grads.finite) == (jnp.inf, True)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_loss_in_half_warns_and_is_multiplied_in_fp32(dtype):
-    state = make(loss_scale=2.0**16)
-    words = f"loss is {dtype}.*Compute the loss in float32"
-    with pytest.warns(jamp.PrecisionWarning, match=words):
-        f = jamp.scaled_value_and_grad(lambda p, x: loss_fn(p, x).astype(dtype))
-        loss, _ = f(state, X)
-        scaled = jamp.scale_loss(jnp.asarray(3.0, dtype), state)
-    assert (loss.dtype, loss) == (jnp.float32, LOSS)
-    assert (scaled.dtype, scaled) == (jnp.float32, 3.0 * 2.0**16)
-
-
 BAD_LOSSES = {
     "vector": (lambda p: wide(p["w"]) * X, r"float scalar, got float32\[3\]"),
-    "one_element": (lambda p: loss_fn(p, X)[None], r"got float32\[1\]. Reduce it"),
     "integer": (lambda p: jnp.int32(3), r"float scalar, got int32"),
-    "bool": (lambda p: loss_fn(p, X) > 0, r"float scalar, got bool"),
     "complex": (lambda p: lax.complex(loss_fn(p, X), 1.0), r"got complex64"),
     "tuple": (lambda p: (loss_fn(p, X), 1.0), r"returned a tuple: pass has_aux=True"),
-    "dict": (lambda p: {"loss": loss_fn(p, X)}, r"float scalar, got dict"),
-    "none": (lambda p: None, r"float scalar, got NoneType"),
 }
 # All that take a loss, or a state, or a loss_id.
 value_and_grad = jamp.scaled_value_and_grad
@@ -264,13 +236,12 @@ def test_what_scaled_grads_do_not_do():
     with pytest.raises(dataclasses.FrozenInstanceError):
         grads.scale = 1.0
     flax = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
-    for bad in (grads, grads.tree, "2", None, jnp.ones(3, jnp.float32)):
+    for bad in (grads, "2", jnp.ones(3, jnp.float32)):
         for operate in (lambda x: grads * x, lambda x: grads / x):
             with pytest.raises(TypeError, match="take a scalar factor, got"):
                 operate(bad)
-        if bad is not grads:
-            with pytest.raises(TypeError, match="add to ScaledGrads, got .*zero_grads"):
-                grads + bad
+    with pytest.raises(TypeError, match="add to ScaledGrads, got .*zero_grads"):
+        grads + grads.tree
     for use_as_a_tree in (
         lambda: grads["w"],
         lambda: "w" in grads,
@@ -315,11 +286,8 @@ def of_groups(p, x=1.0):
 WRT = [
     # The container, `wrt`, and the scaled slopes of what it gives.
     (named, None, {"a": 2.0, "b": 4.0, "c": 6.0}),
-    (tuple, None, (2.0, 4.0, 6.0)),
     (named, "b", 4.0),
-    (list, 1, 4.0),
     (tuple, 1, 4.0),
-    (named, ("c", "a"), (6.0, 2.0)),
     (named, ["c", "a"], (6.0, 2.0)),
     (list, [1], (4.0,)),
 ]
@@ -346,14 +314,11 @@ def test_a_wrt_that_names_no_groups_is_refused():
     for pack, wrt, words in (
         (named, "z", r"'z' is not one of the groups \['a', 'b', 'c'\]"),
         (list, 3, r"3 is not one of the groups \[0, 1, 2\]"),
-        (named, ("a", "z"), r"'z' is not one of the groups"),
         (named, ("a", "a"), "must name groups, each once"),
         (named, (), "must name groups, each once"),
     ):
         with pytest.raises(ValueError, match=f"wrt=.*{words}"):
             jamp.scaled_grad(of_groups, wrt=wrt)(groups(pack))
-        with pytest.raises(ValueError, match=f"wrt=.*{words}"):
-            jamp.zero_grads(groups(pack), wrt=wrt)
     with pytest.raises(ValueError, match="wrt='w', but the state has one group"):
         jamp.scaled_grad(loss_fn, wrt="w")(make(), X)
     a, b = (jamp.zero_grads(groups(named), wrt=key) for key in "ab")

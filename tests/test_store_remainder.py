@@ -16,7 +16,7 @@ import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join, split
 from tests.bits import assert_same_bits
-from tests.one_pass import each_backend, normal, one_step, params, start, step
+from tests.one_pass import normal, one_step, params, start, step
 
 BF16 = ml_dtypes.bfloat16
 LARGEST = 0x7F7F7FFF  # of the float32 numbers that do not round to infinity
@@ -69,27 +69,6 @@ def test_split_and_join_are_exact_for_all_lower_halves(upper, sign):
     nan = np.isnan(x)
     assert np.isnan(joined[nan]).all() and np.isnan(high.astype(np.float32)[nan]).all()
     assert len(np.unique(upper_bits(high)[nan])) == len(np.unique(low[nan])) == any(nan)
-
-
-@each_backend
-def test_kernels_split_and_join_as_functions_do(backend):
-    """A step of 0, so that nothing but splitting and joining happens."""
-    high = np.array([*HIGHS], np.uint32)
-    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    u = ((high[:, None] << 16) | low).ravel()
-    u = np.concatenate([u, u | np.uint32(1 << 31)])
-    with np.errstate(invalid="ignore"):
-        x = jnp.asarray(u.view(np.float32))
-    tx = jo.fused_sgd(0.0, backend=backend)
-    state = start(tx, "O5", {"w": x}, store_remainder=True, loss_scale=1.0)
-    high, low, joined = there_and_back(x)
-    assert_same_bits(state.params["w"], high)
-    assert_same_bits(state.opt_state.masters["w"], low)
-    after = step(state, {"w": np.zeros(x.shape, np.float32)})
-    # Adding a zero to -0 gives 0, and on a CPU to a denormal too.
-    kept = ~(np.abs(np.asarray(joined)) < np.finfo(np.float32).tiny)
-    assert (upper_bits(after.params["w"]) == upper_bits(high))[kept].all()
-    assert (after.opt_state.masters["w"] == low)[kept].all()
 
 
 def test_both_halves_are_of_one_value_whatever_the_compiler_does():
@@ -164,10 +143,3 @@ def test_other_params_are_refused(make):
     ]:
         with pytest.raises(ValueError, match=f"store_remainder.*{text}"):
             call()
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4"])
-def test_levels_without_masters_warn(level):
-    with pytest.warns(jamp.UnusedOptionWarning, match=f"store_remainder.*{level}.*O5"):
-        state = start(jo.fused_adam(), level, {"w": jnp.ones(1)}, store_remainder=True)
-    assert state.tx == jo.fused_adam()

@@ -1,31 +1,19 @@
 """A run that failed is not tried again, and says again what it said."""
 
-import jax
 import pytest
 
 from tests import subprocesses
-from tests.subprocesses import on_eight_devices
-
-ENDS = {"crash": "sys.exit(words)", "hang": "print(words, flush=True); time.sleep(60)"}
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_run_that_failed_is_remembered(end, tmp_path, monkeypatch):
+def test_a_run_that_took_too_long_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocesses, "SECONDS", 1)
     counted = tmp_path / "runs"
-    lines = ["import sys, time", f"open({str(counted)!r}, 'a').write('x')"]
-    program = "; ".join([*lines, "words = 'its last words'", ENDS[end]])
-    if end == "hang":
-        monkeypatch.setattr(subprocesses, "SECONDS", 1)
+    program = f"import time; open({str(counted)!r}, 'a').write('x'); "
+    program += "print('its last words', flush=True); time.sleep(60)"
     for _ in range(3):
         with pytest.raises(AssertionError, match="(?s)timeit .*its last words"):
             subprocesses.run("timeit", "-n1", "-r1", program)
     assert counted.read_text() == "x"
-    assert subprocesses.run("timeit", "-n1", "-r1", "pass").startswith("1 loop")
-
-
-@on_eight_devices
-def test_there_are_eight_devices():
-    assert [device.platform for device in jax.devices()] == ["cpu"] * 8
 
 
 THERE = """

@@ -59,19 +59,13 @@ class FP16Optimizer:
         return [np.zeros(p.shape) for p in self.given]
 
     def zero_grad(self) -> None:
-        self.model_grads, self.master_grads = self._zeros(), self._zeros()
+        self.master_grads = self._zeros()
         self.overflow = False
 
-    def backward(self, grads: Leaves, update_master_grads: bool = True) -> None:
+    def backward(self, grads: Leaves) -> None:
         new = float64(scaled(grads, self.given, self.scaler.scale))
-        self.model_grads = added(self.model_grads, new)
-        if update_master_grads:
-            self.update_master_grads()
-
-    def update_master_grads(self) -> None:
-        unscaled = [x / self.scaler.scale for x in self.model_grads]
+        unscaled = [x / self.scaler.scale for x in new]
         self.master_grads = added(self.master_grads, unscaled)
-        self.model_grads = self._zeros()
         self.overflow |= not all(np.isfinite(x).all() for x in unscaled)
         self.scaler = update(self.rule, self.scaler, not self.overflow)
 
