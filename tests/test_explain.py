@@ -147,6 +147,13 @@ def named(x, w):
 def test_other_options_and_arguments():
     op = only(jamp.explain(with_sums, promote="narrowest")(X, X), "add")
     assert (op.dtype, op.why) == ("float16", "narrowest")
+
+    def sums(x):
+        add = lambda c, _: (c + x @ x, None)  # noqa: E731
+        return jax.lax.scan(add, jnp.zeros((8, 8)), length=2)
+
+    op = only(jamp.explain(sums, promote="narrowest")(X), "add")
+    assert (op.dtype, op.why) == ("float32", "carry")
     fn = lambda x, *, w, name: {"y": x @ w["w"], "name": name + "y"}  # noqa: E731
     explanation = jamp.explain(fn, jnp.bfloat16)(X, w={"w": jnp.eye(8)}, name="x")
     assert explanation.dtype == only(explanation, "dot_general").dtype == "bfloat16"

@@ -67,6 +67,10 @@ class Consumers(NamedTuple):
         again = not (origin.joins or origin.normalised)
         return want.all is True or (want.some and again)
 
+    def carried(self, atoms: Sequence[Atom]) -> bool:
+        """Whether one of them goes to the next trip of a loop in float32."""
+        return any(want.carried for want in self.wants_of(atoms))
+
     def chains(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is one of a chain that is computed in float32."""
         kept = any(want.kept for want in self.wants_of(eqn.outvars))

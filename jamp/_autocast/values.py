@@ -48,7 +48,8 @@ class Values:
     def outgoing_dtype(self, atom: Atom) -> Any:
         """The dtype in which a value goes to readers of which nothing is known."""
         vote, computed = self.facts.of(atom).vote, self.computed_dtype(atom)
-        return computed if self.consumers.want_float32(atom) else vote or computed
+        wide = self.consumers.want_float32(atom) or self.consumers.carried([atom])
+        return computed if wide else vote or computed
 
     def meets_float32(self, atom: Atom) -> bool:
         """Whether all who read a half value do so in float32.
@@ -91,8 +92,7 @@ class Values:
                 for v in self._voters(eqn)
             ):
                 return Choice(FLOAT32, "feeder")
-        wants = self.consumers.wants_of(eqn.outvars)
-        if FLOAT32 in votes and any(want.carried for want in wants):
+        if FLOAT32 in votes and self.consumers.carried(eqn.outvars):
             # A sum over the trips of a loop would stop growing in half.
             return Choice(FLOAT32, "carry")
         small = self.facts.smaller(eqn)
