@@ -22,7 +22,6 @@ BAD = {1: ("a", -1, np.inf), 3: ("z", 0, np.nan), 4: ("n", 64, -np.inf)}
 KEPT = ("bare", "masters", "split")
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
-each_kept = pytest.mark.parametrize("kept", KEPT)
 
 
 def decreasing(count):

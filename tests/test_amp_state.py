@@ -13,7 +13,7 @@ from jax import lax
 import jamp
 from jamp.optimizers import fused_sgd
 from tests.bits import assert_same_bits, bits, copy
-from tests.oracles import adam as oracle
+from tests.oracles import fused as oracle
 from tests.states import (
     HALF,
     RUNNING,
@@ -251,9 +251,6 @@ def test_master_weights_and_fp32_leaves_accumulate_at_a_static_scale_of_one():
     np.testing.assert_array_equal(masters["w"], params()["w"] - 0.75)
 
 
-# Donation and tracing
-
-
 # Fields
 
 
@@ -282,20 +279,14 @@ def test_a_declared_field_moves_with_a_step_and_not_with_a_skip():
 
 
 GRADS, ONES = like(params(), 0.25), jnp.ones(3, jnp.float32)
-OTHERS = jamp.scaled_grad(dot)(make(tree={"v": ONES}), {"v": ONES})
-NO_B = r"gradients have no leaf at \['b'\]: pass what jamp.scaled_grad returned"
 REFUSED = [
-    ({"grads": {k: GRADS[k] for k in ("w", "norm")}}, NO_B),
-    ({"grads": None}, NO_B),
-    ({"grads": OTHERS}, NO_B),
+    ({"grads": {k: GRADS[k] for k in ("w", "norm")}}, r"have no leaf at \['b'\]: pass"),
     ({"grads": GRADS | {"more": ONES}}, r"gradients have an unexp.* \['more'\]"),
-    ({"grads": GRADS | {"norm": {}}}, r"no leaf at \['norm'\]\['scale'\]"),
     ({"grads": GRADS | {"b": ONES}}, r"\['b'\] has shape \(3,\), expected \(2,\)"),
     ({"grads": FrozenDict(GRADS)}, "gradients have the structure .* expected"),
     ({"batch_stats": None}, r"batch_stats have no leaf at .*'mean'.*state.replace"),
     ({"batch_stats": stats_of(1.0)}, r"\['mean'\] has shape \(\), expected \(2,\)"),
     ({"batch_statz": OLD}, r"cannot set 'batch_statz'.*fields are \['batch_stats'\]"),
-    ({"params": GRADS}, "cannot set 'params'"),
     ({"step": 1}, "cannot set 'step'"),
 ]
 
@@ -374,8 +365,6 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
     for bad, error, words in (
         ([grads, tree], TypeError, "hold ScaledGrads and a dict.*a sequence"),
         ({"d": grads, "g": None}, TypeError, "dict of ScaledGrads.*as a sequence"),
-        ([tree, tree], ValueError, "container of `state.params`, got list"),
-        ({"d": tree}, ValueError, "container of `state.params`, got dict"),
         ({"d": tree, "h": tree}, ValueError, "container of `state.params`, got dict"),
         ({"d": None, "g": None}, ValueError, "all groups are None"),
         ({"d": tree, "g": {}}, ValueError, r"gradients of group 'g' have no leaf"),

@@ -5,7 +5,6 @@ test_resume.py saves a run at each level, and goes on in a new process.
 
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +24,6 @@ TX = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
 HALF = {"w": jnp.asarray([1.5, 1 + 2.0**-8], jnp.float16), "n": jnp.full(2, 1.1)}
 
 
-class Declared(jamp.AmpState):
-    stats: Any
-
-
 def trained(level="O2", **kwargs):
     """After a step and a skip, which is pending."""
     params = {"dense": {"kernel": jnp.asarray([[0.1, 1 + 2.0**-8, -0.3]])}}
@@ -41,9 +36,10 @@ def trained(level="O2", **kwargs):
     return state
 
 
-def groups(pack):
-    trees = pack([{"w": jnp.full(2, 1.1 * i)} for i in (1, 2)])
-    state = jamp.initialize(trees, pack([TX, TX]), "O2", num_losses=2, verbosity=0)
+def groups():
+    trees = {key: {"w": jnp.full(2, x)} for key, x in (("g", 1.1), ("d", 2.2))}
+    txs = dict.fromkeys(trees, TX)
+    state = jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
     return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, trees))
 
 
@@ -54,15 +50,12 @@ def scaled_grads():
 
 STATES = {
     "O2": trained,
-    "a declared class": lambda: trained(state_class=Declared),
     "remainders": lambda: trained("O5", store_remainder=True),
-    "groups in a tuple": lambda: groups(tuple),
-    "groups in a dict": lambda: groups(lambda x: dict(zip("gd", x, strict=True))),
+    "groups": groups,
     "LossScaleState": lambda: jamp.DynamicLossScale(init_scale=8.0).init(),
     "MasterWeightsState": lambda: jamp.master_weights(TX).init(HALF),
     "ScaledGrads": scaled_grads,
 }
-EXPORTED = ("LossScaleState", "MasterWeightsState", "ScaledGrads")
 
 
 @functools.cache
@@ -106,19 +99,6 @@ def test_the_state_dict_holds_masters_scale_and_counters_by_name():
     kernel = d["opt_state"]["masters"]["dense"]["kernel"]
     assert kernel.dtype == jnp.float32
     assert not np.array_equal(kernel, np.float32(state.params["dense"]["kernel"]))
-    # So has every pytree class of ours: Flax passes unregistered ones through.
-    registered = {
-        name
-        for name, x in vars(jamp).items()
-        if hasattr(x, "_fields")
-        or isinstance(x, type)
-        and x in serialization._STATE_DICT_REGISTRY
-    }
-    assert registered == {"AmpState", *EXPORTED}
-    for name in EXPORTED:
-        d = serialization.to_state_dict(made(name))
-        assert type(made(name)).__name__ == name
-        assert all(isinstance(key, str) and not key.isdigit() for key in d)
 
 
 # What does not fit: an error names what, and nothing is changed.
@@ -150,13 +130,8 @@ def changed(path, value=None):
     return checkpoint
 
 
-def plain(**changes):
-    """Of plain Flax."""
-    return {"params": saved()["params"]} | changes
-
-
 BIAS, MU = "params/dense/bias", "opt_state/0/mu/dense/bias"
-F16, F32, F64 = np.float16, np.float32, np.float64
+F16, F32 = np.float16, np.float32
 TWO = np.ones(2, F32)
 IN_HALF = TrainState.create(apply_fn=None, params={"w": jnp.ones(2, F16)}, tx=ADAM)
 RBG, KEY = jax.random.key(1, impl="rbg"), jax.random.key(1)
@@ -167,32 +142,20 @@ TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
 # Words of the message, in their order; the checkpoint, made when needed; the target.
 WRONG = [
     (f"{BIAS} is missing.*model", lambda: changed(BIAS), {}),
-    ("params/dense/gain is unexp", lambda: changed("params/dense/gain", TWO), {}),
     (rf"{BIAS}.*\(3,\).*\(2,\)", lambda: changed(BIAS, np.ones(3, F32)), {}),
-    (rf"{MU}.*\(1, 2\).*\(2,\)", lambda: changed(MU, np.ones((1, 2), F32)), {}),
     (f"{BIAS}.*{CAST}", lambda: changed(BIAS, np.ones(2, F16)), {}),
-    (f"{BIAS}.*float64, exp.*float32", lambda: changed(BIAS, np.ones(2, F64)), {}),
-    ("/count.*float32, exp.*int32", lambda: changed("opt_state/0/count", F32(1)), {}),
-    (": step is missing", lambda: changed("step"), {}),
-    ("hysteresis is missing", lambda: changed("loss_scaler0/hysteresis"), {}),
-    ("opt_state/0/count is missing", lambda: changed("opt_state"), {}),
     ("fields/ema is missing", lambda: changed("fields"), {}),
     ("fields/rng is unexp.* fields", lambda: saved(rng=jnp.zeros(2)), {}),
     (r"fields/rng.*\(4,\).*\(2,\)", lambda: saved(rng=RBG), {"rng": KEY}),
     (f"{MU} is missing.*opt_state/0/trace", lambda: saved(tx=optax.sgd(0.1, 0.9)), {}),
     ("opt_state/0/count is missing.*optimizer", lambda: saved(tx=None), {}),
     ("has 1 loss.* state 3.*num_losses=1", lambda: saved(), {"num_losses": 3}),
-    ("loss_scaler0/loss_scale is miss", lambda: changed("loss_scaler0"), {}),
     ("last_step_skipped/0 is missing.*run that saved it", lambda: saved(), MODELS),
     ("version 2,.* 1 .*newer jamp", lambda: changed("version", np.int32(2)), {}),
-    ("version 3,.*newer jamp", lambda: {"version": np.int32(3), "weights": {}}, {}),
     (RAW, lambda: serialization.to_state_dict(whole()), {}),
     (f"{TAKES}.*'dense'", lambda: {"dense": {"bias": TWO}}, {}),
-    (rf"{TAKES}.*\[\]", lambda: {}, {}),
     (f"params/w.*{CAST}", lambda: IN_HALF, {"tree": {"w": jnp.ones(2)}}),
-    (f"{MU} is missing.*optimizer", lambda: plain(opt_state={"0": {}, "1": {}}), {}),
-    ("fields/stats/mean is unexp", lambda: plain(stats={"mean": TWO}), {}),
-    ("step is 1.5", lambda: plain(step=1.5), {}),
+    ("step is 1.5", lambda: {"params": saved()["params"], "step": 1.5}, {}),
 ]
 
 
@@ -240,12 +203,8 @@ O5, REMAINDER = {"level": "O5"}, {"level": "O5", "store_remainder": True}
 # Options of the state, those of the target, and words of the message.
 OTHER_STATES = [
     ({}, O5, r"bias.*dtype float16.*bfloat16"),
-    (O5, {}, r"bias.*dtype bfloat16.* float16"),
-    (O5, REMAINDER, "masters.*float32.*uint16"),
     (REMAINDER, O5, "masters.*uint16.*float32"),
     ({"tree": {"w": jnp.ones(3)}}, {"tree": {"w": TWO}}, r"w .*\(3,\).*\(2,\)"),
-    ({"level": "O0"}, {}, "opt_state"),
-    ({}, {"level": "O0"}, "opt_state"),
     ({"rng": TWO}, {}, "rng is unexpected"),
     ({"num_losses": 2}, {}, "loss_scales"),
 ]

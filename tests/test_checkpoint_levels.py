@@ -157,7 +157,7 @@ def test_from_each_level_to_each(source, target):
         assert_same_bits(there_and_back.opt_state, state.opt_state)
 
 
-def test_a_static_scale_neither_gives_nor_takes_and_disabled_states_move():
+def test_a_static_scale_neither_gives_nor_takes():
     # The factor of a static scale is compiled in: another one would be a lie.
     static = lived(make("O2", loss_scale=128.0))
     for source, rule, scale in (
@@ -168,10 +168,6 @@ def test_a_static_scale_neither_gives_nor_takes_and_disabled_states_move():
         new = moved(source, make("O2", seed=1, loss_scale=rule))
         assert new.loss_scale == new.loss_scales[0].scale == scale
         assert_same_bits(new.opt_state, source.opt_state)
-    enabled, disabled = make("O2", seed=1), make("O2", seed=1, enabled=False)
-    plain = lived(make("O2", enabled=False))
-    for state, target in ((plain, enabled), (at("O2"), disabled)):
-        assert_moved(moved(state, target), state, target)
 
 
 # What is in it
@@ -259,11 +255,6 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class Mine(jamp.AmpState):
-    ema: Any
-    rng: Any
-
-
 def linear(seed):
     return Linear(**params(seed)["dense"])
 
@@ -271,7 +262,6 @@ def linear(seed):
 FP8 = "_overwrite_with_gradient"
 TREES = {
     "registered classes": lambda seed: Stack(linear(seed), linear(seed + 10)),
-    "classes in a dict": lambda seed: {"a": linear(seed), "b": (linear(seed + 10),)},
     "lists and tuples": lambda seed: [params(seed), (params(seed + 10), None)],
     "one array": lambda seed: params(seed)["dense"]["kernel"],
     "names of digits": lambda seed: {"10": params(seed), "9": params(seed + 10)},
@@ -292,26 +282,23 @@ OPTIMIZERS = {
 }
 
 
-def with_groups(level, seed, pack):
-    trees, txs = [params(seed), params(seed + 10)], [ADAM, jo.fused_sgd(0.1, 0.9)]
-    return make(level, 0, pack(txs), pack(trees), loss_scale="dynamic", num_losses=3)
+def with_groups(level, seed):
+    trees = {"g": params(seed), "d": params(seed + 10)}
+    txs = {"g": ADAM, "d": jo.fused_sgd(0.1, 0.9)}
+    return make(level, 0, txs, trees, loss_scale="dynamic", num_losses=3)
 
 
-def with_fields(level, seed, **kwargs):
+def with_fields(level, seed):
     keys = jax.random.key(seed), jax.random.split(jax.random.key(seed, impl="rbg"))
     ema = {"mean": jnp.full(2, seed, jnp.bfloat16), "seen": jnp.asarray(seed)}
-    return make(level, seed, ema=ema, rng=keys, **kwargs)
+    return make(level, seed, ema=ema, rng=keys)
 
 
 KINDS = {
     **{name: functools.partial(make, tree=tree) for name, tree in TREES.items()},
     **{name: functools.partial(make, tx=tx) for name, tx in OPTIMIZERS.items()},
-    "groups in a list": functools.partial(with_groups, pack=list),
-    "groups in a dict": functools.partial(
-        with_groups, pack=lambda pair: dict(zip("gd", pair, strict=True))
-    ),
+    "groups": with_groups,
     "fields": with_fields,
-    "declared fields": functools.partial(with_fields, state_class=Mine),
 }
 
 
@@ -339,26 +326,7 @@ def test_for_inference_params_and_fields_are_read_alone(tx, level):
     assert_same_bits(moved(state, jax.eval_shape(lambda: target)), new)
 
 
-# Orbax, and other devices
-
-
-def test_what_orbax_restores_without_a_target_is_read(tmp_path):
-    # Tuples come back as lists, empty states as None.
-    ours, flax = lived(like_flax("O0")), flax_state()
-    with ocp.StandardCheckpointer() as checkpointer:
-        for name, tree in (("ours", jamp.to_checkpoint(ours)), ("flax", flax)):
-            checkpointer.save(tmp_path / name, tree)
-            checkpointer.wait_until_finished()
-        found = [checkpointer.restore(tmp_path / name) for name in ("ours", "flax")]
-    for tree, state in zip(found, (ours, flax), strict=True):
-        assert isinstance(tree, dict)
-        new = jamp.from_checkpoint(like_flax("O2"), tree)
-        assert_same_bits(jamp.master_params(new), state.params)
-        assert_same_bits(moments(new.opt_state), state.opt_state)
-        assert new.step == state.step
-
-
-# Plain Flax
+# Plain Flax, and what Orbax restores without a target
 
 
 class WithStats(TrainState):
@@ -378,6 +346,19 @@ def like_flax(level, seed=1, **kwargs):
 
 to_dict = serialization.to_state_dict
 FORMS = (lambda state: state, to_dict, lambda state: written(to_dict(state)))
+
+
+def test_what_orbax_restores_without_a_target_is_read(tmp_path):
+    # Tuples come back as lists, empty states as None.
+    ours = lived(like_flax("O0"))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "ours", jamp.to_checkpoint(ours))
+        checkpointer.wait_until_finished()
+        found = checkpointer.restore(tmp_path / "ours")
+    new = jamp.from_checkpoint(like_flax("O2"), found)
+    assert_same_bits(jamp.master_params(new), ours.params)
+    assert_same_bits(moments(new.opt_state), ours.opt_state)
+    assert new.step == ours.step
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -407,16 +388,11 @@ def test_from_plain_flax_and_back(level):
         assert_same_bits(after.params, jamp.master_params(new))
 
 
-def test_plain_flax_may_have_fields_or_be_for_inference_or_its_params_alone():
-    plain = flax_state(WithStats, stats={"mean": jnp.full(2, 3.0)})
-    for form in FORMS:
-        target = like_flax("O2", stats={"mean": jnp.zeros(2)})
-        new = jamp.from_checkpoint(target, form(plain))
-        assert_same_bits(new.stats, plain.stats)
-    target = like_flax("O0", tx=None)
-    new = jamp.from_checkpoint(target, flax_state())
-    assert_fits(new, target)
-    assert_same_bits(new.params, plain.params)
+def test_plain_flax_may_have_fields_or_give_its_params_alone():
+    stats = {"mean": jnp.full(2, 3.0)}
+    plain, target = flax_state(WithStats, stats=stats), {"mean": jnp.zeros(2)}
+    new = jamp.from_checkpoint(like_flax("O2", stats=target), plain)
+    assert_same_bits(new.stats, stats)
     target = like_flax("O2")
     new = jamp.from_checkpoint(target, {"params": plain.params})
     assert_same_bits(jamp.master_params(new), plain.params)

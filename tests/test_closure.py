@@ -69,11 +69,9 @@ BEST = np.linalg.lstsq(np.float64(X), np.float64(Y), rcond=None)[0]
 
 
 SEARCHES = {
-    "zoom-O1": (ZOOM, "O1", 1e-4),
     "zoom-O2": (ZOOM, "O2", 1e-4),
     "back-O0": (BACKTRACKING, "O0", 1e-7),
-    "back-O5": (BACKTRACKING, "O5", 1e-3),
-    "back_with_gradient-O2": (WITH_GRADIENT, "O2", 1e-4),
+    "back_with_gradient-O5": (WITH_GRADIENT, "O5", 1e-3),
 }
 
 
@@ -84,7 +82,7 @@ def test_lbfgs_reaches_the_minimum(name):
     for _ in range(16):
         state, loss = step(state)
     assert state.step + state.skipped_steps == 16
-    assert state.skipped_steps <= (6 if level in ("O1", "O2") else 0)
+    assert state.skipped_steps <= (6 if level == "O2" else 0)
     # A step of half's rounding away from the minimum costs its square.
     masters = jamp.master_params(state)["w"]
     assert exact_loss(masters) - exact_loss(BEST) < above
@@ -119,7 +117,7 @@ def test_trial_points_may_overflow():
 # value_fn
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
     state = begin(level, tx=optax.sgd(0.1), loss_scale=2.0**8)
 
@@ -143,52 +141,6 @@ def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
         assert set(products(fn, at)) == {f"{half},{half}"}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_that_would_underflow_in_half_are_there(level):
-    def small(p):
-        return wide(X.astype(p["w"].dtype) @ p["w"]).sum() * 2.0**-30
-
-    # Each loss is scaled with its own scale, of which the second is too low.
-    state = with_scales(begin(level, num_losses=2), 2.0**16, 1.0)
-    (loss, tree), (_, none) = (
-        jax.value_and_grad(jamp.closure(small, loss_id=i)(state))(START) for i in (0, 1)
-    )
-    expected = np.float64(X).sum(0) * 2.0**-30
-    np.testing.assert_allclose(tree["w"], expected, rtol=2.0**-8)
-    np.testing.assert_allclose(loss, expected @ START["w"], rtol=2.0**-8)
-    assert not none["w"].any()
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_params_are_rounded_and_the_rest_is_as_the_state_has_it(level):
-    tree = {
-        "w": jnp.zeros(2, jnp.float32),
-        "norm": {"scale": jnp.float32(0.0)},
-        "n": jnp.asarray([3, 4], jnp.int32),
-        "key": jax.random.key(0),
-        "none": None,
-    }
-
-    def look(p, *, times):
-        assert (p["w"].dtype, p["norm"]["scale"].dtype) == (jnp.float32, jnp.float32)
-        assert p["none"] is None
-        noise = jax.random.normal(p["key"], (), jnp.float32)
-        loss = (wide(p["w"]) * wide(p["n"])).sum() + p["norm"]["scale"] + 0.0 * noise
-        return loss * times, {"what": "ever"}
-
-    state = begin(level, tree, optax.sgd(0.1), loss_scale=4.0)
-    value_fn = jamp.closure(look, has_aux=True)(state, times=2.0)
-    one = jnp.float32(1.0 + 2.0**-13)  # which no half has
-    at = {"w": jnp.stack([one, one / 2]), "norm": {"scale": one}}
-    at |= dict.fromkeys(("n", "key", "none"))
-    loss, grads = jax.value_and_grad(value_fn)(at)
-    assert loss == 2 * (3 + 2 + one)  # w is rounded, scale is not
-    np.testing.assert_array_equal(grads.pop("w"), [6.0, 8.0])
-    assert jax.tree.leaves(grads) == [2.0]
-    if level == "O2":  # clamped, as in a step
-        assert value_fn(at | {"w": 1e6 * PAIR}) == 2 * (7 * 65504.0 + one)
-
-
 # Several groups
 
 
@@ -201,41 +153,29 @@ def joint(p):
     return loss_fn(p["a"]) + (wide(p["b"]["w"]) ** 2).sum()
 
 
-def test_one_group_of_several_is_searched_in_one_trace():
-    traces = []
-
-    def counted(p):
-        traces.append(None)
-        return joint(p)
-
-    state = begun = pair()
-    for i in range(16):
-        state, loss = step(state, loss_fn=counted, wrt="a")
-        if i == 0:
-            once = len(traces)
-    assert len(traces) == once
+def test_one_group_of_several_is_searched():
+    begun, searches = pair(), functools.partial(search_step, loss_fn=joint, wrt="a")
+    state, losses = lax.scan(lambda s, _: searches(s), begun, length=16)
     masters = jamp.master_params(state)["a"]["w"]
     assert exact_loss(masters) - exact_loss(BEST) < 1e-4
-    np.testing.assert_allclose(loss, exact_loss(BEST) + 0.3125, rtol=0.02)
+    np.testing.assert_allclose(losses[-1], exact_loss(BEST) + 0.3125, rtol=0.02)
     assert_same_bits(state.params["b"], begun.params["b"])
     assert state.skipped_steps["b"] == 0
-    # A scan takes it.
-    searches = functools.partial(search_step, loss_fn=joint, wrt="a")
-    again, _ = lax.scan(lambda s, _: searches(s), begun, length=16)
-    np.testing.assert_allclose(
-        jamp.master_params(again)["a"]["w"], masters, atol=2.0**-8
-    )
 
 
-def test_the_other_groups_are_those_of_the_state():
-    value_fn = jamp.closure(joint, wrt="b")(pair("O0"))
-    loss, grad = jax.value_and_grad(value_fn)({"w": PAIR})
-    np.testing.assert_allclose(loss, exact_loss(START["w"]) + 5.0, rtol=1e-6)
-    np.testing.assert_array_equal(grad["w"], [4.0, 2.0])
-    # In a list they go by number.
-    state = begin("O0", [START, {"w": PAIR}], [optax.sgd(0.1)] * 2)
-    value_fn = jamp.closure(lambda p: joint({"a": p[0], "b": p[1]}), wrt=1)(state)
-    assert_same_bits(jax.grad(value_fn)({"w": PAIR}), grad)
+def test_what_is_no_float_is_as_the_state_has_it():
+    tree = {"w": jnp.zeros(2, jnp.float32), "n": jnp.asarray([3, 4]), "none": None}
+
+    def look(p, *, times):
+        assert p["none"] is None
+        return (wide(p["w"]) * wide(p["n"])).sum() * times, {"what": "ever"}
+
+    state = begin(tree=tree, tx=optax.sgd(0.1), loss_scale=4.0)
+    value_fn = jamp.closure(look, has_aux=True)(state, times=2.0)
+    loss, grads = jax.value_and_grad(value_fn)({"w": PAIR, "n": None, "none": None})
+    assert (loss, grads["w"].tolist()) == (20, [6, 8])
+    # Clamped, as in a step.
+    assert value_fn({"w": 1e6 * PAIR, "n": None, "none": None}) == 2 * 7 * 65504.0
 
 
 # What it refuses; test_scaled_grad.py has losses and states
@@ -245,7 +185,6 @@ def test_a_closure_is_for_one_group_that_is_there():
     for state, wrt, words in (
         (pair(), None, r"one group: pass wrt=key, one of \['a', 'b'\]; got wrt=None"),
         (pair(), ("a",), r"one of \['a', 'b'\]; got wrt=\('a',\)"),
-        (pair(), ["a", "b"], r"one of \['a', 'b'\]; got wrt=\['a', 'b'\]"),
         (pair(), "z", r"wrt='z': 'z' is not one of the groups"),
         (begin(), "z", r"wrt='z', but the state has one group"),
     ):

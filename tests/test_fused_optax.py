@@ -83,14 +83,6 @@ def clipped(*txs, norm=CLIP):
     return optax.chain(optax.clip_by_global_norm(norm), *txs)
 
 
-def by_rate(*txs, rate=L):
-    return optax.chain(*txs, optax.scale_by_learning_rate(rate))
-
-
-def by_trust(tx):
-    return optax.chain(optax.scale_by_trust_ratio(0.0, 0.02, 1e-8), tx)
-
-
 DECAY, SOME_DECAY = (optax.add_decayed_weights(**x) for x in (WD, MASKED))
 DAMPENED = optax.scale_by_schedule(lambda c: jnp.where(c == 0, 1, 1 - 0.3))
 
@@ -107,7 +99,7 @@ EQUAL = {
     ),
     "decay after momentum": (
         fused_sgd(S, M, wd_after_momentum=True, **MASKED),
-        by_rate(optax.trace(M), SOME_DECAY, rate=S),
+        optax.chain(optax.trace(M), SOME_DECAY, optax.scale_by_learning_rate(S)),
     ),
     "dampening": (
         fused_sgd(L, M, dampening=0.3, **WD),
@@ -122,7 +114,10 @@ EQUAL = {
         their_lars(L, nesterov=True),
     ),
     "lars at a schedule": (larc(fused_sgd(S), clip=False), their_lars(S, momentum=0.0)),
-    "trust ratio": (larc(optax.adam(S), clip=False), by_trust(optax.adam(S))),
+    "trust ratio": (
+        larc(optax.adam(S), clip=False),
+        optax.chain(optax.scale_by_trust_ratio(0.0, 0.02, 1e-8), optax.adam(S)),
+    ),
     # Of optax's default decay.
     "adamw's": (jo.fused_adam(L, weight_decay=1e-4), optax.adamw(L)),
 }

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 
 import jamp
 import jamp.nnx
@@ -39,16 +38,6 @@ def run(level, tx):
     return state.load_params(PARAMS, reset_optimizer=True), loss, checkpoint, own
 
 
-def run_nnx(level):
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    with jax.transfer_guard("disallow"):
-        model, optimizer = jamp.nnx.initialize(model, ADAM, level, **QUIET)
-        grads = jamp.nnx.scaled_grad(lambda m, x: m(x).mean())(model, optimizer, X)
-        optimizer.update(model, grads)
-        optimizer.load_params(model)
-    return optimizer
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_transfer_guard_stops_none_of_our_constants(level):
     for tx in (ADAM, jamp.optimizers.fused_adam(1e-2)):
@@ -58,7 +47,6 @@ def test_a_transfer_guard_stops_none_of_our_constants(level):
             assert_same_bits(run(level, tx), expected)
             with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
                 jnp.zeros(3)  # it is on again
-    assert run_nnx(level).step.get_value() == 1
 
 
 def half_loss(params):

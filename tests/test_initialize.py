@@ -166,41 +166,32 @@ VARIABLES = {"params": W, "batch_stats": {"bn": STATS}}
 TWO, TWO_TX = {"g": W, "d": W}, {"g": SGD, "d": SGD}
 WRAPPED = jamp.master_weights(SGD)
 TYPE_ERRORS = [
-    *((dict(tx=tx), "tx must be an optax tra") for tx in (0.1, optax.sgd, "adam")),
+    (dict(tx=optax.sgd), "tx must be an optax tra"),
     (dict(tree=[W, W], tx=[SGD, 0.1]), "tx holds 0.1, which is not an optax"),
     (dict(tree=nn.Dense(3)), "params is Dense.*which is not an array"),
     (dict(tree=[W, {"a": {"b": "x"}}]), r"params\[1\]\['a'\]\['b'\] is 'x'"),
     (dict(tree=VARIABLES), r'batch_stats.*variables\["params"\]'),
-    (dict(tree=[VARIABLES], tx=[SGD]), r'batch_stats.*variables\["params"\]'),
     (dict(tree={"g": VARIABLES}, tx={"g": SGD}), "Flax variables with batch_stats"),
     (dict(note="text"), "extra field note is 'text'.*not an array.*pytree_node=False"),
     (dict(note={"a": len}), r"extra field note\['a'\] is"),
-    *(
-        (dict(state_class=bad), "state_class must be jamp.AmpState or a subclass")
-        for bad in (TrainState, dict, 3)
-    ),
-    *(
-        ({name: 1}, f"extra field '{name}': AmpState has its own")
-        for name in ("opt_state", "loss_scale_rules", "replace")
-    ),
+    (dict(state_class=TrainState), "state_class must be jamp.AmpState or a subcl"),
+    (dict(state_class=3), "state_class must be jamp.AmpState or a subclass"),
+    (dict(opt_state=1), "extra field 'opt_state': AmpState has its own"),
+    (dict(replace=1), "extra field 'replace': AmpState has its own"),
 ]
 VALUE_ERRORS = [
     (dict(level="O9"), "Unexpected optimization level 'O9'"),
     (dict(tx=[SGD, SGD]), r"same container.*optax\.chain"),
     (dict(tx=(SGD, SGD), tree=np.ones(2)), "one ndarray of params"),
     (dict(tree=[W, W], tx=(SGD, SGD)), "a list of length 2.*a tuple of length 2"),
-    (dict(tree=(W, W), tx=[SGD, SGD]), "a tuple of length 2.*a list of length 2"),
     (dict(tree=[W, W, W], tx=[SGD, SGD]), "length 3.*length 2"),
     (dict(tree=TWO, tx={"g": SGD, "e": SGD}), r"keys \['g', 'd'\].*keys \['g', 'e'\]"),
-    (dict(tree=TWO, tx={"g": SGD}), r"keys \['g', 'd'\].*keys \['g'\]"),
     (dict(tree=TWO, tx=[SGD, SGD]), "a dict.*a list"),
-    (dict(tree=[W, W], tx=TWO_TX), "a list.*a dict"),
     (dict(tx=WRAPPED), "master weights already.*master_weights=False"),
     (dict(tx=optax.chain(optax.clip(1.0), WRAPPED)), "master weights already"),
-    *(
-        (dict(num_losses=n), f"num_losses must be a positive integer, got {n!r}")
-        for n in (0, -1, 1.5, "2", None, True)
-    ),
+    (dict(num_losses=0), "num_losses must be a positive integer, got 0"),
+    (dict(num_losses=1.5), "num_losses must be a positive integer, got 1.5"),
+    (dict(num_losses=True), "num_losses must be a positive integer, got True"),
     (dict(level="O2", min_loss_scale=-1.0), "min_scale.*-1.0"),
     (dict(level="O2", max_loss_scale=0.0), "max_scale.*0.0"),
     (dict(keep_fp32="haed"), "keep_fp32='haed' matches no leaf"),
@@ -223,11 +214,7 @@ def test_a_state_passed_in_again_is_refused():
             make(tree=again)
 
 
-TYPOS = """
-loss_sale loss_scale, lossscale loss_scale, opt_levels opt_level, num_loss num_losses,
-keep_batch_norm_fp32 keep_batchnorm_fp32, master_weight master_weights, models params,
-aply_fn apply_fn, optimizer tx, patch_torch_functions patch_functions
-"""
+TYPOS = "loss_sale loss_scale, lossscale loss_scale, models params, optimizer tx"
 
 
 def test_a_name_close_to_a_keyword_is_a_type_error_and_others_are_fields():
@@ -306,10 +293,7 @@ GAN = {"g": WHITENED, "d": {"dense": W}}
         (WHITENED, SGD, {"batch_stats": STATISTICS}, [True]),
         ({"params": WHITENED}, SGD, {"batch_stats": STATISTICS}, [True]),
         (GAN, TWO_TX, {}, [False, False]),
-        (GAN, TWO_TX, {"batch_stats": {}}, [False, False]),
-        (GAN, TWO_TX, {"batch_stats": {"g": STATISTICS}}, [False, True]),
         (GAN, TWO_TX, {"batch_stats": dict.fromkeys("gd", STATISTICS)}, [False, True]),
-        (GAN, TWO_TX, {"keep_fp32": "dense/w"}, [True, False]),
         (GAN, TWO_TX, {"keep_fp32": "^d/dense/w$"}, [True, False]),
     ],
 )
@@ -330,27 +314,16 @@ PACKS = [list, tuple, lambda pair: dict(zip("gd", pair, strict=True))]
 @pytest.mark.parametrize("pack", PACKS, ids=["list", "tuple", "dict"])
 def test_groups_keep_their_container(pack):
     trees, txs = pack([params(), W]), pack([SGD, optax.sgd(1.0)])
-    one_each = jax.tree.structure(pack([0, 0]))
-    for level in RUNNING:
-        state = make(level, trees, txs)
-        assert jax.tree.structure(state.params) == jax.tree.structure(trees)
-        assert type(state.opt_state) is type(trees)
-        assert jax.tree.structure(state.skipped_steps) == one_each
-        assert jax.tree.structure(state.last_step_skipped) == one_each
-        # With one transformation they are one model.
-        state = make(level, trees)
-        assert jax.tree.structure(state.params) == jax.tree.structure(trees)
-        assert state.skipped_steps.shape == ()
-        leaf = jax.tree.leaves(state.params)[-1]
-        assert leaf.dtype == HALF.get(level, jnp.float32)
-
-
-def test_each_group_has_its_own_optimizer():
-    half, quarter = optax.sgd(0.5), optax.sgd(0.25)
-    for txs, moved in (((half, quarter), [0.5, 0.25]), ((half, half), [0.5, 0.5])):
-        state = make("O2", [W, W], [*txs])
-        state = state.apply_gradients(grads=[like(W), like(W)])
-        assert [1 - float(p["w"][0]) for p in state.params] == moved
+    state, one_each = make("O2", trees, txs), jax.tree.structure(pack([0, 0]))
+    assert jax.tree.structure(state.params) == jax.tree.structure(trees)
+    assert type(state.opt_state) is type(trees)
+    assert jax.tree.structure(state.skipped_steps) == one_each
+    assert jax.tree.structure(state.last_step_skipped) == one_each
+    # With one transformation they are one model.
+    state = make("O2", trees)
+    assert jax.tree.structure(state.params) == jax.tree.structure(trees)
+    assert state.skipped_steps.shape == ()
+    assert jax.tree.leaves(state.params)[-1].dtype == jnp.float16
 
 
 # Losses and scales

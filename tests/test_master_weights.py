@@ -102,7 +102,7 @@ def test_the_invariant_holds_inside_every_wrapper(name):
 @standard
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_params_are_their_rounded_masters_after_every_step(name):
-    halves = (F16 if name in ("adam", "larc_adam") else BF16, BF16)
+    halves = (F16 if name == "adam" else BF16, BF16)
     assert_it_holds(lambda rate: fresh(name, learning_rate=rate), halves=halves)
 
 

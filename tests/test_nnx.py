@@ -16,7 +16,6 @@ import jamp
 import jamp.nnx
 from jamp.nnx import _initialize
 from tests.bits import assert_same_bits
-from tests.constructs import TABLE, N
 from tests.programs import products
 
 pytestmark = pytest.mark.standard_promotion  # Flax's layers promote
@@ -161,14 +160,6 @@ def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_model_that_writes_nothing_may_be_closed_over(level):
-    model, _ = make(level, linear())
-    expected = np.array(model(X))
-    np.testing.assert_allclose(jax.jit(lambda x: model(x))(X), expected, atol=1e-3)
-    assert jax.eval_shape(jax.grad(lambda x: model(x).sum()), X).shape == X.shape
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_objects_among_the_arguments_keep_what_is_written(level):
     model, optimizer = make(level, nnx.Sequential(linear(), nnx.Dropout(0.5)))
     rngs, teacher = nnx.Rngs(5), CNN(nnx.Rngs(1))
@@ -190,13 +181,7 @@ def test_objects_among_the_arguments_keep_what_is_written(level):
     assert teacher.conv.kernel[...].dtype == jnp.float32
 
 
-def test_a_teacher_stays_in_float32_and_what_is_written_to_params_is_dropped():
-    model, optimizer = make(model=linear())
-    teacher = linear(1)
-    loss = lambda model, x: ((model(x) - teacher(x)) ** 2).mean()  # noqa: E731
-    found = products(jamp.nnx.scaled_grad(loss), model, optimizer, X)
-    assert [p.lhs for p in found] == ["float16", "float32", "float16"]
-
+def test_what_is_written_to_params_is_dropped():
     def writing(model, x):
         model.bias[...] += 1
         return loss_fn(model, x)
@@ -207,32 +192,6 @@ def test_a_teacher_stays_in_float32_and_what_is_written_to_params_is_dropped():
 
 
 # ---- transformations ------------------------------------------------------------
-
-
-def test_members_of_an_ensemble_skip_alone():
-    @nnx.vmap
-    def begin(key):
-        return make(model=nnx.BatchNorm(6, rngs=nnx.Rngs(key)), **LOW)
-
-    model, optimizer = begin(jax.random.split(jax.random.key(0), 3))
-    nnx.jit(nnx.vmap(train_step))(model, optimizer, np.stack([X, X * INF, X]))
-    assert optimizer.skipped_steps.get_value().tolist() == [0, 1, 0]
-    assert optimizer.loss_scale.tolist() == [1024, 512, 1024]
-    assert (model.mean[...] != 0).any(-1).tolist() == [True, False, True]
-
-
-def test_scan_over_steps_is_a_loop_of_steps():
-    looped, scanned = make(), make()
-    xs = np.stack([X, X * INF, X, X])
-
-    @nnx.jit
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def run(both, x):
-        return both, train_step(*both, x)
-
-    _, losses = run(scanned, xs)
-    np.testing.assert_array_equal(losses, [jitted(*looped, x) for x in xs])
-    assert_same_bits(arrays(scanned), arrays(looped))
 
 
 def test_a_redone_batch_writes_its_statistics_once():
@@ -248,18 +207,6 @@ def test_a_redone_batch_writes_its_statistics_once():
     grads = grads_of(loss_fn, model, optimizer, X * INF, redo_on_overflow=12)
     optimizer.update(model, grads)
     assert_same_bits(arrays(model), before)
-
-
-def test_views_share_the_variables_and_evaluate():
-    model, optimizer = make(**LOW)
-    jitted(model, optimizer, X)
-    mean = np.array(model.bn.mean[...])
-    view = nnx.view(model, deterministic=True, use_running_average=True)
-    np.testing.assert_array_equal(view(X), view(X))
-    np.testing.assert_array_equal(model.bn.mean[...], mean)
-    training = nnx.view(model, deterministic=False, use_running_average=False)
-    jitted(training, optimizer, X)
-    assert (model.bn.mean[...] != mean).any()
 
 
 def test_an_axis_has_one_batch_and_one_step():
@@ -282,28 +229,6 @@ def test_an_axis_has_one_batch_and_one_step():
 
 
 # ---- layers -----------------------------------------------------------------------
-class Construct(nnx.Module):
-    """A construct of autocast's table, and a count of its calls."""
-
-    def __init__(self, name, w):
-        self.construct = TABLE[name](lambda fn: fn)
-        self.w, self.calls = nnx.Param(w), nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        self.calls[...] += 1
-        return self.construct(self.w[...], x)
-
-
-@pytest.mark.parametrize("name", ["scan", "custom_vjp", "remat"])
-def test_a_model_runs_what_its_function_runs_and_counts_its_calls(name):
-    eye, factors = jnp.eye(N), lambda found: sorted((p.lhs, p.rhs) for p in found)
-    model, call = Construct(name, eye), jamp.nnx.autocast(lambda model, x: model(x))
-    expected = factors(products(TABLE[name](jamp.autocast), eye, eye))
-    assert factors(products(call, model, eye)) == expected
-    assert {dtype for pair in expected for dtype in pair} == {"float16"}
-    for _ in range(2):
-        nnx.jit(call)(model, eye)
-    assert model.calls[...] == 2
 
 
 class Scanned(nnx.Module):
@@ -331,51 +256,19 @@ def shared(rngs):
     return nnx.Sequential(layer, nnx.relu, layer)
 
 
-LAYERS = {
-    "scanned": Scanned,
-    "shared": shared,
-    "lstm": lambda r: nnx.RNN(nnx.LSTMCell(6, 4, rngs=r), rngs=r),
-    "attention": lambda r: nnx.MultiHeadAttention(2, 6, decode=False, rngs=r),
-}
-# XLA's CPU has no f16 attention.
-CASES = [("scanned", "O1"), ("shared", "O2"), ("lstm", "O2"), ("attention", "O5")]
-
-
-@pytest.mark.parametrize(("layer", "level"), CASES)
+@pytest.mark.parametrize(("layer", "level"), [(Scanned, "O1"), (shared, "O2")])
 def test_layers_run_in_half_and_learn(layer, level):
-    low = {} if level == "O5" else LOW
-    model, optimizer = make(level, LAYERS[layer](nnx.Rngs(0)), **low)
-    plain = nnx.jit(lambda model, x: model(x))(LAYERS[layer](nnx.Rngs(0)), X)
+    model, optimizer = make(level, layer(nnx.Rngs(0)), **LOW)
+    plain = nnx.jit(lambda model, x: model(x))(layer(nnx.Rngs(0)), X)
     found = products(lambda model, x: model(x), model, X)
     assert found and not any(p.is_wide for p in found)
     first, then = (jitted(model, optimizer, X) for _ in range(2))
     np.testing.assert_allclose(first, (plain**2).mean(), rtol=0.02)
     assert then < first
     assert optimizer.step.get_value() == 2
-    if layer == "shared":
+    if layer is shared:
         assert model.layers[0] is model.layers[2]
         assert len(jax.tree.leaves(optimizer.master_params(model))) == 2
-
-
-class Raw(nnx.Module):
-    """Params without a dtype field, and Variables that are no floats."""
-
-    def __init__(self, rngs):
-        self.kernel = nnx.Param(jax.random.normal(rngs(), (6, 2)))
-        self.ids, self.rngs = nnx.Param(jnp.arange(2)), rngs
-
-    def __call__(self, x):
-        assert x.dtype == self.kernel.dtype
-        return jnp.dot(x, self.kernel) + self.ids
-
-
-def test_a_module_of_raw_params_gets_half_and_keeps_its_integers_and_keys():
-    model, optimizer = make(model=Raw(nnx.Rngs(0)), **LOW)
-    before = arrays(model.rngs)
-    jitted(model, optimizer, X)
-    assert optimizer.step.get_value() == 1
-    assert model.ids.dtype == jnp.int32
-    assert_same_bits(arrays(model.rngs), before)
 
 
 def test_linen_models_go_through_the_bridge():
@@ -390,38 +283,19 @@ def test_linen_models_go_through_the_bridge():
 
 
 # ---- filters and containers -------------------------------------------------------
-def lora(rngs):
-    return nnx.LoRALinear(6, 3, lora_rank=2, rngs=rngs)
-
-
-FILTERS = {
-    "type": (lora, nnx.LoRAParam, {"lora"}),
-    "tuple": (CNN, (nnx.LoRAParam, nnx.PathContains("head")), {"head"}),
-}
-
-
-@pytest.mark.parametrize("name", FILTERS)
-def test_what_the_filter_leaves_out_is_cast_and_stays(name):
-    kind, wrt, trained = FILTERS[name]
-    model, optimizer = make(model=kind(nnx.Rngs(0)), wrt=wrt, **LOW)
-    for path, dtype in dtypes(model).items():
-        assert dtype == ("float32" if "bn" in path else "float16"), path
+def test_what_the_filter_leaves_out_is_cast_and_stays():
+    lora = nnx.LoRALinear(6, 3, lora_rank=2, rngs=nnx.Rngs(0))
+    model, optimizer = make(model=lora, wrt=nnx.LoRAParam, **LOW)
+    assert set(dtypes(model).values()) == {"float16"}
     before = arrays(model, nnx.Param)
     jitted(model, optimizer, X)
     after = arrays(model, nnx.Param)
-    assert set(optimizer.master_params(model)) == trained
-    (key,) = trained
-    changed = jax.tree.map(lambda a, b: (a != b).any(), after.pop(key), before.pop(key))
+    assert set(optimizer.master_params(model)) == {"lora"}
+    changed = jax.tree.map(
+        lambda a, b: (a != b).any(), after.pop("lora"), before.pop("lora")
+    )
     assert any(jax.tree.leaves(changed))
     assert_same_bits(after, before)
-
-
-PRINTED = """\
-Optimizer at O2
-  params: 42 float16
-  optimizer state: 84 float32, 1 int32
-  step: 1, skipped: {D: 0, G: 1}
-  loss scale: (65536.0, 32768.0)"""
 
 
 def test_several_models_and_losses_skip_by_themselves():
@@ -430,24 +304,21 @@ def test_several_models_and_losses_skip_by_themselves():
         tx={"G": ADAM, "D": optax.sgd(0.1)},
         num_losses=2,
     )
-    printed = []
 
     @nnx.jit
     def step(models, optimizer, x, bad):
-        printed.append(str(optimizer))
         of = jamp.nnx.scaled_grad
         d = of(lambda m, x: loss_fn(m["D"], x), loss_id=0, wrt="D")
         g = of(lambda m, x: loss_fn(m["G"], x), loss_id=1, wrt="G")
         grads = d(models, optimizer, x), g(models, optimizer, bad)
         optimizer.update(models, grads)
+        assert "  step: int32[], skipped: {D: int32[], G: int32[]}\n" in repr(optimizer)
 
     before = arrays(models["G"])
     step(models, optimizer, X, X * INF)
     assert_same_bits(arrays(models["G"]), before)
-    assert repr(optimizer) == PRINTED
-    assert "  step: int32[], skipped: {D: int32[], G: int32[]}\n" in printed[0]
-    jax.tree.map(lambda x: x.delete(), nnx.as_pure(nnx.state(optimizer)))
-    assert str(optimizer) == printed[0]
+    skips = "step: 1, skipped: {D: 0, G: 1}\n  loss scale: (65536.0, 32768.0)"
+    assert skips in repr(optimizer)
 
 
 @pytest.mark.parametrize("container", [list, tuple])
@@ -528,12 +399,6 @@ BAD_CALLS = {
     "has no apply_fn": lambda: make(apply_fn=len),
     "unknown keyword 'ema'. A model has no fields": lambda: make(ema=jnp.ones(2)),
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),
-    r"jamp.nnx.scaled_grad\(loss_fn\) takes": (
-        lambda: jamp.nnx.scaled_grad(loss_fn)(make()[0], None, X)
-    ),
-    r"Expected an nnx.Module, got a State.*nnx.merge\(graphdef, state\)": lambda: (
-        train_step(nnx.state(linear()), make()[1], X)
-    ),
     "got a GraphDef, as of nnx.split": lambda: make(model=nnx.split(linear())),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)

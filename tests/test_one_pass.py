@@ -9,7 +9,6 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -25,9 +24,7 @@ from tests.one_pass import (
     F32,
     HALF,
     STEPS,
-    dot,
     each_backend,
-    each_kept,
     gradients,
     inner,
     run,
@@ -112,21 +109,13 @@ def test_params_are_their_rounded_masters(name, kept, backend):
             if kept == "split" and not stays:
                 low = np.asarray(state.opt_state.masters[key])
                 assert_same_bits(join(p, low), jnp.asarray(master))
-                # But for exact ties, which go away from zero and not to even.
-                tie = master.view(np.uint32) & 0xFFFF == 0x8000
-                same = np.asarray(p) == master.astype(ml_dtypes.bfloat16)
-                assert (same | tie).all()
             else:
                 assert bits(p) == master.astype(p.dtype).tobytes()
-            if kept != "bare":
-                hole = isinstance(state.opt_state.masters[key], optax.MaskedNode)
-                assert hole == stays
 
 
 # What is checked
 
 GOOD = 2.0**-6
-AT = {"bare": "O0", "masters": "O2", "split": "O5"}
 
 
 def small():
@@ -142,13 +131,8 @@ def like(value, place=None):
     return {"v": v, "w": np.full(2, v[1], np.float32)}
 
 
-def sgd(backend="xla", momentum=0.0):
-    return jo.fused_sgd(1.0, momentum, backend=backend)
-
-
-def make(tx=None, kept="masters", tree=None, **kwargs):
-    kwargs["store_remainder"] = kept == "split"
-    return start(tx or sgd(), AT[kept], tree or small(), **kwargs)
+def started(backend, level="O2", **options):
+    return start(jo.fused_sgd(1.0, backend=backend), level, small(), **options)
 
 
 def assert_skipped(after, before):
@@ -165,29 +149,23 @@ def plain_step(state, x):
 @each_backend
 def test_what_is_checked(backend):
     # A static scale checks nothing,
-    state = make(sgd(backend), loss_scale=4.0)
+    state = started(backend, loss_scale=4.0)
     after = step(state, like(np.nan, place=3))
     assert (after.step, after.skipped_steps, after.loss_scale) == (1, 0, 4.0)
     v = np.asarray(jamp.master_params(after)["v"])
     assert np.isnan(v[3]) and (np.delete(v, 3) == 1 - GOOD).all()
     # unless it is told to, and stays;
-    state = make(sgd(backend), loss_scale=jamp.StaticLossScale(4.0, check=True))
+    state = started(backend, loss_scale=jamp.StaticLossScale(4.0, check=True))
     after = step(state, like(np.nan, place=129))
     assert_skipped(after, state)
     assert (after.skipped_steps, after.loss_scale) == (1, 4.0)
     # plain gradients are taken as unscaled, and checked.
-    state = make(sgd(backend), "bare")
+    state = started(backend, "O0")
     masters = jamp.master_params(plain_step(state, like(GOOD)))
     assert_same_bits(masters, jax.tree.map(lambda p: p - GOOD, small()))
     after = plain_step(state, like(np.inf, place=0))
     assert_skipped(after, state)
     assert after.loss_scale == state.loss_scale / 2
-
-
-def test_update_args_are_ignored():
-    args = {"value": F32(1), "grad": None, "grad_scale": F32(0), "found_inf": True}
-    with_args = make().apply_gradients(grads=like(GOOD), update_args=args)
-    assert_same_bits(with_args, make().apply_gradients(grads=like(GOOD)))
 
 
 # Start, step, and the largest number.
@@ -206,9 +184,10 @@ BEYOND = {
 @pytest.mark.parametrize("row", BEYOND)
 def test_params_beyond_half_are_clamped(row, backend):
     level, options, master = BEYOND[row]
+    options = {"loss_scale": 1.0, **options}
     begin, up, largest = EDGES[level]
     tree = {"v": jnp.full(130, begin), "w": jnp.full(2, -begin)}
-    state = start(sgd(backend), level, tree, loss_scale=1.0, **options)
+    state = start(jo.fused_sgd(1.0, backend=backend), level, tree, **options)
     grads = jax.tree.map(lambda p: -up * jnp.sign(p), tree)
     after = plain_step(state, grads | {"v": grads["v"].at[7].set(jnp.nan)})
     for tree, at in ((after.params, largest), (jamp.master_params(after), master)):
@@ -216,74 +195,3 @@ def test_params_beyond_half_are_clamped(row, backend):
         assert np.isnan(v[7])
         np.testing.assert_allclose(np.delete(v, 7), np.float32(at), 1e-6)
         np.testing.assert_allclose(w, -np.float32(at), 1e-6)
-
-
-# Groups
-
-
-@functools.cache
-def three():
-    """Two fused optimizers, of two backends, and one of optax's."""
-    txs = {"d": sgd(momentum=0.5), "g": sgd("interpret"), "o": optax.sgd(1.0)}
-    trees = {key: small() for key in txs}
-    return jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
-
-
-@jax.jit
-def losses_of_groups(state, x, y):
-    """Loss 0 is of the groups d and o, loss 1 of g."""
-
-    def first(p):
-        return dot(p["d"], x) + dot(p["o"], x)
-
-    grads = [
-        jamp.scaled_grad(first, wrt=("d", "o"), loss_id=0)(state),
-        jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state),
-    ]
-    return state.apply_gradients(grads=grads)
-
-
-@pytest.mark.parametrize("bad", ["", "do", "g"])
-def test_an_overflow_in_one_loss_skips_its_groups_alone(bad):
-    state = three()
-    x, y = (like(np.inf if key in bad else GOOD, place=64) for key in "dg")
-    after = losses_of_groups(state, x, y)
-    masters = jamp.master_params(after)
-    for key in "dgo":
-        assert after.skipped_steps[key] == int(key in bad)
-        if key in bad:
-            assert_same_bits(after.params[key], state.params[key])
-            assert_same_bits(after.opt_state[key], state.opt_state[key])
-        else:
-            np.testing.assert_array_equal(masters[key]["v"], np.float32(1 - GOOD))
-            np.testing.assert_array_equal(masters[key]["w"], np.float32(2 - GOOD))
-    halves = [2.0**16 / (1 + (key in bad)) for key in "dg"]
-    assert list(map(float, after.loss_scale)) == halves
-    assert after.step == 1
-
-
-# Leaves that no optimizer steps
-
-
-@each_kept
-def test_fp8_scales_are_written_and_integers_stay(kept):
-    params = {"v": jnp.full(130, 1.0), "ids": jnp.arange(3), "gain": jnp.ones(())}
-    tree = {"params": params, "_overwrite_with_gradient": {"amax": jnp.float32(3)}}
-    state = make(kept=kept, tree=tree)
-    assert_same_bits(state.params["params"]["ids"], params["ids"])
-
-    def grads(v, amax):
-        stepped = {"v": jnp.full(130, v), "ids": None, "gain": jnp.float32(GOOD)}
-        amax = {"amax": jnp.float32(amax)}
-        return {"params": stepped, "_overwrite_with_gradient": amax}
-
-    # Not unscaled, not stepped, not checked: written.
-    for new in (7.0, np.inf):
-        after = plain_step(state, grads(GOOD, new))
-        amax = after.params["_overwrite_with_gradient"]["amax"]
-        assert (amax.dtype, amax) == (F32, new)
-        assert_same_bits(after.params["params"]["ids"], params["ids"])
-        masters = jamp.master_params(after)["params"]
-        assert (masters["v"] == 1 - GOOD).all() and masters["gain"] == 1 - GOOD
-        assert after.params["params"]["v"].dtype == HALF.get(AT[kept], F32)
-    assert_skipped(plain_step(state, grads(np.inf, 7.0)), state)

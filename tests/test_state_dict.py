@@ -50,12 +50,6 @@ def test_it_is_apexs_dict_of_numbers_and_comes_back_through_json():
         assert_same_bits((a.scale, a.unskipped), (b.scale, b.unskipped))
 
 
-def test_static_scales_have_one_and_eleven_losses_are_in_order():
-    assert jamp.state_dict(make("O5")) == scalers((1.0, 0))
-    names = list(jamp.state_dict(make(num_losses=11)))
-    assert names == [f"loss_scaler{k}" for k in range(11)]
-
-
 # Loading
 
 # What apex's amp.state_dict() gave after a run with two losses.
@@ -84,15 +78,13 @@ def test_nothing_but_scales_and_counts_changes_and_they_are_used():
     assert step(after, np.inf).loss_scale == 4.0
 
 
-@pytest.mark.parametrize("check", [False, True])
-def test_a_static_scale_takes_another_value(check):
+def test_a_static_scale_takes_another_value():
     # apex_semantics 5.5: values are loaded into static scalers, too.
-    rule = jamp.StaticLossScale(128.0, check=check)
+    rule = jamp.StaticLossScale(128.0, check=True)
     state = jamp.load_state_dict(
         make(loss_scale=rule, num_losses=2), scalers((4.0, 9), (128.0, 3))
     )
-    rules = (jamp.StaticLossScale(4.0, check=check), rule)
-    assert state.loss_scale_rules == rules
+    assert state.loss_scale_rules == (jamp.StaticLossScale(4.0, check=True), rule)
     assert jamp.state_dict(state) == scalers((4.0, 9), (128.0, 3))
     # Compiled with the new value.
     assert jax.jit(jamp.scale_loss)(jnp.float32(3.0), state) == 12.0
@@ -114,9 +106,7 @@ BAD_COUNTS = (-1, 0.5, np.nan, np.inf, "4", True, None, [1])
 WRONG = [
     (ONE | {"optimizer": {}}, f"'optimizer'.*{NAMES}"),
     ({"loss_scaler1": ONE["loss_scaler0"]}, f"loss_scaler1.*{NAMES}"),
-    ({}, rf"\[\].*{NAMES}"),
     ({"loss_scaler0": {"loss_scale": 4.0}}, ENTRIES + "{'loss_scale': 4.0}"),
-    ({"loss_scaler0": {**ONE["loss_scaler0"], "window": 5}}, ENTRIES + ".*window"),
     ({"loss_scaler0": 65536.0}, ENTRIES + "65536.0"),
     (scalers((4.0, 2**31)), "int32|too large"),
     *((scalers((x, 1)), SCALE.format(re.escape(repr(x)))) for x in BAD_SCALES),
@@ -159,14 +149,6 @@ def after(*good, **kwargs):
     return state
 
 
-def counted(*skips):
-    """A state whose losses have skipped so often in a row."""
-    state = make(num_losses=len(skips))
-    pairs = zip(state.loss_scales, skips, strict=True)
-    scales = (s._replace(consecutive_skips=jnp.int32(n)) for s, n in pairs)
-    return state.replace(loss_scales=tuple(scales))
-
-
 STATIC, CHECKED = jamp.StaticLossScale(1.0), jamp.StaticLossScale(4.0, check=True)
 LOW = {"min_loss_scale": 2.0**14}
 # Where apex's scale went on to 0 and died of a ZeroDivisionError.
@@ -176,15 +158,13 @@ RUNS = [
     (lambda: after(0, 0), 3, None),
     (lambda: after(0, 0, 0), 3, "Loss 0 skipped 3 .* scale is 8192: .* any scale"),
     (lambda: after(0, 0, 1, 0, 0), 3, None),
-    (lambda: counted(49), 50, None),
-    (lambda: counted(50), 50, "Loss 0 skipped 50"),
-    (lambda: counted(6, 7), 7, "Loss 1 skipped 7"),
+    (lambda: after(*49 * [0]), 50, None),
+    (lambda: after(*50 * [0]), 50, "Loss 0 skipped 50"),
     (lambda: after(0, **LOW), 100, None),
     (lambda: after(0, 0, **LOW), 100, "Loss 0 skipped 2 .* scale is 16384:"),
     (lambda: after(0, 0, 1, **LOW), 100, None),  # it may sit there
     (lambda: after(0, **LOWEST), 100, "Loss 0 skipped 1 .* scale is 1.17549e-38:"),
     (lambda: after(0, 0, 0, loss_scale=STATIC), 1, None),
-    (lambda: after(0, 0, 0, loss_scale=2.0**-126), 1, None),
     (lambda: after(0, 0, 0, loss_scale=CHECKED), 4, None),
     (lambda: after(0, 0, 0, loss_scale=CHECKED), 3, "Loss 0 skipped 3"),
 ]
@@ -193,23 +173,19 @@ RUNS = [
 def test_it_raises_after_n_skips_in_a_row_and_not_before():
     for begin, most, words in RUNS:
         state = begin()
-        options = ({"max_consecutive_skips": most}, {})[: 1 + (most == 50)]
-        for kwargs in options:  # 50 is the default
-            if words is None:
-                assert jamp.check(state, **kwargs) is None
-            else:
-                with pytest.raises(FloatingPointError, match=words):
-                    jamp.check(state, **kwargs)
-    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
-        assert jamp.check(make(level), max_consecutive_skips=1) is None
+        kwargs = {} if most == 50 else {"max_consecutive_skips": most}  # the default
+        if words is None:
+            assert jamp.check(state, **kwargs) is None
+        else:
+            with pytest.raises(FloatingPointError, match=words):
+                jamp.check(state, **kwargs)
 
 
 def test_what_check_refuses():
     with pytest.raises((TypeError, RuntimeError), match="(?s)concrete|traced"):
         jax.jit(lambda s: jamp.check(s) or 0)(make())
-    for bad in ({"w": 1.0}, None, 3):
-        with pytest.raises(TypeError, match=f"AmpState, got {type(bad).__name__}"):
-            jamp.check(bad)
+    with pytest.raises(TypeError, match="AmpState, got dict"):
+        jamp.check({"w": 1.0})
     for bad in (0, -1, True):
         with pytest.raises(ValueError, match=f"max_consecutive_skips .* got {bad}"):
             jamp.check(make(), max_consecutive_skips=bad)
