@@ -170,29 +170,6 @@ def test_a_static_scale_neither_gives_nor_takes():
         assert_same_bits(new.opt_state, source.opt_state)
 
 
-# What is in it
-
-
-def test_a_checkpoint_says_what_it_holds_and_nothing_is_copied():
-    state = at("O2")
-    scaler = state.loss_scales[0]._asdict()
-    expected = {
-        "version": jnp.int32(1),
-        "opt_level": jnp.int32(2),
-        "params": jamp.master_params(state),
-        "loss_scaler0": scaler
-        | {"loss_scale": scaler.pop("scale"), "dynamic": jnp.asarray(True)},
-        "fields": {},
-    }
-    names = ("step", "skipped_steps", "last_step_skipped")
-    checkpoint = jamp.to_checkpoint(state)
-    (adam, nothing) = checkpoint.pop("opt_state").values()
-    assert_same_bits(checkpoint, expected | {k: getattr(state, k) for k in names})
-    assert (set(adam), nothing) == ({"count", "mu", "nu"}, {})
-    pair = adam["nu"], optax.tree.get(state.opt_state, "nu")
-    assert len({x["dense"]["kernel"].unsafe_buffer_pointer() for x in pair}) == 1
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_restored_state_is_not_compiled_anew_and_can_be_donated(level):
     state = at("O0")
