@@ -150,18 +150,6 @@ def test_imagenet_takes_apex_flags(data, tmp_path, monkeypatch, capsys):
     assert png_size(tmp_path / "imagenet.png") == (840, 960)
 
 
-# Per epoch 10 steps. By hand, from apex's adjust_learning_rate.
-RATES = {0: 0.002, 24: 0.05, 48: 0.098, 49: 0.1, 50: 0.1, 299: 0.1, 300: 0.01}
-RATES |= {599: 0.01, 600: 0.001, 799: 0.001, 800: 1e-4, 899: 1e-4, 900: 1e-5}
-
-
-def test_the_learning_rate_of_imagenet_is_apex_schedule():
-    for start in (0, 300):
-        steps = np.array([step for step in RATES if step >= start])
-        rates = imagenet().learning_rate(0.1, 10, start, steps - start)
-        np.testing.assert_allclose(rates, [RATES[step] for step in steps], rtol=1e-5)
-
-
 def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(data, tmp_path):
     def train(*flags):
         return imagenet().main([str(data), *TINY, *flags])

@@ -378,19 +378,3 @@ def test_a_declared_class_declares_all_its_fields_and_others_are_shared():
     assert a is b is not type(make("O2", x=W))
     assert issubclass(a, jamp.AmpState)
     assert pickle.loads(pickle.dumps(a)) is a
-
-
-# Under transformations
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_eval_shape_and_jit_make_the_same_state(level):
-    def build(tree):
-        return make(level, tree, SGD, num_losses=2, batch_stats=like(tree))
-
-    real, abstract = build(params()), jax.eval_shape(build, params())
-    assert jax.tree.structure(abstract) == jax.tree.structure(real)
-    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
-    assert shapes == [(x.shape, x.dtype) for x in jax.tree.leaves(real)]
-    if level in ("O0", "O2", "O5"):
-        assert_same_bits(jax.jit(build)(params()), real)

@@ -125,7 +125,7 @@ def test_donating_a_loaded_state_leaves_the_params_that_were_given():
         assert not any(x.is_deleted() for x in jax.tree.leaves(given))
 
 
-def test_what_is_loaded_lies_where_it_lay_and_is_not_compiled_again():
+def test_what_is_loaded_is_not_compiled_again():
     init = lambda _: jnp.asarray(1.0)  # noqa: E731 - weakly typed
     weak = optax.GradientTransformation(init, lambda g, s, _: (g, s))
     state = begun("O2", optax.chain(STILL, weak))
@@ -134,14 +134,6 @@ def test_what_is_loaded_lies_where_it_lay_and_is_not_compiled_again():
     step(state.replace(params=tree(0.7)))
     step(state.load_params(tree(0.7), reset_optimizer=True))
     assert step._cache_size() == 1
-    mesh = jax.make_mesh((1,), ("data",))
-    lies = jax.NamedSharding(mesh, jax.P())
-    state = make("O2", jax.device_put(tree(), lies), STILL)
-    elsewhere = jax.tree.map(np.asarray, tree(0.7))
-    for anew in (False, True):
-        loaded = state.load_params(elsewhere, reset_optimizer=anew)
-        places = [jax.tree.map(lambda x: x.sharding, s) for s in (state, loaded)]
-        assert places[0] == places[1]
 
 
 WRONG = {

@@ -66,18 +66,6 @@ def test_names_count_and_not_their_order():
     assert jamp.state_dict(step(state, 1.0)) == scalers((8192.0, 0), (0.5, 17))
 
 
-def test_nothing_but_scales_and_counts_changes_and_they_are_used():
-    # Numbers of NumPy and JAX are numbers.
-    before, given = step(make(), 0.25), scalers((np.float32(8.0), jnp.int32(7)))
-    after = jamp.load_state_dict(before, given)
-    assert jamp.state_dict(after) == scalers((8.0, 7))
-    (old,), (new,) = before.loss_scales, after.loss_scales
-    scale = new._replace(scale=old.scale, unskipped=old.unskipped)
-    assert_same_bits(after.replace(loss_scales=(scale,)), before)
-    assert jamp.scale_loss(jnp.float32(3.0), after) == 24.0
-    assert step(after, np.inf).loss_scale == 4.0
-
-
 def test_a_static_scale_takes_another_value():
     # apex_semantics 5.5: values are loaded into static scalers, too.
     rule = jamp.StaticLossScale(128.0, check=True)
