@@ -84,12 +84,6 @@ def test_the_reference_has_every_public_name_and_no_other():
         assert getattr(importlib.import_module(module), attribute).__doc__
 
 
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    for page in DOCS.glob("*.md"):
-        assert re.search(rf": {page.name}$", navigation, re.MULTILINE), page.name
-
-
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
 
 

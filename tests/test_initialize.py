@@ -333,10 +333,8 @@ FLOOR_AND_CEILING = {"min_loss_scale": 16.0, "max_loss_scale": 2.0**20}
 SCALES = [
     ({}, DYNAMIC(), 2.0**16),
     ({"loss_scale": "128.0"}, STATIC(128.0), 128.0),
-    ({"loss_scale": STATIC(2.0, check=True)}, STATIC(2.0, check=True), 2.0),
     ({"loss_scale": DYNAMIC(2.0, window=5)}, DYNAMIC(2.0, window=5), 2.0),
     (FLOOR_AND_CEILING, DYNAMIC(min_scale=16.0, max_scale=2.0**20), 2.0**16),
-    ({"max_loss_scale": 2.0**10}, DYNAMIC(max_scale=2.0**10), 2.0**10),
     ({"min_loss_scale": 2.0**18}, DYNAMIC(2.0**18, min_scale=2.0**18), 2.0**18),
     # A static scale ignores the ceiling; a floor of 0 is none.
     ({"loss_scale": 2.0, "max_loss_scale": 1.0}, STATIC(2.0), 2.0),
