@@ -245,26 +245,11 @@ def test_only_float32_params_come_in_unless_others_are_allowed(level, dtype):
             assert_same_bits(jamp.master_params(state)["w"], half.astype(np.float32))
 
 
-# Printing
-
-
-BRIEFS = {
-    "O0": "Pure FP32 training.",
-    "O1": "Insert automatic casts around JAX functions.",
-    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O3": "Pure FP16 training.",
-    "O4": "Insert automatic casts around JAX functions.",
-    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
-}
-
-
-@pytest.mark.parametrize("level, brief", BRIEFS.items())
-def test_defaults_and_then_overrides_are_printed_once(capsys, level, brief):
-    def describe(**given):
-        return jamp.Properties.from_opt_level(level, **given).describe()
-
+def test_defaults_and_then_overrides_are_printed_once(capsys):
+    describe = lambda **given: jamp.Properties.from_opt_level("O5", **given).describe()  # noqa: E731
+    brief = "BFLOAT16 training with FP32 batchnorm and FP32 master weights."
     expected = [
-        f"Selected optimization level {level}:  {brief}",
+        f"Selected optimization level O5:  {brief}",
         "Defaults for this optimization level are:",
         *describe(),
         "Processing user overrides (additional kwargs that are not None)...",
@@ -272,7 +257,7 @@ def test_defaults_and_then_overrides_are_printed_once(capsys, level, brief):
         *describe(loss_scale="128.0"),
     ]
     for trees, txs in ((params(), SGD), ([W, W], [SGD, SGD])):
-        jamp.initialize(trees, txs, level, loss_scale="128.0", num_losses=2)
+        jamp.initialize(trees, txs, "O5", loss_scale="128.0", num_losses=2)
         out, err = capsys.readouterr()
         assert [line for line in out.splitlines() if line] == expected and not err
     make()

@@ -92,14 +92,14 @@ def mapped(mesh, check_vma):
 # A step, and one in which one device's batch overflows
 
 
-@pytest.mark.parametrize("way", ["replicated", "shard_map", "unchecked"])
+@pytest.mark.parametrize("way", ["replicated", "shard_map"])
 @on_eight_devices
 def test_eight_devices_take_the_step_of_the_whole_batch(way):
     mesh = Mesh(jax.devices(), (AXIS,), axis_types=(AxisType.Auto,))
-    by_hand = way in ("shard_map", "unchecked")
-    take = jax.jit(mapped(mesh, way == "shard_map") if by_hand else step_all)
+    by_hand = way == "shard_map"
+    take = jax.jit(mapped(mesh, check_vma=True) if by_hand else step_all)
     axis_name = AXIS if by_hand else None
-    levels = ("O2",) if way == "unchecked" else ("O0", "O1", "O2", "O5")
+    levels = ("O0", "O1", "O2", "O5")
     params = jax.device_put(begun(), NamedSharding(mesh, P()))
     states = {level: start(level, axis_name, params) for level in levels}
     given = numbers()
