@@ -150,15 +150,10 @@ def test_the_state_has_arrays_of_its_own():
     assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
 
-def test_params_keep_their_mapping_and_may_be_added_in_parts():
+def test_params_keep_their_mapping():
     state = make("O2", FrozenDict(old()), optax.sgd(LR, 0.5))
     assert_same_bits(copy(state.add_params({})), copy(state))
-    once = state.add_params(FrozenDict(new()))
-    assert type(once.params) is FrozenDict
-    twice = state.add_params({"head": new()["head"]})
-    twice = twice.add_params({"body": new()["body"]})
-    assert_same_bits(copy(twice.params), copy(once.params))
-    assert_same_bits(copy(twice.opt_state), copy(once.opt_state))
+    assert type(state.add_params(new()).params) is FrozenDict
 
 
 def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
@@ -211,8 +206,6 @@ def test_what_each_group_or_the_state_has_more_is_named():
     assert_same_bits(after.shared, zero)
     with pytest.raises(TypeError, match="'statz', but .*'stats'"):
         one(stats=LEAF).add_params({"head": LEAF}, statz=LEAF)
-    with pytest.raises(ValueError, match="stats.* is there already"):
-        one(stats=LEAF).add_params({"head": LEAF}, stats=LEAF)
 
 
 # What is refused

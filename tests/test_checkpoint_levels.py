@@ -241,7 +241,6 @@ TREES = {
     "registered classes": lambda seed: Stack(linear(seed), linear(seed + 10)),
     "lists and tuples": lambda seed: [params(seed), (params(seed + 10), None)],
     "one array": lambda seed: params(seed)["dense"]["kernel"],
-    "names of digits": lambda seed: {"10": params(seed), "9": params(seed + 10)},
     "names with slashes": lambda seed: {"a/b": params(seed), "a": {"b": linear(seed)}},
     "values of fp8": lambda seed: {"params": params(seed), FP8: {"amax": jnp.ones(2)}},
 }

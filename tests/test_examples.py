@@ -135,12 +135,8 @@ def test_imagenet_takes_apex_flags(data, tmp_path, monkeypatch, capsys):
     load("imagenet", ARCHS=imagenet().ARCHS).main([str(data), *TINY, *flags.split()])
     stdout, stderr = capsys.readouterr()
     assert re.search(r"loss_scale *: 128.0\n", stdout.split("After processing")[1])
-    line = r"Epoch (\S+)  (\S+) images/s  Loss (\S+)  Prec@1 (\S+)  Prec@5 (\S+)  "
-    line += "Scale 128  Skipped 0"
-    epochs, speeds, losses, first, five = np.float64(re.findall(line, stdout)).T
-    np.testing.assert_allclose(epochs, [0.29, 0.57])  # 7 batches of 16 in 120
-    assert (speeds > 0).all() and (first <= five).all()
-    assert ((1 < losses) & (losses < 8)).all()  # untrained: log(12) = 2.5
+    line = r"Epoch 0.(\d+)  \S+ images/s  Loss \d.* Prec@1 .*Scale 128  Skipped 0"
+    assert re.findall(line, stdout) == ["29", "57"]  # 7 batches of 16 in 120
     assert stdout.count(" * Loss ") == 1 and "4/4" in stderr
     assert png_size(tmp_path / "imagenet.png") == (840, 960)
 

@@ -349,15 +349,6 @@ def test_a_copy_has_the_policy_and_the_optimizer_takes_it(name):
     assert optimizer.step.get_value() == 1
 
 
-def test_the_class_of_a_model_makes_models_without_policy():
-    model, _ = make()
-    fresh = type(model)(nnx.Rngs(1))
-    assert type(fresh) is CNN
-    assert set(dtypes(fresh).values()) == {"float32"}
-    again, _ = make("O5", fresh)
-    assert dtypes(again)["['head']['kernel']"] == "bfloat16"
-
-
 @pytest.mark.parametrize("to", ["O2", "O5", "O0"])
 def test_a_checkpoint_goes_to_any_level_and_on(to):
     model, optimizer = make()

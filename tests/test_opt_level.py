@@ -3,7 +3,6 @@
 import dataclasses
 import pickle
 import re
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,14 +198,6 @@ VARIABLES_KEPT = "batch_stats params/BatchNorm_0 params/block/BatchNorm_3"
 HEADED = {"Dense_0": DENSE, "head": DENSE}
 
 
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-PAIR = Pair([ones(1), ones(2)], {"head": ones(3)})
-
-
 def in_float32(tree, kept=""):
     """The paths of float32 leaves, at or below those that `kept` names."""
     below = tuple(f"{path}/" for path in kept.split()) if kept else ""
@@ -244,7 +235,6 @@ KEEP_ROWS = [
     (HEADED, re.compile(r"^head/kernel$"), "head/kernel"),
     (HEADED, ["head/bias", r"Dense_\d+/bias"], "head/bias Dense_0/bias"),
     (HEADED, lambda path, leaf: path[0] == "D" and leaf.ndim == 2, "Dense_0/kernel"),
-    (PAIR, r"^left/1$", "left/1"),
     ([ones(2), (None, {"x": np.ones(())}), {}], None, ""),
 ]
 ROWS = [(tree, KEEP | {"batch_stats": stats}, k) for tree, stats, k in BATCHNORM_ROWS]

@@ -95,7 +95,6 @@ WRONG = [
     (ONE | {"optimizer": {}}, f"'optimizer'.*{NAMES}"),
     ({"loss_scaler1": ONE["loss_scaler0"]}, f"loss_scaler1.*{NAMES}"),
     ({"loss_scaler0": {"loss_scale": 4.0}}, ENTRIES + "{'loss_scale': 4.0}"),
-    ({"loss_scaler0": 65536.0}, ENTRIES + "65536.0"),
     (scalers((4.0, 2**31)), "int32|too large"),
     *((scalers((x, 1)), SCALE.format(re.escape(repr(x)))) for x in BAD_SCALES),
     *((scalers((4.0, x)), COUNT.format(re.escape(repr(x)))) for x in BAD_COUNTS),
@@ -148,7 +147,6 @@ RUNS = [
     (lambda: after(0, 0, 1, 0, 0), 3, None),
     (lambda: after(*49 * [0]), 50, None),
     (lambda: after(*50 * [0]), 50, "Loss 0 skipped 50"),
-    (lambda: after(0, **LOW), 100, None),
     (lambda: after(0, 0, **LOW), 100, "Loss 0 skipped 2 .* scale is 16384:"),
     (lambda: after(0, 0, 1, **LOW), 100, None),  # it may sit there
     (lambda: after(0, **LOWEST), 100, "Loss 0 skipped 1 .* scale is 1.17549e-38:"),
