@@ -62,15 +62,12 @@ def repeat(step, carry, length):
     return lax.scan(lambda c, _: (step(c), None), carry, length=length)[0]
 
 
-# ---- steps that are small beside what they are added to
+# ---- loops
 
 
 @program(x=(4, 8), w=(8, 8))
 def euler(x, w):
     return repeat(lambda x: x + 1e-3 * (x @ w), x, 1000)
-
-
-# ---- sequences
 
 
 @program(x=(12, 4, 8), w=(8, 32), u=normal(8, 32, scale=0.3), b=(32,))

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jamp import optimizers as jo
@@ -16,12 +15,6 @@ def larc_sgd(learning_rate, momentum=0.9, weight_decay=0.0, trust_coefficient=0.
     return jo.larc(inner, trust_coefficient=trust_coefficient)
 
 
-def larc_adam(learning_rate, b1=0.9, weight_decay=0.0, trust_coefficient=0.05):
-    inner = optax.adam(learning_rate, b1)
-    kwargs = {"trust_coefficient": trust_coefficient, "weight_decay": weight_decay}
-    return jo.larc(inner, learning_rate, **kwargs)
-
-
 # How to make each, and with which hyperparameters.
 OPTIMIZERS = {
     "adam": (jo.fused_adam, {"learning_rate": 0.05}),
@@ -30,7 +23,6 @@ OPTIMIZERS = {
     "novograd": (jo.fused_novograd, {"learning_rate": 0.02}),
     "adagrad": (jo.fused_adagrad, {"learning_rate": 0.5}),
     "larc_sgd": (larc_sgd, {"learning_rate": 1e-3}),
-    "larc_adam": (larc_adam, {"learning_rate": 0.02}),
 }
 BARE = ("adam", "sgd", "lamb", "novograd", "adagrad")
 
@@ -38,12 +30,7 @@ BARE = ("adam", "sgd", "lamb", "novograd", "adagrad")
 FIELDS = {name: ("mu", "nu") for name in OPTIMIZERS}
 FIELDS |= {"sgd": ("trace",), "larc_sgd": ("trace",), "adagrad": ("sum_of_squares",)}
 
-# optax's adam, inside larc, promotes as it likes.
-STANDARD = pytest.mark.standard_promotion
-each = pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=STANDARD if x == "larc_adam" else ()) for x in OPTIMIZERS],
-)
+each = pytest.mark.parametrize("name", OPTIMIZERS)
 each_bare = pytest.mark.parametrize("name", BARE)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 import jamp
 from jamp.optimizers import fused_sgd
 from tests.bits import assert_same_bits, bits, copy
-from tests.oracles import adam as oracle
+from tests.oracles import fused as oracle
 from tests.states import (
     HALF,
     RUNNING,

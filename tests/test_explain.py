@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
-import jamp.nnx
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
 from tests.constructs import repeat
@@ -149,6 +147,13 @@ def named(x, w):
 def test_other_options_and_arguments():
     op = only(jamp.explain(with_sums, promote="narrowest")(X, X), "add")
     assert (op.dtype, op.why) == ("float16", "narrowest")
+
+    def sums(x):
+        add = lambda c, _: (c + x @ x, None)  # noqa: E731
+        return jax.lax.scan(add, jnp.zeros((8, 8)), length=2)
+
+    op = only(jamp.explain(sums, promote="narrowest")(X), "add")
+    assert (op.dtype, op.why) == ("float32", "carry")
     fn = lambda x, *, w, name: {"y": x @ w["w"], "name": name + "y"}  # noqa: E731
     explanation = jamp.explain(fn, jnp.bfloat16)(X, w={"w": jnp.eye(8)}, name="x")
     assert explanation.dtype == only(explanation, "dot_general").dtype == "bfloat16"
@@ -342,17 +347,11 @@ def test_each_operation_of_a_step_has_its_reason(level):
     kept = "Its weight is a param that this level keeps in float32."
     assert (kept in str(explanation.warnings)) == (level == "O2")
     assert "jamp_why" not in str(explanation.to_dict())
+    # What is in no module goes by its line.
+    assert f"{short(__file__)}:{with_kept.__code__.co_firstlineno + 1}" in str(
+        explanation
+    )
     # Nothing is noted in a step that is not explained, or not any more.
     step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
     text = step.as_text(debug_info=True)
     assert "transpose" in text and "jamp_why" not in text
-
-
-def test_a_step_of_nnx():
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    both = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
-    explained = jamp.nnx.explain(lambda model, x: (model(x).mean(), "aux"))
-    explanation = explained(*both, jnp.ones((8, 8)))
-    assert (explanation.level, explanation.half_share) == ("O2", 1.0)
-    assert explanation.matmul_flops == 2 * 1024
-    assert f"{short(__file__)}:" in str(explanation)

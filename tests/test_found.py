@@ -98,6 +98,9 @@ test_the_original_is_back_after_the_last_of_two_threads
 test_lean.py
 test_tracing_and_lowering_take_little_more_than_half_as_long_again
     count: tracing nested programs took longer and longer
+test_autocast_accuracy.py
+test_a_sum_over_the_trips_of_a_loop_keeps_its_digits
+    read: at O2 and O5 `c + x @ w` in a scan was rounded to half on each trip
 test_autocast_islands.py
 test_a_gelu_of_one_row_adds_no_bias
     count: `x + 0.04 * x**3` of one row was taken for a product with its bias

@@ -3,6 +3,7 @@
 import functools
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,8 +161,9 @@ def test_names_of_the_largest_norm():
 
 @pytest.mark.message
 def test_what_larc_wraps():
-    with pytest.raises(TypeError, match="(?i)transformation"):
-        jo.larc(optax.sgd, 0.1)  # type: ignore[arg-type]
+    for bad in (optax.sgd, nn.Dense(2)):  # which has an `init`
+        with pytest.raises(TypeError, match="(?i)transformation"):
+            jo.larc(bad, 0.1)
     with pytest.raises(ValueError, match="(?i)learning.rate"):
         jo.larc(optax.sgd(0.1))
     got = first_update(jo.larc(optax.sgd(0.1), clip=False))

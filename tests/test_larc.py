@@ -30,22 +30,13 @@ def fused_sgd(rate, wd=0.0, **options):
     return jo.larc(inner, **options)
 
 
-def optax_sgd(rate, wd=0.0, **options):
-    inner = optax.sgd(rate, 0.9, nesterov=True)
-    return jo.larc(inner, rate, weight_decay=wd, **options)
-
-
-def fused_adam(rate, wd=0.0, **options):
-    return jo.larc(jo.fused_adam(rate, 0.8, weight_decay=wd), **options)
-
-
 def optax_adam(rate, wd=0.0, **options):
     return jo.larc(optax.adam(rate, 0.8), rate, weight_decay=wd, **options)
 
 
 SGD = functools.partial(oracles.fused_sgd, momentum=0.9, nesterov=True)
 ADAM = functools.partial(oracles.fused_adam, b1=0.8)
-INNERS = {fused_sgd: SGD, optax_sgd: SGD, fused_adam: ADAM, optax_adam: ADAM}
+INNERS = {fused_sgd: SGD, optax_adam: ADAM}
 UNCLIPPED = {"clip": False, "trust_coefficient": 0.3, "eps": 1e-3}
 each_inner = pytest.mark.parametrize("make", INNERS)
 

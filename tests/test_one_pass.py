@@ -116,7 +116,6 @@ def test_params_are_their_rounded_masters(name, kept, backend):
 # What is checked
 
 GOOD = 2.0**-6
-AT = {"bare": "O0", "masters": "O2", "split": "O5"}
 
 
 def small():
@@ -132,13 +131,8 @@ def like(value, place=None):
     return {"v": v, "w": np.full(2, v[1], np.float32)}
 
 
-def sgd(backend="xla", momentum=0.0):
-    return jo.fused_sgd(1.0, momentum, backend=backend)
-
-
-def make(tx=None, kept="masters", tree=None, **kwargs):
-    kwargs["store_remainder"] = kept == "split"
-    return start(tx or sgd(), AT[kept], tree or small(), **kwargs)
+def started(backend, level="O2", **options):
+    return start(jo.fused_sgd(1.0, backend=backend), level, small(), **options)
 
 
 def assert_skipped(after, before):
@@ -155,18 +149,18 @@ def plain_step(state, x):
 @each_backend
 def test_what_is_checked(backend):
     # A static scale checks nothing,
-    state = make(sgd(backend), loss_scale=4.0)
+    state = started(backend, loss_scale=4.0)
     after = step(state, like(np.nan, place=3))
     assert (after.step, after.skipped_steps, after.loss_scale) == (1, 0, 4.0)
     v = np.asarray(jamp.master_params(after)["v"])
     assert np.isnan(v[3]) and (np.delete(v, 3) == 1 - GOOD).all()
     # unless it is told to, and stays;
-    state = make(sgd(backend), loss_scale=jamp.StaticLossScale(4.0, check=True))
+    state = started(backend, loss_scale=jamp.StaticLossScale(4.0, check=True))
     after = step(state, like(np.nan, place=129))
     assert_skipped(after, state)
     assert (after.skipped_steps, after.loss_scale) == (1, 4.0)
     # plain gradients are taken as unscaled, and checked.
-    state = make(sgd(backend), "bare")
+    state = started(backend, "O0")
     masters = jamp.master_params(plain_step(state, like(GOOD)))
     assert_same_bits(masters, jax.tree.map(lambda p: p - GOOD, small()))
     after = plain_step(state, like(np.inf, place=0))
@@ -190,9 +184,10 @@ BEYOND = {
 @pytest.mark.parametrize("row", BEYOND)
 def test_params_beyond_half_are_clamped(row, backend):
     level, options, master = BEYOND[row]
+    options = {"loss_scale": 1.0, **options}
     begin, up, largest = EDGES[level]
     tree = {"v": jnp.full(130, begin), "w": jnp.full(2, -begin)}
-    state = start(sgd(backend), level, tree, loss_scale=1.0, **options)
+    state = start(jo.fused_sgd(1.0, backend=backend), level, tree, **options)
     grads = jax.tree.map(lambda p: -up * jnp.sign(p), tree)
     after = plain_step(state, grads | {"v": grads["v"].at[7].set(jnp.nan)})
     for tree, at in ((after.params, largest), (jamp.master_params(after), master)):

@@ -1,11 +1,8 @@
-"""The steps that are timed: one and the same; and what they move and launch on an H200.
-
-The tables of docs/optimizers.md come first."""
+"""What optimizer steps move and launch on an H200: the tables of docs/optimizers.md."""
 
 import functools
 import pathlib
 import re
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,11 +22,10 @@ PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(
 
 
 class Compiled(NamedTuple):
-    """A step, the bytes of its state, and seconds to compile it."""
+    """A step, and the bytes of its state."""
 
     program: Program
     held: int
-    seconds: float
 
 
 def compiled(spec: specs.Spec, init: Any, step: Any = timed.fused_step) -> Compiled:
@@ -40,9 +36,7 @@ def compiled(spec: specs.Spec, init: Any, step: Any = timed.fused_step) -> Compi
     is_amp = isinstance(state, jamp.AmpState)
     grads = state.params if is_amp else state.masters | state.half
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    start = time.process_time()
-    program = h200.compile_step(step, state, grads, donate=(0,))
-    return Compiled(program, held, time.process_time() - start)
+    return Compiled(h200.compile_step(step, state, grads, donate=(0,)), held)
 
 
 def initialize(spec: specs.Spec, tx: Any, **options: Any) -> Callable[..., Any]:
@@ -91,7 +85,7 @@ def test_bytes_per_parameter(name, backend):
     row, spec = ROWS[name], specs.single_leaf(2**22)
     assert f"| {name} | {row.xla} | {row.mosaic} |\n" in PAGE
     tx = row.make(backend=backend)
-    program, *_ = compiled(spec, initialize(spec, tx, **row.options))
+    program, _ = compiled(spec, initialize(spec, tx, **row.options))
     moved = program.traffic - unread(spec, row.options) * (backend == "mosaic")
     assert moved / spec.total == pytest.approx(getattr(row, backend), rel=1e-3)
     assert all(size <= 4 for size in program.copies)  # of a scalar
@@ -165,10 +159,10 @@ def test_trees_in_few_launches_and_in_place(name, record_property):
     tree = (TREES | IN_FULL)[name]
     spec, options = tree.spec, tree.options
     if name == "300 leaves":
-        program, held, seconds = launched("`fused_adam`, Mosaic")
+        program, held = launched("`fused_adam`, Mosaic")
     else:
         tx = tree.tx(backend="mosaic")
-        program, held, seconds = compiled(spec, initialize(spec, tx, **options))
+        program, held = compiled(spec, initialize(spec, tx, **options))
     large = sum(2 * n > 2**20 for n in spec.sizes)
     assert program.kernels <= (tree.kernels or 2 * large + 24)
     # Every budget is the sum of what must be moved, and a tenth of a byte. A float32
@@ -187,8 +181,6 @@ def test_trees_in_few_launches_and_in_place(name, record_property):
     # left over.
     hashes = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program.text)
     record_property("kernels", f"{program.kernels}, {len(set(hashes))} of Mosaic")
-    record_property("seconds", seconds)
-    assert seconds < 60
     if tree.tx is ADAM:
         assert len(set(hashes)) <= 2 * len(set(spec.sizes)) + len(spec.sizes) / 16 + 2
         assert len(hashes) <= len(spec.sizes) / 16 + 4 + large
@@ -201,7 +193,7 @@ def test_tiny_leaves_take_less_than_a_kernel_each():
     # Lengths on both sides of the least that a kernel takes. XLA and Mosaic compile a
     # few leaves a second where lengths differ: 10,000 would take too long here.
     spec = specs.tiny_leaves(100, least=126, most=129)
-    program, held, _ = compiled(spec, initialize(spec, ADAM(backend="mosaic")))
+    program, held = compiled(spec, initialize(spec, ADAM(backend="mosaic")))
     # 20 of 100. So 10,000 leaves stay below 1.01 per leaf and 100.
     assert program.kernels <= len(spec.shapes) / 3
     by_xla = sum(n for n in spec.sizes if n < 128)
@@ -224,6 +216,6 @@ def test_tiny_leaves_take_less_than_a_kernel_each():
 )
 def test_chain_moves_no_more_than_it_must(spec):
     it = timed.optax_chain(spec)
-    program, *_ = compiled(spec, it.init, it.step)
+    program, _ = compiled(spec, it.init, it.step)
     assert it.bytes_moved <= program.traffic <= 1.001 * it.bytes_moved
     assert all(size <= 4 for size in program.copies)  # of a scalar

@@ -25,11 +25,13 @@ class Want(NamedTuple):
         some: whether one of them wants float32.
         kept: whether one of them keeps it for the backward pass of a loop, in the dtype
             in which it is computed.
+        carried: whether it goes to the next trip of a loop in float32.
     """
 
     all: bool | None = None
     some: bool = False
     kept: bool = False
+    carried: bool = False
 
 
 _IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
@@ -65,6 +67,10 @@ class Consumers(NamedTuple):
         again = not (origin.joins or origin.normalised)
         return want.all is True or (want.some and again)
 
+    def carried(self, atoms: Sequence[Atom]) -> bool:
+        """Whether one of them goes to the next trip of a loop in float32."""
+        return any(want.carried for want in self.wants_of(atoms))
+
     def chains(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is one of a chain that is computed in float32."""
         kept = any(want.kept for want in self.wants_of(eqn.outvars))
@@ -90,9 +96,9 @@ def consumers_of(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
 
 def combine(wants: Iterable[Want]) -> Want:
     """What several readers want."""
-    alls, somes, kept = zip(*wants, strict=True)
+    alls, somes, kept, carried = zip(*wants, strict=True)
     agreed = False if False in alls else True if True in alls else None
-    return Want(agreed, any(somes), any(kept))
+    return Want(agreed, any(somes), any(kept), any(carried))
 
 
 def _of_equation(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
@@ -125,7 +131,9 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     # It passes on what is wanted of its result.
     want = combine(consumers.wants_of(outs))
     some = consumers.chains(eqn, rule) or any(map(consumers.want_float32, outs))
-    return want._replace(some=some, kept=want.kept and rule is Rule.MOVE)
+    moves = rule is Rule.MOVE
+    kept, carried = want.kept and moves, want.carried and moves
+    return want._replace(some=some, kept=kept, carried=carried)
 
 
 def _of_inputs(inner: Facts, outs: Sequence[Want]) -> list[Want]:
@@ -148,8 +156,19 @@ def _of_scan(eqn, outs, facts) -> list[Want]:
     """Only of the slices; constants and carries go in and out as the program says."""
     consts, carry = scan_counts(eqn)
     (inner,), fixed = facts.inside(eqn), consts + carry
-    wants = _of_inputs(inner, [NOBODY] * carry + list(outs[carry:]))
+    carried = wants_of_carries(eqn.outvars[:carry], facts)
+    wants = _of_inputs(inner, [*carried, *outs[carry:]])
     return [NOBODY] * fixed + wants[fixed:]
+
+
+def wants_of_carries(carries: Sequence[jc.Var], facts: Facts) -> list[Want]:
+    """What the next trip of a loop wants of its carries.
+
+    Args:
+        carries: as they leave the loop.
+        facts: of the program around it.
+    """
+    return [Want(carried=facts.of(v).vote == FLOAT32) for v in carries]
 
 
 # Into the others values go in float32, as the program says.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
+from jamp._autocast.consumers import wants_of_carries
 from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import Rule
 from jamp._autocast.origins import itself
@@ -72,7 +73,8 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     given = values.facts.of_slices(eqn)
     for i, v in enumerate(eqn.outvars[:carry], consts):
         given[i] = given[i]._replace(vote=values.facts.of(v).vote)
-    wants = rewriter.consumers.wants_of(eqn.outvars)
+    carried = wants_of_carries(eqn.outvars[:carry], values.facts)
+    wants = [*carried, *rewriter.consumers.wants_of(eqn.outvars[carry:])]
     _write(rewriter, eqn, Boundary(ins, outs, wants, given))
 
 
@@ -90,7 +92,8 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         [ins[i] for i in test], [jnp.dtype(bool)], facts=[facts[i] for i in test]
     )
     cond = rewriter.program(eqn, cond, going)
-    trip = Boundary(ins[cond_consts:], outs, facts=facts[cond_consts:])
+    wants = wants_of_carries(eqn.outvars, rewriter.values.facts)
+    trip = Boundary(ins[cond_consts:], outs, wants, facts[cond_consts:])
     body = rewriter.program(eqn, body, trip)
     params = jax_internals.with_while_programs(eqn, cond, body)
     rewriter.emit(eqn, ins, outs, params)

@@ -150,14 +150,19 @@ class Rewriter:
 
     # ---- values
 
-    def read(self, atom: Atom, dtype: Any) -> Atom:
-        """A value in a dtype, if it is one that the user's program has in float32."""
+    def read(self, atom: Atom, dtype: Any, apart: bool = False) -> Atom:
+        """A value in a dtype, if it is one that the user's program has in float32.
+
+        Apart, it is cast for this reader alone, whose cotangent then is rounded alone.
+        """
         if isinstance(atom, jc.Literal):
             return _literal(atom, dtype) if is_float32(atom) else atom
         computed = self.values.computed_dtype(atom)
         if not is_float32(atom):
             return self.versions[atom][computed]
         versions = self.versions[atom]
+        if apart and dtype != computed:
+            return self._convert(versions[computed], dtype)
         if dtype not in versions:
             # From what was computed, never from another copy: one rounding, not two.
             versions[dtype] = self._convert(versions[computed], dtype)
@@ -199,7 +204,7 @@ class Rewriter:
         if choice.bias is not None:
             self._add_bias(eqn, choice.bias)
         else:
-            self._write(eqn, choice.computed)
+            self._write(eqn, choice.computed, choice.apart)
         why = "region" if region else choice.why
         self._note(eqn, rule, choice.computed, why, region)
 
@@ -209,9 +214,11 @@ class Rewriter:
         in_dtypes: Sequence[Any],
         out_dtypes: Sequence[Any],
         params: dict[str, Any] | None = None,
+        apart: bool = False,
     ) -> None:
         """Writes an equation with operands and results in given dtypes."""
-        invars = [self.read(v, d) for v, d in zip(eqn.invars, in_dtypes, strict=True)]
+        pairs = zip(eqn.invars, in_dtypes, strict=True)
+        invars = [self.read(v, d, apart) for v, d in pairs]
         outvars = [
             self._bind(v, d) for v, d in zip(eqn.outvars, out_dtypes, strict=True)
         ]
@@ -223,7 +230,7 @@ class Rewriter:
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
-    def _write(self, eqn: jc.JaxprEqn, dtype: Any) -> None:
+    def _write(self, eqn: jc.JaxprEqn, dtype: Any, apart: bool = False) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
         params = dict(eqn.params)
         for name in _DTYPE_PARAMS:
@@ -232,7 +239,7 @@ class Rewriter:
             if params.get(name) == FLOAT32:
                 params[name] = dtype
         outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
-        self.emit(eqn, [dtype] * len(eqn.invars), outs, params)
+        self.emit(eqn, [dtype] * len(eqn.invars), outs, params, apart)
 
     def _add_bias(self, eqn: jc.JaxprEqn, bias: jc.Var) -> None:
         """Writes the sum of a product and its bias, in half."""

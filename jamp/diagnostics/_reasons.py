@@ -35,6 +35,7 @@ _REASONS = {
     "bias": "It is the bias of a product, which is part of the product.",
     "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
     "norm": "It is part of a norm: computed in float32, it goes out in half.",
+    "carry": "A loop carries its result in float32: a sum keeps its digits.",
     "operands": "Its operands are in this dtype.",
     "widest": "Its operands differ, and the widest decides.",
     "narrowest": "Its operands differ, and the narrowest decides.",

@@ -12,6 +12,7 @@ _HEAD = ("module", "FLOPs", "in half", "computed in float32, and why")
 _LEAST = 30  # of the last column, however long the names are
 # Why an operation is not in half, in fewer words than `explain` has sentences for it.
 _WHY = {
+    "carry": "sum of a loop",
     "feeder": "read in float32",
     "fusion": "fused",
     "list": "by the lists",

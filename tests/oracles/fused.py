@@ -285,3 +285,21 @@ def larc(
 
     for p, state in inner(params, adapted(), learning_rate=learning_rate, skip=skip):
         yield Result(list(p), {"count": count, "inner_state": state})
+
+
+def adam(params: Leaves, grads: Grads, **options: Any) -> Iterator[list[np.ndarray]]:
+    """Only the parameters, after each of the steps."""
+    return (result.params for result in fused_adam(params, grads, **options))
+
+
+def momentum(
+    params: Leaves, grads: Grads, *, learning_rate: float, decay: float, storage: type
+) -> Iterator[list[np.ndarray]]:
+    """Heavy ball, with parameters that are rounded to `storage` after each step."""
+    p = float64(params)
+    m = [np.zeros_like(x) for x in p]
+    for now in map(float64, grads):
+        m = [decay * old + g for old, g in zip(m, now, strict=True)]
+        p = [x - learning_rate * step for x, step in zip(p, m, strict=True)]
+        p = [x.astype(storage).astype(np.float64) for x in p]
+        yield p
