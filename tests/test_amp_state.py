@@ -365,6 +365,7 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
     for bad, error, words in (
         ([grads, tree], TypeError, "hold ScaledGrads and a dict.*a sequence"),
         ({"d": grads, "g": None}, TypeError, "dict of ScaledGrads.*as a sequence"),
+        ([tree, tree], ValueError, "container of `state.params`, got list"),
         ({"d": tree, "h": tree}, ValueError, "container of `state.params`, got dict"),
         ({"d": None, "g": None}, ValueError, "all groups are None"),
         ({"d": tree, "g": {}}, ValueError, r"gradients of group 'g' have no leaf"),
