@@ -279,7 +279,9 @@ def test_a_declared_field_moves_with_a_step_and_not_with_a_skip():
 
 
 GRADS, ONES = like(params(), 0.25), jnp.ones(3, jnp.float32)
+OTHERS = jamp.scaled_grad(dot)(make(tree={"v": ONES}), {"v": ONES})
 REFUSED = [
+    ({"grads": OTHERS}, r"gradients have no leaf at \['b'\]"),
     ({"grads": {k: GRADS[k] for k in ("w", "norm")}}, r"have no leaf at \['b'\]: pass"),
     ({"grads": GRADS | {"more": ONES}}, r"gradients have an unexp.* \['more'\]"),
     ({"grads": GRADS | {"b": ONES}}, r"\['b'\] has shape \(3,\), expected \(2,\)"),
