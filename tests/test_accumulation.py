@@ -60,20 +60,13 @@ def assert_moved(state, by):
 # Sums of ScaledGrads
 
 
-def sum_by_loop(state, xs):
-    first, *others = (jamp.scaled_grad(loss_fn)(state, x) for x in xs)
-    for more in others:
-        first = first + more
-    return first
-
-
 @jax.jit
 def mean_step(state, xs):
     """A step on the mean of micro-batches, summed by a loop and by a scan."""
     grad = jamp.scaled_grad(loss_fn)
     zeros = jamp.zero_grads(state)
     scanned, _ = jax.lax.scan(lambda sum, x: (sum + grad(state, x), None), zeros, xs)
-    sums = sum_by_loop(state, xs), scanned
+    sums = sum(grad(state, x) for x in xs), scanned
     return [state.apply_gradients(grads=total / len(xs)) for total in sums]
 
 
@@ -103,15 +96,6 @@ def test_micro_batches_step_once_by_their_mean_or_not_at_all(level):
     again = mean_of(worse, second)
     assert_moved(again, momentum(0.5, 1.0))
     assert (again.step, again.skipped_steps) == (2, 2)
-    # The sum is one that half could not hold: float16 has no 2049, bfloat16 no 257.
-    for large in (2048.0, 256.0):
-        xs = gradients(large, 1.0, 1.0, 1.0) / np.float32(1024)
-        moved = mean_of(state, xs)
-        if level == "O3":  # without masters, which hold all of it
-            wanted = np.float16(np.float64(START["w"]) - momentum((large + 3) / 4096))
-            np.testing.assert_array_equal(np.asarray(moved.params["w"]), wanted)
-        else:
-            assert_moved(moved, momentum((large + 3) / 4096))
     # Beyond the largest half is no overflow: 16 * 4000 fits float16, the sum does not.
     after = mean_of(state, gradients(4000, 4000, 4000, -4000.0))
     assert (after.step, after.skipped_steps) == (1, 0)

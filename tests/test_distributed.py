@@ -1,10 +1,9 @@
-"""examples/distributed.py: two processes agree, go on, and do not outlive others."""
+"""examples/distributed.py: two processes agree, and one goes on."""
 
 import os
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -74,13 +73,3 @@ def test_one_process_goes_on_where_two_have_stopped(printed, folder):
     assert run["state"].skipped_steps == whole["state"].skipped_steps == 1
     # The same rows, summed by one device rather than two, in half.
     np.testing.assert_allclose(run["loss"], whole["loss"][4:], rtol=1e-3)
-
-
-def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fails = "import os, time; os.environ['JAX_PROCESS_ID'] == '1' and os._exit(3)\n"
-    (tmp_path / "script.py").write_text(fails + "time.sleep(600)")
-    distributed, begun = load("distributed", __file__="script.py"), time.monotonic()
-    with pytest.raises(SystemExit, match=r"exit codes: \[None, 3\]"):
-        distributed.launch(2, [])
-    assert time.monotonic() - begun < 120  # it does not wait for the ten minutes

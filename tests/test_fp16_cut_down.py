@@ -10,7 +10,7 @@ import jamp
 from jamp import optimizers as jo
 from jamp.optimizers import FP16_Optimizer, fused_adam
 from tests.bits import assert_same_bits
-from tests.fp16 import BF16, F16, F32, cut_down, data, dot, group, host, like, steps
+from tests.fp16 import BF16, F32, cut_down, data, dot, group, host, like, steps
 from tests.oracles import fp16_optimizer as oracle
 
 
@@ -26,8 +26,8 @@ def assert_run(trees, rules, xs, keys=None, where="jit"):
     pick = lambda tree: [tree] if keys is None else [tree[k] for k in keys]  # noqa: E731
     txs = [getattr(jo, name)(**options) for name, options in rules]
     if keys is not None:
-        txs = txs if keys == (0, 1) else [dict(zip(keys, txs, strict=True))]
-    optimizer = cut_down(txs if keys == (0, 1) else txs[0])
+        txs = [dict(zip(keys, txs, strict=True))]
+    optimizer = cut_down(txs[0])
     start = optimizer.zero_grad(optimizer.init(trees))
     _, seen = steps(optimizer, start, xs, where)
     first, *hosts = ([host(tree) for tree in pick(x)] for x in (trees, *xs))
@@ -79,16 +79,14 @@ def test_steps_are_those_of_8_1_and_skips_are_in_silence(where, rule, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("keys", [(0, 1), ("head", "body")])
-def test_norms_and_clipping_are_per_group(keys):
+def test_norms_and_clipping_are_per_group():
     rules = [
         adam(learning_rate=0.1, max_grad_norm=2.0**-9, eps=1e-4),
         adam(max_grad_norm=1.0, weight_decay=0.1, eps=1e-4),
     ]
-    trees = [group(0), group(1)]
-    trees = trees if keys == (0, 1) else dict(zip(keys, trees, strict=True))
+    trees = {"head": group(0), "body": group(1)}
     # The first overflow is in one leaf of one group.
-    assert_run(trees, rules, data(6, (0, 4), tree=trees), keys)
+    assert_run(trees, rules, data(6, (0, 4), tree=trees), tuple(trees))
 
 
 def test_backward_accumulates_in_half():
@@ -144,25 +142,13 @@ def test_a_norm_beyond_float32_is_an_overflow():
     assert_same_bits(after.params, tree)
 
 
-def test_a_window_is_1000_steps_from_the_last_overflow():
-    """A rule that test_fp16_helpers.py has runs of; here from little before its end."""
-    optimizer, start = cut_down(), cut_down().init(jnp.ones(2, F16))
-    for begin, last, scale in ((998, -1, 2.0**17), (1998, 1000, 2.0**16)):
-        values = map(jnp.asarray, (np.float32(2**16), np.int32(begin), np.int32(last)))
-        state = start.replace(loss_scaler=type(start.loss_scaler)(*values))
-        *_, after = steps(optimizer, state, [jnp.zeros(2)] * 2, "scan")[1]
-        assert (after.cur_scale, after.cur_iter) == (scale, begin + 2)
-
-
 # What is refused
 
 
 UNUSED = jamp.UnusedOptionWarning
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
-    (lambda *_: cut_down(static_loss_scale=8.0), UNUSED, "static_loss_scale"),
     (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
-    (lambda *_: FP16_Optimizer(fused_adam(), 0.0), ValueError, "static_loss_scale"),
     (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
     (lambda o, _: o.init({}), TypeError, "hold no arrays"),
     (lambda o, s: o.step(s), ValueError, "backward"),

@@ -113,20 +113,6 @@ ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place""",
 ROOT %c = pred[] conditional(%b, %p, %p), branch_computations={%step, %again}""",
         *(1 + 1, 1 + 3 * 1024),
     ),
-    "an asynchronous fusion": (
-        """
-%p = f16[300]{0} parameter(0)
-%s = ((f16[300]{0}), f32[100]{0}, u32[]) fusion-start(%p), calls=%third
-ROOT %d = f32[100]{0} fusion-done(%s)""",
-        *(1, 200 + 400),
-    ),
-    "an asynchronous computation": (
-        """
-%p = (s32[], f32[256]{0}) parameter(0)
-%s = ((s32[], f32[256]{0}), (s32[], f32[256]{0})) async-start(%p), calls=%step
-ROOT %d = (s32[], f32[256]{0}) async-done(%s)""",
-        *(1, 3 * 1024),
-    ),
 }
 
 

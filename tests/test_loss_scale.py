@@ -277,5 +277,3 @@ def test_floor_ceiling_and_start_must_fit():
         jamp.DynamicLossScale(8.0, min_scale=16.0, max_scale=8.0)
     with pytest.raises(ValueError, match="`init_scale` must be at least `min_scale`"):
         jamp.DynamicLossScale(8.0, min_scale=16.0, max_scale=16.0)
-    rule = jamp.DynamicLossScale(8.0, min_scale=8.0, max_scale=8.0)
-    assert advance(rule, [False, True]).scale == 8.0

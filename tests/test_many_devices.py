@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 import jamp
 from jamp import optimizers as jo
-from pallas_kernels import BackendError
 from tests.eight_devices import (
     AXES,
     F32,
@@ -33,12 +32,10 @@ from tests.eight_devices import (
     shardings,
     start,
 )
-from tests.programs import products
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
-each_check_vma = pytest.mark.parametrize("check_vma", [True, False])
 ALL, ROW = P(), P(AXES)
 
 
@@ -56,7 +53,6 @@ ADAM = optax.adam(1e-2, eps=1e-2)
 STATES = {level: (level, ADAM) for level in LEVELS} | {
     "fused adam": ("O2", jo.fused_adam(1e-2, eps=1e-2, max_grad_norm=1.0)),
     "lamb": ("O2", jo.fused_lamb(1e-2, eps=1e-2)),
-    "novograd": ("O2", jo.fused_novograd(1e-2)),
     "sgd": ("O0", jo.fused_sgd(1e-2, 0.9)),
     "larc": ("O2", jo.larc(jo.fused_sgd(1.0, 0.9), trust_coefficient=1e-2)),
     "adagrad": ("O5", jo.fused_adagrad(1e-2, eps=1e-2)),  # its masters are split
@@ -66,7 +62,7 @@ BY_HAND = {"O1": (True, 8.0), "O2": (False, None), "O5": (True, 3.0)}
 BY_HAND |= {"lamb": (True, None), "sgd": (False, 8.0)}
 NAMES = {
     "fsdp": ("O0", "O2", "O3", "O4", "fused adam", "sgd", "adagrad"),
-    "tensor": ("O1", "O2", "O5", "lamb", "novograd", "larc"),
+    "tensor": ("O1", "O2", "O5", "lamb", "larc"),
     "Explicit axes": ["O1"],
     "shard_map": BY_HAND,
 }
@@ -160,8 +156,6 @@ def test_a_mesh_trains_as_one_device_does(layout):
 
 # Fused optimizers where their params lie in many ways
 
-SGD = functools.partial(jo.fused_sgd, 1e-2, 0.9)
-
 
 def draw(seed, names):
     rng = np.random.default_rng(seed)
@@ -198,21 +192,6 @@ def test_explicit_axes_give_what_one_device_gives(name, names, lies):
     assert misplaced(state, shardings(state, mesh, SPECS)) == []
 
 
-@pytest.mark.message
-@on_eight_devices
-def test_a_state_made_under_jit_is_stepped_by_xla_on_a_mesh_of_auto_axes():
-    params, grads = draw(0, ["both"]), draw(1, ["both"])
-    place = functools.partial(placed, mesh=mesh_of(), specs=SPECS)
-
-    def after(backend):
-        init = jax.jit(lambda params: start(params, SGD(backend=backend), "O0"))
-        return plain_step(init(place(params)), place(grads))
-
-    assert_close(after("auto"), plain_step(start(params, SGD(), "O0"), grads))
-    with pytest.raises(BackendError, match="Auto axes.*Explicit.*backend='auto'"):
-        after("interpret")
-
-
 # Data parallel by hand. Each device has a row, which is its gradient.
 
 SIXTEENTHS = np.float32([[k / 16, (k - 3) * 0.5] for k in range(8)])
@@ -232,8 +211,8 @@ def mean_of_rows(params, x):
     return (params["w"].astype(F32) * x).sum(-1).mean()
 
 
-def make(level="O2", init_scale=1.0):
-    rule = jamp.DynamicLossScale(init_scale=init_scale)
+def make(level="O2"):
+    rule = jamp.DynamicLossScale(init_scale=1.0)
     params, tx = {"w": jnp.ones(2, F32)}, optax.sgd(0.125)
     return jamp.initialize(params, tx, level, loss_scale=rule, verbosity=0)
 
@@ -241,7 +220,7 @@ def make(level="O2", init_scale=1.0):
 def one_step(state, x, **options):
     """What each device has, and what all have after a step."""
     grads = jamp.scaled_grad(mean_of_rows, **options)(state, x)
-    each = {"grad": grads.tree["w"], "finite": grads.finite, "scale": grads.scale}
+    each = {"grad": grads.tree["w"], "finite": grads.finite}
     return jax.tree.map(lambda x: x[None], each), state.apply_gradients(grads=grads)
 
 
@@ -269,7 +248,7 @@ def test_gradients_are_the_mean_of_all_devices(name):
             np.testing.assert_allclose(each["grad"], [mean] * 8, rtol, err_msg=way)
 
 
-@each_check_vma
+@pytest.mark.parametrize("check_vma", [True, False])
 @on_eight_devices
 def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
     """Params in parts over "model"; one part of one device overflows."""
@@ -297,53 +276,6 @@ def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
         parts, skipped = jax.jit(run)(state, x)
         np.testing.assert_array_equal(parts, expected)
         np.testing.assert_array_equal(skipped, np.full((2, 4), skips))
-
-
-@pytest.mark.parametrize("how", [True, False, "jit"])
-@on_eight_devices
-def test_devices_redo_together(how):
-    """The lower half of the batch fits at 2^13, the upper at once."""
-    factor = 2 if how == "jit" else 1  # there the mean halves each half's gradient
-    rows = np.repeat(np.float32([[0.5, 0.5], [4, 4]]), 4, axis=0) * factor
-    rows = jax.device_put(rows, NamedSharding(mesh_of(), ROW))
-
-    def run(init_scale, rows, times):
-        options = {"redo_on_overflow": times}
-        if how != "jit":
-            options["axis_name"] = AXES
-        f = functools.partial(one_step, **options)
-        f = jax.jit(f if how == "jit" else on_each(how, f))
-        return f(make("O2", init_scale), rows)
-
-    each, state = run(2.0**16, rows, 5)
-    assert each["finite"].all()
-    assert set(np.ravel(each["scale"])) == {2.0**13}
-    assert set(np.ravel(each["grad"])) == {2.25 * factor * 2.0**13}
-    assert (state.step, state.skipped_steps, state.loss_scale) == (1, 0, 2.0**13)
-    assert_close(state, run(2.0**13, rows, 0)[1], 0)
-    if how != "jit":  # and they give up together
-        _, state = run(2.0**16, ONE_INF, 5)
-        assert (state.step, state.skipped_steps, state.loss_scale) == (0, 1, 2.0**10)
-
-
-# Autocast
-
-
-@each_check_vma
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@on_eight_devices
-def test_autocast_around_and_inside_of_shard_map_sums_in_float32(where, check_vma):
-    def total(w, x):
-        y = jnp.full_like(x, 100.0) @ w
-        return jax.lax.psum(y[0, 0], AXES)
-
-    mapped = functools.partial(on_each, check_vma, in_specs=(P(), ROW), out_specs=P())
-    inside, outside = mapped(jamp.autocast(total)), jamp.autocast(mapped(total))
-    fn = inside if where == "inside" else outside
-    w, x = np.full((8, 1), 50, np.float32), np.ones((8, 8), np.float32)
-    assert [(p.lhs, p.rhs) for p in products(fn, w, x)] == [("float16", "float16")]
-    # Each device's part is 40,000: their sum is inf in half.
-    assert jax.jit(fn)(w, x) == 320_000
 
 
 # Traced for eight devices that need not be there

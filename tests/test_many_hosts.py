@@ -168,12 +168,8 @@ def from_numpy():
     assert all(x.is_fully_addressable for x in jax.tree.leaves(state))
     states, report = train(step_of(linear), {"numpy": state}, BATCHES[: OVERFLOW + 1])
     trained = states["numpy"]
-    jamp.check(trained)
     with pytest.raises(FloatingPointError, match="Loss 0 skipped 1 steps"):
         jamp.check(trained, 1)  # one skip in a row is one too many
-    assert jamp.state_dict(trained) == {
-        "loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}
-    }
     restored = jamp.from_checkpoint(state, jamp.to_checkpoint(trained))
     assert described(restored) == report["numpy"]["trail"][-1]
     return report
@@ -338,14 +334,10 @@ def test_the_result_is_that_of_one_process_with_all_rows(reports):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 
-def linear_gradients(x):
-    """Of the mean over 16 rows and 4 outputs of x @ w + x[:, :1] * b."""
-    w = np.repeat(x.mean(0)[:, None], 4, axis=1) / 4
-    return {"w": w, "b": np.full(4, x[:, 0].mean() / 4)}
-
-
 def test_both_redo_a_batch_that_overflows_on_one(reports):
-    grads = linear_gradients(np.float64(LARGE))
+    # Of the mean over 16 rows and 4 outputs of x @ w + x[:, :1] * b.
+    mean = LARGE.mean(0)
+    grads = {"w": np.repeat(mean[:, None], 4, axis=1) / 4, "b": np.full(4, mean[0] / 4)}
     masters = {k: p - LR * grads[k] for k, p in PARAMS.items()}
     for report in reports:
         (step,) = report["redo"]["trail"]

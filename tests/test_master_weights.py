@@ -64,10 +64,6 @@ OUTSIDE = {
     "masked": lambda keep, tx: optax.chain(
         optax.masked(keep(tx), only("dense", "list")), optax.masked(tx, only("norm"))
     ),
-    "multi_transform": lambda keep, tx: optax.multi_transform(
-        {"a": keep(tx), "b": keep(tx)}, labels
-    ),
-    "multi_steps": lambda keep, tx: every_third(keep(tx)),
     "multi_steps_skip": lambda keep, tx: every_third(
         keep(tx), optax.transforms.skip_not_finite
     ),

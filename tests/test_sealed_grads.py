@@ -339,28 +339,17 @@ def test_a_state_without_a_forward_says_so():
 
 
 # What it costs, in reads of the half gradients, beside the step as it is.
-
-
-def clipped_by_hand(grads):
-    tree, _ = grads.unscale()
-    factor = jnp.minimum(1.0, 1.0 / optax.tree.norm(tree))
-    tree = jax.tree.map(lambda x: x * factor, tree)
-    return grads.replace(tree=tree, scale=jnp.float32(1))
-
-
-COSTS = {
-    "mapped to itself": (lambda g: g.map(lambda x: x), 0),
-    "product": (lambda g: g * 0.5, 0),
-    # The look at what was made of them, and their norm, share the first look's read.
-    "mapped": (lambda g: g.map(jnp.negative), 0),
-    "clipped": (lambda g: g.clip_by_global_norm(1.0), 0),
-    "clipped by hand": (clipped_by_hand, 1),
+# The look at what was made of them, and their norm, share the first look's read.
+EDITED = {
+    "product": lambda g: g * 0.5,
+    "mapped": lambda g: g.map(jnp.negative),
+    "clipped": lambda g: g.clip_by_global_norm(1.0),
 }
 
 
 @pytest.mark.h200
 @pytest.mark.standard_promotion
-def test_what_changes_nothing_reads_nothing():
+def test_no_edit_reads_the_gradients_again():
     shapes = {"kernel": (1024, 512), "bias": (512,), "second": (512, 1024)}
     params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
     state = jax.eval_shape(lambda p: make("O2", p, optax.adam(1e-3)), params)
@@ -377,9 +366,8 @@ def test_what_changes_nothing_reads_nothing():
 
     plain = program(lambda g: g)
     one_read = sum(2 * x.size for x in jax.tree.leaves(params))
-    for name, (edit, reads) in COSTS.items():
+    for name, edit in EDITED.items():
         edited = program(edit)
-        more = (edited.traffic - plain.traffic) / one_read
-        assert reads - 0.01 <= more <= reads + 0.01, name
-        if name in ("mapped to itself", "product"):
+        assert abs(edited.traffic - plain.traffic) <= 0.01 * one_read, name
+        if name == "product":
             assert edited.kernels == plain.kernels, name

@@ -26,8 +26,8 @@ KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O3", "O5")}
     "name, shared, level",
     [
         pytest.param(name, shared, level, id=f"{name}, {shared=}, {level}")
-        for name, setup in several.CASES.items()
-        for shared in ((False, True) if len(setup.losses) > 1 else (True,))
+        for name in several.CASES
+        for shared in (False, True)
         for level in (LEVELS if "3 models" in name else ("O2",))
     ],
 )

@@ -124,22 +124,16 @@ def test_init_of_originals_keeps_all_of_them():
     state = init(params())
     assert_same_bits(jax.jit(init)(params()), state)
     assert_same_bits(jamp.master_params(state), params())
-    # Two bytes per half param, where float32 masters take four.
-    dtypes = {str(x.dtype) for x in jax.tree.leaves(state.opt_state.masters)}
-    assert dtypes == {"uint16"}
 
 
 @pytest.mark.message
-@pytest.mark.parametrize("make", [jo.fused_adam, lambda: optax.sgd(1.0)])
-def test_other_params_are_refused(make):
-    half = {"v": jnp.ones(1, BF16), "w": jnp.ones(1, jnp.float16)}
-    wide, on = {"w": jnp.ones(1)}, {"store_remainder": True}
+def test_other_params_are_refused():
+    half, wide = {"v": jnp.ones(1, BF16), "w": jnp.ones(1, "f2")}, {"w": jnp.ones(1)}
     float16 = r"bfloat16.*\['w'\].*float16.*O5"
     for call, text in [
-        (lambda: stored(make()).init(half), float16),
-        (lambda: start(make(), "O2", wide, **on), float16),
-        (lambda: stored(make()).init(wide), "bfloat16.*float32.*cast"),
-        (lambda: start(make(), "O5", wide, keep_fp32="w", **on), "bfloat16.*float32"),
+        (lambda: stored(optax.sgd(1.0)).init(half), float16),
+        (lambda: stored(optax.sgd(1.0)).init(wide), "bfloat16.*float32.*cast"),
+        (lambda: start(jo.fused_adam(), "O2", wide, store_remainder=True), float16),
     ]:
         with pytest.raises(ValueError, match=f"store_remainder.*{text}"):
             call()

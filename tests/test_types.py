@@ -42,15 +42,12 @@ state = jamp.initialize(params, tx, "O2", loss_scale="dynamic", verbosity=0)
 reveal_type(state)  # -> AmpState
 mine = jamp.initialize(params, tx, state_class=Mine, batch_stats={"a": jnp.ones(1)})
 reveal_type(mine)  # -> Mine
-reveal_type(mine.apply_gradients(grads=params))  # -> Mine
 loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batch)
 reveal_type(loss)  # -> Array
 reveal_type(grads)  # -> ScaledGrads
 (loss, aux), grads = jamp.scaled_value_and_grad(with_aux, has_aux=True)(state, batch)
 reveal_type(aux)  # -> dict[str, int]
 reveal_type(jamp.scaled_grad(loss_fn)(state, batch))  # -> ScaledGrads
-grads, aux = jamp.scaled_grad(with_aux, has_aux=True)(state, batch)
-reveal_type(aux)  # -> dict[str, int]
 reveal_type(jamp.autocast(loss_fn)(params, batch))  # -> Array
 
 linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))

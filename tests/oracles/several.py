@@ -16,22 +16,20 @@ from tests.oracles import loss_scale
 
 # (models, 2, 2): of each model, w0 and w1.
 type Weights = np.ndarray
+LEARNING_RATES, MOMENTUM = (0.25, 0.5, 0.125), (0.125, 0.25, 0.5)  # of each group
 
 
 class Setup(NamedTuple):
     """Who optimizes and who loses what.
 
     `groups` has the models of each optimizer, `losses` those in the ring of each loss,
-    and `covers` the groups that each loss is differentiated for. There is a learning
-    rate per model and a momentum per group, or more. `pack` makes a container of
-    groups; None where there is one.
+    and `covers` the groups that each loss is differentiated for. `pack` makes a
+    container of groups; None where there is one.
     """
 
     groups: tuple[tuple[int, ...], ...]
     losses: tuple[tuple[int, ...], ...]
     covers: tuple[tuple[int, ...], ...]
-    learning_rates: tuple[float, ...] = (0.25, 0.5, 0.125)
-    momentum: tuple[float, ...] = (0.125, 0.25, 0.5)
     pack: Any = None
 
     @property
@@ -100,9 +98,8 @@ def train(
             if not last[g]:
                 mine, stepped = list(models), True
                 total = sum(grads[loss] for loss in covering)
-                trace[mine] = setup.momentum[g] * trace[mine] + total[mine]
-                rates = np.array(setup.learning_rates)[mine, None, None]
-                w[mine] -= rates * trace[mine]
+                trace[mine] = MOMENTUM[g] * trace[mine] + total[mine]
+                w[mine] -= LEARNING_RATES[g] * trace[mine]
         step += stepped
         scales = _after_backward(scaling, scales, overflow)
         yield Result(w, trace, step, [*counts], [*last], scales)
