@@ -65,9 +65,6 @@ def exact_loss(w):
 BEST = np.linalg.lstsq(np.float64(X), np.float64(Y), rcond=None)[0]
 
 
-# Line searches
-
-
 SEARCHES = {
     "zoom-O2": (ZOOM, "O2", 1e-4),
     "back-O0": (BACKTRACKING, "O0", 1e-7),

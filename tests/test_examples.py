@@ -170,7 +170,6 @@ WRONG = {
     "--loss-scale banana": "'banana': a positive number, such as 128, or 'dynamic'",
     "--epochs 0": "'0': a whole number of at least 1",
     "--plot /no/such/a.png": "/no/such cannot be written to",
-    "--plot a.txt": "must end in .png, .svg or .pdf",
     "--resume": "--resume needs --checkpoint-dir",
 }
 

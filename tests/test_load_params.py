@@ -164,7 +164,6 @@ def nnx_step(model, optimizer):
 
 
 NNX_LOADS = {
-    "pure dict": lambda o, m, new: o.load_params(m, nnx.to_pure_dict(new)),
     "State": lambda o, m, new: o.load_params(m, new, reset_optimizer=True),
     "model": lambda o, m, new: o.load_params(m, nnx.merge(nnx.graphdef(linear()), new)),
     "nnx.update": lambda o, m, new: (

@@ -275,7 +275,6 @@ REFUSED_CASTS = [
     ("float16", ["head", re.compile("haed")], "haed.*head/bias, "),
     ("float16", "(head", r"keep_fp32='\(head' is not a regex"),
     ("float16", 3, "keep_fp32 must be a regex.*found 3"),
-    ("float16", ["head", 3], "found 3"),
 ]
 
 
