@@ -382,6 +382,9 @@ BAD_CALLS = {
     "has no apply_fn": lambda: make(apply_fn=len),
     "unknown keyword 'ema'. A model has no fields": lambda: make(ema=jnp.ones(2)),
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),
+    r"got a State.*nnx.merge\(graphdef, state\)": lambda: train_step(
+        nnx.state(linear()), make()[1], X
+    ),
     "got a GraphDef, as of nnx.split": lambda: make(model=nnx.split(linear())),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)
