@@ -5,10 +5,13 @@
 
 Small models on a CPU, larger ones on a GPU. Rounds of steps are interleaved, and each
 is compared with plain JAX's of the same round. Then the larger models are compiled for
-an H200. A line of benchmarks/results/compared.jsonl is a model and a contestant.
+an H200. A line of benchmarks/results/compared.jsonl is a model and a contestant. Where
+they are not installed, mpx and Keras are left out: `pip install
+mixed-precision-for-JAX keras`.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import flax.linen as nn
 import jax
@@ -38,7 +42,13 @@ from tests.models import CNN, MLP
 RESULTS = pathlib.Path(__file__).parent / "results" / "compared.jsonl"
 PLAIN = "plain JAX"
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-CONTESTANTS = (PLAIN, "dtype=bfloat16", "jmp", "DynamicScale", *LEVELS)
+ELSEWHERE = ("mpx", "Keras")  # which not all that run this have
+CONTESTANTS = (PLAIN, "dtype=bfloat16", "jmp", "DynamicScale", *ELSEWHERE, *LEVELS)
+HALVES = {
+    "dtype=bfloat16": jnp.bfloat16,
+    "DynamicScale": jnp.float16,
+    "Keras": jnp.float16,
+}
 STEPS, ROUNDS, LEAST = 100, 9, 0.03  # steps trained, rounds timed, seconds of each
 POLICY = jmp.get_policy("params=float32,compute=float16,output=float32")
 TX = lean.TX
@@ -88,17 +98,20 @@ def program(who: str, case: lean.Case) -> tuple[Callable[[], Any], Callable]:
 
         return init, lean.amp_step(case)
 
-    halves = {"dtype=bfloat16": jnp.bfloat16, "DynamicScale": jnp.float16}
-    written = model.clone(dtype=halves[who]) if who in halves else model
+    written = model.clone(dtype=HALVES[who]) if who in HALVES else model
     loss_fn = lean.forward(case, written)
+    if who == "Keras":
+        return keras_program(variables, loss_fn)
     rules = {
         "jmp": lambda: (jnp.float32(2.0**15), jnp.int32(0)),
         "DynamicScale": DynamicScale,
+        "mpx": mpx_rule,
     }
     if who not in rules:
         step = lean.float32_step(loss_fn)
     else:
-        step = {"jmp": jmp_step, "DynamicScale": flax_step}[who](loss_fn)
+        scaled = {"jmp": jmp_step, "DynamicScale": flax_step, "mpx": mpx_step}
+        step = scaled[who](loss_fn)
 
     def init():
         params, stats = variables()
@@ -150,6 +163,57 @@ def flax_step(loss_fn: Callable) -> Callable:
     return step
 
 
+def mpx_rule() -> Any:
+    import mpx
+
+    return mpx.DynamicLossScaling(jnp.float32(2.0**15), jnp.float32(1))
+
+
+def mpx_step(loss_fn: Callable) -> Callable:
+    """As mpx's README has it; statistics and the key are not cast."""
+    import mpx
+
+    def step(state, batch, key):
+        params, opt_state, stats, rule = state
+        in_half = lambda params, batch: loss_fn(params, stats, batch, key)  # noqa: E731
+        grad = mpx.filter_value_and_grad(in_half, rule, has_aux=True)
+        (loss, new_stats), rule, finite, grads = grad(params, batch)
+        new = mpx.optimizer_update(params, TX, opt_state, grads, finite)
+        return (*new, mpx.select_tree(finite, new_stats, stats), rule), loss
+
+    return step
+
+
+def keras_program(variables: Callable, loss_fn: Callable) -> tuple[Callable, Callable]:
+    """As Keras's own JAX trainer has it, around a Linen model in float16."""
+    import keras
+
+    params, _ = jax.eval_shape(variables)
+    leaves, structure = jax.tree.flatten(params)
+    adam = keras.optimizers.Adam(1e-3, epsilon=1e-8)
+    optimizer = keras.optimizers.LossScaleOptimizer(adam)
+    optimizer.build([keras.Variable(np.zeros(x.shape, np.float32)) for x in leaves])
+
+    def init():
+        params, stats = variables()
+        return jax.tree.leaves(params), [v.value for v in optimizer.variables], stats
+
+    def step(state, batch, key):
+        params, values, stats = state
+
+        def scaled(params):
+            loss, new = loss_fn(structure.unflatten(params), stats, batch, key)
+            mapping = list(zip(optimizer.variables, values, strict=True))
+            with keras.StatelessScope(state_mapping=mapping):
+                return optimizer.scale_loss(loss), (loss, new)
+
+        grads, (loss, stats) = jax.grad(scaled, has_aux=True)(params)
+        params, values = optimizer.stateless_apply(values, grads, params)
+        return (params, values, stats), loss
+
+    return init, step
+
+
 def zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
@@ -195,9 +259,11 @@ class Running:
         return time.perf_counter() - start
 
 
-def measure(case: lean.Case, compiled: int) -> dict[str, dict[str, Any]]:
+def measure(
+    case: lean.Case, contestants: list[str], compiled: int
+) -> dict[str, dict[str, Any]]:
     """By contestant, ratios to plain JAX with quartiles, and the loss."""
-    running = {who: Running(who, case) for who in CONTESTANTS}
+    running = {who: Running(who, case) for who in dict.fromkeys([PLAIN, *contestants])}
     for _ in range(compiled):
         for it in running.values():
             it.compile()
@@ -248,7 +314,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"| {name} | step | compile | loss | H200: traffic | temp | kernels |",
             "|---|---|---|---|---|---|---|",
         ]
-        for who, row in of_model.items():
+        for who in (who for who in CONTESTANTS if who in of_model):
+            row = of_model[who]
             low, middle, high = row["step"]
             ratios = [f"{row[k] / plain[k]:.2f}" for k in ("traffic", "temp")]
             cells = (
@@ -268,17 +335,24 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="run nothing")
     if not parser.parse_args().table:
         RESULTS.parent.mkdir(exist_ok=True)
-        done = {row["model"] for row in read(RESULTS)}
+        done = {(row["model"], row["who"]) for row in read(RESULTS)}
         on_gpu = jax.default_backend() == "gpu"
+        modules = {"mpx": "mpx", "Keras": "keras"}
         for name, cases in CASES.items():
-            if name in done:
+            missing = [
+                who
+                for who in CONTESTANTS
+                if (name, who) not in done
+                and (who not in ELSEWHERE or importlib.util.find_spec(modules[who]))
+            ]
+            if not missing:
                 continue
-            found = measure(cases[on_gpu], compiled=2 if name == "MLP" else 1)
-            for who, row in found.items():
+            found = measure(cases[on_gpu], missing, compiled=2 if name == "MLP" else 1)
+            for who in missing:
                 about = {"model": name, "who": who} | conditions()
                 counted = count(who, cases[True])
                 with RESULTS.open("a") as file:
-                    print(json.dumps(about | row | counted), file=file)
+                    print(json.dumps(about | found[who] | counted), file=file)
     print(table(read(RESULTS)))
 
 

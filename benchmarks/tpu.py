@@ -21,6 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 class Compiled:
     """What XLA says of a program: its own count of bytes, and temporary memory."""
 
+    kernels = 1  # a TPU runs all of a program as one
+
     def __init__(self, compiled: Any):
         self.compiled = compiled
         self.traffic = compiled.cost_analysis()["bytes accessed"]

@@ -279,7 +279,9 @@ def test_a_declared_field_moves_with_a_step_and_not_with_a_skip():
 
 
 GRADS, ONES = like(params(), 0.25), jnp.ones(3, jnp.float32)
+OTHERS = jamp.scaled_grad(dot)(make(tree={"v": ONES}), {"v": ONES})
 REFUSED = [
+    ({"grads": OTHERS}, r"gradients have no leaf at \['b'\]"),
     ({"grads": {k: GRADS[k] for k in ("w", "norm")}}, r"have no leaf at \['b'\]: pass"),
     ({"grads": GRADS | {"more": ONES}}, r"gradients have an unexp.* \['more'\]"),
     ({"grads": GRADS | {"b": ONES}}, r"\['b'\] has shape \(3,\), expected \(2,\)"),
@@ -365,6 +367,7 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
     for bad, error, words in (
         ([grads, tree], TypeError, "hold ScaledGrads and a dict.*a sequence"),
         ({"d": grads, "g": None}, TypeError, "dict of ScaledGrads.*as a sequence"),
+        ([tree, tree], ValueError, "container of `state.params`, got list"),
         ({"d": tree, "h": tree}, ValueError, "container of `state.params`, got dict"),
         ({"d": None, "g": None}, ValueError, "all groups are None"),
         ({"d": tree, "g": {}}, ValueError, r"gradients of group 'g' have no leaf"),

@@ -174,9 +174,8 @@ def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, optio
 def test_several_differences_are_told_at_once_but_not_all_of_many():
     checkpoint = changed(BIAS)
     del checkpoint["step"]
-    for target in (*map(whole, ("O0", "O2", "O3", "O5")), jax.eval_shape(whole)):
-        with pytest.raises(ValueError, match=f"2 place.*{BIAS}.*step"):
-            jamp.from_checkpoint(target, checkpoint)
+    with pytest.raises(ValueError, match=f"2 place.*{BIAS}.*step"):
+        jamp.from_checkpoint(jax.eval_shape(whole), checkpoint)
     other = {f"layer{k}": {"w": jnp.ones(2)} for k in range(100)}
     with pytest.raises(ValueError, match="layer0") as error:
         jamp.from_checkpoint(whole(tree=other), saved())

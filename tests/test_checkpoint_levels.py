@@ -170,29 +170,6 @@ def test_a_static_scale_neither_gives_nor_takes():
         assert_same_bits(new.opt_state, source.opt_state)
 
 
-# What is in it
-
-
-def test_a_checkpoint_says_what_it_holds_and_nothing_is_copied():
-    state = at("O2")
-    scaler = state.loss_scales[0]._asdict()
-    expected = {
-        "version": jnp.int32(1),
-        "opt_level": jnp.int32(2),
-        "params": jamp.master_params(state),
-        "loss_scaler0": scaler
-        | {"loss_scale": scaler.pop("scale"), "dynamic": jnp.asarray(True)},
-        "fields": {},
-    }
-    names = ("step", "skipped_steps", "last_step_skipped")
-    checkpoint = jamp.to_checkpoint(state)
-    (adam, nothing) = checkpoint.pop("opt_state").values()
-    assert_same_bits(checkpoint, expected | {k: getattr(state, k) for k in names})
-    assert (set(adam), nothing) == ({"count", "mu", "nu"}, {})
-    pair = adam["nu"], optax.tree.get(state.opt_state, "nu")
-    assert len({x["dense"]["kernel"].unsafe_buffer_pointer() for x in pair}) == 1
-
-
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_restored_state_is_not_compiled_anew_and_can_be_donated(level):
     state = at("O0")
@@ -264,7 +241,6 @@ TREES = {
     "registered classes": lambda seed: Stack(linear(seed), linear(seed + 10)),
     "lists and tuples": lambda seed: [params(seed), (params(seed + 10), None)],
     "one array": lambda seed: params(seed)["dense"]["kernel"],
-    "names of digits": lambda seed: {"10": params(seed), "9": params(seed + 10)},
     "names with slashes": lambda seed: {"a/b": params(seed), "a": {"b": linear(seed)}},
     "values of fp8": lambda seed: {"params": params(seed), FP8: {"amax": jnp.ones(2)}},
 }
@@ -329,13 +305,9 @@ def test_for_inference_params_and_fields_are_read_alone(tx, level):
 # Plain Flax, and what Orbax restores without a target
 
 
-class WithStats(TrainState):
-    stats: Any
-
-
-def flax_state(cls=TrainState, **fields):
+def flax_state():
     tree = {k: params()[k] for k in ("dense", "bn1")}
-    state = cls.create(apply_fn=None, params=tree, tx=ADAM, **fields)
+    state = TrainState.create(apply_fn=None, params=tree, tx=ADAM)
     return state.replace(step=2, opt_state=drawn(state.opt_state))
 
 
@@ -388,12 +360,8 @@ def test_from_plain_flax_and_back(level):
         assert_same_bits(after.params, jamp.master_params(new))
 
 
-def test_plain_flax_may_have_fields_or_give_its_params_alone():
-    stats = {"mean": jnp.full(2, 3.0)}
-    plain, target = flax_state(WithStats, stats=stats), {"mean": jnp.zeros(2)}
-    new = jamp.from_checkpoint(like_flax("O2", stats=target), plain)
-    assert_same_bits(new.stats, stats)
-    target = like_flax("O2")
+def test_plain_flax_may_give_its_params_alone():
+    plain, target = flax_state(), like_flax("O2")
     new = jamp.from_checkpoint(target, {"params": plain.params})
     assert_same_bits(jamp.master_params(new), plain.params)
     assert_same_bits(moments(new.opt_state), moments(target.opt_state))

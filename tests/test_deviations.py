@@ -69,26 +69,20 @@ def test_a_loss_scale_at_o0_is_used_and_warns_of_nothing(scale):
 
 
 # 11. BatchNorm at O1
-@pytest.mark.parametrize("half", HALVES)
-def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32(half):
+def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32():
     norm = nn.BatchNorm(use_running_average=False)
-    one = jnp.ones(2)
-    variables = {
-        "params": {"scale": one, "bias": one},
-        "batch_stats": {"mean": one, "var": one},
-    }
+    variables = norm.init(jax.random.key(0), X)
 
     def fn(w, x):
         y, updates = norm.apply(variables, x @ w, mutable=["batch_stats"])
         return jnp.tanh(y), updates
 
-    operations = run(fn, jnp.eye(2), X, dtype=half)
+    operations = run(fn, jnp.eye(2), X)
     (out,) = [dtype for name, dtype, _ in operations if name == "tanh"]
     sums = [dtype for name, dtype, _ in operations if name == "reduce_sum"]
-    assert out == jnp.dtype(half).name
+    assert (out, set(sums)) == ("float16", {"float32"})
     assert len(sums) >= 2
-    assert set(sums) == {"float32"}
-    _, updates = jax.eval_shape(jamp.autocast(fn, dtype=half), jnp.eye(2), X)
+    _, updates = jax.eval_shape(jamp.autocast(fn), jnp.eye(2), X)
     assert [x.dtype for x in jax.tree.leaves(updates)] == [jnp.float32] * 2
 
 

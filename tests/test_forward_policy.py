@@ -1,5 +1,7 @@
 """Where the forward patch applies, and where it does not: scopes, caches, threads."""
 
+import threading
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -58,6 +60,13 @@ def test_no_trace_leaks_in_or_out(state, transform):
     assert (width_of(state, other), width_inside(state, fn)) == (4, 2)
 
 
+def test_no_trace_leaks_through_nn_jit():
+    model = nn.jit(Witness)()
+    state = state_of(model, X)
+    widths = [width_of(state, apply) for apply in (model.apply, state.apply_fn) * 2]
+    assert widths == [4, 2, 4, 2]
+
+
 def test_a_float32_teacher_keeps_every_bit(state):
     # Distillation: its inputs are not rounded, nor is what it computes.
     teacher = CNN((4,), 1, dtype=jnp.float32)
@@ -71,6 +80,26 @@ def test_a_float32_teacher_keeps_every_bit(state):
         lambda: Normed(jnp.float32).init_with_output(jax.random.key(1), X),
     ):
         assert_same_bits(under_policy(state, fn), fn())
+
+
+def test_a_float32_teacher_inside_a_student_stays_float32():
+    # Its BatchNorm would otherwise pass for one of the student's, and give half back.
+    teacher = Normed()
+    frozen = variables_of(teacher, X)
+    init = lambda: teacher.init_with_output(jax.random.key(1), X)  # noqa: E731
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            target = teacher.apply(frozen, x.astype(jnp.float32), train=False)
+            y, own = Witness()(x)
+            return y, own, target, init()
+
+    state = state_of(Student(), X)
+    _, own, target, made = forward(state, X)
+    assert own == 2
+    assert_same_bits(target, teacher.apply(frozen, X, train=False))
+    assert_same_bits(made, init())
 
 
 def test_the_innermost_policy_wins():
@@ -110,6 +139,26 @@ def test_an_exception_leaves_no_patch_behind(state):
     with pytest.raises(ZeroDivisionError):
         under_policy(state, fail)
     assert [width_of(state), under_policy(state, recover), width_of(state)] == [4, 2, 4]
+
+
+def test_threads_do_not_see_each_others_patch(state):
+    entered, widths = threading.Event(), []
+
+    def other():
+        entered.wait(60)
+        widths.extend([width_of(state), width_inside(state), width_of(state)])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+
+    def inside():
+        before = width_of(state)
+        entered.set()
+        thread.join(60)
+        return before, width_of(state)
+
+    assert under_policy(state, inside) == (2, 2)
+    assert widths == [4, 2, 4]
 
 
 # Levels and their options, for a Linen model and for a function around one

@@ -37,6 +37,7 @@ def begin(params, level, **options):
 
 # Raw code with one float32 value each: ways to write the scores of an attention.
 SCORES = {
+    "numpy sqrt": lambda q, k, p: q @ k.mT / np.sqrt(WIDTH),
     "numpy scale": lambda q, k, p: q @ k.mT * np.float32(WIDTH**-0.5),
     "float32 mask": lambda q, k, p: (q @ k.mT) * MASK.astype(np.float32),
     "own float32": lambda q, k, p: (q @ k.mT).astype(jnp.float32),
@@ -76,6 +77,12 @@ def equinox_mlp():
     return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
 
+def haiku_mlp():
+    hk = pytest.importorskip("haiku")  # which a lent machine may not have
+    mlp = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([WIDTH] * 3)(x)))
+    return mlp.init(jax.random.key(0), X[0]), mlp.apply
+
+
 def linen_mlp():
     mlp = nn.Sequential([nn.Dense(WIDTH, dtype=jnp.float32) for _ in range(3)])
     params = mlp.init(jax.random.key(0), X[0])["params"]
@@ -92,7 +99,7 @@ def plain_mlp():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
-@pytest.mark.parametrize("make", [equinox_mlp, linen_mlp, plain_mlp])
+@pytest.mark.parametrize("make", [equinox_mlp, haiku_mlp, linen_mlp, plain_mlp])
 @pytest.mark.parametrize("door", ["apply_fn", "bare"])
 def test_any_framework_by_apply_fn_or_called_in_the_loss(make, level, door):
     params, forward = make()

@@ -104,14 +104,6 @@ def frozen():
     return state, descend(steps=0)
 
 
-def left_in_at_float32():
-    state = make(loss_scale=1)
-    for _ in range(2):
-        _, grads = jax.value_and_grad(loss_fn)(state.params)
-        state = state.apply_gradients(grads=grads)
-    return state, descend()
-
-
 # NNX
 
 
@@ -148,7 +140,6 @@ RIGHT = {
     "clip inside of `tx`": clipped_inside,
     "a `DynamicScale` block": dynamic_scale,
     "freeze by `optax.set_to_zero`": frozen,
-    "`jax.value_and_grad` left in, at scale 1": left_in_at_float32,
     "accumulate in `nnx.scan`": nnx_scanned,
 }
 

@@ -1,5 +1,6 @@
-"""On the host: constants under a transfer guard, and whose line a warning is of."""
+"""On the host: a transfer guard, whose line a warning is of, print and pickle."""
 
+import pickle
 import warnings
 
 import jax
@@ -53,8 +54,8 @@ def half_loss(params):
     return params["w"].sum().astype(jnp.float16)
 
 
-def make(level="O2", **options):
-    return jamp.initialize(PARAMS, ADAM, level, verbosity=0, **options)
+def make(level="O2", tx=ADAM, **options):
+    return jamp.initialize(PARAMS, tx, level, verbosity=0, **options)
 
 
 redone = jamp.scaled_grad(loss_fn, redo_on_overflow=2)
@@ -78,3 +79,53 @@ def test_a_warning_is_of_the_line_that_called(message, wrap):
         wrap(lambda state: WARNINGS[message](state))(state)
     (warning,) = [w for w in caught if message in str(w.message)]
     assert warning.filename == __file__
+
+
+class Mine(jamp.AmpState):
+    ema: jax.Array
+
+
+PRINTED = [
+    """\
+Mine at O5
+  params: 4 bfloat16
+  optimizer state: 8 float32, 4 uint16, 1 int32
+  step: 0, skipped: 0
+  loss scale: (1.0, 1.0)
+  half, of one number each: norm/scale (see keep_fp32)
+  extra fields: ema""",
+    "ScaledGrads(loss 0, scale 65536.0, finite False: 4 float16)",
+    """\
+AmpState at O2
+  params: 4 float16
+  optimizer state: 12 float32, 1 int32
+  step: int32[], skipped: int32[]
+  loss scale: float32[]
+  half, of one number each: norm/scale (see keep_fp32)""",
+]
+
+
+def test_print_shows_a_summary_and_no_arrays():
+    mine = {"state_class": Mine, "ema": jnp.ones(()), "num_losses": 2}
+    mine = make("O5", store_remainder=True, **mine)
+    printed = [str(mine), repr(jamp.scaled_grad(loss_fn)(make(), jnp.inf))]
+    jax.eval_shape(lambda state: printed.append(repr(state)), make())
+    assert printed == PRINTED
+
+
+@pytest.mark.parametrize("fields", [{}, {"batch_stats": {"mean": jnp.ones(2)}}])
+def test_a_state_comes_back_from_pickle(fields):
+    # With a fused optimizer: pickle refuses the closures of optax's.
+    tx = jamp.optimizers.larc(jamp.optimizers.fused_adam(0.1))
+    state = make("O5", tx, store_remainder=True, **fields)
+    again = pickle.loads(pickle.dumps(state))
+    assert (type(again), again.tx) == (type(state), state.tx)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert_same_bits(again, state)
+
+
+@pytest.mark.parametrize("old", ["_amp_state AmpState", "_state_class AmpState[ema]"])
+def test_a_pickle_from_before_the_rooms_says_what_to_do(old):
+    module, name = old.split()
+    with pytest.raises(pickle.UnpicklingError, match="jamp.from_checkpoint"):
+        pickle.loads(f"cjamp.{module}\n{name}\n.".encode())

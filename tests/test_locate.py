@@ -310,3 +310,12 @@ def test_what_it_cannot_take():
     model = NetNNX(data, EYE)
     with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
         jamp.nnx.locate(lambda model: model, model, model)
+
+
+def test_groups_and_losses():
+    params = {"a": jnp.asarray(300 * EYE), "b": jnp.asarray(300 * EYE)}
+    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
+    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
+    loss = lambda params: total(params["a"] @ params["b"])  # noqa: E731
+    found = locate(loss, state, loss_id=1, wrt="b")
+    assert (found.total, found.params, found.loss) == (1, ("",), np.inf)

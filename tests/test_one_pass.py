@@ -24,6 +24,7 @@ from tests.one_pass import (
     F32,
     HALF,
     STEPS,
+    dot,
     each_backend,
     gradients,
     inner,
@@ -195,3 +196,48 @@ def test_params_beyond_half_are_clamped(row, backend):
         assert np.isnan(v[7])
         np.testing.assert_allclose(np.delete(v, 7), np.float32(at), 1e-6)
         np.testing.assert_allclose(w, -np.float32(at), 1e-6)
+
+
+# Groups
+
+
+@functools.cache
+def three():
+    """Two fused optimizers, of two backends, and one of optax's."""
+    sgd, emulated = jo.fused_sgd(1.0, 0.5), jo.fused_sgd(1.0, backend="interpret")
+    txs = {"d": sgd, "g": emulated, "o": optax.sgd(1.0)}
+    trees = {key: small() for key in txs}
+    return jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
+
+
+@jax.jit
+def losses_of_groups(state, x, y):
+    """Loss 0 is of the groups d and o, loss 1 of g."""
+
+    def first(p):
+        return dot(p["d"], x) + dot(p["o"], x)
+
+    grads = [
+        jamp.scaled_grad(first, wrt=("d", "o"), loss_id=0)(state),
+        jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state),
+    ]
+    return state.apply_gradients(grads=grads)
+
+
+@pytest.mark.parametrize("bad", ["", "do", "g"])
+def test_an_overflow_in_one_loss_skips_its_groups_alone(bad):
+    state = three()
+    x, y = (like(np.inf if key in bad else GOOD, place=64) for key in "dg")
+    after = losses_of_groups(state, x, y)
+    masters = jamp.master_params(after)
+    for key in "dgo":
+        assert after.skipped_steps[key] == int(key in bad)
+        if key in bad:
+            assert_same_bits(after.params[key], state.params[key])
+            assert_same_bits(after.opt_state[key], state.opt_state[key])
+        else:
+            np.testing.assert_array_equal(masters[key]["v"], np.float32(1 - GOOD))
+            np.testing.assert_array_equal(masters[key]["w"], np.float32(2 - GOOD))
+    halves = [2.0**16 / (1 + (key in bad)) for key in "dg"]
+    assert list(map(float, after.loss_scale)) == halves
+    assert after.step == 1

@@ -1,4 +1,4 @@
-"""Where a state lies that is made from params on a mesh, or from a checkpoint."""
+"""Where a state from a checkpoint lies; arrays on different devices."""
 
 import functools
 import pathlib
@@ -14,64 +14,16 @@ from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
-from tests.eight_devices import mesh_of, misplaced, placed, shardings
+from tests.eight_devices import mesh_of, misplaced
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
 ADAM = optax.adam(0.1)
-SPECS = {"w": P("data", "model"), "v": P(None, "model"), "b": P("model")}
-CASES = {
-    "O0 adam": ("O0", ADAM),
-    "O1 adam": ("O1", optax.chain(optax.clip(1.0), ADAM)),
-    "O2 adam": ("O2", ADAM),
-    "O2 lamb": ("O2", jamp.optimizers.fused_lamb(0.1)),
-    "O3 adam": ("O3", ADAM),
-    "O5 remainder": ("O5", jamp.optimizers.fused_adam(0.1)),
-    "O2 adagrad": ("O2", optax.adagrad(0.1)),  # whose sums do not begin at zero
-}
 
 
 def on_mesh(kind, devices, spec):
     return NamedSharding(mesh_of(kind, (devices,)), spec)
-
-
-def make_all(params):
-    return {
-        name: jamp.initialize(
-            params, tx, level, store_remainder="remainder" in name, verbosity=0
-        )
-        for name, (level, tx) in CASES.items()
-    }
-
-
-@on_eight_devices
-def test_moments_and_masters_lie_like_their_params_and_scalars_everywhere():
-    @jax.jit
-    def step(states, grads):
-        return jax.tree.map(
-            lambda state: state.apply_gradients(grads=grads),
-            states,
-            is_leaf=lambda x: isinstance(x, jamp.AmpState),
-        )
-
-    mesh = mesh_of(shape=(2, 2))
-    sizes = {"w": (4, 8), "v": (8, 6), "b": (6,)}
-    params = {
-        k: np.linspace(-1, 1, np.prod(size), dtype=np.float32).reshape(size)
-        for k, size in sizes.items()
-    }
-    params = placed(params, mesh, SPECS)
-    eager, jitted = make_all(params), jax.jit(make_all)(params)
-    pairs = zip(jax.tree.leaves(eager), jax.tree.leaves(jitted), strict=True)
-    assert all(bool((a == b).all()) and a.dtype == b.dtype for a, b in pairs)
-    wanted = shardings(eager, mesh, SPECS)
-    assert all(len(jax.tree.leaves(state)) > 9 for state in wanted.values())
-    assert misplaced(eager, wanted) == misplaced(jitted, wanted) == []
-    for _ in range(3):
-        eager = step(eager, params)
-    assert misplaced(eager, wanted) == []
-    assert step._cache_size() == 1
 
 
 FOUR = "a mesh (data: 4) of devices [0, 1, 2, 3]"

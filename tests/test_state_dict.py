@@ -66,18 +66,6 @@ def test_names_count_and_not_their_order():
     assert jamp.state_dict(step(state, 1.0)) == scalers((8192.0, 0), (0.5, 17))
 
 
-def test_nothing_but_scales_and_counts_changes_and_they_are_used():
-    # Numbers of NumPy and JAX are numbers.
-    before, given = step(make(), 0.25), scalers((np.float32(8.0), jnp.int32(7)))
-    after = jamp.load_state_dict(before, given)
-    assert jamp.state_dict(after) == scalers((8.0, 7))
-    (old,), (new,) = before.loss_scales, after.loss_scales
-    scale = new._replace(scale=old.scale, unskipped=old.unskipped)
-    assert_same_bits(after.replace(loss_scales=(scale,)), before)
-    assert jamp.scale_loss(jnp.float32(3.0), after) == 24.0
-    assert step(after, np.inf).loss_scale == 4.0
-
-
 def test_a_static_scale_takes_another_value():
     # apex_semantics 5.5: values are loaded into static scalers, too.
     rule = jamp.StaticLossScale(128.0, check=True)
@@ -107,7 +95,6 @@ WRONG = [
     (ONE | {"optimizer": {}}, f"'optimizer'.*{NAMES}"),
     ({"loss_scaler1": ONE["loss_scaler0"]}, f"loss_scaler1.*{NAMES}"),
     ({"loss_scaler0": {"loss_scale": 4.0}}, ENTRIES + "{'loss_scale': 4.0}"),
-    ({"loss_scaler0": 65536.0}, ENTRIES + "65536.0"),
     (scalers((4.0, 2**31)), "int32|too large"),
     *((scalers((x, 1)), SCALE.format(re.escape(repr(x)))) for x in BAD_SCALES),
     *((scalers((4.0, x)), COUNT.format(re.escape(repr(x)))) for x in BAD_COUNTS),
@@ -160,7 +147,6 @@ RUNS = [
     (lambda: after(0, 0, 1, 0, 0), 3, None),
     (lambda: after(*49 * [0]), 50, None),
     (lambda: after(*50 * [0]), 50, "Loss 0 skipped 50"),
-    (lambda: after(0, **LOW), 100, None),
     (lambda: after(0, 0, **LOW), 100, "Loss 0 skipped 2 .* scale is 16384:"),
     (lambda: after(0, 0, 1, **LOW), 100, None),  # it may sit there
     (lambda: after(0, **LOWEST), 100, "Loss 0 skipped 1 .* scale is 1.17549e-38:"),

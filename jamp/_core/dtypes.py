@@ -30,6 +30,11 @@ def is_differentiable(x: object) -> bool:
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, float | complex)
+    return _is_inexact(dtype)
+
+
+@functools.cache  # a model has a thousand leaves of two dtypes
+def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

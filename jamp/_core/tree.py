@@ -113,11 +113,14 @@ def copy_of(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def unshared[T](tree: T, given: Any) -> T:
-    """Copies arrays that the user has too, or that occur twice: donation ends them."""
-    seen = {id(x) for x in jax.tree.leaves(given)}
+    """A tree of strong arrays, each of which is there once and nowhere else.
+
+    Copied is what the user has too, or what occurs twice: donation ends them.
+    """
+    seen = set(map(id, jax.tree.leaves(given)))
 
     def leaf(x):
-        x = copy_of(x) if id(x) in seen else x
+        x = copy_of(x) if id(x) in seen else strong_array(x)
         seen.add(id(x))
         return x
 

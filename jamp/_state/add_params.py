@@ -92,9 +92,7 @@ def _with_more_groups(state: Any, params: Any, cast: Any, txs: Any) -> dict[str,
     new = {
         "tx": {key: entry[0] for key, entry in begun.items()},
         "params": {key: entry[1] for key, entry in begun.items()},
-        "opt_state": {
-            key: jax.tree.map(strong_array, entry[2]) for key, entry in begun.items()
-        },
+        "opt_state": {key: entry[2] for key, entry in begun.items()},
         "skipped_steps": {key: jnp.zeros((), jnp.int32) for key in begun},
         "last_step_skipped": {key: jnp.zeros((), bool) for key in begun},
     }

@@ -28,17 +28,18 @@ def check_containers(params: Any, tx: Any) -> None:
             )
     is_state = lambda x: isinstance(x, TrainState)  # noqa: E731
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_state):
+        if isinstance(leaf, ARRAY_LIKE):
+            continue
         where = f"params{jax.tree_util.keystr(path)}"
         if is_state(leaf):
             raise TypeError(
                 f"{where} is a {type(leaf).__name__}. Pass float32 params: "
                 "state.params, or jamp.master_params(state) of an AmpState."
             )
-        if not isinstance(leaf, ARRAY_LIKE):
-            raise TypeError(
-                f"{where} is {leaf!r}, which is not an array. Pass the params, "
-                '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
-            )
+        raise TypeError(
+            f"{where} is {leaf!r}, which is not an array. Pass the params, "
+            '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
+        )
     if isinstance(tx, MasterWeights):
         raise ValueError(ALREADY_WRAPPED)
     if tx is None or groups.is_transformation(tx):

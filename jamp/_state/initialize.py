@@ -167,7 +167,7 @@ def initialize(
         apply_fn=_patch(apply_fn, properties),
         params=groups.pack(trees, params),
         tx=groups.hashable(txs, tx),
-        opt_state=jax.tree.map(strong_array, groups.pack(opt_states, params)),
+        opt_state=groups.pack(opt_states, params),
         loss_scales=tuple(rule.init() for rule in rules),
         skipped_steps=groups.pack({k: jnp.int32(0) for k in keys}, params),
         last_step_skipped=groups.pack({k: jnp.bool_(False) for k in keys}, params),

@@ -59,7 +59,7 @@ def _group(
     trained = trained_params(params)
     weights = jax.tree.map(_loaded, weights, trained, is_leaf=is_weight)
     if reset_optimizer and tx is not None:
-        return jax.tree.map(strong_array, init_around(tx, weights, params))
+        return init_around(tx, weights, params)
     has_masters = isinstance(opt_state, MasterWeightsState)
     inner = opt_state.inner_state if has_masters else opt_state
     return with_weights(tx, weights, inner, params)

@@ -28,9 +28,9 @@ def moments_like_params[T](opt_state: T, params: PyTree) -> T:
 
     XLA would make them whole on every device. Outside of jit they follow already.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if not any(is_traced(param) for _, param in leaves):
+    if not any(map(is_traced, jax.tree.leaves(params))):
         return opt_state
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {path_parts(path): param for path, param in leaves}
 
     def leaf(path, x):

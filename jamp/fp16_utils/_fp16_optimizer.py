@@ -106,7 +106,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         scale_state = self.rule.init()
         state = FP16_OptimizerState(
             params=params,
-            opt_state=jax.tree.map(strong_array, opt_state),
+            opt_state=opt_state,
             model_grads=zero_model_grads(params, scale_state.scale),
             master_grads=zeros(params),
             overflow=jnp.asarray(False),
