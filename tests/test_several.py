@@ -12,7 +12,7 @@ import pytest
 
 import jamp
 from tests import several
-from tests.states import make, wide
+from tests.states import like, make, wide
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # So that each model has a half and a float32 weight, where the level casts.
@@ -73,6 +73,8 @@ def test_a_group_that_no_loss_covers_remembers_its_skip():
     assert [int(n) for n in state.skipped_steps] == [0, 1]
     assert [bool(b) for b in state.last_step_skipped] == [False, True]
     assert (state.step, state.loss_scales[0].consecutive_skips) == (2, 0)
+    # Plain trees, one for each group, go together.
+    assert state.apply_gradients(grads=[like(tree, 0.5)] * 2).step == 3
 
 
 @jax.jit
