@@ -301,6 +301,8 @@ def test_state_dict_round_trips_and_refreshes_the_half_params():
     assert loaded.overflow
     gradients = {name: getattr(start, name) for name in ("model_grads", "master_grads")}
     assert_same_bits(loaded, state.replace(**gradients))
+    through_flax = serialization.from_bytes(start, serialization.to_bytes(state))
+    assert_same_bits(jax.tree.map(jnp.asarray, through_flax), state)
     stepped = jax.jit(OPTIMIZER.step)(loaded)
     assert_same_bits(stepped.params, state.params)
     assert_same_bits(stepped.opt_state, state.opt_state)

@@ -23,15 +23,6 @@ HALVES = [F16, BF16]
 standard = pytest.mark.standard_promotion
 
 
-def chained(rate):
-    return optax.chain(
-        optax.clip_by_global_norm(0.5),
-        optax.scale_by_adam(),
-        optax.add_decayed_weights(0.1),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
 def labels(params):
     return {"dense": "a", "list": ["b", "a"], "norm": "b"}
 
@@ -48,7 +39,9 @@ def every_third(tx, skip=None):
 
 INSIDE = {
     "adam": optax.adam,
-    "chain": chained,
+    "chain": lambda rate: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(rate, weight_decay=0.1)
+    ),
     # Where the mask leaves it out, the gradient itself steps the masters.
     "masked": lambda rate: optax.masked(optax.adam(rate), only("dense", "norm")),
     "multi_transform": lambda rate: optax.multi_transform(

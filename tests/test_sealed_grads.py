@@ -212,6 +212,7 @@ def test_map_acts_on_unscaled_gradients_and_looks_again():
 EDITS = {
     "tree": lambda g: g.replace(tree=g.tree | {"b": g.tree["b"].at[1].set(jnp.inf)}),
     "product": lambda g: g * jnp.float32(jnp.inf),
+    "quotient": lambda g: g / 0.0,
     "sum": lambda g: g + g * jnp.float32(jnp.nan),
     "clip": lambda g: g.map(lambda x: x / (x - x)),
 }

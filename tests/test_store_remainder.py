@@ -124,6 +124,8 @@ def test_init_of_originals_keeps_all_of_them():
     state = init(params())
     assert_same_bits(jax.jit(init)(params()), state)
     assert_same_bits(jamp.master_params(state), params())
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state.opt_state.masters)}
+    assert dtypes == {"uint16"}  # two bytes per half param
 
 
 @pytest.mark.message
