@@ -55,8 +55,6 @@ step = jax.jit(search_step, static_argnames="loss_fn")
 
 
 # Oracles in float64: the minimum in closed form, and the loss
-
-
 def exact_loss(w):
     residual = np.float64(X) @ np.asarray(w, np.float64) - Y
     return 0.5 * (residual**2).mean()
