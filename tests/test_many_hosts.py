@@ -175,6 +175,17 @@ def from_numpy():
     return report
 
 
+def check_gradients_out_of_jit():
+    """What is sealed in them one process reads alone."""
+    state = make("O2", jax.device_put(PARAMS, lying(P())))
+    own = np.split(BATCHES[0], jax.process_count())[jax.process_index()]
+    x = jax.make_array_from_process_local_data(lying(P("data")), own)
+    grads = jax.jit(jamp.scaled_grad(linear))(state, x)
+    assert not grads.sealed.is_fully_addressable
+    if jax.process_index() == 0:
+        assert (float(grads.scale), bool(grads.finite)) == (2.0**8, True)
+
+
 # Params, masters and moments in parts: one on each of the four devices
 
 
@@ -190,6 +201,7 @@ def save(manager, at, states):
 
 def first(manager):
     reports = train_cases() | from_numpy()
+    check_gradients_out_of_jit()
     states, step = make_sharded(), step_of(squares)
     save(manager, 0, states)  # before a step made anything anew
     states, before = train(step, states, BATCHES[:SAVED], P("data"))
