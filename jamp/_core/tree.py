@@ -86,7 +86,9 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     if not leaves:
         return jnp.asarray(True)
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+    # `jnp.all` would trace a program for each shape.
+    every = lambda x: lax.reduce_and(x, tuple(range(x.ndim)))  # noqa: E731
+    return every(jnp.stack([every(jnp.isfinite(x)) for x in leaves]))
 
 
 def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
