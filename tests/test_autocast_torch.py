@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.torch_table import HALVES, measure
 from tests import random_programs
 from tests.autocast_programs import PROGRAMS, Program, normal
 from tests.oracles.torch_autocast import torch_autocast
-from tests.torch_table import HALVES, measure
 
 # Less accurate than torch's rules, by a factor of 3.5 at most.
 EXCEPTIONS = {

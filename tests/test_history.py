@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jamp
@@ -117,6 +118,39 @@ def test_rows_writers_and_files(tmp_path):
     history.to_csv(tmp_path / "run.csv")
     read = csv.DictReader((tmp_path / "run.csv").read_text().splitlines())
     assert [{k: float(v) for k, v in row.items()} for row in read] == expected
+
+
+def test_a_log_of_nnx():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.0), "O2", verbosity=0)
+    log = SkipLog.of(optimizer.amp_state(model))
+
+    @nnx.jit
+    def step(model, optimizer, log, x):
+        loss_fn = lambda model: model.bias[...].sum() * x  # noqa: E731
+        loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer)
+        log = log.add(optimizer, loss, grads)
+        optimizer.update(model, grads)
+        return log
+
+    for x in (0.5, 2.0, 1.0):
+        log = step(model, optimizer, log, x)
+    assert log.skips() == [(1, 0.0, 2.0**16, ("bias",))] and int(log.count) == 1
+
+
+def test_several_losses_groups_and_nnx():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
+    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
+    history = History()
+    history.record(state)
+    scales = {"loss_scale_0": 65536.0, "loss_scale_1": 65536.0}
+    assert history.rows() == [{"call": 1, "step": 0, "skipped": 0, **scales}]
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    _, optimizer = jamp.nnx.initialize(model, optax.sgd(1.0), "O2", verbosity=0)
+    history = History()
+    history.record(optimizer)
+    assert history.rows()[0]["loss_scale"] == 65536.0
 
 
 def test_it_plots():

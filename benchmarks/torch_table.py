@@ -1,8 +1,8 @@
 """The error of autocast beside that of torch's rules, on the programs of a table.
 
-`python -m tests.torch_table [NAME ...]` prints it. The error of a result, or of the
-gradient in an argument, is the norm of its distance from float64 over the norm of that,
-both over all seeds. Rounding is luck in one run: so many seeds, and 1.1 ×.
+`python -m benchmarks.torch_table [NAME ...]` prints it. The error of a result, or of
+the gradient in an argument, is the norm of its distance from float64 over the norm of
+that, both over all seeds. Rounding is luck in one run: so many seeds, and 1.1 ×.
 """
 
 import contextlib
