@@ -42,7 +42,7 @@ from tests.models import CNN, MLP
 RESULTS = pathlib.Path(__file__).parent / "results" / "compared.jsonl"
 PLAIN = "plain JAX"
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-ELSEWHERE = ("mpx", "Keras")  # which not all that run this have
+ELSEWHERE = {"mpx": "mpx", "Keras": "keras"}  # modules that not all have
 CONTESTANTS = (PLAIN, "dtype=bfloat16", "jmp", "DynamicScale", *ELSEWHERE, *LEVELS)
 HALVES = {
     "dtype=bfloat16": jnp.bfloat16,
@@ -337,13 +337,12 @@ def main() -> None:
         RESULTS.parent.mkdir(exist_ok=True)
         done = {(row["model"], row["who"]) for row in read(RESULTS)}
         on_gpu = jax.default_backend() == "gpu"
-        modules = {"mpx": "mpx", "Keras": "keras"}
         for name, cases in CASES.items():
             missing = [
                 who
                 for who in CONTESTANTS
                 if (name, who) not in done
-                and (who not in ELSEWHERE or importlib.util.find_spec(modules[who]))
+                and (who not in ELSEWHERE or importlib.util.find_spec(ELSEWHERE[who]))
             ]
             if not missing:
                 continue
