@@ -238,7 +238,8 @@ def test_rules_are_frozen_and_compare_hash_and_pickle_by_value():
         lambda x: jamp.StaticLossScale(x, check=True),
     ]
     for make in every:
-        copies = [make(np.float32(8.0)), pickle.loads(pickle.dumps(make(8.0)))]
+        copies = [make(x) for x in (np.float32(8.0), jnp.float32(8.0), 8)]
+        copies.append(pickle.loads(pickle.dumps(make(8.0))))
         assert {make(8.0)} == {make(8.0), *copies}
     assert len({make(8.0) for make in every}) == len(every)
     # The defaults are apex's.
