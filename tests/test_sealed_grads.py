@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -238,6 +239,11 @@ def test_a_flag_can_be_set_by_hand_and_sum_adds_several():
     assert_same_bits(sum(several), several[0] + several[1] + several[2])
     with pytest.raises(TypeError, match="add to ScaledGrads, got int"):
         1 + several[0]
+
+
+def test_gradients_are_saved_bit_for_bit():
+    saved = serialization.to_bytes(grads_of())
+    assert_same_bits(serialization.from_bytes(grads_of(0.25), saved), grads_of())
 
 
 # A mapped axis
