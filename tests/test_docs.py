@@ -20,7 +20,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (
         ROOT / "README.md",
-        ROOT / "pallas_kernels" / "README.md",
+        *ROOT.glob("pallas_kernels/README.md"),  # which `make dist` has taken away
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
