@@ -24,7 +24,7 @@ TESTS = {
     "jamp/_scaling/seal.py": "sealed_grads",
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
-    "jamp/_autocast/facts.py": f"{AUTOCAST} autocast_functions forward_programs",
+    "jamp/_autocast/facts.py": f"{AUTOCAST} autocast_accuracy explain forward_programs",
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
     "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",

@@ -79,6 +79,14 @@ CASES = {
     ),
     "both": (with_sums, "add: float32 promote widest"),
     "a bias": (lambda x, w: x @ w + jnp.cumsum(w[0]), "add: float16 promote bias"),
+    "a mask": (
+        lambda x, w: x @ w * (x > 0).astype(x.dtype),
+        "mul: float16 promote operands",
+    ),
+    "-inf": (
+        lambda x, w: jnp.where(x > 0, x @ w, -jnp.inf) @ w,
+        "select_n: float16 move operands",
+    ),
     "1e30": (lambda x, w: x @ w * 1e30, "mul: float32 promote literal"),
     "a constant": (
         lambda x, w: x @ w + jnp.ones(8)[:, None],

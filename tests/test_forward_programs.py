@@ -71,6 +71,17 @@ def test_no_float32_value_leaves_a_product_in_float32(name, level):
     assert optax.tree.norm(far) <= 0.03 * optax.tree.norm(exact)
 
 
+@levels
+def test_a_carry_is_the_models_from_the_second_trip_on(level):
+    def loss_fn(params, x):
+        step = lambda c, _: (jnp.tanh(c @ x @ params["w"]), None)  # noqa: E731
+        return jax.lax.scan(step, x, length=2)[0].mean()
+
+    state = begin(weights("w"), level)
+    found = products(jamp.scaled_grad(loss_fn), state, jnp.eye(WIDTH))
+    assert set(found) == {f"{HALF[level]},{HALF[level]}"}
+
+
 def equinox_mlp():
     mlp = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(0))
     params, static = eqx.partition(mlp, eqx.is_array)
