@@ -159,3 +159,15 @@ def test_a_bias_is_part_of_its_product_and_the_loss_in_float32(promote):
     expected = np.log(np.exp(shifted).sum(-1))
     found = jamp.autocast(loss, promote=promote)(W, X)
     np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("promote", "casts"), [("widest", 1), ("narrowest", 2)])
+def test_a_norm_casts_once_or_apart_from_its_statistics(promote, casts):
+    def norm(x):
+        h = x @ x
+        scale = jax.lax.rsqrt(jnp.square(h).mean(0) - jnp.square(h.mean(0)) + 1)
+        return (h - h.mean(0)) * scale @ x
+
+    program = jax.make_jaxpr(jamp.autocast(norm, promote=promote))(jnp.eye(8))
+    wide = [e for e in program.eqns if e.params.get("new_dtype") == jnp.float32]
+    assert [e.invars[0].aval.shape for e in wide[:-1]] == casts * [(8, 8)]
