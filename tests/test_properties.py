@@ -80,6 +80,19 @@ def assert_rounds(got, x, half):
 # Casts
 
 
+@few
+@given(trees(FLOATS | OTHERS), st.sampled_from(list(HALVES.values())))
+def test_a_cast_rounds_floats_and_touches_nothing_else(tree, half):
+    got = jamp.cast_model(tree, half)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(got), strict=True):
+        if x.dtype == np.float32:
+            assert_rounds(y, x, half)
+        else:
+            assert y is x or bits(y) == bits(x) and y.dtype == x.dtype
+    assert_same_bits(jamp.cast_model(got, half), got)
+
+
 # Masters and checkpoints
 
 
