@@ -1,4 +1,4 @@
-"""Losses, norms and softmaxes after a product: as accurate as in float32."""
+"""Losses, norms, softmaxes and sums of loops: as accurate as in float32."""
 
 import jax
 import jax.numpy as jnp
