@@ -102,23 +102,19 @@ def program(who: str, case: lean.Case) -> tuple[Callable[[], Any], Callable]:
     loss_fn = lean.forward(case, written)
     if who == "Keras":
         return keras_program(variables, loss_fn)
-    rules = {
-        "jmp": lambda: (jnp.float32(2.0**15), jnp.int32(0)),
-        "DynamicScale": DynamicScale,
-        "mpx": mpx_rule,
+    scaled = {
+        "jmp": (lambda: (jnp.float32(2.0**15), jnp.int32(0)), jmp_step),
+        "DynamicScale": (DynamicScale, flax_step),
+        "mpx": (mpx_rule, mpx_step),
     }
-    if who not in rules:
-        step = lean.float32_step(loss_fn)
-    else:
-        scaled = {"jmp": jmp_step, "DynamicScale": flax_step, "mpx": mpx_step}
-        step = scaled[who](loss_fn)
+    rule, step_of = scaled.get(who, (None, lean.float32_step))
 
     def init():
         params, stats = variables()
         state = params, TX.init(params), stats
-        return (*state, rules[who]()) if who in rules else state
+        return state if rule is None else (*state, rule())
 
-    return init, step
+    return init, step_of(loss_fn)
 
 
 def jmp_step(loss_fn: Callable) -> Callable:

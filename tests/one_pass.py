@@ -19,7 +19,6 @@ STEPS = 6
 # Where a step overflows: in the first and the last leaf, which are half, and in one
 # that stays float32. Two such steps follow each other.
 BAD = {1: ("a", -1, np.inf), 3: ("z", 0, np.nan), 4: ("n", 64, -np.inf)}
-KEPT = ("bare", "masters", "split")
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -4,7 +4,6 @@ import importlib.util
 import pathlib
 import struct
 import sys
-import time
 
 import pytest
 
@@ -16,14 +15,6 @@ MISSING = [name for name in IMPORTED if importlib.util.find_spec(name) is None]
 needs_extra = pytest.mark.skipif(
     bool(MISSING), reason=f"needs {MISSING}, which the extra `examples` installs"
 )
-
-
-def wait_for(path, seconds=240):
-    """Waits until a file is there."""
-    until = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.05)
 
 
 def png_size(path):
