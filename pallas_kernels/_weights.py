@@ -16,6 +16,8 @@ from pallas_kernels._once import computed_once
 
 type Kind = Literal["own", "copied", "split"]
 
+_LOW = jnp.dtype(jnp.uint16)
+
 
 class Weight(NamedTuple):
     """A param, and the master beside it.
@@ -35,7 +37,7 @@ class Weight(NamedTuple):
         """How its master is kept."""
         if self.master is None:
             return "own"
-        return "split" if self.master.dtype == jnp.uint16 else "copied"
+        return "split" if self.master.dtype == _LOW else "copied"
 
     @property
     def value(self) -> Array:

@@ -3,6 +3,7 @@
 After apex/fp16_utils/fp16util.py:convert_network.
 """
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,13 +12,18 @@ import jax
 from jax.typing import DTypeLike
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
-from jamp._core.tree import KeyPath, is_overwritten, path_parts, path_string
+from jamp._core.tree import (
+    in_one_program,
+    is_overwritten,
+    path_parts,
+    path_string,
+)
 from jamp._policy.levels import Properties, parse_keep_fp32, parse_model_type
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
 
-type Keep = Callable[[KeyPath, Any], bool]
+type Keep = Callable[[tuple[str, ...], Any], bool]
 
 
 def cast_model(
@@ -90,13 +96,13 @@ def cast_to_level(params: Any, properties: Properties, batch_stats: Any) -> Any:
 def keep_rule(
     keep_batchnorm_fp32: bool | None, batch_stats: Any, keep_fp32: Collection[Any]
 ) -> Keep:
-    """The predicate `(key path, leaf) -> bool` for leaves that stay in float32."""
-    is_batchnorm = _batchnorm_test(batch_stats)
+    """The predicate `(path's parts, leaf) -> bool` for leaves that stay in float32."""
+    is_batchnorm = functools.cache(_batchnorm_test(batch_stats))  # once for a module
 
-    def keep(path, leaf):
-        if keep_batchnorm_fp32 and is_batchnorm(path_parts(path)[:-1]):
+    def keep(parts, leaf):
+        if keep_batchnorm_fp32 and is_batchnorm(parts[:-1]):
             return True
-        return any(_matches(rule, path_string(path), leaf) for rule in keep_fp32)
+        return any(_matches(rule, "/".join(parts), leaf) for rule in keep_fp32)
 
     return keep
 
@@ -121,12 +127,17 @@ def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
     Flax's fp8 scales, in a collection of their own, are not weights: left alone.
     """
 
-    def leaf(path, x):
-        if not is_castable(x) or is_overwritten(path):
-            return x
-        return cast(x, FLOAT32 if keep(path, x) else dtype)
+    def wanted(path, x):
+        parts = path_parts(path)
+        if not is_castable(x) or is_overwritten(parts):
+            return None
+        to = FLOAT32 if keep(parts, x) else dtype
+        return None if x.dtype == to else to
 
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [x for _, x in paths]
+    dtypes = [wanted(path, x) for path, x in paths]
+    return structure.unflatten(in_one_program(cast, leaves, dtypes))
 
 
 def _batchnorm_test(batch_stats: Any) -> Callable[[tuple[str, ...]], bool]:
@@ -149,8 +160,8 @@ def _matches(rule: Any, path: str, leaf: Any) -> bool:
     return bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
 
 
-def _keep_nothing(path: KeyPath, leaf: Any) -> bool:
-    del path, leaf
+def _keep_nothing(parts: tuple[str, ...], leaf: Any) -> bool:
+    del parts, leaf
     return False
 
 

@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
-from jamp._core.tree import is_overwritten
+from jamp._core.tree import is_overwritten, path_parts
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -84,11 +84,13 @@ def _kind(container: Any) -> str:
 
 def check_float32(params: Any) -> None:
     """Raises a ValueError for the first float leaf that is not float32."""
+    if all(getattr(x, "dtype", FLOAT32) == FLOAT32 for x in jax.tree.leaves(params)):
+        return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype == FLOAT32:
             continue
-        if is_overwritten(path):
+        if is_overwritten(path_parts(path)):
             continue
         raise ValueError(
             f"Found params{jax.tree_util.keystr(path)} with dtype {dtype}, expected "

@@ -30,7 +30,7 @@ def moments_like_params[T](opt_state: T, params: PyTree) -> T:
     """
     if not any(map(is_traced, jax.tree.leaves(params))):
         return opt_state
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree_util.tree_leaves_with_path(trained_params(params))
     by_path = {path_parts(path): param for path, param in leaves}
 
     def leaf(path, x):

@@ -60,7 +60,7 @@ def init_around(tx: Any, weights: PyTree, params: PyTree) -> tuple[PyTree, Any]:
     is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
     if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
         raise ValueError(masters.ALREADY_WRAPPED)
-    opt_state = moments_like_params(opt_state, trained_params(params))
+    opt_state = moments_like_params(opt_state, params)
     return with_weights(tx, weights, opt_state, params)
 
 

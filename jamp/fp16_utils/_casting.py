@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable
+from jamp._core.tree import path_parts
 from jamp._policy.casting import cast_model, keep_rule
 from jamp._policy.forward import cast_forward
 from jamp._policy.levels import Properties, parse_model_type
@@ -116,9 +117,10 @@ def BN_convert_float(params: Any, batch_stats: Any = None) -> Any:  # noqa: N802
     >>> print(BN_convert_float(params)["bn1"]["scale"].dtype)
     float32
     """
-    is_batchnorm = keep_rule(True, batch_stats, ())
+    keep = keep_rule(True, batch_stats, ())
 
     def leaf(path, x):
-        return cast(x, FLOAT32) if is_castable(x) and is_batchnorm(path, x) else x
+        is_kept = is_castable(x) and keep(path_parts(path), x)
+        return cast(x, FLOAT32) if is_kept else x
 
     return jax.tree_util.tree_map_with_path(leaf, params)

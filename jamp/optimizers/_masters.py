@@ -6,6 +6,7 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -14,7 +15,7 @@ import optax
 from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
-from jamp._core.tree import check_like, copy_of, select
+from jamp._core.tree import check_like, copied, select
 from jamp.optimizers._fused import FusedTransformation
 from jamp.optimizers._transformation import Transformation
 from pallas_kernels import Weight, split
@@ -137,22 +138,18 @@ class _MasterRule:
     store_remainder: bool
 
     def init(self, params: PyTree) -> MasterWeightsState:
+        leaves, structure = jax.tree.flatten(params)
         if self.store_remainder:
             _check_bfloat16(params)
-        # All in float32: taken for the originals of params that are cast afterwards.
-        cast_later = not any(is_half(p) for p in jax.tree.leaves(params))
-
-        def leaf(param):
-            if not is_half(param) and not cast_later:
-                return Weight(param)
-            if self.store_remainder:
-                return Weight(param, jnp.zeros_like(param, jnp.uint16))
-            is_wide = jnp.result_type(param) == jnp.float64
-            copied = copy_of(param) if is_wide else _widened_copy(param)
-            return Weight(param, copied)
-
-        weights = jax.tree.map(leaf, params)
-        return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))
+            low = lambda p: Weight(p, jnp.zeros_like(p, jnp.uint16))  # noqa: E731
+            weights = [low(p) if is_half(p) else Weight(p) for p in leaves]
+        elif any(map(is_half, leaves)):
+            weights = _with_copies(leaves, leaves)
+        else:  # taken for the originals of params that are cast afterwards
+            dtypes = [jnp.result_type(p) for p in leaves]
+            weights = list(map(Weight, leaves, copied(leaves, dtypes)))
+        tree = structure.unflatten(weights)
+        return MasterWeightsState(parted(tree)[1], self.tx.init(values(tree)))
 
     def update(self, updates, state, params=None, **extra_args):
         if params is None:
@@ -180,16 +177,26 @@ def with_masters(
         store_remainder: whether to keep 16 bits beside each bfloat16 param, which is
             rounded again from its original then, ties away from zero.
     """
+    leaves, structure = jax.tree.flatten(params)
+    weights = _with_copies(leaves, structure.flatten_up_to(originals))
     if store_remainder:
         _check_bfloat16(params)
+        own = lambda w: w.master is None  # noqa: E731
+        weights = [w if own(w) else Weight(*split(w.master)) for w in weights]
+    return structure.unflatten(weights)
 
-    def leaf(param, original):
-        if not is_half(param):
-            return Weight(param)
-        original = _widened_copy(original)
-        return Weight(*split(original)) if store_remainder else Weight(param, original)
 
-    return jax.tree.map(leaf, params, originals)
+def _with_copies(params: Sequence[Any], originals: Sequence[Any]) -> list[Weight]:
+    """Params with float32 copies of the originals as masters, where they are half.
+
+    A master that shared its buffer with a param could not be donated.
+    """
+    dtypes = [FLOAT32 if is_half(p) else None for p in params]
+    masters = copied(originals, dtypes)
+    return [
+        Weight(p) if dtype is None else Weight(p, master)
+        for p, dtype, master in zip(params, dtypes, masters, strict=True)
+    ]
 
 
 def joined(params: PyTree, masters: PyTree) -> PyTree:
@@ -262,11 +269,6 @@ def _choose[T](clean: Any, new: T, old: T) -> T:
 
 def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
-
-
-def _widened_copy(x: Any) -> Any:
-    # A copy: a master that shared its buffer with a param could not be donated.
-    return copy_of(x, FLOAT32 if is_castable(x) else None)
 
 
 def _landing_update(update: Any, new: Any, param: Any) -> Any:
