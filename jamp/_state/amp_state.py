@@ -262,8 +262,10 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
             rule = state.loss_scale_rules[part.loss_id]
             begun = state.loss_scales[part.loss_id]
             before = scales[part.loss_id]
-            if part.scale_state is not None:
-                before = _redone(part.scale_state, before, begun)
+            if part.scale_state is not None:  # it was computed again if that fell
+                fell = part.scale_state.scale < begun.scale
+                lower = lower_of(before, part.scale_state)
+                before = jax.tree.map(functools.partial(jnp.where, fell), lower, before)
             scales[part.loss_id] = rule.update(before, _known(part.raw_finite))
             flags.setdefault(part.loss_id, []).append(part.finite)
     for loss_id, finite in flags.items():
@@ -275,15 +277,6 @@ def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ..
                 consecutive_skips=count_skips(state.loss_scales[loss_id], clean)
             )
     return tuple(scales)
-
-
-def _redone(
-    scale_state: LossScaleState, now: LossScaleState, begun: LossScaleState
-) -> LossScaleState:
-    """`now`, or the lower scale at which a part was computed again in this step."""
-    fell = scale_state.scale < begun.scale
-    lower = lower_of(now, scale_state)
-    return jax.tree.map(lambda low, x: jnp.where(fell, low, x), lower, now)
 
 
 def _next_field(

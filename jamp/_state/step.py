@@ -29,12 +29,7 @@ def begin(
 ) -> tuple[Any, PyTree, Any]:
     """One new group: its transformation as the level wants it, params and state.
 
-    Args:
-        tx: the user's transformation, or None.
-        originals: the user's params, float32.
-        params: cast from them.
-        keeps_masters: whether to wrap `tx` in `master_weights`.
-        store_remainder: how.
+    `originals` are the user's params, float32; `params` were cast from them.
     """
     if tx is not None:
         tx = with_shardings(tx, params)
@@ -78,12 +73,7 @@ def with_weights(
 ) -> tuple[PyTree, Any]:
     """Params and optimizer state from stepped weights and their inner state.
 
-    Args:
-        tx: a transformation, maybe wrapped in `master_weights`.
-        weights: a tree of `Weight`.
-        state: of the transformation inside.
-        params: the whole params, non-float leaves included.
-        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
+    Args: see `step`; `state` is that of the transformation inside.
     """
     trained, kept = masters.parted(weights)
     if isinstance(tx, masters.MasterWeights):

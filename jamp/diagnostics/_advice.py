@@ -200,20 +200,13 @@ _TABLE: tuple[tuple[Callable[[Finding], bool], str], ...] = (
 
 
 def scale_advice(scale: float, clean: float, moves: bool) -> str:
-    """When the gradients are finite at a lower loss scale.
+    """When the gradients are finite at a lower loss scale, of which `clean` is largest.
 
-    Args:
-        scale: the present one.
-        clean: the largest power of two below it at which they are.
-        moves: whether the scale is dynamic.
+    A dynamic scale moves.
     """
+    then = 'is static: write loss_scale="dynamic".'
     if moves:
         skips = math.ceil(math.log2(scale / clean))
-        return (
-            f"Only the loss scale is too high: at {clean:g} all gradients are finite. "
-            f"It comes down by itself, in {skips} skipped step(s): nothing to mend."
-        )
-    return (
-        f"Only the loss scale is too high: at {clean:g} all gradients are finite. It "
-        'is static: write loss_scale="dynamic".'
-    )
+        then = f"comes down by itself, in {skips} skipped step(s): nothing to mend."
+    finite = f"at {clean:g} all gradients are finite"
+    return f"Only the loss scale is too high: {finite}. It {then}"

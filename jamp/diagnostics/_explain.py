@@ -95,11 +95,7 @@ def _recorded(
 ) -> list[Decision]:
     """The equations of a program that is written: what decided is in its notes.
 
-    Args:
-        program: the program.
-        lists: for the rules.
-        why: of what has no note.
-        names: the name stack around it.
+    `why` is the word for what has none, `names` the name stack around the program.
     """
     decided = []
     for eqn in program.eqns:

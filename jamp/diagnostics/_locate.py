@@ -86,19 +86,9 @@ class _Run(NamedTuple):
 
 @moves_constants
 def locate_in(
-    fn: StepFn,
-    state: AmpState,
-    arguments: dict[str, Any],
-    loss_id: int,
+    fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int
 ) -> Location:
-    """Finds the culprit in a function of a state and arguments.
-
-    Args:
-        fn: `(state, arguments) -> (loss, gradients)`.
-        state: an AmpState.
-        arguments: the others, by name.
-        loss_id: which of the loss scales it uses.
-    """
+    """`locate` of a function of a state and arguments."""
     step = scaled_step(fn, state, arguments, loss_id, "locate")
     scale, moves = step.scale, state.loss_scale_rules[loss_id].moves
     with jax.debug_nans(False), jax.debug_infs(False):

@@ -44,7 +44,6 @@ class Origin:
         order: the place of what made it, in order of execution.
         parents: what is not finite among what it was made of.
         has_nan: whether it holds NaN.
-        has_inf: whether it holds infinities.
         intended: whether it may be meant so: an infinity in the program, as a mask's,
             or in the arguments, and no NaN.
         event: what to report if it is the first; None if that cannot be.
@@ -53,7 +52,6 @@ class Origin:
     order: int
     parents: tuple["Origin", ...]
     has_nan: bool
-    has_inf: bool
     intended: bool
     event: Event | None
 

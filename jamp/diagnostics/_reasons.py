@@ -67,10 +67,7 @@ def because(
 ) -> tuple[str, str]:
     """What decided on an operation, in a word and in a sentence.
 
-    Args:
-        decision: of autocast; or an equation of a program that is written already.
-        lists: the user's.
-        is_written: which of these it is.
+    The decision is autocast's, or an equation of a program that is written already.
     """
     eqn, why, region = decision.eqn, decision.why, decision.region
     name = eqn.primitive.name

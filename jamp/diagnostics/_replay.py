@@ -145,7 +145,7 @@ class Replay:
         event = Event(None, name, near=near, result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
         intended = not nan and not positive
-        return Value(array, Origin(self.order, (), nan, inf, intended, event), near)
+        return Value(array, Origin(self.order, (), nan, intended, event), near)
 
     def seen(self, site: Site, array: Any, read: Sequence[Value], near: str) -> Value:
         """A result of an equation, with where it comes from if it is not finite."""
@@ -164,7 +164,7 @@ class Replay:
         if not parents or (nan and was_intended):
             event = _event(site, array, read, near, names_of(parents))
         intended = was_intended and not nan
-        origin = Origin(self.order, parents, nan, inf, intended, event)
+        origin = Origin(self.order, parents, nan, intended, event)
         return Value(array, origin, near, maker)
 
     def near(self, site: Site, read: Sequence[Value]) -> str:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from jamp._core.dtypes import is_differentiable
 from jamp._core.tree import path_string, trained_params
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState
@@ -161,7 +160,7 @@ class SkipLog:
 
 def _paths(tree: Any) -> tuple[str, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(path_string(path) for path, x in leaves if is_differentiable(x))
+    return tuple(path_string(path) for path, _ in leaves)
 
 
 def _packed(flags: list[Any]) -> UInt32[Array, " words"]:

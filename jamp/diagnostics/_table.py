@@ -10,15 +10,12 @@ _COLUMNS = "line|module|operation|operands|runs in|why|FLOPs|reason".split("|")
 
 
 def chosen(operations: Sequence[Operation], filter: str | None) -> list[Operation]:
-    """Some operations.
+    """Operations that compute floats: "products", "float32", a regex, or None for all.
 
-    Args:
-        operations: all.
-        filter: "products", "float32" or a regex of what computes floats; None for all
-            of that, "all" for the rest, too.
+    "all" is the rest, too.
 
     Raises:
-        ValueError: it is not a regex.
+        ValueError: `filter` is not a regex.
     """
     if filter == "all":
         return list(operations)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from jamp.diagnostics._modules import Module, flops_of, label, modules_of
 from jamp.diagnostics._operation import Operation
 
-_HEAD = ("module", "FLOPs", "in half", "computed in float32, and why")
 _LEAST = 30  # of the last column, however long the names are
 # Why an operation is not in half, in fewer words than `explain` has sentences for it.
 _WHY = {
@@ -34,19 +33,15 @@ class _Row(NamedTuple):
 
 
 def text(operations: Sequence[Operation], depth: int | None, width: int) -> str:
-    """The tree.
-
-    Args:
-        operations: of the whole program.
-        depth: how many levels of modules to show; None for all.
-        width: what lines are cut to, but for names and lines of the source.
+    """The tree, as `Explanation.show` gives it.
 
     Raises:
         ValueError: `depth` is less than 1.
     """
     if depth is not None and depth < 1:
         raise ValueError(f"`depth` must be at least 1, got {depth}.")
-    rows = [_Row(*_HEAD), *_rows(modules_of(operations), depth or 99, "")]
+    head = _Row("module", "FLOPs", "in half", "computed in float32, and why")
+    rows = [head, *_rows(modules_of(operations), depth or 99, "")]
     names = max(len(row.name) for row in rows)
     flops = max(len(row.flops) for row in rows)
     lines = []
