@@ -55,8 +55,8 @@ def step(
     numbers: Mapping[str, ArrayLike],
     options: Options,
     *,
+    tags: Sequence[Any],
     per_leaf: Mapping[str, Float[Array, " n"]] | None = None,
-    tags: Sequence[Any] | None = None,
 ) -> Stepped:
     """Steps every leaf by `update`, in one pass.
 
@@ -67,8 +67,8 @@ def step(
         moments: by name, one per weight, of its shape.
         numbers: for the formula.
         options: how to run.
-        per_leaf: further numbers, one per leaf.
         tags: per leaf, something static for the formula.
+        per_leaf: further numbers, one per leaf.
     """
     job = Job(
         bind(_formula, update, options.only_updates),
@@ -125,11 +125,6 @@ def leaf_decays(weight_decay: Any, decays: Sequence[bool] | None, n: int) -> lis
     return [False] * n if never else list(decays if decays is not None else [True] * n)
 
 
-def one_minus(x: ArrayLike) -> ArrayLike:
-    """1 - x, rounded afterwards where `x` is a number: in float32 digits cancel."""
-    return 1 - x
-
-
 def _columns(
     weights: Sequence[Weight],
     grads: Sequence[Array],
@@ -154,13 +149,10 @@ def _with_unscale(
     return unscale | dict(numbers)
 
 
-def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
+def _kinds(weights: Sequence[Weight], tags: Sequence[Any]) -> list[Any]:
     """Per leaf, all that is static about it."""
-    tags = [None] * len(weights) if tags is None else tags
-    return [
-        (tag, weight.kind, weight.param.dtype)
-        for tag, weight in zip(tags, weights, strict=True)
-    ]
+    both = zip(tags, weights, strict=True)
+    return [(tag, weight.kind, weight.param.dtype) for tag, weight in both]
 
 
 def _formula(

@@ -10,9 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels._dtypes import widen
-from pallas_kernels._once import computed_once
-
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
 type Formula = Callable[[Mapping[str, Any], Any, Blocks], Blocks]
@@ -25,6 +22,22 @@ _PER_SUM = 8  # large leaves of one shape
 _PER_KERNEL = 11  # of four arrays read and four written, in 96 operands
 
 JOIN = {"sum": jnp.add, "max": jnp.maximum}
+
+
+def widen(x: Array) -> Array:
+    """Half as float32; all else as it is."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+
+
+def computed_once[T](values: T) -> T:
+    """Keeps XLA on the CPU from computing arrays again for each fusion that reads them.
+
+    Two fusions can round differently, one with a fused multiply-add and one without:
+    the halves of a split would be of two values. On a GPU all that is made of a value
+    is one fusion, which a barrier would break up.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
 
 
 class Bound(NamedTuple):

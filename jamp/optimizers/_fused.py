@@ -72,10 +72,14 @@ class FusedRule:
         weights: Sequence[Weight],
         grads: Sequence[Array],
         state: Any,
-        decays: Sequence[bool],
+        *,
         options: Options,
+        **shared: Any,
     ) -> Stepped:
         """Steps leaves; `state` has lists of leaves for trees.
+
+        Args:
+            shared: what every kernel takes: `learning_rate`, `weight_decay`, `decays`.
 
         Returns:
             New weights, or with `options.only_updates` what to add to them; and by name
@@ -182,7 +186,15 @@ class FusedRule:
         options = Options(unscale, skip, only_updates, self.backend, self.shardings)
         trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
         lists = type(state)(state.count, *trees)
-        stepped = self.step(weights, leaves, lists, decays, options)
+        stepped = self.step(
+            weights,
+            leaves,
+            lists,
+            options=options,
+            learning_rate=self.rate(state.count),
+            weight_decay=self.weight_decay,
+            decays=decays,
+        )
         count = optax.safe_increment(state.count)
         if skip is not None:
             count = jnp.where(skip, state.count, count)
@@ -225,14 +237,9 @@ def no_steps() -> Int[Array, ""]:
 
 
 def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:
-    """Raises for what is not a number, or not from 0 to below its limit.
+    """Raises for attributes that are not numbers, or not from 0 to below their limit.
 
     Schedules and arrays are not looked at.
-
-    Args:
-        optimizer: for the message.
-        below: the limit of each hyperparameter, by name.
-        values: an object that has them.
     """
     for name, limit in below.items():
         value = getattr(values, name)
@@ -279,7 +286,7 @@ def decays_by_mask(mask: Any, params: PyTree) -> list[bool]:
         return [True] * len(jax.tree.leaves(params))
     tree = mask(params)
     try:
-        full = jax.tree.map(lambda m, sub: jax.tree.map(lambda _: m, sub), tree, params)
+        full = jax.tree.broadcast(tree, params)
     except ValueError as error:
         raise ValueError(
             f"mask must be a tree of bools like the params, or a prefix of it: {error}"
