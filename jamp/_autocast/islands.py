@@ -34,6 +34,7 @@ _CHEAP = frozenset(
     "add_any reshape squeeze expand_dims transpose stop_gradient eq ne ge gt le lt "
     "and or not copy".split()
 )
+# None has effects, which would be there twice, once in the backward pass.
 _INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
 _CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
 
@@ -154,8 +155,6 @@ def _ends_island(eqn: jc.JaxprEqn) -> bool:
 
 
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    if eqn.effects:  # which would be there twice, once in the backward pass
-        return False
     if eqn.primitive.name in _CALLS:
         return all(map(_may_be_inside, program_of(eqn).eqns))
     return eqn.primitive.name in _INSIDE and not _ends_island(eqn)

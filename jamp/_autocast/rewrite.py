@@ -84,37 +84,14 @@ def rewrite(
         rules: how to write each primitive that holds programs.
         facts: what is known of its values, if they were read before.
     """
-    if scope.decisions is not None:
-        return _rewrite(jaxpr, boundary, scope, rules, facts)
     # JAX has one program for all calls of a jitted function, and so have we: what it
-    # makes of a program, such as its derivative, it makes once.
+    # makes of a program, such as its derivative, it makes once. `explain` asks for all.
     key = (id(jaxpr), scope.key, boundary.key)
-    if key not in scope.written:
-        written = _rewrite(jaxpr, boundary, scope, rules, facts)
-        scope.written[key] = (
-            jaxpr,
-            written,
-        )  # the former, so that its `id` stays its own
-    return scope.written[key][1]
-
-
-def _rewrite(
-    jaxpr: jc.Jaxpr,
-    boundary: Boundary,
-    scope: Scope,
-    rules: Mapping[str, ProgramRule],
-    facts: Facts | None,
-) -> jc.Jaxpr:
-    rewriter = Rewriter(jaxpr, boundary, scope, rules, facts)
-    for eqn in jaxpr.eqns:
-        rewriter.equation(eqn)
-    outvars = [
-        rewriter.read(v, rewriter.values.outgoing_dtype(v) if dtype is None else dtype)
-        for v, dtype in zip(jaxpr.outvars, boundary.out_dtypes, strict=True)
-    ]
-    written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
-    # Last: where float32 begins and ends is known by the casts that were written.
-    return checkpoint_islands(written, scope.written, scope.loop)
+    if scope.decisions is None and key in scope.written:
+        return scope.written[key][1]
+    written = Rewriter(jaxpr, boundary, scope, rules, facts).written()
+    scope.written[key] = jaxpr, written  # the former, so that its `id` stays its own
+    return written
 
 
 class Rewriter:
@@ -126,8 +103,9 @@ class Rewriter:
         boundary: Boundary,
         scope: Scope,
         rules: Mapping[str, ProgramRule],
-        facts: Facts | None = None,
+        facts: Facts | None,
     ):
+        self.jaxpr, self.boundary = jaxpr, boundary
         self.scope, self.rules = scope, rules
         wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
@@ -147,6 +125,19 @@ class Rewriter:
             self._bind(var, dtype)
             for var, dtype in zip(jaxpr.invars, boundary.in_dtypes, strict=True)
         ]
+
+    def written(self) -> jc.Jaxpr:
+        """The whole program, rewritten."""
+        jaxpr, values = self.jaxpr, self.values
+        for eqn in jaxpr.eqns:
+            self.equation(eqn)
+        outvars = [
+            self.read(v, values.outgoing_dtype(v) if dtype is None else dtype)
+            for v, dtype in zip(jaxpr.outvars, self.boundary.out_dtypes, strict=True)
+        ]
+        written = jaxpr.replace(invars=self.invars, outvars=outvars, eqns=self.eqns)
+        # Last: where float32 begins and ends is known by the casts that were written.
+        return checkpoint_islands(written, self.scope.written, self.scope.loop)
 
     # ---- values
 

@@ -1,9 +1,8 @@
-"""The forward pass of a model under its level, and for whom it runs so."""
+"""The forward pass of a model, as its level writes it."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -11,19 +10,8 @@ import jax
 from jamp._autocast.model import shown_params
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
-from jamp._policy.active import model_inputs, model_outputs, policy
 from jamp._policy.levels import Properties
-from jamp._policy.linen import linen_models
-
-
-@contextlib.contextmanager
-def forward_policy(properties: Properties) -> Iterator[None]:
-    """Runs models under `properties`; entering the same ones twice changes nothing."""
-    if policy.value == properties:
-        yield
-        return
-    with policy(properties), linen_models(properties):
-        yield
+from jamp._policy.models import forward_policy, model_inputs, model_outputs, policy
 
 
 def under_policy(

@@ -22,7 +22,8 @@ from jamp._core.tree import (
     split_overwrite,
     widen_tree,
 )
-from jamp._policy.forward import forward_policy, under_policy
+from jamp._policy.forward import under_policy
+from jamp._policy.models import forward_policy
 from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
