@@ -38,19 +38,14 @@ from jamp._core.dtypes import FLOAT32
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        vote: the dtype that it asks for; None for what comes from literals alone and
-            takes the dtype of what it meets, and for what is not float32.
-        asks: whether it holds, or may hold, a literal that half cannot.
-        origin: what its numbers are made of.
-        source: which params of the model they depend on, and whether on other data.
-    """
-
+    # The dtype that it asks for. None for what comes from literals alone and takes the
+    # dtype of what it meets, and for what is not float32.
     vote: Any
-    asks: bool = False
-    origin: Origin = Origin()
+    asks: bool = False  # whether it holds, or may hold, a literal that half cannot
+    origin: Origin = Origin()  # what its numbers are made of
+    # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
 
     def numbered(self, numbers: dict[Any, int]) -> "Fact":
@@ -70,10 +65,7 @@ _CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
 class Facts:
     """What is known of the values of a program.
 
-    Args:
-        jaxpr: the program.
-        given: what is known of its inputs; nothing, if it is empty.
-        scope: policy and place.
+    `given` is what is known of its inputs: nothing, if it is empty.
     """
 
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):

@@ -53,14 +53,8 @@ def half_kernel[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def traced_for(policy: Policy, casts: bool = True) -> AbstractContextManager[None]:
-    """In what a function is traced for autocast: kernels and marks are found.
-
-    Args:
-        policy: the policy.
-        casts: whether kernels get half.
-    """
-    lists = policy.lists
-    replaced = [*_kernels_by_place(lists), *marked_by_place(lists)]
+    """In what to trace a function: with its marks, and half for kernels if `casts`."""
+    replaced = [*_kernels_by_place(policy.lists), *marked_by_place(policy.lists)]
     return tracing_for(policy.dtype, replaced, casts)
 
 
