@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import Facts
-from jamp._autocast.jax_internals import CHECKPOINT, scan_counts
+from jamp._autocast.facts import CALLS, Facts
+from jamp._autocast.jax_internals import scan_counts
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import Atom, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
@@ -156,10 +156,7 @@ def wants_of_carries(carries: Sequence[jc.Var], facts: Facts) -> list[Want]:
 
 # Into the others values go in float32, as the program says.
 _INSIDE = {
-    "jit": _of_call,
-    CHECKPOINT: _of_call,
-    "closed_call": _of_call,
-    "custom_jvp_call": _of_call,
+    **dict.fromkeys(CALLS, _of_call),
     "cond": _of_cond,
     "scan": _of_scan,
 }

@@ -59,7 +59,8 @@ _KEEP_RANGE = frozenset(
 )
 # Of what only takes what it gets, these round their results.
 _ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
-_CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
+# What is called once, with operands and results in any dtype.
+CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
 
 
 class Facts:
@@ -227,7 +228,7 @@ class Facts:
 
     def _of_results(self, eqn: jc.JaxprEqn) -> list[Fact]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             return self._of_program(eqn, program_of(eqn), eqn.invars)
         if name == "cond":
             branches = [
@@ -317,10 +318,8 @@ class Facts:
         origin = origins.of_result(
             eqn, out, rule, [self.of(v).origin for v in eqn.invars]
         )
-        if rule is Rule.HALF:
-            return Fact(self.half, False, origin)
-        if rule is Rule.FLOAT32:
-            return Fact(FLOAT32, False, origin)
+        if rule is Rule.HALF or rule is Rule.FLOAT32:
+            return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
         literal = all(self.of(v).asks or not self.of(v).vote for v in eqn.invars)
         holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE or literal
         asks = holds and self.asks(eqn)
@@ -337,12 +336,8 @@ class Facts:
         if len(votes) == 1:
             return next(iter(votes))
         if not self._widest or self.bias(eqn) is not None:
-            only_params = all(
-                self.is_half_param(v)
-                for v in eqn.invars
-                if self.of(v).vote == self.half
-            )
-            return FLOAT32 if only_params else self.half
+            in_half = (v for v in eqn.invars if self.of(v).vote == self.half)
+            return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
         return self.half if self._normalises(eqn) else FLOAT32
 
     def _normalises(self, eqn: jc.JaxprEqn) -> bool:

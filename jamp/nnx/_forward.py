@@ -10,8 +10,8 @@ from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
 from jamp._policy.forward import scope_under
 from jamp._policy.levels import Properties
 from jamp._policy.models import forward_policy, model_inputs, model_outputs
-from jamp.nnx._arguments import map_arrays
 from jamp.nnx._autocast import autocast_in
+from jamp.nnx._variables import map_arrays
 
 _PROPERTIES = "_jamp_properties"
 
