@@ -41,19 +41,12 @@ _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
 class Boundary(NamedTuple):
-    """What a program takes and gives.
-
-    Attributes:
-        in_dtypes: what comes in.
-        out_dtypes: what must go out; None is whatever is at hand.
-        out_wants: what is wanted of the outputs, if it is known.
-        facts: what is known of the inputs, if anything is.
-    """
+    """What a program takes and gives."""
 
     in_dtypes: Sequence[Any]
-    out_dtypes: Sequence[Any]
-    out_wants: Sequence[Want] = ()
-    facts: Sequence[Fact] = ()
+    out_dtypes: Sequence[Any]  # None is whatever is at hand
+    out_wants: Sequence[Want] = ()  # of the outputs, if it is known
+    facts: Sequence[Fact] = ()  # of the inputs, if any are known
 
     @property
     def key(self) -> Any:
@@ -77,12 +70,8 @@ def rewrite(
 ) -> jc.Jaxpr:
     """Rewrites a program.
 
-    Args:
-        jaxpr: the user's program.
-        boundary: what it is to take and give.
-        scope: policy and place.
-        rules: how to write each primitive that holds programs.
-        facts: what is known of its values, if they were read before.
+    `rules` write the primitives that hold programs; `facts` are those of its values, if
+    they were read before.
     """
     # JAX has one program for all calls of a jitted function, and so have we: what it
     # makes of a program, such as its derivative, it makes once. `explain` asks for all.

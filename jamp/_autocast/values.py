@@ -14,19 +14,12 @@ from jamp._core.dtypes import FLOAT32
 
 
 class Choice(NamedTuple):
-    """What an equation runs in.
+    """What an equation runs in."""
 
-    Attributes:
-        computed: the dtype that its float32 values are cast to, and its results have.
-        why: as `Decision.why`.
-        bias: the operand that is added to a product in half, if there is one.
-        apart: whether it casts its operands for itself.
-    """
-
-    computed: Any
-    why: str
-    bias: jc.Var | None = None
-    apart: bool = False
+    computed: Any  # the dtype that its float32 values are cast to, and its results have
+    why: str  # as `Decision.why`
+    bias: jc.Var | None = None  # the operand that is added to a product in half
+    apart: bool = False  # whether it casts its operands for itself
 
 
 class Values:
@@ -77,7 +70,8 @@ class Values:
             return Choice(self.half, "bias", bias)
         if not any(map(is_float32, eqn.outvars)):
             # A comparison: of a rounded copy, `w > 0` would differ for tiny `w`.
-            in_half = self._all_computed(eqn, self.half)
+            dtypes = {self.computed_dtype(v) for v in self._voters(eqn)}
+            in_half = dtypes == {self.half}
             return Choice(self.half if in_half else FLOAT32, "operands")
         return self._by_votes(eqn, rule)
 
@@ -109,10 +103,6 @@ class Values:
         if self.consumers.chains(eqn, rule):
             return Choice(FLOAT32, "fusion")
         return Choice(self.half, "operands" if len(votes) == 1 else "narrowest")
-
-    def _all_computed(self, eqn: jc.JaxprEqn, dtype: Any) -> bool:
-        """Whether all operands with a vote were computed in a dtype."""
-        return {self.computed_dtype(v) for v in self._voters(eqn)} == {dtype}
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands with a vote."""

@@ -15,13 +15,8 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
-type KeepFp32 = (
-    str
-    | re.Pattern[str]
-    | Callable[[str, Any], bool]
-    | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
-)
-
+type KeepRule = str | re.Pattern[str] | Callable[[str, Any], bool]
+type KeepFp32 = KeepRule | tuple[KeepRule, ...]
 type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 
 BRIEFS = {
