@@ -55,8 +55,8 @@ def step(
     numbers: Mapping[str, ArrayLike],
     options: Options,
     *,
-    tags: Sequence[Any],
     per_leaf: Mapping[str, Float[Array, " n"]] | None = None,
+    tags: Sequence[Any] | None = None,
 ) -> Stepped:
     """Steps every leaf by `update`, in one pass.
 
@@ -67,8 +67,8 @@ def step(
         moments: by name, one per weight, of its shape.
         numbers: for the formula.
         options: how to run.
-        tags: per leaf, something static for the formula.
         per_leaf: further numbers, one per leaf.
+        tags: per leaf, something static for the formula.
     """
     job = Job(
         bind(_formula, update, options.only_updates),
@@ -149,9 +149,9 @@ def _with_unscale(
     return unscale | dict(numbers)
 
 
-def _kinds(weights: Sequence[Weight], tags: Sequence[Any]) -> list[Any]:
+def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
     """Per leaf, all that is static about it."""
-    both = zip(tags, weights, strict=True)
+    both = zip(tags or [None] * len(weights), weights, strict=True)
     return [(tag, weight.kind, weight.param.dtype) for tag, weight in both]
 
 
