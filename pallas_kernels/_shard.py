@@ -33,12 +33,7 @@ class Placement(NamedTuple):
 
 
 def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Placement:
-    """Where `leaves` are.
-
-    Args:
-        leaves: dicts of arrays of one shape.
-        shardings: per leaf a NamedSharding or None, for a mesh of Auto axes.
-    """
+    """Where `leaves` are; `shardings` say it per leaf, on a mesh of Auto axes."""
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
     # The sharding that decides for a leaf is that of its weight, where it has one.
     deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]

@@ -149,15 +149,8 @@ def run_in_xla(
 ) -> Part:
     """Runs the leaves `members`, in order, so that XLA merges what it can.
 
-    Args:
-        job: what to do.
-        names: of the numbers.
-        tags: one per leaf.
-        flattens: whether totals may take leaves concatenated.
-        members: which leaves.
-        leaves: all of them.
-        packed: the numbers for all leaves.
-        table: further numbers, a row per leaf.
+    `names` are of the numbers: `packed` has those for all leaves, `table` a row of
+    further ones per leaf. `flattens` lets totals take leaves concatenated.
     """
     groups = kinds(members, leaves, tags)
     if job.totals:
@@ -213,11 +206,7 @@ def _with_numbers(
 def run_leaf(
     job: Job, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]
 ) -> tuple[Blocks, dict[str, Array]]:
-    """Runs `job` on one leaf.
-
-    Returns:
-        Its written columns and new arrays; its reductions.
-    """
+    """A leaf's written columns and new arrays; its reductions."""
     results = job.results(leaf, tag, numbers)
     if job.stored is not None:
         results = job.stored(tag, computed_once(results))

@@ -23,12 +23,7 @@ from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
-from jamp.fp16_utils._scalers import (
-    UNUSED,
-    LossScalerState,
-    first_state,
-    window_update,
-)
+from jamp.fp16_utils._scalers import UNUSED, LossScalerState, first_state, window_update
 from jamp.fp16_utils._state import check_state, check_state_dict, say
 from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Options, Weight, l2norm

@@ -72,14 +72,16 @@ class FusedAdagrad(FusedRule):
     eps: Any
     adagrad_w_mode: bool
 
-    def step(self, weights, grads, state, *, options, **shared):
+    def step(self, weights, grads, state, decays, options):
         """One pass."""
         return adagrad(
             weights,
             grads,
             state.sum_of_squares,
+            learning_rate=self.rate(state.count),
             eps=self.eps,
+            weight_decay=self.weight_decay,
             adagrad_w_mode=self.adagrad_w_mode,
+            decays=decays,
             options=options,
-            **shared,
         )

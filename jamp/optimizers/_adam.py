@@ -117,7 +117,7 @@ class FusedAdam(FusedRule):
     legacy: bool
     eps_inside_sqrt: bool
 
-    def step(self, weights, grads, state, *, options, **shared):
+    def step(self, weights, grads, state, decays, options):
         """Clips, then steps."""
         c1, c2 = self.corrections(state.count)
         mode = "decoupled" if self.adam_w_mode else "l2"
@@ -128,14 +128,16 @@ class FusedAdam(FusedRule):
             grads,
             state.mu,
             state.nu,
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
+            weight_decay=self.weight_decay,
             correction1=c1,
             correction2=c2,
             mode=mode,
+            decays=decays,
             options=self.clipped(options, grads),
-            **shared,
         )
 
     def clip_factor(self, norm: Array) -> Array:

@@ -72,14 +72,10 @@ class FusedRule:
         weights: Sequence[Weight],
         grads: Sequence[Array],
         state: Any,
-        *,
+        decays: Sequence[bool],
         options: Options,
-        **shared: Any,
     ) -> Stepped:
         """Steps leaves; `state` has lists of leaves for trees.
-
-        Args:
-            shared: what every kernel takes: `learning_rate`, `weight_decay`, `decays`.
 
         Returns:
             New weights, or with `options.only_updates` what to add to them; and by name
@@ -186,15 +182,7 @@ class FusedRule:
         options = Options(unscale, skip, only_updates, self.backend, self.shardings)
         trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
         lists = type(state)(state.count, *trees)
-        stepped = self.step(
-            weights,
-            leaves,
-            lists,
-            options=options,
-            learning_rate=self.rate(state.count),
-            weight_decay=self.weight_decay,
-            decays=decays,
-        )
+        stepped = self.step(weights, leaves, lists, decays, options)
         count = optax.safe_increment(state.count)
         if skip is not None:
             count = jnp.where(skip, state.count, count)

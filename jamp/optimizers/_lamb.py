@@ -102,7 +102,7 @@ class FusedLAMB(FusedRule):
     max_grad_norm: Any
     use_nvlamb: bool
 
-    def step(self, weights, grads, state, *, options, **shared):
+    def step(self, weights, grads, state, decays, options):
         """Clips, measures, then steps."""
         c1, c2 = self.corrections(state.count)
         return lamb(
@@ -110,16 +110,18 @@ class FusedLAMB(FusedRule):
             grads,
             state.mu,
             state.nu,
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             b2=self.b2,
             eps=self.eps,
             averaging=1 - self.b1 if self.grad_averaging else 1.0,
+            weight_decay=self.weight_decay,
             correction1=c1,
             correction2=c2,
             adam_w_mode=self.adam_w_mode,
             use_nvlamb=self.use_nvlamb,
+            decays=decays,
             options=self.clipped(options, grads),
-            **shared,
         )
 
     def clip_factor(self, norm: Array) -> Array:

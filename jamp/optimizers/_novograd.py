@@ -125,7 +125,7 @@ class FusedNovoGrad(FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return FusedNovoGradState(no_steps(), zeros(params), norms)
 
-    def step(self, weights, grads, state, *, options, **shared):
+    def step(self, weights, grads, state, decays, options):
         """Measures, blends the norms, then steps."""
         old = jnp.stack(state.nu) if state.nu else jnp.zeros(0)
         measure = l2norm if self.norm_type == 2 else max_norm
@@ -138,12 +138,14 @@ class FusedNovoGrad(FusedRule):
             grads,
             state.mu,
             norms=norms / jnp.sqrt(jnp.asarray(c2)) + self.eps,
+            learning_rate=self.rate(state.count),
             b1=self.b1,
             averaging=1 - self.b1 if self.grad_averaging else 1.0,
+            weight_decay=self.weight_decay,
             correction1=c1,
             reg_inside_moment=self.reg_inside_moment,
+            decays=decays,
             options=options,
-            **shared,
         )
         if options.skip is not None:
             norms = jnp.where(options.skip, old, norms)

@@ -102,7 +102,7 @@ class FusedSGD(FusedRule):
             no_steps(), None if _is_zero(self.momentum) else zeros(params)
         )
 
-    def step(self, weights, grads, state, *, options, **shared):
+    def step(self, weights, grads, state, decays, options):
         """One pass."""
         undampened = 1.0
         if not _is_zero(self.dampening):
@@ -111,12 +111,14 @@ class FusedSGD(FusedRule):
             weights,
             grads,
             state.trace,  # pyright: ignore[reportArgumentType]
+            learning_rate=self.rate(state.count),
             momentum=self.momentum,
             undampened=undampened,
+            weight_decay=self.weight_decay,
             nesterov=self.nesterov,
             wd_after_momentum=self.wd_after_momentum,
+            decays=decays,
             options=options,
-            **shared,
         )
 
 
