@@ -73,7 +73,7 @@ class Facts:
         policy = scope.policy
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
         self.given = given
-        self._widest = policy.promote == "widest"
+        self.widest = policy.promote == "widest"
         self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
         # By the `id` of the equation, both.
@@ -301,7 +301,7 @@ class Facts:
                 # An activation: half after each trip, and no sum that began with zero.
                 start = self.of(carries[i])
                 active = vote == self.half and start.vote is not None
-                if self._widest or not active or start.asks:
+                if self.widest or not active or start.asks:
                     continue
             facts[i] = facts[i]._replace(vote=vote)
         return facts
@@ -335,7 +335,7 @@ class Facts:
             return None if literal and any(map(is_float32, eqn.invars)) else FLOAT32
         if len(votes) == 1:
             return next(iter(votes))
-        if not self._widest or self.bias(eqn) is not None:
+        if not self.widest or self.bias(eqn) is not None:
             in_half = (v for v in eqn.invars if self.of(v).vote == self.half)
             return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
         return self.half if self._normalises(eqn) else FLOAT32

@@ -100,7 +100,7 @@ class Rewriter:
         # Backward first: what to do with a value depends on those who will read it.
         facts = facts or Facts(jaxpr, boundary.facts, scope)
         self.consumers = consumers_of(facts, wants)
-        self.values = Values(self.consumers, scope.policy.promote == "widest")
+        self.values = Values(self.consumers)
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.

@@ -61,14 +61,12 @@ tracing = jax.make_user_context(default_value=None)
 disabled = jax.make_user_context(default_value=False)
 
 
-@contextlib.contextmanager
-def casting(enabled: bool) -> Iterator[None]:
+def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """Lets kernels be called with half, or as the program calls them."""
-    if tracing.value is None or tracing.value.casts == enabled:
-        yield
-        return
-    with tracing(tracing.value._replace(casts=enabled)):
-        yield
+    here = tracing.value
+    if here is None:
+        return contextlib.nullcontext()
+    return tracing(here._replace(casts=enabled))
 
 
 @contextlib.contextmanager

@@ -29,8 +29,8 @@ class Values:
     stands for the half value that it would be otherwise.
     """
 
-    def __init__(self, consumers: Consumers, widest: bool):
-        self.consumers, self.facts, self._widest = consumers, consumers.facts, widest
+    def __init__(self, consumers: Consumers):
+        self.consumers, self.facts = consumers, consumers.facts
         self.half = self.facts.half
         self.computed: dict[jc.Var, Any] = {}
 
@@ -65,7 +65,7 @@ class Values:
         bias = self.facts.bias(eqn)
         # With widest a whole stream of float32 may read it, at twice the bytes.
         if bias is not None and (
-            self._widest or not self.meets_float32(eqn.outvars[0])
+            self.facts.widest or not self.meets_float32(eqn.outvars[0])
         ):
             return Choice(self.half, "bias", bias)
         if not any(map(is_float32, eqn.outvars)):
@@ -95,7 +95,7 @@ class Values:
             or any(map(self.facts.is_half_param, small))
         ):
             # One fusion in either dtype: what is read and written costs, no more.
-            if self._widest:
+            if self.facts.widest:
                 return Choice(FLOAT32, "norm")
             # As a norm written in half does, it casts apart from what its statistics
             # read: where the cotangents of both meet in half, XLA moves 2 to 5 % less.

@@ -268,7 +268,7 @@ def _parse_loss_scale(value: Any) -> Any:
         scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
     except (TypeError, ValueError):
         scale = 0.0
-    if not 2.0**-126 <= scale <= 2.0**126:  # see _loss_scale.py
+    if not 2.0**-126 <= scale <= 2.0**126:  # as in _scaling/rules
         raise ValueError(
             "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
             "(also as a string), or a rule such as jamp.DynamicLossScale(), found "
