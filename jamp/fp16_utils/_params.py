@@ -14,8 +14,6 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
 from jamp._core.tree import check_like, differentiable
 
-_LIKE_PARAMS = "they must be like the params."
-
 
 def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree, Any]:
     """The params of a model, and float32 masters of them.
@@ -119,7 +117,7 @@ def master_params_to_model_params(
                 f"{own.size}."
             )
         master_params = unflat(master_params[0])
-    check_like(master_params, model_params, "masters", _LIKE_PARAMS)
+    check_like(master_params, model_params, "masters", "they must be like the params.")
     return jax.tree.map(lambda m, p: cast(m, p.dtype), master_params, model_params)
 
 
