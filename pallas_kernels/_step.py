@@ -125,11 +125,6 @@ def leaf_decays(weight_decay: Any, decays: Sequence[bool] | None, n: int) -> lis
     return [False] * n if never else list(decays if decays is not None else [True] * n)
 
 
-def one_minus(x: ArrayLike) -> ArrayLike:
-    """1 - x, rounded afterwards where `x` is a number: in float32 digits cancel."""
-    return 1 - x
-
-
 def _columns(
     weights: Sequence[Weight],
     grads: Sequence[Array],
@@ -156,11 +151,8 @@ def _with_unscale(
 
 def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
     """Per leaf, all that is static about it."""
-    tags = [None] * len(weights) if tags is None else tags
-    return [
-        (tag, weight.kind, weight.param.dtype)
-        for tag, weight in zip(tags, weights, strict=True)
-    ]
+    both = zip(tags or [None] * len(weights), weights, strict=True)
+    return [(tag, weight.kind, weight.param.dtype) for tag, weight in both]
 
 
 def _formula(
