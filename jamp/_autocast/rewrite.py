@@ -45,8 +45,8 @@ class Boundary(NamedTuple):
 
     in_dtypes: Sequence[Any]
     out_dtypes: Sequence[Any]  # None is whatever is at hand
-    out_wants: Sequence[Want] = ()  # of the outputs, if it is known
-    facts: Sequence[Fact] = ()  # of the inputs, if any are known
+    out_wants: Sequence[Want] = ()  # what is wanted of the outputs, if it is known
+    facts: Sequence[Fact] = ()  # what is known of the inputs, if anything is
 
     @property
     def key(self) -> Any:
