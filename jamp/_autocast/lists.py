@@ -23,19 +23,12 @@ class Rule(enum.Enum):
 
 
 class Row(NamedTuple):
-    """A group of operations with one rule.
-
-    Attributes:
-        rule: what is done with them.
-        primitives: their names, as `jax.make_jaxpr` prints them.
-        reason: why.
-        origin: the list of apex or torch that the group descends from.
-    """
+    """A group of operations with one rule."""
 
     rule: Rule
-    primitives: tuple[str, ...]
+    primitives: tuple[str, ...]  # their names, as `jax.make_jaxpr` prints them
     reason: str
-    origin: str
+    origin: str  # the list of apex or torch that the group descends from
 
 
 def _row(rule: Rule, primitives: str, reason: str, origin: str) -> Row:
@@ -261,9 +254,7 @@ class AutocastLists:
     def rule_of_function(self, name: str, is_jax: bool) -> Rule | None:
         """The rule of a function by the name that it was jitted under, if there is one.
 
-        Args:
-            name: the name.
-            is_jax: whether the function is JAX's own: the table has no others.
+        `is_jax` says whether the function is JAX's own: the table has no others.
         """
         return _merged(self.functions, FUNCTION_ROWS if is_jax else ()).get(name)
 

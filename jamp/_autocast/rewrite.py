@@ -41,19 +41,12 @@ _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
 class Boundary(NamedTuple):
-    """What a program takes and gives.
-
-    Attributes:
-        in_dtypes: what comes in.
-        out_dtypes: what must go out; None is whatever is at hand.
-        out_wants: what is wanted of the outputs, if it is known.
-        facts: what is known of the inputs, if anything is.
-    """
+    """What a program takes and gives."""
 
     in_dtypes: Sequence[Any]
-    out_dtypes: Sequence[Any]
-    out_wants: Sequence[Want] = ()
-    facts: Sequence[Fact] = ()
+    out_dtypes: Sequence[Any]  # None is whatever is at hand
+    out_wants: Sequence[Want] = ()  # what is wanted of the outputs, if it is known
+    facts: Sequence[Fact] = ()  # what is known of the inputs, if anything is
 
     @property
     def key(self) -> Any:
@@ -77,12 +70,8 @@ def rewrite(
 ) -> jc.Jaxpr:
     """Rewrites a program.
 
-    Args:
-        jaxpr: the user's program.
-        boundary: what it is to take and give.
-        scope: policy and place.
-        rules: how to write each primitive that holds programs.
-        facts: what is known of its values, if they were read before.
+    `rules` write the primitives that hold programs; `facts` are those of its values, if
+    they were read before.
     """
     # JAX has one program for all calls of a jitted function, and so have we: what it
     # makes of a program, such as its derivative, it makes once. `explain` asks for all.
@@ -111,7 +100,7 @@ class Rewriter:
         # Backward first: what to do with a value depends on those who will read it.
         facts = facts or Facts(jaxpr, boundary.facts, scope)
         self.consumers = consumers_of(facts, wants)
-        self.values = Values(self.consumers, scope.policy.promote == "widest")
+        self.values = Values(self.consumers)
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.

@@ -40,29 +40,18 @@ class Place(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A function that is called otherwise while autocast traces.
-
-    Attributes:
-        place: where it is.
-        how: gives, of the original, what is called.
-    """
+    """A function that is called otherwise while autocast traces."""
 
     place: Place
-    how: Callable[[Function], Function]
+    how: Callable[[Function], Function]  # gives, of the original, what is called
 
 
 class Tracing(NamedTuple):
-    """What an autocast traces for.
+    """What an autocast traces for."""
 
-    Attributes:
-        half: the half dtype.
-        replaced: the functions that are called otherwise.
-        casts: whether kernels get half; not where the user wants float32.
-    """
-
-    half: Any
-    replaced: tuple[Replaced, ...] = ()
-    casts: bool = True
+    half: Any  # the half dtype
+    replaced: tuple[Replaced, ...]  # the functions that are called otherwise
+    casts: bool  # whether kernels get half; not where the user wants float32
 
 
 # `tracing.value` is the innermost of this thread, None outside of autocast. It is part
@@ -72,20 +61,16 @@ tracing = jax.make_user_context(default_value=None)
 disabled = jax.make_user_context(default_value=False)
 
 
-@contextlib.contextmanager
-def casting(enabled: bool) -> Iterator[None]:
+def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """Lets kernels be called with half, or as the program calls them."""
-    if tracing.value is None or tracing.value.casts == enabled:
-        yield
-        return
-    with tracing(tracing.value._replace(casts=enabled)):
-        yield
+    here = tracing.value
+    if here is None:
+        return contextlib.nullcontext()
+    return tracing(here._replace(casts=enabled))
 
 
 @contextlib.contextmanager
-def tracing_for(
-    half: Any, replaced: Sequence[Replaced], casts: bool = True
-) -> Iterator[None]:
+def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterator[None]:
     """Traces for an autocast, in this thread."""
     with contextlib.ExitStack() as stack:
         for place in {r.place for r in replaced}:

@@ -21,12 +21,8 @@ def under_policy(
 
     At O1 and O4 that is `autocast`. At O2, O3 and O5 `fn` sees the half params in
     float32, so that nothing promotes, and is written in half by the same passes: its
-    products of these params, and what else half is enough for.
-
-    Args:
-        fn: the function.
-        properties: the level.
-        params: those that it will be called with, or others of their dtypes.
+    products of these params, and what else half is enough for. `params` are those that
+    it will be called with, or others of their dtypes.
     """
     scope, half = scope_under(properties, params), properties.half_dtype
 
