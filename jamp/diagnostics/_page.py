@@ -94,23 +94,19 @@ def _kind(operations: Iterable[Operation]) -> str:
 
 def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]:
     """The lines with operations, and a few around them, by file."""
-    by_line: dict[str, list[Operation]] = {}
+    files: dict[str, dict[int, list[Operation]]] = {}
     for op in shown:
-        by_line.setdefault(op.source, []).append(op)
-    files: dict[str, dict[int, str]] = {}
-    for source in by_line:
-        file, _, number = source.rpartition(":")
+        file, _, number = op.source.rpartition(":")
         if number.isdigit():
-            files.setdefault(file, {})[int(number)] = source
+            files.setdefault(file, {}).setdefault(int(number), []).append(op)
     for file, marked in files.items():
         text = linecache.getlines(file)
         if not text:
             continue
         yield f"<h3>{escape(short(file))}</h3><pre>"
         before = 0
-        for number in sorted({n + d for n in marked for d in _AROUND if n + d > 0}):
-            if number > len(text):
-                break
+        near = {n + d for n in marked for d in _AROUND}
+        for number in sorted(near.intersection(range(1, len(text) + 1))):
             if before and number > before + 1:
                 yield '<span class="gap">⋮</span>'
             before = number
@@ -118,9 +114,9 @@ def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]
             if number not in marked:
                 yield f"<span><i>{number}</i> {code}</span>"
                 continue
-            source = marked[number]
+            source = marked[number][0].source
             link = f'<a href="#q={escape(short(source))}">{number}</a>'
-            kind = _kind(by_line[source])
+            kind = _kind(marked[number])
             yield (
                 f'<span id="line{lines[source]}" class="{kind}">'
                 f"<i>{link}</i> {code}</span>"
