@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 import pallas_kernels
 from jamp._core.dtypes import is_castable
@@ -129,7 +129,6 @@ def l2norm(
     options = Options(unscale=unscale, backend=backend)
     if not per_tensor:
         return pallas_kernels.l2norm(leaves, options=options).norm
-    norms: Float[Array, " n"]
     norms = pallas_kernels.l2norm(leaves, per_leaf=True, options=options).norm
     return jnp.sqrt(jnp.sum(norms * norms)), structure.unflatten(list(norms))
 

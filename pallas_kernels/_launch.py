@@ -127,13 +127,7 @@ def launch(
     scalars: Float[Array, " s"],
     per_leaf: Float[Array, "n p"] | None,
 ) -> tuple[list[Blocks], dict[str, Array]]:
-    """Runs `work` over leaves of at least 128 elements, in one launch.
-
-    Args:
-        work: what to do.
-        leaves: columns of 16 or 32 bits per element, of any shape.
-        scalars: those for all leaves.
-        per_leaf: a row of further scalars per leaf.
+    """Runs `work` in one launch, over leaves of one kind that `fits` accepts.
 
     Returns:
         Per leaf the columns that were written; the reductions.

@@ -33,12 +33,7 @@ class Placement(NamedTuple):
 
 
 def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Placement:
-    """Where `leaves` are.
-
-    Args:
-        leaves: dicts of arrays of one shape.
-        shardings: per leaf a NamedSharding or None, for a mesh of Auto axes.
-    """
+    """Where `leaves` are; `shardings` say it per leaf, on a mesh of Auto axes."""
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
     # The sharding that decides for a leaf is that of its weight, where it has one.
     deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
@@ -49,12 +44,13 @@ def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Pla
     mesh = meshes[0]
     kinds = set(mesh.axis_types)
     if kinds == {AxisType.Manual}:
-        return Placement(None, unknown=_VARYING if _varies(leaves) else "")
+        varies = any(varying_axes(x) for leaf in leaves for x in leaf.values())
+        return Placement(None, unknown=_VARYING if varies else "")
     if kinds == {AxisType.Explicit}:
         return Placement(mesh, tuple(t.spec for t in types))
     if kinds != {AxisType.Auto}:
         return Placement(None, unknown=_PARTLY_MANUAL)
-    if len(told) < len(leaves) or any(_shape(s.mesh) != _shape(mesh) for s in told):
+    if len(told) < len(leaves) or any(s.mesh.shape != mesh.shape for s in told):
         return Placement(None, unknown=_AUTO)
     return Placement(mesh, tuple(s.spec for s in told))
 
@@ -118,16 +114,6 @@ def _axes(spec: Any) -> tuple[str, ...]:
     """The mesh axes that a spec names."""
     names = [n if isinstance(n, tuple) else (n,) for n in spec if n is not None]
     return tuple(sorted(itertools.chain.from_iterable(names)))
-
-
-def _shape(mesh: Any) -> tuple[Any, ...]:
-    return tuple(mesh.shape.items())
-
-
-def _varies(leaves: Sequence[Leaf]) -> bool:
-    """Whether a `shard_map` that checks how values vary is being traced."""
-    arrays = [x for leaf in leaves for x in leaf.values()]
-    return any(varying_axes(x) for x in arrays)
 
 
 _AUTO = (

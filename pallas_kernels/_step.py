@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from pallas_kernels._run import run
+from pallas_kernels._run import Results, run
 from pallas_kernels._weights import Weight, join, saturate, split_wide
 from pallas_kernels._xla import Blocks, Job, bind
 
@@ -72,29 +72,17 @@ def step(
     """
     job = Job(
         bind(_formula, update, options.only_updates),
-        unread={"copy": _copy},
+        unread={} if options.only_updates else {"copy": _copy},
         stored=_stored,
     )
-    columns = _columns(weights, grads, moments)
+    how = {"per_leaf": per_leaf, "skip": options.skip}
+    results = _run_over(job, weights, grads, moments, numbers, options, tags, **how)
+    leaves = results.leaves
     if options.only_updates:
-        columns = [_without_copy(leaf) for leaf in columns]
-    results = run(
-        job,
-        columns,
-        scalars=_with_unscale(numbers, options),
-        per_leaf=per_leaf,
-        tags=_kinds(weights, tags),
-        skip=options.skip,
-        backend=options.backend,
-        shardings=options.shardings,
-    ).leaves
-    if options.only_updates:
-        stepped = [leaf["update"] for leaf in results]
+        stepped = [leaf["update"] for leaf in leaves]
     else:
-        stepped = [w.written(x) for w, x in zip(weights, results, strict=True)]
-    return Stepped(
-        stepped, {name: [leaf[name] for leaf in results] for name in moments}
-    )
+        stepped = [w.written(x) for w, x in zip(weights, leaves, strict=True)]
+    return Stepped(stepped, {name: [leaf[name] for leaf in leaves] for name in moments})
 
 
 def measure(
@@ -109,14 +97,9 @@ def measure(
     tags: Sequence[Any],
 ) -> dict[str, Float[Array, " n"]]:
     """Reduces what `formula` gives over each leaf, and writes nothing. See `step`."""
-    return run(
-        Job(bind(_measured, formula), reductions=reductions),
-        [_without_copy(leaf) for leaf in _columns(weights, grads, moments)],
-        scalars=_with_unscale(numbers, options),
-        tags=_kinds(weights, tags),
-        backend=options.backend,
-        shardings=options.shardings,
-    ).reductions
+    job = Job(bind(_measured, formula), reductions=reductions)
+    results = _run_over(job, weights, grads, moments, numbers, options, tags)
+    return results.reductions
 
 
 def leaf_decays(weight_decay: Any, decays: Sequence[bool] | None, n: int) -> list[bool]:
@@ -125,42 +108,36 @@ def leaf_decays(weight_decay: Any, decays: Sequence[bool] | None, n: int) -> lis
     return [False] * n if never else list(decays if decays is not None else [True] * n)
 
 
-def one_minus(x: ArrayLike) -> ArrayLike:
-    """1 - x, rounded afterwards where `x` is a number: in float32 digits cancel."""
-    return 1 - x
-
-
-def _columns(
+def _run_over(
+    job: Job,
     weights: Sequence[Weight],
     grads: Sequence[Array],
     moments: Mapping[str, Sequence[Array]],
-) -> list[Blocks]:
-    """Per leaf, all its arrays by name."""
-    return [
-        {"grad": grad, **weight.columns}
-        | {name: leaves[k] for name, leaves in moments.items()}
-        for k, (weight, grad) in enumerate(zip(weights, grads, strict=True))
-    ]
-
-
-def _without_copy(leaf: Blocks) -> Blocks:
-    return {name: x for name, x in leaf.items() if name != "copy"}
-
-
-def _with_unscale(
-    numbers: Mapping[str, ArrayLike], options: Options
-) -> dict[str, ArrayLike]:
-    unscale = {} if options.unscale is None else {"unscale": options.unscale}
-    return unscale | dict(numbers)
-
-
-def _kinds(weights: Sequence[Weight], tags: Sequence[Any] | None) -> list[Any]:
-    """Per leaf, all that is static about it."""
+    numbers: Mapping[str, ArrayLike],
+    options: Options,
+    tags: Sequence[Any] | None,
+    **how: Any,
+) -> Results:
+    """Runs a job over weights, whose copies are left out if it does not write them."""
+    leaves, kinds = [], []
     tags = [None] * len(weights) if tags is None else tags
-    return [
-        (tag, weight.kind, weight.param.dtype)
-        for tag, weight in zip(tags, weights, strict=True)
-    ]
+    for k, (weight, grad, tag) in enumerate(zip(weights, grads, tags, strict=True)):
+        leaf = {"grad": grad, **weight.columns}
+        leaf |= {name: xs[k] for name, xs in moments.items()}
+        if not job.unread:
+            leaf.pop("copy", None)
+        leaves.append(leaf)
+        kinds.append((tag, weight.kind, weight.param.dtype))
+    unscale = {} if options.unscale is None else {"unscale": options.unscale}
+    return run(
+        job,
+        leaves,
+        scalars=unscale | dict(numbers),
+        tags=kinds,
+        backend=options.backend,
+        shardings=options.shardings,
+        **how,
+    )
 
 
 def _formula(

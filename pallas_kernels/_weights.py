@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt16
 
-from pallas_kernels._dtypes import widen
-from pallas_kernels._once import computed_once
+from pallas_kernels._xla import computed_once, widen
 
 type Kind = Literal["own", "copied", "split"]
 

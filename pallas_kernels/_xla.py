@@ -10,9 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels._dtypes import widen
-from pallas_kernels._once import computed_once
-
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
 type Formula = Callable[[Mapping[str, Any], Any, Blocks], Blocks]
@@ -25,6 +22,22 @@ _PER_SUM = 8  # large leaves of one shape
 _PER_KERNEL = 11  # of four arrays read and four written, in 96 operands
 
 JOIN = {"sum": jnp.add, "max": jnp.maximum}
+
+
+def widen(x: Array) -> Array:
+    """Half as float32; all else as it is."""
+    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+
+
+def computed_once[T](values: T) -> T:
+    """Keeps XLA on the CPU from computing arrays again for each fusion that reads them.
+
+    Two fusions can round differently, one with a fused multiply-add and one without:
+    the halves of a split would be of two values. On a GPU all that is made of a value
+    is one fusion, which a barrier would break up.
+    """
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
 
 
 class Bound(NamedTuple):
@@ -136,15 +149,8 @@ def run_in_xla(
 ) -> Part:
     """Runs the leaves `members`, in order, so that XLA merges what it can.
 
-    Args:
-        job: what to do.
-        names: of the numbers.
-        tags: one per leaf.
-        flattens: whether totals may take leaves concatenated.
-        members: which leaves.
-        leaves: all of them.
-        packed: the numbers for all leaves.
-        table: further numbers, a row per leaf.
+    `names` are of the numbers: `packed` has those for all leaves, `table` a row of
+    further ones per leaf. `flattens` lets totals take leaves concatenated.
     """
     groups = kinds(members, leaves, tags)
     if job.totals:
@@ -200,11 +206,7 @@ def _with_numbers(
 def run_leaf(
     job: Job, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]
 ) -> tuple[Blocks, dict[str, Array]]:
-    """Runs `job` on one leaf.
-
-    Returns:
-        Its written columns and new arrays; its reductions.
-    """
+    """A leaf's written columns and new arrays; its reductions."""
     results = job.results(leaf, tag, numbers)
     if job.stored is not None:
         results = job.stored(tag, computed_once(results))

@@ -9,15 +9,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from pallas_kernels._step import (
-    DEFAULTS,
-    Numbers,
-    Options,
-    Stepped,
-    leaf_decays,
-    one_minus,
-    step,
-)
+from pallas_kernels._step import DEFAULTS, Numbers, Options, Stepped, leaf_decays, step
 from pallas_kernels._weights import Weight
 from pallas_kernels._xla import Blocks, bind
 
@@ -83,12 +75,11 @@ def adam(
         "root": root,
         "decay": decay,
         "b1": b1,
-        "a1": one_minus(b1),
+        "a1": 1 - b1,  # of Python's numbers not in float32, where digits cancel
         "b2": b2,
-        "a2": one_minus(b2),
+        "a2": 1 - b2,
         "eps": eps,
     }
-
     return step(
         bind(_formula, mode),
         weights,

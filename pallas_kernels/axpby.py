@@ -58,7 +58,4 @@ def axpby(
 def _formula(check: Check, s: Numbers, dtype: Any, columns: Blocks) -> Blocks:
     x, y = columns["x"], columns["y"]
     bad = {"x": defects(x), "y": defects(y), "both": defects(x) + defects(y)}
-    return {
-        "out": (s["a"] * x + s["b"] * y).astype(dtype),
-        "defects": bad[check],
-    }
+    return {"out": (s["a"] * x + s["b"] * y).astype(dtype), "defects": bad[check]}

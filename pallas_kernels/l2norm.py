@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels._run import run
 from pallas_kernels._step import DEFAULTS, Numbers, Options
-from pallas_kernels._xla import Blocks, Job
+from pallas_kernels._xla import Blocks, Job, bind
 
 
 class Norms(NamedTuple):
@@ -44,10 +44,7 @@ def l2norm(
     >>> print(norms.norm, norms.found_inf)
     5.0 False
     """
-    sums = _reduce(
-        _squares, {"squares": "sum", "defects": "sum"}, per_leaf, leaves, options
-    )
-    return Norms(_unscaled(jnp.sqrt(sums["squares"]), options), sums["defects"] != 0)
+    return _norms("sum", per_leaf, leaves, options)
 
 
 def max_norm(
@@ -59,9 +56,7 @@ def max_norm(
     >>> print(max_norm([jnp.array([3.0, -5.0]), jnp.zeros(0)], per_leaf=True).norm)
     [5. 0.]
     """
-    how = {"largest": "max", "defects": "sum"}
-    sums = _reduce(_largest, how, per_leaf, leaves, options)
-    return Norms(_unscaled(sums["largest"], options), sums["defects"] != 0)
+    return _norms("max", per_leaf, leaves, options)
 
 
 def found_inf(
@@ -81,6 +76,14 @@ def defects(x: Array) -> Array:
     return x - x
 
 
+def _norms(how: str, per_leaf: bool, leaves: Any, options: Options) -> Norms:
+    reductions = {"norm": how, "defects": "sum"}
+    found = _reduce(bind(_measured, how), reductions, per_leaf, leaves, options)
+    norm = jnp.sqrt(found["norm"]) if how == "sum" else found["norm"]
+    norm = norm if options.unscale is None else norm * options.unscale
+    return Norms(norm, found["defects"] != 0)
+
+
 def _reduce(
     formula: Any, how: dict[str, str], per_leaf: bool, leaves: Any, options: Options
 ) -> dict[str, Array]:
@@ -92,20 +95,10 @@ def _reduce(
     ).reductions
 
 
-def _unscaled(norm: Array, options: Options) -> Array:
-    return norm if options.unscale is None else norm * options.unscale
-
-
-def _squares(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+def _measured(how: str, numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
     del numbers, tag
     x = columns["x"].astype(jnp.float32)
-    return {"squares": x * x, "defects": defects(x)}
-
-
-def _largest(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
-    del numbers, tag
-    x = columns["x"].astype(jnp.float32)
-    return {"largest": jnp.abs(x), "defects": defects(x)}
+    return {"norm": x * x if how == "sum" else jnp.abs(x), "defects": defects(x)}
 
 
 def _defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:

@@ -17,7 +17,6 @@ from pallas_kernels._step import (
     Update,
     leaf_decays,
     measure,
-    one_minus,
     step,
 )
 from pallas_kernels._weights import Weight
@@ -81,7 +80,7 @@ def lamb(
         "b1": b1,
         "b3": averaging,
         "b2": b2,
-        "a2": one_minus(b2),
+        "a2": 1 - b2,  # of Python's numbers not in float32, where digits cancel
         "eps": eps,
         "c1": correction1,
         "root": 1 / jnp.sqrt(jnp.asarray(correction2, jnp.float32)),

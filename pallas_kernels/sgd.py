@@ -7,14 +7,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, ArrayLike
 
-from pallas_kernels._step import (
-    DEFAULTS,
-    Numbers,
-    Options,
-    Stepped,
-    leaf_decays,
-    step,
-)
+from pallas_kernels._step import DEFAULTS, Numbers, Options, Stepped, leaf_decays, step
 from pallas_kernels._weights import Weight
 from pallas_kernels._xla import Blocks, bind
 

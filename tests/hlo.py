@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import re
 
 from jamp.diagnostics import _hlo
 from jamp.diagnostics._hlo import (
     Cost as Cost,
     Instruction,
     aliased_operands as aliased_operands,
+    parameter_number,
     parse as parse,
     shape_bytes as shape_bytes,
 )
@@ -29,6 +31,20 @@ class Program(_hlo.Program):
             for i in computation.values()
             if is_product(i)
         ]
+
+    @functools.cached_property
+    def aliased_bytes(self) -> int:
+        """Bytes of the parameters whose buffers outputs take over."""
+        header = self.text[: self.text.index("entry_computation_layout")]
+        aliased = {int(n) for n in re.findall(r"\}?: \((\d+), \{", header)}
+        found = [i for i in self.entry.values() if i.opcode == "parameter"]
+        return round(sum(p.bytes for p in found if parameter_number(p) in aliased))
+
+    @functools.cached_property
+    def copies(self) -> list[int]:
+        """Bytes of the result of each copy in ENTRY."""
+        copies = [i for i in self.entry.values() if i.opcode in ("copy", "copy-done")]
+        return [round(copy.bytes) for copy in copies]
 
 
 def is_product(instruction: Instruction) -> bool:

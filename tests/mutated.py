@@ -28,7 +28,6 @@ TESTS = {
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
     "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",
-    "jamp/nnx/_arguments.py": "nnx",
     "jamp/nnx/_variables.py": "nnx",
     **{
         f"pallas_kernels/{name}.py": f"fused_optimizers -k {name} and not 55"

@@ -21,18 +21,16 @@ def with_bias(product: Array, bias: Array) -> Array:
 
 def _derivative(primals, tangents):
     (product, bias), (of_product, of_bias) = primals, tangents
-    tangent = of_product
-    if not isinstance(of_bias, SymbolicZero):
-        repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
-        tangent = jax.lax.platform_dependent(
-            repeated.astype(product.dtype),
-            tpu=lambda x: x,
-            default=jax.lax.optimization_barrier,
-        )
-        if not isinstance(of_product, SymbolicZero):
-            tangent = of_product + tangent
-    if isinstance(tangent, SymbolicZero):
-        tangent = jnp.zeros_like(product)
+    if isinstance(of_bias, SymbolicZero):
+        return with_bias(product, bias), of_product
+    repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
+    tangent = jax.lax.platform_dependent(
+        repeated.astype(product.dtype),
+        tpu=lambda x: x,
+        default=jax.lax.optimization_barrier,
+    )
+    if not isinstance(of_product, SymbolicZero):
+        tangent = of_product + tangent
     return with_bias(product, bias), tangent
 
 

@@ -13,12 +13,8 @@ from jax.extend import linear_util
 def tracers_in(x: Any) -> list[Tracer]:
     """The tracers that are reached from functions, containers and objects.
 
-    Args:
-        x: where to begin.
-
-    Returns:
-        Those in cells, arguments, defaults, items and attributes, at any depth; some of
-        them may never be read.
+    They are in cells, arguments, defaults, items and attributes, at any depth; some of
+    them may never be read.
     """
     found: list[Tracer] = []
     seen: dict[int, Any] = {}
@@ -49,8 +45,7 @@ def _held(x: Any) -> list[Any]:
         except ValueError:  # not assigned yet
             return []
     if isinstance(x, types.FunctionType):
-        held = [*(x.__closure__ or ()), *(x.__defaults__ or ())]
-        return [*held, x.__kwdefaults__, x.__dict__]
+        return [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
     if isinstance(x, types.MethodType):
         return [x.__func__, x.__self__]
     if isinstance(x, functools.partial):

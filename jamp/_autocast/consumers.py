@@ -9,29 +9,22 @@ from typing import NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import Facts
-from jamp._autocast.jax_internals import CHECKPOINT, scan_counts
+from jamp._autocast.facts import CALLS, Facts
+from jamp._autocast.jax_internals import scan_counts
 from jamp._autocast.lists import Rule
 from jamp._autocast.program import Atom, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
 
 
 class Want(NamedTuple):
-    """What the readers of a value want.
+    """What the readers of a value want."""
 
-    Attributes:
-        all: True where all that care want float32, False where one wants half; None
-            where nobody cares.
-        some: whether one of them wants float32.
-        kept: whether one of them keeps it for the backward pass of a loop, in the dtype
-            in which it is computed.
-        carried: whether it goes to the next trip of a loop in float32.
-    """
-
+    # True where all that care want float32, False where one wants half.
     all: bool | None = None
-    some: bool = False
+    some: bool = False  # whether one of them wants float32
+    # Whether one of them keeps it for the backward pass of a loop, as it is computed.
     kept: bool = False
-    carried: bool = False
+    carried: bool = False  # whether it goes to the next trip of a loop in float32
 
 
 _IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
@@ -39,15 +32,10 @@ NOBODY = Want()
 
 
 class Consumers(NamedTuple):
-    """What the readers of some variables want.
-
-    Attributes:
-        wants: by variable.
-        facts: what the variables are.
-    """
+    """What the readers of some variables want."""
 
     wants: dict[jc.Var, Want]
-    facts: Facts
+    facts: Facts  # what the variables are
 
     def wants_of(self, atoms: Sequence[Atom]) -> list[Want]:
         """What is wanted of each atom."""
@@ -162,21 +150,13 @@ def _of_scan(eqn, outs, facts) -> list[Want]:
 
 
 def wants_of_carries(carries: Sequence[jc.Var], facts: Facts) -> list[Want]:
-    """What the next trip of a loop wants of its carries.
-
-    Args:
-        carries: as they leave the loop.
-        facts: of the program around it.
-    """
+    """What the next trip of a loop wants of its carries, given as they leave it."""
     return [Want(carried=facts.of(v).vote == FLOAT32) for v in carries]
 
 
 # Into the others values go in float32, as the program says.
 _INSIDE = {
-    "jit": _of_call,
-    CHECKPOINT: _of_call,
-    "closed_call": _of_call,
-    "custom_jvp_call": _of_call,
+    **dict.fromkeys(CALLS, _of_call),
     "cond": _of_cond,
     "scan": _of_scan,
 }

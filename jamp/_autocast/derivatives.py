@@ -8,7 +8,7 @@ As for `jax_internals`, whose second half this is, the tests hold each fact.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def with_custom_jvp(
     eqn: jc.JaxprEqn,
     program: jc.Jaxpr,
     write: Callable[..., jc.Jaxpr],
-    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    tracing: Callable[[], AbstractContextManager[None]],
 ) -> dict[str, Any]:
     """The parameters of a `custom_jvp_call`, with its programs rewritten.
 
@@ -63,8 +63,8 @@ def with_custom_vjp(
     eqn: jc.JaxprEqn,
     program: jc.Jaxpr,
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
-    tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    free: Sequence[jc.Var] = (),
+    tracing: Callable[[], AbstractContextManager[None]],
+    free: Sequence[jc.Var],
 ) -> dict[str, Any]:
     """The parameters of a `custom_vjp_call`, with its programs rewritten.
 
@@ -92,8 +92,6 @@ def with_custom_vjp(
 
     def out_trees():
         out_tree, residuals, places = eqn.params["out_trees"]()
-        if not count:
-            return out_tree, residuals, places
         more = jax.tree.structure([0] * count)
         residuals = jax.tree_util.treedef_tuple((residuals, more))
         moved = [p if p is None or p < consts else p + count for p in places]
@@ -104,27 +102,24 @@ def with_custom_vjp(
         end = eqn.params["out_trees"]()[1].num_leaves
         closed_over, args = args[end : end + count], args[:end] + args[end + count :]
         # What is known stays so: Equinox keeps in residuals what is perturbed.
-        places = [i for i, x in enumerate(args) if isinstance(x, Tracer)]
-        result: dict[str, Any] = {}
+        values = [x for x in args if isinstance(x, Tracer)]
+        returned: list[Any] = []
 
         def flat(*values):
-            filled = list(args)
-            for i, value in zip(places, values, strict=True):
-                filled[i] = value
+            left = iter(values)
+            filled = [next(left) if isinstance(x, Tracer) else x for x in args]
             # JAX has wrapped the user's `bwd`: it gives leaves, with a `Zero` of a
             # private type where there is no gradient, and what is to be logged.
-            grads, result["logs"] = backward.call_wrapped(*filled)
-            result["grads"] = list(grads)
-            return [g for g in grads if not _is_zero(g)], result["logs"]
+            returned[:], logs = backward.call_wrapped(*filled)
+            return [g for g in returned if not _is_zero(g)], logs
 
-        values = [args[i] for i in places]
         with tracing():
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
         jaxpr = write(_with_inputs(jaxpr, free))
         outs = jc.jaxpr_as_fun(jaxpr)(*closed_over, *values)
         grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
         left = iter(grads)
-        grads = [g if _is_zero(g) else next(left) for g in result["grads"]]
+        grads = [g if _is_zero(g) else next(left) for g in returned]
         none = [SymbolicZero(v.aval.to_tangent_aval()) for v in free]
         return [*none, *grads], logs
 

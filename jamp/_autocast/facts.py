@@ -38,19 +38,14 @@ from jamp._core.dtypes import FLOAT32
 
 
 class Fact(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-        vote: the dtype that it asks for; None for what comes from literals alone and
-            takes the dtype of what it meets, and for what is not float32.
-        asks: whether it holds, or may hold, a literal that half cannot.
-        origin: what its numbers are made of.
-        source: which params of the model they depend on, and whether on other data.
-    """
-
+    # The dtype that it asks for. None for what comes from literals alone and takes the
+    # dtype of what it meets, and for what is not float32.
     vote: Any
-    asks: bool = False
-    origin: Origin = Origin()
+    asks: bool = False  # whether it holds, or may hold, a literal that half cannot
+    origin: Origin = Origin()  # what its numbers are made of
+    # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
 
     def numbered(self, numbers: dict[Any, int]) -> "Fact":
@@ -64,23 +59,21 @@ _KEEP_RANGE = frozenset(
 )
 # Of what only takes what it gets, these round their results.
 _ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
-_CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
+# What is called once, with operands and results in any dtype.
+CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
 
 
 class Facts:
     """What is known of the values of a program.
 
-    Args:
-        jaxpr: the program.
-        given: what is known of its inputs; nothing, if it is empty.
-        scope: policy and place.
+    `given` is what is known of its inputs: nothing, if it is empty.
     """
 
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
         policy = scope.policy
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
         self.given = given
-        self._widest = policy.promote == "widest"
+        self.widest = policy.promote == "widest"
         self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
         # By the `id` of the equation, both.
@@ -235,7 +228,7 @@ class Facts:
 
     def _of_results(self, eqn: jc.JaxprEqn) -> list[Fact]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if name in CALLS:
             return self._of_program(eqn, program_of(eqn), eqn.invars)
         if name == "cond":
             branches = [
@@ -308,7 +301,7 @@ class Facts:
                 # An activation: half after each trip, and no sum that began with zero.
                 start = self.of(carries[i])
                 active = vote == self.half and start.vote is not None
-                if self._widest or not active or start.asks:
+                if self.widest or not active or start.asks:
                     continue
             facts[i] = facts[i]._replace(vote=vote)
         return facts
@@ -325,10 +318,8 @@ class Facts:
         origin = origins.of_result(
             eqn, out, rule, [self.of(v).origin for v in eqn.invars]
         )
-        if rule is Rule.HALF:
-            return Fact(self.half, False, origin)
-        if rule is Rule.FLOAT32:
-            return Fact(FLOAT32, False, origin)
+        if rule is Rule.HALF or rule is Rule.FLOAT32:
+            return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
         literal = all(self.of(v).asks or not self.of(v).vote for v in eqn.invars)
         holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE or literal
         asks = holds and self.asks(eqn)
@@ -344,13 +335,9 @@ class Facts:
             return None if literal and any(map(is_float32, eqn.invars)) else FLOAT32
         if len(votes) == 1:
             return next(iter(votes))
-        if not self._widest or self.bias(eqn) is not None:
-            only_params = all(
-                self.is_half_param(v)
-                for v in eqn.invars
-                if self.of(v).vote == self.half
-            )
-            return FLOAT32 if only_params else self.half
+        if not self.widest or self.bias(eqn) is not None:
+            in_half = (v for v in eqn.invars if self.of(v).vote == self.half)
+            return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
         return self.half if self._normalises(eqn) else FLOAT32
 
     def _normalises(self, eqn: jc.JaxprEqn) -> bool:

@@ -8,7 +8,7 @@ the rest is computed again, from the same bits. XLA computes what is cheap again
 itself: only islands with a costly operation are written so.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ _CHEAP = frozenset(
     "add_any reshape squeeze expand_dims transpose stop_gradient eq ne ge gt le lt "
     "and or not copy".split()
 )
+# None has effects, which would be there twice, once in the backward pass.
 _INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
 _CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
 
@@ -62,13 +63,16 @@ def checkpoint_islands(
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            eqns[end] = _written(inside, program.users, programs, loop)
+            inside = with_softmax(inside, program.users)
+            # What a softmax keeps is guarded by itself; a dropout's derivative joins
+            # its own.
+            barrier = len(inside) == len(members) and not loop
+            eqns[end] = checkpointed(inside, _inputs(inside), _KEPT, barrier, programs)
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
 class _Program:
-    """A program, and who makes and who uses its values, by the place of the
-    equation."""
+    """A program, and which equations make and use its values, by their places."""
 
     def __init__(self, jaxpr: jc.Jaxpr):
         self.eqns = jaxpr.eqns
@@ -126,23 +130,11 @@ class _Program:
                 i = self.makers.get(v)
                 if i is None or i in members or i in outside:
                     continue
-                if _is_inside_value(v) and _may_be_inside(self.eqns[i]):
+                is_inside = dtype_of(v) in (FLOAT32, jnp.bool_)
+                if is_inside and _may_be_inside(self.eqns[i]):
                     members.add(i)
                     waiting.append(i)
         return members
-
-
-def _written(
-    eqns: list[jc.JaxprEqn],
-    users: Mapping[jc.Var, set[int]],
-    programs: dict[Any, Any],
-    loop: bool,
-) -> jc.JaxprEqn:
-    """The equation of an island."""
-    inside = with_softmax(eqns, users)
-    # What a softmax keeps is guarded by itself; a dropout's derivative joins its own.
-    plain = len(inside) == len(eqns)
-    return checkpointed(inside, _inputs(inside), _KEPT, plain and not loop, programs)
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:
@@ -154,8 +146,6 @@ def _ends_island(eqn: jc.JaxprEqn) -> bool:
 
 
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    if eqn.effects:  # which would be there twice, once in the backward pass
-        return False
     if eqn.primitive.name in _CALLS:
         return all(map(_may_be_inside, program_of(eqn).eqns))
     return eqn.primitive.name in _INSIDE and not _ends_island(eqn)
@@ -177,10 +167,6 @@ def _inputs(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
 def _holds(variables: Iterable[jc.Var], size: int) -> bool:
     """Whether a float32 among them is as large as what leaves the island."""
     return any(dtype_of(v) == FLOAT32 and size_of(v) >= size for v in variables)
-
-
-def _is_inside_value(v: jc.Var) -> bool:
-    return dtype_of(v) in (FLOAT32, jnp.bool_)
 
 
 def _variables(atoms: Iterable[Atom]) -> list[jc.Var]:

@@ -215,7 +215,11 @@ def name_stack(eqn: jc.JaxprEqn) -> str:
 
 def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     """An equation in one more name scope."""
-    names = eqn.source_info.name_stack.extend(name)
+    return _in_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
+
+
+def _in_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
+    names = type(eqn.source_info.name_stack)(tuple(stack))
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
@@ -280,8 +284,8 @@ def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
     keep: frozenset[str],
-    prevent_cse: bool = True,
-    programs: dict[Any, jc.Jaxpr] | None = None,
+    prevent_cse: bool,
+    programs: dict[Any, jc.Jaxpr],
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
@@ -300,8 +304,8 @@ def checkpointed(
     last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     common = os.path.commonprefix(stacks)
-    programs = {} if programs is None else programs
-    key = _structure(eqns, invars, len(common))
+    scopes = len(common)
+    key = _structure(eqns, invars, scopes)
     inner = programs.get(key)
     if inner is None:
         inner = program_of(example)
@@ -309,26 +313,17 @@ def checkpointed(
             constvars=[],
             invars=list(invars),
             outvars=last.outvars,
-            eqns=[_inside_of(eqn, len(common)) for eqn in eqns],
+            eqns=[_in_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
             debug_info=inner.debug_info.with_unknown_names(),
         )
         if key is not None:
             programs[key] = inner
-    names = type(last.source_info.name_stack)(tuple(common))
     return example.replace(
         invars=list(invars),
         outvars=last.outvars,
         params=with_program(example, inner),
-        source_info=last.source_info.replace(name_stack=names),
-        ctx=last.ctx,
+        **_place(_in_scopes(last, common)),
     )
-
-
-def _inside_of(eqn: jc.JaxprEqn, scopes: int) -> jc.JaxprEqn:
-    """An equation in a program that stands in some of its outer name scopes."""
-    names = eqn.source_info.name_stack
-    names = type(names)(names.stack[scopes:])
-    return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
 def _structure(

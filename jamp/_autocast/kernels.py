@@ -19,7 +19,8 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import KERNEL, Policy
 from jamp._autocast.regions import marked_by_place
 from jamp._autocast.tracing import Itself, Place, Replaced, tracing, tracing_for
-from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+from jamp._core.dtypes import FLOAT32
+from jamp._core.tree import widen_tree
 
 
 def half_kernel[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
@@ -53,14 +54,8 @@ def half_kernel[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def traced_for(policy: Policy, casts: bool = True) -> AbstractContextManager[None]:
-    """In what a function is traced for autocast: kernels and marks are found.
-
-    Args:
-        policy: the policy.
-        casts: whether kernels get half.
-    """
-    lists = policy.lists
-    replaced = [*_kernels_by_place(lists), *marked_by_place(lists)]
+    """In what to trace a function: with its marks, and half for kernels if `casts`."""
+    replaced = [*_kernels_by_place(policy.lists), *marked_by_place(policy.lists)]
     return tracing_for(policy.dtype, replaced, casts)
 
 
@@ -100,20 +95,11 @@ def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if half is None or not any(map(_is_float32, leaves)):
         return fn(*args, **kwargs)
     with jax.named_scope(KERNEL):
-        leaves = [_cast(x, half) if _is_float32(x) else x for x in leaves]
+        leaves = [jnp.asarray(x).astype(half) if _is_float32(x) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(tree, leaves)
-        out = fn(*args, **kwargs)
-        return jax.tree.map(lambda x: _cast(x, FLOAT32) if _is_half(x) else x, out)
-
-
-def _cast(x: Any, dtype: Any) -> jax.Array:
-    return jnp.asarray(x).astype(dtype)
+        return widen_tree(fn(*args, **kwargs))
 
 
 def _is_float32(x: Any) -> bool:
     # Numbers, NumPy's too, may be a kernel's options.
     return isinstance(x, jax.Array | np.ndarray) and x.dtype == FLOAT32
-
-
-def _is_half(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.dtype in HALF_DTYPES

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Rule(enum.Enum):
@@ -23,19 +23,12 @@ class Rule(enum.Enum):
 
 
 class Row(NamedTuple):
-    """A group of operations with one rule.
-
-    Attributes:
-        rule: what is done with them.
-        primitives: their names, as `jax.make_jaxpr` prints them.
-        reason: why.
-        origin: the list of apex or torch that the group descends from.
-    """
+    """A group of operations with one rule."""
 
     rule: Rule
-    primitives: tuple[str, ...]
+    primitives: tuple[str, ...]  # their names, as `jax.make_jaxpr` prints them
     reason: str
-    origin: str
+    origin: str  # the list of apex or torch that the group descends from
 
 
 def _row(rule: Rule, primitives: str, reason: str, origin: str) -> Row:
@@ -211,8 +204,7 @@ class AutocastLists:
 
     def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for a primitive."""
-        added = (*self.primitives, (name, Rule(rule)))
-        return dataclasses.replace(self, primitives=added)
+        return self._with("primitives", (name, Rule(rule)))
 
     def with_function(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for the functions that were jitted under a name.
@@ -220,14 +212,12 @@ class AutocastLists:
         And for JAX's own, by their name or by their place in the table; "default"
         takes them out of it.
         """
-        added = (*self.functions, (name, _rule_or_default(rule)))
-        return dataclasses.replace(self, functions=added)
+        return self._with("functions", (name, _rule_or_default(rule)))
 
     def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for what the name stack matches; "default" is the table's."""
         re.compile(regex)
-        added = (*self.regions, (regex, _rule_or_default(rule)))
-        return dataclasses.replace(self, regions=added)
+        return self._with("regions", (regex, _rule_or_default(rule)))
 
     def register_half_function(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` run in half, wherever a program looks it up there.
@@ -235,15 +225,15 @@ class AutocastLists:
         Raises:
             ValueError: the module has no such function.
         """
-        return self._register(module, name, Rule.HALF)
+        return self._with("registered", (*_place(module, name), Rule.HALF))
 
     def register_float_function(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` run in float32; see `register_half_function`."""
-        return self._register(module, name, Rule.FLOAT32)
+        return self._with("registered", (*_place(module, name), Rule.FLOAT32))
 
     def register_promote_function(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` run in its widest operand's dtype; see the other two."""
-        return self._register(module, name, Rule.PROMOTE)
+        return self._with("registered", (*_place(module, name), Rule.PROMOTE))
 
     def register_half_kernel(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` called with half operands; see `jamp.half_kernel`.
@@ -251,13 +241,11 @@ class AutocastLists:
         Raises:
             ValueError: the module has no such function.
         """
-        _check_place(module, name)
-        return dataclasses.replace(self, kernels=(*self.kernels, (module, name)))
+        return self._with("kernels", _place(module, name))
 
-    def _register(self, module: object, name: str, rule: Rule) -> "AutocastLists":
-        _check_place(module, name)
-        added = (*self.registered, (module, name, rule))
-        return dataclasses.replace(self, registered=added)
+    def _with(self, field: str, entry: tuple[Any, ...]) -> "AutocastLists":
+        added = (*getattr(self, field), entry)
+        return dataclasses.replace(self, **{field: added})
 
     def rule_of(self, primitive: str) -> Rule | None:
         """The rule of a primitive; None if no list has it."""
@@ -266,9 +254,7 @@ class AutocastLists:
     def rule_of_function(self, name: str, is_jax: bool) -> Rule | None:
         """The rule of a function by the name that it was jitted under, if there is one.
 
-        Args:
-            name: the name.
-            is_jax: whether the function is JAX's own: the table has no others.
+        `is_jax` says whether the function is JAX's own: the table has no others.
         """
         return _merged(self.functions, FUNCTION_ROWS if is_jax else ()).get(name)
 
@@ -300,9 +286,10 @@ def _rule_or_default(rule: "Rule | str") -> Rule | None:
     return None if rule == "default" else Rule(rule)
 
 
-def _check_place(module: object, name: str) -> None:
+def _place(module: object, name: str) -> tuple[object, str]:
     if not callable(getattr(module, name, None)):
         raise ValueError(f"No function named {name!r} in module {module!r}.")
+    return module, name
 
 
 @functools.cache

@@ -25,15 +25,10 @@ class Source(enum.Flag):
 
 
 class Mark(NamedTuple):
-    """What a name says of a value.
+    """What a name says of a value."""
 
-    Attributes:
-        source: what it depends on from here on.
-        is_half: whether it asks for half, or for float32.
-    """
-
-    source: Source
-    is_half: bool
+    source: Source  # what it depends on from here on
+    is_half: bool  # whether it asks for half, or for float32
 
 
 _HALF_PARAM, _KEPT_PARAM = "jamp_half_param", "jamp_kept_param"

@@ -17,35 +17,24 @@ from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 
 class Product(NamedTuple):
-    """What a bias of a product looks like.
+    """What a bias of a product looks like."""
 
-    Attributes:
-        features: how many numbers it may have.
-        trailing: whether it must vary along the last axes only.
-    """
-
-    features: frozenset[int]
-    trailing: bool
+    features: frozenset[int]  # how many numbers it may have
+    trailing: bool  # whether it must vary along the last axes only
 
 
 class Origin(NamedTuple):
-    """What a value is made of.
+    """What a value is made of."""
 
-    Attributes:
-        roots: the arrays that it is computed from elementwise; itself, if it is not.
-        joins: whether these are two or more.
-        varies: the axes along which it is not repeated; None if it was not broadcast.
-        product: if it is the result of a product, reshaped at most.
-        statistic_of: of what is smaller: the roots of what it was reduced from.
-        normalised: whether a statistic of its own has met it.
-    """
-
+    # The arrays that it is computed from elementwise; itself, if it is not.
     roots: frozenset[Atom] = frozenset()
-    joins: bool = False
+    joins: bool = False  # whether these are two or more
+    # The axes along which it is not repeated; None if it was not broadcast.
     varies: tuple[int, ...] | None = None
-    product: Product | None = None
+    product: Product | None = None  # if it is the result of one, reshaped at most
+    # Of what is smaller: the roots of what it was reduced from.
     statistic_of: frozenset[Atom] = frozenset()
-    normalised: bool = False
+    normalised: bool = False  # whether a statistic of its own has met it
 
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
         """The same with numbers in the place of arrays: equal if it is so elsewhere."""

@@ -39,63 +39,37 @@ _MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What an autocast was asked for.
+    """What an autocast was asked for."""
 
-    Attributes:
-        dtype: the half dtype.
-        lists: the user's additions to the table.
-        promote: "widest" or "narrowest", for operations whose operands differ.
-        of_model: whether only products of a half model are cast, at O2, O3 and O5.
-    """
-
-    dtype: Any
-    lists: AutocastLists
-    promote: str
+    dtype: Any  # the half dtype
+    lists: AutocastLists  # the user's additions to the table
+    promote: str  # "widest" or "narrowest", for operations whose operands differ
+    # Whether only products of a half model are cast, at O2, O3 and O5.
     of_model: bool = False
 
 
 class Decision(NamedTuple):
-    """What was decided for one equation, for `jamp.explain`.
+    """What was decided for one equation, for `jamp.explain`."""
 
-    Attributes:
-        eqn: the equation, as the user's program has it.
-        names: its whole name stack.
-        rule: the rule that was looked up; None if there is none.
-        dtype: what its float32 values run in; None if that was not to be chosen.
-        why: one or two words; `jamp.diagnostics` has the sentences.
-        region: the mark, function or regex that the rule comes from, if it does.
-        programs: for each program that it holds, the decisions inside.
-    """
-
-    eqn: jc.JaxprEqn
-    names: str
-    rule: Rule | None
-    dtype: Any
-    why: str
-    region: str
-    programs: "tuple[list[Decision], ...]"
+    eqn: jc.JaxprEqn  # as the user's program has it
+    names: str  # its whole name stack
+    rule: Rule | None  # that was looked up
+    dtype: Any  # what its float32 values run in; None if that was not to be chosen
+    why: str  # one or two words; `jamp.diagnostics` has the sentences
+    region: str  # the mark, function or regex that the rule comes from, if it does
+    programs: "tuple[list[Decision], ...]"  # inside of each program that it holds
 
 
 class Scope(NamedTuple):
-    """Where in the program an equation stands.
-
-    Attributes:
-        policy: the policy.
-        names: the name stack of the equations around it.
-        decisions: where to note what is decided; None if nobody asks.
-        library: the function of JAX in the table that they are a part of, if any.
-        loop: whether it is in the body of a scan, which stacks what is kept.
-        within: what values depend on of which nothing is known.
-        written: the programs that were rewritten in this call of `autocast`.
-    """
+    """Where in the program an equation stands."""
 
     policy: Policy
-    names: str = ""
-    decisions: list[Decision] | None = None
-    library: str = ""
-    loop: bool = False
-    within: Source = Source.DATA
-    written: dict[Any, Any] = {}
+    names: str = ""  # the name stack of the equations around it
+    decisions: list[Decision] | None = None  # noted here, if somebody asks
+    library: str = ""  # the function of JAX in the table that it is a part of, if any
+    loop: bool = False  # whether it is in the body of a scan, which stacks what is kept
+    within: Source = Source.DATA  # what values depend on of which nothing is known
+    written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
 
     @property
     def key(self) -> Any:

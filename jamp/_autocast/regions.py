@@ -16,13 +16,7 @@ from jamp._autocast.tracing import Itself, Place, Replaced, casting, disabled
 
 
 def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Runs all of a function in half under autocast, whatever the lists say.
-
-    Args:
-        fn: a function of arrays.
-
-    Returns:
-        The same function, marked.
+    """Marks a function: under autocast all of it runs in half, whatever the lists say.
 
     >>> import jamp, jax, jax.numpy as jnp
     >>> square = jamp.half_function(lambda x: x * x)
@@ -33,13 +27,7 @@ def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def float_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Runs all of a function in float32 under autocast: matmuls too.
-
-    Args:
-        fn: a function of arrays.
-
-    Returns:
-        The same function, marked.
+    """Marks a function: under autocast all of it runs in float32, matmuls too.
 
     >>> import jamp, jax, jax.numpy as jnp
     >>> x = jnp.full((1, 1), 1.0001)  # rounds to 1 in half
@@ -51,14 +39,7 @@ def float_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def promote_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Runs each operation of a function in the widest dtype among its operands.
-
-    Args:
-        fn: a function of arrays.
-
-    Returns:
-        The same function, marked.
-    """
+    """Marks a function: each operation runs in the widest dtype among its operands."""
     return _marked(fn, Rule.PROMOTE)
 
 

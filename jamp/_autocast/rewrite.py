@@ -41,19 +41,12 @@ _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
 class Boundary(NamedTuple):
-    """What a program takes and gives.
-
-    Attributes:
-        in_dtypes: what comes in.
-        out_dtypes: what must go out; None is whatever is at hand.
-        out_wants: what is wanted of the outputs, if it is known.
-        facts: what is known of the inputs, if anything is.
-    """
+    """What a program takes and gives."""
 
     in_dtypes: Sequence[Any]
-    out_dtypes: Sequence[Any]
-    out_wants: Sequence[Want] = ()
-    facts: Sequence[Fact] = ()
+    out_dtypes: Sequence[Any]  # None is whatever is at hand
+    out_wants: Sequence[Want] = ()  # what is wanted of the outputs, if it is known
+    facts: Sequence[Fact] = ()  # what is known of the inputs, if anything is
 
     @property
     def key(self) -> Any:
@@ -77,44 +70,17 @@ def rewrite(
 ) -> jc.Jaxpr:
     """Rewrites a program.
 
-    Args:
-        jaxpr: the user's program.
-        boundary: what it is to take and give.
-        scope: policy and place.
-        rules: how to write each primitive that holds programs.
-        facts: what is known of its values, if they were read before.
+    `rules` write the primitives that hold programs; `facts` are those of its values, if
+    they were read before.
     """
-    if scope.decisions is not None:
-        return _rewrite(jaxpr, boundary, scope, rules, facts)
     # JAX has one program for all calls of a jitted function, and so have we: what it
-    # makes of a program, such as its derivative, it makes once.
+    # makes of a program, such as its derivative, it makes once. `explain` asks for all.
     key = (id(jaxpr), scope.key, boundary.key)
-    if key not in scope.written:
-        written = _rewrite(jaxpr, boundary, scope, rules, facts)
-        scope.written[key] = (
-            jaxpr,
-            written,
-        )  # the former, so that its `id` stays its own
-    return scope.written[key][1]
-
-
-def _rewrite(
-    jaxpr: jc.Jaxpr,
-    boundary: Boundary,
-    scope: Scope,
-    rules: Mapping[str, ProgramRule],
-    facts: Facts | None,
-) -> jc.Jaxpr:
-    rewriter = Rewriter(jaxpr, boundary, scope, rules, facts)
-    for eqn in jaxpr.eqns:
-        rewriter.equation(eqn)
-    outvars = [
-        rewriter.read(v, rewriter.values.outgoing_dtype(v) if dtype is None else dtype)
-        for v, dtype in zip(jaxpr.outvars, boundary.out_dtypes, strict=True)
-    ]
-    written = jaxpr.replace(invars=rewriter.invars, outvars=outvars, eqns=rewriter.eqns)
-    # Last: where float32 begins and ends is known by the casts that were written.
-    return checkpoint_islands(written, scope.written, scope.loop)
+    if scope.decisions is None and key in scope.written:
+        return scope.written[key][1]
+    written = Rewriter(jaxpr, boundary, scope, rules, facts).written()
+    scope.written[key] = jaxpr, written  # the former, so that its `id` stays its own
+    return written
 
 
 class Rewriter:
@@ -126,14 +92,15 @@ class Rewriter:
         boundary: Boundary,
         scope: Scope,
         rules: Mapping[str, ProgramRule],
-        facts: Facts | None = None,
+        facts: Facts | None,
     ):
+        self.jaxpr, self.boundary = jaxpr, boundary
         self.scope, self.rules = scope, rules
         wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
         facts = facts or Facts(jaxpr, boundary.facts, scope)
         self.consumers = consumers_of(facts, wants)
-        self.values = Values(self.consumers, scope.policy.promote == "widest")
+        self.values = Values(self.consumers)
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -147,6 +114,19 @@ class Rewriter:
             self._bind(var, dtype)
             for var, dtype in zip(jaxpr.invars, boundary.in_dtypes, strict=True)
         ]
+
+    def written(self) -> jc.Jaxpr:
+        """The whole program, rewritten."""
+        jaxpr, values = self.jaxpr, self.values
+        for eqn in jaxpr.eqns:
+            self.equation(eqn)
+        outvars = [
+            self.read(v, values.outgoing_dtype(v) if dtype is None else dtype)
+            for v, dtype in zip(jaxpr.outvars, self.boundary.out_dtypes, strict=True)
+        ]
+        written = jaxpr.replace(invars=self.invars, outvars=outvars, eqns=self.eqns)
+        # Last: where float32 begins and ends is known by the casts that were written.
+        return checkpoint_islands(written, self.scope.written, self.scope.loop)
 
     # ---- values
 

@@ -6,6 +6,7 @@ name by their place are replaced, in their modules. A replacement does as the or
 does but in a thread that traces for autocast.
 """
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -39,54 +40,37 @@ class Place(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A function that is called otherwise while autocast traces.
-
-    Attributes:
-        place: where it is.
-        how: gives, of the original, what is called.
-    """
+    """A function that is called otherwise while autocast traces."""
 
     place: Place
-    how: Callable[[Function], Function]
+    how: Callable[[Function], Function]  # gives, of the original, what is called
 
 
 class Tracing(NamedTuple):
-    """What an autocast traces for.
+    """What an autocast traces for."""
 
-    Attributes:
-        half: the half dtype.
-        replaced: the functions that are called otherwise.
-        casts: whether kernels get half; not where the user wants float32.
-    """
-
-    half: Any
-    replaced: tuple[Replaced, ...] = ()
-    casts: bool = True
+    half: Any  # the half dtype
+    replaced: tuple[Replaced, ...]  # the functions that are called otherwise
+    casts: bool  # whether kernels get half; not where the user wants float32
 
 
 # `tracing.value` is the innermost of this thread, None outside of autocast. It is part
 # of the key of JAX's trace caches: a function jitted outside is traced again inside.
 tracing = jax.make_user_context(default_value=None)
-
-
 # Whether an autocast that is called does nothing: inside of `disable_casts`.
 disabled = jax.make_user_context(default_value=False)
 
 
-@contextlib.contextmanager
-def casting(enabled: bool) -> Iterator[None]:
+def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """Lets kernels be called with half, or as the program calls them."""
-    if tracing.value is None or tracing.value.casts == enabled:
-        yield
-        return
-    with tracing(tracing.value._replace(casts=enabled)):
-        yield
+    here = tracing.value
+    if here is None:
+        return contextlib.nullcontext()
+    return tracing(here._replace(casts=enabled))
 
 
 @contextlib.contextmanager
-def tracing_for(
-    half: Any, replaced: Sequence[Replaced], casts: bool = True
-) -> Iterator[None]:
+def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterator[None]:
     """Traces for an autocast, in this thread."""
     with contextlib.ExitStack() as stack:
         for place in {r.place for r in replaced}:
@@ -95,16 +79,9 @@ def tracing_for(
         yield
 
 
-class _Installed(NamedTuple):
-    """What a place held before, and holds now."""
-
-    before: Any  # `_INHERITED` if its own namespace held nothing
-    now: Any
-    traces: int  # that want it so
-
-
-_INHERITED = object()
-_installed: dict[Place, _Installed] = {}
+_INHERITED = object()  # what a place held whose own namespace held nothing
+_installed: dict[Place, tuple[Any, Any]] = {}  # what it held before, and holds now
+_traces = collections.Counter[Place]()  # that want it so
 _lock = threading.Lock()
 
 
@@ -112,37 +89,37 @@ _lock = threading.Lock()
 def _replacement(place: Place) -> Iterator[None]:
     """Replaces a function until the last trace ends that wants it, of any thread."""
     with _lock:
-        there = _installed.get(place) or _install(place)
-        _installed[place] = there._replace(traces=there.traces + 1)
+        if place not in _installed:
+            _installed[place] = _install(place)
+        _traces[place] += 1
     try:
         yield
     finally:
         with _lock:
-            there = _installed.pop(place)
-            if there.traces > 1:
-                _installed[place] = there._replace(traces=there.traces - 1)
-            else:
-                _restore(place, there)
+            _traces[place] -= 1
+            if not _traces[place]:
+                del _traces[place]
+                _restore(place, *_installed.pop(place))
 
 
-def _install(place: Place) -> _Installed:
+def _install(place: Place) -> tuple[Any, Any]:
     module, name = place.module.it, place.name
     before = vars(module).get(name, _INHERITED)
     now: Any = _steered(place, Itself(getattr(module, name)))
     if isinstance(inspect.getattr_static(module, name, None), staticmethod):
         now = staticmethod(now)
     setattr(module, name, now)
-    return _Installed(before, now, 0)
+    return before, now
 
 
-def _restore(place: Place, there: _Installed) -> None:
+def _restore(place: Place, before: Any, now: Any) -> None:
     module, name = place.module.it, place.name
-    if vars(module).get(name) is not there.now:
+    if vars(module).get(name) is not now:
         return  # somebody else has set it meanwhile
-    if there.before is _INHERITED:
+    if before is _INHERITED:
         delattr(module, name)
     else:
-        setattr(module, name, there.before)
+        setattr(module, name, before)
 
 
 # One for each function: JAX keeps traces by the functions that it was given.

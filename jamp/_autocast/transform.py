@@ -125,35 +125,31 @@ def _trace(
         arrays that it gives: other arguments and results pass beside it.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+    static = [None if _is_array(x) else x for x in leaves]
     result: dict[str, Any] = {}
 
     def flat(*values):
-        args, kwargs = jax.tree.unflatten(tree, _filled(leaves, places, values))
+        args, kwargs = jax.tree.unflatten(tree, _filled(static, values))
         outs, result["tree"] = jax.tree.flatten(fn(*args, **kwargs))
-        traced = [isinstance(x, jax.Array) for x in outs]
-        result["places"] = [i for i, is_array in enumerate(traced) if is_array]
-        result["others"] = [
-            None if is_array else x for x, is_array in zip(outs, traced, strict=True)
-        ]
-        return [outs[i] for i in result["places"]]
+        result["static"] = [None if isinstance(x, jax.Array) else x for x in outs]
+        return [x for x in outs if isinstance(x, jax.Array)]
 
     def rebuild(outs):
         # A number of NumPy is an array too, once JAX has computed with it.
-        others = [
-            _owned(x) if isinstance(x, np.inexact) else x for x in result["others"]
+        static = [
+            _owned(x) if isinstance(x, np.inexact) else x for x in result["static"]
         ]
-        filled = _filled(others, result["places"], outs)
-        return jax.tree.unflatten(result["tree"], filled)
+        return jax.tree.unflatten(result["tree"], _filled(static, outs))
 
-    values = [_owned(leaves[i]) for i in places]
+    values = [_owned(x) for x in leaves if _is_array(x)]
     with traced_for(scope.policy):
         return jax.make_jaxpr(flat)(*values), values, rebuild
 
 
-def _filled(leaves: list[Any], places: list[int], values: Sequence[Any]) -> list[Any]:
-    found = dict(zip(places, values, strict=True))
-    return [found.get(i, x) for i, x in enumerate(leaves)]
+def _filled(static: list[Any], values: Sequence[Any]) -> list[Any]:
+    """Leaves of a tree: values where `static` has None, which no leaf is."""
+    left = iter(values)
+    return [next(left) if x is None else x for x in static]
 
 
 def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:

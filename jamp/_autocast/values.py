@@ -14,19 +14,12 @@ from jamp._core.dtypes import FLOAT32
 
 
 class Choice(NamedTuple):
-    """What an equation runs in.
+    """What an equation runs in."""
 
-    Attributes:
-        computed: the dtype that its float32 values are cast to, and its results have.
-        why: as `Decision.why`.
-        bias: the operand that is added to a product in half, if there is one.
-        apart: whether it casts its operands for itself.
-    """
-
-    computed: Any
-    why: str
-    bias: jc.Var | None = None
-    apart: bool = False
+    computed: Any  # the dtype that its float32 values are cast to, and its results have
+    why: str  # as `Decision.why`
+    bias: jc.Var | None = None  # the operand that is added to a product in half
+    apart: bool = False  # whether it casts its operands for itself
 
 
 class Values:
@@ -36,8 +29,8 @@ class Values:
     stands for the half value that it would be otherwise.
     """
 
-    def __init__(self, consumers: Consumers, widest: bool):
-        self.consumers, self.facts, self._widest = consumers, consumers.facts, widest
+    def __init__(self, consumers: Consumers):
+        self.consumers, self.facts = consumers, consumers.facts
         self.half = self.facts.half
         self.computed: dict[jc.Var, Any] = {}
 
@@ -72,12 +65,13 @@ class Values:
         bias = self.facts.bias(eqn)
         # With widest a whole stream of float32 may read it, at twice the bytes.
         if bias is not None and (
-            self._widest or not self.meets_float32(eqn.outvars[0])
+            self.facts.widest or not self.meets_float32(eqn.outvars[0])
         ):
             return Choice(self.half, "bias", bias)
         if not any(map(is_float32, eqn.outvars)):
             # A comparison: of a rounded copy, `w > 0` would differ for tiny `w`.
-            in_half = self._all_computed(eqn, self.half)
+            dtypes = {self.computed_dtype(v) for v in self._voters(eqn)}
+            in_half = dtypes == {self.half}
             return Choice(self.half if in_half else FLOAT32, "operands")
         return self._by_votes(eqn, rule)
 
@@ -101,7 +95,7 @@ class Values:
             or any(map(self.facts.is_half_param, small))
         ):
             # One fusion in either dtype: what is read and written costs, no more.
-            if self._widest:
+            if self.facts.widest:
                 return Choice(FLOAT32, "norm")
             # As a norm written in half does, it casts apart from what its statistics
             # read: where the cotangents of both meet in half, XLA moves 2 to 5 % less.
@@ -109,10 +103,6 @@ class Values:
         if self.consumers.chains(eqn, rule):
             return Choice(FLOAT32, "fusion")
         return Choice(self.half, "operands" if len(votes) == 1 else "narrowest")
-
-    def _all_computed(self, eqn: jc.JaxprEqn, dtype: Any) -> bool:
-        """Whether all operands with a vote were computed in a dtype."""
-        return {self.computed_dtype(v) for v in self._voters(eqn)} == {dtype}
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands with a vote."""

@@ -122,16 +122,13 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
             groups.get(state.params, key),
             groups.get(inner, key) if state.tx is not None else None,
         )
-    names = (*_COUNTERS, "step")
+    others = {name: found[name] for name in (*_COUNTERS, "step")}
+    others |= {name: found["fields"][name] for name in _extra(state)}
     restored = state.replace(
         params=groups.pack(params, state.params),
         opt_state=groups.pack(opt_states, state.params),
         loss_scales=_scales(state, found),
-        **{name: filled(getattr(state, name), found[name]) for name in names},
-        **{
-            name: filled(getattr(state, name), found["fields"][name])
-            for name in _extra(state)
-        },
+        **{name: filled(getattr(state, name), x) for name, x in others.items()},
     )
     restored = jax.tree.map(placed_like, restored, state)
     return unshared(restored, (state, checkpoint, found))
@@ -141,12 +138,12 @@ def _inner_states(state: AmpState) -> Any:
     """Per group the state of the optimizer without masters, alike at all levels."""
     if state.tx is None:
         return None
-
     states = groups.split(state.opt_state, groups.group_keys(state.tx))
-    for key, opt_state in states.items():
-        if isinstance(opt_state, MasterWeightsState):
-            states[key] = opt_state.inner_state
-    return groups.pack(states, state.params)
+    inner = {
+        key: x.inner_state if isinstance(x, MasterWeightsState) else x
+        for key, x in states.items()
+    }
+    return groups.pack(inner, state.params)
 
 
 def _extra(state: AmpState) -> list[str]:
@@ -155,9 +152,9 @@ def _extra(state: AmpState) -> list[str]:
 
 
 def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
+    names = ("loss_scale", *LossScaleState._fields[1:])
     return {
-        "loss_scale": scale_state.scale,
-        **{k: v for k, v in scale_state._asdict().items() if k != "scale"},
+        **dict(zip(names, scale_state, strict=True)),
         "dynamic": placed_like(np.bool_(rule.moves), scale_state.unskipped),
     }
 
@@ -269,22 +266,16 @@ def _group(tx: Any, originals: Any, params: Any, inner_state: Any) -> tuple[Any,
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
-    return tuple(
-        _scale(rule, like, found[f"loss_scaler{i}"])
-        for i, (rule, like) in enumerate(
-            zip(state.loss_scale_rules, state.loss_scales, strict=True)
-        )
-    )
+    """Those of the checkpoint that mean the same here; else the first of their rules.
 
-
-def _scale(
-    rule: LossScaleRule, like: LossScaleState, scaler: Mapping[str, Any]
-) -> LossScaleState:
-    """The scale of the checkpoint if it means the same here; else the rule's first."""
-    first = rule.init()
-    restored = LossScaleState(
-        scaler["loss_scale"] if rule.moves else first.scale,
-        *(scaler[name] for name in LossScaleState._fields[1:]),
-    )
-    same_kind = bool(scaler["dynamic"]) == rule.moves
-    return jax.tree.map(placed_like, restored if same_kind else first, like)
+    A static scale is what its rule says.
+    """
+    scales = []
+    for i, rule in enumerate(state.loss_scale_rules):
+        scaler, scale = found[f"loss_scaler{i}"], rule.init()
+        if bool(scaler["dynamic"]) == rule.moves:
+            counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
+            first = scaler["loss_scale"] if rule.moves else scale.scale
+            scale = LossScaleState(first, **counts)
+        scales.append(jax.tree.map(placed_like, scale, state.loss_scales[i]))
+    return tuple(scales)

@@ -65,11 +65,7 @@ def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
 
 
 def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    """The groups that `wrt` names: a key, a sequence of keys, or None for all.
-
-    Raises:
-        ValueError: a key is not a group's, or none is named, or one twice.
-    """
+    """The groups that `wrt` names: a key, a sequence of keys, or None for all."""
     if wrt is None:
         return keys
     named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
@@ -88,11 +84,7 @@ def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def shape_like_wrt(values: Mapping[Key, Any], wrt: Any, like: Any) -> Any:
-    """The trees of some groups in the form that `wrt` asks for.
-
-    Returns:
-        A key's tree, a tuple of trees for a sequence, for None all in their container.
-    """
+    """A key's tree, a tuple of trees for several keys, for None all in a container."""
     if wrt is None:
         return pack(values, like)
     if isinstance(wrt, tuple):

@@ -47,12 +47,7 @@ def filled(like: Any, names: Any) -> Any:
 
 
 def differences(given: Any, expected: Any) -> list[str]:
-    """What sets two trees of names apart, leaf by leaf: in sentences.
-
-    Args:
-        given: nested dicts of arrays.
-        expected: nested dicts of arrays, or of their shapes.
-    """
+    """What sets a tree of names apart from one of arrays or shapes, in sentences."""
     have, want = _leaves(given), _leaves(expected)
     kinds = (
         [d for p in want if p in have for d in _differ(p, have[p], want[p])],

@@ -2,5 +2,5 @@
 
 May import `_core` and `_autocast`. A new override begins in `levels`; what is cast in
 `casting`; how a model's program is written in `forward`, where it begins and ends in
-`active`, and in `linen` for Flax's.
+`models`.
 """

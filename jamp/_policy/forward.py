@@ -1,9 +1,8 @@
-"""The forward pass of a model under its level, and for whom it runs so."""
+"""The forward pass of a model, as its level writes it."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -11,19 +10,8 @@ import jax
 from jamp._autocast.model import shown_params
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
-from jamp._policy.active import model_inputs, model_outputs, policy
 from jamp._policy.levels import Properties
-from jamp._policy.linen import linen_models
-
-
-@contextlib.contextmanager
-def forward_policy(properties: Properties) -> Iterator[None]:
-    """Runs models under `properties`; entering the same ones twice changes nothing."""
-    if policy.value == properties:
-        yield
-        return
-    with policy(properties), linen_models(properties):
-        yield
+from jamp._policy.models import forward_policy, model_inputs, model_outputs, policy
 
 
 def under_policy(
@@ -33,12 +21,8 @@ def under_policy(
 
     At O1 and O4 that is `autocast`. At O2, O3 and O5 `fn` sees the half params in
     float32, so that nothing promotes, and is written in half by the same passes: its
-    products of these params, and what else half is enough for.
-
-    Args:
-        fn: the function.
-        properties: the level.
-        params: those that it will be called with, or others of their dtypes.
+    products of these params, and what else half is enough for. `params` are those that
+    it will be called with, or others of their dtypes.
     """
     scope, half = scope_under(properties, params), properties.half_dtype
 

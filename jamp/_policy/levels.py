@@ -15,13 +15,8 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
 
-type KeepFp32 = (
-    str
-    | re.Pattern[str]
-    | Callable[[str, Any], bool]
-    | tuple[str | re.Pattern[str] | Callable[[str, Any], bool], ...]
-)
-
+type KeepRule = str | re.Pattern[str] | Callable[[str, Any], bool]
+type KeepFp32 = KeepRule | tuple[KeepRule, ...]
 type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 
 BRIEFS = {
@@ -273,7 +268,7 @@ def _parse_loss_scale(value: Any) -> Any:
         scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
     except (TypeError, ValueError):
         scale = 0.0
-    if not 2.0**-126 <= scale <= 2.0**126:  # see _loss_scale.py
+    if not 2.0**-126 <= scale <= 2.0**126:  # as in _scaling/rules
         raise ValueError(
             "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
             "(also as a string), or a rule such as jamp.DynamicLossScale(), found "

@@ -86,12 +86,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
 def find_loss_scale(
     state: Any, loss_id: int, call: str
 ) -> tuple[LossScaleRule, LossScaleState]:
-    """The rule and the state of a loss scale; `call` is what the user wrote.
-
-    Raises:
-        TypeError: `state` is not an AmpState.
-        IndexError: there is no such loss scale.
-    """
+    """The rule and the state of a loss scale; `call` is what the user wrote."""
     if not isinstance(getattr(state, "properties", None), Properties):
         raise TypeError(
             f"{call} takes the AmpState that `jamp.initialize` returned, got "

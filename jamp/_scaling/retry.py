@@ -11,11 +11,6 @@ from jamp._core.compat import varying_axes
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 
-_NOT_AN_ARRAY = (
-    "With redo_on_overflow the loss function runs in a `lax.while_loop`, so its aux "
-    "must be arrays: aux{path} is {given!r}."
-)
-
 
 class _Attempt(NamedTuple):
     out: Any
@@ -53,13 +48,6 @@ def until_finite[T](
 ) -> tuple[T, Bool[Array, ""], LossScaleState]:
     """Repeats `attempt` until its gradients are finite, at most `times` times.
 
-    Args:
-        attempt: from the state of the scale to an output, a tree of arrays, and whether
-            its gradients are finite.
-        rule: a scale that can fall.
-        scale_state: where it starts.
-        times: how often to repeat.
-
     Returns:
         The last output, whether it is finite, and the state it was computed in.
     """
@@ -89,8 +77,11 @@ def check_aux_of_redo(aux: Any) -> None:
     """Raises a TypeError for a leaf that a loop cannot carry."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
-            path = jax.tree_util.keystr(path)
-            raise TypeError(_NOT_AN_ARRAY.format(path=path, given=leaf))
+            raise TypeError(
+                "With redo_on_overflow the loss function runs in a `lax.while_loop`, "
+                "so its aux must be arrays: "
+                f"aux{jax.tree_util.keystr(path)} is {leaf!r}."
+            )
 
 
 def _zeros(aval: Any) -> Array:

@@ -244,10 +244,12 @@ def loss_scale_rule(
     return loss_scale
 
 
-def lower_of(a: LossScaleState, b: LossScaleState | None) -> LossScaleState:
-    """Whichever has the lower scale; `a` if equal, or if `b` is None."""
-    if b is None:
-        return a
+def lower_of(
+    a: LossScaleState | None, b: LossScaleState | None
+) -> LossScaleState | None:
+    """Whichever has the lower scale; `a` if equal, the other one if one is None."""
+    if a is None or b is None:
+        return b if a is None else a
     return jax.tree.map(lambda x, y: jnp.where(b.scale < a.scale, y, x), a, b)
 
 

@@ -13,12 +13,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 from jamp._core.show import counted, shown
 from jamp._core.tree import all_finite, is_traced, widen_tree
 from jamp._scaling import mapped_axis
-from jamp._scaling.rules import (
-    LARGEST_SCALE,
-    LossScaleState,
-    lower_of,
-    unscale_tree,
-)
+from jamp._scaling.rules import LARGEST_SCALE, LossScaleState, lower_of, unscale_tree
 from jamp._scaling.seal import Opened, opened, seal
 
 NOT_A_TREE = (
@@ -29,7 +24,6 @@ NOT_A_TREE = (
 _FIELDS = "tree scale finite loss_id groups scale_state overwrite".split()
 _SAVED = ("tree", "scale", "finite", "scale_state", "overwrite")
 _CHILDREN, _STATIC = ("tree", "sealed", "overwrite"), ("loss_id", "groups")
-_UNSEALED = ("tree", "overwrite", "loss_id", "groups")
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -94,9 +88,8 @@ class ScaledGrads:
         overwrite: Any = None,
     ):
         overwrite = {} if overwrite is None else overwrite
-        inside = Opened(scale, finite, finite, scale_state)
-        _fill(self, tree, None, overwrite, loss_id, groups)
-        _close(self, inside)
+        _fill(self, tree=tree, loss_id=loss_id, groups=groups, overwrite=overwrite)
+        _close(self, Opened(scale, finite, finite, scale_state))
 
     def __repr__(self) -> str:
         """One line: which loss, its scale, whether finite, how many; not the arrays."""
@@ -154,9 +147,8 @@ class ScaledGrads:
         inside = self._open()._asdict()
         inside |= {name: changes.pop(name) for name in inside if name in changes}
         inside["finite"] &= fits
-        kept = {name: getattr(self, name) for name in _UNSEALED}
-        new: Any = object.__new__(type(self))
-        return _close(_fill(new, sealed=None, **(kept | changes)), Opened(**inside))
+        new = _fill(object.__new__(type(self)), **(vars(self) | changes))
+        return _close(new, Opened(**inside))
 
     def unscale(self) -> tuple[PyTree, Bool[Array, ""]]:
         """Gradients in float32 divided by the scale, and whether they are finite."""
@@ -290,7 +282,7 @@ class ScaledGrads:
             tree=total,
             overwrite=other.overwrite,  # later values replace earlier ones
             raw_finite=self.raw_finite & its.raw_finite,
-            scale_state=_lower(self.scale_state, its.scale_state),
+            scale_state=lower_of(self.scale_state, its.scale_state),
         )
 
     def __radd__(self, other: Any) -> Self:
@@ -323,15 +315,13 @@ class ScaledGrads:
     __len__: ClassVar[Any] = _refuse
 
 
-def _fill(grads: Any, tree, sealed, overwrite, loss_id, groups) -> Any:
-    """Sets the fields of ScaledGrads, which are frozen."""
-    values = (tree, sealed, overwrite, loss_id, groups)
-    for name, value in zip((*_CHILDREN, *_STATIC), values, strict=True):
-        object.__setattr__(grads, name, value)
+def _fill[T](grads: T, **fields: Any) -> T:
+    """Sets fields of ScaledGrads, which are frozen."""
+    vars(grads).update(fields)
     return grads
 
 
-def _close(grads: Any, inside: Opened) -> Any:
+def _close[T](grads: T, inside: Opened) -> T:
     """Seals what is inside.
 
     While a step is traced it stays at hand too, until JAX takes the gradients apart: so
@@ -344,9 +334,7 @@ def _close(grads: Any, inside: Opened) -> Any:
         inside.scale_state,
     )
     sealed = seal(*inside)
-    object.__setattr__(grads, "sealed", sealed)
-    object.__setattr__(grads, "_inside", inside if is_traced(sealed) else None)
-    return grads
+    return _fill(grads, sealed=sealed, _inside=inside if is_traced(sealed) else None)
 
 
 def _flatten(grads: ScaledGrads) -> Any:
@@ -355,7 +343,8 @@ def _flatten(grads: ScaledGrads) -> Any:
 
 
 def _unflatten(static: Any, children: Any) -> ScaledGrads:
-    return _fill(object.__new__(ScaledGrads), *children, *static)
+    fields = zip((*_CHILDREN, *_STATIC), (*children, *static), strict=True)
+    return _fill(object.__new__(ScaledGrads), **dict(fields))
 
 
 jax.tree_util.register_pytree_with_keys(ScaledGrads, _flatten, _unflatten)
@@ -367,11 +356,8 @@ def _to_state_dict(grads: ScaledGrads) -> dict[str, Any]:
 
 
 def _from_state_dict(target: ScaledGrads, saved: dict[str, Any]) -> ScaledGrads:
-    def restored(name: str) -> Any:
-        like = getattr(target, name)
-        return flax.serialization.from_state_dict(like, saved[name], name=name)
-
-    fields = {name: restored(name) for name in _SAVED}
+    restored: Any = flax.serialization.from_state_dict
+    fields = {n: restored(getattr(target, n), saved[n], name=n) for n in _SAVED}
     return ScaledGrads(**fields, loss_id=target.loss_id, groups=target.groups)
 
 
@@ -384,10 +370,6 @@ def _changed(new: PyTree, old: PyTree) -> list[Any]:
     """The leaves of `new` that are not the very ones of `old`."""
     same = {id(x) for x in jax.tree.leaves(old)}
     return [x for x in jax.tree.leaves(new) if id(x) not in same]
-
-
-def _lower(a: LossScaleState | None, b: LossScaleState | None) -> LossScaleState | None:
-    return b if a is None else lower_of(a, b)
 
 
 def _check_factor(factor: Any) -> None:

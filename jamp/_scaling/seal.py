@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Bool, Float, Key
 
@@ -26,6 +27,8 @@ _TAG = (
 # The bits of 1 and of inf: XORed with them, a seal of zeros, as `jnp.zeros_like` makes
 # one, says scale 1, finite, and no lower scale; gradients of zero at that are harmless.
 _ONE, _INF = np.uint32(0x3F800000), np.uint32(0x7F800000)
+
+_bits = lax.bitcast_convert_type
 
 
 class Opened(NamedTuple):
@@ -68,10 +71,10 @@ def seal(
 ) -> Key[Array, "..."]:
     """The leaf that holds all of them."""
     bad = (~finite).astype(jnp.uint32) | (~raw_finite).astype(jnp.uint32) << 1
-    words = [_bits(scale) ^ _ONE, bad]
+    words = [_bits(scale, jnp.uint32) ^ _ONE, bad]
     if scale_state is not None:
-        lowest, *counts = scale_state
-        words += [_bits(lowest) ^ _INF, *map(_bits, counts)]
+        lowest, *counts = (_bits(x, jnp.uint32) for x in scale_state)
+        words += [lowest ^ _INF, *counts]
     words = jnp.stack(jnp.broadcast_arrays(*words), axis=-1)
     return jax.random.wrap_key_data(words, impl=_IMPLS[words.shape[-1]])
 
@@ -80,16 +83,13 @@ def opened(sealed: Any) -> Opened:
     """The inverse of `seal`; of a shape, shapes."""
     if isinstance(sealed, jax.ShapeDtypeStruct):
         return jax.eval_shape(_opened, sealed)
-    if not is_traced(sealed) and _is_on_all_hosts(sealed):
+    is_near = is_traced(sealed) or sealed.is_fully_addressable
+    if not is_near and sealed.is_fully_replicated:
         # Reading a number must not be a program that all hosts have to run.
         here = jax.random.key_data(sealed).addressable_data(0)
         impl = jax.random.key_impl(sealed)
         sealed = jax.random.wrap_key_data(jnp.asarray(np.asarray(here)), impl=impl)
     return _opened(sealed)
-
-
-def _is_on_all_hosts(x: Array) -> bool:
-    return not x.is_fully_addressable and x.is_fully_replicated
 
 
 @functools.partial(jax.jit, inline=True)
@@ -100,16 +100,8 @@ def _opened(sealed: Key[Array, "..."]) -> Opened:
     if rest:
         lowest, *counts = rest
         scale_state = LossScaleState(
-            _from_bits(lowest ^ _INF, jnp.float32),
-            *(_from_bits(count, jnp.int32) for count in counts),
+            _bits(lowest ^ _INF, jnp.float32),
+            *(_bits(count, jnp.int32) for count in counts),
         )
-    scale = _from_bits(scale ^ _ONE, jnp.float32)
+    scale = _bits(scale ^ _ONE, jnp.float32)
     return Opened(scale, bad & 1 == 0, bad & 2 == 0, scale_state)
-
-
-def _bits(x: Array) -> Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _from_bits(x: Array, dtype: Any) -> Array:
-    return jax.lax.bitcast_convert_type(x, dtype)

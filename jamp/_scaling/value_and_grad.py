@@ -22,7 +22,8 @@ from jamp._core.tree import (
     split_overwrite,
     widen_tree,
 )
-from jamp._policy.forward import forward_policy, under_policy
+from jamp._policy.forward import under_policy
+from jamp._policy.models import forward_policy
 from jamp._scaling import mapped_axis, retry
 from jamp._scaling.by_hand import HasLossScales, find_loss_scale
 from jamp._scaling.layout import row_major_on_cuda
@@ -250,14 +251,13 @@ def zero_grads(
     """
     retry.check_redo(redo_on_overflow)
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.zero_grads(state)")
-    keys = groups.resolve_wrt(wrt, groups.group_keys(state.tx))
     named = tuple(wrt) if isinstance(wrt, list) else wrt
-    trees = {k: differentiable(groups.get(state.params, k)) for k in keys}
-    both = {k: split_overwrite(tree) for k, tree in trees.items()}
-    zeros = {
-        k: widen_tree(jax.tree.map(jnp.zeros_like, tree))
-        for k, (tree, _) in both.items()
-    }
+    zeros, overwrite = {}, {}
+    for k in groups.resolve_wrt(wrt, groups.group_keys(state.tx)):
+        tree, new = split_overwrite(differentiable(groups.get(state.params, k)))
+        zeros[k] = widen_tree(jax.tree.map(jnp.zeros_like, tree))
+        if new is not None:
+            overwrite[k] = new
     return ScaledGrads(
         tree=groups.shape_like_wrt(zeros, named, state.params),
         scale=rule.current(scale_state),
@@ -265,7 +265,7 @@ def zero_grads(
         loss_id=loss_id,
         groups=named,
         scale_state=scale_state if retry.redoes(rule, redo_on_overflow) else None,
-        overwrite={k: values for k, (_, values) in both.items() if values is not None},
+        overwrite=overwrite,
     )
 
 

@@ -144,10 +144,11 @@ def _stores_remainder(txs: Any) -> bool:
 
 def _keeping_bits[T](new: T, old: Any) -> T:
     """`new`, with the leaves of `old` at the paths that both have."""
-    kept = dict(_by_path(old))
+    keystr = jax.tree_util.keystr
+    kept = {keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(old)}
 
     def leaf(path, x):
-        before = kept.pop(jax.tree_util.keystr(path), None)
+        before = kept.pop(keystr(path), None)
         if before is None:
             return strong_array(x)
         if before.shape != jnp.shape(x):
@@ -166,21 +167,14 @@ _ONE_PIECE = (
 )
 
 
-def _by_path(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
 def _check_mapping(params: Any, old: Any) -> None:
     if not isinstance(params, Mapping) or not isinstance(old, Mapping):
         raise TypeError(
             f"add_params merges a mapping of new entries into the params, got "
             f"{type(params).__name__} for params that are {type(old).__name__}."
         )
-    if OVERWRITE_WITH_GRADIENT in old and set(params) - {
-        "params",
-        OVERWRITE_WITH_GRADIENT,
-    }:
+    collections = {"params", OVERWRITE_WITH_GRADIENT}
+    if OVERWRITE_WITH_GRADIENT in old and not collections.issuperset(params):
         raise ValueError(
             f"The params are collections: pass {{'params': ..., "
             f"{OVERWRITE_WITH_GRADIENT!r}: ...}}, got {sorted(params)}."
@@ -194,14 +188,11 @@ def _merged(old: Any, new: Any, where: str) -> Any:
             f"add_params adds entries, but {where} is there already. Change it with "
             "`state.replace(...)`."
         )
-    entries = dict(old)
+    entries = {**old, **new}
     for key, value in new.items():
-        entries[key] = (
-            _merged(entries[key], value, f"{where}[{key!r}]")
-            if key in entries
-            else value
-        )
-    return entries if isinstance(old, dict) else type(old)(entries)  # pyright: ignore[reportCallIssue]
+        if key in old:
+            entries[key] = _merged(old[key], value, f"{where}[{key!r}]")
+    return _of_kind(old, entries)
 
 
 def _extended(old: Any, new: Any, name: str) -> Any:
@@ -211,5 +202,8 @@ def _extended(old: Any, new: Any, name: str) -> Any:
     twice = set(old) & set(new)
     if twice:
         raise ValueError(f"{name} has a group {sorted(twice, key=str)[0]!r} already.")
-    entries = {**old, **new}
+    return _of_kind(old, {**old, **new})
+
+
+def _of_kind(old: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     return entries if isinstance(old, dict) else type(old)(entries)  # pyright: ignore[reportCallIssue]

@@ -126,11 +126,10 @@ def _plain(grads: Any, state: HasLossScales, keys: tuple[Key, ...]) -> Part:
 
     A group whose entry is None is not covered.
     """
+    entries = {groups.SINGLE: grads}
     if keys != (groups.SINGLE,):
         _check_container(grads, state.params)
-    entries = groups.split(grads, keys)
-    if keys != (groups.SINGLE,):
-        entries = {k: entry for k, entry in entries.items() if entry is not None}
+        entries = {key: grads[key] for key in keys if grads[key] is not None}
     if not entries:
         raise ValueError(f"gradients of all groups are None: {_REMEDY}")
     entries = {key: differentiable(entry) for key, entry in entries.items()}

@@ -8,9 +8,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jamp.diagnostics import _doctor, _levels
+from jamp._policy.levels import LEVELS
+from jamp.diagnostics import _doctor
 from jamp.diagnostics._cost import cost
 from jamp.diagnostics._explain import explain
+from jamp.diagnostics._table import columns
+
+_PROPERTIES = (
+    "cast_model_type",
+    "patch_functions",
+    "patch_functions_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
 
 _TARGET = (
     "`module:function`, of a function without arguments that returns `(fn, *args)`: "
@@ -53,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    command("levels", lambda _: _levels.table(), "The properties of O0 to O5.")
+    command("levels", lambda _: _levels(), "The properties of O0 to O5.")
     command("doctor", lambda _: _doctor.report(), "Versions, devices, what is missing.")
     explained = command("explain", _explain, "What runs in which precision, and why.")
     explained.add_argument("target", help=_TARGET)
@@ -72,12 +83,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _levels() -> str:
+    rows = [
+        (name, *(_word(getattr(level, name)) for level in LEVELS.values()))
+        for name in _PROPERTIES
+    ]
+    return columns(("property", *LEVELS), *rows)
+
+
+def _word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _cost(chosen: argparse.Namespace) -> str:
     step, *args = _made(chosen.target)
-    try:
-        return str(cost(step, *args, target=chosen.gpu))
-    except (ImportError, ValueError) as error:
-        raise CommandError(str(error)) from None
+    return str(_or_error(cost, step, *args, target=chosen.gpu))
 
 
 def _explain(chosen: argparse.Namespace) -> str:
@@ -95,7 +117,7 @@ def _or_error[**P, T](fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     """What a function returns; what it says of its arguments is said of the command."""
     try:
         return fn(*args, **kwargs)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         raise CommandError(str(error)) from None
 
 

@@ -1,9 +1,8 @@
 """`cost`: what a step costs on a GPU that need not be there."""
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -140,12 +139,12 @@ def _cost(step: Any, args: Any, target: str, donate: Any) -> StepCost:
 
 
 def _parts(program: Program) -> Iterator[Part]:
-    lines = _Lines(program.text)
+    lines = _lines_of_frames(program.text)
     found: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
     for instruction, cost in program.launches():
         names = instruction.attribute(r'op_name="([^"]*)"') or ""
         frame = instruction.attribute(r"stack_frame_id=(\d+)")
-        key = _module(names), lines.of(int(frame)) if frame else ""
+        key = _module(names), lines.get(frame or "", "")
         found.setdefault(key, []).append((instruction, cost))
     for (module, source), launches in found.items():
         yield Part(
@@ -162,40 +161,26 @@ def _module(names: str) -> str:
     return "/".join(module_path(names.partition("/")[2]).split("/")[:-1])
 
 
-class _Lines:
-    """The user's lines of the stack frames that a module ends with."""
+def _lines_of_frames(text: str) -> dict[str, str]:
+    """The user's line of each of the stack frames that a module ends with.
 
-    def __init__(self, text: str):
-        _, _, names = text.partition("\nFileNames\n")
-        names, _, _ = names.partition("\nFunctionNames\n")
-        self.files = dict(_pairs(names, r'^(\d+) "(.*)"$'))
-        self.places = {
-            place: (file, line)
-            for place, file, line in re.findall(
-                r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+) ", text, re.MULTILINE
-            )
-        }
-        frames = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
-        self.frames = {
-            int(frame): (place, int(parent or 0) - 1)  # one more than its number
-            for frame, place, parent in re.findall(frames, text, re.MULTILINE)
-        }
-
-    @functools.cache  # noqa: B019 It lives as long as the object.
-    def of(self, frame: int) -> str:
-        """The innermost line in no installed package, and not in jamp; else ""."""
-        while frame in self.frames:
-            place, parent = self.frames[frame]
-            file, line = self.places.get(place, ("", ""))
-            name = self.files.get(file, "")
-            if name and not is_installed(name):
-                return f"{name}:{line}"
-            frame = parent
-        return ""
-
-
-def _pairs(text: str, pattern: str) -> Iterable[Any]:
-    return re.findall(pattern, text, re.MULTILINE)
+    It is the innermost in no installed package, and not in jamp; else "".
+    """
+    _, _, names = text.partition("\nFileNames\n")
+    names, _, _ = names.partition("\nFunctionNames\n")
+    files = dict(re.findall(r'^(\d+) "(.*)"$', names, re.MULTILINE))
+    place = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+) "
+    places = {
+        number: f"{files[file]}:{line}"
+        for number, file, line in re.findall(place, text, re.MULTILINE)
+        if file in files and not is_installed(files[file])
+    }
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    lines: dict[str, str] = {}
+    for number, at, parent in re.findall(frame, text, re.MULTILINE):
+        outer = str(int(parent or 0) - 1)  # `parent` is one more than its number
+        lines[number] = places.get(at) or lines.get(outer, "")  # it comes before
+    return lines
 
 
 def _words(part: Part) -> str:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jamp.diagnostics._operation import Operation
+from jamp.diagnostics._table import columns
 
 type Key = tuple[str, str]
 
@@ -22,13 +23,7 @@ def text(ours: Iterable[Operation], theirs: Iterable[Operation]) -> str:
             rows.append((*key, _words(before), _words(after)))
     if not rows:
         return "No difference."
-    rows = [("module", "operation", "here", "there"), *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    return columns(("module", "operation", "here", "there"), *rows)
 
 
 def _counted(operations: Iterable[Operation]) -> dict[Key, Counter[str]]:

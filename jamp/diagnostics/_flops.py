@@ -20,8 +20,12 @@ def flops(eqn: jc.JaxprEqn) -> int | None:
     - `conv_general_dilated`: 2 N O I per pair of an output position and a place of the
       kernel that meet in the input, for batch, output and input features.
     """
-    formula = _FORMULAS.get(eqn.primitive.name)
-    return None if formula is None else formula(eqn)
+    if eqn.primitive.name == "conv_general_dilated":
+        return _of_convolution(eqn)
+    if (found := sizes(eqn)) is None:
+        return None
+    _, columns, _ = found
+    return 2 * math.prod(_shape(eqn.invars[0])) * columns
 
 
 def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
@@ -30,17 +34,16 @@ def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
     - `dot_general`, `ragged_dot_general`: free sizes of each operand, contracted size.
     - `conv_general_dilated`: output and input features.
     """
-    name = eqn.primitive.name
-    if name not in _FORMULAS:
-        return None
-    lhs, rhs = map(_shape, eqn.invars[:2])
+    name, groups = eqn.primitive.name, ()
     numbers: Any = eqn.params.get("dimension_numbers")
-    if name == "conv_general_dilated":
-        return tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
-    groups = ()
     if name == "ragged_dot_general":
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    elif name not in ("dot_general", "conv_general_dilated"):
+        return None
+    lhs, rhs = map(_shape, eqn.invars[:2])
+    if name == "conv_general_dilated":
+        return tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
     (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
     rows = (s for axis, s in enumerate(lhs) if axis not in {*of_lhs, *batch_lhs})
     shared = {*of_rhs, *batch_rhs, *groups}
@@ -48,24 +51,7 @@ def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
     return math.prod(rows), math.prod(columns), math.prod(lhs[axis] for axis in of_lhs)
 
 
-def _dot(eqn: jc.JaxprEqn) -> int:
-    return _product(eqn, eqn.params["dimension_numbers"], ())
-
-
-def _ragged_dot(eqn: jc.JaxprEqn) -> int:
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    return _product(eqn, numbers.dot_dimension_numbers, numbers.rhs_group_dimensions)
-
-
-def _product(eqn: jc.JaxprEqn, numbers: Any, groups: Any) -> int:
-    lhs, rhs = map(_shape, eqn.invars[:2])
-    (_, contracted), (_, batch) = numbers
-    shared = {*contracted, *batch, *groups}
-    free = [size for axis, size in enumerate(rhs) if axis not in shared]
-    return 2 * math.prod(lhs) * math.prod(free)
-
-
-def _convolution(eqn: jc.JaxprEqn) -> int:
+def _of_convolution(eqn: jc.JaxprEqn) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs = map(_shape, eqn.invars)
     out = _shape(eqn.outvars[0])
@@ -103,10 +89,3 @@ def _meetings(
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
-
-
-_FORMULAS = {
-    "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
-    "conv_general_dilated": _convolution,
-}

@@ -1,6 +1,7 @@
 """What part of an array a narrow float format would lose."""
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,6 @@ class Loss(NamedTuple):
     subnormal: int
     over: int
 
-    def __add__(self, other: "Loss") -> "Loss":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Loss(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 class Counts(NamedTuple):
     """Of some numbers, by format.
@@ -45,20 +43,16 @@ class Counts(NamedTuple):
     losses: dict[str, Loss]
 
     def __add__(self, other: "Counts") -> "Counts":  # pyright: ignore[reportIncompatibleMethodOverride]
-        losses = {name: self.losses[name] + other.losses[name] for name in FORMATS}
+        pairs = {name: (loss, other.losses[name]) for name, loss in self.losses.items()}
+        losses = {name: Loss(*map(operator.add, *pair)) for name, pair in pairs.items()}
         return Counts(self.nonzero + other.nonzero, losses)
-
-
-NOTHING = Counts(0, dict.fromkeys(FORMATS, Loss(0, 0, 0)))
 
 
 def counts_of(x: Any, factor: float = 1.0) -> Counts:
     """What each format would lose of a float array times a factor."""
-    nonzero, *losses = np.asarray(_counts(x, factor)).reshape(-1)
-    rows = np.reshape(losses, (len(FORMATS), 3)).tolist()
-    return Counts(
-        int(nonzero), {n: Loss(*r) for n, r in zip(FORMATS, rows, strict=True)}
-    )
+    nonzero, *losses = np.asarray(_counts(x, factor)).tolist()
+    rows = zip(FORMATS, np.reshape(losses, (-1, 3)).tolist(), strict=True)
+    return Counts(nonzero, {name: Loss(*row) for name, row in rows})
 
 
 @functools.cache

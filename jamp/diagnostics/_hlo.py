@@ -98,20 +98,6 @@ class Program:
     def traffic(self) -> int:
         return round(self.cost.traffic)
 
-    @functools.cached_property
-    def aliased_bytes(self) -> int:
-        """Bytes of the parameters whose buffers outputs take over."""
-        header = self.text[: self.text.index("entry_computation_layout")]
-        aliased = {int(n) for n in re.findall(r"\}?: \((\d+), \{", header)}
-        parameters = [i for i in self.entry.values() if i.opcode == "parameter"]
-        return round(sum(p.bytes for p in parameters if _number(p) in aliased))
-
-    @functools.cached_property
-    def copies(self) -> list[int]:
-        """Bytes of the result of each copy in ENTRY."""
-        copies = [i for i in self.entry.values() if i.opcode in ("copy", "copy-done")]
-        return [round(copy.bytes) for copy in copies]
-
     def launches(self) -> list[tuple[Instruction, Cost]]:
         """ENTRY's instructions that are not free, each with its cost."""
         costs = [(i, self._cost(i, self.entry)) for i in self.entry.values()]
@@ -135,7 +121,8 @@ class Program:
             return _add(map(self._total, called * times))
         if opcode == "conditional":
             predicate = Cost(1, outer[instruction.operands[0]].bytes)
-            return _add([predicate, max(map(self._total, called), key=_traffic)])
+            dearest = max(map(self._total, called), key=lambda cost: cost.traffic)
+            return _add([predicate, dearest])
         body = called[0] if opcode == "fusion" else None
         starts = instruction.opcode != opcode and body is None
         writes = 0 if starts else _writes(instruction, outer, body)
@@ -191,17 +178,12 @@ def _closing(text: str, start: int) -> int:
 
 def shape_bytes(shape: str) -> float:
     """Bytes of a shape as HLO prints it; of a tuple, the sum."""
-    arrays = re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape)
-    return sum(_item_bytes(dtype) * _elements(sizes) for dtype, sizes in arrays)
-
-
-def _item_bytes(dtype: str) -> float:
-    bits = re.search(r"\d+", dtype)  # of f32, bf16, f8e4m3fn, s4, c64
-    return int(bits[0]) / 8 if bits else BYTES[dtype]
-
-
-def _elements(sizes: str) -> int:
-    return math.prod(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
+    total = 0.0
+    for dtype, axes in re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape):
+        sizes = (int(size.removeprefix("<=")) for size in axes.split(",") if size)
+        bits = re.search(r"\d+", dtype)  # of f32, bf16, f8e4m3fn, s4, c64
+        total += math.prod(sizes) * (int(bits[0]) / 8 if bits else BYTES[dtype])
+    return total
 
 
 def _called(instruction: Instruction) -> list[str]:
@@ -217,10 +199,6 @@ def _add(costs: Iterable[Cost]) -> Cost:
     return Cost(sum(c.kernels for c in costs), sum(c.traffic for c in costs))
 
 
-def _traffic(cost: Cost) -> float:
-    return cost.traffic
-
-
 def _reads(
     instruction: Instruction, outer: Computation, body: Computation | None
 ) -> float:
@@ -229,7 +207,7 @@ def _reads(
     if body is not None:
         needed = _needed(body)
         parameters = (i for i in body.values() if i.opcode == "parameter")
-        by_number = {_number(p): needed[p.name] for p in parameters}
+        by_number = {parameter_number(p): needed[p.name] for p in parameters}
         used = [by_number[n] for n in range(len(sizes))]
     return sum(size * part for size, part in zip(sizes, used, strict=True))
 
@@ -267,5 +245,6 @@ def _writes(
     return _writes(next(i for i in body.values() if i.is_root), body, None)
 
 
-def _number(parameter: Instruction) -> int:
+def parameter_number(parameter: Instruction) -> int:
+    """Which argument of its computation a parameter is."""
     return int(parameter.rest.partition(",")[0])

@@ -16,13 +16,7 @@ from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float, range_of
 from jamp.diagnostics._replay import Place, Replay
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import (
-    Step,
-    StepFn,
-    check_state,
-    scaled_step,
-    step_fn,
-)
+from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
 
 
 def locate(
@@ -79,14 +73,12 @@ class _Run(NamedTuple):
 
     Attributes:
         loss: the loss.
-        paths: of the gradients.
-        bad: of those that are not finite.
+        bad: the paths of the gradients that are not finite.
         event: the culprit; None if all is finite.
         is_backward: whether that is of the backward pass.
     """
 
     loss: float
-    paths: list[str]
     bad: list[str]
     event: Event | None
     is_backward: bool
@@ -107,39 +99,32 @@ def locate_in(
         arguments: the others, by name.
         loss_id: which of the loss scales it uses.
     """
-    scaled = scaled_step(fn, state, arguments, loss_id, "locate")
-    scale, moves = scaled.scale, state.loss_scale_rules[loss_id].moves
-
-    def run(scale: float) -> _Run:
-        return _run(scaled.step, scaled.values_at(scale))
-
+    step = scaled_step(fn, state, arguments, loss_id, "locate")
+    scale, moves = step.scale, state.loss_scale_rules[loss_id].moves
     with jax.debug_nans(False), jax.debug_infs(False):
-        found = run(scale)
+        found = _run(step, scale)
         if found.event is None:
-            return Location(True, found.loss, scale, total=len(found.paths))
+            return Location(True, found.loss, scale, total=len(step.paths))
         clean = None
         if found.is_backward and scale > 1:
             # Those that overflow at the least scale, too, do not for the scale.
             least = scale / 2 ** int(np.ceil(np.log2(scale)))
-            at_least = run(least)
+            at_least = _run(step, least)
             if at_least.event is None:
-                clean = _cleanest(scale, least, lambda s: run(s).event is None)
+                clean = _cleanest(scale, least, lambda s: _run(step, s).event is None)
             else:
                 found, scale = at_least, least
         largest = _largest(state.params)
     event = found.event
     assert event is not None
+    phase = "backward" if found.is_backward else "forward"
     return Location(
         finite=False,
         loss=found.loss,
         scale=scale,
         operation=words_of(event) if event.eqn else event.name,
         primitive=event.name if event.eqn else "",
-        phase="input"
-        if not event.eqn
-        else "backward"
-        if found.is_backward
-        else "forward",
+        phase=phase if event.eqn else "input",
         source=event.source,
         module=module_path(event.names),
         near=event.near.removeprefix("params/") if event.eqn else "",
@@ -149,7 +134,7 @@ def locate_in(
         made_by=event.made_by,
         infinities=event.infinities,
         params=tuple(found.bad),
-        total=len(found.paths),
+        total=len(step.paths),
         advice=(
             advice_for(Finding(event, found.is_backward, largest))
             if clean is None
@@ -158,14 +143,13 @@ def locate_in(
     )
 
 
-def _run(step: Step, values: list[tuple[Any, str]]) -> _Run:
+def _run(step: Step, scale: float) -> _Run:
     replay = Replay(RULES)
-    given = [replay.argument(array, name) for array, name in values]
+    given = [replay.argument(array, name) for array, name in step.values_at(scale)]
     loss, *grads = replay.run(step.program, given, Place())
     event = first_event(v.origin for v in (loss, *grads) if v.origin)
     return _Run(
         loss=float(np.asarray(loss.array, np.float32)),
-        paths=step.paths,
         bad=[p for p, g in zip(step.paths, grads, strict=True) if g.origin],
         event=event,
         # What only gradients need is of the backward pass, wherever JAX computes it.

@@ -11,18 +11,12 @@ from jax.extend import core as jc
 from jamp._core.devices import moves_constants
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._formats import FORMATS, NOTHING, Counts, counts_of
+from jamp.diagnostics._formats import FORMATS, Counts, counts_of
 from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float
-from jamp.diagnostics._replay import MOVES, Place, Replay
+from jamp.diagnostics._replay import MOVES, Place, Replay, Site
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import (
-    ScaledStep,
-    StepFn,
-    check_state,
-    scaled_step,
-    step_fn,
-)
+from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
 
 _LARGEST = 24  # the scales that are tried: 2**0 to 2**24, apex's ceiling
 _LOST = 1e-3  # the part of the gradients that a safe scale may round to zero
@@ -169,18 +163,19 @@ def numerics_in(
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
 
-    def observe(eqn: jc.JaxprEqn, place: Place, array: Any, near: str) -> None:
-        names = place.stack(eqn)
-        if eqn.primitive.name in MOVES or not names.strip("/") or not is_float(array):
+    def observe(site: Site, array: Any, near: str) -> None:
+        name, names = site.eqn.primitive.name, site.names
+        if name in MOVES or not names.strip("/") or not is_float(array):
             return
         phase = "backward" if is_backward(names) else "forward"
         key = module_path(names) or _layer(near), phase
-        values[key] = values.get(key, NOTHING) + counts_of(array)
+        counts = counts_of(array)
+        values[key] = values[key] + counts if key in values else counts
 
     replay = Replay(RULES, observe)
     given = [replay.argument(x, name) for x, name in step.values_at(scale)]
     with jax.debug_nans(False), jax.debug_infs(False):
-        _, *grads = replay.run(step.step.program, given, Place())
+        _, *grads = replay.run(step.program, given, Place())
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     tiny = [
         path_string(path)
@@ -191,8 +186,7 @@ def numerics_in(
         scale=scale,
         values=values,
         gradients={
-            path: counts_of(g.array)
-            for path, g in zip(step.step.paths, grads, strict=True)
+            path: counts_of(g.array) for path, g in zip(step.paths, grads, strict=True)
         },
         safe_scales=safe,
         tiny=tuple(tiny),
@@ -200,9 +194,9 @@ def numerics_in(
 
 
 @moves_constants
-def _safe_scales(step: ScaledStep) -> tuple[float, float] | None:
+def _safe_scales(step: Step) -> tuple[float, float] | None:
     """See `Numerics.safe_scales`; of what is compiled, in powers of two."""
-    run = jax.jit(jc.jaxpr_as_fun(step.step.program))
+    run = jax.jit(jc.jaxpr_as_fun(step.program))
     finite = jax.jit(lambda outs: all_finite(outs))
 
     @functools.cache

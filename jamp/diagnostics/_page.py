@@ -9,7 +9,7 @@ from jamp.diagnostics._operation import Operation
 from jamp.diagnostics._page_style import SCRIPT, STYLE
 from jamp.diagnostics._table import short
 
-_AROUND = 2  # lines of the source before and after one with operations
+_AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
 
 
@@ -108,7 +108,7 @@ def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]
             continue
         yield f"<h3>{escape(short(file))}</h3><pre>"
         before = 0
-        for number in sorted({n + d for n in marked for d in _near() if n + d > 0}):
+        for number in sorted({n + d for n in marked for d in _AROUND if n + d > 0}):
             if number > len(text):
                 break
             if before and number > before + 1:
@@ -126,7 +126,3 @@ def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]
                 f"<i>{link}</i> {code}</span>"
             )
         yield "</pre>"
-
-
-def _near() -> range:
-    return range(-_AROUND, _AROUND + 1)

@@ -13,74 +13,55 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jc
 from jax.sharding import PartitionSpec
 
 from jamp._autocast import jax_internals
-from jamp.diagnostics._origins import Origin, made_of
-from jamp.diagnostics._ranges import is_float, not_finite
-from jamp.diagnostics._replay import Place, Replay, Rule, Value, operation
+from jamp.diagnostics._origins import made_of
+from jamp.diagnostics._ranges import not_finite
+from jamp.diagnostics._replay import Place, Replay, Rule, Site, Value, operation
 
 # A loop that runs longer is looked at as a whole: on rounded values it may never end.
 _MOST_TRIPS = 100_000
 
 
-def _call(
-    replay: Replay, eqn: jc.JaxprEqn, _: jc.Jaxpr, read: list[Value], place: Place
-) -> list[Value]:
-    return replay.run(jax_internals.program_of(eqn), read, place.inside(eqn))
+def _call(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
+    return replay.run(jax_internals.program_of(site.eqn), read, site.inside())
 
 
-def _cond(
-    replay: Replay,
-    eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
-    read: list[Value],
-    place: Place,
-) -> list[Value]:
-    branch = eqn.params["branches"][place.number(read[0].array)]
-    del read[0]
-    return replay.run(branch, read, place.inside(eqn))
+def _cond(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
+    number = site.place.number(read.pop(0).array)
+    return replay.run(site.eqn.params["branches"][number], read, site.inside())
 
 
 def _whole_first(iterations: Callable[..., list[Value]]) -> Rule:
     """The rule of a loop: its iterations are run only if they have to be looked at.
 
     Args:
-        iterations: takes what a rule takes but for the program, and the results of the
-            loop as a whole, or None where it cannot be run so.
+        iterations: takes what a rule takes, and the results of the loop as a whole, or
+            None where it cannot be run so.
     """
 
-    def rule(
-        replay: Replay,
-        eqn: jc.JaxprEqn,
-        program: jc.Jaxpr,
-        read: list[Value],
-        place: Place,
-    ) -> list[Value]:
-        outs = operation(replay, eqn, program, read, place) if place.whole else None
+    def rule(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
+        outs = operation(replay, site, read) if site.place.whole else None
         if outs is not None and _is_explained(outs, read):
             return outs
-        return iterations(replay, eqn, read, place, outs)
+        return iterations(replay, site, read, outs)
 
     return rule
 
 
 @_whole_first
 def _scan(
-    replay: Replay,
-    eqn: jc.JaxprEqn,
-    read: list[Value],
-    place: Place,
-    outs: list[Value] | None,
+    replay: Replay, site: Site, read: list[Value], outs: list[Value] | None
 ) -> list[Value]:
+    eqn, place = site.eqn, site.place
     consts, carries = jax_internals.scan_counts(eqn)
     fixed, carry = read[:consts], read[consts : consts + carries]
     over = read[consts + carries :]
     length, body = eqn.params["length"], jax_internals.program_of(eqn)
     rows: list[list[Value]] = [[]] * length
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        here = place.inside(eqn, f"iteration {i} of {length} of a scan")
+        here = site.inside(f"iteration {i} of {length} of a scan")
         slices = [_slice(v, i, place) for v in over]
         results = replay.run(body, [*fixed, *carry, *slices], here)
         carry, rows[i] = results[:carries], results[carries:]
@@ -89,31 +70,27 @@ def _scan(
         arrays = [v.array for v in carry]
         arrays += [place.joined([v.array for v in c]) for c in columns[carries:]]
         pairs = zip(arrays, columns, strict=True)
-        return [replay.seen(eqn, x, column, place, "") for x, column in pairs]
+        return [replay.seen(site, x, column, "") for x, column in pairs]
     return _from_inside(replay, outs, columns)
 
 
 def _slice(value: Value, i: int, place: Place) -> Value:
     array = place.item(value.array, i)
-    is_bad = value.origin is not None and is_float(array) and any(not_finite(array))
+    is_bad = value.origin is not None and any(not_finite(array))
     return Value(array, value.origin if is_bad else None, value.near)
 
 
 @_whole_first
 def _while(
-    replay: Replay,
-    eqn: jc.JaxprEqn,
-    read: list[Value],
-    place: Place,
-    outs: list[Value] | None,
+    replay: Replay, site: Site, read: list[Value], outs: list[Value] | None
 ) -> list[Value]:
-    condition, body, of_condition, of_body = jax_internals.while_programs(eqn)
+    condition, body, of_condition, of_body = jax_internals.while_programs(site.eqn)
     consts = of_condition + of_body
     carry = read[consts:]
     for i in range(_MOST_TRIPS):
-        here = place.inside(eqn, f"iteration {i} of a while loop")
+        here = site.inside(f"iteration {i} of a while loop")
         (goes_on,) = replay.run(condition, [*read[:of_condition], *carry], here)
-        if not place.number(goes_on.array):
+        if not site.place.number(goes_on.array):
             break
         carry = replay.run(body, [*read[of_condition:consts], *carry], here)
     return carry if outs is None else _from_inside(replay, outs, zip(carry))
@@ -130,35 +107,31 @@ def _from_inside(
     replay: Replay, outs: list[Value], inside: Iterable[Iterable[Value]]
 ) -> list[Value]:
     """The results of a whole, which know what was found of each of them inside."""
-    found = ([v.origin for v in values if v.origin] for values in inside)
-    return [_explained_by(replay, *pair) for pair in zip(outs, found, strict=True)]
-
-
-def _explained_by(replay: Replay, whole: Value, found: list[Origin]) -> Value:
-    if whole.origin is None or not found:
-        return whole
-    parents = made_of(whole.origin.has_nan, found)
-    intended = all(p.intended for p in parents)
-    origin = dataclasses.replace(
-        whole.origin, order=replay.order, parents=parents, intended=intended, event=None
-    )
-    return whole._replace(origin=origin)
+    results = []
+    for whole, values in zip(outs, inside, strict=True):
+        found = [v.origin for v in values if v.origin]
+        if whole.origin is not None and found:
+            parents = made_of(whole.origin.has_nan, found)
+            origin = dataclasses.replace(
+                whole.origin,
+                order=replay.order,
+                parents=parents,
+                intended=all(p.intended for p in parents),
+                event=None,
+            )
+            whole = whole._replace(origin=origin)
+        results.append(whole)
+    return results
 
 
 # ---- shard_map
 
 
-def _shard_map(
-    replay: Replay,
-    eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
-    read: list[Value],
-    place: Place,
-) -> list[Value]:
-    outs = operation(replay, eqn, program, read, place)
+def _shard_map(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
+    outs = operation(replay, site, read)
     if _is_explained(outs, read):
         return outs
-    options = jax_internals.shard_map_options(eqn)
+    options = jax_internals.shard_map_options(site.eqn)
     mesh, axes = options["mesh"], options["axis_names"]
     devices = math.prod(mesh.shape[axis] for axis in axes)
     stacked = PartitionSpec(tuple(a for a in mesh.axis_names if a in axes))
@@ -171,13 +144,12 @@ def _shard_map(
         )
         return jax.jit(mapped)(*arrays)
 
-    def evaluate(eqn, program, arrays):
-        fn = jc.jaxpr_as_fun(jax_internals.alone(eqn, program))
+    def evaluate(fn, arrays):
         specs = (stacked,) * len(arrays)
         return on_devices(lambda *parts: fn(*(x[0] for x in parts)), arrays, specs)
 
     here = dataclasses.replace(
-        place.inside(eqn, f"a shard_map over {', '.join(sorted(map(str, axes)))}"),
+        site.inside(f"a shard_map over {', '.join(sorted(map(str, axes)))}"),
         evaluate=evaluate,
         whole=False,
         item=lambda array, i: array[:, i],
@@ -189,7 +161,7 @@ def _shard_map(
     parts = on_devices(lambda *xs: xs, [v.array for v in read], options["in_specs"])
     values = [v._replace(array=x) for v, x in zip(read, parts, strict=True)]
     try:
-        results = replay.run(jax_internals.program_of(eqn), values, here)
+        results = replay.run(jax_internals.program_of(site.eqn), values, here)
     except _Disagreement:
         return outs
     return _from_inside(replay, outs, zip(results))
@@ -207,11 +179,9 @@ def _agreed(array: Any) -> int:
     return int(first)
 
 
-def _same(
-    replay: Replay, eqn: jc.JaxprEqn, _: jc.Jaxpr, read: list[Value], __: Place
-) -> list[Value]:
+def _same(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     """The rule of what hands on its operands, and is about types or schedules."""
-    del replay, eqn
+    del replay, site
     return read
 
 

@@ -49,8 +49,8 @@ def is_float(x: Any) -> bool:
 
 
 def not_finite(x: Any) -> tuple[bool, bool]:
-    """Whether a float array holds NaN, and whether it holds infinities."""
-    nan, inf = np.asarray(_flags(x))
+    """Whether an array holds NaN, and whether it holds infinities."""
+    nan, inf = np.asarray(_flags(x)) if is_float(x) else (False, False)
     return bool(nan), bool(inf)
 
 

@@ -22,11 +22,9 @@ MOVES = frozenset(
     "broadcast_in_dim convert_element_type copy dynamic_slice gather name "
     "reduce_precision reshape slice squeeze stop_gradient transpose".split()
 )
-
-
 _ARITHMETIC = frozenset("add div mul sub".split())
 _CONSTANT = "a constant"
-PRODUCTS = frozenset("dot_general conv_general_dilated".split())
+_PRODUCTS = frozenset("dot_general conv_general_dilated".split())
 
 
 class Value(NamedTuple):
@@ -36,18 +34,13 @@ class Value(NamedTuple):
         array: itself.
         origin: why it is not finite; None if it is.
         near: the path of the param that was read last on the way to it.
-        maker: the equation that computed it, and where that is; None if it came in.
+        maker: the equation that computed it; None if it came in, and was moved at most.
     """
 
     array: Any
     origin: Origin | None = None
     near: str = ""
-    maker: "tuple[jc.JaxprEqn, Place] | None" = None
-
-    @property
-    def is_param(self) -> bool:
-        """Whether it is a param, or one that was only cast or moved."""
-        return self.near != "" and self.maker is None
+    maker: "Site | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Place:
         names: the name scopes of the operations that hold it.
         source: the user's line of the innermost one that has one.
         loops: the iterations that it is in.
-        evaluate: runs one equation of a program on its operands.
+        evaluate: runs an equation, as a function, on its operands.
         whole: whether a loop can be run as a whole.
         item: the i-th slice of what a scan goes through.
         joined: the inverse of `item`.
@@ -70,9 +63,7 @@ class Place:
     names: str = ""
     source: str = ""
     loops: tuple[str, ...] = ()
-    evaluate: Callable[..., Sequence[Any]] = lambda eqn, program, arrays: (
-        jc.jaxpr_as_fun(jax_internals.alone(eqn, program))(*arrays)
-    )
+    evaluate: Callable[..., Sequence[Any]] = lambda fn, arrays: fn(*arrays)
     whole: bool = True
     item: Callable[[Any, int], Any] = lambda array, i: array[i]
     joined: Callable[[list[Any]], Any] = jnp.stack
@@ -80,25 +71,33 @@ class Place:
     lifted: Callable[[Any], Any] = lambda x: x
     shape: Callable[[Any], tuple[int, ...]] = lambda array: array.shape
 
-    def inside(self, eqn: jc.JaxprEqn, *loops: str) -> "Place":
-        """The place of a program that an equation holds."""
+
+class Site(NamedTuple):
+    """An equation, the program that it is of, and where that stands."""
+
+    eqn: jc.JaxprEqn
+    program: jc.Jaxpr
+    place: Place
+
+    @property
+    def line(self) -> str:
+        """The user's line. JAX keeps none in its jitted functions."""
+        return user_line(self.eqn) or self.place.source
+
+    @property
+    def names(self) -> str:
+        """All name scopes."""
+        return f"{self.place.names}/{jax_internals.name_stack(self.eqn)}"
+
+    def inside(self, *loops: str) -> Place:
+        """The place of a program that the equation holds."""
+        loops = (*self.place.loops, *loops)
         return dataclasses.replace(
-            self,
-            names=self.stack(eqn),
-            source=self.line(eqn),
-            loops=(*self.loops, *loops),
+            self.place, names=self.names, source=self.line, loops=loops
         )
 
-    def line(self, eqn: jc.JaxprEqn) -> str:
-        """The user's line of an equation. JAX keeps none in its jitted functions."""
-        return user_line(eqn) or self.source
 
-    def stack(self, eqn: jc.JaxprEqn) -> str:
-        """All name scopes of an equation."""
-        return f"{self.names}/{jax_internals.name_stack(eqn)}"
-
-
-type Rule = Callable[["Replay", jc.JaxprEqn, jc.Jaxpr, list[Value], Place], list[Value]]
+type Rule = Callable[["Replay", Site, list[Value]], list[Value]]
 
 
 class Replay:
@@ -107,7 +106,7 @@ class Replay:
     def __init__(
         self,
         rules: dict[str, Rule],
-        observe: Callable[[jc.JaxprEqn, Place, Any, str], None] | None = None,
+        observe: Callable[[Site, Any, str], None] | None = None,
     ):
         self.rules, self.observe = rules, observe
         self.order = 0
@@ -127,7 +126,7 @@ class Replay:
             for var in dying:
                 env.pop(var, None)
             rule = self.rules.get(eqn.primitive.name, operation)
-            outs = rule(self, eqn, program, read, place)
+            outs = rule(self, Site(eqn, program, place), read)
             env |= zip(eqn.outvars, outs, strict=True)
         return [self._read(v, env, place) for v in program.outvars]
 
@@ -140,7 +139,7 @@ class Replay:
         return self._incoming(x, _CONSTANT, "")
 
     def _incoming(self, array: Any, name: str, near: str) -> Value:
-        nan, inf = not_finite(array) if is_float(array) else (False, False)
+        nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
         event = Event(None, name, near=near, result=range_of(array))
@@ -148,52 +147,43 @@ class Replay:
         intended = not nan and not positive
         return Value(array, Origin(self.order, (), nan, inf, intended, event), near)
 
-    def seen(
-        self,
-        eqn: jc.JaxprEqn,
-        array: Any,
-        read: Sequence[Value],
-        place: Place,
-        near: str,
-    ) -> Value:
+    def seen(self, site: Site, array: Any, read: Sequence[Value], near: str) -> Value:
         """A result of an equation, with where it comes from if it is not finite."""
-        maker = (eqn, place)
-        if eqn.primitive.name in MOVES and read:
-            maker = read[0].maker
+        name = site.eqn.primitive.name
+        maker = read[0].maker if name in MOVES and read else site
         if self.observe is not None:
-            self.observe(eqn, place, array, near)
-        nan, inf = not_finite(array) if is_float(array) else (False, False)
+            self.observe(site, array, near)
+        nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, None, near, maker)
         parents = made_of(nan, (v.origin for v in read if v.origin))
-        if eqn.primitive.name in _ARITHMETIC and _reads_infinite_number(eqn):
+        if name in _ARITHMETIC and _reads_infinite_number(site.eqn):
             parents = ()  # 1e5 in float16: no mask, but where it begins
         was_intended = bool(parents) and all(p.intended for p in parents)
         event = None
         if not parents or (nan and was_intended):
-            event = _event(eqn, array, read, place, near, names_of(parents))
+            event = _event(site, array, read, near, names_of(parents))
         intended = was_intended and not nan
         origin = Origin(self.order, parents, nan, inf, intended, event)
         return Value(array, origin, near, maker)
 
-    def near(self, eqn: jc.JaxprEqn, read: Sequence[Value], place: Place) -> str:
+    def near(self, site: Site, read: Sequence[Value]) -> str:
         """The param that was read last on the way to an operation.
 
         Of the backward pass: of the operation that it is the derivative of, which reads
         what that read. The product that gives a weight's gradient reads what came
         before that weight, and what comes back to it.
         """
-        paths = [v.near for v in read if v.near]
-        if eqn.primitive.name in MOVES:
+        name, paths = site.eqn.primitive.name, [v.near for v in read if v.near]
+        if name in MOVES:
             return paths[0] if paths else ""
-        if not is_backward(place.stack(eqn)):
+        if not is_backward(site.names):
             # A loop as a whole reads all params of its body at once.
-            for path in [] if jax_internals.programs_in(eqn) else paths:
+            for path in [] if jax_internals.programs_in(site.eqn) else paths:
                 self.reads.setdefault(path, self.order)
             return max(paths, key=self._order, default="")
-        is_weights = eqn.primitive.name in PRODUCTS and not any(
-            v.is_param for v in read
-        )
+        reads_param = any(v.near and v.maker is None for v in read)
+        is_weights = name in _PRODUCTS and not reads_param
         return (max if is_weights else min)(paths, key=self._order, default="")
 
     def _order(self, path: str) -> int:
@@ -219,18 +209,13 @@ class Replay:
         return self.last[id(program)][1]
 
 
-def operation(
-    replay: Replay,
-    eqn: jc.JaxprEqn,
-    program: jc.Jaxpr,
-    read: list[Value],
-    place: Place,
-) -> list[Value]:
+def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     """The rule of what holds no program, or none that can be looked into."""
     replay.order += 1
-    near = replay.near(eqn, read, place)
-    outs = place.evaluate(eqn, program, [v.array for v in read])
-    return [replay.seen(eqn, x, read, place, near) for x in outs]
+    near = replay.near(site, read)
+    fn = jc.jaxpr_as_fun(jax_internals.alone(site.eqn, site.program))
+    outs = site.place.evaluate(fn, [v.array for v in read])
+    return [replay.seen(site, x, read, near) for x in outs]
 
 
 def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
@@ -239,31 +224,31 @@ def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
 
 
 def _event(
-    eqn: jc.JaxprEqn,
+    site: Site,
     array: Any,
     read: Sequence[Value],
-    place: Place,
     near: str,
     infinities: tuple[str, ...],
 ) -> Event:
-    floats = [v for v in read if is_float(v.array)]
-    moves = eqn.primitive.name in MOVES and bool(floats)
-    maker = floats[0].maker if moves else None
+    floats, shape = [v for v in read if is_float(v.array)], site.place.shape
+    moves = site.eqn.primitive.name in MOVES and floats
     return Event(
-        eqn=eqn,
-        name=jax_internals.primitive_name(eqn),
-        names=place.stack(eqn),
-        source=place.line(eqn),
+        eqn=site.eqn,
+        name=jax_internals.primitive_name(site.eqn),
+        names=site.names,
+        source=site.line,
         near=near,
-        loops=place.loops,
-        operands=tuple(range_of(v.array, place.shape(v.array)) for v in floats),
-        result=range_of(array, place.shape(array)),
-        made_by=_words_of_maker(*maker) if maker else "",
+        loops=site.place.loops,
+        operands=tuple(range_of(v.array, shape(v.array)) for v in floats),
+        result=range_of(array, shape(array)),
+        made_by=_words_of(floats[0].maker) if moves else "",
         infinities=infinities,
     )
 
 
-def _words_of_maker(eqn: jc.JaxprEqn, place: Place) -> str:
+def _words_of(maker: Site | None) -> str:
     """What computed the value that an operation only hands on, and where."""
-    parts = f"`{jax_internals.primitive_name(eqn)}`", place.line(eqn)
+    if maker is None:
+        return ""
+    parts = f"`{jax_internals.primitive_name(maker.eqn)}`", maker.line
     return " at ".join(filter(None, parts))

@@ -23,30 +23,20 @@ class Step(NamedTuple):
         program: what it is.
         values: what it takes, and the paths of that.
         paths: of the gradients.
+        scale_path: that of the loss scale among what it takes; "" if that is constant.
+        scale: the one of the state.
     """
 
     program: jc.Jaxpr
     values: list[tuple[Any, str]]
     paths: list[str]
-
-
-class ScaledStep(NamedTuple):
-    """A step at any loss scale.
-
-    Attributes:
-        step: its program.
-        name: the path of the scale among what it takes.
-        scale: the one of the state.
-    """
-
-    step: Step
-    name: str
-    scale: float
+    scale_path: str = ""
+    scale: float = 1.0
 
     def values_at(self, scale: float) -> list[tuple[Any, str]]:
         """What the program takes, at a scale."""
-        given = {self.name: jnp.asarray(scale, jnp.float32)}
-        return [(given.get(name, x), name) for x, name in self.step.values]
+        given = {self.scale_path: jnp.asarray(scale, jnp.float32)}
+        return [(given.get(path, x), path) for x, path in self.values]
 
 
 def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Any = None) -> StepFn:
@@ -73,7 +63,7 @@ def check_state(state: object, call: str) -> None:
 
 def scaled_step(
     fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int, call: str
-) -> ScaledStep:
+) -> Step:
     """The program of a step, with the loss scale among what it takes, at any level.
 
     Raises:
@@ -88,7 +78,8 @@ def scaled_step(
     rules = list(state.loss_scale_rules)
     rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
     step = traced(fn, (state.replace(loss_scale_rules=tuple(rules)), arguments))
-    return ScaledStep(step, f"loss_scales/{loss_id}/scale", float(rule.current(before)))
+    path, scale = f"loss_scales/{loss_id}/scale", float(rule.current(before))
+    return step._replace(scale_path=path, scale=scale)
 
 
 def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,12 +95,13 @@ def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def traced(fn: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...]) -> Step:
     """The program of `fn(*arguments) -> (loss, gradients)`; shapes do for arrays.
 
-    Paths of arguments are those inside of each.
+    Paths of arguments are those inside of each. Python's numbers are not traced, as
+    they are not in a step's code.
     """
-    named = jax.tree_util.tree_leaves_with_path(arguments)
-    structure = jax.tree.structure(arguments)
+    named, structure = jax.tree_util.tree_flatten_with_path(arguments)
     leaves = [x for _, x in named]
-    places = [i for i, x in enumerate(leaves) if _is_array(x)]
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    places = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
     paths: list[str] = []
 
     def flat(*arrays):
@@ -123,9 +115,3 @@ def traced(fn: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...]) -> St
     program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
     values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
     return Step(program, values, paths)
-
-
-def _is_array(x: Any) -> bool:
-    """Whether to trace an argument; Python's numbers are as in a step's code."""
-    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    return isinstance(x, kinds)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from jamp.diagnostics._operation import Operation
 
-_COLUMNS = ("line", "module", "operation", "operands", "runs in", "why", "FLOPs")
+_COLUMNS = "line|module|operation|operands|runs in|why|FLOPs|reason".split("|")
 
 
 def chosen(operations: Sequence[Operation], filter: str | None) -> list[Operation]:
@@ -59,19 +59,19 @@ def text(operations: Iterable[Operation]) -> str:
         )
         for op in operations
     ]
-    rows = [("operation", "runs in", "why", "FLOPs", "module", "line"), *rows]
+    return columns(("operation", "runs in", "why", "FLOPs", "module", "line"), *rows)
+
+
+def columns(*rows: tuple[str, ...]) -> str:
+    """Rows of cells as lines, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def markdown(operations: Iterable[Operation]) -> str:
     """A table in Markdown, with the reasons."""
-    columns = (*_COLUMNS, "reason")
-    rows = [columns, ("---",) * len(columns), *map(_cells, operations)]
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *map(_cells, operations)]
     return "\n".join(f"| {' | '.join(map(_escaped, row))} |" for row in rows)
 
 

@@ -21,10 +21,9 @@ def call_until_finite(
 ) -> tuple[Float[Array, ""], FP16_OptimizerState]:
     """Calls the closure, and again while its gradients overflow and the scale falls."""
     state = state.replace(first_closure_call_this_step=jnp.asarray(True))
-    loss, state = _call(closure, state)
+    carry = _call(closure, state)
     if not rule.moves:
-        return loss, state
-    carry = (loss, state)
+        return carry
 
     def goes_on(carry):
         state = carry[1]

@@ -5,26 +5,26 @@ call; `jamp.fp16_utils.FP16_Optimizer` takes any optimizer.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast
 from jamp._core.groups import Key
-from jamp._core.names import check_same, filled, named
-from jamp._core.tree import is_traced, strong_array, unshared
-from jamp._core.warnings import UnusedOptionWarning
+from jamp._core.names import filled, named
+from jamp._core.tree import strong_array, unshared
+from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
-from jamp.fp16_utils._flat import FlatSpec
-from jamp.fp16_utils._scalers import LossScalerState, first_state, window_update
+from jamp.fp16_utils._scalers import UNUSED, LossScalerState, first_state, window_update
+from jamp.fp16_utils._state import check_state, check_state_dict, say
 from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Options, Weight, l2norm
 
@@ -43,7 +43,7 @@ class FP16OptimizerState(flax.struct.PyTreeNode):
         grads: gradients times the scale, half, shape (n,); None where there are none.
         overflow: whether the last step was skipped, shape (), bool.
         loss_scaler: scale, iteration, and that of the last overflow.
-        specs: how params are stored in the buffers. Static.
+        specs: by group, the function from a buffer to its params. Static.
     """
 
     fp16_flat: Any
@@ -52,13 +52,15 @@ class FP16OptimizerState(flax.struct.PyTreeNode):
     grads: Any
     overflow: Bool[Array, ""]
     loss_scaler: LossScalerState
-    specs: tuple[tuple[Key, FlatSpec], ...] = flax.struct.field(pytree_node=False)
+    specs: tuple[tuple[Key, Callable[[Array], Any]], ...] = flax.struct.field(
+        pytree_node=False
+    )
 
     @property
     def params(self) -> Any:
         """The params as the model has them, half."""
         flat = self.fp16_flat
-        trees = {k: spec.unflatten(groups.get(flat, k)) for k, spec in self.specs}
+        trees = {k: unravel(groups.get(flat, k)) for k, unravel in self.specs}
         return groups.pack(trees, flat)
 
     @property
@@ -131,9 +133,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         if dynamic_loss_args is not None:
             raise SystemError("Do not support dynamic loss scale args for now.")
         if dynamic_loss_scale and static_loss_scale != 1.0:
-            _warn(
-                "static_loss_scale has no effect: it needs dynamic_loss_scale=False.", 3
-            )
+            warn(UNUSED.format("static_loss_scale", False), UnusedOptionWarning)
         check_scale("static_loss_scale", static_loss_scale)
         self.optimizer = init_optimizer
         self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
@@ -156,13 +156,13 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: params in another container than the optimizers.
         """
         self._check_container(params)
-        trees = groups.split(params, self._keys)
-        for key, tree in trees.items():
+        half, masters, begun, specs = {}, {}, {}, {}
+        for key in self._keys:
+            tree = groups.get(params, key)
             _check_half(tree, "params" if key is None else f"params[{key!r}]")
-        specs = {key: FlatSpec.of(tree) for key, tree in trees.items()}
-        half = {key: specs[key].flatten(tree) for key, tree in trees.items()}
-        masters = {key: flat.astype(FLOAT32) for key, flat in half.items()}
-        begun = {key: self._tx(key).init(flat) for key, flat in masters.items()}
+            half[key], specs[key] = ravel_pytree(tree)
+            masters[key] = half[key].astype(FLOAT32)
+            begun[key] = self._tx(key).init(masters[key])
         dynamic = self.dynamic_loss_scale
         scale = _FIRST_DYNAMIC_SCALE if dynamic else self.static_loss_scale
         return FP16OptimizerState(
@@ -197,11 +197,11 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             TypeError: `state` is not of this optimizer; the loss is not a float scalar.
         """
-        self._check(state, "backward(state, loss_fn, ...)")
+        _check(state, "backward(state, loss_fn, ...)")
         value, grads = grad_of_scaled(
             loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
         )
-        flat = {key: spec.flatten(groups.get(grads, key)) for key, spec in state.specs}
+        flat = {key: ravel_pytree(groups.get(grads, key))[0] for key in self._keys}
         flat = groups.pack(flat, state.fp16_flat)
         if state.grads is not None:
             flat = jax.tree.map(jnp.add, state.grads, flat)
@@ -220,36 +220,56 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             ValueError: there are no gradients.
         """
-        self._check(state, "step(state)")
+        _check(state, "step(state)")
         if closure is not None:
-            _warn("The cut-down FP16_Optimizer does not call a closure.", 3)
+            message = "The cut-down FP16_Optimizer does not call a closure."
+            warn(message, UnusedOptionWarning)
         if state.grads is None:
             raise ValueError(
                 "There are no gradients: call `loss, state = optimizer.backward(state, "
                 "loss_fn, ...)` first."
             )
-        finite = [
-            jnp.isfinite(self._norm(key, groups.get(state.grads, key)))
-            for key in self._keys
-        ]
-        overflow = ~functools.reduce(jnp.logical_and, finite)
-        self._say(state, overflow)
-        stepped = {key: self._step_group(state, key, overflow) for key in self._keys}
-        names, flat = ("fp32_flat", "fp16_flat", "opt_state"), state.fp16_flat
+        norms = [self._norm(key, groups.get(state.grads, key)) for key in self._keys]
+        overflow = ~functools.reduce(jnp.logical_and, map(jnp.isfinite, norms))
+        dynamic, scaler = self.dynamic_loss_scale, state.loss_scaler
+        if self.verbose or not dynamic:
+            say(
+                overflow,
+                f"Grad overflow on iteration {scaler.cur_iter}\n"
+                f"Using {'dynamic' if dynamic else 'static'} loss scale of "
+                f"{scaler.cur_scale}",
+            )
+        weights, opt_states = {}, {}
+        for key in self._keys:
+            weight = Weight(
+                groups.get(state.fp16_flat, key), groups.get(state.fp32_flat, key)
+            )
+            weights[key], opt_states[key] = self._tx(key).apply(
+                groups.get(state.grads, key),
+                groups.get(state.opt_state, key),
+                weight,
+                grad_scale=scaler.cur_scale,
+                found_inf=overflow,
+            )
+        halves = {key: weight.param for key, weight in weights.items()}
+        masters = {key: weight.master for key, weight in weights.items()}
+        if dynamic:
+            scaler = window_update(scaler, overflow, _FACTOR, _WINDOW)
+        else:
+            scaler = scaler._replace(cur_iter=scaler.cur_iter + 1)
         return state.replace(
+            fp16_flat=groups.pack(halves, state.fp16_flat),
+            fp32_flat=groups.pack(masters, state.fp16_flat),
+            opt_state=groups.pack(opt_states, state.fp16_flat),
             overflow=overflow,
-            loss_scaler=self._next_scale(state.loss_scaler, overflow),
-            **{
-                name: groups.pack({k: stepped[k][i] for k in self._keys}, flat)
-                for i, name in enumerate(names)
-            },
+            loss_scaler=scaler,
         )
 
     def zero_grad(
         self, state: FP16OptimizerState, set_grads_to_None: bool = True
     ) -> FP16OptimizerState:
         """The state without gradients, or with zeros."""
-        self._check(state, "zero_grad(state)")
+        _check(state, "zero_grad(state)")
         zeros = jax.tree.map(jnp.zeros_like, state.fp16_flat)
         return state.replace(grads=None if set_grads_to_None else zeros)
 
@@ -284,32 +304,22 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: a name is missing or unexpected, or a shape or dtype differs.
                 Nothing is taken before all has been checked.
         """
-        self._check(state, "load_state_dict(state, state_dict)")
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                f"load_state_dict takes a mapping, got {type(state_dict).__name__}."
-            )
-        check_same(
-            state_dict,
-            jax.eval_shape(self.state_dict, state),
-            "The state dict",
-            "Nothing was loaded: wrap the optimizer, the params and the kind of loss "
-            "scale of the run that saved it.",
-        )
+        _check(state, "load_state_dict(state, state_dict)")
+        expected = jax.eval_shape(self.state_dict, state)
+        alike = "the optimizer, the params and the kind of loss scale"
+        check_state_dict(state_dict, expected, alike)
         check_scale_value("cur_scale", state_dict["cur_scale"])
         check_count("cur_iter", state_dict["cur_iter"])
         masters = filled(state.fp32_flat, state_dict["fp32_groups_flat"])
-        names = LossScalerState._fields
-        scale = {name: state_dict[name] for name in names if name in state_dict}
+        scaler = named(state.loss_scaler)
+        scaler |= {name: state_dict[name] for name in scaler if name in state_dict}
         loaded = state.replace(
             fp32_flat=masters,
             fp16_flat=jax.tree.map(
                 lambda m, p: cast(m, p.dtype), masters, state.fp16_flat
             ),
             opt_state=filled(state.opt_state, state_dict["optimizer_state_dict"]),
-            loss_scaler=state.loss_scaler._replace(
-                **{k: filled(getattr(state, k), v) for k, v in scale.items()}
-            ),
+            loss_scaler=filled(state.loss_scaler, scaler),
         )
         return unshared(loaded, (state, state_dict))
 
@@ -321,43 +331,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         options = Options(backend=rule.backend, shardings=rule.shardings)
         return l2norm([flat], options=options).norm
 
-    def _step_group(
-        self, state: FP16OptimizerState, key: Key, overflow: Bool[Array, ""]
-    ) -> tuple[Array | None, Array, Any]:
-        weight = Weight(
-            groups.get(state.fp16_flat, key), groups.get(state.fp32_flat, key)
-        )
-        weight, opt_state = self._tx(key).apply(
-            groups.get(state.grads, key),
-            groups.get(state.opt_state, key),
-            weight,
-            grad_scale=state.loss_scale,
-            found_inf=overflow,
-        )
-        return weight.master, weight.param, opt_state
-
-    def _next_scale(
-        self, scale: LossScalerState, overflow: Bool[Array, ""]
-    ) -> LossScalerState:
-        if self.dynamic_loss_scale:
-            return window_update(scale, overflow, _FACTOR, _WINDOW)
-        return scale._replace(cur_iter=scale.cur_iter + 1)
-
-    def _say(self, state: FP16OptimizerState, overflow: Bool[Array, ""]) -> None:
-        if is_traced(overflow) or not overflow:
-            return
-        if jax.process_index() == 0 and (self.verbose or not self.dynamic_loss_scale):
-            kind = "dynamic" if self.dynamic_loss_scale else "static"
-            print(f"Grad overflow on iteration {state.cur_iter}")
-            print(f"Using {kind} loss scale of {state.loss_scale}")
-
-    def _check(self, state: Any, call: str) -> None:
-        if not isinstance(state, FP16OptimizerState):
-            raise TypeError(
-                f"FP16_Optimizer.{call} takes the state of `optimizer.init(params)` "
-                f"first, got {type(state).__name__}."
-            )
-
     def _check_container(self, params: Any) -> None:
         if self._keys == (groups.SINGLE,):
             return
@@ -368,6 +341,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 "The optimizers are in a container, and params must be in the same, "
                 f"with the keys {list(self._keys)}; got {type(params).__name__}."
             )
+
+
+_check = functools.partial(check_state, FP16OptimizerState)
 
 
 def _check_half(tree: PyTree, name: str) -> None:
@@ -384,7 +360,3 @@ def _check_half(tree: PyTree, name: str) -> None:
                 f"{dtype or type(leaf).__name__}. For others there is "
                 "jamp.fp16_utils.FP16_Optimizer."
             )
-
-
-def _warn(message: str, stacklevel: int) -> None:
-    warnings.warn(message, UnusedOptionWarning, stacklevel=stacklevel)

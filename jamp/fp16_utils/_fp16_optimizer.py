@@ -4,7 +4,7 @@ After apex/fp16_utils/fp16_optimizer.py. The object holds what does not change; 
 does is a state, which every method takes first and gives back last.
 """
 
-import warnings
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,23 +14,19 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core.devices import placed_like
 from jamp._core.dtypes import MODEL_DTYPES, is_differentiable
-from jamp._core.tree import (
-    all_finite,
-    is_traced,
-    select,
-    strong_array,
-    unshared,
-)
-from jamp._core.warnings import PrecisionWarning
+from jamp._core.tree import all_finite, is_traced, select, strong_array, unshared
+from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import LossScaleRule, check_scale
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.step import init_optimizer, step, widened
-from jamp.fp16_utils import _closure, _state_dict
+from jamp.fp16_utils import _closure, _state
 from jamp.fp16_utils._params import clip_grad_norm
-from jamp.fp16_utils._rule import rule_from_args
+from jamp.fp16_utils._scalers import rule_from_args
 from jamp.fp16_utils._state import FP16_OptimizerState, say, zero_model_grads, zeros
 from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
+
+_check_state = functools.partial(_state.check_state, FP16_OptimizerState)
 
 
 class FP16_Optimizer:  # noqa: N801, apex's name
@@ -280,11 +276,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 "or read state.master_grads and state.overflow."
             )
         if state.overflow:
-            warnings.warn(
+            warn(
                 "inspect_master_grad_data was called in a state of overflow: the "
                 "gradients are invalid, so it returns None.",
                 PrecisionWarning,
-                stacklevel=2,
             )
             return None
         return state.master_grads
@@ -316,7 +311,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Gradients are not in it; save after `step`. (The state itself is a pytree, which
         Flax and Orbax save whole.)
         """
-        return _state_dict.state_dict(state, self.dynamic_loss_scale)
+        return _state.state_dict(state, self.dynamic_loss_scale)
 
     def load_state_dict(
         self, state: FP16_OptimizerState, state_dict: Mapping[str, Any]
@@ -328,7 +323,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 the loss scale is of the other kind. Nothing is taken before all has
                 been checked.
         """
-        return _state_dict.load_state_dict(state, state_dict, self.dynamic_loss_scale)
+        return _state.load_state_dict(state, state_dict, self.dynamic_loss_scale)
 
     def _finite(self, grads: PyTree) -> Any:
         if not self.rule.checks:
@@ -351,14 +346,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             lines.append(f"FP16_Optimizer received {dtype} with {jnp.shape(leaf)}")
         if self.verbose and jax.process_index() == 0:
             print("\n".join(lines))
-
-
-def _check_state(state: Any, call: str) -> None:
-    if not isinstance(state, FP16_OptimizerState):
-        raise TypeError(
-            f"FP16_Optimizer.{call} takes the state of `optimizer.init(params)` first, "
-            f"got {type(state).__name__}."
-        )
 
 
 def _needed[T](grads: T | None) -> T:

@@ -3,17 +3,16 @@
 After apex/fp16_utils/fp16util.py. Lists of apex are trees here; a list is a tree, too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
 from jamp._core.tree import check_like, differentiable
-from jamp.fp16_utils._flat import FlatSpec
-
-_LIKE_PARAMS = "they must be like the params."
 
 
 def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree, Any]:
@@ -51,7 +50,7 @@ def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree,
             "Error in prep_param_lists: the model holds parameters of different types, "
             f"{sorted(dtypes)}. Use flat_master=False, or FP16_Optimizer."
         )
-    return params, [_flat(params)]
+    return params, [_flat(params)[0]]
 
 
 def model_grads_to_master_grads(
@@ -71,7 +70,7 @@ def model_grads_to_master_grads(
         ValueError: shapes differ; or with `flat_master` a gradient is missing.
     """
     if flat_master:
-        flat = _flat(model_grads)
+        flat, _ = _flat(model_grads)
         if flat.shape != master_params[0].shape:
             raise ValueError(
                 f"The gradients have {flat.size} elements, the masters "
@@ -111,8 +110,14 @@ def master_params_to_model_params(
     [2. 2.]
     """
     if flat_master:
-        master_params = _unflat(master_params[0], model_params)
-    check_like(master_params, model_params, "masters", _LIKE_PARAMS)
+        own, unflat = _flat(model_params)
+        if master_params[0].size != own.size:
+            raise ValueError(
+                f"The flat master has {master_params[0].size} elements, the params "
+                f"{own.size}."
+            )
+        master_params = unflat(master_params[0])
+    check_like(master_params, model_params, "masters", "they must be like the params.")
     return jax.tree.map(lambda m, p: cast(m, p.dtype), master_params, model_params)
 
 
@@ -167,15 +172,6 @@ def clip_grad_norm(
     return norm, clipped
 
 
-def _flat(tree: PyTree) -> Float[Array, " n"]:
-    leaves = jax.tree.map(lambda x: x.astype(FLOAT32), tree)
-    return FlatSpec.of(leaves).flatten(leaves)
-
-
-def _unflat(flat: Float[Array, " n"], like: PyTree) -> PyTree:
-    size = sum(x.size for x in jax.tree.leaves(like))
-    if flat.size != size:
-        raise ValueError(
-            f"The flat master has {flat.size} elements, the params {size}."
-        )
-    return FlatSpec.of(like).unflatten(flat)
+def _flat(tree: PyTree) -> tuple[Float[Array, " n"], Callable[[Array], PyTree]]:
+    """A tree as one float32 vector, and the function back."""
+    return ravel_pytree(jax.tree.map(lambda x: x.astype(FLOAT32), tree))

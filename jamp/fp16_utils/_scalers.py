@@ -4,7 +4,7 @@ After apex/fp16_utils/loss_scaler.py.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core.tree import all_finite
+from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
-from jamp._scaling.rules import DynamicLossScale, LossScaleState, check_scale
+from jamp._scaling.rules import (
+    DynamicLossScale,
+    LossScaleState,
+    StaticLossScale,
+    check_scale,
+)
+
+# apex's names of what `DynamicLossScale` takes.
+_ARGS = {
+    "init_scale": "init_scale",
+    "scale_factor": "factor",
+    "scale_window": "window",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+}
+UNUSED = "{} has no effect: it needs dynamic_loss_scale={}."
 
 
 class LossScalerState(NamedTuple):
@@ -174,3 +190,21 @@ class DynamicLossScaler(_Scaler):
     ) -> LossScalerState:
         """The state after a step."""
         return window_update(state, overflow, self.scale_factor, self.scale_window)
+
+
+def rule_from_args(
+    static: float, dynamic: bool, dynamic_args: Mapping[str, Any] | None
+) -> DynamicLossScale | StaticLossScale:
+    """The rule for the arguments of apex's `FP16_Optimizer`, in its words."""
+    if not dynamic:
+        if dynamic_args is not None:
+            warn(UNUSED.format("dynamic_loss_args", True), UnusedOptionWarning)
+        return StaticLossScale(static)
+    if static != 1.0:
+        warn(UNUSED.format("static_loss_scale", False), UnusedOptionWarning)
+    unknown = sorted(set(dynamic_args or {}) - set(_ARGS))
+    if unknown:
+        raise TypeError(
+            f"dynamic_loss_args has no {unknown[0]!r}; its keys are {list(_ARGS)}."
+        )
+    return DynamicLossScale(**{_ARGS[k]: v for k, v in (dynamic_args or {}).items()})

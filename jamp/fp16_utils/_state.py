@@ -1,16 +1,23 @@
-"""What an `FP16_Optimizer` carries from step to step."""
+"""What an `FP16_Optimizer` carries from step to step, and saves."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.tree import differentiable, is_traced, widen_tree
+from jamp._core.dtypes import cast, is_half
+from jamp._core.names import check_same, filled, named
+from jamp._core.tree import differentiable, is_traced, merge, unshared, widen_tree
+from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import LossScaleState
 from jamp._scaling.scaled_grads import ScaledGrads
 from jamp.optimizers._masters import MasterWeightsState
+
+_FLAGS = ("overflow", "first_closure_call_this_step")
 
 
 class FP16_OptimizerState(flax.struct.PyTreeNode):  # noqa: N801, apex's name
@@ -58,3 +65,68 @@ def say(overflow: Bool[Array, ""], message: str) -> None:
     """Prints a message if there is an overflow, and not under `jit`."""
     if not is_traced(overflow) and overflow and jax.process_index() == 0:
         print(message)
+
+
+def check_state(kind: type, state: Any, call: str) -> None:
+    """Raises unless a method of an optimizer was called with its state."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"FP16_Optimizer.{call} takes the state of `optimizer.init(params)` first, "
+            f"got {type(state).__name__}."
+        )
+
+
+def check_state_dict(given: Any, expected: dict[str, Any], alike: str) -> None:
+    """Raises unless `given` has the names, shapes and dtypes of `expected`."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"load_state_dict takes a mapping, got {type(given).__name__}.")
+    remedy = f"Nothing was loaded: wrap {alike} of the run that saved it."
+    check_same(given, expected, "The state dict", remedy)
+
+
+def state_dict(state: FP16_OptimizerState, dynamic: bool) -> dict[str, Any]:
+    """The state as nested dicts of arrays, without gradients."""
+    return {
+        "loss_scaler": named(state.loss_scaler),
+        "dynamic_loss_scale": jnp.asarray(dynamic),
+        **{name: getattr(state, name) for name in _FLAGS},
+        "optimizer_state_dict": named(state.opt_state.inner_state),
+        "fp32_from_fp16": named(state.opt_state.masters),
+        "fp32_from_fp32": named(_own_masters(state.params)),
+    }
+
+
+def load_state_dict(
+    state: FP16_OptimizerState, state_dict_: Mapping[str, Any], dynamic: bool
+) -> FP16_OptimizerState:
+    """The state with those values."""
+    expected = jax.eval_shape(lambda s: state_dict(s, dynamic), state)
+    check_state_dict(state_dict_, expected, "the optimizer and the params")
+    if bool(state_dict_["dynamic_loss_scale"]) != dynamic:
+        raise ValueError(
+            f"The state dict is of dynamic_loss_scale={not dynamic}: construct "
+            f"FP16_Optimizer(..., dynamic_loss_scale={not dynamic})."
+        )
+    check_scale_state("loss_scaler", state_dict_["loss_scaler"])
+    masters = filled(state.opt_state.masters, state_dict_["fp32_from_fp16"])
+    inner = filled(state.opt_state.inner_state, state_dict_["optimizer_state_dict"])
+    own = filled(_own_masters(state.params), state_dict_["fp32_from_fp32"])
+
+    def leaf(param, master, own_master):
+        return cast(master, param.dtype) if is_half(param) else own_master
+
+    params = jax.tree.map(leaf, differentiable(state.params), masters, own)
+    loaded = state.replace(
+        params=merge(params, state.params),
+        opt_state=MasterWeightsState(masters, inner),
+        loss_scaler=filled(state.loss_scaler, state_dict_["loss_scaler"]),
+        **{name: filled(getattr(state, name), state_dict_[name]) for name in _FLAGS},
+    )
+    return unshared(loaded, (state, state_dict_))
+
+
+def _own_masters(params: Any) -> Any:
+    """The params that are their own masters, and holes where a half one is."""
+    return jax.tree.map(
+        lambda p: optax.MaskedNode() if is_half(p) else p, differentiable(params)
+    )

@@ -10,8 +10,13 @@ from jax.typing import DTypeLike
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
-from jamp.nnx._arguments import take_out, values_by_path
-from jamp.nnx._variables import from_pure, shown, written_back
+from jamp.nnx._variables import (
+    from_pure,
+    shown,
+    take_out,
+    values_by_path,
+    written_back,
+)
 
 
 def autocast[**P, R](
@@ -68,9 +73,8 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         variables = dict(nnx.to_flat_state(state))
         before = {path: variables[path] for path in written}
         values = written_back(before, dict(zip(written, values, strict=True)))
-        changed = {path: v.replace(values[path]) for path, v in before.items()}
-        if changed:
-            nnx.update(nodes, nnx.from_flat_state(changed))
+        if written:
+            nnx.update(nodes, nnx.from_flat_state(from_pure(before, values)))
         return out
 
     return autocast_fn

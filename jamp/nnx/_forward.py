@@ -7,11 +7,11 @@ from typing import Any
 from flax import nnx
 
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
-from jamp._policy.active import model_inputs, model_outputs
-from jamp._policy.forward import forward_policy, scope_under
+from jamp._policy.forward import scope_under
 from jamp._policy.levels import Properties
-from jamp.nnx._arguments import map_arrays
+from jamp._policy.models import forward_policy, model_inputs, model_outputs
 from jamp.nnx._autocast import autocast_in
+from jamp.nnx._variables import map_arrays
 
 _PROPERTIES = "_jamp_properties"
 
@@ -46,9 +46,6 @@ def _patched_class(cls: type, properties: Properties) -> type:
     class's, as some modules take all that an instance has for Variables.
     """
 
-    def call(self, *args, **kwargs):
-        return _call(cls.__call__, self, properties, args, kwargs)
-
     def reduce(self, protocol):
         del protocol
         return _blank, (cls, properties), self.__getstate__()
@@ -61,7 +58,7 @@ def _patched_class(cls: type, properties: Properties) -> type:
     body = {name: getattr(cls, name) for name in names}
     body |= {"__new__": new, "__reduce_ex__": reduce, _PROPERTIES: properties}
     if any("__call__" in vars(base) for base in cls.__mro__):
-        body["__call__"] = call
+        body["__call__"] = _under_level(cls.__call__, properties)
     return type(cls)(cls.__name__, (cls,), body)
 
 
@@ -70,20 +67,21 @@ def _blank(cls: type, properties: Properties) -> Any:
     return object.__new__(_patched_class(cls, properties))
 
 
-def _call(
-    forward: Callable[..., Any],
-    model: nnx.Module,
-    properties: Properties,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _under_level(
+    forward: Callable[..., Any], properties: Properties
+) -> Callable[..., Any]:
+    """The call of a model, as its level writes it."""
+
     def run(model, *args, **kwargs):
         enter = lambda x: model_inputs(x, properties)  # noqa: E731
         args, kwargs = map_arrays(enter, (args, kwargs))
         out = forward(model, *args, **kwargs)
         return map_arrays(lambda x: model_outputs(x, properties), out)
 
-    scope = scope_under(properties, nnx.as_pure(nnx.state(model)))
-    written = run if scope is None else autocast_in(scope, run)
-    with forward_policy(properties):
-        return written(model, *args, **kwargs)
+    def call(model, *args, **kwargs):
+        scope = scope_under(properties, nnx.as_pure(nnx.state(model)))
+        written = run if scope is None else autocast_in(scope, run)
+        with forward_policy(properties):
+            return written(model, *args, **kwargs)
+
+    return call

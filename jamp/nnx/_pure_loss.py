@@ -6,9 +6,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jamp.nnx._arguments import check_arguments_apart, take_out
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, from_pure, shown, with_arrays, written_back
+from jamp.nnx._variables import (
+    Models,
+    check_arguments_apart,
+    from_pure,
+    shown,
+    take_out,
+    with_arrays,
+    written_back,
+)
 
 
 def check_optimizer(

@@ -1,6 +1,6 @@
-"""NNX models as trees of arrays, and back into the model's Variables."""
+"""NNX models, and other objects with Variables, as trees of arrays, and back."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,20 @@ def check_models_apart(models: Models) -> None:
                 )
 
 
+def check_arguments_apart(models: Any, nodes: tuple[Any, ...]) -> None:
+    """Raises if an argument shares a Variable with the models that are trained."""
+    owned = {id(x): path for path, x in variables_of(models)}
+    for node in nodes:
+        for _, x in variables_of(node):
+            if id(x) in owned:
+                name = "/".join(map(str, owned[id(x)]))
+                raise ValueError(
+                    f"An argument of the loss shares the Variable {name} with the "
+                    "model, and would have no gradient of its own. Take it from the "
+                    "model inside of the loss, or pass `nnx.clone(...)` of it."
+                )
+
+
 def variables_of(node: Any) -> Iterator[tuple[Any, nnx.Variable]]:
     """The Variables in a tree of NNX objects, with their paths."""
     for path, x in nnx.iter_graph(node):
@@ -67,11 +81,14 @@ def arrays_of(models: Models, wrt: Any) -> PyTree:
         return nnx.to_pure_dict(nnx.state(model, wrt))
 
     entries(models)  # or an error
-    if isinstance(models, nnx.Module):
-        return arrays(models)
-    if isinstance(models, Mapping):
-        return {key: arrays(model) for key, model in models.items()}
-    return type(models)(map(arrays, models))  # pyright: ignore[reportCallIssue]
+    is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
+    return jax.tree.map(arrays, models, is_leaf=is_module)
+
+
+def values_by_path(nodes: Any) -> dict[tuple[Any, ...], Any]:
+    """The values of all Variables, by path."""
+    flat = nnx.to_flat_state(nnx.state(nodes))
+    return {path: variable.get_value() for path, variable in flat}
 
 
 def assign(models: Models, wrt: Any, arrays: PyTree) -> None:
@@ -96,12 +113,9 @@ def from_pure[T](variables: T, values: PyTree) -> T:
 
 
 def shown(variables: PyTree, values: PyTree, half: Any) -> PyTree:
-    """The values as a user's program sees them: half params in float32.
+    """Variables' values as a user's program sees them: half params in float32.
 
-    Args:
-        variables: a tree of Variables, of which the params are shown so.
-        values: as of `nnx.as_pure`.
-        half: the dtype; None changes nothing.
+    `values` are as of `nnx.as_pure`; None for `half` changes nothing.
     """
     if half is None:
         return values
@@ -122,6 +136,35 @@ def written_back(variables: PyTree, values: PyTree) -> PyTree:
 def copy_into(variables: PyTree, values: PyTree) -> None:
     """Puts the leaves of `values` into a tree of Variables, in place."""
     jax.tree.map(lambda v, x: v.set_value(x), variables, values, is_leaf=_is_variable)
+
+
+def is_node(x: object) -> bool:
+    """Whether `x` holds Variables, or is one."""
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def map_arrays[T](fn: Callable[[Any], Any], tree: T) -> T:
+    """`fn` on a tree's leaves, but for what is inside of NNX objects."""
+    return jax.tree.map(lambda x: x if is_node(x) else fn(x), tree, is_leaf=is_node)
+
+
+def take_out(
+    arguments: Any,
+) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any], Any]]:
+    """Takes the NNX objects out of a tree of arguments.
+
+    Returns:
+        The objects, the other leaves, and a function that puts such two together again.
+    """
+    leaves, structure = jax.tree.flatten(arguments, is_leaf=is_node)
+
+    def put_back(nodes, others):
+        nodes, others = iter(nodes), iter(others)
+        full = [next(nodes) if is_node(x) else next(others) for x in leaves]
+        return jax.tree.unflatten(structure, full)
+
+    nodes = tuple(x for x in leaves if is_node(x))
+    return nodes, [x for x in leaves if not is_node(x)], put_back
 
 
 def _is_variable(x: object) -> bool:

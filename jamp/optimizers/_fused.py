@@ -225,14 +225,9 @@ def no_steps() -> Int[Array, ""]:
 
 
 def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:
-    """Raises for what is not a number, or not from 0 to below its limit.
+    """Raises for attributes that are not numbers, or not from 0 to below their limit.
 
     Schedules and arrays are not looked at.
-
-    Args:
-        optimizer: for the message.
-        below: the limit of each hyperparameter, by name.
-        values: an object that has them.
     """
     for name, limit in below.items():
         value = getattr(values, name)
@@ -279,7 +274,7 @@ def decays_by_mask(mask: Any, params: PyTree) -> list[bool]:
         return [True] * len(jax.tree.leaves(params))
     tree = mask(params)
     try:
-        full = jax.tree.map(lambda m, sub: jax.tree.map(lambda _: m, sub), tree, params)
+        full = jax.tree.broadcast(tree, params)
     except ValueError as error:
         raise ValueError(
             f"mask must be a tree of bools like the params, or a prefix of it: {error}"

@@ -1,4 +1,4 @@
-"""The lists as a page: `python -m jamp._autocast.page > docs/autocast_lists.md`."""
+"""The lists as a page: `python docs/autocast_lists.py > docs/autocast_lists.md`."""
 
 import sys
 from collections.abc import Iterable
