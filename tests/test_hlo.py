@@ -100,6 +100,15 @@ ROOT %f = f32[100]{0} fusion(%p), kind=kLoop, calls=%third""",
 ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place""",
         *(1, 32 + 4 + 32),
     ),
+    "the same, while others run": (
+        """
+%p = f32[1024]{0} parameter(0)
+%u = f32[8]{0} parameter(1)
+%i = s32[] parameter(2)
+%s = ((f32[1024]{0}, f32[8]{0}), f32[1024]{0}) fusion-start(%p, %u, %i), calls=%place
+ROOT %d = f32[1024]{0} fusion-done(%s)""",
+        *(1, 32 + 4 + 32),
+    ),
     # Per trip: v + v reads v twice and writes it, the test reads and writes.
     "a loop of five trips": (
         WHILE + ', backend_config={"known_trip_count":{"n":"5"}}',

@@ -93,16 +93,20 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     if not leaves:
         return jnp.asarray(True)
-    # `jnp.all` would trace a program for each shape.
+    # `jnp.all` and `jnp.isfinite` would trace a program for each shape.
     every = lambda x: lax.reduce_and(x, tuple(range(x.ndim)))  # noqa: E731
-    return every(jnp.stack([every(jnp.isfinite(x)) for x in leaves]))
+    return every(jnp.stack([every(_is_finite(x)) for x in leaves]))
+
+
+def _is_finite(x: Any) -> Array:
+    return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)
 
 
 def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
     """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
 
     def leaf(n, o):
-        if not jnp.issubdtype(o.dtype, jax.dtypes.prng_key):
+        if getattr(n, "dtype", None) != o.dtype:
             n = jnp.asarray(n, o.dtype)
         return lax.select(take_new, n, o)  # `jnp.where` would trace a program for each
 

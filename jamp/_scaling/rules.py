@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jamp._core.dtypes import is_differentiable, widen
+from jamp._core.dtypes import FLOAT32, is_differentiable, widen
 
 # Between these a scale and its reciprocal are normal numbers of float32. A scale of 0
 # never recovers (apex issues 834 and 930); a subnormal reciprocal is flushed to zero.
@@ -261,7 +261,7 @@ def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
         if not is_differentiable(x):
             return x
         x = widen(jnp.asarray(x))
-        return x * inverse.astype(x.dtype)
+        return x * (inverse if x.dtype == FLOAT32 else inverse.astype(x.dtype))
 
     return jax.tree.map(leaf, tree)
 

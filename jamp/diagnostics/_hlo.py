@@ -13,7 +13,7 @@ In the ENTRY computation every instruction is one launch, or free. What is count
 - A `while` counts its body and condition as often as XLA knows that it runs, else once.
   A `conditional` counts its dearest branch, and one kernel that reads the predicate.
   `call` counts what it calls. An async pair counts once: it reads at the start and
-  writes when done.
+  writes when done; a fusion writes at the start, where one sees what of it.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ FREE = frozenset(
     "parameter get-tuple-element tuple bitcast constant after-all add-dependency"
     " opt-barrier partition-id replica-id async-update".split()
 )
+COUNTED_AT_START = ("async-start", "call-start", "async-update", "fusion-start")
 SLICING = frozenset(("slice", "dynamic-slice", "dynamic-update-slice"))
 # Bytes per element of the types whose name does not begin with letters and their bits.
 BYTES = {"pred": 1, "token": 0, "opaque": 0}
@@ -112,8 +113,7 @@ class Program:
             return Cost(0, 0)
         if opcode.endswith("-done"):
             start = outer[instruction.operands[0]].opcode
-            runs_others = start in ("async-start", "call-start", "async-update")
-            return Cost(0, 0 if runs_others else instruction.bytes)
+            return Cost(0, 0 if start in COUNTED_AT_START else instruction.bytes)
         if opcode in ("call", "async"):
             return _add(map(self._total, called))
         if opcode == "while":
@@ -124,9 +124,8 @@ class Program:
             dearest = max(map(self._total, called), key=lambda cost: cost.traffic)
             return _add([predicate, dearest])
         body = called[0] if opcode == "fusion" else None
-        writes = (
-            0 if opcode != instruction.opcode else _writes(instruction, outer, body)
-        )
+        starts = instruction.opcode != opcode and body is None
+        writes = 0 if starts else _writes(instruction, outer, body)
         unread = [
             outer[instruction.operands[n]].bytes
             for n in aliased_operands(instruction)
