@@ -358,7 +358,5 @@ def _either(facts: Sequence[Fact]) -> Fact:
     """What is known of a value that is one of several."""
     votes = {fact.vote for fact in facts} - {None}
     source = functools.reduce(operator.or_, (fact.source for fact in facts))
-    if len(votes) > 1:
-        return facts[0]._replace(vote=FLOAT32, origin=Origin(), source=source)
-    vote = next(iter(votes), None)
+    vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)
     return Fact(vote, any(fact.asks for fact in facts), source=source)
