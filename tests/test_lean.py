@@ -43,13 +43,13 @@ EXCEPTIONS = {
     ("bert", "O5"): Bound(1.02, 1.02, 1.07),
     # The float32 stream is transposed twice a layer, at twice the bytes: 1.11.
     ("mixer", "widest"): Bound(1.13, 1.05),
-    # The first carry is float32, as the model says, so all are stacked so: 1.14, 1.62.
-    ("lstm", "widest"): Bound(1.16, 1.64, 1.14),
-    # The carries are float32, as Flax makes them, and cast on each trip: 1.05 times the
-    # kernels, and 0.69 of the bytes.
+    # The first carry is float32, as the model says, so all are stacked so: 1.04, 1.62.
+    ("lstm", "widest"): Bound(1.05, 1.64, 1.14),
     ("lstm", "narrowest"): Bound(1.02, 1.02, 1.15),
-    ("lstm", "O2"): Bound(1.02, 1.02, 1.06),
-    ("lstm", "O5"): Bound(1.02, 1.02, 1.06),
+    # Gradients of weights, sums over 256 trips, are float32, and wrong by 0.6 %; by hand
+    # bfloat16, and wrong by 2 %: 1.14. The carries are float32, as Flax makes them: 1.05.
+    ("lstm", "O2"): Bound(1.15, 1.02, 1.06),
+    ("lstm", "O5"): Bound(1.15, 1.02, 1.06),
     # The label's logit is gathered from a float32 copy, where its cotangent meets that
     # of the softmax: 1.08, and 1.02.
     ("words", "widest"): Bound(1.09, 1.02),
