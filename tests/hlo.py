@@ -26,7 +26,7 @@ class Program(_hlo.Program):
     def products(self) -> list[list[str]]:
         """The types of both factors of each: in fusions and loops, and of libraries."""
         return [
-            [_dtype(computation[name].shape) for name in i.operands[:2]]
+            [computation[n].shape.lstrip("(").partition("[")[0] for n in i.operands[:2]]
             for computation in self.computations.values()
             for i in computation.values()
             if is_product(i)
@@ -43,14 +43,10 @@ class Program(_hlo.Program):
     @functools.cached_property
     def copies(self) -> list[int]:
         """Bytes of the result of each copy in ENTRY."""
-        copies = [i for i in self.entry.values() if i.opcode in ("copy", "copy-done")]
-        return [round(copy.bytes) for copy in copies]
+        found = self.entry.values()
+        return [round(i.bytes) for i in found if i.opcode in ("copy", "copy-done")]
 
 
 def is_product(instruction: Instruction) -> bool:
     target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
     return instruction.opcode in PRODUCTS or target.startswith(LIBRARIES)
-
-
-def _dtype(shape: str) -> str:
-    return shape.lstrip("(").partition("[")[0]

@@ -78,6 +78,10 @@ WHILE = """
 %zero = s32[] constant(0)
 %init = (s32[], f32[256]{0}) tuple(%zero, %p)
 ROOT %w = (s32[], f32[256]{0}) while(%init), condition=%again, body=%step"""
+UPDATE = """%p = f32[1024]{0} parameter(0)
+%u = f32[8]{0} parameter(1)
+%i = s32[] parameter(2)
+"""
 # By name: a program, and the kernels and the bytes that it takes.
 COSTS = {
     "a fusion that reads an operand twice and returns a tuple": (
@@ -93,20 +97,12 @@ ROOT %f = f32[100]{0} fusion(%p), kind=kLoop, calls=%third""",
         *(1, 200 + 400),
     ),
     "an update in place": (
-        """
-%p = f32[1024]{0} parameter(0)
-%u = f32[8]{0} parameter(1)
-%i = s32[] parameter(2)
-ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place""",
+        UPDATE + "ROOT %f = f32[1024]{0} fusion(%p, %u, %i), kind=kLoop, calls=%place",
         *(1, 32 + 4 + 32),
     ),
     "the same, while others run": (
-        """
-%p = f32[1024]{0} parameter(0)
-%u = f32[8]{0} parameter(1)
-%i = s32[] parameter(2)
-%s = ((f32[1024]{0}, f32[8]{0}), f32[1024]{0}) fusion-start(%p, %u, %i), calls=%place
-ROOT %d = f32[1024]{0} fusion-done(%s)""",
+        f"{UPDATE}%s = ((f32[1024]{{0}}), f32[1024]{{0}}) fusion-start(%p, %u, %i), "
+        "calls=%place\nROOT %d = f32[1024]{0} fusion-done(%s)",
         *(1, 32 + 4 + 32),
     ),
     # Per trip: v + v reads v twice and writes it, the test reads and writes.

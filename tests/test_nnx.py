@@ -191,7 +191,15 @@ def test_what_is_written_to_params_is_dropped():
     np.testing.assert_array_equal(model.bias[...], np.zeros(3))
 
 
-# ---- transformations ------------------------------------------------------------
+def test_what_a_call_writes_to_params_stays_in_half():
+    class Counting(nnx.Linear):
+        def __call__(self, x):
+            self.bias[...] += 1
+            return super().__call__(x)
+
+    model, _ = make("O2", Counting(4, 3, rngs=nnx.Rngs(0)))
+    model(jnp.ones((1, 4)))
+    assert (model.bias[...].dtype, model.bias[...].max()) == (jnp.float16, 1)
 
 
 def test_a_redone_batch_writes_its_statistics_once():
