@@ -12,12 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
-from jamp._core.tree import (
-    in_one_program,
-    is_overwritten,
-    path_parts,
-    path_string,
-)
+from jamp._core.tree import in_one_program, is_overwritten, path_parts, path_string
 from jamp._policy.levels import Properties, parse_keep_fp32, parse_model_type
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.

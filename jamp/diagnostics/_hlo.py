@@ -13,7 +13,7 @@ In the ENTRY computation every instruction is one launch, or free. What is count
 - A `while` counts its body and condition as often as XLA knows that it runs, else once.
   A `conditional` counts its dearest branch, and one kernel that reads the predicate.
   `call` counts what it calls. An async pair counts once: it reads at the start and
-  writes when done; a fusion writes at the start, where one sees what of it.
+  writes when done; a fusion does both at the start, whose body shows how much.
 """
 
 import dataclasses
