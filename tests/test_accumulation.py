@@ -57,9 +57,6 @@ def assert_moved(state, by):
         np.testing.assert_array_equal(param, wanted.astype(param.dtype))
 
 
-# Sums of ScaledGrads
-
-
 @jax.jit
 def mean_step(state, xs):
     """A step on the mean of micro-batches, summed by a loop and by a scan."""

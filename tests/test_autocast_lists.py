@@ -4,7 +4,6 @@ import pathlib
 import runpy
 from collections import Counter
 
-import pytest
 from jax.extend.core import Primitive, primitives
 
 from jamp._autocast.control_flow import RULES
@@ -56,9 +55,7 @@ APEX = {
 }
 
 
-@pytest.mark.parametrize("rule", APEX)
-def test_rules_are_those_of_apex(rule):
-    names = APEX[rule].split()
-    assert {name: AutocastLists().rule_of(name) for name in names} == dict.fromkeys(
-        names, rule
-    )
+def test_rules_are_those_of_apex():
+    for rule, names in APEX.items():
+        for name in names.split():
+            assert AutocastLists().rule_of(name) is rule, name

@@ -66,10 +66,8 @@ def test_o2_is_o2_by_hand():
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
     half, masters = state.params, jamp.master_params(state)
     assert_same_bits(half, jax.tree.map(lambda m, p: m.astype(p.dtype), masters, half))
-    for ours, theirs in (
-        (masters, mixed.masters),
-        (state.batch_stats, mixed.batch_stats),
-    ):
+    pairs = (masters, mixed.masters), (state.batch_stats, mixed.batch_stats)
+    for ours, theirs in pairs:
         # Together: Adam makes whole steps of gradients that are no more than rounding.
         far = jax.tree.map(jnp.subtract, ours, theirs)
         assert optax.tree.norm(far) <= 0.05 * optax.tree.norm(theirs)

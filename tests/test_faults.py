@@ -254,6 +254,12 @@ def test_ten_thousand_leaves():
     assert jax.tree.structure(lowered.out_info) == jax.tree.structure(state)
 
 
+def test_a_program_grows_with_the_leaves_alone():
+    states = [shape_of({str(i): (3,) for i in range(n)}, SGD) for n in (40, 80)]
+    sizes = [len(jax.jit(ones_step).lower(s).compile().as_text()) for s in states]
+    assert sizes[1] < 2.2 * sizes[0]
+
+
 def test_the_page_has_a_line_for_each():
     rows = re.findall(r"^\| ([^*].*?) \| .+ \| \|$", PAGE, re.MULTILINE)
     assert sorted(rows) == sorted(["fault", *FAULTS])

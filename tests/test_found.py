@@ -117,6 +117,9 @@ test_a_bias_is_part_of_its_product_and_the_loss_in_float32
 test_locate.py
 test_an_infinity_beside_a_nan_is_not_its_cause
     read: an infinity beside a NaN was taken for its cause
+test_faults.py
+test_a_program_grows_with_the_leaves_alone
+    count: XLA put the check of all gradients into the step of each leaf
 test_many_hosts.py
 test_a_dead_process_ends_the_others
     read: a dead host left the others waiting
