@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import is_differentiable, widen
+from pallas_kernels._xla import computed_once
 
 type KeyPath = tuple[Any, ...]
 
@@ -93,13 +94,13 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     if not leaves:
         return jnp.asarray(True)
-    # As `lax.reduce_and`, which XLA on the CPU compiles three times as long; `jnp.all`
-    # and `jnp.isfinite` would trace a program for each shape.
+    # XLA on the CPU compiles `lax.reduce_and` three times as long; `jnp.all` and
+    # `jnp.isfinite` would trace a program for each shape.
     every = lambda x: lax.reduce_min(x.astype(jnp.float32), tuple(range(x.ndim)))  # noqa: E731
     least = every(jnp.stack([every(_is_finite(x)) for x in leaves]))
-    # Behind a barrier, or XLA on the CPU would compute it again for each leaf that is
-    # chosen by it, from all leaves: it compiled a U-Net's step four times as long.
-    return lax.optimization_barrier(least > 0)
+    # Or XLA on the CPU would compute it from all leaves in the step of each leaf, and
+    # compile a U-Net's step four times as long.
+    return computed_once(least > 0)
 
 
 def _is_finite(x: Any) -> Array:
