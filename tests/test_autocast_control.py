@@ -108,10 +108,8 @@ PRECISIONS = {
     ids=lambda p: None if p in PRECISIONS else str(p).replace(" ", ""),
 )
 def test_a_precision_is_a_wish(precision, expected):
-    assert found(lambda x: jnp.matmul(x, x, precision=precision) @ x) == [
-        expected,
-        HALF,
-    ]
+    wish = functools.partial(jnp.matmul, precision=precision)
+    assert found(lambda x: wish(x, x) @ x) == [expected, HALF]
     if isinstance(precision, str):
         with jax.default_matmul_precision(precision):
             assert found(product) == [expected]
@@ -125,6 +123,10 @@ def test_a_precision_of_other_products():
     ):
         operations = [op for op in jamp.explain(fn)(X).operations if op.flops]
         assert {(op.dtype, op.why) for op in operations} == {("float32", "precision")}
+
+
+def test_a_product_of_half_and_float32_is_in_half():
+    assert found(lambda x: lax.dot(x.astype("float16"), x)) == [HALF]
 
 
 def test_a_float64_result_is_a_wish_and_marks_come_before():

@@ -102,12 +102,11 @@ HARD_CONSTANTS = {
         lax.cond(w[0, 0] < 9, lambda: jnp.full((8, 8), 1e30), lambda: w @ w) + w @ w
     ),
 }
-NARROW = [("narrowest", name) for name in ("floor", "comparison", "epsilon", "branch")]
+HARD = [("widest", name) for name in HARD_CONSTANTS]
+HARD += [("narrowest", name) for name in "floor comparison epsilon branch".split()]
 
 
-@pytest.mark.parametrize(
-    ("promote", "name"), [("widest", name) for name in HARD_CONSTANTS] + NARROW
-)
+@pytest.mark.parametrize(("promote", "name"), HARD)
 def test_constants_that_half_cannot_hold_keep_their_value(promote, name):
     fn = HARD_CONSTANTS[name]
     close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])

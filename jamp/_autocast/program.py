@@ -127,13 +127,11 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
 def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
     """Whether a product names a precision that half operands do not have.
 
-    That is `HIGHEST` for one operand or both, an algorithm that reads more than half of
-    them, or a float64 result. "high" and "default" leave it to the backend.
+    That is `HIGHEST` for one operand or both, or an algorithm that reads more than half
+    of them. "high" and "default" leave it to the backend.
     """
     if not all(map(is_float32, eqn.invars[:2])):
         return False  # by the user's own cast
-    if eqn.params.get("preferred_element_type") == jnp.float64:
-        return True
     precision = eqn.params.get("precision")
     if isinstance(precision, lax.DotAlgorithm):
         names = precision.lhs_precision_type, precision.rhs_precision_type
