@@ -28,9 +28,7 @@ ORDINARY = {
     "while on half": lambda w: lax.while_loop(
         lambda c: jnp.abs(c).max() > 0.1, lambda c: 0.1 * (c @ w), w @ w
     ),
-    "preferred": lambda w: jnp.einsum(
-        "ij,jk->ik", w, w, preferred_element_type=jnp.float32
-    ),
+    "preferred": lambda w: jnp.matmul(w, w, preferred_element_type=jnp.float32),
     "scatter max": lambda w: (w @ w).at[jnp.array([0, 1])].max(w[:2]),
     "reduce": lambda w: lax.reduce(
         w @ w, jnp.float32(0), lambda a, b: jnp.maximum(a, b), (0,)
@@ -94,6 +92,7 @@ def test_scalars_do_not_vote():
 HARD_CONSTANTS = {
     "floor": lambda w: jnp.maximum(w @ w, -1e30),
     "comparison": lambda w: (w @ w > -1e9).astype(jnp.float32),
+    "tiny": lambda w: (w * 1e-12 > 0).astype(jnp.float32),
     "epsilon": lambda w: (lambda y: y / (jnp.abs(y).max() + 1e-8))(0 * w @ w),
     "large": lambda w: jnp.minimum(w @ w + 1e6, 2e6),
     "small array": lambda w: (w @ w) / jnp.full((8, 8), 1e-6),
