@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import is_differentiable, widen
-from pallas_kernels._xla import computed_once
 
 type KeyPath = tuple[Any, ...]
 
@@ -94,13 +93,24 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     if not leaves:
         return jnp.asarray(True)
-    # XLA on the CPU compiles `lax.reduce_and` three times as long; `jnp.all` and
-    # `jnp.isfinite` would trace a program for each shape.
-    every = lambda x: lax.reduce_min(x.astype(jnp.float32), tuple(range(x.ndim)))  # noqa: E731
-    least = every(jnp.stack([every(_is_finite(x)) for x in leaves]))
-    # Or XLA on the CPU would compute it from all leaves in the step of each leaf, and
-    # compile a U-Net's step four times as long.
-    return computed_once(least > 0)
+    return lax.platform_dependent(leaves, cpu=_all_finite_on_cpu, default=_all_finite)
+
+
+def _all_finite(leaves: Sequence[Any]) -> Array:
+    # `jnp.all` and `jnp.isfinite` would trace a program for each shape.
+    every = lambda x: lax.reduce_and(x, tuple(range(x.ndim)))  # noqa: E731
+    return every(jnp.stack([every(_is_finite(x)) for x in leaves]))
+
+
+def _all_finite_on_cpu(leaves: Sequence[Any]) -> Array:
+    """The same, compiled sooner: XLA takes a third of the time for a float minimum.
+
+    Behind a barrier, or it would put all of this into the step of each leaf.
+    """
+    least = lambda x: lax.reduce_min(x, tuple(range(x.ndim)))  # noqa: E731
+    flags = [lax.convert_element_type(_is_finite(x), jnp.float32) for x in leaves]
+    flag = least(jnp.stack(list(map(least, flags))))
+    return lax.optimization_barrier(lax.convert_element_type(flag, bool))
 
 
 def _is_finite(x: Any) -> Array:
