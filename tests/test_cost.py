@@ -55,7 +55,8 @@ def test_states_side_by_side(capsys):
 
 def test_what_is_missing(monkeypatch):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
-    with pytest.raises(ImportError, match="Set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"):
+    words = "Set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before"
+    with pytest.raises(ImportError, match=words):
         _gpus.check_compiler()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'jax\[cuda13-local\]=="):
