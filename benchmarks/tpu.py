@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 class Compiled:
     """What XLA says of a program: its own count of bytes, and temporary memory."""
 
-    kernels = 1  # a TPU runs all of a program as one
+    kernels, copies = 1, ()  # a TPU runs all of a program as one
 
     def __init__(self, compiled: Any):
         self.compiled = compiled

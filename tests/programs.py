@@ -49,10 +49,16 @@ def evaluate(fn: Callable, *args: Any) -> Any:
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of all jaxprs among their parameters."""
+    """The equations of a jaxpr and of all jaxprs among their parameters.
+
+    Of what differs by platform, that of the platforms with none of their own: CPUs.
+    """
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _jaxprs(equation.params):
+        params = dict(equation.params)
+        if params.get("branches_platforms"):
+            params["branches"] = params["branches"][-1]
+        for inner in _jaxprs(params):
             yield from walk(inner)
 
 

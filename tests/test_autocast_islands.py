@@ -115,7 +115,8 @@ def test_a_scan_has_no_barriers():
     """Its backward pass is another loop. An LSTM launched 1.28 times the kernels."""
 
     def fn(w, x):
-        return jax.lax.scan(lambda c, x: (c, nn.gelu(x @ w) @ w), 0, x[None])[1]
+        layer = lambda c, xw: (c, nn.gelu(xw[0] @ xw[1]) @ xw[1])  # noqa: E731
+        return jax.lax.scan(layer, 0, (x[None], w[None]))[1]
 
     def text(fn):
         step = jax.jit(jax.grad(lambda w: jamp.autocast(fn)(w, X).sum()))

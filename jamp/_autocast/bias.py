@@ -24,14 +24,17 @@ def _derivative(primals, tangents):
     if isinstance(of_bias, SymbolicZero):
         return with_bias(product, bias), of_product
     repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
-    tangent = jax.lax.platform_dependent(
-        repeated.astype(product.dtype),
-        tpu=lambda x: x,
-        default=jax.lax.optimization_barrier,
-    )
+    tangent = apart(repeated.astype(product.dtype))
     if not isinstance(of_product, SymbolicZero):
         tangent = of_product + tangent
     return with_bias(product, bias), tangent
 
 
 with_bias.defjvp(_derivative, symbolic_zeros=True)
+
+
+def apart(tangent: Array) -> Array:
+    """A tangent whose cotangent is there before it is read, but on a TPU."""
+    return jax.lax.platform_dependent(
+        tangent, tpu=lambda x: x, default=jax.lax.optimization_barrier
+    )

@@ -47,6 +47,7 @@ class Fact(NamedTuple):
     origin: Origin = Origin()  # what its numbers are made of
     # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
+    shared: bool = False  # whether all trips of a loop read it as it is
 
     def numbered(self, numbers: dict[Any, int]) -> "Fact":
         """The same with numbers in the place of arrays."""
@@ -59,6 +60,8 @@ _KEEP_RANGE = frozenset(
 )
 # Of what only takes what it gets, these round their results.
 _ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
+# Of a product with no wish of the user's.
+_PLAIN = {"precision": None, "out_sharding": None}.items()
 # What is called once, with operands and results in any dtype.
 CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
 
@@ -180,6 +183,13 @@ class Facts:
                     return bias
         return None
 
+    def weight(self, eqn: jc.JaxprEqn) -> jc.Var | None:
+        """The operand of a product that all trips of a loop share, if one is."""
+        if eqn.primitive.name != "dot_general" or not _PLAIN <= eqn.params.items():
+            return None
+        shared = [v for v in eqn.invars if is_float32(v) and self.of(v).shared]
+        return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
+
     def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
         """Whether the user's program casts a kept param to half by itself."""
         if eqn.primitive.name != "convert_element_type":
@@ -269,7 +279,7 @@ class Facts:
         for i, v in enumerate(eqn.invars):
             fact = self.of(v)
             vote = fact.vote if i >= consts + carry else known[i].vote
-            known[i] = known[i]._replace(asks=fact.asks, vote=vote)
+            known[i] = known[i]._replace(asks=fact.asks, vote=vote, shared=i < consts)
         return known
 
     def of_operands(self, eqn: jc.JaxprEqn, carries: Sequence[int] = ()) -> list[Fact]:

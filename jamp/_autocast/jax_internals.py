@@ -73,6 +73,33 @@ def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
+def with_consts(
+    eqn: jc.JaxprEqn,
+    body: jc.Jaxpr,
+    eqns: Sequence[jc.JaxprEqn],
+    consts: dict[Any, Any],
+) -> jc.JaxprEqn:
+    """A scan of other equations, with as many constants or fewer.
+
+    Args:
+        eqn: the scan.
+        body: its program.
+        eqns: the new equations of that.
+        consts: by their variables in it, those outside.
+    """
+    before, _ = scan_counts(eqn)
+    body = body.replace(
+        invars=[*consts, *body.invars[before:]],
+        eqns=list(eqns),
+        debug_info=body.debug_info.with_unknown_names(),
+    )
+    keep = [not len(consts) <= i < before for i in range(len(eqn.invars))]
+    operands = eqn.params["ft_in"].filter_with_mask(keep)
+    params = {**with_program(eqn, body), "ft_in": operands}
+    invars = [*consts.values(), *eqn.invars[before:]]
+    return eqn.replace(invars=invars, params=params)
+
+
 def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
     """The condition and the body of a while loop, and how many constants each takes.
 
@@ -216,6 +243,14 @@ def name_stack(eqn: jc.JaxprEqn) -> str:
 def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     """An equation in one more name scope."""
     return _in_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
+
+
+def before(
+    eqn: jc.JaxprEqn, inner: jc.JaxprEqn, invars: Sequence[Any], outvar: jc.Var
+) -> jc.JaxprEqn:
+    """An equation of a program that another one holds, written before that one."""
+    names = *eqn.source_info.name_stack.stack, *inner.source_info.name_stack.stack
+    return _in_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
 
 
 def _in_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:

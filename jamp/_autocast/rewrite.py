@@ -31,6 +31,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.reasons import Note, noted, noting
 from jamp._autocast.values import Values
+from jamp._autocast.weight import with_weight
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -108,6 +109,7 @@ class Rewriter:
         self.eqn: jc.JaxprEqn | None = None
         self.begin = 0  # the place of the first that is written for `eqn`
         self.programs: list[list[Decision]] = []  # inside of `eqn`
+        self.products = 0  # by weights that all trips of a loop share
         for var in jaxpr.constvars:
             self._bind(var, dtype_of(var))
         self.invars = [
@@ -181,8 +183,8 @@ class Rewriter:
             self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
             return
         choice = self.values.choose(eqn, rule)
-        if choice.bias is not None:
-            self._add_bias(eqn, choice.bias)
+        if choice.summed is not None:
+            self._write_summed(eqn, choice.summed)
         else:
             self._write(eqn, choice.computed, choice.apart)
         why = "region" if region else choice.why
@@ -221,12 +223,17 @@ class Rewriter:
         outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
         self.emit(eqn, [dtype] * len(eqn.invars), outs, params, apart)
 
-    def _add_bias(self, eqn: jc.JaxprEqn, bias: jc.Var) -> None:
-        """Writes the sum of a product and its bias, in half."""
-        half, (out,) = self.scope.policy.dtype, eqn.outvars
-        product = eqn.invars[1] if eqn.invars[0] is bias else eqn.invars[0]
-        operands = [self.read(product, half), self.read(bias, FLOAT32)]
-        written = jax_internals.call(with_bias, operands, self._bind(out, half), eqn)
+    def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
+        """Writes a product, or its sum with a bias, where gradients of `var` add up."""
+        half, (out,), first = self.scope.policy.dtype, eqn.outvars, eqn.invars[0] is var
+        operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
+        function = with_bias
+        if eqn.primitive.name == "dot_general":
+            operands.append(self.read(var, half))
+            numbers = eqn.params["dimension_numbers"]
+            function = with_weight(numbers, first, self.products)
+            self.products += 1
+        written = jax_internals.call(function, operands, self._bind(out, half), eqn)
         if written is None:
             self._write(eqn, half)
         else:

@@ -15,6 +15,7 @@ from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
 from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.loops import moves_taken_out
 from jamp._autocast.program import MARKERS, Decision, Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
 from jamp._autocast.tracing import disabled, tracing
@@ -143,7 +144,8 @@ def _trace(
 
     values = [_owned(x) for x in leaves if _is_array(x)]
     with traced_for(scope.policy):
-        return jax.make_jaxpr(flat)(*values), values, rebuild
+        jaxpr = moves_taken_out(jax.make_jaxpr(flat)(*values), {})
+    return jaxpr, values, rebuild
 
 
 def _filled(static: list[Any], values: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,8 @@ class Choice(NamedTuple):
 
     computed: Any  # the dtype that its float32 values are cast to, and its results have
     why: str  # as `Decision.why`
-    bias: jc.Var | None = None  # the operand that is added to a product in half
+    # A bias, or a weight that the trips of a loop share: its gradient is a float32 sum.
+    summed: jc.Var | None = None
     apart: bool = False  # whether it casts its operands for itself
 
 
@@ -57,7 +58,7 @@ class Values:
     def choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         """What an equation runs in by a rule of the lists, and why."""
         if rule is Rule.HALF:
-            return Choice(self.half, "list")
+            return Choice(self.half, "list", self.facts.weight(eqn))
         if rule is Rule.FLOAT32:
             return Choice(FLOAT32, "list")
         if self.facts.asks(eqn):
