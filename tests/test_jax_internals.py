@@ -81,6 +81,27 @@ def test_a_program_can_be_read_and_replaced(name):
 # ---- variables and equations
 
 
+def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
+    def fn(a, b, xs):
+        with jax.named_scope("outer"):
+            return lax.scan(lambda c, x: (c + x @ jnp.concatenate([a, b]), c), X, xs)
+
+    args = X[:1], W[:1], jnp.stack([X, W])
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    (scan,) = jaxpr.eqns
+    body = jax_internals.program_of(scan)
+    place = [e.primitive.name for e in body.eqns].index("concatenate")
+    inner, new = body.eqns[place], jc.Var(body.eqns[place].outvars[0].aval)
+    before = jax_internals.before(scan, inner, scan.invars[:2], new)
+    left = [e for e in body.eqns if e is not inner]
+    fewer = jax_internals.with_consts(scan, body, left, {inner.outvars[0]: new})
+    assert jax_internals.scan_counts(fewer) == (1, 1)
+    assert jax_internals.name_stack(before) == "outer"
+    got = jc.jaxpr_as_fun(jaxpr.replace(eqns=[before, fewer]))(*args)
+    for ours, plain in zip(got, fn(*args), strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
 @pytest.mark.parametrize("value", [2, 2.0, np.float64(2), jnp.float32(2)], ids=repr)
 def test_a_value_as_an_array_of_a_type(value):
     for weak in (False, True):
