@@ -94,7 +94,7 @@ def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
     inner, new = body.eqns[place], jc.Var(body.eqns[place].outvars[0].aval)
     before = jax_internals.before(scan, inner, scan.invars[:2], new)
     left = [e for e in body.eqns if e is not inner]
-    fewer = jax_internals.with_consts(scan, body, left, {inner.outvars[0]: new})
+    fewer = jax_internals.with_fewer_consts(scan, body, left, {inner.outvars[0]: new})
     assert jax_internals.scan_counts(fewer) == (1, 1)
     assert jax_internals.name_stack(before) == "outer"
     got = jc.jaxpr_as_fun(jaxpr.replace(eqns=[before, fewer]))(*args)

@@ -73,7 +73,7 @@ def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def with_consts(
+def with_fewer_consts(
     eqn: jc.JaxprEqn,
     body: jc.Jaxpr,
     eqns: Sequence[jc.JaxprEqn],

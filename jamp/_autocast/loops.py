@@ -69,4 +69,4 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
             left.append(eqn)
     if not taken:
         return [scan]
-    return [*taken, jax_internals.with_consts(scan, body, left, outside)]
+    return [*taken, jax_internals.with_fewer_consts(scan, body, left, outside)]
