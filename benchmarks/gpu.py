@@ -57,7 +57,8 @@ THEN_TRAINED = (
 # What these test is compiled otherwise on a GPU; the rest follows by name.
 FIRST_TESTED = (
     *("one_pass", "fused_optimizers", "launch", "multi_tensor", "optimizer_bytes"),
-    *("amp_state", "scaled_grad", "forward_programs", "autocast_kernels"),
+    *("amp_state", "scaled_grad", "forward_programs"),
+    *("autocast_kernels", "autocast_loops"),
 )
 # Compiled for an H200, as on any machine; or a matter of hosts and of no device.
 NOT_TESTED = ("budgets", "kernels_h200", "lean", "many_devices_h200", "many_hosts")

@@ -5,7 +5,7 @@ parts of a program that the user decides on, `kernels` calls with half what runs
 nothing else, `tracing` knows what a thread traces for, and `model` marks the params of
 a half model. `facts` reads a program forward and `consumers` backward, `values` chooses
 dtypes, `rewrite` writes the new program, `control_flow` what holds programs,
-`derivatives` what the user differentiates by hand, and `islands` what the backward pass
-keeps. `transform` is the front; what JAX does not document is in `jax_internals` and
-`derivatives`. The README has the words.
+`derivatives` what the user differentiates by hand, `bias`, `weight` and `loops` sums
+of gradients, and `islands` what the backward pass keeps. `transform` is the front; what
+JAX does not document is in `jax_internals` and `derivatives`. The README has the words.
 """
