@@ -88,6 +88,9 @@ def widen_tree(tree: PyTree) -> PyTree:
     return jax.tree.map(widen, tree)
 
 
+_SMALL = 4096  # elements of a leaf that is copied to check it together with others
+
+
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether no element of any float leaf is inf or NaN."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
@@ -108,9 +111,25 @@ def _all_finite_on_cpu(leaves: Sequence[Any]) -> Array:
     Behind a barrier, or it would put all of this into the step of each leaf.
     """
     least = lambda x: lax.reduce_min(x, tuple(range(x.ndim)))  # noqa: E731
-    flags = [lax.convert_element_type(_is_finite(x), jnp.float32) for x in leaves]
+    finite = map(_is_finite, _with_small_joined(leaves))
+    flags = [lax.convert_element_type(x, jnp.float32) for x in finite]
     flag = least(jnp.stack(list(map(least, flags))))
     return lax.optimization_barrier(lax.convert_element_type(flag, bool))
+
+
+def _with_small_joined(leaves: Sequence[Any]) -> list[Any]:
+    """The same numbers with small leaves end to end: XLA makes kernels for each leaf.
+
+    A copy of large ones would take longer than it saves. Those on a mesh stay apart.
+    """
+    if jax.device_count() > 1:
+        return list(leaves)
+    left, by_dtype = [], {}
+    for x in leaves:
+        small = x.size <= _SMALL and jax.typeof(x).sharding.mesh.empty
+        (by_dtype.setdefault(x.dtype, []) if small else left).append(x)
+    small = ([lax.reshape(x, (x.size,)) for x in xs] for xs in by_dtype.values())
+    return left + [lax.concatenate(xs, 0) for xs in small]
 
 
 def _is_finite(x: Any) -> Array:
