@@ -26,8 +26,10 @@ TESTS = {
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
     "jamp/_autocast/facts.py": f"{AUTOCAST} autocast_accuracy explain forward_programs",
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
+    "jamp/_autocast/loops.py": "autocast_loops",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
     "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",
+    "jamp/_autocast/weight.py": "autocast_loops",
     "jamp/nnx/_variables.py": "nnx",
     **{
         f"pallas_kernels/{name}.py": f"fused_optimizers -k {name} and not 55"
