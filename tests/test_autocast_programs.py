@@ -195,6 +195,11 @@ def test_the_names_of_a_derivative_are_those_of_the_plain_derivative():
 
     assert stacks(jamp.autocast(layers)) == stacks(layers)
     assert any("outer" in where for where in stacks(layers))
+    grads = (
+        jax.grad(lambda w, f=f: f(w).sum()) for f in (layers, jamp.autocast(layers))
+    )
+    plain, ours = (len(products(grad, W)) for grad in grads)
+    assert ours == plain > 0
 
 
 # ---- what is returned: arrays of the plain function's dtypes and weak types
