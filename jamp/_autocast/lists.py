@@ -96,7 +96,7 @@ ROWS = (
         "broadcast_in_dim broadcast_to reshape squeeze transpose rev slice "
         "dynamic_slice gather concatenate stack unstack split pad select_n "
         "dynamic_update_slice copy copy_p stop_gradient expand_dims scatter tile "
-        "device_put sharding_constraint optimization_barrier layout_constraint "
+        "device_put sharding_constraint optimization_barrier apart layout_constraint "
         "with_memory_space_constraint reshard name all_gather all_gather_invariant "
         "all_gather_reduced all_to_all ragged_all_to_all ppermute pbroadcast pvary "
         "pcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "

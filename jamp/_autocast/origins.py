@@ -54,7 +54,7 @@ class Origin(NamedTuple):
 # They change the shape, or nothing.
 _RESHAPES = frozenset(
     "reshape transpose squeeze expand_dims convert_element_type copy name "
-    "stop_gradient sharding_constraint optimization_barrier".split()
+    "stop_gradient sharding_constraint optimization_barrier apart".split()
 )
 # One element of theirs is made of several, or they write to memory anyway.
 _NOT_ELEMENTWISE = frozenset(

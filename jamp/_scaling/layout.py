@@ -19,12 +19,20 @@ from jaxtyping import Array, PyTree
 def row_major_on_cuda(grads: PyTree) -> PyTree:
     """Asks XLA, on NVIDIA GPUs only, for row-major gradients of three axes and more."""
 
-    def constrain(x: Array) -> Array:
-        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    leaves, structure = jax.tree.flatten(grads)
+    indices = [
+        i for i, x in enumerate(leaves) if x.ndim > 3 or x.ndim == 3 and x.shape[0] > 1
+    ]
+    chosen = [leaves[i] for i in indices]
+    if chosen:
+        chosen = jax.lax.platform_dependent(
+            chosen, cuda=_row_major, default=lambda x: x
+        )
+    for i, x in zip(indices, chosen, strict=True):
+        leaves[i] = x
+    return structure.unflatten(leaves)
 
-    def leaf(x: Array) -> Array:
-        if x.ndim < 3 or x.ndim == 3 and x.shape[0] == 1:
-            return x
-        return jax.lax.platform_dependent(x, cuda=constrain, default=lambda x: x)
 
-    return jax.tree.map(leaf, grads)
+def _row_major(leaves: list[Array]) -> list[Array]:
+    layouts = [Layout(major_to_minor=tuple(range(x.ndim))) for x in leaves]
+    return list(map(with_layout_constraint, leaves, layouts))

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import FLOAT32, is_differentiable, widen
@@ -18,6 +19,9 @@ from jamp._core.dtypes import FLOAT32, is_differentiable, widen
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+
+
+_ZERO, _ONE, _MOST = np.int32(0), np.int32(1), np.int32(2**31 - 2)
 
 
 class LossScaleState(NamedTuple):
@@ -120,28 +124,35 @@ class DynamicLossScale:
 
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
         """The state after a step whose gradients were all finite, or not."""
-        finite = jnp.asarray(finite)
-        tolerance = jnp.where(
-            finite, self.hysteresis, jnp.maximum(state.hysteresis - 1, 0)
-        ).astype(jnp.int32)
-        unskipped = jnp.where(finite, state.unskipped + 1, 0)
+        # Of `lax`: each function of `jnp` is traced as a program of its own.
+        finite, scale = jnp.asarray(finite), jnp.asarray(state.scale, FLOAT32)
+        left = lax.max(lax.sub(state.hysteresis, _ONE), _ZERO)
+        left = lax.select(finite, np.int32(self.hysteresis), left)
+        unskipped = lax.select(finite, lax.add(state.unskipped, _ONE), _ZERO)
         # At least, not equal: a checkpoint may come from a run with a longer window.
-        grows = unskipped >= self.window
-        falls = ~finite & (tolerance == 0)
-        grown = jnp.minimum(state.scale * self.factor, self.ceiling)
-        fallen = jnp.clip(state.scale / self.factor, self.floor, self.ceiling)
-        scale = jnp.where(grows, grown, jnp.where(falls, fallen, state.scale))
+        grows = lax.ge(unskipped, np.int32(self.window))
+        falls = lax.bitwise_and(lax.bitwise_not(finite), lax.eq(left, _ZERO))
+        grown = lax.min(
+            lax.mul(scale, np.float32(self.factor)), np.float32(self.ceiling)
+        )
+        fallen = lax.select(falls, self._fallen(scale), scale)
         return LossScaleState(
-            scale=scale.astype(jnp.float32),
-            unskipped=jnp.where(grows, 0, unskipped).astype(jnp.int32),
-            hysteresis=tolerance,
+            scale=lax.select(grows, grown, fallen),
+            unskipped=lax.select(grows, _ZERO, unskipped),
+            hysteresis=left,
             consecutive_skips=count_skips(state, finite),
         )
 
     def lowered(self, state: LossScaleState) -> LossScaleState:
         """The state in which a step that overflowed is computed again; no skip."""
-        fallen = jnp.clip(state.scale / self.factor, self.floor, self.ceiling)
-        return state._replace(scale=fallen, unskipped=jnp.zeros_like(state.unskipped))
+        scale, unskipped = self._fallen(state.scale), jnp.zeros_like(state.unskipped)
+        return state._replace(scale=scale, unskipped=unskipped)
+
+    def _fallen(self, scale: Float[Array, ""]) -> Float[Array, ""]:
+        floor, ceiling, factor = map(
+            np.float32, (self.floor, self.ceiling, self.factor)
+        )
+        return lax.clamp(floor, lax.div(scale, factor), ceiling)
 
     def current(self, state: LossScaleState) -> Float[Array, ""]:
         """The scale of this step."""
@@ -201,11 +212,11 @@ class StaticLossScale:
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
         """Counts the step; the scale stays."""
         finite = jnp.asarray(finite)
-        counted = optax.safe_increment(state.unskipped)
+        counted = _increment(state.unskipped)
         if not self.check:
             return state._replace(unskipped=counted)
         return state._replace(
-            unskipped=jnp.where(finite, counted, 0),
+            unskipped=lax.select(finite, counted, _ZERO),
             consecutive_skips=count_skips(state, finite),
         )
 
@@ -261,7 +272,7 @@ def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
         if not is_differentiable(x):
             return x
         x = widen(jnp.asarray(x))
-        return x * (inverse if x.dtype == FLOAT32 else inverse.astype(x.dtype))
+        return lax.mul(x, lax.convert_element_type(inverse, x.dtype))
 
     return jax.tree.map(leaf, tree)
 
@@ -278,7 +289,11 @@ def _state(scale: float, hysteresis: int) -> LossScaleState:
 
 def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:
     """`consecutive_skips` after one more step."""
-    return jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
+    return lax.select(finite, _ZERO, _increment(state.consecutive_skips))
+
+
+def _increment(count: Int[Array, ""]) -> Int[Array, ""]:
+    return lax.add(lax.min(count, _MOST), _ONE)
 
 
 def check_scale(name: str, scale: float, capped: bool = False) -> None:

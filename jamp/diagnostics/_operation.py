@@ -5,7 +5,7 @@ import dataclasses
 HALF = ("float16", "bfloat16")
 # Beside what only moves values: of these, nothing is gained in another precision.
 _TRIVIAL = frozenset(
-    "convert_element_type name optimization_barrier reduce_precision "
+    "convert_element_type name optimization_barrier apart reduce_precision "
     "stop_gradient".split()
 )
 

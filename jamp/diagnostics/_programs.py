@@ -198,6 +198,7 @@ RULES: dict[str, Rule] = dict.fromkeys(_CALLS, _call) | {
     "while": _while,
     "shard_map": _shard_map,
     "optimization_barrier": _same,
+    "apart": _same,
     "pvary": _same,
     "pcast": _same,
 }

@@ -247,24 +247,30 @@ def step_weights(
     grads = jax.tree.map(widen, grads)
     updates, new_state = tx.update(grads, state, masters, **extra_args)
     stepped = optax.apply_updates(masters, updates)
-    weights = _map_weights(lambda w, x: _rounded(w, x, clean), weights, stepped)
-    return weights, _choose(clean, new_state, state), updates
+    new = _map_weights(_to_select, weights, stepped), new_state
+    if clean is not None:
+        new = select(clean, new, (_map_weights(_to_select, weights), state))
+    return _map_weights(_with_copy, weights, new[0]), new[1], updates
 
 
-def _rounded(old: Weight, new: Any, clean: Any) -> Weight:
+def _to_select(old: Weight, new: Any = None) -> Weight:
+    """A weight, or its new value, without the param that is rounded from a master.
+
+    Select, then round: the other way round would read the old half params too.
+    """
     if old.kind == "copied":
-        # Select, then round: the other way round would read the old half params too.
-        master = _choose(clean, new, old.master)
-        return Weight(cast(master, old.param.dtype), master)
+        return Weight(None, old.master if new is None else new)
+    if new is None:
+        return old
     if old.kind == "split":
-        weight = Weight(*split(new))
-    else:
-        weight = Weight(cast(new, old.param.dtype) if is_castable(old.param) else new)
-    return _choose(clean, weight, old)
+        return Weight(*split(new))
+    return Weight(cast(new, old.param.dtype) if is_castable(old.param) else new)
 
 
-def _choose[T](clean: Any, new: T, old: T) -> T:
-    return new if clean is None else select(clean, new, old)
+def _with_copy(old: Weight, new: Weight) -> Weight:
+    if old.kind == "copied":
+        return Weight(cast(new.master, old.param.dtype), new.master)
+    return new
 
 
 def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
