@@ -4,6 +4,7 @@ What each asserts is that training goes on as if nothing had been, or that the e
 the one on the page.
 """
 
+import contextlib
 import multiprocessing
 import pathlib
 import re
@@ -155,6 +156,10 @@ def debug_nans():
         assert_same_bits(step(make()), AFTER)
         after = jax.jit(step)(AFTER, X * np.inf)  # no NaN comes out
         assert after.last_step_skipped
+        for context in (contextlib.nullcontext(), jax.disable_jit()):
+            with context:  # the check makes NaN of infinity, but shows none
+                grads = jamp.scaled_grad(lambda p: p["w"].sum() * np.inf)(AFTER)
+                assert AFTER.apply_gradients(grads=grads).last_step_skipped
         with pytest.raises(FloatingPointError):
             jax.jit(jamp.scaled_value_and_grad(loss_fn))(AFTER, X * np.nan)
 

@@ -154,6 +154,25 @@ def test_a_mesh_trains_as_one_device_does(layout):
             np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=name)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@on_eight_devices
+def test_each_device_keeps_statistics_of_its_own(check_vma):
+    """A new value that differs by device where the old one is the same on all."""
+    state = jamp.initialize(
+        {"w": jnp.ones(3)}, ADAM, "O1", verbosity=0, mean=jnp.zeros(3)
+    )
+
+    def mean_of(state, x):
+        grads = jamp.scaled_grad(lambda p: (p["w"] * x).mean())(state)
+        state = state.apply_gradients(grads=grads, mean=x.mean(0))
+        return state.mean[None], state.skipped_steps
+
+    x = np.arange(48.0, dtype=np.float32).reshape(16, 3)
+    means, skipped = on_each(check_vma, mean_of)(state, x)
+    np.testing.assert_array_equal(means, x.reshape(8, 2, 3).mean(1))
+    assert skipped == 0
+
+
 # Fused optimizers where their params lie in many ways
 
 

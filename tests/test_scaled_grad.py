@@ -188,12 +188,22 @@ def test_one_bad_element_is_found():
         assert not jamp.scaled_grad(loss_fn)(make(), x).finite
 
 
-def test_finite_gradients_whose_sum_is_not_are_finite():
-    # apex's Python fallback sums the gradient and calls this an overflow.
-    tree = {"w": jnp.zeros(8, jnp.float32)}
-    state = make("O0", tree, loss_scale="dynamic", max_loss_scale=1)
-    grads = jamp.scaled_grad(lambda p: (wide(p["w"]) * 1.5e38).sum())(state)
+@pytest.mark.parametrize("shape", [(8,), (5000,), (70, 80), (9, 40, 20)])
+def test_one_bad_element_is_found_among_the_largest(shape):
+    # apex's Python fallback sums the gradient, and calls a sum beyond float32 overflow.
+    params = {"b": jnp.zeros(3, jnp.float32), "w": jnp.zeros(shape, jnp.float32)}
+    state = make("O0", params, loss_scale="dynamic", max_loss_scale=1)
+    product = lambda p, g: sum((wide(p[k]) * g[k]).sum() for k in p)  # noqa: E731
+    measure = jax.jit(jamp.scaled_grad(product))
+    largest = jax.tree.map(lambda x: np.full(x.shape, 3e38, np.float32), params)
+    grads = measure(state, largest)
     assert (grads.scale, grads.finite) == (1.0, True)
+    for leaf in largest.values():
+        for place in (0, leaf.size // 2, -1):
+            for bad in (np.inf, -np.inf, np.nan):
+                leaf.flat[place] = bad
+                assert not measure(state, largest).finite, (leaf.shape, place, bad)
+            leaf.flat[place] = -3e38
 
 
 # ScaledGrads

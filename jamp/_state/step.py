@@ -106,9 +106,9 @@ def step(
         params: the whole params, non-float leaves included.
         grad_scale: what to divide the gradients by; None for 1.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
-        clean: whether to step; if not, all bits stay. By select: a `lax.cond` would
-            spare the work of a rare skip, and cost 40 % more traffic always. None for
-            always.
+        clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
+            would spare the work of a rare skip, and cost 40 % more traffic always. None
+            for always.
         update_args: extra arguments for `tx.update`.
 
     Returns:
