@@ -1,7 +1,7 @@
 """What jamp costs the host, beside Flax alone: `python -m benchmarks.overheads`.
 
-Ratios of processor seconds, each of two runs one after the other: medians, and the
-least and the most. To trace and lower is counted in calls of Python, which are the same
+Ratios of processor seconds, each of runs one after the other: medians, and the least
+and the most. To trace and lower is counted in calls of Python, which are the same
 in each run. Prints Markdown.
 """
 
@@ -25,7 +25,7 @@ from benchmarks import lean
 from benchmarks.compared import CASES, zeros
 from benchmarks.convergence import conditions
 
-LEAVES, ROUNDS, LEVELS = 1000, 7, ("O1", "O2", "O4", "O5")
+LEAVES, ROUNDS, FIRST_CALLS, LEVELS = 1000, 7, 5, ("O1", "O2", "O4", "O5")
 TX = optax.adam(1e-3)
 
 
@@ -37,8 +37,11 @@ def seconds(fn: Callable[[], Any]) -> float:
 
 def ratios(ours: Callable[[], Any], plain: Callable[[], Any], rounds: int) -> str:
     ours(), plain()
-    found = sorted(seconds(ours) / seconds(plain) for _ in range(rounds))
-    return f"{statistics.median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
+    return spread([seconds(ours) / seconds(plain) for _ in range(rounds)])
+
+
+def spread(found: list[float]) -> str:
+    return f"{statistics.median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
 
 
 def states(level: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -96,28 +99,24 @@ def main() -> None:
     cells = []
     for ours, plain in pairs:
         arrays = len(jax.tree.leaves(ours())) / len(jax.tree.leaves(plain()))
-        found = sorted(
-            seconds(a) / seconds(b) / arrays
-            for a, b in [(dispatch(ours), dispatch(plain))]
-            for _ in range(ROUNDS)
-        )
-        spread = f"({found[0]:.2f}–{found[-1]:.2f})"
-        cells.append(f"{statistics.median(found):.2f} {spread}")
+        a, b = dispatch(ours), dispatch(plain)
+        found = [seconds(a) / seconds(b) / arrays for _ in range(ROUNDS)]
+        cells.append(spread(found))
     print("| dispatch, per array |", " | ".join(cells), "|", flush=True)
     for name, (case, _) in CASES.items():
         plain = step(case, None)
         plain(False)  # JAX keeps what it has traced of its own functions
-        fewest, cells = plain(False), []
-        for level in LEVELS:
-            ours = step(case, level)
-            ours(False)
-            cells.append(f"{ours(False) / fewest:.2f}")
-        print(f"| trace and lower, {name} |", " | ".join(cells), "|", flush=True)
+        fewest, ours = plain(False), [step(case, level) for level in LEVELS]
         cells = []
-        for level in LEVELS:
-            ours = step(case, level)
-            found = sorted(ours(True) / plain(True) for _ in range(3))
-            cells.append(f"{found[1]:.2f} ({found[0]:.2f}–{found[-1]:.2f})")
+        for fn in ours:
+            fn(False)
+            cells.append(f"{fn(False) / fewest:.2f}")
+        print(f"| trace and lower, {name} |", " | ".join(cells), "|", flush=True)
+        rounds = []
+        for _ in range(FIRST_CALLS):
+            alone = plain(True)
+            rounds.append([fn(True) / alone for fn in ours])
+        cells = [spread(list(found)) for found in zip(*rounds, strict=True)]
         print(f"| first call, {name} |", " | ".join(cells), "|", flush=True)
     about = conditions()
     print(f"\n{', '.join(f'{k} {v}' for k, v in about.items())}")
