@@ -250,16 +250,16 @@ def step_weights(
     new = _map_weights(_to_select, weights, stepped), new_state
     if clean is not None:
         new = select(clean, new, (_map_weights(_to_select, weights), state))
-    return _map_weights(_with_copy, weights, new[0]), new[1], updates
+    return _map_weights(_selected, weights, new[0]), new[1], updates
 
 
-def _to_select(old: Weight, new: Any = None) -> Weight:
-    """A weight, or its new value, without the param that is rounded from a master.
+def _to_select(old: Weight, new: Any = None) -> Any:
+    """A weight, or its next value; of a param with a float32 copy, that copy alone.
 
     Select, then round: the other way round would read the old half params too.
     """
     if old.kind == "copied":
-        return Weight(None, old.master if new is None else new)
+        return old.master if new is None else new
     if new is None:
         return old
     if old.kind == "split":
@@ -267,10 +267,10 @@ def _to_select(old: Weight, new: Any = None) -> Weight:
     return Weight(cast(new, old.param.dtype) if is_castable(old.param) else new)
 
 
-def _with_copy(old: Weight, new: Weight) -> Weight:
+def _selected(old: Weight, chosen: Any) -> Weight:
     if old.kind == "copied":
-        return Weight(cast(new.master, old.param.dtype), new.master)
-    return new
+        return Weight(cast(chosen, old.param.dtype), chosen)
+    return chosen
 
 
 def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
