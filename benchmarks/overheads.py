@@ -6,6 +6,7 @@ in each run. Prints Markdown.
 """
 
 import functools
+import gc
 import os
 import statistics
 import time
@@ -30,6 +31,7 @@ TX = optax.adam(1e-3)
 
 
 def seconds(fn: Callable[[], Any]) -> float:
+    gc.collect()  # or it falls on one of the two
     start = time.process_time()
     jax.block_until_ready(jax.tree.leaves(fn()))
     return time.process_time() - start

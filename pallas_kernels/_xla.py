@@ -263,4 +263,7 @@ def reduce_group(
 
 
 def _reduce(x: Array, how: str) -> Array:
-    return jnp.sum(x) if how == "sum" else jnp.max(x, initial=0)
+    if how == "sum":
+        return jnp.sum(x)
+    # XLA's maximum on a CPU loses NaN. Maxima are of |x|, whose sum is NaN for no more.
+    return jnp.where(jnp.isnan(jnp.sum(x)), jnp.nan, jnp.max(x, initial=0))

@@ -113,6 +113,15 @@ def test_clip_grad_norm_takes_half_and_none():
     assert_same_bits(clipped, {"w": jnp.full(4096, 1 / 64, F16), "b": None})
 
 
+def test_clip_grad_norm_loses_no_nan():
+    """As XLA's maximum on a CPU does, from 4,096 elements on."""
+    norm = jax.jit(lambda g: fu.clip_grad_norm(g, 1.0, "inf")[0])
+    grads = jnp.ones(5000)
+    for value in (jnp.nan, jnp.inf, 7.0):
+        found = norm({"w": grads.at[7].set(value), "b": grads})
+        np.testing.assert_array_equal(found, value)
+
+
 # LossScaler and DynamicLossScaler
 
 

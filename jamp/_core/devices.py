@@ -18,10 +18,12 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
     JAX would say so at the first operation on two of them, without their names. What
     is traced, or may be anywhere, is left out.
     """
+    if len({_devices(x.sharding) for x in filter(_is_put, jax.tree.leaves(named))}) < 2:
+        return
     first: tuple[str, Any] | None = None
     for name, tree in named:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if is_traced(leaf) or not getattr(leaf, "committed", False):
+            if not _is_put(leaf):
                 continue
             if first is None:
                 first = name + jax.tree_util.keystr(path), leaf.sharding
@@ -32,6 +34,10 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
                     f"{_at(*here)}. Put all of them on one mesh first, with "
                     "`jax.device_put(tree, sharding)`."
                 )
+
+
+def _is_put(x: Any) -> bool:
+    return not is_traced(x) and getattr(x, "committed", False)
 
 
 def placed_like(x: Any, like: Any) -> jax.Array:

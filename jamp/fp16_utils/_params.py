@@ -165,6 +165,8 @@ def clip_grad_norm(
         norm = jnp.zeros((), FLOAT32)
     elif order == float("inf"):
         norm = jnp.max(jnp.stack([jnp.max(g, initial=0.0) for g in leaves]))
+        # XLA's maximum on a CPU loses NaN; a sum of |g| does not.
+        norm = jnp.where(jnp.isnan(sum(map(jnp.sum, leaves))), jnp.nan, norm)
     else:
         norm = sum(jnp.sum(g**order) for g in leaves) ** (1 / order)
     factor = jnp.minimum(1.0, jnp.asarray(max_norm, FLOAT32) / (norm + 1e-6))
