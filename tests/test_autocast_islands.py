@@ -73,6 +73,22 @@ def test_the_backward_pass_keeps_half_and_gives_the_same(name, platform, monkeyp
         np.testing.assert_allclose(got, expected, rtol=error, atol=error)
 
 
+NO_SOFTMAX = {
+    "no exp": lambda x: (y := jnp.cosh(x)) / y.sum(-1, keepdims=True),
+    "a maximum": lambda x: (y := jnp.exp(x)) / y.max(-1, keepdims=True),
+    "another's sum": lambda x: jnp.exp(x) / jnp.exp(2 * x).sum(-1, keepdims=True),
+    "another row's sum": lambda x: (y := jnp.exp(x)) / y.sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", NO_SOFTMAX)
+def test_what_looks_like_a_softmax_is_none(name, monkeypatch):
+    fn = jamp.autocast(lambda w: jnp.sum(NO_SOFTMAX[name](w @ w) @ w))
+    found = jax.grad(fn)(W)
+    monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, *_: jaxpr)
+    np.testing.assert_allclose(found, jax.grad(fn)(W), rtol=1e-5, atol=1e-5)
+
+
 def test_a_gelu_of_one_row_adds_no_bias():
     """Its `x + 0.04 * x**3` was added in half: it has a bias's shape there."""
     fn = jamp.autocast(lambda w, x: nn.gelu(x @ w))
@@ -162,6 +178,15 @@ def test_a_bias_is_part_of_its_product_and_the_loss_in_float32(promote):
     expected = np.log(np.exp(shifted).sum(-1))
     found = jamp.autocast(loss, promote=promote)(W, X)
     np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
+def test_the_gradient_of_a_bias_for_each_example_and_eagerly():
+    grad = jax.grad(jamp.autocast(lambda b, x: nn.gelu(x @ W + b).sum()))
+    examples, bias = X[:, None], jnp.ones(WIDTH)
+    found = jax.vmap(grad, (None, 0))(bias, examples)
+    with jax.disable_jit():
+        expected = jnp.stack([grad(bias, x) for x in examples])
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
 
 
 @pytest.mark.parametrize(("promote", "casts"), [("widest", 1), ("narrowest", 2)])
