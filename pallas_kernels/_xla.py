@@ -265,5 +265,5 @@ def reduce_group(
 def _reduce(x: Array, how: str) -> Array:
     if how == "sum":
         return jnp.sum(x)
-    # XLA's maximum on a CPU loses NaN. Maxima are of |x|, whose sum is NaN for no more.
+    # XLA's maximum on a CPU loses NaN. The sum of |x| is NaN only where an x is.
     return jnp.where(jnp.isnan(jnp.sum(x)), jnp.nan, jnp.max(x, initial=0))
