@@ -45,11 +45,9 @@ from jamp._scaling.rules import (
     LossScaleState as LossScaleState,
     StaticLossScale as StaticLossScale,
 )
-from jamp._scaling.scaled_grads import ScaledGrads as ScaledGrads
 from jamp._scaling.value_and_grad import (
     scaled_grad as scaled_grad,
     scaled_value_and_grad as scaled_value_and_grad,
-    zero_grads as zero_grads,
 )
 from jamp._state.amp_state import AmpState as AmpState, master_params as master_params
 from jamp._state.check import check as check

@@ -41,8 +41,7 @@ def pack(values: Mapping[Key, Any], like: Any) -> Any:
     if SINGLE in values:
         return values[SINGLE]
     if isinstance(like, Mapping):
-        packed = {key: values[key] for key in like}
-        return packed if isinstance(like, dict) else type(like)(packed)  # pyright: ignore[reportCallIssue]
+        return _mapping_like(like, {key: values[key] for key in like})
     return type(like)(values[key] for key in range(len(like)))
 
 
@@ -83,19 +82,19 @@ def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     return named
 
 
-def shape_like_wrt(values: Mapping[Key, Any], wrt: Any, like: Any) -> Any:
-    """A key's tree, a tuple of trees for several keys, for None all in a container."""
+def pack_wrt(values: Mapping[Key, Any], wrt: Any, like: Any) -> Any:
+    """A key's value; of several keys the container, with None for the other groups.
+
+    In a mapping they have no entry.
+    """
     if wrt is None:
         return pack(values, like)
-    if isinstance(wrt, tuple):
-        return tuple(values[key] for key in wrt)
-    return values[wrt]
+    if not isinstance(wrt, list | tuple):
+        return values[wrt]
+    if isinstance(like, Mapping):
+        return _mapping_like(like, {key: values[key] for key in like if key in values})
+    return type(like)(values.get(key) for key in range(len(like)))
 
 
-def by_group(tree: Any, wrt: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
-    """The inverse of `shape_like_wrt`."""
-    if wrt is None:
-        return split(tree, keys)
-    if isinstance(wrt, tuple):
-        return dict(zip(wrt, tree, strict=True))
-    return {wrt: tree}
+def _mapping_like(like: Mapping[Key, Any], entries: dict[Key, Any]) -> Any:
+    return entries if isinstance(like, dict) else type(like)(entries)  # pyright: ignore[reportCallIssue]

@@ -5,11 +5,11 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float, PyTree
 
 from jamp._core.devices import moves_constants
-from jamp._core.tree import split_overwrite, with_trained
+from jamp._core.tree import all_finite, split_overwrite, with_trained
 from jamp._policy.levels import Properties
 from jamp._scaling.loss import checked_loss
 from jamp._scaling.rules import LossScaleRule, LossScaleState
-from jamp._scaling.scaled_grads import NOT_A_TREE, ScaledGrads
+from jamp._scaling.unscaled import unscaled
 
 
 class HasLossScales(Protocol):
@@ -61,8 +61,8 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
 def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """Gradients of a loss from `scale_loss`, in float32, divided by the scale.
 
-    Inf stays inf, so `state.apply_gradients(grads=unscale(grads, state))` still sees an
-    overflow and skips; clip after the check only, or inside the optimizer.
+    If one of them is not finite, all are NaN, as of `scaled_value_and_grad`. A static
+    scale does not look: inf stays inf.
 
     Args:
         grads: a tree of gradients.
@@ -73,14 +73,14 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         The tree in float32.
 
     Raises:
-        TypeError: `grads` are ScaledGrads.
+        TypeError: `state` is not an AmpState.
         IndexError: `loss_id` is out of range.
     """
-    if isinstance(grads, ScaledGrads):
-        raise TypeError(NOT_A_TREE)
-    rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
-    tree, _ = split_overwrite(grads)
-    return with_trained(grads, rule.unscale(tree, scale_state))
+    rule, _ = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
+    find_finite = (lambda _, divided: all_finite(divided)) if rule.checks else None
+    raw, scale = split_overwrite(grads)[0], current_scale(state, loss_id)
+    divided, _ = unscaled(raw, scale, loss_id, find_finite)
+    return with_trained(grads, divided)
 
 
 def find_loss_scale(
@@ -92,10 +92,20 @@ def find_loss_scale(
             f"{call} takes the AmpState that `jamp.initialize` returned, got "
             f"{type(state).__name__}."
         )
+    check_loss_id(loss_id, state)
+    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
+
+
+def current_scale(state: HasLossScales, loss_id: int) -> Float[Array, ""]:
+    """The scale of a loss: a constant of the program, if it is static."""
+    return state.loss_scale_rules[loss_id].current(state.loss_scales[loss_id])
+
+
+def check_loss_id(loss_id: Any, state: HasLossScales) -> None:
+    """Raises unless the state has a loss scale of this number."""
     count = len(state.loss_scale_rules)
     if isinstance(loss_id, bool) or loss_id not in range(count):
         raise IndexError(
             f"loss_id={loss_id!r} is out of range: the state has {count} loss "
             "scale(s). Pass num_losses to jamp.initialize."
         )
-    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]

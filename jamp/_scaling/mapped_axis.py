@@ -45,22 +45,6 @@ def check_bound(axis_name: Any) -> None:
             ) from None
 
 
-def check_varies(grads: PyTree, axis_name: Any) -> None:
-    """Raises if JAX knows gradients to be the same along an axis."""
-    mapped = manual_axes().intersection(_names(axis_name))
-    if not _checks_vma():
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
-        if missing := mapped - varying_axes(leaf):
-            raise ValueError(
-                f"The gradients{jax.tree_util.keystr(path)} do not vary along "
-                f"{sorted(map(str, missing))}, so there is nothing to average: they "
-                "are means already, or JAX has summed them, as it does for params that "
-                "are replicated. Leave pmean out, and write `jamp.scaled_grad(loss_fn, "
-                f"axis_name={axis_name!r})`."
-            )
-
-
 def varying(params: PyTree, axis_name: Any) -> PyTree:
     """Marks replicated params as varying: JAX would sum their gradients, in half."""
     mapped = manual_axes().intersection(_names(axis_name))

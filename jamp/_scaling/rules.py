@@ -143,11 +143,6 @@ class DynamicLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
-    def lowered(self, state: LossScaleState) -> LossScaleState:
-        """The state in which a step that overflowed is computed again; no skip."""
-        scale, unskipped = self._fallen(state.scale), jnp.zeros_like(state.unskipped)
-        return state._replace(scale=scale, unskipped=unskipped)
-
     def _fallen(self, scale: Float[Array, ""]) -> Float[Array, ""]:
         floor, ceiling, factor = map(
             np.float32, (self.floor, self.ceiling, self.factor)
@@ -220,10 +215,6 @@ class StaticLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
-    def lowered(self, state: LossScaleState) -> LossScaleState:
-        """The same state: a static scale cannot fall."""
-        return state
-
     def current(self, state: LossScaleState) -> Float[Array, ""]:
         """The scale, as a constant: compiled with scale 1, products fold away."""
         del state
@@ -253,15 +244,6 @@ def loss_scale_rule(
     if isinstance(loss_scale, float):
         return StaticLossScale(loss_scale)
     return loss_scale
-
-
-def lower_of(
-    a: LossScaleState | None, b: LossScaleState | None
-) -> LossScaleState | None:
-    """Whichever has the lower scale; `a` if equal, the other one if one is None."""
-    if a is None or b is None:
-        return b if a is None else a
-    return jax.tree.map(lambda x, y: jnp.where(b.scale < a.scale, y, x), a, b)
 
 
 def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:

@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool
@@ -17,10 +16,10 @@ from jamp._core.groups import Key
 from jamp._core.show import summary
 from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
-from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips, lower_of
+from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
+from jamp._state.gradients import LossGrads, by_loss, clean_flags, summed
 from jamp._state.load_params import has_values, loaded
-from jamp._state.parts import Part, clean_flags, gradient_parts, total
 from jamp._state.serialization import register
 from jamp._state.step import step, widened
 
@@ -106,18 +105,27 @@ class AmpState(_Replace, TrainState, kw_only=True):
 
     @moves_constants
     def apply_gradients(
-        self, *, grads: Any, update_args: Mapping[str, Any] | None = None, **fields: Any
+        self,
+        *,
+        grads: Any,
+        loss_id: int | Sequence[int] = 0,
+        update_args: Mapping[str, Any] | None = None,
+        **fields: Any,
     ) -> Self:
-        """Unscales the gradients, and steps; or skips, if they are not finite.
+        """Steps; or skips, if the gradients are not finite.
 
         A skip is atomic: params, masters, optimizer state, `step` and `fields` keep
         their bits; only the loss scale and the counters of skips move. A static scale
         checks nothing, unless its rule says `check=True`.
 
         Args:
-            grads: ScaledGrads; a sequence of them, of several losses, which are summed
-                in float32; or a tree like `params` of gradients already unscaled, with
-                None for a group to leave alone.
+            grads: gradients divided by the scale, a tree like `params`: what
+                `scaled_value_and_grad` returned, or what you made of it. Of several
+                groups their container; a group whose entry is None, or is not in a
+                dict, is left alone.
+            loss_id: whose scale moves. Of several losses a sequence, and `grads` then
+                is a sequence of such trees, which are summed in float32. An id may
+                occur twice: its scale moves once per tree, in order.
             update_args: extra arguments for `tx.update`, such as `value`.
             **fields: new values of extra fields, such as `batch_stats`. What must
                 advance on a skip too, such as an RNG key, goes through `replace`.
@@ -126,29 +134,30 @@ class AmpState(_Replace, TrainState, kw_only=True):
             The next state, with the structure, shapes and dtypes of this one.
 
         Raises:
-            TypeError: there is no `tx`; a field is not declared.
+            TypeError: there is no `tx`; a field is not declared; `loss_id` is a
+                sequence and `grads` is not.
+            IndexError: a `loss_id` is out of range.
             ValueError: gradients or a field differ from the state in structure or
-                shape, or are on other devices.
+                shape, or are on other devices; the gradients are of another loss.
         """
         if self.tx is None:
             raise TypeError(
                 "The state has no optimizer: pass one to jamp.initialize(params, tx)."
             )
         check_same_devices(("state", self), ("grads", grads), *fields.items())
-        parts = gradient_parts(grads, self)
+        losses = by_loss(grads, loss_id, self)
         keys = groups.group_keys(self.tx)
-        clean = clean_flags(parts)
+        clean = clean_flags(losses)
         params, opt_states, counts, skipped = (
             groups.split(getattr(self, name), keys) for name in _GROUPED
         )
         for key, flag in clean.items():
-            unscaled, overwrite, grad_scale = total(parts, key)
+            total, overwrite = summed(losses, key)
             params[key], opt_states[key] = step(
                 groups.get(self.tx, key),
-                unscaled,
+                total,
                 opt_states[key],
                 params[key],
-                grad_scale=grad_scale,
                 overwrite=overwrite,
                 clean=flag,
                 update_args=dict(update_args or {}),
@@ -159,7 +168,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         after = zip(_GROUPED, (params, opt_states, counts, skipped), strict=True)
         return self.replace(
             step=self.step + stepped.astype(jnp.int32),
-            loss_scales=_next_scales(self, parts),
+            loss_scales=_next_scales(self, losses),
             **{name: groups.pack(values, self.params) for name, values in after},
             **{
                 name: _next_field(self, name, new, keys, clean)
@@ -254,24 +263,18 @@ def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
     return jnp.asarray(True) if clean is None else clean
 
 
-def _next_scales(state: AmpState, parts: list[Part]) -> tuple[LossScaleState, ...]:
+def _next_scales(
+    state: AmpState, losses: list[LossGrads]
+) -> tuple[LossScaleState, ...]:
     scales = list(state.loss_scales)
     flags: dict[int, list[Any]] = {}
-    for part in parts:  # in order: losses that share a scale count one after another
-        if part.loss_id is not None:
-            rule = state.loss_scale_rules[part.loss_id]
-            begun = state.loss_scales[part.loss_id]
-            before = scales[part.loss_id]
-            if part.scale_state is not None:  # it was computed again if that fell
-                fell = part.scale_state.scale < begun.scale
-                lower = lower_of(before, part.scale_state)
-                before = jax.tree.map(functools.partial(jnp.where, fell), lower, before)
-            scales[part.loss_id] = rule.update(before, _known(part.raw_finite))
-            flags.setdefault(part.loss_id, []).append(part.finite)
+    for loss in losses:  # in order: those that share a scale count one after another
+        rule, before = state.loss_scale_rules[loss.loss_id], scales[loss.loss_id]
+        scales[loss.loss_id] = rule.update(before, _known(loss.finite))
+        flags.setdefault(loss.loss_id, []).append(loss.finite)
     for loss_id, finite in flags.items():
-        if state.loss_scale_rules[loss_id].checks:
-            # They skip one step, and a clean loss must not hide one that never is. Nor
-            # may a scale that fits hide that what users made of it is never finite.
+        if len(finite) > 1 and state.loss_scale_rules[loss_id].checks:
+            # They skip one step, and a clean loss must not hide one that never is.
             clean = functools.reduce(jnp.logical_and, finite)
             scales[loss_id] = scales[loss_id]._replace(
                 consecutive_skips=count_skips(state.loss_scales[loss_id], clean)

@@ -46,8 +46,8 @@ def closure(
     >>> loss_fn = lambda w, target: ((w - target) ** 2).sum()
     >>> for _ in range(3):
     ...     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, 4.0)
-    ...     args = {"value": loss, "grad": grads.unscale()[0]}
-    ...     args["value_fn"] = closure(loss_fn)(state, 4.0)
+    ...     value_fn = closure(loss_fn)(state, 4.0)
+    ...     args = {"value": loss, "grad": grads, "value_fn": value_fn}
     ...     state = state.apply_gradients(grads=grads, update_args=args)
     >>> print(state.params)
     [4. 4.]
@@ -61,7 +61,7 @@ def closure(
         def value_and_grad(params):
             loss: Any
             loss, grads = both(_at(state, key, params), *args, **kwargs)
-            return (loss[0] if has_aux else loss), grads.unscale()[0]
+            return (loss[0] if has_aux else loss), grads
 
         return with_gradient(value_and_grad)
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.tree import select, split_overwrite, trained_params, with_trained
-from jamp._scaling.rules import unscale_tree
+from jamp._scaling.unscaled import still_scaled
 from jamp._state.placement import moments_like_params, with_shardings
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
@@ -87,7 +87,6 @@ def step(
     opt_state: Any,
     params: PyTree,
     *,
-    grad_scale: Float[Array, ""] | None = None,
     overwrite: Any = None,
     clean: Bool[Array, ""] | None = None,
     update_args: dict[str, Any],
@@ -101,10 +100,9 @@ def step(
 
     Args:
         tx: a transformation, maybe wrapped in `master_weights`.
-        grads: gradients, times `grad_scale`.
+        grads: unscaled gradients, in float32.
         opt_state: its state.
         params: the whole params, non-float leaves included.
-        grad_scale: what to divide the gradients by; None for 1.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
         clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
             would spare the work of a rare skip, and cost 40 % more traffic always. None
@@ -119,11 +117,11 @@ def step(
     state = opt_state.inner_state if has_masters else opt_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
+        grads, scale = still_scaled(grads, skips=skip is not None)
         weights, state = inner.rule.apply(
-            grads, state, weights, grad_scale=grad_scale, found_inf=skip
+            grads, state, weights, grad_scale=scale, found_inf=skip
         )
     else:
-        grads = grads if grad_scale is None else unscale_tree(grads, grad_scale)
         weights, state, _ = masters.step_weights(
             inner, grads, state, weights, clean, **update_args
         )

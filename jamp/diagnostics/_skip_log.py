@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jamp._core.tree import path_string, trained_params
-from jamp._scaling.scaled_grads import ScaledGrads
+from jamp._scaling.rules import unscale_tree
+from jamp._scaling.unscaled import raw_of
 from jamp._state.amp_state import AmpState
 
 _BITS = 32
@@ -102,18 +103,22 @@ class SkipLog:
             paths=paths,
         )
 
-    def add(self, state: Any, loss: Array, grads: ScaledGrads) -> Self:
+    def add(self, state: Any, loss: Array, grads: PyTree, loss_id: int = 0) -> Self:
         """The log after a step: one entry more if its gradients are not finite.
+
+        Call it in the `jit` of `scaled_value_and_grad`, with what that returned: it
+        sees there which gradients overflowed. Elsewhere all of them are NaN.
 
         Args:
             state: the state before the step, or the Optimizer of `jamp.nnx`.
             loss: the loss, shape ().
             grads: of `scaled_value_and_grad` of all params.
+            loss_id: of which loss they are.
 
         Raises:
             ValueError: the gradients are of other params than the log was made for.
         """
-        tree = trained_params(grads.tree)
+        tree = trained_params(grads)
         if (paths := _paths(tree)) != self.paths:
             odd = sorted({*paths} ^ {*self.paths})[:3]
             raise ValueError(
@@ -122,18 +127,20 @@ class SkipLog:
                 "the gradients of all groups."
             )
         place = self.count % len(self.step)
-        skipped = ~grads.finite
+        flags = [~jnp.all(jnp.isfinite(_before_nan(x))) for x in jax.tree.leaves(tree)]
+        checks = state.loss_scale_rules[loss_id].checks
+        skipped = functools.reduce(jnp.logical_or, flags) & checks
+        scale = jax.tree.leaves(state.loss_scale)[loss_id]
 
         def put(old, new):
             new = jnp.where(skipped, jnp.asarray(new, old.dtype), old[place])
             return old.at[place].set(new)
 
-        flags = [~jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
         return dataclasses.replace(
             self,
             step=put(self.step, *jax.tree.leaves(state.step)),
             loss=put(self.loss, loss),
-            scale=put(self.scale, grads.scale),
+            scale=put(self.scale, scale),
             bad=put(self.bad, _packed(flags)),
             count=self.count + skipped.astype(jnp.int32),
         )
@@ -156,6 +163,14 @@ class SkipLog:
     def __str__(self) -> str:
         lines = [f"{int(self.count)} skipped step(s)", *map(str, self.skips())]
         return "\n  ".join(lines)
+
+
+def _before_nan(grad: Array) -> Array:
+    """A gradient before the overflow of another one made it NaN, if it is known."""
+    raw = raw_of(grad)
+    if raw is None or raw.grad is None:
+        return grad
+    return unscale_tree(raw.grad, raw.scale)
 
 
 def _paths(tree: Any) -> tuple[str, ...]:

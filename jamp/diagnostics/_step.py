@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._core import groups
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
-from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._scaling.value_and_grad import raw_value_and_grad
 from jamp._state.amp_state import AmpState
 
 type StepFn = Callable[[AmpState, dict[str, Any]], tuple[Any, Any]]
@@ -40,13 +41,13 @@ class Step(NamedTuple):
 
 
 def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Any = None) -> StepFn:
-    """`(state, {"args":, "kwargs":}) -> (loss, gradients)` as a step computes them."""
+    """`(state, {"args":, "kwargs":}) -> (loss, gradients times the scale)`."""
 
     def both(state, arguments):
         options = {"loss_id": loss_id, "wrt": wrt}
-        fn = scaled_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
+        fn = raw_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
         (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
-        return loss, grads.tree
+        return loss, groups.pack_wrt(grads, wrt, state.params)
 
     return both
 

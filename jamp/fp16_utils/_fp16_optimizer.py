@@ -17,13 +17,19 @@ from jamp._core.dtypes import MODEL_DTYPES, is_differentiable
 from jamp._core.tree import all_finite, is_traced, select, strong_array, unshared
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
-from jamp._scaling.rules import LossScaleRule, check_scale
-from jamp._scaling.scaled_grads import ScaledGrads
+from jamp._scaling.rules import LossScaleRule, check_scale, unscale_tree
 from jamp._state.step import init_optimizer, step, widened
 from jamp.fp16_utils import _closure, _state
 from jamp.fp16_utils._params import clip_grad_norm
 from jamp.fp16_utils._scalers import rule_from_args
-from jamp.fp16_utils._state import FP16_OptimizerState, say, zero_model_grads, zeros
+from jamp.fp16_utils._state import (
+    FP16_OptimizerState,
+    ModelGrads,
+    added,
+    say,
+    zero_model_grads,
+    zeros,
+)
 from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
 
 _check_state = functools.partial(_state.check_state, FP16_OptimizerState)
@@ -142,11 +148,11 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         value, grads = grad_of_scaled(
             loss_fn, state.params, scale, args, kwargs, has_aux
         )
-        scaled = ScaledGrads(tree=grads, scale=scale, finite=self._finite(grads))
         before = state.model_grads
         if before is None:
             before = zero_model_grads(state.params, scale)
-        state = state.replace(model_grads=scaled + before)  # at the present scale
+        fresh = ModelGrads(grads, scale, self._finite(grads))
+        state = state.replace(model_grads=added(before, fresh))
         if update_master_grads:
             state = self.update_master_grads(state)
         return value, state
@@ -158,10 +164,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: there are no gradients.
         """
         _check_state(state, "update_master_grads(state)")
-        fresh, finite = _needed(state.model_grads).unscale()
-        total = state.master_grads
+        scaled, total = _needed(state.model_grads), state.master_grads
+        fresh = unscale_tree(scaled.tree, scaled.scale)
         total = fresh if total is None else jax.tree.map(jnp.add, total, fresh)
-        overflow = state.overflow | ~finite
+        overflow = state.overflow | ~scaled.finite
         scale_state = self.rule.update(state.loss_scaler, ~overflow)
         return state.replace(
             model_grads=zero_model_grads(state.params, scale_state.scale),

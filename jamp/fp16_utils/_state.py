@@ -1,7 +1,7 @@
 """What an `FP16_Optimizer` carries from step to step, and saves."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -14,10 +14,23 @@ from jamp._core.names import check_same, filled, named
 from jamp._core.tree import differentiable, is_traced, merge, unshared, widen_tree
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import LossScaleState
-from jamp._scaling.scaled_grads import ScaledGrads
 from jamp.optimizers._masters import MasterWeightsState
 
 _FLAGS = ("overflow", "first_closure_call_this_step")
+
+
+class ModelGrads(NamedTuple):
+    """Gradients of scaled losses, summed.
+
+    Attributes:
+        tree: the gradients times the loss scale, in float32.
+        scale: the loss scale, shape (), float32.
+        finite: whether all that were summed are finite, shape (), bool.
+    """
+
+    tree: PyTree
+    scale: Float[Array, ""]
+    finite: Bool[Array, ""]
 
 
 class FP16_OptimizerState(flax.struct.PyTreeNode):  # noqa: N801, apex's name
@@ -27,7 +40,7 @@ class FP16_OptimizerState(flax.struct.PyTreeNode):  # noqa: N801, apex's name
         params: what the model consumes: half, and float32 where they were.
         opt_state: masters, and the state of the wrapped optimizer.
         model_grads: gradients times the loss scale since the last
-            `update_master_grads`, in float32; None where dropped.
+            `update_master_grads`; None where dropped.
         master_grads: gradients since `zero_grad`, in float32; None where dropped.
         overflow: whether some of those are not finite, shape (), bool.
         first_closure_call_this_step: whether a closure is called for the first time in
@@ -37,7 +50,7 @@ class FP16_OptimizerState(flax.struct.PyTreeNode):  # noqa: N801, apex's name
 
     params: Any
     opt_state: MasterWeightsState
-    model_grads: ScaledGrads | None
+    model_grads: ModelGrads | None
     master_grads: Any
     overflow: Bool[Array, ""]
     first_closure_call_this_step: Bool[Array, ""]
@@ -54,11 +67,22 @@ def zeros(params: PyTree) -> PyTree:
     return jax.tree.map(jnp.zeros_like, widen_tree(differentiable(params)))
 
 
-def zero_model_grads(params: PyTree, scale: Float[Array, ""]) -> ScaledGrads:
+def zero_model_grads(params: PyTree, scale: Float[Array, ""]) -> ModelGrads:
     """Scaled gradients of 0."""
     # A copy: a scale that occurred twice in the state could not be donated.
-    scale = jnp.array(scale, copy=True)
-    return ScaledGrads(tree=zeros(params), scale=scale, finite=jnp.asarray(True))
+    return ModelGrads(zeros(params), jnp.array(scale, copy=True), jnp.asarray(True))
+
+
+def added(sum_before: ModelGrads, grads: ModelGrads) -> ModelGrads:
+    """The sum, in float32 and at the scale of `grads`."""
+    # One, unless `set_loss_scale` was called between the two.
+    ratio = grads.scale / sum_before.scale
+    total = jax.tree.map(
+        lambda a, b: a + b * ratio.astype(b.dtype),
+        widen_tree(grads.tree),
+        sum_before.tree,
+    )
+    return ModelGrads(total, grads.scale, grads.finite & sum_before.finite)
 
 
 def say(overflow: Bool[Array, ""], message: str) -> None:

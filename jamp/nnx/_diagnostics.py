@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from jamp._scaling.value_and_grad import scaled_value_and_grad
+from jamp._core import groups
+from jamp._scaling.value_and_grad import raw_value_and_grad
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explain import explain_in
 from jamp.diagnostics._explanation import Explanation
@@ -161,9 +162,9 @@ def _step(
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
     def both(state, arguments):
-        fn = scaled_value_and_grad(loss, has_aux=True, **options)
+        fn = raw_value_and_grad(loss, has_aux=True, **options)
         (value, _), grads = fn(state, arguments["variables"], arguments["args"])
-        return value, grads.tree
+        return value, groups.pack_wrt(grads, options.get("wrt"), state.params)
 
     arguments = {"variables": loss.before, "args": loss.others}
     return both, optimizer.amp_state(models), arguments

@@ -1,6 +1,7 @@
 """`Optimizer`: an AmpState without its params, in the Variables of an NNX optimizer."""
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ from jamp._core.dtypes import cast, is_castable
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
 from jamp._policy.levels import Properties
-from jamp._scaling.scaled_grads import ScaledGrads
 from jamp._state.amp_state import AmpState, master_params
 from jamp._state.closure import rounded
 from jamp.nnx._variables import Models, arrays_of, assign, copy_into
@@ -125,15 +125,24 @@ class Optimizer(nnx.Optimizer):
         state = self._with(rounded(master_params(state), state.params))
         self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
 
-    def update(self, models: Models, grads: Any, /, **update_args: Any) -> None:
-        """Unscales the gradients, and steps; or skips, if they are not finite.
+    def update(
+        self,
+        models: Models,
+        grads: Any,
+        /,
+        *,
+        loss_id: int | Sequence[int] = 0,
+        **update_args: Any,
+    ) -> None:
+        """Steps; or skips, if the gradients are not finite.
 
         As `AmpState.apply_gradients`, in place.
 
         Args:
             models: the model, or the container of them.
-            grads: ScaledGrads; a sequence of them; or gradients already unscaled, as
-                of `nnx.grad`.
+            grads: of `jamp.nnx.scaled_grad`, or what you made of them; with several
+                of `loss_id` a sequence of them.
+            loss_id: whose scale moves, or those of several losses.
             **update_args: extra arguments for `tx.update`.
 
         Raises:
@@ -142,7 +151,7 @@ class Optimizer(nnx.Optimizer):
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
         args = _pure(update_args, self.wrt)
-        new = state.apply_gradients(grads=grads, update_args=args)
+        new = state.apply_gradients(grads=grads, loss_id=loss_id, update_args=args)
         self.load(models, new)
 
     @property
@@ -199,12 +208,12 @@ def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
 
 
 def _pure(grads: Any, wrt: Any) -> Any:
-    """ScaledGrads as they are; a State of gradients as nested dicts."""
+    """States and models as nested dicts."""
 
     def leaf(x):
         if isinstance(x, nnx.State):
             return nnx.to_pure_dict(x)
         return nnx.to_pure_dict(nnx.state(x, wrt)) if isinstance(x, nnx.Pytree) else x
 
-    is_leaf = lambda x: isinstance(x, nnx.State | nnx.Pytree | ScaledGrads)  # noqa: E731
+    is_leaf = lambda x: isinstance(x, nnx.State | nnx.Pytree)  # noqa: E731
     return jax.tree.map(leaf, grads, is_leaf=is_leaf)

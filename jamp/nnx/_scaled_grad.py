@@ -4,13 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
-from jamp._scaling import value_and_grad as pure
-from jamp._scaling.scaled_grads import ScaledGrads
-from jamp._scaling.value_and_grad import GradOptions
+from jamp._scaling.value_and_grad import GradOptions, checked_value_and_grad
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure_loss import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
@@ -21,18 +19,18 @@ type Fn[T] = Callable[..., T]
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
-) -> Fn[tuple[Array, ScaledGrads]]: ...
+) -> Fn[tuple[Array, PyTree]]: ...
 
 
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
-) -> Fn[tuple[tuple[Array, Any], ScaledGrads]]: ...
+) -> Fn[tuple[tuple[Array, Any], PyTree]]: ...
 
 
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
-) -> Fn[tuple[Any, ScaledGrads]]:
+) -> Fn[tuple[Any, PyTree]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
     What the loss writes into the model (BatchNorm's statistics, counters of keys), or
@@ -61,10 +59,12 @@ def scaled_value_and_grad(
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
-        both = pure.scaled_value_and_grad(loss, has_aux=True, **options)
+        compute = checked_value_and_grad(loss, has_aux=True, **options)
         state = optimizer.amp_state(models)
-        (value, (aux, after)), grads = both(state, loss.before, loss.others)
-        loss.write_back(select(grads.finite, after, loss.before))
+        (value, (aux, after)), grads, finite = compute(state, loss.before, loss.others)
+        if finite is not None:
+            after = select(finite, after, loss.before)
+        loss.write_back(after)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad
@@ -73,13 +73,13 @@ def scaled_value_and_grad(
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
-) -> Fn[ScaledGrads]: ...
+) -> Fn[PyTree]: ...
 
 
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
-) -> Fn[tuple[ScaledGrads, Any]]: ...
+) -> Fn[tuple[PyTree, Any]]: ...
 
 
 def scaled_grad(

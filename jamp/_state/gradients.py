@@ -1,0 +1,163 @@
+"""What `apply_gradients` accepts: unscaled gradients, of one loss or of several."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from jamp._core import groups
+from jamp._core.dtypes import is_half, widen
+from jamp._core.groups import Key
+from jamp._core.tree import all_finite, check_like, differentiable, split_overwrite
+from jamp._core.warnings import PrecisionWarning, warn
+from jamp._scaling.by_hand import HasLossScales, check_loss_id
+from jamp._scaling.unscaled import Raw, raw_of
+
+_REMEDY = (
+    "pass the `grads` of jamp.scaled_value_and_grad, or a tree like `state.params`; of "
+    "several losses `grads=(g0, g1), loss_id=(0, 1)`."
+)
+
+type Flag = Bool[Array, ""] | None
+
+
+class LossGrads(NamedTuple):
+    """The gradients of one loss.
+
+    Attributes:
+        loss_id: whose scale moves.
+        finite: whether all are finite; None where the rule does not check.
+        trees: per group that the loss covers, its gradients in float32.
+        overwrite: per group, new values of Flax's `_overwrite_with_gradient`, or None.
+    """
+
+    loss_id: int
+    finite: Flag
+    trees: dict[Key, PyTree]
+    overwrite: dict[Key, Any]
+
+
+def by_loss(grads: Any, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
+    """The gradients of each loss, checked.
+
+    Raises:
+        TypeError: `loss_id` is a sequence and `grads` is not.
+        IndexError: a `loss_id` is out of range.
+        ValueError: one for each loss is wanted, and there are more or fewer; a tree
+            differs from its params in structure or shape, or is of another loss.
+    """
+    if not isinstance(loss_id, Sequence):
+        return [_of_loss(grads, loss_id, state)]
+    if not isinstance(grads, Sequence):
+        raise TypeError(
+            f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
+            f"got {type(grads).__name__}."
+        )
+    if not loss_id or len(grads) != len(loss_id):
+        raise ValueError(
+            f"grads are {len(grads)} trees, and loss_id={loss_id!r} names "
+            f"{len(loss_id)} losses: pass one tree for each, as in "
+            "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
+        )
+    return [_of_loss(*pair, state) for pair in zip(grads, loss_id, strict=True)]
+
+
+def clean_flags(losses: list[LossGrads]) -> dict[Key, Flag]:
+    """Per group that has gradients, whether all are finite; None if nobody looked."""
+    clean: dict[Key, Any] = {}
+    for loss in losses:
+        for key in loss.trees:
+            both = [f for f in (clean.get(key), loss.finite) if f is not None]
+            clean[key] = functools.reduce(jnp.logical_and, both) if both else None
+    return clean
+
+
+def summed(losses: list[LossGrads], key: Key) -> tuple[PyTree, Any]:
+    """A group's gradients, summed over the losses; and its fp8 values if any."""
+    covering = [loss for loss in losses if key in loss.trees]
+    trees = [loss.trees[key] for loss in covering]
+    add = functools.partial(jax.tree.map, jnp.add)
+    return functools.reduce(add, trees), covering[-1].overwrite[key]
+
+
+def _of_loss(grads: Any, loss_id: int, state: HasLossScales) -> LossGrads:
+    check_loss_id(loss_id, state)
+    trees, overwrite = {}, {}
+    for key, entry in _by_group(grads, state).items():
+        what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
+        entry = differentiable(entry)
+        expected = differentiable(groups.get(state.params, key))
+        check_like(entry, expected, what, _REMEDY)
+        trees[key], overwrite[key] = split_overwrite(entry)
+    _check_half(trees, state)
+    raws = [(leaf, raw_of(leaf)) for leaf in jax.tree.leaves(trees)]
+    _check_loss(raws, loss_id)
+    finite = _finite(raws) if state.loss_scale_rules[loss_id].checks else None
+    wide = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
+    return LossGrads(loss_id, finite, wide, overwrite)
+
+
+def _by_group(grads: Any, state: HasLossScales) -> dict[Key, PyTree]:
+    """The entries of the groups that have gradients."""
+    keys = groups.group_keys(state.tx)
+    if keys == (groups.SINGLE,):
+        return {groups.SINGLE: grads}
+    if isinstance(state.params, Mapping):
+        fits = isinstance(grads, Mapping) and set(grads) <= set(keys)
+    else:
+        fits = type(grads) is type(state.params) and len(grads) == len(keys)
+    if not fits:
+        raise ValueError(
+            "gradients of several groups come in the container of `state.params`, "
+            f"with the keys {list(keys)}, and None for a group without; got "
+            f"{_described(grads)}: {_REMEDY}"
+        )
+    pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
+    entries: dict[Key, PyTree] = {k: tree for k, tree in pairs if tree is not None}
+    if not entries:
+        raise ValueError(f"gradients of all groups are None: {_REMEDY}")
+    return entries
+
+
+def _described(grads: Any) -> str:
+    name = type(grads).__name__
+    if isinstance(grads, Mapping):
+        return f"a {name} with the keys {list(grads)}"
+    return f"a {name} of {len(grads)}" if isinstance(grads, Sequence) else f"a {name}"
+
+
+def _finite(raws: list[tuple[Array, Raw | None]]) -> Flag:
+    """Whether all are finite: by the flag where it is known, else by a look."""
+    known = {id(raw.finite): raw.finite for _, raw in raws if raw}
+    flags = [flag for flag in known.values() if flag is not None]
+    others = [leaf for leaf, raw in raws if raw is None or raw.finite is None]
+    if others:
+        flags.append(all_finite(others))
+    return functools.reduce(jnp.logical_and, flags)
+
+
+def _check_loss(raws: list[tuple[Array, Raw | None]], loss_id: int) -> None:
+    """Raises for gradients of another loss: the wrong scale would move."""
+    for _, raw in raws:
+        if raw and raw.loss_id != loss_id:
+            raise ValueError(
+                f"The gradients are of loss_id={raw.loss_id}, and apply_gradients got "
+                f"loss_id={loss_id}: pass `loss_id={raw.loss_id}`, whose scale moves."
+            )
+
+
+def _check_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+    """Warns of gradients that are half, under a scale that is there for just those."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(list(trees.values())):
+        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+            warn(
+                f"gradients{jax.tree_util.keystr(path[1:])} are {leaf.dtype}, and the "
+                "loss scale is dynamic: the loss was not scaled, or they were not "
+                "unscaled in float32. Write `jamp.scaled_grad(loss_fn)(state, ...)`, "
+                "or `jamp.scale_loss` before `jax.grad` and `jamp.unscale` after it.",
+                PrecisionWarning,
+            )
+            return
