@@ -102,9 +102,12 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def _all_finite(leaves: Sequence[Any]) -> Array:
-    # `jnp.all` and `jnp.isfinite` would trace a program for each shape.
-    every = lambda x: lax.reduce_and(x, tuple(range(x.ndim)))  # noqa: E731
-    return every(jnp.stack([every(_is_finite(x)) for x in leaves]))
+    # `x - x` is NaN where `x` is not finite, and a sum keeps a NaN. XLA for a GPU may
+    # write the flags of `is_finite` to memory.
+    parts = [y for x in leaves for y in _real_parts(x)]
+    sums = [lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim))) for x in parts]
+    wide = [lax.convert_element_type(x, FLOAT32) for x in sums]
+    return lax.is_finite(lax.reduce_sum(jnp.stack(wide), (0,)))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -135,10 +138,6 @@ def _zeros_or_nans(x: Any) -> Array:
     elif x.size >= _LARGE:  # a product reads a transposed gradient as it is
         x = lax.dot(jnp.zeros(x.shape[0], x.dtype), x, precision=lax.Precision.HIGHEST)
     return lax.reshape(lax.convert_element_type(x, FLOAT32), (x.size,))
-
-
-def _is_finite(x: Any) -> Array:
-    return jnp.isfinite(x) if jnp.iscomplexobj(x) else lax.is_finite(x)
 
 
 def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:

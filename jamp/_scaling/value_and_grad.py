@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
@@ -154,7 +154,7 @@ def checked_value_and_grad(
         rule, scale = state.loss_scale_rules[loss_id], current_scale(state, loss_id)
 
         def find_finite(raw, divided):
-            finite = _finite(raw, divided, state.tx)
+            finite = _finite(raw, divided, scale, state.tx)
             if axis_name is None:
                 return finite
             return mapped_axis.agreed(finite, scale, axis_name)
@@ -248,10 +248,18 @@ def scaled_grad(
     return grad
 
 
-def _finite(raw: dict[Any, PyTree], divided: dict[Any, PyTree], txs: Any) -> Any:
+def _finite(
+    raw: dict[groups.Key, PyTree],
+    divided: dict[groups.Key, PyTree],
+    scale: Float[Array, ""],
+    txs: Any,
+) -> Bool[Array, ""]:
     """Whether all are finite; by the kernels of the optimizer that will step them."""
-    flags = []
-    for key in raw:
+
+    def of_group(key):
         fused = fused_inside(groups.get(txs, key))
-        flags.append(fused.all_finite(raw[key]) if fused else all_finite(divided[key]))
-    return functools.reduce(jnp.logical_and, flags)
+        if fused is None:
+            return all_finite(divided[key])
+        return fused.all_finite(raw[key], scale)
+
+    return functools.reduce(jnp.logical_and, map(of_group, raw))
