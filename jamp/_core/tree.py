@@ -88,82 +88,34 @@ def widen_tree(tree: PyTree) -> PyTree:
     return jax.tree.map(widen, tree)
 
 
-_LARGE = 4096  # floats that XLA sums on a CPU by its library, not by a kernel
-
-
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether no element of any float leaf is inf or NaN."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
-    if not leaves:
-        return jnp.asarray(True)
-    # Operation by operation, `jax_debug_nans` would stop at a NaN made on purpose.
-    on_cpu = _all_finite if jax.config.jax_disable_jit else _all_finite_on_cpu
-    return lax.platform_dependent(leaves, cpu=on_cpu, default=_all_finite)
+    return _all_finite(leaves) if leaves else jnp.asarray(True)
 
 
+@functools.partial(jax.jit, inline=True)  # or `jax_debug_nans` would see the NaN
 def _all_finite(leaves: Sequence[Any]) -> Array:
-    # `x - x` is NaN where `x` is not finite, and a sum keeps a NaN. XLA for a GPU may
-    # write the flags of `is_finite` to memory.
+    # `x - x` is NaN where `x` is not finite, and a sum keeps it. XLA fuses sums into
+    # what makes `x`; the flags of `is_finite` it may write to memory.
     parts = [y for x in leaves for y in _real_parts(x)]
     sums = [lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim))) for x in parts]
     wide = [lax.convert_element_type(x, FLOAT32) for x in sums]
     return lax.is_finite(lax.reduce_sum(jnp.stack(wide), (0,)))
 
 
-@functools.partial(jax.jit, inline=True)
-def _all_finite_on_cpu(leaves: Sequence[Any]) -> Array:
-    """The same, compiled sooner: `x - x` and `0 * x` are NaN where `x` is not finite.
-
-    XLA for a CPU sums and multiplies large arrays by a library, and would compile a
-    kernel for all else.
-    """
-    parts = [y for x in leaves for y in _real_parts(x)]
-    vectors = list(map(_zeros_or_nans, parts))
-    missing = max(_LARGE - sum(x.size for x in vectors), 0)
-    joined = lax.concatenate([*vectors, jnp.zeros(missing, FLOAT32)], 0)
-    return lax.is_finite(lax.reduce_sum(lax.sub(joined, joined), (0,)))
-
-
 def _real_parts(x: Any) -> tuple[Any, ...]:
     return (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
 
 
-def _zeros_or_nans(x: Any) -> Array:
-    """A float32 vector, and `x` is finite if that is: itself, or zeros and NaNs."""
-    wide = x.dtype.itemsize > 4
-    x = x if wide else lax.convert_element_type(x, FLOAT32)
-    stays = jax.device_count() > 1 or not jax.typeof(x).sharding.mesh.empty
-    if stays or wide or x.size >= _LARGE and x.ndim != 2:
-        x = lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim)))
-    elif x.size >= _LARGE:  # a product reads a transposed gradient as it is
-        x = lax.dot(jnp.zeros(x.shape[0], x.dtype), x, precision=lax.Precision.HIGHEST)
-    return lax.reshape(lax.convert_element_type(x, FLOAT32), (x.size,))
-
-
 def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
     """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
-    leaves, structure = jax.tree.flatten(old)
-    of_new = [
-        n if getattr(n, "dtype", None) == o.dtype else jnp.asarray(n, o.dtype)
-        for n, o in zip(structure.flatten_up_to(new), leaves, strict=True)
-    ]
-    chosen = lax.platform_dependent(
-        take_new, of_new, leaves, cpu=_select_on_cpu, default=_select
-    )
-    return structure.unflatten(chosen)
 
+    def leaf(n, o):
+        n = n if getattr(n, "dtype", None) == o.dtype else jnp.asarray(n, o.dtype)
+        return lax.select(take_new, n, o)  # `jnp.where` would trace a program for each
 
-def _select(take_new: Any, new: list[Any], old: list[Any]) -> list[Any]:
-    # `jnp.where` would trace a program for each.
-    return [lax.select(take_new, n, o) for n, o in zip(new, old, strict=True)]
-
-
-def _select_on_cpu(take_new: Any, new: list[Any], old: list[Any]) -> list[Any]:
-    """The same, compiled sooner: the kernels are those of a step that never skips."""
-    types = [list(map(jax.typeof, leaves)) for leaves in (new, old)]
-    if types[0] != types[1]:  # in a shard_map, where only one of them varies
-        return _select(take_new, new, old)
-    return lax.cond(take_new, lambda new, _: new, lambda _, old: old, new, old)
+    return jax.tree.map(leaf, new, old)
 
 
 def strong_array(x: Any) -> Any:

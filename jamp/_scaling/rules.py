@@ -135,19 +135,17 @@ class DynamicLossScale:
         grown = lax.min(
             lax.mul(scale, np.float32(self.factor)), np.float32(self.ceiling)
         )
-        fallen = lax.select(falls, self._fallen(scale), scale)
+        fallen = lax.clamp(
+            np.float32(self.floor),
+            lax.div(scale, np.float32(self.factor)),
+            np.float32(self.ceiling),
+        )
         return LossScaleState(
-            scale=lax.select(grows, grown, fallen),
+            scale=lax.select(grows, grown, lax.select(falls, fallen, scale)),
             unskipped=lax.select(grows, _ZERO, unskipped),
             hysteresis=left,
             consecutive_skips=count_skips(state, finite),
         )
-
-    def _fallen(self, scale: Float[Array, ""]) -> Float[Array, ""]:
-        floor, ceiling, factor = map(
-            np.float32, (self.floor, self.ceiling, self.factor)
-        )
-        return lax.clamp(floor, lax.div(scale, factor), ceiling)
 
     def current(self, state: LossScaleState) -> Float[Array, ""]:
         """The scale of this step."""

@@ -16,102 +16,69 @@ from jamp._core.groups import SINGLE, Key
 from jamp._core.tree import path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
-from jamp._state.placement import with_shardings
-from jamp._state.step import begin, init_optimizer, widened
-from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
+from jamp._state.new_state import new_state
+from jamp._state.step import widened
+from jamp.optimizers import FusedTransformation
+from jamp.optimizers._masters import MasterWeights, inside
 
 
-def grown(
-    state: Any,
-    params: Any,
+def grown[S](
+    state: S,
+    params: PyTree,
     tx: Any,
     allow_not_fp32: bool,
     extra: Sequence[str],
     fields: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What `AmpState.add_params` replaces in the state, by name.
+) -> S:
+    """What `AmpState.add_params` returns: a new state of all params, with the old bits.
 
     `extra` names the state's extra fields, `fields` holds more of some of them.
     """
-    if state.tx is None:
+    old: Any = state
+    if old.tx is None:
         raise TypeError(
             "The state has no optimizer: make another with jamp.initialize."
         )
-    keys = groups.group_keys(state.tx)
+    keys = groups.group_keys(old.tx)
     params = jax.tree.map(strong_array, params)
     if not allow_not_fp32:
         check_float32(params)
-    cast = cast_to_level(params, state.properties, fields.get("batch_stats"))
+    cast = cast_to_level(params, old.properties, fields.get("batch_stats"))
     if keys == (SINGLE,):
-        changes = _with_more_leaves(state, params, cast, tx)
+        _check_leaves(params, tx, old.params)
+        put, txs = _merged, _bare(old.tx)
     else:
-        changes = _with_more_groups(state, params, cast, tx)
-    changes |= _with_fields(state, keys, extra, fields)
-    tx = changes.pop("tx")
-    return {"tx": tx, **unshared(changes, (params, fields))}
-
-
-def _with_more_leaves(state: Any, params: Any, cast: Any, tx: Any) -> dict[str, Any]:
-    """One group: its optimizer takes them on."""
-    if tx is not None:
-        raise TypeError(
-            "add_params got a tx, but the state has one group, whose optimizer takes "
-            "the params on. Leave tx out; or hand params and optimizers to "
-            "jamp.initialize in a dict, to which groups can be added."
-        )
-    _check_mapping(params, state.params)
-    masters = widened(state.tx, state.opt_state, state.params)
-    originals = _merged(masters, params, "params")
-    merged = _merged(state.params, cast, "params")
-    tx = _for_params(state.tx, merged)
-    begun = init_optimizer(tx, originals, merged)
-    new_params, opt_state = _keeping_bits(begun, (state.params, state.opt_state))
-    return {"params": new_params, "opt_state": opt_state, "tx": tx}
-
-
-def _with_more_groups(state: Any, params: Any, cast: Any, txs: Any) -> dict[str, Any]:
-    """Several groups: each of the new ones begins by itself."""
-    kind = type(state.params)
-    if txs is None or groups.is_transformation(txs) or type(params) is not kind:
-        raise TypeError(
-            "The state has several groups: add_params takes new ones in a "
-            f"{kind.__name__}, with their optimizers in another, got "
-            f"{type(params).__name__} and tx={txs!r}."
-        )
-    check_containers(params, txs)
-    begun = {
-        key: begin(
-            txs[key],
-            params[key],
-            cast[key],
-            keeps_masters=state.properties.master_weights,
-            store_remainder=_stores_remainder(state.tx),
-        )
-        for key in groups.group_keys(txs)
+        _check_groups(params, tx, old.params)
+        put, bare = _extended, {k: _bare(groups.get(old.tx, k)) for k in keys}
+        txs = _extended(groups.pack(bare, old.params), tx, "tx")
+    masters = {
+        k: widened(*(groups.get(x, k) for x in (old.tx, old.opt_state, old.params)))
+        for k in keys
     }
-    new = {
-        "tx": {key: entry[0] for key, entry in begun.items()},
-        "params": {key: entry[1] for key, entry in begun.items()},
-        "opt_state": {key: entry[2] for key, entry in begun.items()},
-        "skipped_steps": {key: jnp.zeros((), jnp.int32) for key in begun},
-        "last_step_skipped": {key: jnp.zeros((), bool) for key in begun},
-    }
-    return {
-        name: _extended(getattr(state, name), groups.pack(entries, params), name)
-        for name, entries in new.items()
-    }
+    new = new_state(
+        type(old),
+        put(groups.pack(masters, old.params), params, "params"),
+        put(old.params, cast, "params"),
+        txs,
+        store_remainder=any(_stores_remainder(groups.get(old.tx, k)) for k in keys),
+        apply_fn=old.apply_fn,
+        properties=old.properties,
+        loss_scale_rules=old.loss_scale_rules,
+        **_fields(old, keys, extra, fields),
+    )
+    return unshared(_keeping_bits(new, old), (params, fields))
 
 
-def _with_fields(
+def _fields(
     state: Any, keys: tuple[Key, ...], extra: Sequence[str], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Extra fields, which grow as the params do."""
-    changes = {}
+    grown = {name: getattr(state, name) for name in extra}
     for name, more in fields.items():
         if name in extra:
-            old, more = getattr(state, name), jax.tree.map(strong_array, more)
-            per_group = groups.is_container(old, keys)
-            changes[name] = (_extended if per_group else _merged)(old, more, name)
+            more = jax.tree.map(strong_array, more)
+            per_group = groups.is_container(grown[name], keys)
+            grown[name] = (_extended if per_group else _merged)(grown[name], more, name)
         elif name != "batch_stats":  # which has said which params are BatchNorm's
             raise TypeError(
                 f"add_params got {name!r}, but the state's extra fields are "
@@ -123,23 +90,18 @@ def _with_fields(
                 f"The field {name} has one entry per group, so the new groups need "
                 f"theirs: `add_params(..., {name}=...)`, in the same container."
             )
-    return changes
+    return grown
 
 
-def _for_params(tx: Any, params: PyTree) -> Any:
-    """The same optimizer; a fused one is told again how its params are sharded."""
-    inner = fused_inside(tx)
-    if inner is None:
-        return tx
-    inner = with_shardings(inner.replace(shardings=None), params)
-    if not isinstance(tx, MasterWeights):
-        return inner
-    return master_weights(inner, store_remainder=tx.store_remainder)
+def _bare(tx: Any) -> Any:
+    """A transformation without masters; a fused one not told how params are sharded."""
+    inner = inside(tx)
+    fused = isinstance(inner, FusedTransformation)
+    return inner.replace(shardings=None) if fused else inner
 
 
-def _stores_remainder(txs: Any) -> bool:
-    entries = txs.values() if isinstance(txs, Mapping) else txs
-    return any(isinstance(tx, MasterWeights) and tx.store_remainder for tx in entries)
+def _stores_remainder(tx: Any) -> bool:
+    return isinstance(tx, MasterWeights) and tx.store_remainder
 
 
 def _keeping_bits[T](new: T, old: Any) -> T:
@@ -167,7 +129,24 @@ _ONE_PIECE = (
 )
 
 
-def _check_mapping(params: Any, old: Any) -> None:
+def _check_groups(params: Any, txs: Any, old: Any) -> None:
+    kind = type(old)
+    if txs is None or groups.is_transformation(txs) or type(params) is not kind:
+        raise TypeError(
+            "The state has several groups: add_params takes new ones in a "
+            f"{kind.__name__}, with their optimizers in another, got "
+            f"{type(params).__name__} and tx={txs!r}."
+        )
+    check_containers(params, txs)
+
+
+def _check_leaves(params: Any, tx: Any, old: Any) -> None:
+    if tx is not None:
+        raise TypeError(
+            "add_params got a tx, but the state has one group, whose optimizer takes "
+            "the params on. Leave tx out; or hand params and optimizers to "
+            "jamp.initialize in a dict, to which groups can be added."
+        )
     if not isinstance(params, Mapping) or not isinstance(old, Mapping):
         raise TypeError(
             f"add_params merges a mapping of new entries into the params, got "

@@ -248,7 +248,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         float16 float32
         """
         allowed, extra = allow_incoming_model_not_fp32, extra_fields(self)
-        return self.replace(**grown(self, params, tx, allowed, extra, fields))
+        return grown(self, params, tx, allowed, extra, fields)
 
 
 _inherit_replace(AmpState)

@@ -14,7 +14,7 @@ from jamp._core.groups import Key
 from jamp._core.tree import all_finite, check_like, differentiable, split_overwrite
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.by_hand import HasLossScales, check_loss_id
-from jamp._scaling.unscaled import Raw, raw_of
+from jamp._scaling.unscaled import raw_of
 
 _REMEDY = (
     "pass the `grads` of jamp.scaled_value_and_grad, or a tree like `state.params`; of "
@@ -93,9 +93,8 @@ def _of_loss(grads: Any, loss_id: int, state: HasLossScales) -> LossGrads:
         check_like(entry, expected, what, _REMEDY)
         trees[key], overwrite[key] = split_overwrite(entry)
     _check_half(trees, state)
-    raws = [(leaf, raw_of(leaf)) for leaf in jax.tree.leaves(trees)]
-    _check_loss(raws, loss_id)
-    finite = _finite(raws) if state.loss_scale_rules[loss_id].checks else None
+    checks = state.loss_scale_rules[loss_id].checks
+    finite = _finite(jax.tree.leaves(trees), loss_id) if checks else None
     wide = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
     return LossGrads(loss_id, finite, wide, overwrite)
 
@@ -129,24 +128,25 @@ def _described(grads: Any) -> str:
     return f"a {name} of {len(grads)}" if isinstance(grads, Sequence) else f"a {name}"
 
 
-def _finite(raws: list[tuple[Array, Raw | None]]) -> Flag:
-    """Whether all are finite: by the flag where it is known, else by a look."""
-    known = {id(raw.finite): raw.finite for _, raw in raws if raw}
-    flags = [flag for flag in known.values() if flag is not None]
-    others = [leaf for leaf, raw in raws if raw is None or raw.finite is None]
-    if others:
-        flags.append(all_finite(others))
-    return functools.reduce(jnp.logical_and, flags)
+def _finite(leaves: Sequence[Array], loss_id: int) -> Flag:
+    """Whether all are finite: by the flag where it is known, else by a look.
 
-
-def _check_loss(raws: list[tuple[Array, Raw | None]], loss_id: int) -> None:
-    """Raises for gradients of another loss: the wrong scale would move."""
-    for _, raw in raws:
-        if raw and raw.loss_id != loss_id:
+    Raises for gradients that are known to be of another loss, whose scale should move.
+    """
+    flags, others = {}, []
+    for leaf in leaves:
+        raw = raw_of(leaf)
+        if raw is not None and raw.loss_id != loss_id:
             raise ValueError(
                 f"The gradients are of loss_id={raw.loss_id}, and apply_gradients got "
                 f"loss_id={loss_id}: pass `loss_id={raw.loss_id}`, whose scale moves."
             )
+        if raw is None or raw.finite is None:
+            others.append(leaf)
+        else:
+            flags[id(raw.finite)] = raw.finite
+    looked = [all_finite(others)] if others else []
+    return functools.reduce(jnp.logical_and, [*flags.values(), *looked])
 
 
 def _check_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from typing_extensions import TypeVar
@@ -26,9 +25,9 @@ from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
+from jamp._state.new_state import new_state
 from jamp._state.placement import settled
 from jamp._state.state_class import state_class_with
-from jamp._state.step import begin
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 
@@ -143,7 +142,6 @@ def initialize(
     rules = _rules(properties, num_losses, min_loss_scale, max_loss_scale)
     _print(opt_level, properties, verbosity)
 
-    keys = groups.group_keys(tx)
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
     check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
@@ -151,26 +149,15 @@ def initialize(
         check_float32(params)
     check_keep_fp32(properties.keep_fp32, params)
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
-    txs, opt_states, trees = {}, {}, {}
-    for key in keys:
-        txs[key], trees[key], opt_states[key] = begin(
-            groups.get(tx, key),
-            groups.get(params, key),
-            groups.get(model_params, key),
-            keeps_masters=properties.master_weights,
-            store_remainder=store_remainder,
-        )
     if store_remainder and not (properties.master_weights and tx is not None):
         _warn_no_masters(opt_level)
-    state = state_class_with(state_class, fields)(
-        step=jnp.zeros((), jnp.int32),
+    state = new_state(
+        state_class_with(state_class, fields),
+        params,
+        model_params,
+        tx,
+        store_remainder=store_remainder,
         apply_fn=_patch(apply_fn, properties),
-        params=groups.pack(trees, params),
-        tx=groups.hashable(txs, tx),
-        opt_state=groups.pack(opt_states, params),
-        loss_scales=tuple(rule.init() for rule in rules),
-        skipped_steps=groups.pack({k: jnp.int32(0) for k in keys}, params),
-        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in keys}, params),
         properties=properties,
         loss_scale_rules=rules,
         **fields,

@@ -1,10 +1,7 @@
 """AmpState's subclasses for undeclared extra fields, and where pickle finds states."""
 
 import functools
-import pickle
 import re
-import sys
-import types
 from collections.abc import Collection
 from typing import Any
 
@@ -45,21 +42,3 @@ def _subclass(names: tuple[str, ...]) -> type[AmpState]:
     """Made once per set of names: a fresh class per call would retrace."""
     body = {"__annotations__": dict.fromkeys(names, Any), "__module__": __name__}
     return type(f"AmpState[{','.join(names)}]", (AmpState,), body)
-
-
-class _Moved(types.ModuleType):
-    """Where states lay once, and where their pickles look for them."""
-
-    def __getattr__(self, name: str) -> Any:
-        # pickle and copy ask every module for the names that they are to find.
-        if not name.startswith("AmpState"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise pickle.UnpicklingError(
-            "This state was pickled by a jamp with other files. Unpickle it "
-            "with that version, save `jamp.to_checkpoint(state)`, and read that with "
-            "`jamp.from_checkpoint(state, checkpoint)`."
-        )
-
-
-for _old in ("jamp._amp_state", "jamp._state_class"):
-    sys.modules[_old] = _Moved(_old)
