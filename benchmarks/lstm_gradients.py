@@ -59,7 +59,7 @@ def main() -> None:
     options = {"apply_fn": LSTM().apply, "verbosity": 0}
     state = jamp.initialize(params, optax.sgd(1e-3), "O5", **options)
     ours = jamp.scaled_grad(lambda p: loss(state.apply_fn, p, x))(state)
-    for name, grads in (("by hand", by_hand), ("O5", ours.tree)):
+    for name, grads in (("by hand", by_hand), ("O5", ours)):
         found = errors(grads, true)
         median = f"median {statistics.median(found):.4f}"
         print(f"{name:8}{median}, {min(found):.4f} to {max(found):.4f}")

@@ -131,8 +131,11 @@ def make_step(setup: Setup, loss_ids: Sequence[int]) -> Any:
             # All three forms of `wrt`: all groups, one, and some.
             wrt = {1: covered[0], len(every): None}.get(len(covered), covered)
             backward = jamp.scaled_grad(loss_fn, loss_id=loss_id, wrt=wrt)
-            grads.append(backward(state, loss, spoil[loss]))
-        return state.apply_gradients(grads=grads)
+            tree = backward(state, loss, spoil[loss])
+            if wrt == covered[0]:
+                tree = _packed(setup, [tree if key == wrt else None for key in every])
+            grads.append(tree)
+        return state.apply_gradients(grads=grads, loss_id=loss_ids)
 
     return step
 

@@ -1,5 +1,7 @@
 """Accumulated gradients, exactly: all numbers here are dyadic."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,11 +62,12 @@ def assert_moved(state, by):
 @jax.jit
 def mean_step(state, xs):
     """A step on the mean of micro-batches, summed by a loop and by a scan."""
-    grad = jamp.scaled_grad(loss_fn)
-    zeros = jamp.zero_grads(state)
-    scanned, _ = jax.lax.scan(lambda sum, x: (sum + grad(state, x), None), zeros, xs)
-    sums = sum(grad(state, x) for x in xs), scanned
-    return [state.apply_gradients(grads=total / len(xs)) for total in sums]
+    grad, add = jamp.scaled_grad(loss_fn), functools.partial(jax.tree.map, jnp.add)
+    zeros = jax.tree.map(jnp.zeros_like, jamp.master_params(state))
+    scanned, _ = jax.lax.scan(lambda g, x: (add(g, grad(state, x)), None), zeros, xs)
+    sums = functools.reduce(add, (grad(state, x) for x in xs)), scanned
+    means = (jax.tree.map(lambda g: g / len(xs), total) for total in sums)
+    return [state.apply_gradients(grads=mean) for mean in means]
 
 
 def mean_of(state, xs):

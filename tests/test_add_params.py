@@ -182,7 +182,7 @@ def test_new_groups_begin_as_in_a_state_of_their_own(pack):
     for seed in (0, 1):
         xs = gradients(old(), seed, bad=seed == 1)
         grads = jamp.scaled_grad(lambda p, xs: dot(p[a], xs), wrt=a)(state, xs)
-        state = state.apply_gradients(grads=grads)
+        state = state.apply_gradients(grads=packed(a, grads))
     before = copy(state)
     after = state.add_params(packed(b, both()), packed(b, FUSED))
     assert_same_bits(copy(state), before)

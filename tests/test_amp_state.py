@@ -245,7 +245,8 @@ def test_master_weights_and_fp32_leaves_accumulate_at_a_static_scale_of_one():
     state = make("O5", tx=RATE_ONE)
     assert state.loss_scale == 1.0
     grad = jamp.scaled_grad(dot)
-    total = grad(state, like(params(), 0.25)) + grad(state, like(params(), 0.5))
+    grads = (grad(state, like(params(), x)) for x in (0.25, 0.5))
+    total = jax.tree.map(jnp.add, *grads)
     masters = jamp.master_params(state.apply_gradients(grads=total))
     assert masters["norm"]["scale"] == 3.0 - 0.75
     np.testing.assert_array_equal(masters["w"], params()["w"] - 0.75)
@@ -316,13 +317,14 @@ def test_losses_with_different_scales_are_summed_in_fp32(tx):
         jamp.scaled_grad(dot, loss_id=i)(state, like(params(), x))
         for i, x in enumerate(slopes)
     ]
-    after = state.apply_gradients(grads=grads)
+    after = state.apply_gradients(grads=grads, loss_id=range(3))
     expected = np.asarray(params()["w"]) - np.float32(sum(slopes))
     np.testing.assert_array_equal(jamp.master_params(after)["w"], expected)
-    assert_same_bits(state.apply_gradients(grads=tuple(grads)), after)
+    again = state.apply_gradients(grads=tuple(grads), loss_id=(0, 1, 2))
+    assert_same_bits(again, after)
     assert [int(s.unskipped) for s in after.loss_scales] == [1, 1, 1]
     # A loss that takes no part keeps its scale.
-    after = state.apply_gradients(grads=grads[1])
+    after = state.apply_gradients(grads=grads[1], loss_id=1)
     assert [int(s.unskipped) for s in after.loss_scales] == [0, 1, 0]
 
 
@@ -333,25 +335,25 @@ def pair(**kwargs):
 
 def grads_of(state, key, slope, loss_id=0):
     loss_fn = lambda p: (wide(p[key]["w"]) * slope).sum()  # noqa: E731
-    return jamp.scaled_grad(loss_fn, wrt=key, loss_id=loss_id)(state)
+    return {key: jamp.scaled_grad(loss_fn, wrt=key, loss_id=loss_id)(state)}
 
 
 def test_groups_are_selected_by_their_keys_and_none_leaves_one_out():
     state, one = pair(num_losses=2), {"w": jnp.full(2, 0.25, jnp.float32)}
-    after = state.apply_gradients(grads={"d": one, "g": None})
-    np.testing.assert_array_equal(jamp.master_params(after)["d"]["w"], 0.75)
-    assert_same_bits(after.params["g"], state.params["g"])
-    assert_same_bits(after.opt_state["g"], state.opt_state["g"])
-    # Of two losses nobody can tell whose scale should move.
-    assert_same_bits(after.loss_scales, state.loss_scales)
-    bad = state.apply_gradients(grads={"d": one, "g": like(one, np.inf)})
+    for grads in ({"d": one, "g": None}, {"d": one}):
+        after = state.apply_gradients(grads=grads, loss_id=1)
+        np.testing.assert_array_equal(jamp.master_params(after)["d"]["w"], 0.75)
+        assert_same_bits(after.params["g"], state.params["g"])
+        assert_same_bits(after.opt_state["g"], state.opt_state["g"])
+        assert [int(s.unskipped) for s in after.loss_scales] == [0, 1]
+    bad = state.apply_gradients(grads={"d": one, "g": like(one, np.inf)}, loss_id=1)
     assert_skipped(bad, state)
-    assert_same_bits(bad.loss_scales, state.loss_scales)
+    assert bad.loss_scale == (2.0**16, 2.0**15)
     zero, one = jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32)
     state = pair(num_losses=2, stats={"d": zero, "g": zero}, shared=zero)
     good, bad = grads_of(state, "d", 2.0**-6), grads_of(state, "g", jnp.inf, 1)
     fields = {"stats": {"d": one, "g": one}, "shared": one}
-    after = state.apply_gradients(grads=[good, bad], **fields)
+    after = state.apply_gradients(grads=[good, bad], loss_id=[0, 1], **fields)
     assert after.stats["d"].tolist() == [1, 1]
     assert after.stats["g"].tolist() == [0, 0]
     # A field of no group changes only if all covered groups were clean.
@@ -362,17 +364,22 @@ def test_groups_are_selected_by_their_keys_and_none_leaves_one_out():
 
 
 def test_gradients_of_groups_in_the_wrong_container_are_refused():
-    state, tree = pair(), {"w": jnp.ones(2, jnp.float32)}
-    grads = grads_of(state, "d", 1.0)
-    for bad, error, words in (
-        ([grads, tree], TypeError, "hold ScaledGrads and a dict.*a sequence"),
-        ({"d": grads, "g": None}, TypeError, "dict of ScaledGrads.*as a sequence"),
-        ([tree, tree], ValueError, "container of `state.params`, got list"),
-        ({"d": tree, "h": tree}, ValueError, "container of `state.params`, got dict"),
-        ({"d": None, "g": None}, ValueError, "all groups are None"),
-        ({"d": tree, "g": {}}, ValueError, r"gradients of group 'g' have no leaf"),
+    tree = {"w": jnp.ones(2, jnp.float32)}
+    of_dict, wrong = pair(), "container of `state.params`, with the keys .* None for .*"
+    tx = optax.sgd(1.0)
+    of_list = make(tree=[tree, tree], tx=[tx, tx])
+    for state, bad, words in (
+        (of_dict, [tree, tree], wrong + "got a list of 2"),
+        (of_dict, {"d": tree, "h": tree}, wrong + r"got a dict with .* \['d', 'h'\]"),
+        (of_dict, tree, wrong + r"got a dict with the keys \['w'\]"),
+        (of_list, [tree], wrong + "got a list of 1"),
+        (of_list, (tree, tree), wrong + "got a tuple of 2"),
+        (of_list, tree, wrong + "got a dict"),
+        (of_dict, {"d": None, "g": None}, "all groups are None"),
+        (of_list, [None, None], "all groups are None"),
+        (of_dict, {"d": tree, "g": {}}, r"gradients of group 'g' have no leaf"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(ValueError, match=words):
             state.apply_gradients(grads=bad)
 
 

@@ -43,7 +43,7 @@ def groups():
     return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, trees))
 
 
-def scaled_grads():
+def gradients():
     state = jamp.initialize({"w": jnp.ones(2)}, TX, "O2", verbosity=0)
     return jamp.scaled_grad(lambda p: jnp.float32(p["w"]).sum())(state)
 
@@ -54,7 +54,7 @@ STATES = {
     "groups": groups,
     "LossScaleState": lambda: jamp.DynamicLossScale(init_scale=8.0).init(),
     "MasterWeightsState": lambda: jamp.master_weights(TX).init(HALF),
-    "ScaledGrads": scaled_grads,
+    "gradients": gradients,
 }
 
 

@@ -59,7 +59,7 @@ def test_every_product_of_a_model_is_half_and_none_is_missing(name):
         count = len(products(plain, variables["params"]))
         assert found == [{jnp.dtype(HALF[level]).name}] * count
         assert set(dtypes(out)) == {"float32"} and set(dtypes(stats)) <= {"float32"}
-        assert dtypes(grads.tree) == dtypes(state.params)
+        assert set(dtypes(grads)) == {"float32"}
         if level == "O2":
             # state.apply_fn inside of a loss is not written in half a second time.
             again = programs.products(gradient(x), state)

@@ -65,9 +65,8 @@ def test_no_float32_value_leaves_a_product_in_float32(name, level):
     assert found == [f"{HALF[level]},{HALF[level]}"] * 15
     loss, grads = step(state, X)
     expected, exact = jax.value_and_grad(loss_fn)(params, X)
-    assert grads.finite
     np.testing.assert_allclose(loss, expected, rtol=0.02)
-    far = jax.tree.map(jnp.subtract, grads.unscale()[0], exact)
+    far = jax.tree.map(jnp.subtract, grads, exact)
     assert optax.tree.norm(far) <= 0.03 * optax.tree.norm(exact)
 
 
@@ -125,8 +124,7 @@ def test_any_framework_by_apply_fn_or_called_in_the_loss(make, level, door):
     step = jamp.scaled_grad(loss_fn)
     half = "float16" if level in ("O1", "O2") else "bfloat16"
     assert products(step, state, X[0]) == [f"{half},{half}"] * 8
-    stored = half if level in HALF else "float32"
-    assert set(dtypes(step(state, X[0]).tree)) == {stored}
+    assert set(dtypes(step(state, X[0]))) == {"float32"}
 
 
 # What is outside of a model
@@ -225,7 +223,7 @@ def test_nnx_attention_runs_at_o2_on_the_cpu():
     )
     loss_fn = lambda model, x: jnp.square(model(x)).mean()  # noqa: E731
     loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, X)
-    assert grads.finite and loss > 0
+    assert jnp.isfinite(optax.tree.norm(grads)) and loss > 0
 
 
 @levels

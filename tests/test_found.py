@@ -35,13 +35,11 @@ test_versions_that_are_none
 test_checkpoint.py
 test_flax_puts_no_leaf_where_another_dtype_or_shape_belongs
     habit: Flax put leaves of other dtypes and shapes into a state
-test_sealed_grads.py
-test_a_habit_of_plain_jax_is_an_error
-    habit: `tree.map`, `pmean`, `tx.update` of gradients went on silently
-test_an_edit_that_is_not_finite_is_a_skip
-    habit: an inf made by an edit of gradients moved the loss scale
-test_half_gradients_of_nobody_under_a_dynamic_scale_warn
-    habit: gradients in half that nobody scaled
+test_gradients.py
+test_a_habit_is_the_right_step_or_a_skip
+    habit: `tree.map`, `pmean`, `tx.update` of gradients went on without a flag
+test_a_gradient_that_only_the_division_makes_inf_is_an_overflow
+    read: a gradient that a scale below 1 made inf was stepped
 test_habits.py
 test_what_raises
     habit: an `opt_state` without masters

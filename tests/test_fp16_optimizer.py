@@ -204,6 +204,25 @@ SKIPPED = "Gradient overflow.  Skipping step, reducing loss scale to {}\n"
 IN_CLOSURE = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
 
 
+@pytest.mark.parametrize("falls", [0, 4])
+@pytest.mark.parametrize("where", ["eager", "jit"])
+def test_a_closure_is_called_until_it_fits_and_steps_as_at_that_scale(where, falls):
+    calls = []
+
+    def counted(p, x):
+        jax.debug.callback(lambda x: calls.append(float(x)), x["norm"])
+        return dot(p, x)
+
+    optimizer, scale = make(), 2.0 ** (16 - falls)
+    step, x = step_with(optimizer, counted, where), like(2.0 ** (falls - 1))
+    start = optimizer.init(params())
+    after = step(start, x)
+    jax.effects_barrier()
+    assert len(calls) == falls + 1
+    assert (after[1].loss_scale, after[1].loss_scaler.unskipped) == (scale, 1)
+    assert_same_bits(after, step(optimizer.set_loss_scale(start, scale), x))
+
+
 @pytest.mark.parametrize("where", ["eager", "jit"])
 def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
     optimizer = make(dynamic_loss_args={"min_loss_scale": 2.0**14})

@@ -29,13 +29,12 @@ def run(level, tx):
     state = jamp.initialize(PARAMS, tx, level, **QUIET)
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
     state = state.apply_gradients(grads=grads)
-    jamp.zero_grads(state)
     checkpoint = jamp.to_checkpoint(state)
     state = jamp.from_checkpoint(state, checkpoint)
     state = jamp.load_state_dict(state, jamp.state_dict(state))
     jamp.check(state)
     state = state.replace(params=jamp.master_params(state))
-    own = jamp.unscale(grads.tree, state)
+    own = jamp.unscale(grads, state)
     return state.load_params(PARAMS, reset_optimizer=True), loss, checkpoint, own
 
 
@@ -58,11 +57,9 @@ def make(level="O2", tx=ADAM, **options):
     return jamp.initialize(PARAMS, tx, level, verbosity=0, **options)
 
 
-redone = jamp.scaled_grad(loss_fn, redo_on_overflow=2)
 WARNINGS = {
     "The loss is float16": lambda state: jamp.scaled_grad(half_loss)(state),
-    "redo_on_overflow=2 has no effect": lambda _: redone(make("O0"), X),
-    "are a plain tree in float16": lambda state: state.apply_gradients(
+    "are float16, and the loss scale is dynamic": lambda state: state.apply_gradients(
         grads=jax.tree.map(jnp.ones_like, state.params)
     ),
     "min_loss_scale=1.0 has no effect": lambda _: make("O5", min_loss_scale=1.0),
@@ -94,7 +91,6 @@ Mine at O5
   loss scale: (1.0, 1.0)
   half, of one number each: norm/scale (see keep_fp32)
   extra fields: ema""",
-    "ScaledGrads(loss 0, scale 65536.0, finite False: 4 float16)",
     """\
 AmpState at O2
   params: 4 float16
@@ -108,7 +104,7 @@ AmpState at O2
 def test_print_shows_a_summary_and_no_arrays():
     mine = {"state_class": Mine, "ema": jnp.ones(()), "num_losses": 2}
     mine = make("O5", store_remainder=True, **mine)
-    printed = [str(mine), repr(jamp.scaled_grad(loss_fn)(make(), jnp.inf))]
+    printed = [str(mine)]
     jax.eval_shape(lambda state: printed.append(repr(state)), make())
     assert printed == PRINTED
 

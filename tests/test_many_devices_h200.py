@@ -177,7 +177,7 @@ def fused_program(kind, tx, level="O2", specs=SPECS, grads_specs=SPECS, **option
     return program, held
 
 
-@pytest.mark.filterwarnings("ignore:.* are a plain tree in float16")
+@pytest.mark.filterwarnings("ignore:.* are float16")
 @pytest.mark.parametrize(
     ("kind", "make", "options"),
     [

@@ -202,19 +202,32 @@ def test_what_a_call_writes_to_params_stays_in_half():
     assert (model.bias[...].dtype, model.bias[...].max()) == (jnp.float16, 1)
 
 
-def test_a_redone_batch_writes_its_statistics_once():
-    high = {"loss_scale": jamp.DynamicLossScale(init_scale=2.0**24)}
-    (model, optimizer), other = make(**high), make(**LOW)
-    grads = grads_of(loss_fn, model, optimizer, X, redo_on_overflow=12)
-    optimizer.update(model, grads)
-    jitted(*other, X)
-    assert (optimizer.step.get_value(), model.dropout.rngs.count[...]) == (1, 1)
-    assert optimizer.loss_scale < 2.0**24
-    np.testing.assert_allclose(model.bn.mean[...], other[0].bn.mean[...], rtol=1e-4)
-    before = arrays(model)
-    grads = grads_of(loss_fn, model, optimizer, X * INF, redo_on_overflow=12)
-    optimizer.update(model, grads)
-    assert_same_bits(arrays(model), before)
+def test_gradients_are_nested_dicts_that_a_scan_sums():
+    model, optimizer = make(model=linear(), tx=optax.sgd(1.0), **LOW)
+    before = optimizer.master_params(model)
+    zeros = jax.tree.map(jnp.zeros_like, before)
+    assert set(zeros) == {"kernel", "bias"}
+
+    @nnx.jit
+    def step(model, optimizer, xs):
+        def add(total, x):
+            grads = jamp.nnx.scaled_grad(loss_fn)(model, optimizer, x)
+            return jax.tree.map(jnp.add, total, grads), optax.tree.norm(grads)
+
+        total, norms = jax.lax.scan(add, zeros, xs)
+        optimizer.update(model, total)
+        return total, norms
+
+    total, norms = step(model, optimizer, X)
+    assert_same_bits(
+        optimizer.master_params(model),
+        jax.tree.map(jnp.subtract, before, total),
+    )
+    assert norms.shape == (8,) and (norms > 0).all()
+    held = arrays(model)
+    step(model, optimizer, X * np.float32([1] * 7 + [np.inf])[:, None, None])
+    assert_same_bits(arrays(model), held)
+    assert optimizer.loss_scale == 2.0**9
 
 
 def test_an_axis_has_one_batch_and_one_step():
@@ -310,8 +323,8 @@ def test_several_models_and_losses_skip_by_themselves():
         of = jamp.nnx.scaled_grad
         d = of(lambda m, x: loss_fn(m["D"], x), loss_id=0, wrt="D")
         g = of(lambda m, x: loss_fn(m["G"], x), loss_id=1, wrt="G")
-        grads = d(models, optimizer, x), g(models, optimizer, bad)
-        optimizer.update(models, grads)
+        grads = {"D": d(models, optimizer, x)}, {"G": g(models, optimizer, bad)}
+        optimizer.update(models, grads, loss_id=(0, 1))
         assert "  step: int32[], skipped: {D: int32[], G: int32[]}\n" in repr(optimizer)
 
     before = arrays(models["G"])

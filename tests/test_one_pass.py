@@ -219,9 +219,9 @@ def losses_of_groups(state, x, y):
 
     grads = [
         jamp.scaled_grad(first, wrt=("d", "o"), loss_id=0)(state),
-        jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state),
+        {"g": jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state)},
     ]
-    return state.apply_gradients(grads=grads)
+    return state.apply_gradients(grads=grads, loss_id=(0, 1))
 
 
 @pytest.mark.parametrize("bad", ["", "do", "g"])

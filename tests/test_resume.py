@@ -85,8 +85,9 @@ def step_all(states, batches):
             jamp.scaled_value_and_grad(loss_fn, loss_id=k)(state, x)
             for k, x in enumerate(batches)
         ]
-        ema = 0.5 * state.ema + parts[0][0]
-        return state.apply_gradients(grads=[grads for _, grads in parts], ema=ema)
+        losses, grads = zip(*parts, strict=True)
+        ema = 0.5 * state.ema + losses[0]
+        return state.apply_gradients(grads=grads, loss_id=(0, 1), ema=ema)
 
     return {run: step(state) for run, state in states.items()}
 

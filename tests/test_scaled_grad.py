@@ -1,16 +1,29 @@
-"""Scaled gradients: the shapes of jax.value_and_grad, and what ScaledGrads can do."""
+"""Gradients of a scaled loss: shapes of jax.value_and_grad, losses, flags, groups.
+
+What people do with them is in test_gradients.py.
+"""
+
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 from jax import lax
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.states import HALF, RUNNING, make, params, wide, with_scales
+from tests.states import (
+    RUNNING,
+    assert_skipped,
+    make,
+    params,
+    wide,
+    with_scales,
+)
 
 
 def loss_fn(p, x):
@@ -33,6 +46,10 @@ def dtypes(tree):
     return {str(x.dtype) for x in jax.tree.leaves(tree)}
 
 
+def all_nan(tree):
+    return all(np.isnan(x).all() for x in jax.tree.leaves(tree))
+
+
 # The shapes of jax.value_and_grad
 
 
@@ -42,22 +59,16 @@ def test_loss_and_gradients_of_every_level(level):
     f = jamp.scaled_value_and_grad(loss_fn)
     loss, grads = f(state, X)
     assert (loss.dtype, loss.shape, loss) == (jnp.float32, (), LOSS)
-    assert isinstance(grads, jamp.ScaledGrads)
-    assert jax.tree.structure(grads.tree) == jax.tree.structure(state.params)
-    assert grads.tree["w"].dtype == HALF.get(level, jnp.float32)
-    assert grads.tree["norm"]["scale"].dtype == jnp.float32
-    assert_grads(grads.tree, 8.0)
-    assert (grads.scale, grads.finite, grads.loss_id) == (8.0, True, 0)
-    assert grads.finite.dtype == jnp.bool_
-    tree, finite = grads.unscale()
-    assert_grads(tree)
-    assert (dtypes(tree), finite) == ({"float32"}, True)
+    assert jax.tree.structure(grads) == jax.tree.structure(state.params)
+    assert_grads(grads)
+    assert dtypes(grads) == {"float32"}
     assert_same_bits(jax.jit(f)(state, x=X), (loss, grads))
     assert_same_bits(jamp.scaled_grad(loss_fn)(state, X), grads)
     # By hand, around one's own jax.grad.
     by_hand = jax.grad(lambda p: jamp.scale_loss(loss_fn(p, X), state))(state.params)
-    assert_same_bits(by_hand, grads.tree)
-    assert_same_bits(jamp.unscale(by_hand, state), tree)
+    assert dtypes(by_hand) == dtypes(state.params)
+    assert_grads(by_hand, 8.0)
+    assert_same_bits(jamp.unscale(by_hand, state), grads)
 
 
 def test_aux_and_static_arguments_are_those_of_jax():
@@ -96,7 +107,8 @@ def test_only_gradients_decide_and_not_the_loss():
         return loss_fn(p, x) + jnp.inf
 
     loss, grads = jamp.scaled_value_and_grad(shifted)(make(), X * 2.0**-10)
-    assert (loss, grads.finite) == (jnp.inf, True)
+    assert loss == jnp.inf
+    assert_grads(grads, 2.0**-10)
 
 
 BAD_LOSSES = {
@@ -113,7 +125,6 @@ DOORS = {
     "closure": lambda f, s, i: jamp.closure(f, loss_id=i)(s)(params()),
     "scale_loss": lambda f, s, i: jamp.scale_loss(f(params()), s, i),
     "unscale": lambda f, s, i: jamp.unscale(params(), s, i),
-    "zero_grads": lambda f, s, i: jamp.zero_grads(s, i),
 }
 
 
@@ -146,17 +157,10 @@ def test_what_is_no_state_and_no_loss_id_is_refused(door):
 
 def test_each_loss_has_its_own_scale():
     state = with_scales(make(num_losses=2), 2.0**16, 4.0)
-    grads = jamp.scaled_grad(loss_fn, loss_id=1)(state, X)
-    assert (grads.scale, grads.loss_id) == (4.0, 1)
-    assert_grads(grads.tree, 4.0)
+    assert_grads(jamp.scaled_grad(loss_fn, loss_id=1)(state, X))
+    assert all_nan(jamp.scaled_grad(loss_fn)(state, X))  # -6 * 2**16
     assert jamp.scale_loss(jnp.float32(2.0), state, loss_id=1) == 8.0
     assert jamp.unscale({"w": jnp.float16(8.0)}, state, 1)["w"] == 2.0
-    zeros = jamp.zero_grads(state, loss_id=1)
-    expected = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-    assert_same_bits(zeros.tree, expected)
-    assert (zeros.scale, zeros.finite, zeros.loss_id) == (4.0, True, 1)
-    with pytest.raises(ValueError, match="different losses .* loss_id 1 and 0"):
-        zeros + jamp.zero_grads(state)
 
 
 def test_integers_none_and_keys_are_held_out():
@@ -172,10 +176,8 @@ def test_integers_none_and_keys_are_held_out():
 
     loss, grads = jamp.scaled_value_and_grad(uses_all)(state)
     assert loss == 11.0
-    total = grads + jamp.zero_grads(state)
-    for tree, scale in ((grads.tree, 2), (grads.unscale()[0], 1), (total.tree, 2)):
-        (leaf,) = jax.tree.leaves(tree)
-        np.testing.assert_array_equal(wide(leaf), wide(n) * scale)
+    held_out = dict.fromkeys(["n", "flag", "key", "none"])
+    assert_same_bits(grads, {"w": wide(n)} | held_out)
 
 
 # Flags
@@ -185,7 +187,7 @@ def test_one_bad_element_is_found():
     for at, bad in ((0, np.inf), (0, np.nan), (2, -np.inf), (2, np.nan)):
         x = X * np.float32(2.0**-10)
         x[at] = bad
-        assert not jamp.scaled_grad(loss_fn)(make(), x).finite
+        assert all_nan(jamp.scaled_grad(loss_fn)(make(), x))
 
 
 @pytest.mark.parametrize("shape", [(8,), (5000,), (70, 80), (9, 40, 20)])
@@ -196,60 +198,43 @@ def test_one_bad_element_is_found_among_the_largest(shape):
     product = lambda p, g: sum((wide(p[k]) * g[k]).sum() for k in p)  # noqa: E731
     measure = jax.jit(jamp.scaled_grad(product))
     largest = jax.tree.map(lambda x: np.full(x.shape, 3e38, np.float32), params)
-    grads = measure(state, largest)
-    assert (grads.scale, grads.finite) == (1.0, True)
+    assert_same_bits(measure(state, largest), largest)
     for leaf in largest.values():
         for place in (0, leaf.size // 2, -1):
             for bad in (np.inf, -np.inf, np.nan):
                 leaf.flat[place] = bad
-                assert not measure(state, largest).finite, (leaf.shape, place, bad)
+                assert all_nan(measure(state, largest)), (leaf.shape, place, bad)
             leaf.flat[place] = -3e38
 
 
-# ScaledGrads
+# Sums
 
 
-def scaled(level="O2", scale=8.0, x=X):
-    return jamp.scaled_grad(loss_fn)(make(level, loss_scale=scale), x)
+def add(*trees):
+    return jax.tree.map(jnp.add, *trees)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])
 def test_a_sum_is_fp32_and_beyond_half(level):
-    grads = scaled(level, x=X * np.float32(1000.0))  # -6 * 8 * 1000 fits fp16
-    total = grads + grads
-    assert dtypes(total.tree) == {"float32"}
-    np.testing.assert_array_equal(total.tree["norm"]["scale"], -16000.0)
-    np.testing.assert_array_equal(total.tree["w"], 2 * wide(grads.tree["w"]))
-    assert np.abs(total.tree["w"]).max() > 65504
-    assert (total.finite, total.scale) == (True, 8.0)
+    state = make(level, loss_scale=jamp.DynamicLossScale(1.0))
+    grads = jamp.scaled_grad(loss_fn)(state, X * np.float32(8192))  # -6 * 8192 fits
+    total = add(grads, grads)
+    assert_grads(total, 2 * 8192.0)
+    assert np.abs(total["w"]).max() > 65504
+    after = state.apply_gradients(grads=total)
+    masters = jamp.master_params(after)
+    np.testing.assert_array_equal(masters["w"], params()["w"] - 0.5 * total["w"])
 
 
 def test_one_overflow_spoils_a_sum():
     state = make()
     good, bad = (jamp.scaled_grad(loss_fn)(state, X * k) for k in (2.0**-10, np.inf))
-    sums = [good + good, good + bad, bad + good]
-    assert [bool(total.finite) for total in sums] == [True, False, False]
-
-
-def test_what_scaled_grads_do_not_do():
-    grads = scaled("O0")
-    flax = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(0.1))
-    for bad in (grads, "2", jnp.ones(3, jnp.float32)):
-        for operate in (lambda x: grads * x, lambda x: grads / x):
-            with pytest.raises(TypeError, match="take a scalar factor, got"):
-                operate(bad)
-    with pytest.raises(TypeError, match="add to ScaledGrads, got .*zero_grads"):
-        grads + grads.tree
-    for use_as_a_tree in (
-        lambda: grads["w"],
-        lambda: "w" in grads,
-        lambda: list(grads),
-        lambda: len(grads),
-        lambda: jamp.unscale(grads, make()),
-        lambda: flax.apply_gradients(grads=grads),
-    ):
-        with pytest.raises(TypeError, match=r"apply_gradients\(grads=grads\).*unscale"):
-            use_as_a_tree()
+    assert_grads(add(good, good), 2.0**-9)
+    for total in (add(good, bad), add(bad, good)):
+        assert all_nan(total)
+        after = state.apply_gradients(grads=total)
+        assert_skipped(after, state)
+        assert (after.skipped_steps, after.loss_scale) == (1, 2.0**15)
 
 
 # unscale
@@ -259,6 +244,21 @@ def test_unscale_keeps_what_half_would_lose():
     # 2^-24 / 2^16 is far below fp16's smallest number.
     got = jamp.unscale({"w": jnp.asarray(2.0**-24, jnp.float16)}, make())
     assert got["w"] == 2.0**-40
+
+
+def test_unscale_is_nan_everywhere_after_an_overflow_if_the_rule_checks():
+    half = jnp.asarray([1.0, np.inf], jnp.float16)
+    rest = {"n": jnp.arange(2), "key": jax.random.key(0), "none": None}
+    tree = {"w": half, "b": jnp.ones(2, jnp.float32)} | rest
+    dynamic, static = jamp.DynamicLossScale(4.0), jamp.StaticLossScale(4.0)
+    for rule in (dynamic, jamp.StaticLossScale(4.0, check=True), static):
+        got = jamp.unscale(tree, make(loss_scale=rule))
+        assert_same_bits({k: got[k] for k in rest}, rest)
+        wanted = [np.nan] * 4 if rule.checks else [0.25, np.inf, 0.25, 0.25]
+        np.testing.assert_array_equal([*got["w"], *got["b"]], wanted)
+    # Finite as it is, and not when it is divided.
+    low = make(loss_scale=jamp.DynamicLossScale(2.0**-10))
+    assert all_nan(jamp.unscale({"w": jnp.float32([1e37, 1.0])}, low))
 
 
 # Several groups
@@ -276,32 +276,30 @@ def named(values):
 
 def of_groups(p):
     """Its slopes are 1, 2 and 3."""
-    trees = p.values() if isinstance(p, dict) else p
+    trees = p.values() if isinstance(p, Mapping) else p
     assert len(trees) == 3  # whatever `wrt`: a generator's loss runs the critic too
     return sum(i * wide(tree["w"]).sum() for i, tree in enumerate(trees, 1))
 
 
 WRT = [
-    # The container, `wrt`, and the scaled slopes of what it gives.
-    (named, None, {"a": 2.0, "b": 4.0, "c": 6.0}),
-    (named, "b", 4.0),
-    (tuple, 1, 4.0),
-    (named, ["c", "a"], (6.0, 2.0)),
-    (list, [1], (4.0,)),
+    # The container, `wrt`, and the slopes of what it gives.
+    (named, None, {"a": 1.0, "b": 2.0, "c": 3.0}),
+    (named, "b", 2.0),
+    (tuple, 1, 2.0),
+    (named, ["c", "a"], {"a": 1.0, "c": 3.0}),
+    (lambda x: FrozenDict(named(x)), ("b",), FrozenDict(b=2.0)),
+    (list, [1], [None, 2.0, None]),
+    (tuple, (2, 0), (1.0, None, 3.0)),
 ]
 
 
 @pytest.mark.parametrize("pack, wrt, slopes", WRT)
-def test_wrt_gives_a_tree_or_a_tuple_in_its_order_or_the_container(pack, wrt, slopes):
+def test_wrt_gives_a_tree_or_the_container_without_the_others(pack, wrt, slopes):
     state = groups(pack)
     loss, grads = jamp.scaled_value_and_grad(of_groups, wrt=wrt)(state)
     assert loss == 2 * (1 + 4 + 9)
-    expected = jax.tree.map(lambda s: {"w": jnp.full(2, s, jnp.float16)}, slopes)
-    assert_same_bits(grads.tree, expected)
-    halved = jax.tree.map(lambda x: wide(x) / 2, expected)
-    assert_same_bits(grads.unscale()[0], halved)
-    total = jamp.zero_grads(state, wrt=wrt) + grads
-    assert_same_bits(total.tree, jax.tree.map(wide, expected))
+    expected = jax.tree.map(lambda s: {"w": jnp.full(2, s, jnp.float32)}, slopes)
+    assert_same_bits(grads, expected)
 
 
 def test_a_wrt_that_names_no_groups_is_refused():
@@ -315,6 +313,3 @@ def test_a_wrt_that_names_no_groups_is_refused():
             jamp.scaled_grad(of_groups, wrt=wrt)(groups(pack))
     with pytest.raises(ValueError, match="wrt='w', but the state has one group"):
         jamp.scaled_grad(loss_fn, wrt="w")(make(), X)
-    a, b = (jamp.zero_grads(groups(named), wrt=key) for key in "ab")
-    with pytest.raises(ValueError, match=r"groups a and b. Pass both"):
-        a + b

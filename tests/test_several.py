@@ -50,7 +50,7 @@ def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
 
     rows = enumerate((1.0, 2048.0))
     grads = [jamp.scaled_grad(loss_fn, loss_id=i)(state, x) for i, x in rows]
-    after = state.apply_gradients(grads=grads)
+    after = state.apply_gradients(grads=grads, loss_id=(0, 1))
     # float16 knows no 2049.
     for leaf in after.params.values():
         assert (np.float32(leaf) == -(2.0**-11)).all()
@@ -68,7 +68,7 @@ def test_a_group_that_no_loss_covers_remembers_its_skip():
     tree, tx = {"w": jnp.full(2, 8.0, jnp.float32)}, optax.sgd(1.0)
     state = make("O2", [tree, tree], [tx, tx])
     for group, x in ((1, jnp.inf), (0, 2.0**-9), (0, 2.0**-9)):
-        grads = jamp.scaled_grad(lambda p, k, x: slope(p[k], x), wrt=group)
+        grads = jamp.scaled_grad(lambda p, k, x: slope(p[k], x), wrt=[group])
         state = state.apply_gradients(grads=grads(state, group, x))
     assert [int(n) for n in state.skipped_steps] == [0, 1]
     assert [bool(b) for b in state.last_step_skipped] == [False, True]
@@ -81,12 +81,10 @@ def test_a_group_that_no_loss_covers_remembers_its_skip():
 def step_of_losses(state, slopes):
     """Of losses on a scale each, or on one scale."""
     shared = len(state.loss_scales) == 1
-    return state.apply_gradients(
-        grads=[
-            jamp.scaled_grad(slope, loss_id=0 if shared else i)(state, x)
-            for i, x in enumerate(slopes)
-        ]
-    )
+    ids = [0 if shared else i for i in range(len(slopes))]
+    pairs = zip(ids, slopes, strict=True)
+    grads = [jamp.scaled_grad(slope, loss_id=i)(state, x) for i, x in pairs]
+    return state.apply_gradients(grads=grads, loss_id=ids)
 
 
 # By hand: losses, window, one scale or each its own; then the losses that overflow in

@@ -24,7 +24,7 @@ def step(state, x, loss_id=0):
         return (params["w"].astype(jnp.float32) * x).sum()
 
     grads = jamp.scaled_grad(loss_fn, loss_id=loss_id)(state, jnp.float32(x))
-    return state.apply_gradients(grads=grads)
+    return state.apply_gradients(grads=grads, loss_id=loss_id)
 
 
 def scalers(*pairs):

@@ -45,12 +45,15 @@ reveal_type(mine)  # -> Mine
 reveal_type(mine.apply_gradients(grads=params))  # -> Mine
 loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batch)
 reveal_type(loss)  # -> Array
-reveal_type(grads)  # -> ScaledGrads
+reveal_type(grads)  # -> Unknown
 (loss, aux), grads = jamp.scaled_value_and_grad(with_aux, has_aux=True)(state, batch)
 reveal_type(aux)  # -> dict[str, int]
-reveal_type(jamp.scaled_grad(loss_fn)(state, batch))  # -> ScaledGrads
+reveal_type(jamp.scaled_grad(loss_fn)(state, batch))  # -> Unknown
 grads, aux = jamp.scaled_grad(with_aux, has_aux=True)(state, batch)
 reveal_type(aux)  # -> dict[str, int]
+mean = jax.tree.map(lambda a, b: (a + b) / 2, grads, grads)
+state = state.apply_gradients(grads=(grads, mean), loss_id=(0, 0))
+reveal_type(state)  # -> AmpState
 reveal_type(jamp.autocast(loss_fn)(params, batch))  # -> Array
 
 linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -59,7 +62,7 @@ reveal_type(model)  # -> Linear
 reveal_type(optimizer)  # -> Optimizer
 loss, grads = jamp.nnx.scaled_value_and_grad(lambda m: m(batch).sum())(model, optimizer)
 reveal_type(loss)  # -> Array
-reveal_type(grads)  # -> ScaledGrads
+reveal_type(grads)  # -> Unknown
 
 jamp.initialize(params, tx, "02")  # !! reportArgumentType
 jamp.initialize(params, tx, "O6")  # !! reportArgumentType
@@ -69,8 +72,8 @@ jamp.initialize(params, tx, "O1", promote="wide")  # !! reportArgumentType
 jamp.scaled_value_and_grad(loss_fn, hasaux=True)  # !! reportCallIssue
 jamp.scaled_grad(loss_fn, los_id=1)  # !! reportCallIssue
 jamp.scaled_value_and_grad(loss_fn)(state, batch, batch)  # !! reportCallIssue
+state.apply_gradients(grads=grads, loss_id=(0.0, 1.0))  # !! reportArgumentType
 jamp.nnx.initialize(linear, tx, "O2", verbose=0)  # !! reportCallIssue
-grads.scales  # !! reportAttributeAccessIssue
 """
 
 
