@@ -318,6 +318,7 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
 }
 COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
     "eq": np.equal,
+    "equ": lambda x, y: ~((x < y) | (x > y)),
     "ne": np.not_equal,
     "neu": np.not_equal,
     "lt": np.less,

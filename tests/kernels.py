@@ -98,11 +98,16 @@ def axpby(options, xs, ys):
     return pk.axpby(0.3, xs, 7, ys, [x.dtype for x in xs], options=options)
 
 
+def found_inf_unscaled(options, xs):
+    return pk.found_inf(xs, options=options._replace(unscale=F32(8)))
+
+
 # By name a call, and how many lists of arrays it takes.
 READING = {
     "l2norm": (lambda options, xs: pk.l2norm(xs, per_leaf=True, options=options), 1),
     "max_norm": (lambda options, xs: pk.max_norm(xs, options=options), 1),
     "found_inf": (lambda options, xs: pk.found_inf(xs, options=options), 1),
+    "found_inf, unscaled": (found_inf_unscaled, 1),
     "scale": (scale, 1),
     "axpby": (axpby, 2),
 }

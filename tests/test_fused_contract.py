@@ -117,6 +117,23 @@ def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
 
 
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
+def test_whether_all_are_finite_is_asked_of_the_unscaled_gradients(dtype, backend):
+    tx, largest = jo.fused_sgd(0.1, backend=backend), float(jnp.finfo(dtype).max)
+    small = np.random.default_rng(0).normal(size=300).astype(dtype)
+    ask = jax.jit(tx.all_finite)
+    for value in (1.0, largest, -largest, np.inf, np.nan):
+        grads = [small, small[:5].copy()]
+        for place in ((0, 299), (1, 3)):
+            grads[place[0]][place[1]] = value
+        for scale in (None, 2.0**-3, 0.3, 1.0, 3.0, 65536.0):
+            unscaled = [np.abs(np.float64(g)) / (scale or 1.0) for g in grads]
+            wanted = all((g <= np.finfo(np.float32).max).all() for g in unscaled)
+            factor = None if scale is None else jnp.float32(scale)
+            assert ask([jnp.asarray(g) for g in grads], factor) == wanted
+
+
 # What JAX does with them
 
 

@@ -178,7 +178,7 @@ class FusedRule:
             self.mask, structure.unflatten([weight.param for weight in weights])
         )
         skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
-        unscale = None if grad_scale is None else 1 / jnp.asarray(grad_scale, "float32")
+        unscale = unscale_by(grad_scale)
         options = Options(unscale, skip, only_updates, self.backend, self.shardings)
         trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
         lists = type(state)(state.count, *trees)
@@ -198,9 +198,20 @@ class FusedTransformation(Transformation):
         """The same optimizer with other hyperparameters."""
         return type(self).of(dataclasses.replace(self.rule, **changes))
 
-    def all_finite(self, grads: PyTree) -> Bool[Array, ""]:
-        """Whether no gradient is inf or NaN, shape (), bool."""
-        options = Options(backend=self.rule.backend, shardings=self.rule.shardings)
+    def all_finite(
+        self, grads: PyTree, grad_scale: ArrayLike | None = None
+    ) -> Bool[Array, ""]:
+        """Whether no gradient is inf or NaN, shape (), bool.
+
+        Args:
+            grads: gradients of any float dtype, times `grad_scale`.
+            grad_scale: with it the gradients are judged as the step sees them, divided
+                by it in float32: below 1 a finite one may overflow. Shape ().
+        """
+        rule = self.rule
+        options = Options(
+            unscale_by(grad_scale), backend=rule.backend, shardings=rule.shardings
+        )
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
     @property
@@ -222,6 +233,11 @@ def zeros(params: PyTree) -> PyTree:
 def no_steps() -> Int[Array, ""]:
     """The count of a new state."""
     return jnp.zeros((), jnp.int32)
+
+
+def unscale_by(grad_scale: ArrayLike | None) -> Float[Array, ""] | None:
+    """What gradients are multiplied by, to divide them by a scale; None for 1."""
+    return None if grad_scale is None else 1 / jnp.asarray(grad_scale, jnp.float32)
 
 
 def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:

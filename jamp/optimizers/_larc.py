@@ -22,6 +22,7 @@ from jamp.optimizers._fused import (
     decays_by_mask,
     hashable_mask,
     no_steps,
+    unscale_by,
 )
 from jamp.optimizers._transformation import Transformation
 from pallas_kernels import Options, l2norm
@@ -172,7 +173,7 @@ class _LARC:
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
         decays = decays_by_mask(self.mask, params)
-        unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
+        unscale = unscale_by(scale)
         how = Options(backend=self.backend)
         of_grads = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
         of_weights = l2norm(weights, per_leaf=True, options=how)
