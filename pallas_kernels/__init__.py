@@ -12,10 +12,16 @@ from pallas_kernels._backend import (
     check_backend as check_backend,
     resolve as resolve,
 )
-from pallas_kernels._step import Options as Options, Stepped as Stepped
+from pallas_kernels._run import Options as Options
+from pallas_kernels._step import (
+    Leaves as Leaves,
+    Rule as Rule,
+    Stepped as Stepped,
+    step as step,
+    sums as sums,
+)
 from pallas_kernels._weights import Weight as Weight, join as join, split as split
-from pallas_kernels.adagrad import adagrad as adagrad
-from pallas_kernels.adam import adam as adam
+from pallas_kernels._xla import Blocks as Blocks, Numbers as Numbers
 from pallas_kernels.axpby import axpby as axpby
 from pallas_kernels.l2norm import (
     Norms as Norms,
@@ -23,7 +29,4 @@ from pallas_kernels.l2norm import (
     l2norm as l2norm,
     max_norm as max_norm,
 )
-from pallas_kernels.lamb import lamb as lamb
-from pallas_kernels.novograd import novograd as novograd
 from pallas_kernels.scale import Checked as Checked, scale as scale
-from pallas_kernels.sgd import sgd as sgd

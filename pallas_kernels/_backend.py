@@ -30,15 +30,14 @@ class BackendError(RuntimeError):
     """A backend that cannot run on the device."""
 
 
-def check_backend(backend: str) -> Any:
-    """Returns `backend`, if it is one.
+def check_backend(backend: str) -> None:
+    """Raises for what is not a backend.
 
     Raises:
         ValueError: it is none of `BACKENDS`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}.")
-    return backend
 
 
 def resolve(backend: str, arrays: Iterable[Array] = ()) -> Backend:
@@ -57,11 +56,11 @@ def resolve(backend: str, arrays: Iterable[Array] = ()) -> Backend:
     >>> resolve("auto")
     'xla'
     """
-    check_backend(backend)
     if backend in ("xla", "interpret"):
         return backend
     if backend == "auto" and not MEASURED_FASTER:
         return "xla"
+    check_backend(backend)
     kind, supported = _target(arrays)
     if backend == "mosaic" and not supported:
         raise BackendError(

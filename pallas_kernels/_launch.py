@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, Part, kinds, size_of
+from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, PartialResults, kinds, size_of
 
 WARPGROUP = 128
 # Elements of a column that one grid step works on. Adam takes 72 registers of a thread
@@ -58,7 +58,7 @@ class Work(NamedTuple):
     def results(self, scalars: Sequence[Any], blocks: Blocks) -> Blocks:
         """What the formula gives, as it is stored."""
         numbers = dict(zip(self.names, scalars, strict=True))
-        results = self.job.results(blocks, self.tag, numbers)
+        results = self.job.formula(numbers, self.tag, self.job.read(blocks))
         stored = self.job.stored
         return results if stored is None else stored(self.tag, results)
 
@@ -89,7 +89,7 @@ def launch_all(
     leaves: Sequence[Leaf],
     packed: Float[Array, " s"],
     table: Float[Array, "n p"] | None = None,
-) -> list[Part]:
+) -> list[PartialResults]:
     """Runs the leaves `members`, which fit, in as few launches as can be.
 
     For the arguments see `Work` and `run_in_xla`.
@@ -102,7 +102,7 @@ def launch_all(
             ks = [kind[c] for c in chunk]
             rows = None if table is None else table[jnp.array(ks)]
             blocks, values = launch(work, [dict(leaves[k]) for k in ks], packed, rows)
-            parts.append(Part(dict(zip(ks, blocks, strict=True)), values))
+            parts.append(PartialResults(dict(zip(ks, blocks, strict=True)), values))
     return parts
 
 

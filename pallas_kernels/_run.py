@@ -11,11 +11,42 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from pallas_kernels._backend import BackendError, resolve
 from pallas_kernels._shard import on_each_device, placement_of
-from pallas_kernels._xla import Blocks, Job, Leaf, Part, join, run_in_xla
+from pallas_kernels._xla import (
+    Blocks,
+    Job,
+    Leaf,
+    PartialResults,
+    join,
+    run_in_xla,
+)
+
+
+class Options(NamedTuple):
+    """What all operations take.
+
+    Attributes:
+        unscale: what gradients are multiplied by, shape (), float32; None for 1.
+        skip: if true, nothing changes, shape (), bool; None for never.
+        only_updates: whether to return what to add to the weights, in float32, and
+            leave the weights.
+        backend: where to run, one of `BACKENDS`.
+        shardings: per leaf a NamedSharding, where tracing cannot know it: on a mesh of
+            Auto axes.
+    """
+
+    unscale: Float[Array, ""] | None = None
+    skip: Bool[Array, ""] | None = None
+    only_updates: bool = False
+    backend: str = "auto"
+    shardings: Sequence[NamedSharding | None] | None = None
+
+
+DEFAULTS = Options()
 
 
 class Results(NamedTuple):
@@ -33,34 +64,32 @@ class Results(NamedTuple):
 def run(
     job: Job,
     leaves: Sequence[Leaf],
+    options: Options = DEFAULTS,
     *,
     scalars: Mapping[str, ArrayLike] | None = None,
-    per_leaf: Mapping[str, Float[Array, " n"]] | None = None,
+    per_leaf: Mapping[str, ArrayLike] | None = None,
     tags: Sequence[Any] | None = None,
-    skip: Bool[Array, ""] | None = None,
-    backend: str = "auto",
-    shardings: Sequence[Any] | None = None,
 ) -> Results:
     """Runs `job` over leaves, each a dict of arrays of one shape.
 
     Args:
         job: what to do.
         leaves: what to work on; leaves may have different columns and dtypes.
-        scalars: numbers for the formula by name, as float32.
+        options: how to run. With `skip` all columns keep their bits, and new arrays are
+            zero; reductions are made regardless. `unscale` is a number for the formula.
+        scalars: further numbers by name, as float32.
         per_leaf: further numbers, one per leaf.
         tags: per leaf, something static for the formula.
-        skip: if true, all columns keep their bits, and new arrays are zero. Reductions
-            are made regardless.
-        backend: where to run.
-        shardings: the sharding of each leaf, where tracing cannot know it: on a mesh
-            with Auto axes.
     """
-    scalars = ({} if skip is None else {"skip": skip}) | dict(scalars or {})
-    where = resolve(backend, [x for leaf in leaves for x in leaf.values()])
-    placement = placement_of(leaves, shardings)
+    given = {"skip": options.skip, "unscale": options.unscale, **(scalars or {})}
+    scalars = {name: x for name, x in given.items() if x is not None}
+    where = resolve(options.backend, [x for leaf in leaves for x in leaf.values()])
+    placement = placement_of(leaves, options.shardings)
     if where != "xla" and placement.unknown:
-        if backend != "auto":
-            raise BackendError(f"{backend=} cannot run: {placement.unknown}")
+        if options.backend != "auto":
+            raise BackendError(
+                f"backend={options.backend!r} cannot run: {placement.unknown}"
+            )
         where = "xla"
     if not leaves:
         shape = () if job.totals else (0,)
@@ -91,7 +120,7 @@ def _run_in_kernels(
     members: Sequence[int],
     leaves: Sequence[Leaf],
     *numbers: Array,
-) -> Part:
+) -> PartialResults:
     """Runs the leaves `members` on one device, or what of them each device holds."""
     from pallas_kernels import _launch  # Mosaic takes a third of a second to load
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from pallas_kernels._compat import varying_axes
-from pallas_kernels._xla import Job, Leaf, Part, join
+from pallas_kernels._xla import Job, Leaf, PartialResults, join
 
 
 class Placement(NamedTuple):
@@ -56,12 +56,12 @@ def placement_of(leaves: Sequence[Leaf], shardings: Sequence[Any] | None) -> Pla
 
 
 def on_each_device(
-    local: Callable[..., Part],
+    local: Callable[..., PartialResults],
     job: Job,
     placement: Placement,
     leaves: Sequence[Leaf],
     *numbers: Any,
-) -> Part:
+) -> PartialResults:
     """Runs `local(members, leaves, *numbers)` under `shard_map`.
 
     Reductions are completed over the axes that split a leaf; nothing else is sent.
@@ -78,7 +78,7 @@ def on_each_device(
                 name: _complete(x, job.reductions[name], axes)
                 for name, x in values.items()
             }
-            parts.append(Part(done, values))
+            parts.append(PartialResults(done, values))
         return join(job, parts)
 
     specs = placement.specs
@@ -92,7 +92,7 @@ def on_each_device(
         body,
         mesh=placement.mesh,
         in_specs=(list(specs), *[replicated] * len(numbers)),
-        out_specs=Part(dict(enumerate(specs)), replicated),
+        out_specs=PartialResults(dict(enumerate(specs)), replicated),
         check_vma=False,
     )(leaves, *numbers)
 

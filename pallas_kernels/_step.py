@@ -1,38 +1,88 @@
 """An optimizer step over leaves: unscale, update moments and weights, or skip."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from jaxtyping import Array, ArrayLike, Bool, Float
+import jax
+from jaxtyping import Array, ArrayLike, Float
 
-from pallas_kernels._run import Results, run
-from pallas_kernels._weights import Weight, join, saturate, split_wide
-from pallas_kernels._xla import Blocks, Job, bind
-
-type Numbers = Mapping[str, Any]
-type Update = Callable[[Numbers, Any, Array, Array, Blocks], tuple[Array, Blocks]]
+from pallas_kernels._run import Options, run
+from pallas_kernels._weights import Kind, Weight, join, saturate, split_wide
+from pallas_kernels._xla import Blocks, Job, Leaf, Numbers
 
 
-class Options(NamedTuple):
-    """What all optimizers' kernels take.
+class Rule(Protocol):
+    """What an optimizer does with a weight. Equal rules are compiled once."""
+
+    def formula(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> tuple[Array, Blocks]:
+        """One step, in float32.
+
+        Args:
+            s: numbers by name.
+            decays: whether the weight decays.
+            g: the gradient, unscaled.
+            w: the weight, its master where it has one.
+            moments: by name, of its shape.
+
+        Returns:
+            What to add to the weight, and new moments.
+        """
+        ...
+
+
+class Measuring(Rule, Protocol):
+    """A rule whose step needs norms of each leaf first."""
+
+    def measured(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> Blocks:
+        """What to sum over the leaf, by name."""
+        ...
+
+
+class Leaves(NamedTuple):
+    """What is stepped.
 
     Attributes:
-        unscale: what gradients are multiplied by, shape (), float32; None for 1.
-        skip: if true, nothing changes, shape (), bool; None for never.
-        only_updates: whether to return what to add to the weights, in float32, and
-            leave the weights.
-        backend: where to run, one of `BACKENDS`.
-        shardings: per leaf a NamedSharding, for a mesh of Auto axes.
+        weights: what to step.
+        grads: one per weight, of its shape.
+        moments: by name, one per weight, of its shape.
+        decays: whether each weight decays.
     """
 
-    unscale: Float[Array, ""] | None = None
-    skip: Bool[Array, ""] | None = None
-    only_updates: bool = False
-    backend: str = "auto"
-    shardings: Sequence[Any] | None = None
+    weights: Sequence[Weight]
+    grads: Sequence[Array]
+    moments: Mapping[str, Sequence[Array]]
+    decays: Sequence[bool]
+
+    def columns(self, *, with_copies: bool) -> list[Leaf]:
+        """The arrays of each leaf, by the names under which kernels know them."""
+        leaves = []
+        for k, (weight, grad) in enumerate(zip(self.weights, self.grads, strict=True)):
+            leaf = {"grad": grad, **weight.columns}
+            leaf |= {name: xs[k] for name, xs in self.moments.items()}
+            if not with_copies:
+                leaf.pop("copy", None)
+            leaves.append(leaf)
+        return leaves
+
+    def tags(self, rule: Rule, only_updates: bool) -> "list[_Tag]":
+        """What is static of each leaf."""
+        pairs = zip(self.weights, self.decays, strict=True)
+        return [
+            _Tag(rule, decays, w.kind, w.param.dtype, only_updates)
+            for w, decays in pairs
+        ]
 
 
-DEFAULTS = Options()
+class _Tag(NamedTuple):
+    rule: Any
+    decays: bool
+    storage: Kind
+    dtype: jax.typing.DTypeLike  # of the param
+    only_updates: bool
 
 
 class Stepped(NamedTuple):
@@ -43,144 +93,99 @@ class Stepped(NamedTuple):
         moments: by name, per leaf.
     """
 
-    weights: list[Any]
+    weights: list[Weight] | list[Array]
     moments: dict[str, list[Array]]
 
 
 def step(
-    update: Update,
-    weights: Sequence[Weight],
-    grads: Sequence[Array],
-    moments: Mapping[str, Sequence[Array]],
+    rule: Rule,
+    leaves: Leaves,
     numbers: Mapping[str, ArrayLike],
     options: Options,
-    *,
-    per_leaf: Mapping[str, Float[Array, " n"]] | None = None,
-    tags: Sequence[Any] | None = None,
+    per_leaf: Mapping[str, ArrayLike] | None = None,
 ) -> Stepped:
-    """Steps every leaf by `update`, in one pass.
+    """Steps every leaf by a rule, in one pass.
 
     Args:
-        update: `(numbers, tag, grad, weight, moments) -> (what to add, moments)`.
-        weights: what to step.
-        grads: one per weight, of its shape.
-        moments: by name, one per weight, of its shape.
+        rule: the formula.
+        leaves: what to step.
         numbers: for the formula.
         options: how to run.
         per_leaf: further numbers, one per leaf.
-        tags: per leaf, something static for the formula.
     """
-    job = Job(
-        bind(_formula, update, options.only_updates),
-        unread={} if options.only_updates else {"copy": _copy},
-        stored=_stored,
-    )
-    how = {"per_leaf": per_leaf, "skip": options.skip}
-    results = _run_over(job, weights, grads, moments, numbers, options, tags, **how)
-    leaves = results.leaves
-    if options.only_updates:
-        stepped = [leaf["update"] for leaf in leaves]
-    else:
-        stepped = [w.written(x) for w, x in zip(weights, leaves, strict=True)]
-    return Stepped(stepped, {name: [leaf[name] for leaf in leaves] for name in moments})
-
-
-def measure(
-    formula: Callable[[Numbers, Any, Array, Array, Blocks], Blocks],
-    weights: Sequence[Weight],
-    grads: Sequence[Array],
-    moments: Mapping[str, Sequence[Array]],
-    numbers: Mapping[str, ArrayLike],
-    options: Options,
-    *,
-    reductions: Mapping[str, str],
-    tags: Sequence[Any],
-) -> dict[str, Float[Array, " n"]]:
-    """Reduces what `formula` gives over each leaf, and writes nothing. See `step`."""
-    job = Job(bind(_measured, formula), reductions=reductions)
-    results = _run_over(job, weights, grads, moments, numbers, options, tags)
-    return results.reductions
-
-
-def leaf_decays(weight_decay: Any, decays: Sequence[bool] | None, n: int) -> list[bool]:
-    """Per leaf whether it decays; a decay of Python's 0 costs nothing."""
-    never = isinstance(weight_decay, int | float) and weight_decay == 0
-    return [False] * n if never else list(decays if decays is not None else [True] * n)
-
-
-def _run_over(
-    job: Job,
-    weights: Sequence[Weight],
-    grads: Sequence[Array],
-    moments: Mapping[str, Sequence[Array]],
-    numbers: Mapping[str, ArrayLike],
-    options: Options,
-    tags: Sequence[Any] | None,
-    **how: Any,
-) -> Results:
-    """Runs a job over weights, whose copies are left out if it does not write them."""
-    leaves, kinds = [], []
-    tags = [None] * len(weights) if tags is None else tags
-    for k, (weight, grad, tag) in enumerate(zip(weights, grads, tags, strict=True)):
-        leaf = {"grad": grad, **weight.columns}
-        leaf |= {name: xs[k] for name, xs in moments.items()}
-        if not job.unread:
-            leaf.pop("copy", None)
-        leaves.append(leaf)
-        kinds.append((tag, weight.kind, weight.param.dtype))
-    unscale = {} if options.unscale is None else {"unscale": options.unscale}
-    return run(
-        job,
-        leaves,
-        scalars=unscale | dict(numbers),
-        tags=kinds,
-        backend=options.backend,
-        shardings=options.shardings,
-        **how,
-    )
-
-
-def _formula(
-    update: Update, only_updates: bool, numbers: Numbers, kind: Any, blocks: Blocks
-) -> Blocks:
-    numbers, tag, grad, weight, moments = _read(numbers, kind, blocks)
-    delta, moments = update(numbers, tag, grad, weight, moments)
+    only_updates = options.only_updates
+    results = run(
+        Job(_stepped, unread={} if only_updates else {"copy": _copy}, stored=_stored),
+        leaves.columns(with_copies=not only_updates),
+        options,
+        scalars=numbers,
+        per_leaf=per_leaf,
+        tags=leaves.tags(rule, only_updates),
+    ).leaves
     if only_updates:
+        stepped = [leaf["update"] for leaf in results]
+    else:
+        pairs = zip(leaves.weights, results, strict=True)
+        stepped = [weight.written(leaf) for weight, leaf in pairs]
+    names = leaves.moments
+    return Stepped(stepped, {name: [leaf[name] for leaf in results] for name in names})
+
+
+def sums(
+    rule: Measuring,
+    leaves: Leaves,
+    numbers: Mapping[str, ArrayLike],
+    options: Options,
+    names: Sequence[str],
+) -> dict[str, Float[Array, " n"]]:
+    """Sums what `rule.measured` gives over each leaf, and writes nothing."""
+    return run(
+        Job(_measured, reductions=dict.fromkeys(names, "sum")),
+        leaves.columns(with_copies=False),
+        options,
+        scalars=numbers,
+        tags=leaves.tags(rule, options.only_updates),
+    ).reductions
+
+
+def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
+    numbers, grad, weight, moments = _read(numbers, tag, blocks)
+    delta, moments = tag.rule.formula(numbers, tag.decays, grad, weight, moments)
+    if tag.only_updates:
         return {"update": delta, **moments}
     return {"weight": weight + delta, **moments}
 
 
-def _stored(kind: Any, results: Blocks) -> Blocks:
+def _measured(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
+    numbers, *arrays = _read(numbers, tag, blocks)
+    return tag.rule.measured(numbers, tag.decays, *arrays)
+
+
+def _stored(tag: _Tag, results: Blocks) -> Blocks:
     """The new weights as they are kept."""
-    _, storage, dtype = kind
-    if storage == "copied" or "update" in results:
+    if tag.storage == "copied" or tag.only_updates:
         return results
     new = results["weight"]
-    if storage == "split":
+    if tag.storage == "split":
         high, low = split_wide(new)
         return results | {"weight": high, "low": low}
-    return results | {"weight": saturate(new, dtype)}
+    return results | {"weight": saturate(new, tag.dtype)}
 
 
-def _copy(results: Blocks, dtype: Any) -> Array:
+def _copy(results: Blocks, dtype: jax.typing.DTypeLike) -> Array:
     return saturate(results["weight"], dtype)
 
 
-def _measured(
-    formula: Callable[..., Blocks], numbers: Numbers, kind: Any, blocks: Blocks
-) -> Blocks:
-    return formula(*_read(numbers, kind, blocks))
-
-
-def _read(numbers: Numbers, kind: Any, blocks: Blocks) -> tuple[Any, ...]:
+def _read(
+    numbers: Numbers, tag: _Tag, blocks: Blocks
+) -> tuple[Numbers, Array, Array, Blocks]:
     """What a formula takes: the weights joined, the gradient unscaled.
 
     Float64 weights, which only XLA steps, are stepped in float64.
     """
-    tag, storage, _ = kind
     rest = dict(blocks)
     weight, grad = rest.pop("weight"), rest.pop("grad")
-    if storage == "split":
+    if tag.storage == "split":
         weight = join(weight, rest.pop("low"))
     # Norms of all leaves together are float64 where one leaf is.
     numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
@@ -188,4 +193,4 @@ def _read(numbers: Numbers, kind: Any, blocks: Blocks) -> tuple[Any, ...]:
     grad = grad.astype(weight.dtype)
     if "unscale" in numbers:
         grad = grad * numbers["unscale"]
-    return numbers, tag, grad, weight, rest
+    return numbers, grad, weight, rest

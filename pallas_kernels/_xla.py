@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
-type Formula = Callable[[Mapping[str, Any], Any, Blocks], Blocks]
+type Numbers = Mapping[str, Array]
+type Formula = Callable[[Numbers, Any, Blocks], Blocks]
 
 # Concatenated, small leaves reduce in one kernel, and XLA fuses the concatenation, up
 # to 96 operands.
@@ -40,29 +41,12 @@ def computed_once[T](values: T) -> T:
     return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
 
 
-class Bound(NamedTuple):
-    """A function and its first arguments; equal, unlike a partial, if these are.
-
-    What is equal is traced and compiled once.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-    def __call__(self, *rest: Any) -> Any:
-        return self.function(*self.args, *rest)
-
-
-def bind(function: Callable[..., Any], *args: Any) -> Bound:
-    """`functools.partial` of hashable arguments, by value."""
-    return Bound(function, args)
-
-
 class Job(NamedTuple):
     """What to run, but for the arrays and the numbers.
 
     Attributes:
-        formula: `(numbers, tag, columns) -> results`, in float32.
+        formula: `(numbers, tag, columns) -> results`, in float32; a plain function:
+            what is static and differs is in the tags.
         unread: columns that are written and never read, each as a function of the
             results, and the dtype that it is rounded to.
         reductions: results to reduce over each leaf: "sum", or "max" of what is not
@@ -82,10 +66,9 @@ class Job(NamedTuple):
         parts = (self.unread.items(), self.reductions.items())
         return hash((self.formula, *map(tuple, parts), self.totals, self.stored))
 
-    def results(self, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]) -> Blocks:
-        """What the formula gives on the columns that it reads."""
-        read = {c: widen(x) for c, x in leaf.items() if c not in self.unread}
-        return self.formula(numbers, tag, read)
+    def read(self, leaf: Leaf) -> Blocks:
+        """The columns that the formula takes, in float32 where they are half."""
+        return {c: widen(x) for c, x in leaf.items() if c not in self.unread}
 
     def derived(self, leaf: Leaf, results: Blocks) -> Blocks:
         """The columns that depend on the results, of those that a leaf has."""
@@ -96,7 +79,7 @@ class Job(NamedTuple):
         }
 
 
-class Part(NamedTuple):
+class PartialResults(NamedTuple):
     """What a job gave for some leaves.
 
     Attributes:
@@ -108,7 +91,7 @@ class Part(NamedTuple):
     reductions: dict[str, Array]
 
 
-def join(job: Job, parts: Sequence[Part]) -> Part:
+def join(job: Job, parts: Sequence[PartialResults]) -> PartialResults:
     """Several parts as one, its leaves in order."""
     leaves = {k: blocks for part in parts for k, blocks in part.leaves.items()}
     reductions = {}
@@ -118,7 +101,7 @@ def join(job: Job, parts: Sequence[Part]) -> Part:
             reductions[name] = functools.reduce(JOIN[how], values)
         else:
             reductions[name] = jnp.concatenate(values)[np.argsort(list(leaves))]
-    return Part({k: leaves[k] for k in sorted(leaves)}, reductions)
+    return PartialResults({k: leaves[k] for k in sorted(leaves)}, reductions)
 
 
 def size_of(leaf: Leaf) -> int:
@@ -146,7 +129,7 @@ def run_in_xla(
     leaves: Sequence[Leaf],
     packed: Float[Array, " s"],
     table: Float[Array, "n p"] | None = None,
-) -> Part:
+) -> PartialResults:
     """Runs the leaves `members`, in order, so that XLA merges what it can.
 
     `names` are of the numbers: `packed` has those for all leaves, `table` a row of
@@ -156,18 +139,18 @@ def run_in_xla(
     if job.totals:
         numbers = dict(zip(names, packed, strict=True))
         totals = [
-            Part({}, reduce_group(job, tags[ks[0]], batch, numbers))
+            PartialResults({}, reduce_group(job, tags[ks[0]], batch, numbers))
             for ks in groups
             for batch in _side_by_side(ks, leaves, flattens)
         ]
-        return Part(dict.fromkeys(members, {}), join(job, totals).reductions)
+        return PartialResults(dict.fromkeys(members, {}), join(job, totals).reductions)
     done = {}
     for group, shared in _with_numbers(groups, leaves, packed):
         for k in group:
             row = () if table is None else table[k]
             numbers = dict(zip(names, [*shared, *row], strict=True))
             done[k] = run_leaf(job, leaves[k], tags[k], numbers)
-    return Part(
+    return PartialResults(
         {k: done[k][0] for k in members},
         {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions},
     )
@@ -204,10 +187,10 @@ def _with_numbers(
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run_leaf(
-    job: Job, leaf: Leaf, tag: Any, numbers: Mapping[str, Any]
+    job: Job, leaf: Leaf, tag: Any, numbers: Numbers
 ) -> tuple[Blocks, dict[str, Array]]:
     """A leaf's written columns and new arrays; its reductions."""
-    results = job.results(leaf, tag, numbers)
+    results = job.formula(numbers, tag, job.read(leaf))
     if job.stored is not None:
         results = job.stored(tag, computed_once(results))
     skip = numbers["skip"] != 0 if "skip" in numbers else None
@@ -252,10 +235,10 @@ def _side_by_side(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def reduce_group(
-    job: Job, tag: Any, leaves: Sequence[Leaf], numbers: Mapping[str, Any]
+    job: Job, tag: Any, leaves: Sequence[Leaf], numbers: Numbers
 ) -> dict[str, Array]:
     """The reductions over leaves of one shape, which are joined element by element."""
-    results = [job.results(leaf, tag, numbers) for leaf in leaves]
+    results = [job.formula(numbers, tag, job.read(leaf)) for leaf in leaves]
     return {
         name: _reduce(functools.reduce(JOIN[how], [r[name] for r in results]), how)
         for name, how in job.reductions.items()

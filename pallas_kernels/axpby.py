@@ -4,14 +4,14 @@ After apex's csrc/multi_tensor_axpby_kernel.cu.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike
 
-from pallas_kernels._run import run
-from pallas_kernels._step import DEFAULTS, Numbers, Options
-from pallas_kernels._xla import Blocks, Job, bind
+from pallas_kernels._run import DEFAULTS, Options, run
+from pallas_kernels._xla import Blocks, Job, Numbers
 from pallas_kernels.l2norm import defects
 from pallas_kernels.scale import Checked, checked
 
@@ -23,7 +23,7 @@ def axpby(
     x: Sequence[Array],
     b: ArrayLike,
     y: Sequence[Array],
-    dtypes: Sequence[Any],
+    dtypes: Sequence[DTypeLike],
     *,
     check: Check = "both",
     options: Options = DEFAULTS,
@@ -45,17 +45,16 @@ def axpby(
     [5. 5.] False
     """
     results = run(
-        Job(bind(_formula, check), reductions={"defects": "sum"}),
+        Job(_formula, reductions={"defects": "sum"}),
         [{"x": u, "y": v} for u, v in zip(x, y, strict=True)],
+        options,
         scalars={"a": a, "b": b},
-        tags=[jnp.dtype(dtype) for dtype in dtypes],
-        backend=options.backend,
-        shardings=options.shardings,
+        tags=[(jnp.dtype(dtype), check) for dtype in dtypes],
     )
     return checked(results)
 
 
-def _formula(check: Check, s: Numbers, dtype: Any, columns: Blocks) -> Blocks:
-    x, y = columns["x"], columns["y"]
+def _formula(s: Numbers, tag: tuple[DTypeLike, Check], columns: Blocks) -> Blocks:
+    (dtype, check), x, y = tag, columns["x"], columns["y"]
     bad = {"x": defects(x), "y": defects(y), "both": defects(x) + defects(y)}
     return {"out": (s["a"] * x + s["b"] * y).astype(dtype), "defects": bad[check]}

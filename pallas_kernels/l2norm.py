@@ -4,14 +4,13 @@ After apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels._run import run
-from pallas_kernels._step import DEFAULTS, Numbers, Options
-from pallas_kernels._xla import Blocks, Job, bind
+from pallas_kernels._run import DEFAULTS, Options, run
+from pallas_kernels._xla import Blocks, Job, Numbers
 
 
 class Norms(NamedTuple):
@@ -68,8 +67,8 @@ def found_inf(
     >>> print(found_inf([jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
     True
     """
-    unscale = {} if options.unscale is None else {"unscale": options.unscale}
-    found = _reduce(_defects, {"defects": "sum"}, False, leaves, options, unscale)
+    job = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)
+    found = run(job, [{"x": x} for x in leaves], options).reductions
     return found["defects"] != 0
 
 
@@ -78,38 +77,34 @@ def defects(x: Array) -> Array:
     return x - x
 
 
-def _norms(how: str, per_leaf: bool, leaves: Any, options: Options) -> Norms:
-    reductions = {"norm": how, "defects": "sum"}
-    found = _reduce(bind(_measured, how), reductions, per_leaf, leaves, options)
+def _norms(
+    how: Literal["sum", "max"],
+    per_leaf: bool,
+    leaves: Sequence[Array],
+    options: Options,
+) -> Norms:
+    found = run(
+        Job(
+            _measured,
+            reductions={"norm": how, "defects": "sum"},
+            totals=not per_leaf,
+        ),
+        [{"x": x} for x in leaves],
+        options._replace(unscale=None),  # the norms are multiplied, not the elements
+        tags=[how] * len(leaves),
+    ).reductions
     norm = jnp.sqrt(found["norm"]) if how == "sum" else found["norm"]
     norm = norm if options.unscale is None else norm * options.unscale
     return Norms(norm, found["defects"] != 0)
 
 
-def _reduce(
-    formula: Any,
-    how: dict[str, str],
-    per_leaf: bool,
-    leaves: Any,
-    options: Options,
-    numbers: Numbers | None = None,
-) -> dict[str, Array]:
-    return run(
-        Job(formula, reductions=how, totals=not per_leaf),
-        [{"x": x} for x in leaves],
-        scalars=numbers,
-        backend=options.backend,
-        shardings=options.shardings,
-    ).reductions
-
-
-def _measured(how: str, numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
-    del numbers, tag
+def _measured(numbers: Numbers, how: str, columns: Blocks) -> Blocks:
+    del numbers
     x = columns["x"].astype(jnp.float32)
     return {"norm": x * x if how == "sum" else jnp.abs(x), "defects": defects(x)}
 
 
-def _defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
     del tag
     x = columns["x"].astype(jnp.float32)
     if "unscale" not in numbers:

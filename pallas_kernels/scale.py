@@ -4,14 +4,14 @@ After apex's csrc/multi_tensor_scale_kernel.cu.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool
 
-from pallas_kernels._run import run
-from pallas_kernels._step import DEFAULTS, Numbers, Options
-from pallas_kernels._xla import Blocks, Job
+from pallas_kernels._run import DEFAULTS, Options, Results, run
+from pallas_kernels._xla import Blocks, Job, Numbers
 from pallas_kernels.l2norm import defects
 
 
@@ -30,7 +30,7 @@ class Checked(NamedTuple):
 def scale(
     leaves: Sequence[Array],
     factor: ArrayLike,
-    dtypes: Sequence[Any],
+    dtypes: Sequence[DTypeLike],
     *,
     options: Options = DEFAULTS,
 ) -> Checked:
@@ -53,20 +53,19 @@ def scale(
     results = run(
         Job(_formula, reductions={"defects": "sum"}),
         [{"x": x} for x in leaves],
+        options,
         scalars={"factor": factor},
         tags=[jnp.dtype(dtype) for dtype in dtypes],
-        backend=options.backend,
-        shardings=options.shardings,
     )
     return checked(results)
 
 
-def checked(results: Any) -> Checked:
+def checked(results: Results) -> Checked:
     """The new arrays "out", and the flag from "defects"."""
     found_inf = jnp.any(results.reductions["defects"] != 0)
     return Checked([leaf["out"] for leaf in results.leaves], found_inf)
 
 
-def _formula(numbers: Numbers, dtype: Any, columns: Blocks) -> Blocks:
+def _formula(numbers: Numbers, dtype: DTypeLike, columns: Blocks) -> Blocks:
     x = columns["x"]
     return {"out": (numbers["factor"] * x).astype(dtype), "defects": defects(x)}

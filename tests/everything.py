@@ -7,7 +7,7 @@ is stepped twice, or counted twice, shows.
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._run import Results, run
+from pallas_kernels._run import Options, Results, run
 from pallas_kernels._xla import Job
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -60,11 +60,10 @@ def call(leaves, skip, backend) -> Results:
     return run(
         JOB,
         leaves,
+        Options(skip=skip, backend=backend),
         scalars={"a": 3.0},
         per_leaf={"b": jnp.arange(len(leaves), dtype=F32) % 5},
         tags=[float(k % 2) for k in range(len(leaves))],
-        skip=skip,
-        backend=backend,
     )
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from jamp import optimizers as jo
 from tests import everything, h200
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -34,33 +35,39 @@ class Case(NamedTuple):
     kernels: int = 1
 
 
-BETAS = {"learning_rate": 0.01, "b1": 0.9, "weight_decay": 0.1}
+BETAS = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+# By name the moments, and the optimizer.
 OPTIMIZERS = {
-    "adam": (2, BETAS | {"b2": 0.99, "eps": 1e-6}),
-    "sgd": (1, {"learning_rate": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
-    "adagrad": (1, {"learning_rate": 0.01, "eps": 1e-6}),
-    "lamb": (2, BETAS | {"b2": 0.99, "eps": 1e-6, "averaging": 0.1}),
-    "novograd": (1, BETAS | {"averaging": 0.1}),
+    "adam": (["mu", "nu"], jo.fused_adam(0.01, **BETAS)),
+    "sgd": (["trace"], jo.fused_sgd(0.01, 0.9, weight_decay=0.1)),
+    "adagrad": (["sum_of_squares"], jo.fused_adagrad(0.01, 1e-6)),
+    "lamb": (["mu", "nu"], jo.fused_lamb(0.01, **BETAS)),
+    "novograd": (["mu"], jo.fused_novograd(0.01, **BETAS)),
 }
 
 
 def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
     """An optimizer on weights of a kind, with gradients of a dtype."""
-    moments, numbers = OPTIMIZERS[optimizer]
+    names, tx = OPTIMIZERS[optimizer]
+    rule, only_updates = tx.rule, kind == "update"
 
-    def call(options, weights, states, grads, unscale, skip):
-        extra = {"options": options._replace(unscale=unscale, skip=skip)}
-        if kind == "update":
-            extra["options"] = extra["options"]._replace(only_updates=True)
-        if optimizer == "novograd":
-            extra["norms"] = jnp.arange(1, len(grads) + 1, dtype=F32)
-        return getattr(pk, optimizer)(weights, grads, *states, **numbers, **extra)
+    def call(options, weights, moments, grads, unscale, skip):
+        options = pk.Options(unscale, skip, only_updates, options.backend)
+        decays = [rule.weight_decay != 0] * len(weights)
+        leaves = pk.Leaves(weights, grads, moments, decays)
+        numbers = rule.numbers(jnp.int32(0))
+        if optimizer == "novograd":  # whose norms are a kernel of its own
+            per_leaf = {"norm": jnp.arange(1, len(grads) + 1, dtype=F32)}
+        else:
+            per_leaf, _ = rule.measure(leaves, jnp.int32(0), numbers, options)
+        return pk.step(rule.options, leaves, numbers, options, per_leaf)
 
     def make(sizes):
         weights = [weight(kind, dtype, n) for n in sizes]
-        states = tuple(
-            [abs(noise(n, F32, 5 + k)) for n in sizes] for k in range(moments)
-        )
+        states = {
+            name: [abs(noise(n, F32, 5 + k)) for n in sizes]
+            for k, name in enumerate(names)
+        }
         grads = [8 * noise(n, dtype, 3) for n in sizes]
         return weights, states, grads, F32(0.125), jnp.bool_(False)
 

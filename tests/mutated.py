@@ -40,10 +40,6 @@ TESTS = {
     "jamp/_autocast/weight.py": "autocast_loops",
     "jamp/nnx/_variables.py": "nnx",
     **{
-        f"pallas_kernels/{name}.py": f"fused_optimizers -k {name} and not 55"
-        for name in ("adagrad", "adam", "lamb", "novograd", "sgd")
-    },
-    **{
         f"pallas_kernels/{name}.py": "multi_tensor"
         for name in ("axpby", "l2norm", "scale")
     },

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _launch
-from pallas_kernels._run import Results, run
+from pallas_kernels._run import Options, Results, run
 from pallas_kernels._xla import Job
 from tests import everything
 from tests.everything import BF16, F16, F32, integers
 
+INTERPRET = Options(backend="interpret")
 # Around a warpgroup, and around one, two and four blocks.
 SIZES = (128, 129, 255, 1023, 1024, 1025, 1152, 2047, 2048 + 127, 4095, 4096, 4097)
 
@@ -28,7 +29,7 @@ def no_races(capsys):
 
 
 def launch(job, leaves, **kwargs) -> Results:
-    return jax.jit(lambda: run(job, leaves, backend="interpret", **kwargs))()
+    return jax.jit(lambda: run(job, leaves, INTERPRET, **kwargs))()
 
 
 def run_everything(shapes, skip=False):
@@ -64,7 +65,7 @@ def test_a_dtype_that_kernels_lack_goes_through_xla():
         x = jnp.arange(300, dtype=jnp.float64) + 2.0**-40
         assert not _launch.fits({"x": x})
         job = Job(lambda numbers, tag, c: {"x": c["x"] * 2})
-        results = run(job, [{"x": x}, {"x": jnp.ones(300, F32)}], backend="interpret")
+        results = run(job, [{"x": x}, {"x": jnp.ones(300, F32)}], INTERPRET)
         assert results.leaves[0]["x"].dtype == jnp.float64
         np.testing.assert_array_equal(results.leaves[0]["x"], 2 * np.asarray(x))
         assert (results.leaves[1]["x"] == 2).all()
@@ -101,7 +102,8 @@ def test_reductions_of_each_leaf(dtype):
 @pytest.mark.parametrize("size", [128, 4097, 8192 + 255])
 def test_one_element_is_found_wherever_it_is(size, backend):
     job = READS._replace(totals=True)
-    measure = jax.jit(lambda x: run(job, [{"x": x}], backend=backend).reductions)
+    options = Options(backend=backend)
+    measure = jax.jit(lambda x: run(job, [{"x": x}], options).reductions)
     places = {0, 1, 127, 128, 4095, 4096, size // 2, size - 128, size - 127, size - 1}
     for place in sorted(p for p in places if p < size):
         for value in (1.0, jnp.nan, jnp.inf):

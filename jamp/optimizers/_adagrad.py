@@ -1,13 +1,17 @@
-"""Fused Adagrad."""
+"""Fused Adagrad, with L2 or decoupled weight decay.
+
+After apex's csrc/multi_tensor_adagrad.cu.
+"""
 
 import dataclasses
 import math
 from typing import Any, ClassVar, NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
-from pallas_kernels import adagrad
+from pallas_kernels import Blocks, Numbers
 
 
 class FusedAdagradState(NamedTuple):
@@ -69,19 +73,22 @@ class FusedAdagrad(FusedRule):
     state: ClassVar = FusedAdagradState
     below: ClassVar = {"eps": math.inf}
 
-    eps: Any
+    eps: ArrayLike
     adagrad_w_mode: bool
 
-    def step(self, weights, grads, state, decays, options):
-        """One pass."""
-        return adagrad(
-            weights,
-            grads,
-            state.sum_of_squares,
-            learning_rate=self.rate(state.count),
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            adagrad_w_mode=self.adagrad_w_mode,
-            decays=decays,
-            options=options,
-        )
+    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+        """What the formula takes."""
+        rate = self.rate(count)
+        return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}
+
+    def formula(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> tuple[Array, Blocks]:
+        """The step of one leaf, in float32."""
+        if decays and not self.adagrad_w_mode:
+            g = g + s["decay"] * w
+        h = moments["sum_of_squares"] + g * g
+        u = g / (jnp.sqrt(h) + s["eps"])
+        if decays and self.adagrad_w_mode:
+            u = u + s["decay"] * w
+        return -s["rate"] * u, {"sum_of_squares": h}

@@ -1,4 +1,7 @@
-"""Fused Adam, AdamW, and the FusedAdam of 2018."""
+"""Fused Adam, AdamW, and the FusedAdam of 2018.
+
+After apex's csrc/multi_tensor_adam.cu, and fused_adam_cuda_kernel.cu of 2018.
+"""
 
 import dataclasses
 import math
@@ -8,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
-from pallas_kernels import adam
+from pallas_kernels import Blocks, Numbers
 
 
 class FusedAdamState(NamedTuple):
@@ -106,43 +109,53 @@ class FusedAdam(FusedRule):
 
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
-    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf, "max_grad_norm": math.inf}
+    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    b1: Any
-    b2: Any
-    eps: Any
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
     adam_w_mode: bool
-    bias_correction: bool
-    max_grad_norm: Any
     legacy: bool
     eps_inside_sqrt: bool
 
-    def step(self, weights, grads, state, decays, options):
-        """Clips, then steps."""
-        c1, c2 = self.corrections(state.count)
-        mode = "decoupled" if self.adam_w_mode else "l2"
-        if self.legacy:
-            mode = "legacy_inside_sqrt" if self.eps_inside_sqrt else "legacy"
-        return adam(
-            weights,
-            grads,
-            state.mu,
-            state.nu,
-            learning_rate=self.rate(state.count),
-            b1=self.b1,
-            b2=self.b2,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            correction1=c1,
-            correction2=c2,
-            mode=mode,
-            decays=decays,
-            options=self.clipped(options, grads),
-        )
+    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+        """What the formula takes."""
+        eta, c2 = self.rate(count), self.correction(self.b2, count)
+        rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)
+        decay = eta if self.adam_w_mode else 1.0
+        if self.legacy:  # what divides by the root multiplies epsilon and the decay
+            rate, root = rate / root, jnp.ones(())
+            decay = rate
+        return {
+            "rate": rate,
+            "root": root,
+            "decay": decay * self.weight_decay,
+            "b1": self.b1,
+            "a1": 1 - self.b1,  # of Python's numbers not in float32: digits cancel
+            "b2": self.b2,
+            "a2": 1 - self.b2,
+            "eps": self.eps,
+        }
 
-    def clip_factor(self, norm: Array) -> Array:
+    def formula(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> tuple[Array, Blocks]:
+        """The step of one leaf, in float32."""
+        if decays and not self.adam_w_mode:
+            g = g + s["decay"] * w
+        m = s["b1"] * moments["mu"] + s["a1"] * g
+        v = s["b2"] * moments["nu"] + s["a2"] * (g * g)
+        if self.eps_inside_sqrt:
+            u = s["rate"] * m / jnp.sqrt(v + s["eps"])
+        else:
+            u = s["rate"] * m / (jnp.sqrt(v) * s["root"] + s["eps"])
+        if decays and self.adam_w_mode:
+            u = u + s["decay"] * w
+        return -u, {"mu": m, "nu": v}
+
+    def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
         """What gradients of a norm are multiplied by."""
         if not self.legacy:
-            return jnp.minimum(1, self.max_grad_norm / norm)
-        excess = (norm + 1e-6) / self.max_grad_norm
+            return jnp.minimum(1, most / norm)
+        excess = (norm + 1e-6) / most
         return jnp.where(excess > 1, 1 / excess, 1)

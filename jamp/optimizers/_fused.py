@@ -5,6 +5,7 @@ A rule is a frozen dataclass of hyperparameters that steps lists of leaves with 
 wants it; `apply` writes weights, masters and half params in one pass.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +21,22 @@ from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
 from jamp.optimizers._transformation import Transformation
 from pallas_kernels import (
+    Blocks,
+    Leaves,
+    Numbers,
     Options,
-    Stepped,
     Weight,
     check_backend,
     found_inf as found_inf_of,
     l2norm,
+    step,
 )
 
+# Of all fused optimizers; `below` names what else is one.
+_NUMBERS = ("learning_rate", "weight_decay", "max_grad_norm")
+
+# Numbers of each leaf for a formula, and what else the state holds of leaves.
+type Measures = tuple[dict[str, ArrayLike], dict[str, list[Array]]]
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
@@ -41,17 +50,21 @@ class FusedRule:
         mask: which leaves decay.
         backend: where to run.
         shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+        bias_correction: whether `correction` is not 1.
+        max_grad_norm: the largest norm of all gradients together; None for any.
     """
 
     name: ClassVar[str]
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
     below: ClassVar[Mapping[str, float]]  # the limit of each number; all begin at 0
 
-    learning_rate: Any
-    weight_decay: Any
+    learning_rate: ScalarOrSchedule
+    weight_decay: ArrayLike
     mask: Any
     backend: str
     shardings: Any = None
+    bias_correction: bool = False
+    max_grad_norm: ArrayLike | None = None
     amsgrad: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, amsgrad: bool):
@@ -60,67 +73,90 @@ class FusedRule:
             raise RuntimeError(f"{name} does not support the AMSGrad variant.")
         check_backend(self.backend)
         object.__setattr__(self, "mask", hashable_mask(self.mask))
-        unlimited = dict.fromkeys(("learning_rate", "weight_decay"), math.inf)
+        unlimited = dict.fromkeys(_NUMBERS, math.inf)
         check_numbers(self.name, unlimited | dict(self.below), self)
 
     def first_state(self, params: PyTree) -> Any:
         """The state for `params`: no steps, and zeros."""
         return self.state(no_steps(), *(zeros(params) for _ in self.state._fields[1:]))
 
-    def step(
-        self,
-        weights: Sequence[Weight],
-        grads: Sequence[Array],
-        state: Any,
-        decays: Sequence[bool],
-        options: Options,
-    ) -> Stepped:
-        """Steps leaves; `state` has lists of leaves for trees.
+    @property
+    def options(self) -> Self:
+        """The rule without its numbers, which may be traced: what a program depends on.
 
-        Returns:
-            New weights, or with `options.only_updates` what to add to them; and by name
-            what the state holds beside the count.
+        All rules of the same options run the same compiled formula.
+        """
+        rule = copy.copy(self)
+        for name in (*_NUMBERS, *self.below, "mask", "shardings"):
+            object.__setattr__(rule, name, None)
+        return rule
+
+    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+        """What `formula` takes of the hyperparameters after `count` steps, by name."""
+        raise NotImplementedError
+
+    def formula(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> tuple[Array, Blocks]:
+        """What to add to a weight, and new moments: see `pallas_kernels.Rule`.
+
+        Of the rule it may ask the options, not the numbers: these are in `s`.
         """
         raise NotImplementedError
+
+    def measure(
+        self,
+        leaves: Leaves,
+        count: Int[Array, ""],
+        numbers: dict[str, ArrayLike],
+        options: Options,
+    ) -> Measures:
+        """What a step needs to know of each leaf first.
+
+        Returns:
+            Further numbers for the formula, one per leaf; and by name what the state
+            holds of a leaf that is no moment.
+        """
+        del leaves, count, numbers, options
+        return {}, {}
 
     def rate(self, count: Int[Array, ""]) -> Float[Array, ""]:
         """The learning rate of the step after `count` steps."""
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
-    def corrections(self, count: Int[Array, ""]) -> list[Any]:
-        """1 - b^t of both moments at step t = count + 1, to float32's precision.
+    def correction(self, b: ArrayLike, count: Int[Array, ""]) -> Array | float:
+        """1 - b^t at step t = count + 1, to float32's precision.
 
-        Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. Ones for a rule
+        Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. 1 for a rule
         that corrects nothing.
         """
-        rule: Any = self
-        if not rule.bias_correction:
-            return [1.0, 1.0]
-        found, t = [], count.astype(jnp.float32) + 1
-        for b in (rule.b1, rule.b2):
-            if isinstance(b, int | float):
-                log = math.log(b) if b > 0 else -math.inf
-            else:
-                log = jnp.log(jnp.asarray(b, jnp.float32))
-            found.append(-jnp.expm1(t * log))
-        return found
+        if not self.bias_correction:
+            return 1.0
+        if isinstance(b, int | float):
+            log = math.log(b) if b > 0 else -math.inf
+        else:
+            log = jnp.log(jnp.asarray(b, jnp.float32))
+        return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
 
     def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
         """Options under which gradients are clipped by a factor of their norm.
 
-        A largest norm of None or 0 clips nothing: an array of 0 too, which is what
+        A largest norm of 0 clips nothing: an array of 0 too, which is what
         `optax.inject_hyperparams` makes of it.
         """
-        rule: Any = self
-        most = rule.max_grad_norm
-        if most is None or (is_number(most) and most == 0):
+        most: Any = self.max_grad_norm
+        if is_number(most) and most == 0:
             return options
-        factor = rule.clip_factor(l2norm(grads, options=options).norm)
+        factor = self.clip_factor(l2norm(grads, options=options).norm, most)
         if not is_number(most):
             factor = jnp.where(most == 0, 1, factor)
         unscale = 1.0 if options.unscale is None else options.unscale
         return options._replace(unscale=unscale * factor)
+
+    def clip_factor(self, norm: Float[Array, ""], most: ArrayLike) -> Array:
+        """What gradients of a norm are multiplied by, for one of `most`."""
+        raise NotImplementedError
 
     def init(self, params: PyTree) -> Any:
         """optax's `init`."""
@@ -172,23 +208,37 @@ class FusedRule:
             New weights and state.
         """
         _check_leaves(grads, "gradients")
-        leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
+        grads, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
-        decays = decays_by_mask(
-            self.mask, structure.unflatten([weight.param for weight in weights])
-        )
+        params = structure.unflatten([weight.param for weight in weights])
+        decays = decays_by_mask(self.mask, params)
+        if is_number(self.weight_decay) and self.weight_decay == 0:
+            decays = [False] * len(decays)  # which costs nothing
+        lists = {
+            name: structure.flatten_up_to(tree)
+            for name, tree in zip(state._fields[1:], state[1:], strict=True)
+            if tree is not None
+        }
         skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
         unscale = unscale_by(grad_scale)
         options = Options(unscale, skip, only_updates, self.backend, self.shardings)
-        trees = [None if x is None else structure.flatten_up_to(x) for x in state[1:]]
-        lists = type(state)(state.count, *trees)
-        stepped = self.step(weights, leaves, lists, decays, options)
+        if self.max_grad_norm is not None:
+            options = self.clipped(options, grads)
+        numbers = self.numbers(state.count)
+        leaves = Leaves(weights, grads, lists, decays)
+        per_leaf, known = self.measure(leaves, state.count, numbers, options)
+        moments = {name: lists[name] for name in lists if name not in known}
+        leaves = leaves._replace(moments=moments)
+        stepped = step(self.options, leaves, numbers, options, per_leaf)
         count = optax.safe_increment(state.count)
         if skip is not None:
             count = jnp.where(skip, state.count, count)
-        lists = [stepped.moments.get(name) for name in state._fields[1:]]
-        trees = [None if x is None else structure.unflatten(x) for x in lists]
-        return structure.unflatten(stepped.weights), type(state)(count, *trees)
+        trees = {
+            name: structure.unflatten(x)
+            for name, x in (stepped.moments | known).items()
+        }
+        new = state._replace(count=count, **trees)
+        return structure.unflatten(stepped.weights), new
 
 
 class FusedTransformation(Transformation):

@@ -1,4 +1,8 @@
-"""Fused NovoGrad."""
+"""Fused NovoGrad: moments of normalised gradients, with one norm per leaf.
+
+After apex's csrc/multi_tensor_novograd.cu. Ginsburg et al., *Stochastic Gradient
+Methods with Layer-wise Adaptive Moments*, 2019, arXiv:1905.11286.
+"""
 
 import dataclasses
 import math
@@ -6,16 +10,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
     FusedRule,
     FusedTransformation,
+    Measures,
     ScalarOrSchedule,
     no_steps,
     zeros,
 )
-from pallas_kernels import l2norm, max_norm, novograd
+from pallas_kernels import Blocks, Leaves, Numbers, Options, l2norm, max_norm
 
 
 class FusedNovoGradState(NamedTuple):
@@ -111,10 +116,9 @@ class FusedNovoGrad(FusedRule):
     state: ClassVar = FusedNovoGradState
     below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    b1: Any
-    b2: Any
-    eps: Any
-    bias_correction: bool
+    b1: ArrayLike
+    b2: ArrayLike
+    eps: ArrayLike
     reg_inside_moment: bool
     grad_averaging: bool
     norm_type: Any
@@ -125,33 +129,52 @@ class FusedNovoGrad(FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return FusedNovoGradState(no_steps(), zeros(params), norms)
 
-    def step(self, weights, grads, state, decays, options):
-        """Measures, blends the norms, then steps."""
-        old = jnp.stack(state.nu) if state.nu else jnp.zeros(0)
-        measure = l2norm if self.norm_type == 2 else max_norm
-        new = measure(grads, per_leaf=True, options=options).norm
-        begun = old if self.init_zero else jnp.where(state.count == 0, new, old)
-        norms = self._blended(begun, new)
-        c1, c2 = self.corrections(state.count)
-        results = novograd(
-            weights,
-            grads,
-            state.mu,
-            norms=norms / jnp.sqrt(jnp.asarray(c2)) + self.eps,
-            learning_rate=self.rate(state.count),
-            b1=self.b1,
-            averaging=1 - self.b1 if self.grad_averaging else 1.0,
-            weight_decay=self.weight_decay,
-            correction1=c1,
-            reg_inside_moment=self.reg_inside_moment,
-            decays=decays,
-            options=options,
-        )
-        if options.skip is not None:
-            norms = jnp.where(options.skip, old, norms)
-        return results._replace(moments=results.moments | {"nu": list(norms)})
+    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+        """What the formula takes, beside the denominator of each leaf."""
+        return {
+            "rate": self.rate(count),
+            "b1": self.b1,
+            "b3": 1 - self.b1 if self.grad_averaging else 1.0,
+            "decay": self.weight_decay,
+            "c1": self.correction(self.b1, count),
+        }
 
-    def _blended(self, old: Array, new: Array) -> Float[Array, " n"]:
+    def measure(
+        self,
+        leaves: Leaves,
+        count: Int[Array, ""],
+        numbers: dict[str, ArrayLike],
+        options: Options,
+    ) -> Measures:
+        """The denominator d of each leaf, and its blended norm n."""
+        del numbers
+        norms = leaves.moments["nu"]
+        old = jnp.stack(norms) if norms else jnp.zeros(0)
+        norm_of = l2norm if self.norm_type == 2 else max_norm
+        new = norm_of(leaves.grads, per_leaf=True, options=options).norm
+        begun = old if self.init_zero else jnp.where(count == 0, new, old)
         if self.norm_type == 2:
-            return jnp.sqrt(self.b2 * old**2 + (1 - self.b2) * new**2)
-        return self.b2 * old + (1 - self.b2) * new
+            blended = jnp.sqrt(self.b2 * begun**2 + (1 - self.b2) * new**2)
+        else:
+            blended = self.b2 * begun + (1 - self.b2) * new
+        root = jnp.sqrt(jnp.asarray(self.correction(self.b2, count)))
+        denominators = blended / root + self.eps
+        if options.skip is not None:
+            blended = jnp.where(options.skip, old, blended)
+        return {"norm": denominators}, {"nu": list(blended)}
+
+    def formula(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> tuple[Array, Blocks]:
+        """The step of one leaf, in float32."""
+        if self.reg_inside_moment:
+            g = g / s["norm"]
+            if decays:
+                g = g + s["decay"] * w
+        m = s["b1"] * moments["mu"] + s["b3"] * g
+        u = m / s["c1"]
+        if not self.reg_inside_moment:
+            u = u / s["norm"]
+            if decays:
+                u = u + s["decay"] * w
+        return -s["rate"] * u, {"mu": m}

@@ -1,4 +1,7 @@
-"""Fused SGD."""
+"""Fused SGD: momentum, dampening, Nesterov momentum and weight decay.
+
+After apex's csrc/multi_tensor_sgd_kernel.cu.
+"""
 
 import dataclasses
 import math
@@ -15,7 +18,7 @@ from jamp.optimizers._fused import (
     no_steps,
     zeros,
 )
-from pallas_kernels import sgd
+from pallas_kernels import Blocks, Numbers
 
 
 class FusedSGDState(NamedTuple):
@@ -91,8 +94,8 @@ class FusedSGD(FusedRule):
     state: ClassVar = FusedSGDState
     below: ClassVar = {"momentum": math.inf, "dampening": math.inf}
 
-    momentum: Any
-    dampening: Any
+    momentum: ArrayLike
+    dampening: ArrayLike
     nesterov: bool
     wd_after_momentum: bool
 
@@ -102,24 +105,31 @@ class FusedSGD(FusedRule):
             no_steps(), None if _is_zero(self.momentum) else zeros(params)
         )
 
-    def step(self, weights, grads, state, decays, options):
-        """One pass."""
+    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+        """What the formula takes."""
         undampened = 1.0
         if not _is_zero(self.dampening):
-            undampened = jnp.where(state.count == 0, 1, 1 - self.dampening)
-        return sgd(
-            weights,
-            grads,
-            state.trace,  # pyright: ignore[reportArgumentType]
-            learning_rate=self.rate(state.count),
-            momentum=self.momentum,
-            undampened=undampened,
-            weight_decay=self.weight_decay,
-            nesterov=self.nesterov,
-            wd_after_momentum=self.wd_after_momentum,
-            decays=decays,
-            options=options,
-        )
+            undampened = jnp.where(count == 0, 1, 1 - self.dampening)
+        return {
+            "rate": self.rate(count),
+            "momentum": self.momentum,
+            "undampened": undampened,
+            "decay": self.weight_decay,
+        }
+
+    def formula(
+        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
+    ) -> tuple[Array, Blocks]:
+        """The step of one leaf, in float32."""
+        if decays and not self.wd_after_momentum:
+            g = g + s["decay"] * w
+        d, new = g, {}
+        if "trace" in moments:
+            b = s["momentum"] * moments["trace"] + s["undampened"] * g
+            d, new = g + s["momentum"] * b if self.nesterov else b, {"trace": b}
+        if decays and self.wd_after_momentum:
+            d = d + s["decay"] * w
+        return -s["rate"] * d, new
 
 
 def _is_zero(x: Any) -> bool:
