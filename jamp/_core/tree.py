@@ -108,8 +108,9 @@ def _real_parts(x: Any) -> tuple[Any, ...]:
     return (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
 
 
-def select[T](take_new: Bool[Array, ""], new: T, old: T) -> T:
+def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:
     """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
+    take_new = jnp.asarray(take_new)
 
     def leaf(n, o):
         n = n if getattr(n, "dtype", None) == o.dtype else jnp.asarray(n, o.dtype)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -21,7 +22,7 @@ LARGEST_SCALE = 2.0**126
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
 
-_ZERO, _ONE, _MOST = np.int32(0), np.int32(1), np.int32(2**31 - 2)
+_ZERO, _ONE = np.int32(0), np.int32(1)
 
 
 class LossScaleState(NamedTuple):
@@ -205,7 +206,7 @@ class StaticLossScale:
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
         """Counts the step; the scale stays."""
         finite = jnp.asarray(finite)
-        counted = _increment(state.unskipped)
+        counted = optax.safe_increment(state.unskipped)
         if not self.check:
             return state._replace(unskipped=counted)
         return state._replace(
@@ -269,11 +270,7 @@ def _state(scale: float, hysteresis: int) -> LossScaleState:
 
 def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:
     """`consecutive_skips` after one more step."""
-    return lax.select(finite, _ZERO, _increment(state.consecutive_skips))
-
-
-def _increment(count: Int[Array, ""]) -> Int[Array, ""]:
-    return lax.add(lax.min(count, _MOST), _ONE)
+    return lax.select(finite, _ZERO, optax.safe_increment(state.consecutive_skips))
 
 
 def check_scale(name: str, scale: float, capped: bool = False) -> None:

@@ -48,14 +48,14 @@ def scaled_value_and_grad[**P](
     *,
     has_aux: Literal[False] = False,
     **options: Unpack[GradOptions],
-) -> Callable[Concatenate[HasLossScales, P], tuple[Array, PyTree]]: ...
+) -> Callable[Concatenate[HasLossScales, P], tuple[Array, Any]]: ...
 @overload
 def scaled_value_and_grad[**P, Aux](
     loss_fn: Callable[Concatenate[Any, P], tuple[Any, Aux]],
     *,
     has_aux: Literal[True],
     **options: Unpack[GradOptions],
-) -> Callable[Concatenate[HasLossScales, P], tuple[tuple[Array, Aux], PyTree]]: ...
+) -> Callable[Concatenate[HasLossScales, P], tuple[tuple[Array, Aux], Any]]: ...
 def scaled_value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -210,14 +210,14 @@ def scaled_grad[**P](
     *,
     has_aux: Literal[False] = False,
     **options: Unpack[GradOptions],
-) -> Callable[Concatenate[HasLossScales, P], PyTree]: ...
+) -> Callable[Concatenate[HasLossScales, P], Any]: ...
 @overload
 def scaled_grad[**P, Aux](
     loss_fn: Callable[Concatenate[Any, P], tuple[Any, Aux]],
     *,
     has_aux: Literal[True],
     **options: Unpack[GradOptions],
-) -> Callable[Concatenate[HasLossScales, P], tuple[PyTree, Aux]]: ...
+) -> Callable[Concatenate[HasLossScales, P], tuple[Any, Aux]]: ...
 def scaled_grad(
     loss_fn: Callable[..., Any],
     *,

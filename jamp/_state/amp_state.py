@@ -8,7 +8,6 @@ from typing import Any, NoReturn, Self
 import flax.struct
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
-from jaxtyping import Array, Bool
 
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
@@ -159,10 +158,10 @@ class AmpState(_Replace, TrainState, kw_only=True):
                 opt_states[key],
                 params[key],
                 overwrite=overwrite,
-                clean=flag,
+                clean=None if flag is True else flag,
                 update_args=dict(update_args or {}),
             )
-            skipped[key] = ~_known(flag)
+            skipped[key] = jnp.logical_not(flag)
             counts[key] = counts[key] + skipped[key].astype(jnp.int32)
         stepped = functools.reduce(jnp.logical_or, [~skipped[key] for key in clean])
         after = zip(_GROUPED, (params, opt_states, counts, skipped), strict=True)
@@ -258,11 +257,6 @@ register(AmpState)
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
 
 
-def _known(clean: Bool[Array, ""] | None) -> Bool[Array, ""]:
-    """Where nobody looked, True: a constant, which folds away."""
-    return jnp.asarray(True) if clean is None else clean
-
-
 def _next_scales(
     state: AmpState, losses: list[LossGrads]
 ) -> tuple[LossScaleState, ...]:
@@ -270,7 +264,7 @@ def _next_scales(
     flags: dict[int, list[Any]] = {}
     for loss in losses:  # in order: those that share a scale count one after another
         rule, before = state.loss_scale_rules[loss.loss_id], scales[loss.loss_id]
-        scales[loss.loss_id] = rule.update(before, _known(loss.finite))
+        scales[loss.loss_id] = rule.update(before, jnp.asarray(loss.finite))
         flags.setdefault(loss.loss_id, []).append(loss.finite)
     for loss_id, finite in flags.items():
         if len(finite) > 1 and state.loss_scale_rules[loss_id].checks:
@@ -299,11 +293,9 @@ def _next_field(
     old = getattr(state, name)
     check_like(new, old, name, _FIELD_REMEDY)
     if groups.is_container(old, keys):
-        chosen = {k: select(_known(clean[k]), new[k], old[k]) for k in clean}
+        chosen = {k: select(clean[k], new[k], old[k]) for k in clean}
         return groups.pack(groups.split(old, keys) | chosen, old)
-    flags = [flag for flag in clean.values() if flag is not None]
-    whole = functools.reduce(jnp.logical_and, flags) if flags else None
-    return select(_known(whole), new, old)
+    return select(functools.reduce(jnp.logical_and, clean.values()), new, old)
 
 
 def extra_fields(state: AmpState) -> list[str]:

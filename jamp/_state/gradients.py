@@ -2,16 +2,22 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import is_half, widen
+from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
-from jamp._core.tree import all_finite, check_like, differentiable, split_overwrite
+from jamp._core.tree import (
+    all_finite,
+    check_like,
+    differentiable,
+    split_overwrite,
+    widen_tree,
+)
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.by_hand import HasLossScales, check_loss_id
 from jamp._scaling.unscaled import raw_of
@@ -21,7 +27,8 @@ _REMEDY = (
     "several losses `grads=(g0, g1), loss_id=(0, 1)`."
 )
 
-type Flag = Bool[Array, ""] | None
+# True, of Python, where the rule does not check.
+type Flag = Bool[Array, ""] | Literal[True]
 
 
 class LossGrads(NamedTuple):
@@ -29,7 +36,7 @@ class LossGrads(NamedTuple):
 
     Attributes:
         loss_id: whose scale moves.
-        finite: whether all are finite; None where the rule does not check.
+        finite: whether all are finite.
         trees: per group that the loss covers, its gradients in float32.
         overwrite: per group, new values of Flax's `_overwrite_with_gradient`, or None.
     """
@@ -66,12 +73,12 @@ def by_loss(grads: Any, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
 
 
 def clean_flags(losses: list[LossGrads]) -> dict[Key, Flag]:
-    """Per group that has gradients, whether all are finite; None if nobody looked."""
-    clean: dict[Key, Any] = {}
+    """Per group that has gradients, whether all of them are finite."""
+    clean: dict[Key, Flag] = {}
     for loss in losses:
         for key in loss.trees:
-            both = [f for f in (clean.get(key), loss.finite) if f is not None]
-            clean[key] = functools.reduce(jnp.logical_and, both) if both else None
+            looked = [f for f in (clean.get(key, True), loss.finite) if f is not True]
+            clean[key] = functools.reduce(jnp.logical_and, looked) if looked else True
     return clean
 
 
@@ -86,24 +93,29 @@ def summed(losses: list[LossGrads], key: Key) -> tuple[PyTree, Any]:
 def _of_loss(grads: Any, loss_id: int, state: HasLossScales) -> LossGrads:
     check_loss_id(loss_id, state)
     trees, overwrite = {}, {}
-    for key, entry in _by_group(grads, state).items():
+    keys = groups.group_keys(state.tx)
+    is_single = keys == (groups.SINGLE,)
+    entries = {groups.SINGLE: grads} if is_single else _by_group(grads, keys, state)
+    for key, entry in entries.items():
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
         expected = differentiable(groups.get(state.params, key))
         check_like(entry, expected, what, _REMEDY)
         trees[key], overwrite[key] = split_overwrite(entry)
-    _check_half(trees, state)
-    checks = state.loss_scale_rules[loss_id].checks
-    finite = _finite(jax.tree.leaves(trees), loss_id) if checks else None
-    wide = {key: jax.tree.map(widen, tree) for key, tree in trees.items()}
-    return LossGrads(loss_id, finite, wide, overwrite)
+    leaves = jax.tree.leaves(trees)
+    finite = (
+        _finite(leaves, loss_id) if state.loss_scale_rules[loss_id].checks else True
+    )
+    if any(map(is_half, leaves)):
+        _warn_half(trees, state)
+        trees = widen_tree(trees)
+    return LossGrads(loss_id, finite, trees, overwrite)
 
 
-def _by_group(grads: Any, state: HasLossScales) -> dict[Key, PyTree]:
+def _by_group(
+    grads: Any, keys: tuple[Key, ...], state: HasLossScales
+) -> dict[Key, PyTree]:
     """The entries of the groups that have gradients."""
-    keys = groups.group_keys(state.tx)
-    if keys == (groups.SINGLE,):
-        return {groups.SINGLE: grads}
     if isinstance(state.params, Mapping):
         fits = isinstance(grads, Mapping) and set(grads) <= set(keys)
     else:
@@ -112,7 +124,8 @@ def _by_group(grads: Any, state: HasLossScales) -> dict[Key, PyTree]:
         raise ValueError(
             "gradients of several groups come in the container of `state.params`, "
             f"with the keys {list(keys)}, and None for a group without; got "
-            f"{_described(grads)}: {_REMEDY}"
+            f"{_described(grads)}. Those of `wrt=key` are `grads={{key: grads}}`; "
+            f"else {_REMEDY}"
         )
     pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
     entries: dict[Key, PyTree] = {k: tree for k, tree in pairs if tree is not None}
@@ -149,7 +162,7 @@ def _finite(leaves: Sequence[Array], loss_id: int) -> Flag:
     return functools.reduce(jnp.logical_and, [*flags.values(), *looked])
 
 
-def _check_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+def _warn_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
     """Warns of gradients that are half, under a scale that is there for just those."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(list(trees.values())):
         if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):

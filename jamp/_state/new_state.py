@@ -1,5 +1,6 @@
 """A state before its first step, of params that are cast already."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jamp._state.step import begin
 
 
 def new_state[S](
-    state_class: type[S],
+    state_class: Callable[..., S],
     originals: PyTree,
     params: PyTree,
     txs: Any,

@@ -179,6 +179,7 @@ class FusedRule:
             raise ValueError(
                 f"{self.name} needs the params: call `update(grads, state, params)`."
             )
+        _check_leaves(updates, "gradients")
         check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
         scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
@@ -207,11 +208,12 @@ class FusedRule:
         Returns:
             New weights and state.
         """
-        _check_leaves(grads, "gradients")
         grads, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
-        params = structure.unflatten([weight.param for weight in weights])
-        decays = decays_by_mask(self.mask, params)
+        decays = [True] * len(weights)
+        if self.mask is not None:
+            params = structure.unflatten([weight.param for weight in weights])
+            decays = decays_by_mask(self.mask, params)
         if is_number(self.weight_decay) and self.weight_decay == 0:
             decays = [False] * len(decays)  # which costs nothing
         lists = {

@@ -204,7 +204,10 @@ def joined(params: PyTree, masters: PyTree) -> PyTree:
 
     leaves, structure = jax.tree.flatten(masters, is_leaf=_is_hole)
     both = zip(structure.flatten_up_to(params), leaves, strict=True)
-    return structure.unflatten([_weight(*pair) for pair in both])
+    weights = [  # `optax.masked` leaves holes in both
+        p if _is_hole(p) else Weight(p, None if _is_hole(m) else m) for p, m in both
+    ]
+    return structure.unflatten(weights)
 
 
 def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
@@ -316,12 +319,6 @@ def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
             )
 
     jax.tree_util.tree_map_with_path(leaf, state.masters, params, is_leaf=_is_hole)
-
-
-def _weight(param: Any, master: Any) -> Any:
-    if not _is_hole(master):
-        return Weight(param, master)
-    return param if _is_hole(param) else Weight(param)  # optax.masked leaves holes
 
 
 def _is_weight(x: object) -> bool:

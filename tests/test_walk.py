@@ -1,0 +1,60 @@
+"""How far one walks through the code to read a step: functions of ours, and files."""
+
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jamp
+from jamp import optimizers
+
+ROOT = pathlib.Path(jamp.__file__).parent.parent
+ROOMS = tuple(str(ROOT / name) for name in ("jamp", "pallas_kernels"))
+
+
+def functions_called(fn: Callable[..., Any], *args: Any) -> tuple[Any, set[Any]]:
+    """What `fn` gives, and the functions of ours that ran: their file and name."""
+    called = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        ours = code.co_filename.startswith(ROOMS) and not code.co_name.startswith("<")
+        if event == "call" and ours:
+            called.add((code.co_filename, code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        return fn(*args), called
+    finally:
+        sys.setprofile(before)
+
+
+def loss_fn(params, x):
+    for layer in params.values():
+        x = x @ layer["kernel"] + layer["bias"]
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def test_a_fused_step_at_o2():
+    layer = lambda: {"kernel": jnp.eye(4), "bias": jnp.ones(4)}  # noqa: E731
+    params, found = {"a": layer(), "b": layer()}, {}
+    tx = optimizers.fused_adam(1e-3)
+    state = jamp.initialize(params, tx, "O2", apply_fn=None, verbosity=0)
+
+    def step(state, x):
+        both = jamp.scaled_value_and_grad(loss_fn)
+        (loss, grads), found["grads"] = functions_called(both, state, x)
+        after, found["step"] = functions_called(
+            lambda: state.apply_gradients(grads=grads)
+        )
+        return after, loss
+
+    jax.make_jaxpr(step)(state, jnp.ones((2, 4), jnp.float32))
+    whole = found["grads"] | found["step"]
+    assert 20 < len(found["step"]) <= 75
+    assert len(whole) <= 225
+    assert len({file for file, _ in whole}) <= 45
