@@ -110,12 +110,15 @@ def train_step(state, batches):
             return losses.mean()
 
         loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
-        return total + grads, loss  # a sum in float32; it is finite if all of them are
+        return jax.tree.map(jnp.add, total, grads), loss
 
-    total, losses = jax.lax.scan(add, jamp.zero_grads(state), batches)
-    metrics = {"loss": losses.mean(), "scale": total.scale, "skipped": ~total.finite}
-    # One step by the mean; or none at all, if a single micro-batch has overflowed.
-    return state.apply_gradients(grads=total / len(losses)), metrics
+    zeros = jax.tree.map(jnp.zeros_like, jamp.master_params(state))
+    total, losses = jax.lax.scan(add, zeros, batches)
+    mean = jax.tree.map(lambda g: g / len(losses), total)
+    # One step; or none at all, as the mean is NaN if a single micro-batch overflowed.
+    after = state.apply_gradients(grads=mean)
+    metrics = {"loss": losses.mean(), "scale": state.loss_scale}
+    return after, metrics | {"skipped": after.last_step_skipped}
 
 
 @jax.jit

@@ -110,12 +110,14 @@ def loss_fn(model, tokens):
 
 @nnx.jit
 def train_step(model, optimizer, tokens):
-    # Differentiates the loss times the loss scale; `loss` comes back without it.
+    # Differentiates the loss times the loss scale; both come back without it.
     loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, tokens)
-    # Unscales the gradients, steps the float32 masters and rounds them to half. If a
-    # gradient is inf or NaN it skips all that, and halves the scale.
+    scale = optimizer.loss_scale
+    # Steps the float32 masters and rounds them to half. If a gradient has overflowed,
+    # all are NaN: it skips all that, and halves the scale.
     optimizer.update(model, grads)
-    return {"loss": loss, "scale": grads.scale, "skipped": ~grads.finite}
+    skipped = optimizer.last_step_skipped.get_value()
+    return {"loss": loss, "scale": scale, "skipped": skipped}
 
 
 @nnx.jit(static_argnums=4)

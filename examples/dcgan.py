@@ -102,22 +102,23 @@ def train_step(state, images, noise):
         jamp.scaled_value_and_grad(loss_fn, has_aux=True, loss_id=i, wrt=name)
         for i, (loss_fn, name) in enumerate(losses)
     )
-    # The gradients of both losses of D, each unscaled with its own scale, are summed.
+    # The gradients of both losses of D are summed, and move a scale each.
+    scale = jnp.stack(state.loss_scale)
     fakes, _ = forward("G", state.params, state.batch_stats, noise)
     (loss_real, stats), real = d_real(state, state.batch_stats, images, REAL)
     (loss_fake, stats), fake = d_fake(state, stats, fakes, FAKE)
-    state = state.apply_gradients(grads=(real, fake), batch_stats=stats)
+    both = {"D": real}, {"D": fake}
+    state = state.apply_gradients(grads=both, loss_id=(0, 1), batch_stats=stats)
 
     # G has to deceive the new D. Its step takes over the running statistics of G alone,
     # as it trains G alone; and if it is skipped, neither. So is it with D, above.
     (loss_g, stats), grads = g(state, state.batch_stats, noise)
-    state = state.apply_gradients(grads=grads, batch_stats=stats)
+    state = state.apply_gradients(grads={"G": grads}, loss_id=2, batch_stats=stats)
 
-    all_grads = real, fake, grads
     return state, {
         "loss": jnp.stack([loss_real, loss_fake, loss_g]),
-        "scale": jnp.stack([grads.scale for grads in all_grads]),
-        "overflow": jnp.stack([~grads.finite for grads in all_grads]),
+        "scale": scale,
+        "overflow": jnp.stack([s.consecutive_skips > 0 for s in state.loss_scales]),
     }
 
 

@@ -75,12 +75,13 @@ def train_step(state, images, labels):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), updated["batch_stats"]
 
-    # Differentiates the loss times the loss scale; `loss` comes back without it.
+    # Differentiates the loss times the loss scale; both come back without it.
     (loss, stats), grads = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-    # Unscales the gradients, steps the float32 masters and rounds them to half. If a
-    # gradient is inf or NaN it skips all that, batch_stats too, and halves the scale.
-    state = state.apply_gradients(grads=grads, batch_stats=stats)
-    return state, {"loss": loss, "scale": grads.scale, "skipped": ~grads.finite}
+    # Steps the float32 masters and rounds them to half. If a gradient has overflowed,
+    # all are NaN: it skips all that, batch_stats too, and halves the scale.
+    after = state.apply_gradients(grads=grads, batch_stats=stats)
+    metrics = {"loss": loss, "scale": state.loss_scale}
+    return after, metrics | {"skipped": after.last_step_skipped}
 
 
 @jax.jit

@@ -110,8 +110,9 @@ def train_step(state, x, y):
 
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
     # The gradients are the same on all processes, so all of them step or none does.
-    metrics = {"loss": loss, "scale": grads.scale, "skipped": ~grads.finite}
-    return state.apply_gradients(grads=grads), metrics
+    after = state.apply_gradients(grads=grads)
+    metrics = {"loss": loss, "scale": state.loss_scale}
+    return after, metrics | {"skipped": after.last_step_skipped}
 
 
 # ---- What a process adds: its devices, and its rows of each batch --------------------

@@ -93,9 +93,9 @@ def make_train_step(mesh, sync_bn):
         (loss, (hits, stats)), grads = grad_fn(state)
         if not sync_bn:  # each device normalized by its own; validation takes the mean
             stats = jax.lax.pmean(stats, "batch")
-        state = state.apply_gradients(grads=grads, batch_stats=stats)
+        after = state.apply_gradients(grads=grads, batch_stats=stats)
         hits = jax.lax.pmean(hits, "batch")
-        return state, (loss, *hits, grads.scale, state.skipped_steps)
+        return after, (loss, *hits, state.loss_scale, after.skipped_steps)
 
     return train_step
 
