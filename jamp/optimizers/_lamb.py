@@ -91,7 +91,7 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    return FusedTransformation.of(FusedLAMB(**locals()))
+    return FusedTransformation.from_rule(FusedLAMB(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class FusedLAMB(FusedRule):
         next: that moves 2 B per weight more than to store it, and takes no memory. XLA
         keeps it, 4 B per weight.
         """
-        found = sums(self.options, leaves, numbers, options, ("weight", "update"))
+        found = sums(self.static, leaves, numbers, options, ("weight", "update"))
         weight, update = jnp.sqrt(found["weight"]), jnp.sqrt(found["update"])
         adapts = (weight != 0) & (update != 0)  # NaN too, as in apex
         if not self.use_nvlamb:
