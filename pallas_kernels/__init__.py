@@ -18,7 +18,7 @@ from pallas_kernels._step import (
     Rule as Rule,
     Stepped as Stepped,
     step as step,
-    sums as sums,
+    step_norms as step_norms,
 )
 from pallas_kernels._weights import Weight as Weight, join as join, split as split
 from pallas_kernels._xla import Blocks as Blocks, Numbers as Numbers

@@ -5,23 +5,19 @@ replaces it, one named in `reductions` is reduced over its leaf, and any other i
 array.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from pallas_kernels._backend import BackendError, resolve
-from pallas_kernels._shard import on_each_device, placement_of
+from pallas_kernels._placement import Placement, Sharding, placement_of
 from pallas_kernels._xla import (
     Blocks,
     Job,
     Leaf,
-    PartialResults,
-    join,
     run_in_xla,
 )
 
@@ -43,7 +39,7 @@ class Options(NamedTuple):
     skip: Bool[Array, ""] | None = None
     only_updates: bool = False
     backend: str = "auto"
-    shardings: Sequence[NamedSharding | None] | None = None
+    shardings: Sequence[Sharding] | None = None
 
 
 DEFAULTS = Options()
@@ -84,13 +80,6 @@ def run(
     given = {"skip": options.skip, "unscale": options.unscale, **(scalars or {})}
     scalars = {name: x for name, x in given.items() if x is not None}
     where = resolve(options.backend, [x for leaf in leaves for x in leaf.values()])
-    placement = placement_of(leaves, options.shardings)
-    if where != "xla" and placement.unknown:
-        if options.backend != "auto":
-            raise BackendError(
-                f"backend={options.backend!r} cannot run: {placement.unknown}"
-            )
-        where = "xla"
     if not leaves:
         shape = () if job.totals else (0,)
         return Results([], dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
@@ -99,35 +88,33 @@ def run(
     numbers = [jnp.array([*scalars.values()], jnp.float32)]
     if per_leaf:
         numbers.append(jax.lax.optimization_barrier(jnp.stack([*per_leaf.values()], 1)))
-    every = range(len(leaves))
-    if where == "xla":
-        on_one_device = placement.mesh is None and not placement.unknown
-        part = run_in_xla(job, names, tags, on_one_device, every, leaves, *numbers)
+    if where != "xla" and (placement := _placement_for_kernels(leaves, options)):
+        from pallas_kernels import mosaic  # takes a third of a second to load
+
+        interpret = where == "interpret"
+        part = mosaic.run_in_mosaic(
+            job, names, tags, interpret, placement, leaves, *numbers
+        )
     else:
-        kernels = functools.partial(_run_in_kernels, job, names, tags, where)
-        if placement.mesh is None:
-            part = kernels(every, leaves, *numbers)
-        else:
-            part = on_each_device(kernels, job, placement, leaves, *numbers)
+        whole = job.totals and placement_of(leaves, options.shardings).is_one_device
+        every = range(len(leaves))
+        part = run_in_xla(job, names, tags, whole, every, leaves, *numbers)
     return Results(list(part.leaves.values()), part.reductions)
 
 
-def _run_in_kernels(
-    job: Job,
-    names: tuple[str, ...],
-    tags: Sequence[Any],
-    where: str,
-    members: Sequence[int],
-    leaves: Sequence[Leaf],
-    *numbers: Array,
-) -> PartialResults:
-    """Runs the leaves `members` on one device, or what of them each device holds."""
-    from pallas_kernels import _launch  # Mosaic takes a third of a second to load
+def _placement_for_kernels(
+    leaves: Sequence[Leaf], options: Options
+) -> Placement | None:
+    """Where leaves are; None where kernels cannot run, and XLA shall.
 
-    rest = [k for k in members if not _launch.fits(leaves[k])]
-    fitting = [k for k in members if k not in set(rest)]
-    interpret = where == "interpret"
-    parts = _launch.launch_all(job, names, tags, interpret, fitting, leaves, *numbers)
-    if rest:
-        parts.append(run_in_xla(job, names, tags, True, rest, leaves, *numbers))
-    return join(job, parts)
+    Raises:
+        BackendError: kernels cannot run, and nothing else was asked for.
+    """
+    placement = placement_of(leaves, options.shardings)
+    if not placement.unknown:
+        return placement
+    if options.backend != "auto":
+        raise BackendError(
+            f"backend={options.backend!r} cannot run: {placement.unknown}"
+        )
+    return None

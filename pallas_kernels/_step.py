@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from pallas_kernels._run import Options, run
@@ -32,16 +33,6 @@ class Rule(Protocol):
         ...
 
 
-class Measuring(Rule, Protocol):
-    """A rule whose step needs norms of each leaf first."""
-
-    def measured(
-        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
-    ) -> Blocks:
-        """What to sum over the leaf, by name."""
-        ...
-
-
 class Leaves(NamedTuple):
     """What is stepped.
 
@@ -56,25 +47,6 @@ class Leaves(NamedTuple):
     grads: Sequence[Array]
     moments: Mapping[str, Sequence[Array]]
     decays: Sequence[bool]
-
-    def columns(self, *, with_copies: bool) -> list[Leaf]:
-        """The arrays of each leaf, by the names under which kernels know them."""
-        leaves = []
-        for k, (weight, grad) in enumerate(zip(self.weights, self.grads, strict=True)):
-            leaf = {"grad": grad, **weight.columns}
-            leaf |= {name: xs[k] for name, xs in self.moments.items()}
-            if not with_copies:
-                leaf.pop("copy", None)
-            leaves.append(leaf)
-        return leaves
-
-    def tags(self, rule: Rule, only_updates: bool) -> "list[_Tag]":
-        """What is static of each leaf."""
-        pairs = zip(self.weights, self.decays, strict=True)
-        return [
-            _Tag(rule, decays, w.kind, w.param.dtype, only_updates)
-            for w, decays in pairs
-        ]
 
 
 class _Tag(NamedTuple):
@@ -114,14 +86,11 @@ def step(
         per_leaf: further numbers, one per leaf.
     """
     only_updates = options.only_updates
-    results = run(
-        Job(_stepped, unread={} if only_updates else {"copy": _copy}, stored=_stored),
-        leaves.columns(with_copies=not only_updates),
-        options,
-        scalars=numbers,
-        per_leaf=per_leaf,
-        tags=leaves.tags(rule, only_updates),
-    ).leaves
+    unread = {} if only_updates else {"copy": _copy}
+    job = Job(_stepped, unread=unread, stored=_stored)
+    columns, tags = _columns_and_tags(rule, leaves, only_updates)
+    how = {"scalars": numbers, "per_leaf": per_leaf, "tags": tags}
+    results = run(job, columns, options, **how).leaves
     if only_updates:
         stepped = [leaf["update"] for leaf in results]
     else:
@@ -131,21 +100,38 @@ def step(
     return Stepped(stepped, {name: [leaf[name] for leaf in results] for name in names})
 
 
-def sums(
-    rule: Measuring,
+def step_norms(
+    rule: Rule,
     leaves: Leaves,
     numbers: Mapping[str, ArrayLike],
     options: Options,
-    names: Sequence[str],
-) -> dict[str, Float[Array, " n"]]:
-    """Sums what `rule.measured` gives over each leaf, and writes nothing."""
-    return run(
-        Job(_measured, reductions=dict.fromkeys(names, "sum")),
-        leaves.columns(with_copies=False),
-        options,
-        scalars=numbers,
-        tags=leaves.tags(rule, options.only_updates),
-    ).reductions
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Per leaf, the norms of the weight and of what `step` would add to it.
+
+    Nothing is written, and kernels compute the step again when it is taken: that moves
+    2 B per weight more than to store it, and takes no memory. XLA keeps it, 4 B per
+    weight.
+    """
+    job = Job(_squares, reductions={"weight": "sum", "added": "sum"})
+    columns, tags = _columns_and_tags(rule, leaves, only_updates=True)
+    found = run(job, columns, options, scalars=numbers, tags=tags).reductions
+    return jnp.sqrt(found["weight"]), jnp.sqrt(found["added"])
+
+
+def _columns_and_tags(
+    rule: Rule, leaves: Leaves, only_updates: bool
+) -> tuple[list[Leaf], list[_Tag]]:
+    """Per leaf, its arrays by the names that kernels know, and what is static."""
+    columns, tags = [], []
+    every = zip(leaves.weights, leaves.grads, leaves.decays, strict=True)
+    for k, (weight, grad, decays) in enumerate(every):
+        leaf = {"grad": grad, **weight.columns}
+        leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
+        if only_updates:
+            leaf.pop("copy", None)
+        columns.append(leaf)
+        tags.append(_Tag(rule, decays, weight.kind, weight.param.dtype, only_updates))
+    return columns, tags
 
 
 def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
@@ -156,9 +142,10 @@ def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
     return {"weight": weight + delta, **moments}
 
 
-def _measured(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
-    numbers, *arrays = _read(numbers, tag, blocks)
-    return tag.rule.measured(numbers, tag.decays, *arrays)
+def _squares(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
+    numbers, grad, weight, moments = _read(numbers, tag, blocks)
+    delta, _ = tag.rule.formula(numbers, tag.decays, grad, weight, moments)
+    return {"weight": weight * weight, "added": delta * delta}
 
 
 def _stored(tag: _Tag, results: Blocks) -> Blocks:

@@ -60,7 +60,7 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
             per_leaf = {"norm": jnp.arange(1, len(grads) + 1, dtype=F32)}
         else:
             per_leaf, _ = rule.measure(leaves, jnp.int32(0), numbers, options)
-        return pk.step(rule.options, leaves, numbers, options, per_leaf)
+        return pk.step(rule.static, leaves, numbers, options, per_leaf)
 
     def make(sizes):
         weights = [weight(kind, dtype, n) for n in sizes]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Weight
-from pallas_kernels._launch import BLOCK, WARPGROUP
+from pallas_kernels.mosaic.launch import BLOCK, WARPGROUP
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 HALVES = [F16, BF16]

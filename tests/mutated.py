@@ -46,5 +46,6 @@ TESTS = {
     "pallas_kernels/_run.py": "multi_tensor one_pass launch",
     "pallas_kernels/_xla.py": "multi_tensor one_pass fused_contract",
     "pallas_kernels/_step.py": "one_pass fused_optimizers -k not 55",
+    "pallas_kernels/mosaic/launch.py": "launch",
     "pallas_kernels/_weights.py": "one_pass store_remainder",
 }

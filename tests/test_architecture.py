@@ -119,6 +119,18 @@ def test_what_jax_does_not_document_is_in_one_file():
         assert [name for name in UNDOCUMENTED if name in source] == [], module
 
 
+def test_pallas_is_behind_a_fence():
+    """One folder imports it, and one function that folder."""
+    fence, gates = "pallas_kernels.mosaic", []
+    for module in [m for m in MODULES if not m.startswith(fence)]:
+        assert "experimental.pallas" not in MODULES[module].read_text(), module
+        gates += [module for name in imports(module) if name.startswith(fence)]
+    assert gates == ["pallas_kernels._run"]
+    body = ast.parse(MODULES[gates[0]].read_text()).body
+    top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert "mosaic" not in "".join(map(ast.unparse, top))
+
+
 def test_nothing_unpickles_or_evaluates():
     for module, path in MODULES.items():
         found = re.findall(r"pickle\.loads?|\b(?:eval|exec)\(", path.read_text())

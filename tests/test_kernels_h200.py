@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import _launch
+from pallas_kernels.mosaic import launch as launcher
 from tests import emulator, everything, kernels, ptx, subprocesses
 from tests.bits import assert_same_bits
 from tests.mixed_leaves import FAST
@@ -96,7 +96,7 @@ def run(target: str, name: str, skip: bool = False) -> tuple[Any, Any, list[Laun
         return jax.tree.unflatten(tree, map(jnp.asarray, arrays[len(operands) :]))
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        patch.setattr(_launch.plgpu, "kernel", kernel)
+        patch.setattr(launcher.plgpu, "kernel", kernel)
         results = case.call(INTERPRET, *args)
     assert not left, "a kernel was compiled and not launched"
     return args, results, launches
@@ -125,7 +125,7 @@ def test_kernels_compute_what_xla_does(target, name):
 def test_whole_blocks_move_in_wide_accesses(target, name):
     for launch in run(target, name)[2]:
         lone = name.startswith(("l2norm", "max_norm", "found_inf"))
-        block = _launch.LONE_BLOCK if lone else _launch.BLOCK
+        block = launcher.LONE_BLOCK if lone else launcher.BLOCK
         narrow = [0 for _ in launch.arrays]
         for access in (a for accesses in launch.accesses for a in accesses):
             itemsize = launch.arrays[access.array].itemsize
@@ -134,7 +134,7 @@ def test_whole_blocks_move_in_wide_accesses(target, name):
         for x, elements in zip(launch.arrays, narrow, strict=True):
             if x.size in kernels.SIZES:
                 remainder = x.size % block
-                assert elements <= 2 * (remainder and remainder + _launch.WARPGROUP)
+                assert elements <= 2 * (remainder and remainder + launcher.WARPGROUP)
 
 
 @of_all
@@ -177,7 +177,7 @@ def test_a_skip_writes_nothing(target, name):
 def test_large_leaves_are_indexed_in_64_bits(target, case, index):
     (kernel,) = compiled(target)[f"{case}, {index}"]
     size = kernels.LARGE[index]
-    block = _launch.LONE_BLOCK if "found_inf" in case else _launch.BLOCK
+    block = launcher.LONE_BLOCK if "found_inf" in case else launcher.BLOCK
     assert kernel.grid == size // block
     # Numbers, `x`, for `scale` its result, partials. What is not touched takes no room.
     columns = [np.zeros(size, np.uint16) for _ in range(1 + ("scale" in case))]

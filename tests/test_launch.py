@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import _launch
 from pallas_kernels._run import Options, Results, run
 from pallas_kernels._xla import Job
+from pallas_kernels.mosaic import launch as launcher
 from tests import everything
 from tests.everything import BF16, F16, F32, integers
 
@@ -63,7 +63,7 @@ def test_a_skip_keeps_every_bit_and_reduces_all_the_same():
 def test_a_dtype_that_kernels_lack_goes_through_xla():
     with jax.enable_x64(True):
         x = jnp.arange(300, dtype=jnp.float64) + 2.0**-40
-        assert not _launch.fits({"x": x})
+        assert not launcher.fits({"x": x})
         job = Job(lambda numbers, tag, c: {"x": c["x"] * 2})
         results = run(job, [{"x": x}, {"x": jnp.ones(300, F32)}], INTERPRET)
         assert results.leaves[0]["x"].dtype == jnp.float64
@@ -123,7 +123,7 @@ def touched(n, block, vec):
         return [[(k * block, block, vec, 0)] for k in range(steps)]
     last = [
         (w.index.start, w.size, w.vec, w.seen)
-        for w in _launch._last_windows(n, block, vec)
+        for w in launcher._last_windows(n, block, vec)
     ]
     return [[(k * block, block, vec, 0)] for k in range(steps - 1)] + [last]
 
@@ -141,7 +141,7 @@ def test_windows_cover_a_leaf_once(n, block, vec):
             assert 0 <= start and start + size <= n
             # Whole accesses by all threads; 16 or 8 bytes, and so aligned, but for
             # single elements.
-            assert size % (width * _launch.WARPGROUP) == 0
+            assert size % (width * launcher.WARPGROUP) == 0
             assert width == 1 or start % width == 0
             counted[start + seen : start + size] += 1
             # No step touches what another does: steps run in any order.
@@ -156,7 +156,7 @@ def test_windows_cover_a_leaf_once(n, block, vec):
 )
 @hypothesis.example([768, 2**20] * 150, 5).via("10 launches, 8 of them of two kinds")
 def test_chunks_take_every_leaf_once_and_equal_ones_together(sizes, columns):
-    chunks = _launch.chunks(sizes, columns)
+    chunks = launcher.chunks(sizes, columns)
     assert sorted(itertools.chain(*chunks)) == list(range(len(sizes)))
     most = max(map(len, chunks), default=1)
     assert all(chunks) and most * columns <= 160
@@ -168,7 +168,7 @@ def test_chunks_take_every_leaf_once_and_equal_ones_together(sizes, columns):
 
 def test_fits():
     def fits(n, dtype):
-        return _launch.fits({"x": jax.ShapeDtypeStruct((n,), dtype)})
+        return launcher.fits({"x": jax.ShapeDtypeStruct((n,), dtype)})
 
     assert not fits(0, F32) and not fits(127, F32) and fits(128, F32)
     assert all(fits(1000, d) for d in (F16, BF16, F32, jnp.uint16))
@@ -177,4 +177,4 @@ def test_fits():
     assert fits(2**31, BF16) and fits(2**31 + 4096, BF16) and fits(2**40, BF16)
     assert not fits(2**31 + 1024, BF16)  # rows of both block sizes, or none
     narrow, wide = (jax.ShapeDtypeStruct((300,), d) for d in (BF16, jnp.int32))
-    assert not _launch.fits({"x": narrow, "y": wide})
+    assert not launcher.fits({"x": narrow, "y": wide})

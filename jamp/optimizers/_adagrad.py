@@ -62,7 +62,7 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    return FusedTransformation.of(FusedAdagrad(**locals()))
+    return FusedTransformation.from_rule(FusedAdagrad(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

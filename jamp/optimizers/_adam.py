@@ -100,7 +100,7 @@ def fused_adam(
         raise ValueError(
             "fused_adam: legacy=True has one kind of decay. Leave adam_w_mode out."
         )
-    return FusedTransformation.of(FusedAdam(**locals()))
+    return FusedTransformation.from_rule(FusedAdam(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,10 +81,10 @@ class FusedRule:
         return self.state(no_steps(), *(zeros(params) for _ in self.state._fields[1:]))
 
     @property
-    def options(self) -> Self:
-        """The rule without its numbers, which may be traced: what a program depends on.
+    def static(self) -> Self:
+        """The rule without its numbers, which may be traced.
 
-        All rules of the same options run the same compiled formula.
+        Rules that differ in their numbers alone run the same compiled formula.
         """
         rule = copy.copy(self)
         for name in (*_NUMBERS, *self.below, "mask", "shardings"):
@@ -100,7 +100,7 @@ class FusedRule:
     ) -> tuple[Array, Blocks]:
         """What to add to a weight, and new moments: see `pallas_kernels.Rule`.
 
-        Of the rule it may ask the options, not the numbers: these are in `s`.
+        Numbers are in `s`: of the rule it asks only what is static.
         """
         raise NotImplementedError
 
@@ -231,7 +231,7 @@ class FusedRule:
         per_leaf, known = self.measure(leaves, state.count, numbers, options)
         moments = {name: lists[name] for name in lists if name not in known}
         leaves = leaves._replace(moments=moments)
-        stepped = step(self.options, leaves, numbers, options, per_leaf)
+        stepped = step(self.static, leaves, numbers, options, per_leaf)
         count = optax.safe_increment(state.count)
         if skip is not None:
             count = jnp.where(skip, state.count, count)
@@ -248,7 +248,7 @@ class FusedTransformation(Transformation):
 
     def replace(self, **changes: Any) -> Self:
         """The same optimizer with other hyperparameters."""
-        return type(self).of(dataclasses.replace(self.rule, **changes))
+        return type(self).from_rule(dataclasses.replace(self.rule, **changes))
 
     def all_finite(
         self, grads: PyTree, grad_scale: ArrayLike | None = None

@@ -17,7 +17,7 @@ from jamp.optimizers._fused import (
     Measures,
     ScalarOrSchedule,
 )
-from pallas_kernels import Blocks, Leaves, Numbers, Options, sums
+from pallas_kernels import Blocks, Leaves, Numbers, Options, step_norms
 
 
 class FusedLAMBState(NamedTuple):
@@ -91,7 +91,7 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    return FusedTransformation.of(FusedLAMB(**locals()))
+    return FusedTransformation.from_rule(FusedLAMB(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,14 +130,9 @@ class FusedLAMB(FusedRule):
         numbers: dict[str, ArrayLike],
         options: Options,
     ) -> Measures:
-        """The rate of each leaf, from the norms of its weight and its direction.
-
-        This stage writes nothing else, and kernels compute the direction again in the
-        next: that moves 2 B per weight more than to store it, and takes no memory. XLA
-        keeps it, 4 B per weight.
-        """
-        found = sums(self.options, leaves, numbers, options, ("weight", "update"))
-        weight, update = jnp.sqrt(found["weight"]), jnp.sqrt(found["update"])
+        """The rate of each leaf, from the norms of its weight and of its direction."""
+        plain = numbers | {"rate": 1.0}
+        weight, update = step_norms(self.static, leaves, plain, options)
         adapts = (weight != 0) & (update != 0)  # NaN too, as in apex
         if not self.use_nvlamb:
             decays = jnp.array(leaves.decays, bool)
@@ -148,20 +143,6 @@ class FusedLAMB(FusedRule):
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
         """The step of one leaf, in float32."""
-        u, moments = self.direction(s, decays, g, w, moments)
-        return -s["rate"] * u, moments
-
-    def measured(
-        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
-    ) -> Blocks:
-        """What is summed over the leaf before."""
-        u, _ = self.direction(s, decays, g, w, moments)
-        return {"weight": w * w, "update": u * u}
-
-    def direction(
-        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
-    ) -> tuple[Array, Blocks]:
-        """u, and the moments."""
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["b3"] * g
@@ -169,7 +150,7 @@ class FusedLAMB(FusedRule):
         u = (m / s["c1"]) / (jnp.sqrt(v) * s["root"] + s["eps"])
         if decays and self.adam_w_mode:
             u = u + s["decay"] * w
-        return u, {"mu": m, "nu": v}
+        return -s["rate"] * u, {"mu": m, "nu": v}
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
         """What gradients of a norm are multiplied by."""

@@ -102,7 +102,7 @@ def larc(
             "larc clips at the learning rate, and cannot know that of the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
-    return Transformation.of(
+    return Transformation.from_rule(
         _LARC(
             inner=optax.with_extra_args_support(inner),
             learning_rate=learning_rate,

@@ -112,7 +112,7 @@ def master_weights(
         raise TypeError(f"master_weights takes an optax transformation, got {tx!r}.")
     if isinstance(tx, MasterWeights):
         raise ValueError(ALREADY_WRAPPED)
-    return MasterWeights.of(_MasterRule(tx, store_remainder))
+    return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
 
 
 def inside(tx: Any) -> Any:

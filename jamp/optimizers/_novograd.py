@@ -105,7 +105,7 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    return FusedTransformation.of(FusedNovoGrad(**locals()))
+    return FusedTransformation.from_rule(FusedNovoGrad(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def fused_sgd(
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return FusedTransformation.of(FusedSGD(**locals()))
+    return FusedTransformation.from_rule(FusedSGD(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

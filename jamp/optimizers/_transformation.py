@@ -13,7 +13,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
     """
 
     @classmethod
-    def of(cls, rule: Any) -> Self:
+    def from_rule(cls, rule: Any) -> Self:
         """The transformation of a rule."""
         return cls(rule.init, rule.update)
 

@@ -1,4 +1,4 @@
-"""One Mosaic GPU kernel over many leaves. The only file that imports Pallas.
+"""One Mosaic GPU kernel over many leaves.
 
 A leaf is a dict of columns: flat arrays of equal length, such as a gradient, a weight
 and its moments. One launch walks over all leaves that it is given: a grid step finds
@@ -191,7 +191,7 @@ def _body(
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
         narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
         vec = 8 if narrow else 4
-        whole = Window(_at(sizes[k], block, number), block, vec, 0)
+        whole = Window(_block_index(sizes[k], block, number), block, vec, 0)
         if sizes[k] % block == 0:
             run([whole])
             return
@@ -202,15 +202,17 @@ def _body(
 
     def visit_arm(arm: list[int]) -> None:
         for k in arm:
-            _within(step, starts[k], starts[k + 1], starts)(functools.partial(visit, k))
+            _when_within(step, starts[k], starts[k + 1], starts)(
+                functools.partial(visit, k)
+            )
 
     for arm in _batched(list(range(len(sizes))), _ARM):
-        _within(step, starts[arm[0]], starts[arm[-1] + 1], starts)(
+        _when_within(step, starts[arm[0]], starts[arm[-1] + 1], starts)(
             functools.partial(visit_arm, arm)
         )
 
 
-def _within(step: Any, start: int, end: int, starts: Sequence[int]) -> Any:
+def _when_within(step: Any, start: int, end: int, starts: Sequence[int]) -> Any:
     """Runs a function where `start <= step < end`."""
     if (start, end) == (starts[0], starts[-1]):
         return lambda function: function()
@@ -314,7 +316,7 @@ def _flat_shape(n: int, block: int) -> tuple[int, ...]:
     return (n // block, block) if n >= INT32_LIMIT else (n,)
 
 
-def _at(n: int, block: int, number: Any) -> Any:
+def _block_index(n: int, block: int, number: Any) -> Any:
     return number if n >= INT32_LIMIT else pl.ds(number * block, block)
 
 
