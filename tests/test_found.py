@@ -59,6 +59,7 @@ test_a_transfer_guard_stops_none_of_our_constants
     habit: constants of ours under `jax.transfer_guard`
 test_a_warning_is_of_the_line_that_called
     habit: warnings named a line of jamp
+    habit: gradients in half that nobody scaled
 test_nested_scaling.py
 test_an_overflow_inside_skips_the_step_around_until_both_fit
     read: an overflow inside of a scaled loss left out an inner step
