@@ -4,6 +4,7 @@ Covered elsewhere: `test_placement.py` has states as `initialize` makes them,
 `test_sync_batchnorm.py` NNX, `test_many_devices_h200.py` what travels between GPUs.
 """
 
+import contextlib
 import functools
 
 import jax
@@ -301,9 +302,9 @@ def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
 # Traced for eight devices that need not be there
 
 
-def traced(state, check_vma, **options):
+def traced(state, check_vma, differentiate=jamp.scaled_value_and_grad, **options):
     mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    differentiate = jamp.scaled_value_and_grad(loss_fn, **options)
+    differentiate = differentiate(loss_fn, **options)
 
     def step(state, x, y):
         return differentiate(state, state, x, y)
@@ -323,6 +324,17 @@ def test_gradients_are_summed_in_float32(level):
             assert shapes.count(param.shape) == 1 + (param.shape == (16,))
         assert {str(x.dtype) for x in operands if x.ndim} == {"float32"}
         assert {str(x.dtype) for x in operands if not x.ndim} <= {"float32", "int32"}
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_a_sum_in_half_over_replicated_params_warns(level):
+    state = start(mlp_params(), optax.sgd(0.1), level)
+    words = "float16|bfloat16.*JAX sums their gradients.*axis_name='d'"
+    for check_vma in (True, False):
+        warns = check_vma and level != "O0"
+        expected = pytest.warns(jamp.PrecisionWarning, match=words)
+        with expected if warns else contextlib.nullcontext():
+            traced(state, check_vma, jamp.scaled_grad)
 
 
 # Errors

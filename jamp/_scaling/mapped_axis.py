@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.compat import manual_axes, varying_axes
+from jamp._core.dtypes import is_half
 from jamp._core.tree import widen_tree
+from jamp._core.warnings import PrecisionWarning, warn
 
 
 def check_predivide(predivide: float, axis_name: Any) -> None:
@@ -54,6 +56,24 @@ def varying(params: PyTree, axis_name: Any) -> PyTree:
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(leaf, params)
+
+
+def warn_of_half_sums(params: PyTree) -> None:
+    """Warns of replicated half params, whose gradients JAX sums over a `shard_map`."""
+    mapped = manual_axes()
+    if not mapped or not _checks_vma():
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        missing = sorted(map(str, mapped - varying_axes(leaf)))
+        if missing and is_half(leaf):
+            warn(
+                f"params{jax.tree_util.keystr(path)} are {leaf.dtype} and the same "
+                f"along {missing} of a shard_map: JAX sums their gradients over it, in "
+                f"{leaf.dtype}, and `lax.pmean` changes nothing. For the mean, in "
+                f"float32, pass `axis_name={missing[0]!r}`.",
+                PrecisionWarning,
+            )
+            return
 
 
 def averaged(

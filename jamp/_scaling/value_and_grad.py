@@ -186,7 +186,9 @@ def raw_value_and_grad(
         every = groups.group_keys(state.tx)
         keys = groups.resolve_wrt(wrt, every)
         trained = {k: differentiable(groups.get(state.params, k)) for k in keys}
-        if axis_name is not None:
+        if axis_name is None:
+            mapped_axis.warn_of_half_sums(trained)
+        else:
             trained = mapped_axis.varying(trained, axis_name)
         run_loss = under_policy(loss_fn, state.properties, state.params)
 
