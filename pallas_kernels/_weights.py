@@ -4,11 +4,12 @@ An optimizer's formula sees float32 weights and returns what to add to them. Her
 what that means for each way to keep them.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt16
 
 from pallas_kernels._xla import computed_once, widen
@@ -107,7 +108,7 @@ _SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
 _NAN, _LARGEST = np.uint32(0x7FC00000), np.uint32(0x7F7F7FFF)
 
 
-def saturate(x: Array, dtype: Any) -> Array:
+def saturate(x: Array, dtype: DTypeLike) -> Array:
     """`x` within the finite range of a half dtype; NaN stays."""
     if jnp.dtype(dtype).itemsize > 2:
         return x

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -141,11 +141,11 @@ def run_in_xla(
         totals = [
             PartialResults({}, reduce_group(job, tags[ks[0]], batch, numbers))
             for ks in groups
-            for batch in _side_by_side(ks, leaves, flattens)
+            for batch in _groups_to_reduce(ks, leaves, flattens)
         ]
         return PartialResults(dict.fromkeys(members, {}), join(job, totals).reductions)
     done = {}
-    for group, shared in _with_numbers(groups, leaves, packed):
+    for group, shared in _groups_with_numbers(groups, leaves, packed):
         for k in group:
             row = () if table is None else table[k]
             numbers = dict(zip(names, [*shared, *row], strict=True))
@@ -156,7 +156,7 @@ def run_in_xla(
     )
 
 
-def _with_numbers(
+def _groups_with_numbers(
     groups: Sequence[Sequence[int]], leaves: Sequence[Leaf], packed: Float[Array, " s"]
 ) -> Iterator[tuple[Sequence[int], list[Array]]]:
     """Groups leaves that XLA shall update in one kernel, each with the numbers.
@@ -187,7 +187,7 @@ def _with_numbers(
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def run_leaf(
-    job: Job, leaf: Leaf, tag: Any, numbers: Numbers
+    job: Job, leaf: Leaf, tag: Hashable, numbers: Numbers
 ) -> tuple[Blocks, dict[str, Array]]:
     """A leaf's written columns and new arrays; its reductions."""
     results = job.formula(numbers, tag, job.read(leaf))
@@ -209,7 +209,7 @@ def run_leaf(
     return written | job.derived(leaf, kept), reduced
 
 
-def _side_by_side(
+def _groups_to_reduce(
     members: Sequence[int], leaves: Sequence[Leaf], flattens: bool
 ) -> list[list[Leaf]]:
     """Leaves of one kind in groups that one kernel can reduce.
@@ -235,7 +235,7 @@ def _side_by_side(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def reduce_group(
-    job: Job, tag: Any, leaves: Sequence[Leaf], numbers: Numbers
+    job: Job, tag: Hashable, leaves: Sequence[Leaf], numbers: Numbers
 ) -> dict[str, Array]:
     """The reductions over leaves of one shape, which are joined element by element."""
     results = [job.formula(numbers, tag, job.read(leaf)) for leaf in leaves]

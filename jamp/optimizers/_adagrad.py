@@ -5,12 +5,17 @@ After apex's csrc/multi_tensor_adagrad.cu.
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from jamp.optimizers._fused import (
+    FusedRule,
+    FusedTransformation,
+    Mask,
+    ScalarOrSchedule,
+)
 from pallas_kernels import Blocks, Numbers
 
 
@@ -32,7 +37,7 @@ def fused_adagrad(
     *,
     weight_decay: ArrayLike = 0.0,
     adagrad_w_mode: bool = False,
-    mask: Any = None,
+    mask: Mask = None,
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""Adagrad as apex's FusedAdagrad.

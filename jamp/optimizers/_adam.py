@@ -5,12 +5,17 @@ After apex's csrc/multi_tensor_adam.cu, and fused_adam_cuda_kernel.cu of 2018.
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import FusedRule, FusedTransformation, ScalarOrSchedule
+from jamp.optimizers._fused import (
+    FusedRule,
+    FusedTransformation,
+    Mask,
+    ScalarOrSchedule,
+)
 from pallas_kernels import Blocks, Numbers
 
 
@@ -41,7 +46,7 @@ def fused_adam(
     amsgrad: bool = False,
     legacy: bool = False,
     eps_inside_sqrt: bool = False,
-    mask: Any = None,
+    mask: Mask = None,
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""Adam and AdamW as apex's FusedAdam: moments, weights and copies in one pass.

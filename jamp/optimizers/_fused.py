@@ -37,6 +37,7 @@ _NUMBERS = ("learning_rate", "weight_decay", "max_grad_norm")
 
 # Numbers of each leaf for a formula, and what else the state holds of leaves.
 type Measures = tuple[dict[str, ArrayLike], dict[str, list[Array]]]
+type Mask = PyTree | Callable[[PyTree], PyTree] | None
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
@@ -60,7 +61,7 @@ class FusedRule:
 
     learning_rate: ScalarOrSchedule
     weight_decay: ArrayLike
-    mask: Any
+    mask: Mask
     backend: str
     shardings: Any = None
     bias_correction: bool = False
@@ -322,7 +323,7 @@ class _Mask:
         return jax.tree.unflatten(self.structure, self.leaves)
 
 
-def hashable_mask(mask: Any) -> Any:
+def hashable_mask(mask: Mask) -> Mask:
     """`mask`, which may be a tree of bools, as something that hashes."""
     if mask is None or callable(mask):
         return mask
@@ -336,7 +337,7 @@ def _checked_bool(leaf: Any) -> bool:
     return bool(leaf)
 
 
-def decays_by_mask(mask: Any, params: PyTree) -> list[bool]:
+def decays_by_mask(mask: Mask, params: PyTree) -> list[bool]:
     """Per leaf, whether it decays."""
     if mask is None:
         return [True] * len(jax.tree.leaves(params))

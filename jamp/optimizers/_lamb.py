@@ -6,7 +6,7 @@ Learning*, 2020, arXiv:1904.00962.
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Int, PyTree
 from jamp.optimizers._fused import (
     FusedRule,
     FusedTransformation,
+    Mask,
     Measures,
     ScalarOrSchedule,
 )
@@ -47,7 +48,7 @@ def fused_lamb(
     max_grad_norm: ArrayLike | None = 1.0,
     use_nvlamb: bool = False,
     amsgrad: bool = False,
-    mask: Any = None,
+    mask: Mask = None,
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.

@@ -17,6 +17,7 @@ from jamp._core.dtypes import widen
 from jamp._core.tree import check_like, select
 from jamp.optimizers._fused import (
     FusedTransformation,
+    Mask,
     ScalarOrSchedule,
     check_numbers,
     decays_by_mask,
@@ -48,7 +49,7 @@ def larc(
     clip: bool = True,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike | None = None,
-    mask: Any = None,
+    mask: Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adapts the learning rate of each leaf to its norms, around any transformation.
 
@@ -119,12 +120,12 @@ def larc(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LARC:
     inner: optax.GradientTransformationExtraArgs
-    learning_rate: Any
-    trust_coefficient: Any
+    learning_rate: ScalarOrSchedule | None
+    trust_coefficient: ArrayLike
     clip: bool
-    eps: Any
-    weight_decay: Any
-    mask: Any
+    eps: ArrayLike
+    weight_decay: ArrayLike
+    mask: Mask
     backend: str
 
     def __post_init__(self):
@@ -167,7 +168,11 @@ class _LARC:
         return select(clean, updates, still), select(clean, new, state)
 
     def adapted(
-        self, grads: PyTree, count: Int[Array, ""], params: PyTree, scale: Any
+        self,
+        grads: PyTree,
+        count: Int[Array, ""],
+        params: PyTree,
+        scale: ArrayLike | None,
     ) -> PyTree:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)

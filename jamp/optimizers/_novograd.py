@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Int, PyTree
 from jamp.optimizers._fused import (
     FusedRule,
     FusedTransformation,
+    Mask,
     Measures,
     ScalarOrSchedule,
     no_steps,
@@ -50,7 +51,7 @@ def fused_novograd(
     norm_type: Any = 2,
     init_zero: bool = False,
     amsgrad: bool = False,
-    mask: Any = None,
+    mask: Mask = None,
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.

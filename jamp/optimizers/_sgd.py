@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Int, PyTree
 from jamp.optimizers._fused import (
     FusedRule,
     FusedTransformation,
+    Mask,
     ScalarOrSchedule,
     is_number,
     no_steps,
@@ -41,7 +42,7 @@ def fused_sgd(
     weight_decay: ArrayLike = 0.0,
     nesterov: bool = False,
     wd_after_momentum: bool = False,
-    mask: Any = None,
+    mask: Mask = None,
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""SGD as apex's FusedSGD, and torch's.

@@ -212,7 +212,7 @@ def _body(
         )
 
 
-def _when_within(step: Any, start: int, end: int, starts: Sequence[int]) -> Any:
+def _when_within(step: Array, start: int, end: int, starts: Sequence[int]) -> Any:
     """Runs a function where `start <= step < end`."""
     if (start, end) == (starts[0], starts[-1]):
         return lambda function: function()
@@ -248,7 +248,7 @@ def _run_block(
     refs: Blocks,
     fresh: Blocks,
     partials: dict[str, Any],
-    step: Any,
+    step: Array,
     windows: list[Window],
 ) -> None:
     """Loads all windows, then computes, then stores."""
@@ -316,7 +316,7 @@ def _flat_shape(n: int, block: int) -> tuple[int, ...]:
     return (n // block, block) if n >= INT32_LIMIT else (n,)
 
 
-def _block_index(n: int, block: int, number: Any) -> Any:
+def _block_index(n: int, block: int, number: Array) -> Any:
     return number if n >= INT32_LIMIT else pl.ds(number * block, block)
 
 
