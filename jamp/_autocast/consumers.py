@@ -66,7 +66,18 @@ class Consumers(NamedTuple):
 
 
 def consumers_of(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
-    """Reads a program of which the facts are known, and what its outputs are for."""
+    """Reads a program of which the facts are known, and what its outputs are for.
+
+    A program in another one is read with that, and again when it is written itself. So
+    what was found stays with the facts: however deep it is, it is read once.
+    """
+    key = tuple(out_wants)
+    if key not in facts.readers:
+        facts.readers[key] = _read_backward(facts, out_wants)
+    return facts.readers[key]
+
+
+def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
     consumers = Consumers({}, facts)
 
     def note(atoms, found):
