@@ -33,6 +33,7 @@ TESTS = {
     "jamp/_autocast/islands.py": f"{AUTOCAST} autocast_accuracy",
     "jamp/_autocast/kernels.py": "autocast_kernels",
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
+    "jamp/_autocast/primitives.py": f"autocast_lists {AUTOCAST}",
     "jamp/_autocast/loops.py": "autocast_loops",
     "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
     "jamp/_autocast/rewrite.py": "autocast_functions autocast_control explain",

@@ -11,7 +11,7 @@ from jax.extend import core as jc
 
 from jamp._autocast.facts import CALLS, Facts
 from jamp._autocast.jax_internals import scan_counts
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
 
@@ -123,7 +123,7 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
         return NOBODY
     # A weight that is only moved, to where a product reads it, is float32 too.
     computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
-    if facts.scope.loop and computes and eqn.primitive.name in ("mul", "div"):
+    if facts.scope.loop and computes and traits_of(eqn.primitive.name).reads_operands:
         return Want(kept=True)
     if computes or facts.asks(eqn):
         return _IN_FLOAT32

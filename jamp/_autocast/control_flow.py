@@ -15,8 +15,8 @@ from jax.extend import core as jc
 from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.consumers import wants_of_carries
 from jamp._autocast.kernels import traced_for
-from jamp._autocast.lists import Rule
 from jamp._autocast.origins import itself
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
     dtype_of,

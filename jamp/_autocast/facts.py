@@ -20,9 +20,9 @@ from jamp._autocast.jax_internals import (
     program_of,
     scan_counts,
 )
-from jamp._autocast.lists import Rule
 from jamp._autocast.model import Source, mark_of
 from jamp._autocast.origins import Origin, itself
+from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -54,12 +54,6 @@ class Fact(NamedTuple):
         return self._replace(origin=self.origin.numbered(numbers))
 
 
-# Their results hold what their operands hold, to a few digits.
-_KEEP_RANGE = frozenset(
-    "max min clamp add sub neg abs sqrt reduce_max reduce_min".split()
-)
-# Of what only takes what it gets, these round their results.
-_ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
 # Of a product with no wish of the user's.
 _PLAIN = {"precision": None, "out_sharding": None}.items()
 # What is called once, with operands and results in any dtype.
@@ -168,7 +162,7 @@ class Facts:
 
         A norm ends one: its result is read twice in the backward pass, so in half.
         """
-        if rule is not Rule.PROMOTE or eqn.primitive.name not in _ROUNDS:
+        if rule is not Rule.PROMOTE or not traits_of(eqn.primitive.name).rounds:
             return False
         origin = self.of(eqn.outvars[0]).origin
         return not (origin.joins or origin.normalised) and origin.varies is None
@@ -333,8 +327,8 @@ class Facts:
         if rule is Rule.HALF or rule is Rule.FLOAT32:
             return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
         literal = all(self.of(v).asks or not self.of(v).vote for v in eqn.invars)
-        holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE or literal
-        asks = holds and self.asks(eqn)
+        keeps = rule is Rule.MOVE or traits_of(eqn.primitive.name).keeps_range
+        asks = (keeps or literal) and self.asks(eqn)
         return Fact(self._vote(eqn, out, rule, asks), asks, origin)
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:

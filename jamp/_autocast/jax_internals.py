@@ -318,7 +318,7 @@ def _equation(function: Callable[..., Any], avals: tuple[Any, ...]) -> jc.JaxprE
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
-    keep: frozenset[str],
+    keep: Callable[[str], bool],
     prevent_cse: bool,
     programs: dict[Any, jc.Jaxpr],
 ) -> jc.JaxprEqn:
@@ -330,7 +330,7 @@ def checkpointed(
     Args:
         eqns: what is to be inside; the results of the last one come out.
         invars: what comes in.
-        keep: the primitives whose results are kept for the backward pass.
+        keep: whether the results of a primitive are kept for the backward pass.
         prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
             what comes before it.
         programs: those of earlier calls. Equations that differ in their variables alone
@@ -389,9 +389,11 @@ def _structure(
 
 
 @functools.cache
-def _example_of_checkpoint(keep: frozenset[str], prevent_cse: bool) -> jc.JaxprEqn:
+def _example_of_checkpoint(
+    keep: Callable[[str], bool], prevent_cse: bool
+) -> jc.JaxprEqn:
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name in keep
+        return keep(primitive.name)
 
     example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((), jnp.float32)).eqns

@@ -1,135 +1,21 @@
-"""Which operation runs in which precision, and why: the table, as data.
+"""Which operation runs in which precision: the functions in the table, and the user's.
 
-After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is made of it.
+`primitives` has the operations themselves.
 """
 
 import dataclasses
-import enum
 import functools
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+
+from jamp._autocast.primitives import ROWS, Row, Rule
 
 
-class Rule(enum.Enum):
-    """What autocast does with the float32 operands of an operation."""
+def _row(rule: Rule, names: str, reason: str, descends_from: str) -> Row:
+    return Row(rule, tuple(names.split()), reason, descends_from)
 
-    HALF = "half"  # casts them to half
-    FLOAT32 = "float32"  # casts them to float32
-    PROMOTE = "promote"  # casts them to the widest among them
-    MOVE = "move"  # the same, for what rearranges values and does not compute
-    RECORDED = "recorded"  # leaves the operation as the user's float32 program has it
-
-
-class Row(NamedTuple):
-    """A group of operations with one rule."""
-
-    rule: Rule
-    primitives: tuple[str, ...]  # their names, as `jax.make_jaxpr` prints them
-    reason: str
-    origin: str  # the list of apex or torch that the group descends from
-
-
-def _row(rule: Rule, primitives: str, reason: str, origin: str) -> Row:
-    return Row(rule, tuple(primitives.split()), reason, origin)
-
-
-ROWS = (
-    _row(
-        Rule.HALF,
-        "dot_general conv_general_dilated ragged_dot ragged_dot_general",
-        "Matrix units multiply half and accumulate in float32: this is the speed-up.",
-        "apex FP16_FUNCS: linear, matmul, mm, bmm, conv1d to conv_transpose3d",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "exp exp2 expm1 log log2 log1p pow integer_pow square rsqrt cbrt",
-        "Their results leave float16's range, or magnify the error of their operand.",
-        "apex FP32_FUNCS: exp, expm1, log, log10, log2, pow, reciprocal, rsqrt",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv",
-        "Steep or ill conditioned where half has few digits.",
-        "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; the others likewise",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
-        "bessel_i1e regularized_incomplete_beta polynomial one_minus_square",
-        "Special functions: series that lose digits, without half kernels.",
-        "torch: erfinv, as in apex; the others are in no list",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum psum "
-        "psum_invariant reduce_scatter scatter-add scatter-mul scatter_add scatter_mul",
-        "Sums over many terms need more digits than their terms, and more range.",
-        "apex FP32_FUNCS: sum, prod, cumsum, cumprod, norm, std, var",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
-        "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
-        "lu_pivots_to_permutation custom_linear_solve symmetric_product fft",
-        "Linear algebra and FFT: there are no half kernels.",
-        "torch: raises in half",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "sort top_k approx_top_k",
-        "Sorting: no half kernels on all backends, and ties would change the order.",
-        "torch: in no list, nor in apex",
-    ),
-    _row(
-        Rule.PROMOTE,
-        "add sub mul div max min rem neg abs sign floor ceil round tanh logistic sqrt "
-        "add_any clamp eq ne ge gt le lt eq_to le_to lt_to reduce_max reduce_min "
-        "argmax argmin cummax cummin reduce_window_max reduce_window_min is_finite "
-        "pmax pmin",
-        "Elementwise, or a choice among values: as exact as their operands.",
-        "apex CASTS: add, div, mul, eq, ge, ...; torch: what is in no list",
-    ),
-    _row(
-        Rule.MOVE,
-        "broadcast_in_dim broadcast_to reshape squeeze transpose rev slice "
-        "dynamic_slice gather concatenate stack unstack split pad select_n "
-        "dynamic_update_slice copy copy_p stop_gradient expand_dims scatter tile "
-        "device_put sharding_constraint optimization_barrier apart layout_constraint "
-        "with_memory_space_constraint reshard name all_gather all_gather_invariant "
-        "all_gather_reduced all_to_all ragged_all_to_all ppermute pbroadcast pvary "
-        "pcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
-        "vary_unreduced_cast_p",
-        "They move values: what goes in comes out.",
-        "apex SEQUENCE_CASTS: cat, stack",
-    ),
-    _row(
-        Rule.RECORDED,
-        "convert_element_type bitcast_convert_type reduce_precision nextafter iota "
-        "rng_uniform rng_bit_generator random_bits random_seed random_split "
-        "random_fold_in random_wrap random_unwrap random_gamma random_clone "
-        "threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape mulhi "
-        "dimension_size dim_as_value shape_assertion check inspect_sharding tie pin "
-        "unpin program_order unreachable to_edtype from_edtype "
-        "reduce reduce_window select_and_scatter select_and_scatter_add "
-        "select_and_gather_add scatter-min scatter-max scatter_min scatter_max "
-        "scatter-sub complex real imag conj clz population_count and or not xor "
-        "shift_left shift_right_logical shift_right_arithmetic reduce_and reduce_or "
-        "reduce_xor axis_index create_token after_all empty empty2 mul_add debug_print "
-        "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted "
-        "Nonzero Frexp Ldexp",
-        "Their dtype is their meaning, or they have none.",
-        "torch: not in any list; random numbers are drawn as the program says",
-    ),
-    _row(
-        Rule.RECORDED,
-        "CustomRoot linear_solve maybe_set nonbatchable nondifferentiable_backward "
-        "nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max",
-        "Solvers, which need their digits, and what Equinox's loops are made of.",
-        "torch: not in any list",
-    ),
-)
 
 # Functions of JAX by the name that they are jitted under: the whole of them runs by one
 # rule. A user's function of that name is another one.

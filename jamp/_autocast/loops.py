@@ -12,9 +12,11 @@ from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 from jamp._autocast.jax_internals import CHECKPOINT, program_of, with_program
+from jamp._autocast.primitives import Shape, traits_of
 
 _HOLD_PROGRAMS = frozenset(("jit", "closed_call", CHECKPOINT, "shard_map", "scan"))
-_REARRANGE = frozenset("concatenate reshape transpose squeeze rev copy".split())
+# Each number of theirs is one of an operand's, and each of those is there once.
+_REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 
 
 def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
@@ -60,7 +62,8 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
         operands = [v for v in eqn.invars if isinstance(v, jc.Var)]
         alone = all(v in outside and times[v] == 1 for v in operands)
         all_vars = len(operands) == len(eqn.invars)
-        if eqn.primitive.name in _REARRANGE and alone and all_vars:
+        moves = traits_of(eqn.primitive.name).shape in _REARRANGE
+        if moves and alone and all_vars:
             (inside,) = eqn.outvars
             invars = [outside.pop(v) for v in operands]
             outside[inside] = new = jc.Var(inside.aval)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import conv_features
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 
@@ -51,18 +51,10 @@ class Origin(NamedTuple):
         return self._replace(roots=roots, statistic_of=statistics)
 
 
-# They change the shape, or nothing.
-_RESHAPES = frozenset(
-    "reshape transpose squeeze expand_dims convert_element_type copy name "
-    "stop_gradient sharding_constraint optimization_barrier apart".split()
-)
-# One element of theirs is made of several, or they write to memory anyway.
-_NOT_ELEMENTWISE = frozenset(
-    "argmax argmin cummax cummin cumsum cumprod cumlogsumexp reduce_window_max "
-    "reduce_window_min reduce_window_sum pmax pmin psum psum_invariant concatenate "
-    "gather scatter scatter-add scatter_add dynamic_slice dynamic_update_slice sort "
-    "fft all_gather all_to_all ppermute".split()
-)
+# A number of theirs is made of those in its place.
+_IN_PLACE = (Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT)
+# It is that very number.
+_HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 
 def itself(atom: Atom) -> Origin:
@@ -109,7 +101,8 @@ def of_result(
     varies = _varies(eqn, out, given)
     if varies is not None:
         return Origin(varies=varies, statistic_of=statistics)
-    if eqn.primitive.name in _NOT_ELEMENTWISE or len(eqn.outvars) > 1:
+    shape = traits_of(eqn.primitive.name).shape
+    if shape not in _IN_PLACE or len(eqn.outvars) > 1:
         return itself(out)._replace(statistic_of=statistics)
     full, small = [], []
     for v, g in zip(eqn.invars, given, strict=True):
@@ -118,7 +111,7 @@ def of_result(
             (full if whole else small).append(g)
     roots = frozenset().union(*(g.roots for g in full))
     joins = len(roots) > 1
-    reshaped = eqn.primitive.name in _RESHAPES and len(full) == 1
+    reshaped = shape in _HAND_ON and len(full) == 1
     return Origin(
         frozenset((out,)) if joins or not roots else roots,
         joins,

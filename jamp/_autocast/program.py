@@ -12,8 +12,9 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.lists import AutocastLists
 from jamp._autocast.model import Source
+from jamp._autocast.primitives import Rule
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal

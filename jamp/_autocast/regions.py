@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.lists import AutocastLists
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import MARKERS
 from jamp._autocast.tracing import Itself, Place, Replaced, casting, disabled
 

@@ -17,7 +17,7 @@ from jamp._autocast.bias import with_bias
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.islands import checkpoint_islands
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
     Decision,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.consumers import Consumers
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Atom, dtype_of, is_float32
 from jamp._core.dtypes import FLOAT32
 
