@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from jamp._autocast import jax_internals, weight
 from tests import h200
-from tests.constructs import repeat
+from tests.constructs import custom_vjp, repeat
 from tests.programs import evaluate, walk
 
 N = 8
@@ -59,6 +59,17 @@ WRAPS = {
     "checkpoint": jax.checkpoint,
     "shard_map": mapped,
     "scan": lambda fn: lambda w, xs: repeat(lambda c, x: c + fn(w, xs), START, xs),
+    "cond": lambda fn: (
+        lambda w, xs: jax.lax.cond(xs[0, 0, 0] < 9, fn, lambda w, xs: START, w, xs)
+    ),
+    "while": lambda fn: (
+        lambda w, xs: jax.lax.fori_loop(
+            0, xs.astype(int)[0, 0, 0] + 2, lambda _, c: c + fn(w, xs), START
+        )
+    ),
+    "custom_vjp": lambda fn: custom_vjp(
+        fn, lambda *args: (fn(*args), args), lambda args, _: args
+    ),
 }
 
 

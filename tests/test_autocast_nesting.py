@@ -191,8 +191,8 @@ NESTS = {
     "while": lambda fn: lambda x: lax.while_loop(lambda c: c[0, 0] < 3, fn, x),
 }
 PASSES = {
-    "forward": (facts.Facts, "_of_results"),
-    "backward": (consumers, "_of_equation"),
+    "forward": (facts.Facts, "_result_facts"),
+    "backward": (consumers, "_wants_of_operands"),
 }
 
 

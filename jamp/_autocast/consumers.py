@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import CALLS, Facts
-from jamp._autocast.jax_internals import scan_counts
+from jamp._autocast.facts import Facts
+from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
@@ -51,7 +51,7 @@ class Consumers(NamedTuple):
         to read as much. If it joins two, or follows a norm, all must agree.
         """
         (want,) = self.wants_of([atom])
-        origin = self.facts.of(atom).origin
+        origin = self.facts[atom].origin
         again = not (origin.joins or origin.normalised)
         return want.all is True or (want.some and again)
 
@@ -89,7 +89,7 @@ def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
     note(facts.jaxpr.outvars, out_wants)
     # From the last equation: the consumers of its results are all known by then.
     for eqn in reversed(facts.jaxpr.eqns):
-        note(eqn.invars, _of_equation(eqn, consumers))
+        note(eqn.invars, _wants_of_operands(eqn, consumers))
     return consumers
 
 
@@ -100,17 +100,22 @@ def combine(wants: Iterable[Want]) -> Want:
     return Want(agreed, any(somes), any(kept), any(carried))
 
 
-def _of_equation(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
+def _wants_of_operands(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
     """What an equation wants of each operand."""
-    inside = _INSIDE.get(eqn.primitive.name)
-    if inside is not None:
-        return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts)
+    programs = consumers.facts.programs(eqn)
+    if programs:
+        frames = frames_of(eqn)
+        pairs = zip(frames, programs, strict=True)
+        wants = [_wants_of_inputs(*pair, consumers) for pair in pairs]
+        # What the programs do not take is the index of a branch.
+        others = [NOBODY] * (len(eqn.invars) - len(frames[0].operands))
+        return [*others, *map(combine, zip(*wants, strict=True))]
     rule, _ = consumers.facts.ruling(eqn)
-    want = _of_rule(eqn, rule, consumers)
+    want = _wants_by_rule(eqn, rule, consumers)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
 
 
-def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
+def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     outs = [v for v in eqn.outvars if is_float32(v)]
     if not is_castable_eqn(eqn, rule, consumers.facts.half) or not outs:
         return NOBODY  # such as a comparison
@@ -135,39 +140,19 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     return want._replace(some=some, kept=kept, carried=carried)
 
 
-def _of_inputs(inner: Facts, outs: Sequence[Want]) -> list[Want]:
-    """What a program that an equation holds wants of its inputs."""
-    return consumers_of(inner, outs).wants_of(inner.jaxpr.invars)
+def _wants_of_inputs(frame: Frame, program: Facts, consumers: Consumers) -> list[Want]:
+    """What a program wants of its inputs: of a loop's, only of the slices.
+
+    Its constants and carries go in and out as the user's program says.
+    """
+    carried = wants_of_carries(frame, consumers.facts)
+    outs = consumers.wants_of(frame.results[frame.carries :])
+    found = consumers_of(program, [*carried, *outs])
+    fixed = frame.consts + frame.carries
+    return [NOBODY] * fixed + found.wants_of(frame.program.invars[fixed:])
 
 
-def _of_call(eqn, outs, facts) -> list[Want]:
-    (inner,) = facts.inside(eqn)
-    return _of_inputs(inner, outs)
-
-
-def _of_cond(eqn, outs, facts) -> list[Want]:
-    branches = [_of_inputs(branch, outs) for branch in facts.inside(eqn)]
-    # The first operand is the index.
-    return [NOBODY, *map(combine, zip(*branches, strict=True))]
-
-
-def _of_scan(eqn, outs, facts) -> list[Want]:
-    """Only of the slices; constants and carries go in and out as the program says."""
-    consts, carry = scan_counts(eqn)
-    (inner,), fixed = facts.inside(eqn), consts + carry
-    carried = wants_of_carries(eqn.outvars[:carry], facts)
-    wants = _of_inputs(inner, [*carried, *outs[carry:]])
-    return [NOBODY] * fixed + wants[fixed:]
-
-
-def wants_of_carries(carries: Sequence[jc.Var], facts: Facts) -> list[Want]:
-    """What the next trip of a loop wants of its carries, given as they leave it."""
-    return [Want(carried=facts.of(v).vote == FLOAT32) for v in carries]
-
-
-# Into the others values go in float32, as the program says.
-_INSIDE = {
-    **dict.fromkeys(CALLS, _of_call),
-    "cond": _of_cond,
-    "scan": _of_scan,
-}
+def wants_of_carries(frame: Frame, facts: Facts) -> list[Want]:
+    """What the next trip of a loop wants of its carries."""
+    carries = frame.results[: frame.carries]
+    return [Want(carried=facts[v].vote == FLOAT32) for v in carries]

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 
 from jamp._autocast.closures import tracers_in
-from jamp._autocast.jax_internals import with_program
+from jamp._autocast.frames import with_programs
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
@@ -56,7 +56,7 @@ def with_custom_jvp(
         jaxpr = write(_closed(jaxpr, consts), absent, zeros)
         return jaxpr, jaxpr.consts, zeros
 
-    return {**with_program(eqn, program), "jvp_jaxpr_fun": _wrapped(written, rule)}
+    return {**with_programs(eqn, [program]), "jvp_jaxpr_fun": _wrapped(written, rule)}
 
 
 def with_custom_vjp(
@@ -124,7 +124,7 @@ def with_custom_vjp(
         return [*none, *grads], logs
 
     return {
-        **with_program(eqn, _with_inputs(program, free, consts)),
+        **with_programs(eqn, [_with_inputs(program, free, consts)]),
         "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
         "bwd": _wrapped(written_backward, backward),
         "out_trees": out_trees,

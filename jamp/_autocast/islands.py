@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.jax_internals import checkpointed, program_of
+from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
@@ -27,7 +28,6 @@ _INSIDE = (
 )
 # Computing these again costs no memory: they may belong to several islands.
 _FREE = (Shape.SAME, Shape.REPEAT)
-_CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
 
 
 def checkpoint_islands(
@@ -148,16 +148,25 @@ def _is_kept(primitive: str) -> bool:
     return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
 
 
+def _is_plain_call(frame: Frame) -> bool:
+    """Whether a program may be inside if all that it holds is."""
+    return frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
+
+
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    if eqn.primitive.name in _CALLS:
-        return all(map(_may_be_inside, program_of(eqn).eqns))
+    frames = frames_of(eqn)
+    if frames:
+        return all(map(_is_plain_call, frames)) and all(
+            map(_may_be_inside, frames[0].program.eqns)
+        )
     traits = traits_of(eqn.primitive.name)
     return traits.shape in _INSIDE and not traits.slow and not _ends_island(eqn)
 
 
 def _is_costly(eqn: jc.JaxprEqn) -> bool:
-    if eqn.primitive.name in _CALLS:
-        return any(map(_is_costly, program_of(eqn).eqns))
+    frames = frames_of(eqn)
+    if frames:
+        return any(map(_is_costly, frames[0].program.eqns))
     return traits_of(eqn.primitive.name).costly
 
 

@@ -11,10 +11,14 @@ import operator
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.jax_internals import CHECKPOINT, program_of, with_program
+from jamp._autocast.frames import (
+    frames_of,
+    scan_counts,
+    with_fewer_consts,
+    with_programs,
+)
 from jamp._autocast.primitives import Shape, traits_of
 
-_HOLD_PROGRAMS = frozenset(("jit", "closed_call", CHECKPOINT, "shard_map", "scan"))
 # Each number of theirs is one of an operand's, and each of those is there once.
 _REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 
@@ -29,23 +33,20 @@ def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
     if id(jaxpr) not in done:
         eqns: list[jc.JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _HOLD_PROGRAMS:
-                eqns += _of_equation(eqn, done)
-            else:
-                eqns.append(eqn)
+            eqns += _taken_out_of(eqn, done)
         same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
         done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
     return done[id(jaxpr)]
 
 
-def _of_equation(eqn: jc.JaxprEqn, done: dict[int, jc.Jaxpr]) -> list[jc.JaxprEqn]:
-    program = program_of(eqn)
-    new = moves_taken_out(program, done)
-    if new is not program:
-        eqn = eqn.replace(params=with_program(eqn, new))
+def _taken_out_of(eqn: jc.JaxprEqn, done: dict[int, jc.Jaxpr]) -> list[jc.JaxprEqn]:
+    frames = frames_of(eqn)
+    new = [moves_taken_out(frame.program, done) for frame in frames]
+    if any(a is not frame.program for a, frame in zip(new, frames, strict=True)):
+        eqn = eqn.replace(params=with_programs(eqn, new))
     # An effect names operands by their places.
-    split = eqn.primitive.name == "scan" and not new.effects
-    return _split(eqn, new) if split else [eqn]
+    split = eqn.primitive.name == "scan" and not new[0].effects
+    return _split(eqn, new[0]) if split else [eqn]
 
 
 def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
@@ -53,7 +54,7 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
 
     What is read elsewhere in the body as well stays: it would be two constants.
     """
-    consts, _ = jax_internals.scan_counts(scan)
+    consts, _ = scan_counts(scan)
     reads = [v for eqn in body.eqns for v in eqn.invars] + list(body.outvars)
     times = collections.Counter(v for v in reads if isinstance(v, jc.Var))
     outside = dict(zip(body.invars[:consts], scan.invars[:consts], strict=True))
@@ -72,4 +73,4 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
             left.append(eqn)
     if not taken:
         return [scan]
-    return [*taken, jax_internals.with_fewer_consts(scan, body, left, outside)]
+    return [*taken, with_fewer_consts(scan, body, left, outside)]

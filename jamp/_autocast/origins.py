@@ -44,7 +44,7 @@ class Origin(NamedTuple):
 
         return self._replace(roots=of(self.roots), statistic_of=of(self.statistic_of))
 
-    def outside(self, known: frozenset[Atom], result: Atom) -> "Origin":
+    def returned(self, known: frozenset[Atom], result: Atom) -> "Origin":
         """The same for the result of a call, where only some roots are known."""
         roots = self.roots & known if self.roots <= known else frozenset((result,))
         statistics = self.statistic_of & known
@@ -85,7 +85,7 @@ def is_normalised(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
     return own or any(origin.normalised for origin in full)
 
 
-def of_result(
+def origin_of_result(
     eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, given: Sequence[Origin]
 ) -> Origin:
     """What the result of an equation is made of."""

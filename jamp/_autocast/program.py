@@ -12,6 +12,7 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 
 from jamp._autocast import jax_internals
+from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.model import Source
 from jamp._autocast.primitives import Rule
@@ -78,12 +79,12 @@ class Scope(NamedTuple):
         names = self.names if self.policy.lists.regions else None
         return names or tuple(_MARKER.findall(self.names)), *self[3:6]
 
-    def inside(self, eqn: jc.JaxprEqn) -> "Scope":
+    def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
         decisions = None if self.decisions is None else []
         if eqn.primitive.name != "jit":
-            loop = self.loop or eqn.primitive.name == "scan"
+            loop = self.loop or any(map(_stacks_residuals, frames_of(eqn)))
             return self._replace(names=names, decisions=decisions, loop=loop)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
@@ -94,6 +95,11 @@ class Scope(NamedTuple):
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
         return self._replace(names=names, decisions=decisions, library=library)
+
+
+def _stacks_residuals(frame: Frame) -> bool:
+    """Whether it is the body of a scan: JAX differentiates no other loop backward."""
+    return frame.kind is Kind.LOOP and frame.is_open
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:

@@ -41,7 +41,7 @@ class Values:
 
     def outgoing_dtype(self, atom: Atom) -> Any:
         """The dtype in which a value goes to readers of which nothing is known."""
-        vote, computed = self.facts.of(atom).vote, self.computed_dtype(atom)
+        vote, computed = self.facts[atom].vote, self.computed_dtype(atom)
         wide = self.consumers.want_float32(atom) or self.consumers.carried([atom])
         return computed if wide else vote or computed
 
@@ -107,4 +107,4 @@ class Values:
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands with a vote."""
-        return [v for v in eqn.invars if self.facts.of(v).vote is not None]
+        return [v for v in eqn.invars if self.facts[v].vote is not None]
