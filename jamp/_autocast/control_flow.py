@@ -206,8 +206,8 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
 
 def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     """In what to trace a user's rule, which JAX does long after the function."""
-    region, _ = region_rule(rewriter.scope, eqn)
-    casts = region not in (Rule.FLOAT32, Rule.RECORDED)
+    region = region_rule(rewriter.scope, eqn)
+    casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
     return functools.partial(traced_for, rewriter.scope.policy, casts)
 
 

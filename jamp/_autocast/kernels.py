@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists
+from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.program import KERNEL, Policy
 from jamp._autocast.regions import marked_by_place
 from jamp._autocast.tracing import Itself, Place, Replaced, tracing, tracing_for
@@ -65,7 +65,7 @@ def _kernels_by_place(lists: AutocastLists) -> Iterator[Replaced]:
     for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):
         if hasattr(module, name):
             yield Replaced(Place(Itself(module), name), _attention)
-    for module, name in lists.kernels:
+    for (module, name), _ in lists.rules_for(What.KERNEL):
         yield Replaced(Place(Itself(module), name), half_kernel)
 
 

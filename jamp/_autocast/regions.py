@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jamp._autocast.lists import AutocastLists
+from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import MARKERS
 from jamp._autocast.tracing import Itself, Place, Replaced, casting, disabled
@@ -82,5 +82,6 @@ def marked_by_place(lists: AutocastLists) -> list[Replaced]:
     """The functions that the lists mark where programs look them up."""
     return [
         Replaced(Place(Itself(module), name), _MARKED[rule])
-        for module, name, rule in lists.registered
+        for (module, name), rule in lists.rules_for(What.ATTRIBUTE)
+        if rule is not None
     ]
