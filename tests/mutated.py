@@ -25,11 +25,11 @@ TESTS = {
     "jamp/_scaling/value_and_grad.py": "scaled_grad sealed_grads redo",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
     "jamp/_core/tree.py": f"{STEP} scaled_grad several faults",
-    "jamp/_autocast/bias.py": "autocast_islands autocast_torch",
     "jamp/_autocast/consumers.py": f"{AUTOCAST} autocast_accuracy autocast_loops",
     "jamp/_autocast/control_flow.py": "autocast_custom autocast_loops",
     "jamp/_autocast/derivatives.py": f"{AUTOCAST} autocast_custom",
     "jamp/_autocast/facts.py": f"{AUTOCAST} autocast_accuracy explain forward_programs",
+    "jamp/_autocast/frames.py": "jax_internals autocast_nesting",
     "jamp/_autocast/islands.py": f"{AUTOCAST} autocast_accuracy",
     "jamp/_autocast/kernels.py": "autocast_kernels",
     "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
@@ -39,7 +39,7 @@ TESTS = {
     "jamp/_autocast/rewrite.py": "autocast_functions autocast_control explain",
     "jamp/_autocast/softmax.py": f"{AUTOCAST} autocast_accuracy autocast_torch",
     "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",
-    "jamp/_autocast/weight.py": "autocast_loops",
+    "jamp/_autocast/sums.py": "autocast_islands autocast_torch autocast_loops",
     "jamp/nnx/_variables.py": "nnx",
     **{
         f"pallas_kernels/{name}.py": f"fused_optimizers -k {name} and not 55"

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast import jax_internals, weight
+from jamp._autocast import jax_internals, sums
 from tests import h200
 from tests.constructs import custom_vjp, repeat
 from tests.programs import evaluate, walk
@@ -159,4 +159,4 @@ def test_gpus_that_multiply_no_bfloat16_get_no_algorithm(half, capability, monke
     devices = [types.SimpleNamespace(compute_capability=capability)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     refused = (half, capability) == ("bfloat16", "7.5")
-    assert weight.has_algorithm(jnp.dtype(half)) == (not refused)
+    assert sums.has_algorithm(jnp.dtype(half)) == (not refused)

@@ -158,7 +158,7 @@ def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
     body = frames.program_of(scan)
     place = [e.primitive.name for e in body.eqns].index("concatenate")
     inner, new = body.eqns[place], jc.Var(body.eqns[place].outvars[0].aval)
-    before = jax_internals.before(scan, inner, scan.invars[:2], new)
+    before = jax_internals.equation_before(scan, inner, scan.invars[:2], new)
     left = [e for e in body.eqns if e is not inner]
     fewer = frames.with_fewer_consts(scan, body, left, {inner.outvars[0]: new})
     assert frames.scan_counts(fewer) == (1, 1)
@@ -172,7 +172,7 @@ def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
 def test_a_value_as_an_array_of_a_type(value):
     for weak in (False, True):
         aval = jax.typeof(jnp.asarray(2.0)).update(weak_type=weak)
-        got = jax_internals.of_type(value, aval)
+        got = jax_internals.array_of_type(value, aval)
         assert isinstance(got, jax.Array) and jax.typeof(got) == aval and got == 2
 
 

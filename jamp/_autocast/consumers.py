@@ -1,5 +1,11 @@
 """Reads a program backward: who reads a value in float32, who in half.
 
+    y = dot_general x w     y: float32, for z is wanted so
+    m = reduce_max y        m: float32, likewise
+    z = sub y m             z: float32, for it is the exponential that reads it
+    e = exp z               e: half, for a product reads it
+    o = dot_general e v
+
 What a float32 operation reads should be computed in float32 (a *feeder*: `logits - max`
 before the exponential), where that costs no memory.
 """

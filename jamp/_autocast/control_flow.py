@@ -1,5 +1,8 @@
 """One rule for each primitive that holds programs: how to rewrite it.
 
+    y:f32 = jit[jaxpr={ x:f32 w:f32. y:f32 = dot_general x w; in y }] x w
+    y:f16 = jit[jaxpr={ x:f16 w:f16. y:f16 = dot_general x w; in y }] x' w'
+
 Programs are passed to where they came from in other dtypes only where nothing depends
 on them: carries keep the user's, and so do constants of loops, whose gradients are
 sums.
@@ -16,7 +19,7 @@ from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.consumers import wants_of_carries
 from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
 from jamp._autocast.kernels import traced_for
-from jamp._autocast.origins import itself
+from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
@@ -31,7 +34,7 @@ from jamp._core.dtypes import FLOAT32
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
-    boundary, values = _free(rewriter, frames[0]), rewriter.values
+    boundary, values = _open_boundary(rewriter, frames[0]), rewriter.values
     if values.facts.only_moves(eqn):
         ins = [
             FLOAT32 if values.meets_float32(v) else dtype
@@ -43,7 +46,7 @@ def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    boundary = _free(rewriter, frames[0])
+    boundary = _open_boundary(rewriter, frames[0])
 
     def branches():
         rewriter.programs.clear()  # `explain` shows the branches as they are at last
@@ -111,7 +114,7 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     _write(rewriter, eqn, frames[0], boundary)
 
 
-def _free(rewriter: Rewriter, frame: Frame) -> Boundary:
+def _open_boundary(rewriter: Rewriter, frame: Frame) -> Boundary:
     """Of a program whose values may be in any dtype: known is who reads them."""
     values = rewriter.values
     return Boundary(
@@ -133,7 +136,7 @@ def _write(
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    boundary = _free(rewriter, frames[0])
+    boundary = _open_boundary(rewriter, frames[0])
     ins = boundary.in_dtypes
     inner = rewriter.program(eqn, frames[0].program, boundary)
     outs = recorded(inner.outvars)
@@ -148,9 +151,9 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # what relu reads, and nothing else is kept.
         given = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
         boundary = Boundary(
-            _of_floats(_with_tangents(args, absent), jaxpr.invars),
-            _of_floats(_with_tangents(outs, zeros), jaxpr.outvars),
-            facts=[fact._replace(origin=itself(v)) for fact, v in given],
+            _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
+            _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
+            facts=[fact._replace(origin=origin_of_unknown(v)) for fact, v in given],
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
@@ -165,7 +168,7 @@ def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]
     return [*of_primals, *there]
 
 
-def _of_floats(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
+def _float_dtypes(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
     """The dtypes of floats; what is none keeps its own."""
     pairs = zip(dtypes, variables, strict=True)
     return [d if is_float(v) else dtype_of(v) for d, v in pairs]

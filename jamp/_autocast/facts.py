@@ -1,5 +1,11 @@
 """Reads a program forward: what its values are and ask for, whoever reads them.
 
+    y = dot_general x w     y asks for half
+    z = mul y 2.0           z too: the literal has no vote
+    e = exp z               e asks for float32
+    s = add e y             s too: of two votes the widest decides
+    t = add y -1e30         t too: half cannot hold the number
+
 What an operand asks for where it meets others is its *vote*: the dtype that torch's
 rules would give it. What it is in fact computed in is decided later, by `values`.
 """
@@ -17,7 +23,7 @@ from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.model import Source, mark_of
-from jamp._autocast.origins import Origin, itself
+from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
     KEPT,
@@ -116,7 +122,7 @@ class Facts:
             is_half = dtype_of(atom) == self.half
             return Fact(None, source=Source.HALF if is_half else source)
         vote = None if is_weak_scalar(atom) else FLOAT32
-        return Fact(vote, origin=itself(atom), source=source)
+        return Fact(vote, origin=origin_of_unknown(atom), source=source)
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
@@ -144,12 +150,12 @@ class Facts:
         full = self.full_size(eqn)
         roots = [self[v].origin.roots for v in full]
 
-        def of_statistics(atom: Atom) -> bool:
+        def is_of_statistics(atom: Atom) -> bool:
             origin = self[atom].origin
             others = frozenset().union(*(r for r in roots if not r & origin.roots))
             return bool(origin.statistic_of & others)
 
-        return [v for v in eqn.invars if v not in full or of_statistics(v)]
+        return [v for v in eqn.invars if v not in full or is_of_statistics(v)]
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is elementwise on one array: part of a fusion.
@@ -230,7 +236,7 @@ class Facts:
         if mark is not None:
             vote = self.half if mark.is_half else FLOAT32
             asks = self[eqn.invars[0]].asks
-            return [Fact(vote, asks, itself(eqn.outvars[0]), mark.source)]
+            return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), mark.source)]
         rule, region = self.ruling(eqn)
         # What is made of a kept weight stays float32, until it meets half again.
         ends = region in (KEPT, NO_MODEL)

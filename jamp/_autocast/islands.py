@@ -1,5 +1,8 @@
 """Keeps float32 islands out of memory between the forward and the backward pass.
 
+    x:f32 = convert y; t:f32 = tanh x; z:f16 = convert t
+    z:f16 = remat2[jaxpr={ y. x:f32 = convert y; t = tanh x; z:f16 = convert t }] y
+
 An *island* is what a rewritten program computes in float32 between values in half: a
 softmax between two matmuls, a gelu. Differentiated, it would keep exponentials in
 float32, twice the bytes of the same model written in half. So an island becomes one
@@ -43,7 +46,7 @@ def checkpoint_islands(
     """
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr
-    program = _Program(jaxpr)
+    program = _Graph(jaxpr)
     islands = [program.island(i) for i in range(len(jaxpr.eqns))]
     eqns: list[jc.JaxprEqn | None] = list(jaxpr.eqns)
     for end, members in enumerate(islands):
@@ -64,7 +67,7 @@ def checkpoint_islands(
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
-class _Program:
+class _Graph:
     """A program, and which equations make and use its values, by their places."""
 
     def __init__(self, jaxpr: jc.Jaxpr):

@@ -126,7 +126,7 @@ def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
     return getattr(aval, "weak_type", False) and aval.shape == ()
 
 
-def of_type(value: Any, aval: Any) -> Any:
+def array_of_type(value: Any, aval: Any) -> Any:
     """A result of a program as an array of an abstract value's dtype and weak type.
 
     Evaluated outside of `jit`, a program gives its constants as it keeps them: as
@@ -161,7 +161,7 @@ def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     return _in_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
-def before(
+def equation_before(
     eqn: jc.JaxprEqn, inner: jc.JaxprEqn, invars: Sequence[Any], outvar: jc.Var
 ) -> jc.JaxprEqn:
     """An equation of a program that another one holds, written before that one."""
@@ -190,10 +190,12 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     primitive = primitives.convert_element_type_p
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+    return jc.new_jaxpr_eqn(
+        [var], [new], primitive, params, set(), **_reader_info(reader)
+    )
 
 
-def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
+def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     """Where an equation stands that another one needs."""
     if reader is None:
         return {}
@@ -222,7 +224,7 @@ def call(
     eqn = _equation(function, tuple(v.aval for v in operands))
     if eqn.outvars[0].aval != result.aval:
         return None
-    return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
+    return eqn.replace(invars=list(operands), outvars=[result], **_reader_info(place))
 
 
 @functools.lru_cache(maxsize=256)
@@ -273,7 +275,7 @@ def checkpointed(
         invars=list(invars),
         outvars=last.outvars,
         params=with_programs(example, [inner]),
-        **_place(_in_scopes(last, common)),
+        **_reader_info(_in_scopes(last, common)),
     )
 
 
@@ -286,14 +288,14 @@ def _structure(
     """
     numbers: dict[Any, int] = {}
 
-    def of(atom):
+    def key_of(atom):
         if isinstance(atom, jc.Literal):
             return atom.aval, np.asarray(atom.val).tobytes()
         return atom.aval, numbers.setdefault(atom, len(numbers))
 
-    parts: list[Any] = [tuple(map(of, invars))]
+    parts: list[Any] = [tuple(map(key_of, invars))]
     for eqn in eqns:
-        atoms = tuple(map(of, eqn.invars)), tuple(map(of, eqn.outvars))
+        atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
         place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]
         params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
         parts.append((eqn.primitive, params, atoms, place, eqn.ctx))

@@ -1,5 +1,10 @@
 """Takes out of a scan what only rearranges its constants.
 
+    y = scan[jaxpr={ a b c. w = concatenate a b; ... }] a b c
+
+    w = concatenate a b
+    y = scan[jaxpr={ w c. ... }] w c
+
 Flax joins the weights of an LSTM's gates in each step. XLA does so once, before the
 loop. But JAX sums a gradient for each constant that a loop is given: on each trip that
 of the joined weight would be cut into parts, and each part be added by a kernel.
@@ -68,7 +73,7 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
             (inside,) = eqn.outvars
             invars = [outside.pop(v) for v in operands]
             outside[inside] = new = jc.Var(inside.aval)
-            taken.append(jax_internals.before(scan, eqn, invars, new))
+            taken.append(jax_internals.equation_before(scan, eqn, invars, new))
         else:
             left.append(eqn)
     if not taken:

@@ -1,5 +1,10 @@
 """What the numbers of a value are made of: large arrays, statistics, a product.
 
+    p:f32[8,4] = dot_general x w      roots {p}, product of 4 features
+    m:f32[8] = reduce_max p           roots {m}, a statistic of {p}
+    n:f32[8,4] = broadcast_in_dim m   varies along axis 0, a statistic of {p}
+    q:f32[8,4] = sub p n              roots {p}, normalised
+
 Three questions are answered by it. Is a sum that of a product and its bias? Is a value
 normalised by its own statistics? Does it cost as much to compute it again as to read
 it, because it is made of one array?
@@ -39,10 +44,12 @@ class Origin(NamedTuple):
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
         """The same with numbers in the place of arrays: equal if it is so elsewhere."""
 
-        def of(arrays: frozenset[Any]) -> frozenset[Any]:
+        def numbers_of(arrays: frozenset[Any]) -> frozenset[Any]:
             return frozenset(numbers.setdefault(x, len(numbers)) for x in arrays)
 
-        return self._replace(roots=of(self.roots), statistic_of=of(self.statistic_of))
+        return self._replace(
+            roots=numbers_of(self.roots), statistic_of=numbers_of(self.statistic_of)
+        )
 
     def returned(self, known: frozenset[Atom], result: Atom) -> "Origin":
         """The same for the result of a call, where only some roots are known."""
@@ -57,7 +64,7 @@ _IN_PLACE = (Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REP
 _HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 
-def itself(atom: Atom) -> Origin:
+def origin_of_unknown(atom: Atom) -> Origin:
     """Of a value of which nothing is known."""
     return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
 
@@ -90,20 +97,20 @@ def origin_of_result(
 ) -> Origin:
     """What the result of an equation is made of."""
     if rule is Rule.HALF:
-        return itself(out)._replace(product=_product(eqn))
+        return origin_of_unknown(out)._replace(product=_product(eqn))
     largest = max(map(size_of, eqn.invars), default=0)
     floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
     statistics = frozenset().union(*(g.statistic_of for g in floats))
     if size_of(out) < largest:
         # A sum, a maximum, a slice.
         roots = frozenset().union(*(g.roots for g in floats))
-        return itself(out)._replace(statistic_of=statistics | roots)
+        return origin_of_unknown(out)._replace(statistic_of=statistics | roots)
     varies = _varies(eqn, out, given)
     if varies is not None:
         return Origin(varies=varies, statistic_of=statistics)
     shape = traits_of(eqn.primitive.name).shape
     if shape not in _IN_PLACE or len(eqn.outvars) > 1:
-        return itself(out)._replace(statistic_of=statistics)
+        return origin_of_unknown(out)._replace(statistic_of=statistics)
     full, small = [], []
     for v, g in zip(eqn.invars, given, strict=True):
         if is_float32(v) and not isinstance(v, jc.Literal):

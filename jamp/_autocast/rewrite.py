@@ -1,5 +1,10 @@
 """Reads a program forward, and rewrites it with each operation in its precision.
 
+    y:f32 = dot_general x w      x':f16 = convert x; w':f16 = convert w
+    e:f32 = exp y                y:f16 = dot_general x' w'
+                                 y':f32 = convert y
+                                 e:f32 = exp y'
+
 The result is a jaxpr: equations keep their source lines and name stacks, and what JAX
 does with a program (derivatives, batching, jit) it does with this one.
 """
@@ -13,7 +18,6 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.bias import with_bias
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.frames import Frame, frames_of
@@ -31,8 +35,8 @@ from jamp._autocast.program import (
     recorded,
 )
 from jamp._autocast.reasons import Note, noted, noting
+from jamp._autocast.sums import with_bias, with_weight
 from jamp._autocast.values import Values
-from jamp._autocast.weight import with_weight
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 

@@ -1,5 +1,10 @@
 """What an operation and its results are computed in, where the lists leave it open.
 
+    y = dot_general x w     Choice(half, "list")
+    z = sub y m             Choice(float32, "feeder"): an exponential reads it
+    e = exp z               Choice(float32, "list")
+    b = add y c             Choice(half, "bias", c)
+
 `rewrite` does as they say.
 """
 
@@ -74,9 +79,9 @@ class Values:
             dtypes = {self.computed_dtype(v) for v in self._voters(eqn)}
             in_half = dtypes == {self.half}
             return Choice(self.half if in_half else FLOAT32, "operands")
-        return self._by_votes(eqn, rule)
+        return self._choice_by_votes(eqn, rule)
 
-    def _by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
+    def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         votes, given = self.facts.votes(eqn.invars), self.facts.votes(eqn.outvars)
         if self.half not in given:
             why = {0: "no vote", 1: "operands"}.get(len(votes), "widest")
