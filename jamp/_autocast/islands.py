@@ -1,7 +1,7 @@
 """Keeps float32 islands out of memory between the forward and the backward pass.
 
     x:f32 = convert y; t:f32 = tanh x; z:f16 = convert t
-    z:f16 = remat2[jaxpr={ y. x:f32 = convert y; t = tanh x; z:f16 = convert t }] y
+    z:f16 = checkpoint[jaxpr={ y. x:f32 = convert y; t = tanh x; z:f16 = convert t }] y
 
 An *island* is what a rewritten program computes in float32 between values in half: a
 softmax between two matmuls, a gelu. Differentiated, it would keep exponentials in
