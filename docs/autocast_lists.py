@@ -16,8 +16,8 @@ from jamp._autocast.lists import (
 _HEAD = """\
 # The lists of autocast
 
-Generated from `jamp/_autocast/lists.py`; [Autocast](autocast.md) says what the rules
-mean and how to change them for a program.
+Generated from `primitives` and `lists` of `jamp/_autocast`. [Autocast](autocast.md)
+says what the rules mean and how to change them for a program.
 """
 _TITLES = {
     Rule.HALF: "In half",
@@ -57,7 +57,8 @@ def page() -> str:
 
 def _section(title: str, rows: Iterable[Row]) -> str:
     cells = [
-        (_names(row.primitives), row.rule.value, row.reason, row.origin) for row in rows
+        (_names(row.primitives), row.rule.value, row.reason, row.descends_from)
+        for row in rows
     ]
     head = [("operations", "rule", "why", "descends from"), ("---",) * 4]
     lines = (f"| {' | '.join(line)} |" for line in (*head, *cells))

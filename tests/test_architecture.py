@@ -38,6 +38,7 @@ INTERNALS = {
     "jamp._core.compat",
     "jamp._autocast.jax_internals",
     "jamp._autocast.derivatives",
+    "jamp._autocast.frames",
 }
 ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}
 

@@ -150,9 +150,26 @@ NET = LISTS.with_region("net", "float32")
         (NET.with_region("head", "half"), [HALF, FLOAT]),
         (NET.with_region("net/head", "default"), [HALF, FLOAT]),
         (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
+        # Of all kinds, the last.
+        (NET.with_primitive("dot_general", "half"), [HALF, HALF]),
+        (NET.with_function("product", "half"), [HALF, FLOAT]),
+        (
+            LISTS.with_function("product", "half").with_region("", "float32"),
+            [FLOAT] * 2,
+        ),
         (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
     ],
-    ids=["scope", "outer", "last", "default", "primitive", "function"],
+    ids=[
+        "scope",
+        "outer",
+        "last",
+        "default",
+        "primitive",
+        "primitive last",
+        "function last",
+        "region last",
+        "function",
+    ],
 )
 def test_lists_decide(lists, expected):
     def fn(x):

@@ -30,6 +30,8 @@ ISLANDS = {
     "gelu": jax.nn.gelu,
     "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu by hand": lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.045 * x * x * x))),
+    "in jit": jax.jit(jax.nn.gelu),
+    "steps": lambda x: jax.nn.gelu(x) + jnp.floor(x) % 3 + x.round(),
     "two in a row": lambda x: jax.nn.softmax(jax.nn.gelu(x)),
 }
 NORMS = {
@@ -87,6 +89,13 @@ def test_what_looks_like_a_softmax_is_none(name, monkeypatch):
     found = jax.grad(fn)(W)
     monkeypatch.setattr(rewrite, "checkpoint_islands", lambda jaxpr, *_: jaxpr)
     np.testing.assert_allclose(found, jax.grad(fn)(W), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fn", [jax.checkpoint(jax.nn.gelu), jax.scipy.special.i0e])
+def test_what_the_user_keeps_and_what_is_slow_is_in_no_island(fn):
+    written = jax.make_jaxpr(jamp.autocast(lambda w, x: fn(x @ w) @ w))(W, X)
+    policies = [e.params["policy"] for e in walk(written) if "policy" in e.params]
+    assert not any(policies)
 
 
 def test_a_gelu_of_one_row_adds_no_bias():

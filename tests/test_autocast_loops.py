@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast import jax_internals, weight
+from jamp._autocast import jax_internals, sums
 from tests import h200
-from tests.constructs import repeat
+from tests.constructs import custom_vjp, repeat
 from tests.programs import evaluate, walk
 
 N = 8
@@ -59,6 +59,17 @@ WRAPS = {
     "checkpoint": jax.checkpoint,
     "shard_map": mapped,
     "scan": lambda fn: lambda w, xs: repeat(lambda c, x: c + fn(w, xs), START, xs),
+    "cond": lambda fn: (
+        lambda w, xs: jax.lax.cond(xs[0, 0, 0] < 9, fn, lambda w, xs: START, w, xs)
+    ),
+    "while": lambda fn: (
+        lambda w, xs: jax.lax.fori_loop(
+            0, xs.astype(int)[0, 0, 0] + 2, lambda _, c: c + fn(w, xs), START
+        )
+    ),
+    "custom_vjp": lambda fn: custom_vjp(
+        fn, lambda *args: (fn(*args), args), lambda args, _: args
+    ),
 }
 
 
@@ -148,4 +159,4 @@ def test_gpus_that_multiply_no_bfloat16_get_no_algorithm(half, capability, monke
     devices = [types.SimpleNamespace(compute_capability=capability)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     refused = (half, capability) == ("bfloat16", "7.5")
-    assert weight.has_algorithm(jnp.dtype(half)) == (not refused)
+    assert sums.has_algorithm(jnp.dtype(half)) == (not refused)

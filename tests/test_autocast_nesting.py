@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jamp
-from jamp._autocast import rewrite
+from jamp._autocast import consumers, facts, rewrite
 from tests.constructs import repeat
 from tests.programs import products, results, walk
 
@@ -178,3 +178,38 @@ def test_the_advice_of_the_warning_works(rule, dtype):
     (call,) = (e for e in walk(jaxpr) if e.primitive.name == "pure_callback")
     assert [str(v.aval.dtype) for v in call.invars] == [dtype]
     np.testing.assert_allclose(cast(W), calls_back(W), atol=1e-2)
+
+
+# ---- each pass reads each equation once, however deep it is
+
+
+NESTS = {
+    "jit": lambda fn: jax.jit(lambda x: fn(x)),
+    "checkpoint": jax.checkpoint,
+    "cond": lambda fn: lambda x: lax.cond(x[0, 0] > 0, fn, lambda x: x, x),
+    "scan": lambda fn: lambda x: repeat(lambda c, _: fn(c), x, length=2),
+    "while": lambda fn: lambda x: lax.while_loop(lambda c: c[0, 0] < 3, fn, x),
+}
+PASSES = {
+    "forward": (facts.Facts, "_result_facts"),
+    "backward": (consumers, "_wants_of_operands"),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+@pytest.mark.parametrize("read", PASSES)
+def test_an_equation_is_read_once(name, read, monkeypatch):
+    def deeper(fn):
+        return NESTS[name](lambda x: layer(fn(x)))
+
+    fn = functools.reduce(lambda fn, _: deeper(fn), range(8), layer)
+    place, function = PASSES[read]
+    original, times = getattr(place, function), []
+
+    def counting(*args):
+        times.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(place, function, counting)
+    jax.make_jaxpr(half(fn))(W)
+    assert len(times) == len(list(walk(jax.make_jaxpr(fn)(W))))

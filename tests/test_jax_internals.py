@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core as jc
 from jax.sharding import PartitionSpec as P
 
-from jamp._autocast import jax_internals
+from jamp._autocast import frames, jax_internals
 from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
@@ -58,10 +58,10 @@ def mapped(fn):
 
 HOLDERS = {
     "jit": jax.jit,
-    jax_internals.CHECKPOINT: jax.checkpoint,
+    frames.CHECKPOINT: jax.checkpoint,
     "scan": lambda fn: lambda x: lax.scan(lambda c, x: (c, fn(x)), None, x)[1],
     "shard_map": mapped,
-    jax_internals.OPTIMIZED_VJP: rematerialized,
+    frames.OPTIMIZED_VJP: rematerialized,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
 }
@@ -71,11 +71,77 @@ HOLDERS = {
 def test_a_program_can_be_read_and_replaced(name):
     eqn, other = (equation(HOLDERS[name](fn), X) for fn in (jnp.sin, jnp.cos))
     assert eqn.primitive.name == name
-    program = jax_internals.program_of(other)
-    assert [e.primitive.name for e in program.eqns] == ["cos"]
-    replaced = eqn.replace(params=jax_internals.with_program(eqn, program))
+    (frame,) = frames.frames_of(other)
+    assert [e.primitive.name for e in frame.program.eqns] == ["cos"]
+    replaced = eqn.replace(params=frames.with_programs(eqn, [frame.program]))
     (got,) = evaluate([replaced], eqn.invars, X)
     np.testing.assert_allclose(got, jnp.cos(X), rtol=1e-6)
+
+
+def test_programs_of_branches_and_loops_can_be_read_and_replaced():
+    def branch(fn):
+        return lambda x: lax.cond(x[0, 0] > 9, jnp.tan, fn, x)
+
+    def loop(fn):
+        over = lambda c: (c[0] + 1, fn(c[1]))  # noqa: E731
+        return lambda x: lax.while_loop(lambda c: c[0] < 1, over, (0, x))[1]
+
+    for hold in (branch, loop):
+        eqns = [
+            e
+            for fn in (jnp.sin, jnp.cos)
+            for e in jax.make_jaxpr(hold(fn))(X).eqns
+            if e.primitive.name in frames.HOLDERS
+        ]
+        eqn, other = eqns
+        programs = [frame.program for frame in frames.frames_of(other)]
+        replaced = eqn.replace(params=frames.with_programs(eqn, programs))
+        assert [f.program for f in frames.frames_of(replaced)] == programs
+
+
+# How a program is run, what goes in and out, and in which dtypes.
+FRAMES = {
+    "jit": "call open",
+    frames.CHECKPOINT: "call open residuals",
+    "scan": "loop open 1 1 5",
+    "shard_map": "map",
+    frames.OPTIMIZED_VJP: "call",
+    "custom_jvp_call": "call open derivative",
+    "custom_vjp_call": "call derivative",
+    "cond": "branch open",
+    "while": "loop 2 1 None",
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_what_a_frame_says(name):
+    holders = HOLDERS | {
+        "scan": lambda fn: (
+            lambda x: lax.scan(lambda c, y: (c @ fn(x), y), x, jnp.stack([x] * 5))
+        ),
+        "cond": lambda fn: lambda x: lax.cond(x[0, 0] > 0, fn, lambda x: x, x),
+        "while": lambda fn: (
+            lambda x: lax.while_loop(
+                lambda c: (c + x < 9).all(), lambda c: fn(c) @ W + x, x
+            )
+        ),
+    }
+    jaxpr = jax.make_jaxpr(holders[name](jnp.sin))(X)
+    (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == name)
+    *_, frame = found = frames.frames_of(eqn)
+    words = [frame.kind.value]
+    flags = {"open": "is_open", "derivative": "own_derivative"}
+    flags |= {"residuals": "own_residuals"}
+    words += [word for word, field in flags.items() if getattr(frame, field)]
+    if frame.kind is frames.Kind.LOOP:
+        words += map(str, (frame.consts, frame.carries, frame.trips))
+    assert " ".join(words) == FRAMES[name]
+    for f in found:
+        inner = [v.aval.dtype for v in f.program.invars]
+        assert [v.aval.dtype for v in f.operands] == inner
+        assert len(f.results) in (0, len(f.program.outvars))
+    labels = {"cond": ["branch 0", "branch 1"], "while": ["cond", "body"]}
+    assert [f.label for f in found] == labels.get(name, [""])
 
 
 # ---- variables and equations
@@ -89,13 +155,13 @@ def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
     args = X[:1], W[:1], jnp.stack([X, W])
     jaxpr = jax.make_jaxpr(fn)(*args)
     (scan,) = jaxpr.eqns
-    body = jax_internals.program_of(scan)
+    body = frames.program_of(scan)
     place = [e.primitive.name for e in body.eqns].index("concatenate")
     inner, new = body.eqns[place], jc.Var(body.eqns[place].outvars[0].aval)
-    before = jax_internals.before(scan, inner, scan.invars[:2], new)
+    before = jax_internals.equation_before(scan, inner, scan.invars[:2], new)
     left = [e for e in body.eqns if e is not inner]
-    fewer = jax_internals.with_fewer_consts(scan, body, left, {inner.outvars[0]: new})
-    assert jax_internals.scan_counts(fewer) == (1, 1)
+    fewer = frames.with_fewer_consts(scan, body, left, {inner.outvars[0]: new})
+    assert frames.scan_counts(fewer) == (1, 1)
     assert jax_internals.name_stack(before) == "outer"
     got = jc.jaxpr_as_fun(jaxpr.replace(eqns=[before, fewer]))(*args)
     for ours, plain in zip(got, fn(*args), strict=True):
@@ -106,7 +172,7 @@ def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
 def test_a_value_as_an_array_of_a_type(value):
     for weak in (False, True):
         aval = jax.typeof(jnp.asarray(2.0)).update(weak_type=weak)
-        got = jax_internals.of_type(value, aval)
+        got = jax_internals.array_of_type(value, aval)
         assert isinstance(got, jax.Array) and jax.typeof(got) == aval and got == 2
 
 
@@ -125,7 +191,7 @@ def test_functions_of_jax_that_wrote_an_equation():
     """The outermost is the one that was called, in public if it is; then it ends."""
     eqn = last(multiply)
     assert jax_internals.calling_functions(eqn)[-1] == "jax.numpy.linalg.multi_dot"
-    (inside,) = jax_internals.program_of(equation(jax.jit(multiply), X)).eqns[-1:]
+    (inside,) = frames.program_of(equation(jax.jit(multiply), X)).eqns[-1:]
     assert jax_internals.calling_functions(inside)[-1] == "jax.numpy.linalg.multi_dot"
     own = [f.rpartition(".")[2] for f in jax_internals.calling_functions(last(W.dot))]
     assert "multi_dot" not in own and own

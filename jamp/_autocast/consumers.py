@@ -1,5 +1,11 @@
 """Reads a program backward: who reads a value in float32, who in half.
 
+    y = dot_general x w     y: float32, for z is wanted so
+    m = reduce_max y        m: float32, likewise
+    z = sub y m             z: float32, for it is the exponential that reads it
+    e = exp z               e: half, for a product reads it
+    o = dot_general e v
+
 What a float32 operation reads should be computed in float32 (a *feeder*: `logits - max`
 before the exponential), where that costs no memory.
 """
@@ -9,9 +15,9 @@ from typing import NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import CALLS, Facts
-from jamp._autocast.jax_internals import scan_counts
-from jamp._autocast.lists import Rule
+from jamp._autocast.facts import Facts
+from jamp._autocast.frames import Frame, frames_of
+from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
 
@@ -51,7 +57,7 @@ class Consumers(NamedTuple):
         to read as much. If it joins two, or follows a norm, all must agree.
         """
         (want,) = self.wants_of([atom])
-        origin = self.facts.of(atom).origin
+        origin = self.facts[atom].origin
         again = not (origin.joins or origin.normalised)
         return want.all is True or (want.some and again)
 
@@ -66,7 +72,18 @@ class Consumers(NamedTuple):
 
 
 def consumers_of(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
-    """Reads a program of which the facts are known, and what its outputs are for."""
+    """Reads a program of which the facts are known, and what its outputs are for.
+
+    A program in another one is read with that, and again when it is written itself. So
+    what was found stays with the facts: however deep it is, it is read once.
+    """
+    key = tuple(out_wants)
+    if key not in facts.readers:
+        facts.readers[key] = _read_backward(facts, out_wants)
+    return facts.readers[key]
+
+
+def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
     consumers = Consumers({}, facts)
 
     def note(atoms, found):
@@ -78,7 +95,7 @@ def consumers_of(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
     note(facts.jaxpr.outvars, out_wants)
     # From the last equation: the consumers of its results are all known by then.
     for eqn in reversed(facts.jaxpr.eqns):
-        note(eqn.invars, _of_equation(eqn, consumers))
+        note(eqn.invars, _wants_of_operands(eqn, consumers))
     return consumers
 
 
@@ -89,17 +106,22 @@ def combine(wants: Iterable[Want]) -> Want:
     return Want(agreed, any(somes), any(kept), any(carried))
 
 
-def _of_equation(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
+def _wants_of_operands(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
     """What an equation wants of each operand."""
-    inside = _INSIDE.get(eqn.primitive.name)
-    if inside is not None:
-        return inside(eqn, consumers.wants_of(eqn.outvars), consumers.facts)
+    programs = consumers.facts.programs(eqn)
+    if programs:
+        frames = frames_of(eqn)
+        pairs = zip(frames, programs, strict=True)
+        wants = [_wants_of_inputs(*pair, consumers) for pair in pairs]
+        # What the programs do not take is the index of a branch.
+        others = [NOBODY] * (len(eqn.invars) - len(frames[0].operands))
+        return [*others, *map(combine, zip(*wants, strict=True))]
     rule, _ = consumers.facts.ruling(eqn)
-    want = _of_rule(eqn, rule, consumers)
+    want = _wants_by_rule(eqn, rule, consumers)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
 
 
-def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
+def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     outs = [v for v in eqn.outvars if is_float32(v)]
     if not is_castable_eqn(eqn, rule, consumers.facts.half) or not outs:
         return NOBODY  # such as a comparison
@@ -112,7 +134,7 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
         return NOBODY
     # A weight that is only moved, to where a product reads it, is float32 too.
     computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
-    if facts.scope.loop and computes and eqn.primitive.name in ("mul", "div"):
+    if facts.scope.loop and computes and traits_of(eqn.primitive.name).reads_operands:
         return Want(kept=True)
     if computes or facts.asks(eqn):
         return _IN_FLOAT32
@@ -124,39 +146,19 @@ def _of_rule(eqn: jc.JaxprEqn, rule: Rule | None, consumers: Consumers) -> Want:
     return want._replace(some=some, kept=kept, carried=carried)
 
 
-def _of_inputs(inner: Facts, outs: Sequence[Want]) -> list[Want]:
-    """What a program that an equation holds wants of its inputs."""
-    return consumers_of(inner, outs).wants_of(inner.jaxpr.invars)
+def _wants_of_inputs(frame: Frame, program: Facts, consumers: Consumers) -> list[Want]:
+    """What a program wants of its inputs: of a loop's, only of the slices.
+
+    Its constants and carries go in and out as the user's program says.
+    """
+    carried = wants_of_carries(frame, consumers.facts)
+    outs = consumers.wants_of(frame.results[frame.carries :])
+    found = consumers_of(program, [*carried, *outs])
+    fixed = frame.consts + frame.carries
+    return [NOBODY] * fixed + found.wants_of(frame.program.invars[fixed:])
 
 
-def _of_call(eqn, outs, facts) -> list[Want]:
-    (inner,) = facts.inside(eqn)
-    return _of_inputs(inner, outs)
-
-
-def _of_cond(eqn, outs, facts) -> list[Want]:
-    branches = [_of_inputs(branch, outs) for branch in facts.inside(eqn)]
-    # The first operand is the index.
-    return [NOBODY, *map(combine, zip(*branches, strict=True))]
-
-
-def _of_scan(eqn, outs, facts) -> list[Want]:
-    """Only of the slices; constants and carries go in and out as the program says."""
-    consts, carry = scan_counts(eqn)
-    (inner,), fixed = facts.inside(eqn), consts + carry
-    carried = wants_of_carries(eqn.outvars[:carry], facts)
-    wants = _of_inputs(inner, [*carried, *outs[carry:]])
-    return [NOBODY] * fixed + wants[fixed:]
-
-
-def wants_of_carries(carries: Sequence[jc.Var], facts: Facts) -> list[Want]:
-    """What the next trip of a loop wants of its carries, given as they leave it."""
-    return [Want(carried=facts.of(v).vote == FLOAT32) for v in carries]
-
-
-# Into the others values go in float32, as the program says.
-_INSIDE = {
-    **dict.fromkeys(CALLS, _of_call),
-    "cond": _of_cond,
-    "scan": _of_scan,
-}
+def wants_of_carries(frame: Frame, facts: Facts) -> list[Want]:
+    """What the next trip of a loop wants of its carries."""
+    carries = frame.results[: frame.carries]
+    return [Want(carried=facts[v].vote == FLOAT32) for v in carries]

@@ -1,5 +1,8 @@
 """One rule for each primitive that holds programs: how to rewrite it.
 
+    y:f32 = jit[jaxpr={ x:f32 w:f32. y:f32 = dot_general x w; in y }] x w
+    y:f16 = jit[jaxpr={ x:f16 w:f16. y:f16 = dot_general x w; in y }] x' w'
+
 Programs are passed to where they came from in other dtypes only where nothing depends
 on them: carries keep the user's, and so do constants of loops, whose gradients are
 sums.
@@ -14,9 +17,10 @@ from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.consumers import wants_of_carries
+from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
 from jamp._autocast.kernels import traced_for
-from jamp._autocast.lists import Rule
-from jamp._autocast.origins import itself
+from jamp._autocast.origins import origin_of_unknown
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
     dtype_of,
@@ -28,26 +32,25 @@ from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
 from jamp._core.dtypes import FLOAT32
 
 
-def _call(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
-    boundary, values = _free(rewriter, eqn, eqn.invars), rewriter.values
+    boundary, values = _open_boundary(rewriter, frames[0]), rewriter.values
     if values.facts.only_moves(eqn):
         ins = [
             FLOAT32 if values.meets_float32(v) else dtype
             for v, dtype in zip(eqn.invars, boundary.in_dtypes, strict=True)
         ]
         boundary = boundary._replace(in_dtypes=ins)
-    _write(rewriter, eqn, boundary)
+    _write(rewriter, eqn, frames[0], boundary)
 
 
-def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    index, *operands = eqn.invars
-    boundary = _free(rewriter, eqn, operands)
+    boundary = _open_boundary(rewriter, frames[0])
 
     def branches():
         rewriter.programs.clear()  # `explain` shows the branches as they are at last
-        return [rewriter.program(eqn, b, boundary) for b in eqn.params["branches"]]
+        return [rewriter.program(eqn, f.program, boundary) for f in frames]
 
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
     written = branches()
@@ -56,79 +59,86 @@ def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         outs = recorded(eqn.outvars)
         boundary = boundary._replace(out_dtypes=outs)
         written = branches()
-    params = {**eqn.params, "branches": tuple(written)}
-    rewriter.emit(eqn, [dtype_of(index), *boundary.in_dtypes], outs, params)
+    ins = [dtype_of(eqn.invars[0]), *boundary.in_dtypes]
+    rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
 
 
-def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
-    consts, carry = jax_internals.scan_counts(eqn)
-    fixed, values = consts + carry, rewriter.values
+    (frame,), values = frames, rewriter.values
+    consts, carry, facts = frame.consts, frame.carries, values.facts
     # A carry must come out as it went in, and one that sums over the trips would lose
     # digits in half; the backward pass sums the gradients of constants in the same way.
-    carries = [values.facts.of(v).vote or dtype_of(v) for v in eqn.outvars[:carry]]
-    slices = [values.outgoing_dtype(v) for v in eqn.invars[fixed:]]
+    votes = [facts[v].vote for v in eqn.outvars[:carry]]
+    carries = [vote or dtype_of(v) for vote, v in zip(votes, eqn.outvars, strict=False)]
+    slices = [values.outgoing_dtype(v) for v in eqn.invars[consts + carry :]]
     ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
     outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
-    given = values.facts.of_slices(eqn)
-    for i, v in enumerate(eqn.outvars[:carry], consts):
-        given[i] = given[i]._replace(vote=values.facts.of(v).vote)
-    carried = wants_of_carries(eqn.outvars[:carry], values.facts)
+    given = facts.trip_facts(frame)
+    for i, vote in enumerate(votes, consts):
+        given[i] = given[i]._replace(vote=vote)
+    carried = wants_of_carries(frame, facts)
     wants = [*carried, *rewriter.consumers.wants_of(eqn.outvars[carry:])]
-    _write(rewriter, eqn, Boundary(ins, outs, wants, given))
+    _write(rewriter, eqn, frame, Boundary(ins, outs, wants, given))
 
 
-def _while(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Constants pass as they are: no gradient of theirs is summed over the trips."""
-    cond, body, cond_consts, body_consts = jax_internals.while_programs(eqn)
-    outs, consts = recorded(eqn.outvars), cond_consts + body_consts
+    cond, body = frames
+    outs, consts, facts = (
+        recorded(eqn.outvars),
+        cond.consts + body.consts,
+        rewriter.values.facts,
+    )
     fixed = map(rewriter.values.computed_dtype, eqn.invars[:consts])
     ins = [*fixed, *recorded(eqn.invars[consts:])]
-    facts = rewriter.values.facts.of_operands(eqn, range(consts, len(ins)))
+    known = facts.operand_facts(eqn.invars, range(consts, len(ins)))
     for i, v in enumerate(eqn.invars[:consts]):
-        facts[i] = facts[i]._replace(vote=rewriter.values.facts.of(v).vote)
-    test = [*range(cond_consts), *range(consts, len(ins))]
+        known[i] = known[i]._replace(vote=facts[v].vote)
+    test = [*range(cond.consts), *range(consts, len(ins))]
     going = Boundary(
-        [ins[i] for i in test], [jnp.dtype(bool)], facts=[facts[i] for i in test]
+        [ins[i] for i in test], [jnp.dtype(bool)], facts=[known[i] for i in test]
     )
-    cond = rewriter.program(eqn, cond, going)
-    wants = wants_of_carries(eqn.outvars, rewriter.values.facts)
-    trip = Boundary(ins[cond_consts:], outs, wants, facts[cond_consts:])
-    body = rewriter.program(eqn, body, trip)
-    params = jax_internals.with_while_programs(eqn, cond, body)
-    rewriter.emit(eqn, ins, outs, params)
+    trip = Boundary(
+        ins[cond.consts :], outs, wants_of_carries(body, facts), known[cond.consts :]
+    )
+    pairs = zip(frames, (going, trip), strict=True)
+    written = [rewriter.program(eqn, f.program, boundary) for f, boundary in pairs]
+    rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
 
 
-def _as_recorded_outside(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
-    facts = rewriter.values.facts.of_operands(eqn)
+    facts = rewriter.values.facts.operand_facts(eqn.invars)
     boundary = Boundary(recorded(eqn.invars), recorded(eqn.outvars), facts=facts)
-    _write(rewriter, eqn, boundary)
+    _write(rewriter, eqn, frames[0], boundary)
 
 
-def _free(rewriter: Rewriter, eqn: jc.JaxprEqn, operands: Sequence[Atom]) -> Boundary:
+def _open_boundary(rewriter: Rewriter, frame: Frame) -> Boundary:
     """Of a program whose values may be in any dtype: known is who reads them."""
     values = rewriter.values
     return Boundary(
-        list(map(values.outgoing_dtype, operands)),
-        [None] * len(eqn.outvars),
-        rewriter.consumers.wants_of(eqn.outvars),
-        [values.facts.of(v) for v in operands],
+        list(map(values.outgoing_dtype, frame.operands)),
+        [None] * len(frame.results),
+        rewriter.consumers.wants_of(frame.results),
+        [values.facts[v] for v in frame.operands],
     )
 
 
-def _write(rewriter: Rewriter, eqn: jc.JaxprEqn, boundary: Boundary) -> None:
+def _write(
+    rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, boundary: Boundary
+) -> None:
     """Writes an equation that holds one program, and that program."""
-    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
-    params = jax_internals.with_program(eqn, inner)
+    inner = rewriter.program(eqn, frame.program, boundary)
+    params = with_programs(eqn, [inner])
     rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params)
 
 
-def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    boundary = _free(rewriter, eqn, eqn.invars)
+    boundary = _open_boundary(rewriter, frames[0])
     ins = boundary.in_dtypes
-    inner = rewriter.program(eqn, jax_internals.program_of(eqn), boundary)
+    inner = rewriter.program(eqn, frames[0].program, boundary)
     outs = recorded(inner.outvars)
     consts = derivatives.custom_consts(eqn)
     args, known = ins[consts:], boundary.facts[consts:]
@@ -141,9 +151,9 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
         # what relu reads, and nothing else is kept.
         given = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
         boundary = Boundary(
-            _of_floats(_with_tangents(args, absent), jaxpr.invars),
-            _of_floats(_with_tangents(outs, zeros), jaxpr.outvars),
-            facts=[fact._replace(origin=itself(v)) for fact, v in given],
+            _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
+            _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
+            facts=[fact._replace(origin=origin_of_unknown(v)) for fact, v in given],
         )
         return rewriter.program(eqn, jaxpr, boundary)
 
@@ -158,21 +168,20 @@ def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]
     return [*of_primals, *there]
 
 
-def _of_floats(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
+def _float_dtypes(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
     """The dtypes of floats; what is none keeps its own."""
     pairs = zip(dtypes, variables, strict=True)
     return [d if is_float(v) else dtype_of(v) for d, v in pairs]
 
 
-def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
+def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that.
 
     The user's `bwd` takes what the user's `fwd` gives, and returns gradients of
     operands in the program's dtypes: both keep what goes in and out of them.
     """
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    program = jax_internals.program_of(eqn)
-    inner = rewriter.program(eqn, program, Boundary(ins, outs))
+    inner = rewriter.program(eqn, frames[0].program, Boundary(ins, outs))
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
@@ -200,20 +209,17 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
 
 def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     """In what to trace a user's rule, which JAX does long after the function."""
-    region, _ = region_rule(rewriter.scope, eqn)
-    casts = region not in (Rule.FLOAT32, Rule.RECORDED)
+    region = region_rule(rewriter.scope, eqn)
+    casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
     return functools.partial(traced_for, rewriter.scope.policy, casts)
 
 
-RULES = {
-    "jit": _call,
-    "closed_call": _call,
-    jax_internals.CHECKPOINT: _call,
-    "cond": _cond,
+# Of those with one program that values pass through; or that they do not.
+RULES = dict.fromkeys(HOLDERS, _closed) | {
+    **dict.fromkeys(OPEN_CALLS, _call),
+    "cond": _branches,
     "scan": _scan,
     "while": _while,
-    "shard_map": _as_recorded_outside,
-    jax_internals.OPTIMIZED_VJP: _as_recorded_outside,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
 }

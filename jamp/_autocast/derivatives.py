@@ -1,5 +1,8 @@
 """What JAX documents nowhere about functions with a derivative of their own.
 
+    y = custom_jvp_call[call_jaxpr=f jvp_jaxpr_fun=rule] x
+    y = custom_jvp_call[call_jaxpr=f' jvp_jaxpr_fun=(what traces and rewrites rule)] x
+
 The equations of such functions hold the user's rules as Python functions, which JAX
 traces when somebody differentiates. Here these are wrapped, so that what is traced is
 rewritten; which derivatives are asked for stays between JAX and the user's rules.
@@ -7,7 +10,8 @@ As for `jax_internals`, whose second half this is, the tests hold each fact.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,8 +20,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 
-from jamp._autocast.closures import tracers_in
-from jamp._autocast.jax_internals import with_program
+from jamp._autocast.frames import with_programs
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
@@ -56,7 +59,7 @@ def with_custom_jvp(
         jaxpr = write(_closed(jaxpr, consts), absent, zeros)
         return jaxpr, jaxpr.consts, zeros
 
-    return {**with_program(eqn, program), "jvp_jaxpr_fun": _wrapped(written, rule)}
+    return {**with_programs(eqn, [program]), "jvp_jaxpr_fun": _wrapped(written, rule)}
 
 
 def with_custom_vjp(
@@ -124,7 +127,7 @@ def with_custom_vjp(
         return [*none, *grads], logs
 
     return {
-        **with_program(eqn, _with_inputs(program, free, consts)),
+        **with_programs(eqn, [_with_inputs(program, free, consts)]),
         "fwd_jaxpr_thunk": _wrapped(written_forward, forward),
         "bwd": _wrapped(written_backward, backward),
         "out_trees": out_trees,
@@ -138,7 +141,7 @@ def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
     values; here over tracers of a trace that has ended. These keep their variables.
     """
     rules = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
-    return list(dict.fromkeys(filter(None, map(_variable_of, tracers_in(rules)))))
+    return list(dict.fromkeys(filter(None, map(_variable_of, _tracers_in(rules)))))
 
 
 def _variable_of(tracer: Any) -> jc.Var | None:
@@ -183,3 +186,58 @@ def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
 def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
     """A program with its constants, which JAX has as its first inputs otherwise."""
     return jaxpr.with_consts(consts) if consts else jaxpr
+
+
+# ---- what functions close over: a look into the places where Python keeps it
+
+
+def _tracers_in(x: Any) -> list[Tracer]:
+    """The tracers that are reached from functions, containers and objects.
+
+    They are in cells, arguments, defaults, items and attributes, at any depth; some of
+    them may never be read.
+    """
+    found: list[Tracer] = []
+    seen: dict[int, Any] = {}
+    waiting = [x]
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x  # and kept: what comes after must not have the same `id`
+        if isinstance(x, Tracer):
+            found.append(x)
+        else:
+            waiting += _held(x)
+    return found
+
+
+def _held(x: Any) -> list[Any]:
+    """What a function, a container or an object holds."""
+    if isinstance(x, type | types.ModuleType | jax.Array):
+        return []
+    if isinstance(x, Mapping):
+        return list(x.values())
+    if isinstance(x, list | tuple | set | frozenset):
+        return list(x)
+    if isinstance(x, types.CellType):
+        try:
+            return [x.cell_contents]
+        except ValueError:  # not assigned yet
+            return []
+    if isinstance(x, types.FunctionType):
+        return [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, functools.partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, linear_util.WrappedFun):
+        return [x.f, x.f_transformed, x.transforms, x.params]
+    if isinstance(x, jax.custom_vjp | jax.custom_jvp):
+        return list(vars(x).values())
+    if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        # Not its traces, which hold all; but what it keeps of static arguments.
+        is_field = not isinstance(getattr(type(x), "val", None), property)
+        held = getattr(x, "val", None) if is_field else None
+        return [getattr(x, "__wrapped__", None), held]
+    return list(getattr(x, "__dict__", {}).values())

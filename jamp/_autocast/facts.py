@@ -1,5 +1,11 @@
 """Reads a program forward: what its values are and ask for, whoever reads them.
 
+    y = dot_general x w     y asks for half
+    z = mul y 2.0           z too: the literal has no vote
+    e = exp z               e asks for float32
+    s = add e y             s too: of two votes the widest decides
+    t = add y -1e30         t too: half cannot hold the number
+
 What an operand asks for where it meets others is its *vote*: the dtype that torch's
 rules would give it. What it is in fact computed in is decided later, by `values`.
 """
@@ -14,15 +20,11 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import origins
-from jamp._autocast.jax_internals import (
-    CHECKPOINT,
-    is_weak_scalar,
-    program_of,
-    scan_counts,
-)
-from jamp._autocast.lists import Rule
+from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.model import Source, mark_of
-from jamp._autocast.origins import Origin, itself
+from jamp._autocast.origins import Origin, origin_of_unknown
+from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -54,16 +56,8 @@ class Fact(NamedTuple):
         return self._replace(origin=self.origin.numbered(numbers))
 
 
-# Their results hold what their operands hold, to a few digits.
-_KEEP_RANGE = frozenset(
-    "max min clamp add sub neg abs sqrt reduce_max reduce_min".split()
-)
-# Of what only takes what it gets, these round their results.
-_ROUNDS = frozenset("add add_any sub mul div rem tanh logistic sqrt".split())
 # Of a product with no wish of the user's.
 _PLAIN = {"precision": None, "out_sharding": None}.items()
-# What is called once, with operands and results in any dtype.
-CALLS = ("jit", "closed_call", CHECKPOINT, "custom_jvp_call")
 
 
 class Facts:
@@ -81,14 +75,16 @@ class Facts:
         self._facts: dict[jc.Var, Fact] = {}
         # By the `id` of the equation, both.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
-        self._inside: dict[int, list[Facts]] = {}
+        self._programs: dict[int, list[Facts]] = {}
+        # What `consumers` found, by what the outputs are for.
+        self.readers: dict[Any, Any] = {}
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
-            self._facts.update(zip(eqn.outvars, self._of_results(eqn), strict=True))
+            self._facts.update(zip(eqn.outvars, self._result_facts(eqn), strict=True))
 
     # ---- what values are
 
-    def of(self, atom: Atom) -> Fact:
+    def __getitem__(self, atom: Atom) -> Fact:
         """What is known of a value."""
         if isinstance(atom, jc.Literal):
             asks = is_float32(atom) and self._exceeds_half(atom.val)
@@ -98,7 +94,7 @@ class Facts:
     def source(self, atoms: Iterable[Atom]) -> Source:
         """What values depend on, together."""
         return functools.reduce(
-            operator.or_, (self.of(v).source for v in atoms), Source(0)
+            operator.or_, (self[v].source for v in atoms), Source(0)
         )
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
@@ -111,7 +107,7 @@ class Facts:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        sources = [self.of(v).source for v in eqn.invars]
+        sources = [self[v].source for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
         kept = Source.KEPT in sources and Source.HALF not in sources
         of_model = Source.HALF in functools.reduce(operator.or_, sources)
@@ -126,20 +122,20 @@ class Facts:
             is_half = dtype_of(atom) == self.half
             return Fact(None, source=Source.HALF if is_half else source)
         vote = None if is_weak_scalar(atom) else FLOAT32
-        return Fact(vote, origin=itself(atom), source=source)
+        return Fact(vote, origin=origin_of_unknown(atom), source=source)
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
-        return self.of(atom).source == Source.HALF
+        return self[atom].source == Source.HALF
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
-        return {self.of(v).vote for v in atoms} - {None}
+        return {self[v].vote for v in atoms} - {None}
 
     def asks(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an operand of an equation asks for float32 by its number."""
         fill = eqn.params.get("fill_value")
-        return any(self.of(v).asks for v in eqn.invars) or (
+        return any(self[v].asks for v in eqn.invars) or (
             fill is not None and is_float32(eqn.outvars[0]) and self._exceeds_half(fill)
         )
 
@@ -147,28 +143,28 @@ class Facts:
         """The operands that are as large as the result, and not by being broadcast."""
         size = max(size_of(v) for v in [*eqn.invars, *eqn.outvars])
         full = [v for v in eqn.invars if size_of(v) == size]
-        return [v for v in full if self.of(v).origin.varies is None]
+        return [v for v in full if self[v].origin.varies is None]
 
     def smaller(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The others, and what is made of them: a norm's statistic times its scale."""
         full = self.full_size(eqn)
-        roots = [self.of(v).origin.roots for v in full]
+        roots = [self[v].origin.roots for v in full]
 
-        def of_statistics(atom: Atom) -> bool:
-            origin = self.of(atom).origin
+        def is_of_statistics(atom: Atom) -> bool:
+            origin = self[atom].origin
             others = frozenset().union(*(r for r in roots if not r & origin.roots))
             return bool(origin.statistic_of & others)
 
-        return [v for v in eqn.invars if v not in full or of_statistics(v)]
+        return [v for v in eqn.invars if v not in full or is_of_statistics(v)]
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is elementwise on one array: part of a fusion.
 
         A norm ends one: its result is read twice in the backward pass, so in half.
         """
-        if rule is not Rule.PROMOTE or eqn.primitive.name not in _ROUNDS:
+        if rule is not Rule.PROMOTE or not traits_of(eqn.primitive.name).rounds:
             return False
-        origin = self.of(eqn.outvars[0]).origin
+        origin = self[eqn.outvars[0]].origin
         return not (origin.joins or origin.normalised) and origin.varies is None
 
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
@@ -178,8 +174,8 @@ class Facts:
         for product, bias in (eqn.invars, eqn.invars[::-1]):
             if isinstance(bias, jc.Literal) or not is_float32(bias):
                 continue
-            if not self.of(bias).asks:
-                if origins.is_bias(bias, self.of(bias).origin, self.of(product).origin):
+            if not self[bias].asks:
+                if origins.is_bias(bias, self[bias].origin, self[product].origin):
                     return bias
         return None
 
@@ -187,14 +183,14 @@ class Facts:
         """The operand of a product that all trips of a loop share, if one is."""
         if eqn.primitive.name != "dot_general" or not _PLAIN <= eqn.params.items():
             return None
-        shared = [v for v in eqn.invars if is_float32(v) and self.of(v).shared]
+        shared = [v for v in eqn.invars if is_float32(v) and self[v].shared]
         return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
 
     def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
         """Whether the user's program casts a kept param to half by itself."""
         if eqn.primitive.name != "convert_element_type":
             return False
-        kept = self.of(eqn.invars[0]).source == Source.KEPT
+        kept = self[eqn.invars[0]].source == Source.KEPT
         return kept and dtype_of(eqn.outvars[0]) == self.half
 
     def _exceeds_half(self, value: Any) -> bool:
@@ -205,118 +201,109 @@ class Facts:
         too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
         return bool((too_large | too_small).any())
 
-    def inside(self, eqn: jc.JaxprEqn) -> "list[Facts]":
+    def programs(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
-        return self._inside.get(id(eqn), [])
+        return self._programs.get(id(eqn), [])
 
     def only_moves(self, eqn: jc.JaxprEqn) -> bool:
         """Whether a program that is called rearranges its floats, and no more."""
         return all(
-            inner.only_moves(e) if inner.inside(e) else inner.ruling(e)[0] is Rule.MOVE
-            for inner in self.inside(eqn)
+            inner.only_moves(e)
+            if inner.programs(e)
+            else inner.ruling(e)[0] is Rule.MOVE
+            for inner in self.programs(eqn)
             for e in inner.jaxpr.eqns
             if any(map(is_float32, e.outvars))
         )
 
-    def scope_inside(self, eqn: jc.JaxprEqn) -> Scope:
+    def scope_of_programs(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
 
         Of a derivative's operands nothing is known: it is in half as a product is.
         """
-        weighted = any(self.of(v).source == Source.KEPT for v in eqn.invars)
+        weighted = any(self[v].source == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
-        return self.scope.inside(eqn)._replace(within=within or Source.DATA)
-
-    def _enter(
-        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
-    ) -> "Facts":
-        found = Facts(jaxpr, given, self.scope_inside(eqn))
-        self._inside.setdefault(id(eqn), []).append(found)
-        return found
+        return self.scope.scope_of_programs(eqn)._replace(within=within or Source.DATA)
 
     # ---- what an equation makes of them
 
-    def _of_results(self, eqn: jc.JaxprEqn) -> list[Fact]:
-        name = eqn.primitive.name
-        if name in CALLS:
-            return self._of_program(eqn, program_of(eqn), eqn.invars)
-        if name == "cond":
-            branches = [
-                self._of_program(eqn, branch, eqn.invars[1:])
-                for branch in eqn.params["branches"]
-            ]
-            return [_either(facts) for facts in zip(*branches, strict=True)]
-        if name == "scan":
-            return self._of_scan(eqn)
+    def _result_facts(self, eqn: jc.JaxprEqn) -> list[Fact]:
+        frames = frames_of(eqn)
+        if frames and frames[0].is_open:
+            found = [self._frame_facts(eqn, frame) for frame in frames]
+            return [_either(facts) for facts in zip(*found, strict=True)]
         mark = mark_of(eqn)
         if mark is not None:
             vote = self.half if mark.is_half else FLOAT32
-            asks = self.of(eqn.invars[0]).asks
-            return [Fact(vote, asks, itself(eqn.outvars[0]), mark.source)]
+            asks = self[eqn.invars[0]].asks
+            return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), mark.source)]
         rule, region = self.ruling(eqn)
         # What is made of a kept weight stays float32, until it meets half again.
         ends = region in (KEPT, NO_MODEL)
         source = Source.DATA if ends else self.source(eqn.invars)
-        found = [self._of_result(eqn, v, rule) for v in eqn.outvars]
+        found = [self._result_fact(eqn, v, rule) for v in eqn.outvars]
         return [fact._replace(source=source) for fact in found]
 
-    def _of_program(
-        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, operands: Sequence[Atom]
-    ) -> list[Fact]:
-        given = [self.of(v) for v in operands]
-        found = self._enter(eqn, jaxpr, given)
+    def _frame_facts(self, eqn: jc.JaxprEqn, frame: Frame) -> list[Fact]:
+        """What is known of the results of a program that values pass through."""
+        is_loop = frame.kind is Kind.LOOP
+        given = (
+            self.trip_facts(frame)
+            if is_loop
+            else list(map(self.__getitem__, frame.operands))
+        )
+        found = Facts(frame.program, given, self.scope_of_programs(eqn))
+        self._programs.setdefault(id(eqn), []).append(found)
+        if is_loop:
+            return self._loop_facts(frame, found)
         known = frozenset().union(*(fact.origin.roots for fact in given))
         facts = []
-        for inner, outer in zip(jaxpr.outvars, eqn.outvars, strict=True):
-            fact = found.of(inner)
-            facts.append(fact._replace(origin=fact.origin.outside(known, outer)))
+        for inner, outer in zip(frame.program.outvars, frame.results, strict=True):
+            fact = found[inner]
+            facts.append(fact._replace(origin=fact.origin.returned(known, outer)))
         return facts
 
-    def of_slices(self, eqn: jc.JaxprEqn) -> list[Fact]:
+    def _loop_facts(self, frame: Frame, found: "Facts") -> list[Fact]:
+        facts = []
+        starts = frame.operands[frame.consts :]
+        for i, inner in enumerate(frame.program.outvars):
+            vote = found[inner].vote
+            outer = self._unknown(frame.results[i])._replace(source=found[inner].source)
+            if i < frame.carries:
+                # An activation: half after each trip, and no sum that began with zero.
+                start = self[starts[i]]
+                active = vote == self.half and start.vote is not None
+                if self.widest or not active or start.asks:
+                    vote = outer.vote
+            facts.append(outer._replace(vote=vote))
+        return facts
+
+    def trip_facts(self, frame: Frame) -> list[Fact]:
         """What is known of the inputs of a scan's body, with all carries in float32."""
-        consts, carry = scan_counts(eqn)
-        known = self.of_operands(eqn, range(consts, consts + carry))
-        for i, v in enumerate(eqn.invars):
-            fact = self.of(v)
-            vote = fact.vote if i >= consts + carry else known[i].vote
-            known[i] = known[i]._replace(asks=fact.asks, vote=vote, shared=i < consts)
+        fixed = frame.consts + frame.carries
+        known = self.operand_facts(frame.operands, range(frame.consts, fixed))
+        for i, v in enumerate(frame.operands):
+            fact = self[v]
+            vote = fact.vote if i >= fixed else known[i].vote
+            shared = i < frame.consts
+            known[i] = known[i]._replace(asks=fact.asks, vote=vote, shared=shared)
         return known
 
-    def of_operands(self, eqn: jc.JaxprEqn, carries: Sequence[int] = ()) -> list[Fact]:
+    def operand_facts(
+        self, operands: Sequence[Atom], carries: Sequence[int] = ()
+    ) -> list[Fact]:
         """What is known of operands where they go in as the user's program has them.
 
         Args:
-            eqn: the equation.
+            operands: the operands of an equation.
             carries: the places of those that may be made of all, after some trips.
         """
-        known = [
-            self._unknown(v)._replace(source=self.of(v).source) for v in eqn.invars
-        ]
+        known = [self._unknown(v)._replace(source=self[v].source) for v in operands]
         for i in carries:
-            known[i] = known[i]._replace(source=self.source(eqn.invars))
+            known[i] = known[i]._replace(source=self.source(operands))
         return known
 
-    def _of_scan(self, eqn: jc.JaxprEqn) -> list[Fact]:
-        consts, carry = scan_counts(eqn)
-        carries = eqn.invars[consts : consts + carry]
-        body = program_of(eqn)
-        found = self._enter(eqn, body, self.of_slices(eqn))
-        facts = [
-            self._unknown(v)._replace(source=found.of(inner).source)
-            for v, inner in zip(eqn.outvars, body.outvars, strict=True)
-        ]
-        for i, inner in enumerate(body.outvars):
-            vote = found.of(inner).vote
-            if i < carry:
-                # An activation: half after each trip, and no sum that began with zero.
-                start = self.of(carries[i])
-                active = vote == self.half and start.vote is not None
-                if self.widest or not active or start.asks:
-                    continue
-            facts[i] = facts[i]._replace(vote=vote)
-        return facts
-
-    def _of_result(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
+    def _result_fact(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
         if not is_float32(out):
             return Fact(None)
         castable = is_castable_eqn(eqn, rule, self.half)
@@ -325,14 +312,14 @@ class Facts:
             mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
             exact = mask and eqn.primitive.name == "convert_element_type"
             return self._unknown(out)._replace(vote=None if exact else FLOAT32)
-        origin = origins.of_result(
-            eqn, out, rule, [self.of(v).origin for v in eqn.invars]
+        origin = origins.origin_of_result(
+            eqn, out, rule, [self[v].origin for v in eqn.invars]
         )
         if rule is Rule.HALF or rule is Rule.FLOAT32:
             return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
-        literal = all(self.of(v).asks or not self.of(v).vote for v in eqn.invars)
-        holds = rule is Rule.MOVE or eqn.primitive.name in _KEEP_RANGE or literal
-        asks = holds and self.asks(eqn)
+        literal = all(self[v].asks or not self[v].vote for v in eqn.invars)
+        keeps = rule is Rule.MOVE or traits_of(eqn.primitive.name).keeps_range
+        asks = (keeps or literal) and self.asks(eqn)
         return Fact(self._vote(eqn, out, rule, asks), asks, origin)
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
@@ -346,7 +333,7 @@ class Facts:
         if len(votes) == 1:
             return next(iter(votes))
         if not self.widest or self.bias(eqn) is not None:
-            in_half = (v for v in eqn.invars if self.of(v).vote == self.half)
+            in_half = (v for v in eqn.invars if self[v].vote == self.half)
             return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
         return self.half if self._normalises(eqn) else FLOAT32
 
@@ -360,12 +347,14 @@ class Facts:
         if self.votes(full) != {self.half}:
             return False
         return origins.is_normalised(
-            [self.of(v).origin for v in full], [self.of(v).origin for v in small]
+            [self[v].origin for v in full], [self[v].origin for v in small]
         )
 
 
 def _either(facts: Sequence[Fact]) -> Fact:
     """What is known of a value that is one of several."""
+    if len(facts) == 1:
+        return facts[0]
     votes = {fact.vote for fact in facts} - {None}
     source = functools.reduce(operator.or_, (fact.source for fact in facts))
     vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)

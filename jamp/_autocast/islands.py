@@ -1,5 +1,8 @@
 """Keeps float32 islands out of memory between the forward and the backward pass.
 
+    x:f32 = convert y; t:f32 = tanh x; z:f16 = convert t
+    z:f16 = checkpoint[jaxpr={ y. x:f32 = convert y; t = tanh x; z:f16 = convert t }] y
+
 An *island* is what a rewritten program computes in float32 between values in half: a
 softmax between two matmuls, a gelu. Differentiated, it would keep exponentials in
 float32, twice the bytes of the same model written in half. So an island becomes one
@@ -14,29 +17,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.jax_internals import checkpointed, program_of
+from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.jax_internals import checkpointed
+from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
-# What XLA would rather keep than compute again, though it is elementwise.
-_COSTLY = frozenset(
-    "exp exp2 expm1 log log1p pow cbrt tanh logistic sin cos tan asin acos atan atan2 "
-    "sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma".split()
+# What may be computed again: it has no effects, which would be there twice.
+_INSIDE = (
+    *(Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE),
+    *(Shape.REPEAT, Shape.REDUCE),
 )
-# Their results are kept: they are small, and to sum again is to read all again.
-_REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min".split())
-_KEPT = _REDUCTIONS | {"name"}  # the latter is in `softmax`
 # Computing these again costs no memory: they may belong to several islands.
-_FREE = frozenset(("convert_element_type", "broadcast_in_dim"))
-_CHEAP = frozenset(
-    "add sub mul div max min neg abs sign sqrt rsqrt square integer_pow clamp select_n "
-    "add_any reshape squeeze expand_dims transpose stop_gradient eq ne ge gt le lt "
-    "and or not copy".split()
-)
-# None has effects, which would be there twice, once in the backward pass.
-_INSIDE = _COSTLY | _REDUCTIONS | _FREE | _CHEAP
-_CALLS = ("jit", "custom_jvp_call")  # inside if all that they hold is
+_FREE = (Shape.SAME, Shape.REPEAT)
 
 
 def checkpoint_islands(
@@ -52,7 +46,7 @@ def checkpoint_islands(
     """
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr
-    program = _Program(jaxpr)
+    program = _Graph(jaxpr)
     islands = [program.island(i) for i in range(len(jaxpr.eqns))]
     eqns: list[jc.JaxprEqn | None] = list(jaxpr.eqns)
     for end, members in enumerate(islands):
@@ -67,11 +61,13 @@ def checkpoint_islands(
             # What a softmax keeps is guarded by itself; a dropout's derivative joins
             # its own.
             barrier = len(inside) == len(members) and not loop
-            eqns[end] = checkpointed(inside, _inputs(inside), _KEPT, barrier, programs)
+            eqns[end] = checkpointed(
+                inside, _inputs(inside), _is_kept, barrier, programs
+            )
     return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
-class _Program:
+class _Graph:
     """A program, and which equations make and use its values, by their places."""
 
     def __init__(self, jaxpr: jc.Jaxpr):
@@ -99,7 +95,7 @@ class _Program:
         while True:
             members = self._reach(end, outside)
             leaks = self.leaks(end, members)
-            leaks = {i for i in leaks if self.eqns[i].primitive.name not in _FREE}
+            leaks = {i for i in leaks if _shape_of(self.eqns[i]) not in _FREE}
             if not leaks:
                 break
             if any(_holds(self.eqns[i].outvars, size) for i in leaks):
@@ -145,16 +141,36 @@ def _ends_island(eqn: jc.JaxprEqn) -> bool:
     return dtype_of(source) == FLOAT32 and dtype_of(result) in HALF_DTYPES
 
 
+def _shape_of(eqn: jc.JaxprEqn) -> Shape:
+    return traits_of(eqn.primitive.name).shape
+
+
+def _is_kept(primitive: str) -> bool:
+    """Whether a result is kept: it is small, and to sum again is to read all again."""
+    # A name is that of what `softmax` keeps.
+    return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
+
+
+def _is_plain_call(frame: Frame) -> bool:
+    """Whether a program may be inside if all that it holds is."""
+    return frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
+
+
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    if eqn.primitive.name in _CALLS:
-        return all(map(_may_be_inside, program_of(eqn).eqns))
-    return eqn.primitive.name in _INSIDE and not _ends_island(eqn)
+    frames = frames_of(eqn)
+    if frames:
+        return all(map(_is_plain_call, frames)) and all(
+            map(_may_be_inside, frames[0].program.eqns)
+        )
+    traits = traits_of(eqn.primitive.name)
+    return traits.shape in _INSIDE and not traits.slow and not _ends_island(eqn)
 
 
 def _is_costly(eqn: jc.JaxprEqn) -> bool:
-    if eqn.primitive.name in _CALLS:
-        return any(map(_is_costly, program_of(eqn).eqns))
-    return eqn.primitive.name in _COSTLY
+    frames = frames_of(eqn)
+    if frames:
+        return any(map(_is_costly, frames[0].program.eqns))
+    return traits_of(eqn.primitive.name).costly
 
 
 def _inputs(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:

@@ -1,8 +1,8 @@
 """What JAX documents nowhere: all that autocast uses of it, each in a function.
 
 A function says what JAX does there, and `tests/test_jax_internals.py` holds it to that
-on the oldest and on the newest JAX. Other files name none of it, but for `derivatives`:
-what a new JAX breaks, it breaks here.
+on the oldest and on the newest JAX. Other files name none of it, but for `derivatives`
+and `frames`: what a new JAX breaks, it breaks here.
 """
 
 import functools
@@ -19,20 +19,16 @@ import numpy as np
 from jax.extend import core as jc
 from jax.extend.core import primitives
 
-CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
-OPTIMIZED_VJP = "remat_opt"  # of a custom_vjp's fwd, with `optimize_remat=True`
-
-# The parameter in which a primitive holds its one program.
-_PROGRAM = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",  # of JAX 0.11.0
-    CHECKPOINT: "jaxpr",
-    "scan": "jaxpr",
-    "shard_map": "jaxpr",
-    OPTIMIZED_VJP: "fwd_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+# `diagnostics` asks for these here.
+from jamp._autocast.frames import (
+    CHECKPOINT as CHECKPOINT,
+    program_of,
+    programs_in as programs_in,
+    scan_counts as scan_counts,
+    shard_map_options as shard_map_options,
+    while_programs as while_programs,
+    with_programs,
+)
 
 # Folders whose lines are not the user's.
 _LIBRARIES = tuple(
@@ -41,87 +37,7 @@ _LIBRARIES = tuple(
 )
 
 
-# ---- programs in the parameters of equations
-
-
-def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
-    """The program of an equation that holds one."""
-    return eqn.params[_PROGRAM[eqn.primitive.name]]
-
-
-def programs_in(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
-    """The programs that an equation holds and that can be looked into."""
-    name = eqn.primitive.name
-    if name == "cond":
-        return list(eqn.params["branches"])
-    if name == "while":
-        return list(while_programs(eqn)[:2])
-    return [program_of(eqn)] if name in _PROGRAM else []
-
-
-def with_program(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> dict[str, Any]:
-    """The parameters of an equation that holds one program, with another one."""
-    return {**eqn.params, _PROGRAM[eqn.primitive.name]: program}
-
-
-def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
-    """How many constants and carries a scan takes; what it slices comes after them.
-
-    JAX 0.11 and newer keep it as the tree of the operands, `(consts, carry, xs)`.
-    """
-    consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
-
-
-def with_fewer_consts(
-    eqn: jc.JaxprEqn,
-    body: jc.Jaxpr,
-    eqns: Sequence[jc.JaxprEqn],
-    consts: dict[Any, Any],
-) -> jc.JaxprEqn:
-    """A scan of other equations, with as many constants or fewer.
-
-    Args:
-        eqn: the scan.
-        body: its program.
-        eqns: the new equations of that.
-        consts: by their variables in it, those outside.
-    """
-    before, _ = scan_counts(eqn)
-    body = body.replace(
-        invars=[*consts, *body.invars[before:]],
-        eqns=list(eqns),
-        debug_info=body.debug_info.with_unknown_names(),
-    )
-    keep = [not len(consts) <= i < before for i in range(len(eqn.invars))]
-    operands = eqn.params["ft_in"].filter_with_mask(keep)
-    params = {**with_program(eqn, body), "ft_in": operands}
-    invars = [*consts.values(), *eqn.invars[before:]]
-    return eqn.replace(invars=invars, params=params)
-
-
-def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
-    """The condition and the body of a while loop, and how many constants each takes.
-
-    The operands are the constants of the one, those of the other, and the carry.
-    """
-    params = eqn.params
-    counts = params["cond_nconsts"], params["body_nconsts"]
-    return params["cond_jaxpr"], params["body_jaxpr"], *counts
-
-
-def with_while_programs(
-    eqn: jc.JaxprEqn, cond: jc.Jaxpr, body: jc.Jaxpr
-) -> dict[str, Any]:
-    """The parameters of a while loop, with another condition and another body."""
-    return {**eqn.params, "cond_jaxpr": cond, "body_jaxpr": body}
-
-
-def shard_map_options(eqn: jc.JaxprEqn) -> dict[str, Any]:
-    """What `jax.shard_map` was given, but for the function and its `out_specs`."""
-    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
-    name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"
-    return options | {"axis_names": frozenset(eqn.params[name])}
+# ---- programs
 
 
 def alone(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
@@ -210,7 +126,7 @@ def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
     return getattr(aval, "weak_type", False) and aval.shape == ()
 
 
-def of_type(value: Any, aval: Any) -> Any:
+def array_of_type(value: Any, aval: Any) -> Any:
     """A result of a program as an array of an abstract value's dtype and weak type.
 
     Evaluated outside of `jit`, a program gives its constants as it keeps them: as
@@ -245,7 +161,7 @@ def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     return _in_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
-def before(
+def equation_before(
     eqn: jc.JaxprEqn, inner: jc.JaxprEqn, invars: Sequence[Any], outvar: jc.Var
 ) -> jc.JaxprEqn:
     """An equation of a program that another one holds, written before that one."""
@@ -274,10 +190,12 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     primitive = primitives.convert_element_type_p
-    return jc.new_jaxpr_eqn([var], [new], primitive, params, set(), **_place(reader))
+    return jc.new_jaxpr_eqn(
+        [var], [new], primitive, params, set(), **_reader_info(reader)
+    )
 
 
-def _place(reader: jc.JaxprEqn | None) -> dict[str, Any]:
+def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     """Where an equation stands that another one needs."""
     if reader is None:
         return {}
@@ -306,7 +224,7 @@ def call(
     eqn = _equation(function, tuple(v.aval for v in operands))
     if eqn.outvars[0].aval != result.aval:
         return None
-    return eqn.replace(invars=list(operands), outvars=[result], **_place(place))
+    return eqn.replace(invars=list(operands), outvars=[result], **_reader_info(place))
 
 
 @functools.lru_cache(maxsize=256)
@@ -318,7 +236,7 @@ def _equation(function: Callable[..., Any], avals: tuple[Any, ...]) -> jc.JaxprE
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
-    keep: frozenset[str],
+    keep: Callable[[str], bool],
     prevent_cse: bool,
     programs: dict[Any, jc.Jaxpr],
 ) -> jc.JaxprEqn:
@@ -330,7 +248,7 @@ def checkpointed(
     Args:
         eqns: what is to be inside; the results of the last one come out.
         invars: what comes in.
-        keep: the primitives whose results are kept for the backward pass.
+        keep: whether the results of a primitive are kept for the backward pass.
         prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
             what comes before it.
         programs: those of earlier calls. Equations that differ in their variables alone
@@ -356,8 +274,8 @@ def checkpointed(
     return example.replace(
         invars=list(invars),
         outvars=last.outvars,
-        params=with_program(example, inner),
-        **_place(_in_scopes(last, common)),
+        params=with_programs(example, [inner]),
+        **_reader_info(_in_scopes(last, common)),
     )
 
 
@@ -370,14 +288,14 @@ def _structure(
     """
     numbers: dict[Any, int] = {}
 
-    def of(atom):
+    def key_of(atom):
         if isinstance(atom, jc.Literal):
             return atom.aval, np.asarray(atom.val).tobytes()
         return atom.aval, numbers.setdefault(atom, len(numbers))
 
-    parts: list[Any] = [tuple(map(of, invars))]
+    parts: list[Any] = [tuple(map(key_of, invars))]
     for eqn in eqns:
-        atoms = tuple(map(of, eqn.invars)), tuple(map(of, eqn.outvars))
+        atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
         place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]
         params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
         parts.append((eqn.primitive, params, atoms, place, eqn.ctx))
@@ -389,9 +307,11 @@ def _structure(
 
 
 @functools.cache
-def _example_of_checkpoint(keep: frozenset[str], prevent_cse: bool) -> jc.JaxprEqn:
+def _example_of_checkpoint(
+    keep: Callable[[str], bool], prevent_cse: bool
+) -> jc.JaxprEqn:
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name in keep
+        return keep(primitive.name)
 
     example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((), jnp.float32)).eqns

@@ -1,5 +1,8 @@
 """Functions that only run in half: cuDNN's attention, kernels of Pallas and FFI.
 
+    y:f32 = kernel(x:f32)
+    x':f16 = convert x; y':f16 = kernel(x'); y:f32 = convert y'
+
 They look at the dtypes of their operands while they are traced. To autocast they are
 closed: it calls them with half, and leaves what they do as the program has it.
 """
@@ -15,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists
+from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.program import KERNEL, Policy
 from jamp._autocast.regions import marked_by_place
-from jamp._autocast.tracing import Itself, Place, Replaced, tracing, tracing_for
+from jamp._autocast.tracing import Attribute, Itself, Replaced, tracing, tracing_for
 from jamp._core.dtypes import FLOAT32
 from jamp._core.tree import widen_tree
 
@@ -64,9 +67,9 @@ def _kernels_by_place(lists: AutocastLists) -> Iterator[Replaced]:
     tokamax = sys.modules.get("tokamax"), "dot_product_attention"
     for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):
         if hasattr(module, name):
-            yield Replaced(Place(Itself(module), name), _attention)
-    for module, name in lists.kernels:
-        yield Replaced(Place(Itself(module), name), half_kernel)
+            yield Replaced(Attribute(Itself(module), name), _attention)
+    for (module, name), _ in lists.rules_for(What.KERNEL):
+        yield Replaced(Attribute(Itself(module), name), half_kernel)
 
 
 def _attention(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,135 +1,21 @@
-"""Which operation runs in which precision, and why: the table, as data.
+"""Which operation runs in which precision: the functions in the table, and the user's.
 
-After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is made of it.
+`primitives` has the operations themselves.
 """
 
 import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
+
+from jamp._autocast.primitives import ROWS, Row, Rule
 
 
-class Rule(enum.Enum):
-    """What autocast does with the float32 operands of an operation."""
+def _row(rule: Rule, names: str, reason: str, descends_from: str) -> Row:
+    return Row(rule, tuple(names.split()), reason, descends_from)
 
-    HALF = "half"  # casts them to half
-    FLOAT32 = "float32"  # casts them to float32
-    PROMOTE = "promote"  # casts them to the widest among them
-    MOVE = "move"  # the same, for what rearranges values and does not compute
-    RECORDED = "recorded"  # leaves the operation as the user's float32 program has it
-
-
-class Row(NamedTuple):
-    """A group of operations with one rule."""
-
-    rule: Rule
-    primitives: tuple[str, ...]  # their names, as `jax.make_jaxpr` prints them
-    reason: str
-    origin: str  # the list of apex or torch that the group descends from
-
-
-def _row(rule: Rule, primitives: str, reason: str, origin: str) -> Row:
-    return Row(rule, tuple(primitives.split()), reason, origin)
-
-
-ROWS = (
-    _row(
-        Rule.HALF,
-        "dot_general conv_general_dilated ragged_dot ragged_dot_general",
-        "Matrix units multiply half and accumulate in float32: this is the speed-up.",
-        "apex FP16_FUNCS: linear, matmul, mm, bmm, conv1d to conv_transpose3d",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "exp exp2 expm1 log log2 log1p pow integer_pow square rsqrt cbrt",
-        "Their results leave float16's range, or magnify the error of their operand.",
-        "apex FP32_FUNCS: exp, expm1, log, log10, log2, pow, reciprocal, rsqrt",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erf_inv",
-        "Steep or ill conditioned where half has few digits.",
-        "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; the others likewise",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
-        "bessel_i1e regularized_incomplete_beta polynomial one_minus_square",
-        "Special functions: series that lose digits, without half kernels.",
-        "torch: erfinv, as in apex; the others are in no list",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum psum "
-        "psum_invariant reduce_scatter scatter-add scatter-mul scatter_add scatter_mul",
-        "Sums over many terms need more digits than their terms, and more range.",
-        "apex FP32_FUNCS: sum, prod, cumsum, cumprod, norm, std, var",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
-        "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
-        "lu_pivots_to_permutation custom_linear_solve symmetric_product fft",
-        "Linear algebra and FFT: there are no half kernels.",
-        "torch: raises in half",
-    ),
-    _row(
-        Rule.FLOAT32,
-        "sort top_k approx_top_k",
-        "Sorting: no half kernels on all backends, and ties would change the order.",
-        "torch: in no list, nor in apex",
-    ),
-    _row(
-        Rule.PROMOTE,
-        "add sub mul div max min rem neg abs sign floor ceil round tanh logistic sqrt "
-        "add_any clamp eq ne ge gt le lt eq_to le_to lt_to reduce_max reduce_min "
-        "argmax argmin cummax cummin reduce_window_max reduce_window_min is_finite "
-        "pmax pmin",
-        "Elementwise, or a choice among values: as exact as their operands.",
-        "apex CASTS: add, div, mul, eq, ge, ...; torch: what is in no list",
-    ),
-    _row(
-        Rule.MOVE,
-        "broadcast_in_dim broadcast_to reshape squeeze transpose rev slice "
-        "dynamic_slice gather concatenate stack unstack split pad select_n "
-        "dynamic_update_slice copy copy_p stop_gradient expand_dims scatter tile "
-        "device_put sharding_constraint optimization_barrier apart layout_constraint "
-        "with_memory_space_constraint reshard name all_gather all_gather_invariant "
-        "all_gather_reduced all_to_all ragged_all_to_all ppermute pbroadcast pvary "
-        "pcast reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
-        "vary_unreduced_cast_p",
-        "They move values: what goes in comes out.",
-        "apex SEQUENCE_CASTS: cat, stack",
-    ),
-    _row(
-        Rule.RECORDED,
-        "convert_element_type bitcast_convert_type reduce_precision nextafter iota "
-        "rng_uniform rng_bit_generator random_bits random_seed random_split "
-        "random_fold_in random_wrap random_unwrap random_gamma random_clone "
-        "threefry2x32 threefry4x32 philox2x32 philox4x32 iota_2x32_shape mulhi "
-        "dimension_size dim_as_value shape_assertion check inspect_sharding tie pin "
-        "unpin program_order unreachable to_edtype from_edtype "
-        "reduce reduce_window select_and_scatter select_and_scatter_add "
-        "select_and_gather_add scatter-min scatter-max scatter_min scatter_max "
-        "scatter-sub complex real imag conj clz population_count and or not xor "
-        "shift_left shift_right_logical shift_right_arithmetic reduce_and reduce_or "
-        "reduce_xor axis_index create_token after_all empty empty2 mul_add debug_print "
-        "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted "
-        "Nonzero Frexp Ldexp",
-        "Their dtype is their meaning, or they have none.",
-        "torch: not in any list; random numbers are drawn as the program says",
-    ),
-    _row(
-        Rule.RECORDED,
-        "CustomRoot linear_solve maybe_set nonbatchable nondifferentiable_backward "
-        "nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max",
-        "Solvers, which need their digits, and what Equinox's loops are made of.",
-        "torch: not in any list",
-    ),
-)
 
 # Functions of JAX by the name that they are jitted under: the whole of them runs by one
 # rule. A user's function of that name is another one.
@@ -177,18 +63,26 @@ SOLVER_ROWS = (
 )
 
 
+type Entry = tuple["What", Any, Rule | None]
+
+
+class What(enum.Enum):
+    """What a rule of the user is for."""
+
+    PRIMITIVE = "primitive"  # a name, as `jax.make_jaxpr` prints it
+    FUNCTION = "function"  # the name of a jitted function, or its place in the table
+    REGION = "region"  # a regex that is searched in the name stack
+    ATTRIBUTE = "attribute"  # a module or an object, and a name: a function to mark
+    KERNEL = "kernel"  # the same: a function that only runs in half
+
+
 @dataclasses.dataclass(frozen=True)
 class AutocastLists:
-    """The user's additions to the table. Immutable; pass it as `autocast(lists=...)`.
+    """The user's rules, after those of the table. Immutable: `autocast(lists=...)`.
 
     Attributes:
-        primitives: rules by the name of a primitive, as `jax.make_jaxpr` prints it.
-        functions: rules by the name of a jitted function.
-        registered: functions by their place, `(module, name, rule)`.
-        kernels: functions that only run in half, by their place, `(module, name)`.
-        regions: pairs of a regex, searched in the name stack (`jax.named_scope`, Flax's
-            module paths), and a rule, or None for the table's; the last that matches
-            decides.
+        rules: `(what, which, rule)`, in order: of those that match an operation the
+            last decides, and the table where none does. None for a rule is the table's.
 
     >>> lists = AutocastLists().with_primitive("tanh", "float32")
     >>> lists = lists.with_region("head/", "float32")
@@ -196,15 +90,11 @@ class AutocastLists:
     (<Rule.FLOAT32: 'float32'>, <Rule.HALF: 'half'>)
     """
 
-    primitives: tuple[tuple[str, Rule], ...] = ()
-    functions: tuple[tuple[str, Rule | None], ...] = ()
-    regions: tuple[tuple[str, Rule | None], ...] = ()
-    registered: tuple[tuple[object, str, Rule], ...] = ()
-    kernels: tuple[tuple[object, str], ...] = ()
+    rules: "tuple[Entry, ...]" = ()
 
     def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for a primitive."""
-        return self._with("primitives", (name, Rule(rule)))
+        return self._with(What.PRIMITIVE, name, Rule(rule))
 
     def with_function(self, name: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for the functions that were jitted under a name.
@@ -212,12 +102,12 @@ class AutocastLists:
         And for JAX's own, by their name or by their place in the table; "default"
         takes them out of it.
         """
-        return self._with("functions", (name, _rule_or_default(rule)))
+        return self._with(What.FUNCTION, name, _rule_or_default(rule))
 
     def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
         """With a rule for what the name stack matches; "default" is the table's."""
         re.compile(regex)
-        return self._with("regions", (regex, _rule_or_default(rule)))
+        return self._with(What.REGION, regex, _rule_or_default(rule))
 
     def register_half_function(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` run in half, wherever a program looks it up there.
@@ -225,15 +115,15 @@ class AutocastLists:
         Raises:
             ValueError: the module has no such function.
         """
-        return self._with("registered", (*_place(module, name), Rule.HALF))
+        return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.HALF)
 
     def register_float_function(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` run in float32; see `register_half_function`."""
-        return self._with("registered", (*_place(module, name), Rule.FLOAT32))
+        return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.FLOAT32)
 
     def register_promote_function(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` run in its widest operand's dtype; see the other two."""
-        return self._with("registered", (*_place(module, name), Rule.PROMOTE))
+        return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.PROMOTE)
 
     def register_half_kernel(self, module: object, name: str) -> "AutocastLists":
         """With `module.name` called with half operands; see `jamp.half_kernel`.
@@ -241,22 +131,43 @@ class AutocastLists:
         Raises:
             ValueError: the module has no such function.
         """
-        return self._with("kernels", _place(module, name))
+        return self._with(What.KERNEL, _attribute(module, name), None)
 
-    def _with(self, field: str, entry: tuple[Any, ...]) -> "AutocastLists":
-        added = (*getattr(self, field), entry)
-        return dataclasses.replace(self, **{field: added})
+    def _with(self, what: What, which: Any, rule: Rule | None) -> "AutocastLists":
+        return AutocastLists((*self.rules, (what, which, rule)))
+
+    def rules_for(self, what: What) -> list[tuple[Any, Rule | None]]:
+        """The user's rules of one kind: what each is for, and the rule."""
+        return [(which, rule) for kind, which, rule in self.rules if kind is what]
+
+    def last_of(self, primitive: str, function: str, names: str) -> "Entry | None":
+        """The last of the user's rules that matches an operation.
+
+        Args:
+            primitive: its name.
+            function: the function with a rule that it is a part of, or "".
+            names: its name stack.
+        """
+        for entry in reversed(self.rules):
+            what, which, _ = entry
+            if (
+                (what is What.PRIMITIVE and which == primitive)
+                or (what is What.FUNCTION and function and which in _names_of(function))
+                or (what is What.REGION and re.search(which, names))
+            ):
+                return entry
+        return None
 
     def rule_of(self, primitive: str) -> Rule | None:
         """The rule of a primitive; None if no list has it."""
-        return _merged(self.primitives, ROWS).get(primitive)
+        return self._primitives.get(primitive)
 
     def rule_of_function(self, name: str, is_jax: bool) -> Rule | None:
         """The rule of a function by the name that it was jitted under, if there is one.
 
         `is_jax` says whether the function is JAX's own: the table has no others.
         """
-        return _merged(self.functions, FUNCTION_ROWS if is_jax else ()).get(name)
+        return self._functions.get(name, _FUNCTIONS.get(name) if is_jax else None)
 
     def rule_of_library(
         self, paths: Sequence[str], whole: bool = False
@@ -271,38 +182,47 @@ class AutocastLists:
             The rule of the outermost that the table has, and its path; None for the
             rule if the table is to decide by operation, no path if it has none.
         """
-        listed = [(path, place) for path in paths if (place := library_place(path))]
-        path, place = listed[-1] if listed else ("", "")
-        row = _LIBRARY.get(place)
+        listed = [path for path in paths if library_place(path)]
+        path = listed[-1] if listed else ""
+        row = _LIBRARY.get(library_place(path))
         if row is None or (whole and row in SOLVER_ROWS):
             return None, ""
-        users = dict(self.functions)
-        name = path.rpartition(".")[2]
-        rule = users.get(name, users.get(place, row.rule))
+        users = [self._functions[n] for n in _names_of(path) if n in self._functions]
+        rule = users[0] if users else row.rule
         return (None if row.rule is rule is Rule.HALF else rule), path
+
+    @functools.cached_property
+    def _primitives(self) -> dict[str, Rule | None]:
+        return _rules_in(ROWS) | dict(self.rules_for(What.PRIMITIVE))
+
+    @functools.cached_property
+    def _functions(self) -> dict[str, Rule | None]:
+        return dict(self.rules_for(What.FUNCTION))
 
 
 def _rule_or_default(rule: "Rule | str") -> Rule | None:
     return None if rule == "default" else Rule(rule)
 
 
-def _place(module: object, name: str) -> tuple[object, str]:
+def _attribute(module: object, name: str) -> tuple[object, str]:
     if not callable(getattr(module, name, None)):
         raise ValueError(f"No function named {name!r} in module {module!r}.")
     return module, name
 
 
-@functools.cache
-def _merged(
-    added: tuple[tuple[str, Rule | None], ...], rows: tuple[Row, ...]
-) -> Mapping[str, Rule | None]:
-    table = {name: row.rule for row in rows for name in row.primitives}
-    return MappingProxyType(table | dict(added))
+def _rules_in(rows: Sequence[Row]) -> dict[str, Rule | None]:
+    return {name: row.rule for row in rows for name in row.primitives}
 
 
+_FUNCTIONS = _rules_in(FUNCTION_ROWS)
 _LIBRARY = {
     place: row for row in LIBRARY_ROWS + SOLVER_ROWS for place in row.primitives
 }
+
+
+def _names_of(function: str) -> tuple[str, ...]:
+    """The names by which the user's rules may mean a function of JAX."""
+    return function, function.rpartition(".")[2], library_place(function)
 
 
 @functools.cache

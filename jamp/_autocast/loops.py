@@ -1,5 +1,10 @@
 """Takes out of a scan what only rearranges its constants.
 
+    y = scan[jaxpr={ a b c. w = concatenate a b; ... }] a b c
+
+    w = concatenate a b
+    y = scan[jaxpr={ w c. ... }] w c
+
 Flax joins the weights of an LSTM's gates in each step. XLA does so once, before the
 loop. But JAX sums a gradient for each constant that a loop is given: on each trip that
 of the joined weight would be cut into parts, and each part be added by a kernel.
@@ -11,10 +16,16 @@ import operator
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.jax_internals import CHECKPOINT, program_of, with_program
+from jamp._autocast.frames import (
+    frames_of,
+    scan_counts,
+    with_fewer_consts,
+    with_programs,
+)
+from jamp._autocast.primitives import Shape, traits_of
 
-_HOLD_PROGRAMS = frozenset(("jit", "closed_call", CHECKPOINT, "shard_map", "scan"))
-_REARRANGE = frozenset("concatenate reshape transpose squeeze rev copy".split())
+# Each number of theirs is one of an operand's, and each of those is there once.
+_REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 
 
 def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
@@ -27,23 +38,20 @@ def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
     if id(jaxpr) not in done:
         eqns: list[jc.JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _HOLD_PROGRAMS:
-                eqns += _of_equation(eqn, done)
-            else:
-                eqns.append(eqn)
+            eqns += _taken_out_of(eqn, done)
         same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
         done[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
     return done[id(jaxpr)]
 
 
-def _of_equation(eqn: jc.JaxprEqn, done: dict[int, jc.Jaxpr]) -> list[jc.JaxprEqn]:
-    program = program_of(eqn)
-    new = moves_taken_out(program, done)
-    if new is not program:
-        eqn = eqn.replace(params=with_program(eqn, new))
+def _taken_out_of(eqn: jc.JaxprEqn, done: dict[int, jc.Jaxpr]) -> list[jc.JaxprEqn]:
+    frames = frames_of(eqn)
+    new = [moves_taken_out(frame.program, done) for frame in frames]
+    if any(a is not frame.program for a, frame in zip(new, frames, strict=True)):
+        eqn = eqn.replace(params=with_programs(eqn, new))
     # An effect names operands by their places.
-    split = eqn.primitive.name == "scan" and not new.effects
-    return _split(eqn, new) if split else [eqn]
+    split = eqn.primitive.name == "scan" and not new[0].effects
+    return _split(eqn, new[0]) if split else [eqn]
 
 
 def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
@@ -51,7 +59,7 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
 
     What is read elsewhere in the body as well stays: it would be two constants.
     """
-    consts, _ = jax_internals.scan_counts(scan)
+    consts, _ = scan_counts(scan)
     reads = [v for eqn in body.eqns for v in eqn.invars] + list(body.outvars)
     times = collections.Counter(v for v in reads if isinstance(v, jc.Var))
     outside = dict(zip(body.invars[:consts], scan.invars[:consts], strict=True))
@@ -60,13 +68,14 @@ def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
         operands = [v for v in eqn.invars if isinstance(v, jc.Var)]
         alone = all(v in outside and times[v] == 1 for v in operands)
         all_vars = len(operands) == len(eqn.invars)
-        if eqn.primitive.name in _REARRANGE and alone and all_vars:
+        moves = traits_of(eqn.primitive.name).shape in _REARRANGE
+        if moves and alone and all_vars:
             (inside,) = eqn.outvars
             invars = [outside.pop(v) for v in operands]
             outside[inside] = new = jc.Var(inside.aval)
-            taken.append(jax_internals.before(scan, eqn, invars, new))
+            taken.append(jax_internals.equation_before(scan, eqn, invars, new))
         else:
             left.append(eqn)
     if not taken:
         return [scan]
-    return [*taken, jax_internals.with_fewer_consts(scan, body, left, outside)]
+    return [*taken, with_fewer_consts(scan, body, left, outside)]

@@ -1,5 +1,8 @@
 """Marks of a model in a program: its params, and where it begins and ends.
 
+    w:f32 = name[name=jamp_half_param] p      what depends on w is in half
+    x:f32 = name[name=jamp_model_boundary] a  here it begins: no longer on what a did
+
 At O2, O3 and O5 a program is written in half for the sake of a model whose params are
 half: its products are cast, and no others. The user's program sees these params in
 float32, under a name, as `jax.ad_checkpoint.checkpoint_name` gives.

@@ -1,5 +1,10 @@
 """What the numbers of a value are made of: large arrays, statistics, a product.
 
+    p:f32[8,4] = dot_general x w      roots {p}, product of 4 features
+    m:f32[8] = reduce_max p           roots {m}, a statistic of {p}
+    n:f32[8,4] = broadcast_in_dim m   varies along axis 0, a statistic of {p}
+    q:f32[8,4] = sub p n              roots {p}, normalised
+
 Three questions are answered by it. Is a sum that of a product and its bias? Is a value
 normalised by its own statistics? Does it cost as much to compute it again as to read
 it, because it is made of one array?
@@ -12,7 +17,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.jax_internals import conv_features
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 
@@ -39,33 +44,27 @@ class Origin(NamedTuple):
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
         """The same with numbers in the place of arrays: equal if it is so elsewhere."""
 
-        def of(arrays: frozenset[Any]) -> frozenset[Any]:
+        def numbers_of(arrays: frozenset[Any]) -> frozenset[Any]:
             return frozenset(numbers.setdefault(x, len(numbers)) for x in arrays)
 
-        return self._replace(roots=of(self.roots), statistic_of=of(self.statistic_of))
+        return self._replace(
+            roots=numbers_of(self.roots), statistic_of=numbers_of(self.statistic_of)
+        )
 
-    def outside(self, known: frozenset[Atom], result: Atom) -> "Origin":
+    def returned(self, known: frozenset[Atom], result: Atom) -> "Origin":
         """The same for the result of a call, where only some roots are known."""
         roots = self.roots & known if self.roots <= known else frozenset((result,))
         statistics = self.statistic_of & known
         return self._replace(roots=roots, statistic_of=statistics)
 
 
-# They change the shape, or nothing.
-_RESHAPES = frozenset(
-    "reshape transpose squeeze expand_dims convert_element_type copy name "
-    "stop_gradient sharding_constraint optimization_barrier apart".split()
-)
-# One element of theirs is made of several, or they write to memory anyway.
-_NOT_ELEMENTWISE = frozenset(
-    "argmax argmin cummax cummin cumsum cumprod cumlogsumexp reduce_window_max "
-    "reduce_window_min reduce_window_sum pmax pmin psum psum_invariant concatenate "
-    "gather scatter scatter-add scatter_add dynamic_slice dynamic_update_slice sort "
-    "fft all_gather all_to_all ppermute".split()
-)
+# A number of theirs is made of those in its place.
+_IN_PLACE = (Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT)
+# It is that very number.
+_HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 
-def itself(atom: Atom) -> Origin:
+def origin_of_unknown(atom: Atom) -> Origin:
     """Of a value of which nothing is known."""
     return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
 
@@ -93,24 +92,25 @@ def is_normalised(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
     return own or any(origin.normalised for origin in full)
 
 
-def of_result(
+def origin_of_result(
     eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, given: Sequence[Origin]
 ) -> Origin:
     """What the result of an equation is made of."""
     if rule is Rule.HALF:
-        return itself(out)._replace(product=_product(eqn))
+        return origin_of_unknown(out)._replace(product=_product(eqn))
     largest = max(map(size_of, eqn.invars), default=0)
     floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
     statistics = frozenset().union(*(g.statistic_of for g in floats))
     if size_of(out) < largest:
         # A sum, a maximum, a slice.
         roots = frozenset().union(*(g.roots for g in floats))
-        return itself(out)._replace(statistic_of=statistics | roots)
+        return origin_of_unknown(out)._replace(statistic_of=statistics | roots)
     varies = _varies(eqn, out, given)
     if varies is not None:
         return Origin(varies=varies, statistic_of=statistics)
-    if eqn.primitive.name in _NOT_ELEMENTWISE or len(eqn.outvars) > 1:
-        return itself(out)._replace(statistic_of=statistics)
+    shape = traits_of(eqn.primitive.name).shape
+    if shape not in _IN_PLACE or len(eqn.outvars) > 1:
+        return origin_of_unknown(out)._replace(statistic_of=statistics)
     full, small = [], []
     for v, g in zip(eqn.invars, given, strict=True):
         if is_float32(v) and not isinstance(v, jc.Literal):
@@ -118,7 +118,7 @@ def of_result(
             (full if whole else small).append(g)
     roots = frozenset().union(*(g.roots for g in full))
     joins = len(roots) > 1
-    reshaped = eqn.primitive.name in _RESHAPES and len(full) == 1
+    reshaped = shape in _HAND_ON and len(full) == 1
     return Origin(
         frozenset((out,)) if joins or not roots else roots,
         joins,

@@ -12,8 +12,10 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.model import Source
+from jamp._autocast.primitives import Rule
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
@@ -74,15 +76,15 @@ class Scope(NamedTuple):
     @property
     def key(self) -> Any:
         """Equal for places where the same programs are rewritten to the same."""
-        names = self.names if self.policy.lists.regions else None
+        names = self.names if self.policy.lists.rules_for(What.REGION) else None
         return names or tuple(_MARKER.findall(self.names)), *self[3:6]
 
-    def inside(self, eqn: jc.JaxprEqn) -> "Scope":
+    def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
         decisions = None if self.decisions is None else []
         if eqn.primitive.name != "jit":
-            loop = self.loop or eqn.primitive.name == "scan"
+            loop = self.loop or any(map(_stacks_residuals, frames_of(eqn)))
             return self._replace(names=names, decisions=decisions, loop=loop)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
@@ -93,6 +95,11 @@ class Scope(NamedTuple):
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
         return self._replace(names=names, decisions=decisions, library=library)
+
+
+def _stacks_residuals(frame: Frame) -> bool:
+    """Whether it is the body of a scan: JAX differentiates no other loop backward."""
+    return frame.kind is Kind.LOOP and frame.is_open
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
@@ -108,11 +115,12 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     listed = scope.policy.lists.rule_of(jax_internals.primitive_name(eqn))
     if _is_no_conversion(eqn):
         listed = Rule.MOVE
-    region, where = region_rule(scope, eqn)
+    found = region_rule(scope, eqn)
+    region, where = found or (None, "")
     as_recorded = region is Rule.FLOAT32 and listed is None  # in float32, so it is
     if region is Rule.RECORDED or as_recorded:
         return Rule.RECORDED, where
-    if region is None and listed is Rule.HALF and not scope.library:
+    if found is None and listed is Rule.HALF and not scope.library:
         paths = jax_internals.calling_functions(eqn)
         region, where = scope.policy.lists.rule_of_library(paths)
     if region is None and listed is Rule.HALF and _wants_float32_product(eqn):
@@ -193,16 +201,22 @@ def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: Any) -> bool:
     return all(map(is_float32, floats))
 
 
-def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
-    """The rule of the marks and the lists' regions around an equation, and which."""
+def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | None:
+    """The rule around an equation, and the mark, function or regex that it comes from.
+
+    The user's marks come first, then the last of the lists that matches. None if there
+    is no such rule; the rule is None if the lists' last is for the primitive.
+    """
     names = name_stack(scope, eqn)
     markers = _MARKER.findall(names)
     marks = [marker for marker, function in markers if not function]
-    if marks:  # of the user's own
+    if marks:
         return _RULES[marks[-1]], marks[-1]
-    regions = scope.policy.lists.regions
-    found = [(rule, regex) for regex, rule in regions if re.search(regex, names)]
-    if found and found[-1][0] is not None:
-        return found[-1]
-    functions = [(_RULES[marker], function) for marker, function in markers]
-    return functions[-1] if functions else (None, "")
+    marker, function = markers[-1] if markers else ("", "")
+    primitive = jax_internals.primitive_name(eqn)
+    last = scope.policy.lists.last_of(primitive, function, names)
+    if last is not None and last[0] is What.PRIMITIVE:
+        return None, ""
+    if last is not None and last[0] is What.REGION and last[2] is not None:
+        return last[2], last[1]
+    return (_RULES[marker], function) if function else None

@@ -1,5 +1,7 @@
 """Marks the operations of a function, so that autocast runs them as the user says.
 
+    y = float_function(jnp.matmul)(x, w)     y = dot_general x w    # jamp_float32
+
 A mark is a name scope: it is part of the program, so jit's caches neither lose nor leak
 it. Without autocast it does nothing.
 """
@@ -10,9 +12,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.lists import AutocastLists, What
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import MARKERS
-from jamp._autocast.tracing import Itself, Place, Replaced, casting, disabled
+from jamp._autocast.tracing import Attribute, Itself, Replaced, casting, disabled
 
 
 def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
@@ -80,6 +83,7 @@ _MARKED = {
 def marked_by_place(lists: AutocastLists) -> list[Replaced]:
     """The functions that the lists mark where programs look them up."""
     return [
-        Replaced(Place(Itself(module), name), _MARKED[rule])
-        for module, name, rule in lists.registered
+        Replaced(Attribute(Itself(module), name), _MARKED[rule])
+        for (module, name), rule in lists.rules_for(What.ATTRIBUTE)
+        if rule is not None
     ]

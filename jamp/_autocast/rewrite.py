@@ -1,5 +1,10 @@
 """Reads a program forward, and rewrites it with each operation in its precision.
 
+    y:f32 = dot_general x w      x':f16 = convert x; w':f16 = convert w
+    e:f32 = exp y                y:f16 = dot_general x' w'
+                                 y':f32 = convert y
+                                 e:f32 = exp y'
+
 The result is a jaxpr: equations keep their source lines and name stacks, and what JAX
 does with a program (derivatives, batching, jit) it does with this one.
 """
@@ -13,11 +18,11 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.bias import with_bias
 from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
+from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.islands import checkpoint_islands
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
     Decision,
@@ -30,12 +35,12 @@ from jamp._autocast.program import (
     recorded,
 )
 from jamp._autocast.reasons import Note, noted, noting
+from jamp._autocast.sums import with_bias, with_weight
 from jamp._autocast.values import Values
-from jamp._autocast.weight import with_weight
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
-type ProgramRule = Callable[["Rewriter", jc.JaxprEqn], None]
+type ProgramRule = Callable[["Rewriter", jc.JaxprEqn, list[Frame]], None]
 
 # Parameters of equations that name the dtype of the result.
 _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
@@ -167,9 +172,8 @@ class Rewriter:
     def equation(self, eqn: jc.JaxprEqn) -> None:
         """Writes one equation."""
         self.eqn, self.begin, self.programs = eqn, len(self.eqns), []
-        inside = self.rules.get(eqn.primitive.name)
-        if inside is not None:
-            inside(self, eqn)
+        if frames := frames_of(eqn):
+            self.rules[eqn.primitive.name](self, eqn, frames)
             self._note(eqn, None, None, "program")
             return
         rule, region = self.values.facts.ruling(eqn)
@@ -265,12 +269,12 @@ class Rewriter:
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
-        scope = self.values.facts.scope_inside(eqn)
+        scope = self.values.facts.scope_of_programs(eqn)
         if scope.decisions is not None:
             self.programs.append(scope.decisions)
         known = (
             facts
-            for facts in self.values.facts.inside(eqn)
+            for facts in self.values.facts.programs(eqn)
             if facts.jaxpr is jaxpr and list(facts.given) == list(boundary.facts)
         )
         return rewrite(jaxpr, boundary, scope, self.rules, next(known, None))

@@ -1,5 +1,8 @@
 """Gives a softmax in an island a derivative that reads its result in half.
 
+    e = exp x; s = reduce_sum e; r = broadcast_in_dim s; y = div e r
+    y = custom_jvp_call[name=softmax] x
+
 An exponential over its own sum, as `jax.nn.softmax` has it inlined. Differentiated as
 it stands, its scores are read again, and their maximum and the exponential computed
 again. But the derivative needs no more than the result, of which the product that

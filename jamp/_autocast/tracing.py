@@ -32,7 +32,7 @@ class Itself:
         return id(self.it)
 
 
-class Place(NamedTuple):
+class Attribute(NamedTuple):
     """Where programs look a function up."""
 
     module: Itself  # or a class or an object
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 class Replaced(NamedTuple):
     """A function that is called otherwise while autocast traces."""
 
-    place: Place
+    attribute: Attribute
     how: Callable[[Function], Function]  # gives, of the original, what is called
 
 
@@ -73,47 +73,47 @@ def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
 def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterator[None]:
     """Traces for an autocast, in this thread."""
     with contextlib.ExitStack() as stack:
-        for place in {r.place for r in replaced}:
-            stack.enter_context(_replacement(place))
+        for attribute in {r.attribute for r in replaced}:
+            stack.enter_context(_replacement(attribute))
         stack.enter_context(tracing(Tracing(half, tuple(replaced), casts)))
         yield
 
 
-_INHERITED = object()  # what a place held whose own namespace held nothing
-_installed: dict[Place, tuple[Any, Any]] = {}  # what it held before, and holds now
-_traces = collections.Counter[Place]()  # that want it so
+_INHERITED = object()  # what an attribute held whose own namespace held nothing
+_installed: dict[Attribute, tuple[Any, Any]] = {}  # what it held before, and holds now
+_traces = collections.Counter[Attribute]()  # that want it so
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _replacement(place: Place) -> Iterator[None]:
+def _replacement(attribute: Attribute) -> Iterator[None]:
     """Replaces a function until the last trace ends that wants it, of any thread."""
     with _lock:
-        if place not in _installed:
-            _installed[place] = _install(place)
-        _traces[place] += 1
+        if attribute not in _installed:
+            _installed[attribute] = _install(attribute)
+        _traces[attribute] += 1
     try:
         yield
     finally:
         with _lock:
-            _traces[place] -= 1
-            if not _traces[place]:
-                del _traces[place]
-                _restore(place, *_installed.pop(place))
+            _traces[attribute] -= 1
+            if not _traces[attribute]:
+                del _traces[attribute]
+                _restore(attribute, *_installed.pop(attribute))
 
 
-def _install(place: Place) -> tuple[Any, Any]:
-    module, name = place.module.it, place.name
+def _install(attribute: Attribute) -> tuple[Any, Any]:
+    module, name = attribute.module.it, attribute.name
     before = vars(module).get(name, _INHERITED)
-    now: Any = _steered(place, Itself(getattr(module, name)))
+    now: Any = _steered(attribute, Itself(getattr(module, name)))
     if isinstance(inspect.getattr_static(module, name, None), staticmethod):
         now = staticmethod(now)
     setattr(module, name, now)
     return before, now
 
 
-def _restore(place: Place, before: Any, now: Any) -> None:
-    module, name = place.module.it, place.name
+def _restore(attribute: Attribute, before: Any, now: Any) -> None:
+    module, name = attribute.module.it, attribute.name
     if vars(module).get(name) is not now:
         return  # somebody else has set it meanwhile
     if before is _INHERITED:
@@ -124,13 +124,14 @@ def _restore(place: Place, before: Any, now: Any) -> None:
 
 # One for each function: JAX keeps traces by the functions that it was given.
 @functools.lru_cache(maxsize=256)
-def _steered(place: Place, function: Itself) -> Function:
+def _steered(attribute: Attribute, function: Itself) -> Function:
     """What stands for a function."""
     original = function.it
 
     def call(*args, **kwargs):
         here = tracing.value
-        hows = [r.how for r in here.replaced if r.place == place] if here else []
+        replaced = here.replaced if here else ()
+        hows = [r.how for r in replaced if r.attribute == attribute]
         # Of several, the last in the lists decides.
         return (hows[-1](original) if hows else original)(*args, **kwargs)
 

@@ -1,4 +1,9 @@
-"""`autocast`: traces a function, rewrites its program, and runs that."""
+"""`autocast`: traces a function, rewrites its program, and runs that.
+
+autocast(lambda x, w: x @ w)(x, w)
+{ x:f32 w:f32. y:f32 = dot_general x w; in y }                  traced
+{ x w. ... y:f16 = dot_general x' w'; z:f32 = convert y; in z } written, and run
+"""
 
 import contextlib
 import functools
@@ -14,8 +19,9 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
 from jamp._autocast.kernels import traced_for
-from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.lists import AutocastLists
 from jamp._autocast.loops import moves_taken_out
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import MARKERS, Decision, Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
 from jamp._autocast.tracing import disabled, tracing
@@ -83,7 +89,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
                 raise
         # Outside of jit, constants come as JAX keeps them; and casts are never weak.
         pairs = zip(outs, jaxpr.outvars, strict=True)
-        return rebuild([jax_internals.of_type(x, v.aval) for x, v in pairs])
+        return rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
 
     return autocasted
 

@@ -1,5 +1,10 @@
 """What an operation and its results are computed in, where the lists leave it open.
 
+    y = dot_general x w     Choice(half, "list")
+    z = sub y m             Choice(float32, "feeder"): an exponential reads it
+    e = exp z               Choice(float32, "list")
+    b = add y c             Choice(half, "bias", c)
+
 `rewrite` does as they say.
 """
 
@@ -8,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.consumers import Consumers
-from jamp._autocast.lists import Rule
+from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Atom, dtype_of, is_float32
 from jamp._core.dtypes import FLOAT32
 
@@ -41,7 +46,7 @@ class Values:
 
     def outgoing_dtype(self, atom: Atom) -> Any:
         """The dtype in which a value goes to readers of which nothing is known."""
-        vote, computed = self.facts.of(atom).vote, self.computed_dtype(atom)
+        vote, computed = self.facts[atom].vote, self.computed_dtype(atom)
         wide = self.consumers.want_float32(atom) or self.consumers.carried([atom])
         return computed if wide else vote or computed
 
@@ -74,9 +79,9 @@ class Values:
             dtypes = {self.computed_dtype(v) for v in self._voters(eqn)}
             in_half = dtypes == {self.half}
             return Choice(self.half if in_half else FLOAT32, "operands")
-        return self._by_votes(eqn, rule)
+        return self._choice_by_votes(eqn, rule)
 
-    def _by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
+    def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         votes, given = self.facts.votes(eqn.invars), self.facts.votes(eqn.outvars)
         if self.half not in given:
             why = {0: "no vote", 1: "operands"}.get(len(votes), "widest")
@@ -107,4 +112,4 @@ class Values:
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands with a vote."""
-        return [v for v in eqn.invars if self.facts.of(v).vote is not None]
+        return [v for v in eqn.invars if self.facts[v].vote is not None]

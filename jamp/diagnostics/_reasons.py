@@ -15,6 +15,7 @@ from jamp._autocast.lists import (
     AutocastLists,
     Row,
     Rule,
+    What,
     library_place,
 )
 from jamp._autocast.program import (
@@ -106,16 +107,16 @@ def dtypes_of(atoms: Sequence[Any]) -> tuple[str, ...]:
 
 def _sentence(why: str, region: str, name: str, lists: AutocastLists) -> str:
     if why == "list" or why == "recorded":
-        if name in dict(lists.primitives):
+        if name in dict(lists.rules_for(What.PRIMITIVE)):
             return f"`lists.with_primitive({name!r}, ...)`."
         return _reason_of_row(ROWS, name)
     if why != "region":
         return _REASONS[why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
-    if region in dict(lists.regions):
+    if region in dict(lists.rules_for(What.REGION)):
         return f"`lists.with_region({region!r}, ...)`."
-    place, users = library_place(region), dict(lists.functions)
+    place, users = library_place(region), dict(lists.rules_for(What.FUNCTION))
     for function in (region, region.rpartition(".")[2], place):
         if function in users:
             return f"`lists.with_function({function!r}, ...)`."

@@ -1,0 +1,176 @@
+"""The programs that an equation holds: one `Frame` for each, whatever the primitive is.
+
+    c d = scan[jaxpr={ w b x. ... in e y }] w a xs
+
+    frames_of(scan) == [Frame(program, Kind.LOOP, operands=[w, a, xs], results=[c, d],
+                              consts=1, carries=1, is_open=True, trips=3)]
+
+JAX documents none of it. A new primitive with one program is one line of `_HELD`.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jc
+
+CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
+OPTIMIZED_VJP = "remat_opt"  # of a custom_vjp's fwd, with `optimize_remat=True`
+
+
+class Kind(enum.Enum):
+    """How an equation runs its programs."""
+
+    CALL = "call"  # once
+    BRANCH = "branch"  # one of them
+    LOOP = "loop"  # some times, the carries on what the last time gave
+    MAP = "map"  # once on each device, on a part of the operands
+
+
+class _Held(NamedTuple):
+    """What is the same in all equations of a primitive."""
+
+    kind: Kind
+    params: tuple[str, ...]  # the parameters with the programs
+    is_open: bool
+    own_derivative: bool = False
+    own_residuals: bool = False
+
+
+_HELD = {
+    "jit": _Held(Kind.CALL, ("jaxpr",), is_open=True),
+    "closed_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),  # of JAX 0.11.0
+    CHECKPOINT: _Held(Kind.CALL, ("jaxpr",), is_open=True, own_residuals=True),
+    OPTIMIZED_VJP: _Held(Kind.CALL, ("fwd_jaxpr",), is_open=False),
+    "custom_jvp_call": _Held(Kind.CALL, ("call_jaxpr",), True, own_derivative=True),
+    "custom_vjp_call": _Held(Kind.CALL, ("call_jaxpr",), False, own_derivative=True),
+    "shard_map": _Held(Kind.MAP, ("jaxpr",), is_open=False),
+    "cond": _Held(Kind.BRANCH, ("branches",), is_open=True),
+    "scan": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
+    "while": _Held(Kind.LOOP, ("cond_jaxpr", "body_jaxpr"), is_open=False),
+}
+HOLDERS = tuple(_HELD)
+OPEN_CALLS = tuple(
+    name for name, held in _HELD.items() if held.kind is Kind.CALL and held.is_open
+)
+
+
+class Frame(NamedTuple):
+    """A program that an equation holds, and how it is run there."""
+
+    program: jc.Jaxpr
+    kind: Kind
+    operands: Sequence[Any]  # of the equation, those that the program takes
+    results: Sequence[Any]  # and those that it gives
+    # Values pass in any dtype. Else the program must keep those it was traced with: the
+    # user's derivative, a mesh or the next trip rely on them.
+    is_open: bool
+    own_derivative: bool = (
+        False  # the user's, which JAX takes in place of the program's
+    )
+    own_residuals: bool = False  # the user has said what the backward pass keeps
+    consts: int = 0  # how many operands of a loop are the same in all trips
+    carries: int = 0  # how many come after them that a trip hands to the next
+    trips: int | None = 1  # None if nobody knows
+    label: str = ""  # where an equation holds several
+
+
+def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
+    """The programs that an equation holds and that can be looked into."""
+    held = _HELD.get(eqn.primitive.name)
+    return list(_frames_of(eqn, held)) if held is not None else []
+
+
+def _frames_of(eqn: jc.JaxprEqn, held: _Held) -> Iterator[Frame]:
+    name, invars, outvars = eqn.primitive.name, eqn.invars, eqn.outvars
+    frame = Frame(program_of(eqn), held.kind, invars, outvars, *held[2:])
+    if name == "cond":
+        # The first operand is the index.
+        for i, branch in enumerate(eqn.params["branches"]):
+            operands, label = invars[1:], f"branch {i}"
+            yield frame._replace(program=branch, operands=operands, label=label)
+    elif name == "scan":
+        consts, carries = scan_counts(eqn)
+        trips = eqn.params["length"]
+        yield frame._replace(consts=consts, carries=carries, trips=trips)
+    elif name == "while":
+        _, body, first, second = while_programs(eqn)
+        carry = invars[first + second :]
+        frame = frame._replace(carries=len(carry), trips=None)
+        test, label = [*invars[:first], *carry], "cond"
+        yield frame._replace(operands=test, results=[], consts=first, label=label)
+        frame = frame._replace(program=body, operands=invars[first:])
+        yield frame._replace(consts=second, label="body")
+    else:
+        yield frame
+
+
+def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
+    """The program of an equation that holds one."""
+    return eqn.params[_HELD[eqn.primitive.name].params[0]]
+
+
+def programs_in(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
+    """The programs that an equation holds and that can be looked into."""
+    return [frame.program for frame in frames_of(eqn)]
+
+
+def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
+    """The parameters of an equation, with other programs in the place of its own."""
+    names = _HELD[eqn.primitive.name].params
+    if names == ("branches",):
+        return {**eqn.params, "branches": tuple(programs)}
+    return {**eqn.params, **dict(zip(names, programs, strict=True))}
+
+
+def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
+    """How many constants and carries a scan takes; what it slices comes after them.
+
+    JAX 0.11 and newer keep it as the tree of the operands, `(consts, carry, xs)`.
+    """
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def with_fewer_consts(
+    eqn: jc.JaxprEqn,
+    body: jc.Jaxpr,
+    eqns: Sequence[jc.JaxprEqn],
+    consts: dict[Any, Any],
+) -> jc.JaxprEqn:
+    """A scan of other equations, with as many constants or fewer.
+
+    Args:
+        eqn: the scan.
+        body: its program.
+        eqns: the new equations of that.
+        consts: by their variables in it, those outside.
+    """
+    before, _ = scan_counts(eqn)
+    body = body.replace(
+        invars=[*consts, *body.invars[before:]],
+        eqns=list(eqns),
+        debug_info=body.debug_info.with_unknown_names(),
+    )
+    keep = [not len(consts) <= i < before for i in range(len(eqn.invars))]
+    operands = eqn.params["ft_in"].filter_with_mask(keep)
+    params = {**with_programs(eqn, [body]), "ft_in": operands}
+    invars = [*consts.values(), *eqn.invars[before:]]
+    return eqn.replace(invars=invars, params=params)
+
+
+def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
+    """The condition and the body of a while loop, and how many constants each takes.
+
+    The operands are the constants of the one, those of the other, and the carry.
+    """
+    params = eqn.params
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    return params["cond_jaxpr"], params["body_jaxpr"], *counts
+
+
+def shard_map_options(eqn: jc.JaxprEqn) -> dict[str, Any]:
+    """What `jax.shard_map` was given, but for the function and its `out_specs`."""
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
+    name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"
+    return options | {"axis_names": frozenset(eqn.params[name])}

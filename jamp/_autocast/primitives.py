@@ -1,0 +1,194 @@
+"""What autocast knows of each primitive: the table, as data.
+
+A row has a rule, and lines of `words: names`. The words are all that the passes ask of
+an operation; a primitive that is in no row is opaque. A new one is a name in a line,
+here and nowhere else, but for those that hold programs: they are in `frames`.
+
+After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is made of it.
+"""
+
+import enum
+from typing import NamedTuple
+
+
+class Rule(enum.Enum):
+    """What autocast does with the float32 operands of an operation."""
+
+    HALF = "half"  # casts them to half
+    FLOAT32 = "float32"  # casts them to float32
+    PROMOTE = "promote"  # casts them to the widest among them
+    MOVE = "move"  # the same, for what rearranges values and does not compute
+    RECORDED = "recorded"  # leaves the operation as the user's float32 program has it
+
+
+class Shape(enum.Enum):
+    """Of which numbers of the operands a number of the result is made."""
+
+    ELEMENTWISE = "elementwise"  # of those in its place
+    SAME = "same"  # it is the one in its place, with another type at most
+    MARK = "mark"  # the same, where somebody wants it to be: it stays there
+    RESHAPE = "reshape"  # it is the next in order, in another shape
+    REARRANGE = "rearrange"  # it is one of them, and each of them is there once
+    REPEAT = "repeat"  # it is one of them, as its neighbours are
+    MOVE = "move"  # it is one of them, or of another array's
+    REDUCE = "reduce"  # of those along some axes
+    PRODUCT = "product"  # of a row of one and a row of the other
+    MIX = "mix"  # of many
+    OPAQUE = "opaque"  # nobody knows
+
+
+class Traits(NamedTuple):
+    """The columns of the table beside the rule; the words are their names."""
+
+    shape: Shape = Shape.OPAQUE
+    rounds: bool = False  # its results have more digits than its operands
+    keeps_range: bool = False  # its results are as large and small as its operands
+    reads_operands: bool = False  # its derivative reads each operand of two
+    costly: bool = False  # XLA would rather keep its results than compute them again
+    slow: bool = False  # to compute it again takes longer than to read it
+
+
+class Row(NamedTuple):
+    """A group of operations with one rule."""
+
+    rule: Rule
+    primitives: tuple[str, ...]  # their names, as `jax.make_jaxpr` prints them
+    reason: str
+    descends_from: str  # the list of apex or torch
+    traits: tuple[Traits, ...] = ()  # of each, if they are primitives
+
+
+def _row(rule: Rule, reason: str, descends_from: str, *lines: str) -> Row:
+    found: dict[str, Traits] = {}
+    for words, names in (line.split(": ") for line in lines):
+        found |= dict.fromkeys(names.split(), _traits(*words.split()))
+    return Row(rule, tuple(found), reason, descends_from, tuple(found.values()))
+
+
+def _traits(shape: str, *words: str) -> Traits:
+    return Traits(Shape(shape), **dict.fromkeys(words, True))
+
+
+ROWS = (
+    _row(
+        Rule.HALF,
+        "Matrix units multiply half and accumulate in float32: this is the speed-up.",
+        "apex FP16_FUNCS: linear, matmul, mm, bmm, conv1d to conv_transpose3d",
+        "product: dot_general conv_general_dilated ragged_dot_general",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "Their results leave float16's range, or magnify the error of their operand.",
+        "apex FP32_FUNCS: exp, expm1, log, log10, log2, pow, reciprocal, rsqrt",
+        "elementwise costly: exp exp2 expm1 log log2 log1p pow cbrt",
+        "elementwise: integer_pow square rsqrt",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "Steep or ill conditioned where half has few digits.",
+        "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; the others likewise",
+        "elementwise costly: sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
+        "atanh erf erfc erf_inv",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "Special functions: series that lose digits, without half kernels.",
+        "torch: erfinv, as in apex; the others are in no list",
+        "elementwise costly: lgamma digamma",
+        "elementwise slow: polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
+        "bessel_i1e regularized_incomplete_beta polynomial one_minus_square",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "Sums over many terms need more digits than their terms, and more range.",
+        "apex FP32_FUNCS: sum, prod, cumsum, cumprod, norm, std, var",
+        "reduce: reduce_sum reduce_prod",
+        "mix: cumsum cumprod cumlogsumexp reduce_window_sum psum psum_invariant "
+        "reduce_scatter scatter-add scatter-mul",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "Linear algebra and FFT: there are no half kernels.",
+        "torch: raises in half",
+        "mix: cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
+        "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
+        "lu_pivots_to_permutation custom_linear_solve symmetric_product fft",
+    ),
+    _row(
+        Rule.FLOAT32,
+        "Sorting: no half kernels on all backends, and ties would change the order.",
+        "torch: in no list, nor in apex",
+        "mix: sort top_k approx_top_k",
+    ),
+    _row(
+        Rule.PROMOTE,
+        "Elementwise, or a choice among values: as exact as their operands.",
+        "apex CASTS: add, div, mul, eq, ge, ...; torch: what is in no list",
+        "elementwise rounds keeps_range: add sub add_any sqrt",
+        "elementwise rounds reads_operands: mul div",
+        "elementwise rounds costly: tanh logistic",
+        "elementwise rounds: rem",
+        "elementwise keeps_range: max min neg abs clamp",
+        "elementwise: sign floor ceil round eq ne ge gt le lt eq_to le_to lt_to "
+        "is_finite",
+        "reduce keeps_range: reduce_max reduce_min",
+        "mix: argmax argmin cummax cummin reduce_window_max reduce_window_min pmax "
+        "pmin",
+    ),
+    _row(
+        Rule.MOVE,
+        "They move values: what goes in comes out.",
+        "apex SEQUENCE_CASTS: cat, stack",
+        "repeat: broadcast_in_dim broadcast_to tile",
+        "reshape: reshape squeeze transpose copy",
+        "rearrange: rev concatenate stack",
+        "move: slice dynamic_slice gather unstack split pad dynamic_update_slice "
+        "scatter all_gather all_gather_invariant all_gather_reduced all_to_all "
+        "ragged_all_to_all ppermute",
+        "elementwise: select_n",
+        "same: stop_gradient",
+        "mark: name optimization_barrier apart sharding_constraint layout_constraint "
+        "with_memory_space_constraint reshard device_put pbroadcast pvary "
+        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+        "vary_unreduced_cast_p",
+    ),
+    _row(
+        Rule.RECORDED,
+        "Their dtype is their meaning, or they have none.",
+        "torch: not in any list; random numbers are drawn as the program says",
+        "same: convert_element_type",
+        "mark: reduce_precision",
+        "elementwise: and or not",
+        "opaque: bitcast_convert_type nextafter iota rng_uniform rng_bit_generator "
+        "random_bits random_seed random_split random_fold_in random_wrap random_unwrap "
+        "random_gamma random_clone threefry2x32 threefry4x32 philox2x32 philox4x32 "
+        "iota_2x32_shape mulhi dimension_size dim_as_value shape_assertion check "
+        "inspect_sharding tie pin unpin program_order unreachable to_edtype "
+        "from_edtype reduce reduce_window select_and_scatter select_and_scatter_add "
+        "select_and_gather_add scatter-min scatter-max "
+        "scatter-sub complex real imag conj clz population_count xor shift_left "
+        "shift_right_logical shift_right_arithmetic reduce_and reduce_or reduce_xor "
+        "axis_index create_token after_all empty empty2 debug_print "
+        "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted "
+        "Nonzero Frexp Ldexp",
+    ),
+    _row(
+        Rule.RECORDED,
+        "Solvers, which need their digits, and what Equinox's loops are made of.",
+        "torch: not in any list",
+        "opaque: CustomRoot linear_solve maybe_set nonbatchable "
+        "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
+        "unvmap_max",
+    ),
+)
+
+_TRAITS = {
+    name: traits
+    for row in ROWS
+    for name, traits in zip(row.primitives, row.traits, strict=True)
+}
+
+
+def traits_of(primitive: str) -> Traits:
+    """What the table says of a primitive beside its rule."""
+    return _TRAITS.get(primitive, Traits())
