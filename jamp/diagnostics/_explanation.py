@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from jamp.diagnostics import _diff, _page, _table, _tree
+from jamp.diagnostics import _diff, _table, _tree
 from jamp.diagnostics._operation import Operation, warnings_of
 
 _SHOWN = 6  # warnings below the tree
@@ -111,7 +111,9 @@ class Explanation:
         Colors are precisions. An address that ends in "#q=exp" is a search,
         "#op12" an operation, "#line3" a line.
         """
-        return _page.page(self.title, self.operations, self.warnings)
+        from jamp.tools._page import page
+
+        return page(self.title, self.operations, self.warnings)
 
     def show(
         self, *, depth: int | None = None, filter: str | None = None, width: int = 100

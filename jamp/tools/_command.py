@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jamp._policy.levels import LEVELS
-from jamp.diagnostics import _doctor
-from jamp.diagnostics._cost import cost
 from jamp.diagnostics._explain import explain
 from jamp.diagnostics._table import columns
+from jamp.tools import _doctor
+from jamp.tools._cost import cost
 
 _PROPERTIES = (
     "cast_model_type",

@@ -6,8 +6,8 @@ from html import escape
 
 from jamp.diagnostics._modules import Module, flops_of, label, magnitude, modules_of
 from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._page_style import SCRIPT, STYLE
 from jamp.diagnostics._table import short
+from jamp.tools._page_style import SCRIPT, STYLE
 
 _AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
