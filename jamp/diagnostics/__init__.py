@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     )
     from jamp.tools._history import History as History
 
-_TOOLS = dict.fromkeys(("Costs", "Part", "StepCost", "cost"), "_cost")
-_TOOLS["History"] = "_history"
+_TOOLS: dict[str, str] = {
+    **dict.fromkeys(("Costs", "Part", "StepCost", "cost"), "_cost"),
+    "History": "_history",
+}
 
 
 def __getattr__(name: str) -> Any:

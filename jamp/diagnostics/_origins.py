@@ -2,38 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
-from jamp.diagnostics._ranges import Range
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Event:
-    """What may have made a value that is not finite.
-
-    Attributes:
-        eqn: an operation; None of what was not finite when it came in.
-        name: its primitive; or the path of what came in.
-        result: what it gave.
-        names: the name scopes that it is in.
-        source: `file:line`.
-        near: the path of the param that was read last on the way to it.
-        loops: in which iterations of which loops it ran, from outside inward.
-        operands: what it read.
-        made_by: what computed that, of an operation that only hands it on.
-        infinities: where infinite operands came from, if they may be meant so.
-    """
-
-    eqn: Any
-    name: str
-    result: Range
-    names: str = ""
-    source: str = ""
-    near: str = ""
-    loops: tuple[str, ...] = ()
-    operands: tuple[Range, ...] = ()
-    made_by: str = ""
-    infinities: tuple[str, ...] = ()
+from jamp.diagnostics._location import Location
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +23,7 @@ class Origin:
     parents: tuple["Origin", ...]
     has_nan: bool
     intended: bool
-    event: Event | None
+    event: Location | None
 
 
 def made_of(has_nan: bool, origins: Iterable[Origin]) -> tuple[Origin, ...]:
@@ -63,7 +33,7 @@ def made_of(has_nan: bool, origins: Iterable[Origin]) -> tuple[Origin, ...]:
     return nans if has_nan and nans else parents
 
 
-def first_event(origins: Iterable[Origin]) -> Event | None:
+def first_event(origins: Iterable[Origin]) -> Location | None:
     """The first operation, or argument, that some values are not finite for.
 
     In order of execution, among all that these were made of: what came in not finite,
@@ -83,7 +53,7 @@ def first_event(origins: Iterable[Origin]) -> Event | None:
 def names_of(origins: Iterable[Origin]) -> tuple[str, ...]:
     """What came in not finite, of all that some values were made of."""
     events = (origin.event for origin in _all(origins) if not origin.parents)
-    return tuple(dict.fromkeys(event.name for event in events if event))
+    return tuple(dict.fromkeys(e.primitive or e.operation for e in events if e))
 
 
 def _all(origins: Iterable[Origin]) -> list[Origin]:

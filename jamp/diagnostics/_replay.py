@@ -5,6 +5,8 @@ value can be looked at. Values are freed when they were read for the last time.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +15,11 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp.diagnostics._origins import Event, Origin, made_of, names_of
+from jamp.diagnostics._advice import words_of
+from jamp.diagnostics._location import Location
+from jamp.diagnostics._origins import Origin, made_of, names_of
 from jamp.diagnostics._ranges import is_float, not_finite, range_of
-from jamp.diagnostics._source import is_backward, user_line
+from jamp.diagnostics._source import is_backward, module_path, user_line
 
 # They hand on the very values that they read.
 MOVES = frozenset(
@@ -24,6 +28,8 @@ MOVES = frozenset(
 )
 _ARITHMETIC = frozenset("add div mul sub".split())
 _CONSTANT = "a constant"
+# What a step's loss was, and what to do, `locate` knows when it is over.
+_LOCATION = functools.partial(Location, finite=False, loss=math.nan, scale=math.nan)
 _PRODUCTS = frozenset("dot_general conv_general_dilated".split())
 
 
@@ -142,7 +148,7 @@ class Replay:
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
-        event = Event(None, name, near=near, result=range_of(array))
+        event = _LOCATION(operation=name, phase="input", result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
         intended = not nan and not positive
         return Value(array, Origin(self.order, (), nan, intended, event), near)
@@ -162,7 +168,7 @@ class Replay:
         was_intended = bool(parents) and all(p.intended for p in parents)
         event = None
         if not parents or (nan and was_intended):
-            event = _event(site, array, read, near, names_of(parents))
+            event = _location(site, array, read, near, names_of(parents))
         intended = was_intended and not nan
         origin = Origin(self.order, parents, nan, intended, event)
         return Value(array, origin, near, maker)
@@ -223,30 +229,33 @@ def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
     return any(is_float(x) and bool(np.isinf(x)) for x in map(np.asarray, literals))
 
 
-def _event(
+def _location(
     site: Site,
     array: Any,
     read: Sequence[Value],
     near: str,
     infinities: tuple[str, ...],
-) -> Event:
+) -> Location:
+    """The report of an operation, if it turns out to be the first."""
     floats, shape = [v for v in read if is_float(v.array)], site.place.shape
     moves = site.eqn.primitive.name in MOVES and floats
-    return Event(
-        eqn=site.eqn,
-        name=jax_internals.primitive_name(site.eqn),
-        names=site.names,
+    result = range_of(array, shape(array))
+    return _LOCATION(
+        operation=words_of(site.eqn, result.dtype),
+        primitive=jax_internals.primitive_name(site.eqn),
+        phase="backward" if is_backward(site.names) else "forward",
         source=site.line,
-        near=near,
+        module=module_path(site.names),
+        near=near.removeprefix("params/"),
         loops=site.place.loops,
         operands=tuple(range_of(v.array, shape(v.array)) for v in floats),
-        result=range_of(array, shape(array)),
-        made_by=_words_of(floats[0].maker) if moves else "",
+        result=result,
+        made_by=_maker_words(floats[0].maker) if moves else "",
         infinities=infinities,
     )
 
 
-def _words_of(maker: Site | None) -> str:
+def _maker_words(maker: Site | None) -> str:
     """What computed the value that an operation only hands on, and where."""
     if maker is None:
         return ""
