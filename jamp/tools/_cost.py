@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jamp.diagnostics._modules import magnitude
 from jamp.diagnostics._source import is_installed, module_path
-from jamp.diagnostics._table import short
+from jamp.diagnostics._table import magnitude, short
 from jamp.tools import _gpus
 from jamp.tools._hlo import Program
 

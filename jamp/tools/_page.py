@@ -1,57 +1,38 @@
 """An explanation as one HTML page: modules, operations, lines of the source."""
 
+import importlib.resources
 import linecache
+import string
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from jamp.diagnostics._modules import Module, flops_of, label, magnitude, modules_of
+from jamp.diagnostics._explanation import Explanation
+from jamp.diagnostics._modules import Group, groups_of
 from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._table import short
-from jamp.tools._page_style import SCRIPT, STYLE
+from jamp.diagnostics._table import magnitude, short
 
 _AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
+_COLORS = (("half", "half"), ("wide", "float32"), ("both", "both"))
 
 
-def page(title: str, operations: Iterable[Operation], warnings: Iterable[str]) -> str:
+def page(explanation: Explanation) -> str:
     """The page, of the operations that compute floats."""
-    shown = [op for op in operations if op.matters]
+    shown = [op for op in explanation.operations if op.matters]
     lines = {line: i for i, line in enumerate(dict.fromkeys(op.source for op in shown))}
-    rows = (_row(i, op, lines[op.source]) for i, op in enumerate(shown))
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    listed = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
-    legend = "".join(
-        f'<span class="chip {kind}">{words}</span> '
-        for kind, words in (("half", "half"), ("wide", "float32"), ("both", "both"))
+    chips = (f'<span class="chip {kind}">{words}</span> ' for kind, words in _COLORS)
+    warnings = "".join(f"<li>{escape(text)}</li>" for text in explanation.warnings)
+    template = importlib.resources.files("jamp.tools").joinpath("page.html")
+    return string.Template(template.read_text("utf-8")).substitute(
+        title=escape(explanation.title),
+        legend="".join(chips),
+        modules="".join(_modules(groups_of(shown), 1)),
+        head="".join(f"<th>{name}</th>" for name in _COLUMNS),
+        rows="".join(_row(i, op, lines[op.source]) for i, op in enumerate(shown)),
+        sources="".join(_sources(shown, lines)),
+        hidden="" if warnings else " hidden",
+        warnings=warnings,
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>jamp: {escape(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<header>
-<h1>What runs in which precision</h1>
-<p>{escape(title)}</p>
-<p><input id="search" type="search" placeholder="search: exp float32, model.py:12"
- aria-label="search"> <span id="count"></span> {legend}</p>
-</header>
-<main>
-<nav><h2>Modules</h2><ul>{"".join(_modules(modules_of(shown), 1))}</ul></nav>
-<section><h2>Operations</h2>
-<div class="list">
-<table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>
-</div></section>
-<section><h2>Source</h2>{"".join(_sources(shown, lines))}</section>
-<section{"" if listed else " hidden"}><h2>Warnings</h2><ul>{listed}</ul></section>
-</main>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
 
 
 def _row(i: int, op: Operation, line: int) -> str:
@@ -69,21 +50,19 @@ def _row(i: int, op: Operation, line: int) -> str:
     return f'<tr id="op{i}" data-line="line{line}">{"".join(cells)}</tr>'
 
 
-def _modules(module: Module, depth: int) -> Iterator[str]:
-    for group in module.groups():
-        first = group[0]
-        name = f'<a href="#q={escape(first.path)}">{escape(label(group))}</a>'
-        share = first.share()
-        numbers = flops_of(group) + (f", {share} in half" if share else "")
-        width = share.rstrip("%") or "0"
-        bar = f'<meter max="100" value="{width}"></meter>' if share else ""
+def _modules(groups: Iterable[Group], depth: int) -> Iterator[str]:
+    for group in groups:
+        share = group.share
+        name = f'<a href="#q={escape(group.path)}">{escape(group.label)}</a>'
+        numbers = group.flops + (f", {share} in half" if share else "")
+        bar = f'<meter max="100" value="{share.rstrip("%")}"></meter>' if share else ""
         line = f"{name} <small>{numbers} {bar}</small>"
-        inside = "".join(_modules(first, depth + 1))
-        if inside:
+        if group.inside:
+            inside = "".join(_modules(group.inside, depth + 1))
             is_open = " open" if depth < 3 else ""
             line = f"<summary>{line}</summary><ul>{inside}</ul>"
             line = f"<details{is_open}>{line}</details>"
-        yield f'<li class="{_kind(first.all())}">{line}</li>'
+        yield f'<li class="{_kind(group.operations)}">{line}</li>'
 
 
 def _kind(operations: Iterable[Operation]) -> str:
@@ -109,16 +88,17 @@ def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]
         for number in sorted(near.intersection(range(1, len(text) + 1))):
             if before and number > before + 1:
                 yield '<span class="gap">⋮</span>'
-            before = number
-            code = escape(text[number - 1].rstrip("\n")) or " "
-            if number not in marked:
-                yield f"<span><i>{number}</i> {code}</span>"
-                continue
-            source = marked[number][0].source
-            link = f'<a href="#q={escape(short(source))}">{number}</a>'
-            kind = _kind(marked[number])
-            yield (
-                f'<span id="line{lines[source]}" class="{kind}">'
-                f"<i>{link}</i> {code}</span>"
-            )
+            before, code = number, escape(text[number - 1].rstrip("\n")) or " "
+            yield _source_line(number, code, marked.get(number, []), lines)
         yield "</pre>"
+
+
+def _source_line(
+    number: int, code: str, operations: Sequence[Operation], lines: dict[str, int]
+) -> str:
+    if not operations:
+        return f"<span><i>{number}</i> {code}</span>"
+    source = operations[0].source
+    link = f'<a href="#q={escape(short(source))}">{number}</a>'
+    where = f'id="line{lines[source]}" class="{_kind(operations)}"'
+    return f"<span {where}><i>{link}</i> {code}</span>"
