@@ -64,7 +64,7 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
             arguments = {"args": args[1:], "kwargs": kwargs}
-            return explain_in(step_fn(fn), args[0], arguments)
+            return explain_step(step_fn(fn), args[0], arguments)
         decided = decisions(fn, args, kwargs, scope)
         found = _operations(decided, scope.policy.lists, _Place())
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
@@ -72,7 +72,7 @@ def explain(
     return explained
 
 
-def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
+def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
     """Explains a function of a state and arguments that gives loss and gradients."""
     with noting(True):
         program = traced(fn, (state, arguments)).program

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import path_string
@@ -16,7 +17,7 @@ from jamp.diagnostics._location import Location
 from jamp.diagnostics._origins import first_event
 from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float, range_of
-from jamp.diagnostics._replay import Place, Replay
+from jamp.diagnostics._replay import Context, Replay
 from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
 
 
@@ -66,11 +67,11 @@ def locate(
     """
     check_state(state, "locate")
     arguments = {"args": args, "kwargs": kwargs}
-    return locate_in(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
+    return locate_step(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
 
 
 @moves_constants
-def locate_in(
+def locate_step(
     fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int
 ) -> Location:
     """`locate` of a function of a state and arguments."""
@@ -100,7 +101,7 @@ def _run(step: Step, scale: float) -> Location:
     """What a run at a scale gave, without advice."""
     replay = Replay(RULES)
     given = [replay.argument(array, name) for array, name in step.values_at(scale)]
-    loss, *grads = replay.run(step.program, given, Place())
+    loss, *grads = replay.run(step.program, given, Context())
     number, total = float(np.asarray(loss.array, np.float32)), len(step.paths)
     event = first_event(v.origin for v in (loss, *grads) if v.origin)
     if event is None:
@@ -127,7 +128,7 @@ def _cleanest(scale: float, least: float, is_clean: Callable[[float], bool]) -> 
     return scale / 2**many
 
 
-def _largest(params: Any) -> tuple[float, str]:
+def _largest(params: PyTree) -> tuple[float, str]:
     """The largest absolute value of the params, and where it is."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     found = [(range_of(x).magnitude, path_string(p)) for p, x in leaves if is_float(x)]

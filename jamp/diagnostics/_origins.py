@@ -26,7 +26,7 @@ class Origin:
     event: Location | None
 
 
-def made_of(has_nan: bool, origins: Iterable[Origin]) -> tuple[Origin, ...]:
+def parents_of(has_nan: bool, origins: Iterable[Origin]) -> tuple[Origin, ...]:
     """Those of some origins that account for a result: for a NaN, NaNs if there are."""
     parents = tuple(dict.fromkeys(origins))
     nans = tuple(origin for origin in parents if origin.has_nan)

@@ -1,7 +1,6 @@
 """Why an operation runs in a dtype: what decided, in a word and in a sentence."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
@@ -23,7 +22,9 @@ from jamp._autocast.program import (
     MARKERS,
     NO_MODEL,
     PRECISION,
+    Atom,
     Decision,
+    dtype_of,
     is_float32,
 )
 from jamp._autocast.reasons import note_in
@@ -99,9 +100,9 @@ def own_dtype(eqn: jc.JaxprEqn) -> str | None:
     return next(iter(dtypes_of(eqn.outvars)), None)
 
 
-def dtypes_of(atoms: Sequence[Any]) -> tuple[str, ...]:
+def dtypes_of(atoms: Sequence[Atom]) -> tuple[str, ...]:
     """Of those values that have one."""
-    return tuple(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
+    return tuple(str(dtype) for dtype in map(dtype_of, atoms) if dtype is not None)
 
 
 def _sentence(why: str, region: str, name: str, lists: AutocastLists) -> str:

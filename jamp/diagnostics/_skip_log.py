@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jamp._core.tree import path_string, trained_params
 from jamp._scaling.scaled_grads import ScaledGrads
@@ -158,12 +158,12 @@ class SkipLog:
         return "\n  ".join(lines)
 
 
-def _paths(tree: Any) -> tuple[str, ...]:
+def _paths(tree: PyTree) -> tuple[str, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return tuple(path_string(path) for path, _ in leaves)
 
 
-def _packed(flags: list[Any]) -> UInt32[Array, " words"]:
+def _packed(flags: list[Array]) -> UInt32[Array, " words"]:
     """Flags as bits, 32 in a word, the first one lowest."""
     padded = flags + [jnp.asarray(False)] * (-len(flags) % _BITS)
     bits = jnp.stack(padded).reshape(-1, _BITS).astype(jnp.uint32)

@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jamp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, run: Callable[[Any], str], help: str) -> Any:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], str], help: str
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
         added.set_defaults(run=run)
         return added
@@ -91,7 +93,7 @@ def _levels() -> str:
     return columns(("property", *LEVELS), *rows)
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "-"
     return f"{value:g}" if isinstance(value, float) else str(value)
