@@ -46,7 +46,6 @@ def _cond(rewriter: Rewriter, eqn: jc.JaxprEqn) -> None:
     boundary = _free(rewriter, eqn, operands)
 
     def branches():
-        rewriter.programs.clear()  # `explain` shows the branches as they are at last
         return [rewriter.program(eqn, b, boundary) for b in eqn.params["branches"]]
 
     # Each as it likes, first: if they agree, nothing is cast at the end of any.

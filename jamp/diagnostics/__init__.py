@@ -2,10 +2,11 @@
 
 May import all rooms but `linen`, `nnx` and `tools`, which stands on it: the public
 names of that are loaded when they are first used. What was decided comes from
-`_autocast` itself, as data; here it is counted, put in sentences and shown.
+`_autocast`, as notes in the program that it writes; here it is counted, put in
+sentences and shown.
 
 - `explain`: `_explain` makes `_operation`s of a program, `_reasons` says why;
-  `_modules`, `_tree`, `_table` and `_diff` show them.
+  `_modules` groups them, `_table` lists them.
 - `locate`, `numerics`: `_step` traces a step, `_replay` runs it one operation at a
   time, `_programs` goes into loops and branches, `_origins` knows where inf and NaN
   come from, `_advice` what to do.
