@@ -8,7 +8,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists
+from jamp._autocast.lists import AutocastLists, Rule
 from jamp._autocast.program import dtype_of, dtypes_of, size_of
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
 from jamp._autocast.transform import Promote, scope_of, written_program
@@ -16,7 +16,6 @@ from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops, sizes
 from jamp.diagnostics._reasons import (
-    is_in_float32,
     own_dtype,
     reason_in_step,
     reason_of_note,
@@ -72,7 +71,7 @@ def explain(
             return explain_step(step_fn(fn), args[0], arguments)
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
-        found = _operations(program, scope.policy.lists, _Context())
+        found = _operations(program, scope.policy.lists, _Enclosing())
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained
@@ -86,7 +85,7 @@ def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Expl
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
-    found = _operations(program, lists, _Context(default=default))
+    found = _operations(program, lists, _Enclosing(default=default))
     # Not what nobody wrote: the scale, the finite check.
     return Explanation(
         dtype=str(half or jnp.dtype(jnp.float32)),
@@ -95,8 +94,8 @@ def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Expl
     )
 
 
-class _Context(NamedTuple):
-    """Where a program stands: inside of what, on which line, how often it runs.
+class _Enclosing(NamedTuple):
+    """What a program is inside of, on which line, and how often it runs there.
 
     Attributes:
         path, source: as of an `Operation`.
@@ -117,28 +116,28 @@ class _Context(NamedTuple):
 
 
 def _operations(
-    program: jc.Jaxpr, lists: AutocastLists, context: _Context
+    program: jc.Jaxpr, lists: AutocastLists, around: _Enclosing
 ) -> Iterator[Operation]:
     for eqn in program.eqns:
         own = jax_internals.name_stack(eqn)
-        here = context._replace(names=f"{context.names}/{own}")
-        if context.is_users or notes_in(own):
+        here = around._replace(names=f"{around.names}/{own}")
+        if around.is_users or notes_in(own):
             # JAX keeps no line of what its own jitted functions hold.
-            here = here._replace(source=user_line(eqn) or context.source)
-        note = _note_of(eqn, own, lists, context)
-        is_shown = note is not None or bool(context.default)
+            here = here._replace(source=user_line(eqn) or around.source)
+        note = _note_of(eqn, own, lists, around)
+        is_shown = note is not None or bool(around.default)
         if is_shown:
             yield _operation(eqn, note, lists, here)
-            here = here._replace(times=context.times * (_trips(eqn) or 1))
+            here = here._replace(times=around.times * (_trips(eqn) or 1))
         for label, inside in _programs(eqn):
             name = f"{eqn.primitive.name} {label}".strip()
-            path = (*context.path, name) if is_shown else context.path
+            path = (*around.path, name) if is_shown else around.path
             inner = here._replace(path=path, is_users=is_shown)
             yield from _operations(inside, lists, inner)
 
 
 def _note_of(
-    eqn: jc.JaxprEqn, own: str, lists: AutocastLists, context: _Context
+    eqn: jc.JaxprEqn, own: str, lists: AutocastLists, around: _Enclosing
 ) -> Note | None:
     """What was decided on an operation of the user's function; None if it is not one.
 
@@ -146,29 +145,34 @@ def _note_of(
         eqn: the equation, as autocast wrote it.
         own: its name stack.
         lists: the user's.
-        context: that of its program.
+        around: what holds its program.
     """
-    if context.default:
+    if around.default:
         return None
     if jax_internals.programs_in(eqn):
         return next((note for note in notes_in(own) if note.holds_program), None)
     if note := note_in(own):
         return None if note.operands == CAST else note
-    # Autocast computes an operation by a function: what does the same stands for it.
-    note, name = note_in(context.names), eqn.primitive.name
-    if context.is_users or note is None or note.primitive == name:
-        return None if context.is_users else note
-    operands = " ".join(dtypes_of(eqn.invars))
-    is_listed = is_in_float32(eqn, lists)
-    return Note(name, "list", "float32", operands=operands) if is_listed else None
+    note, name = note_in(around.names), eqn.primitive.name
+    if around.is_users or note is None:
+        return None
+    # Autocast computes an operation by a function of its own: what does the same there
+    # stands for it. A softmax's sums and exponentiates too, by the lists.
+    if note.primitive == name:
+        return note
+    rule = lists.rule_of(jax_internals.primitive_name(eqn))
+    if rule is None or name == "convert_element_type":
+        return None
+    why = "list" if rule is Rule.FLOAT32 else "operands"
+    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
 
 
 def _operation(
-    eqn: jc.JaxprEqn, note: Note | None, lists: AutocastLists, context: _Context
+    eqn: jc.JaxprEqn, note: Note | None, lists: AutocastLists, around: _Enclosing
 ) -> Operation:
-    names, count = without_notes(context.names), flops(eqn)
+    names, count = without_notes(around.names), flops(eqn)
     if note is None:
-        why, reason = reason_in_step(eqn, context.names, lists, context.default)
+        why, reason = reason_in_step(eqn, around.names, lists, around.default)
         listed = lists.rule_of(jax_internals.primitive_name(eqn))
         rule, dtype = listed.value if listed else None, own_dtype(eqn)
         in_dtypes = dtypes_of(eqn.invars)
@@ -177,8 +181,8 @@ def _operation(
         rule, dtype = note.rule or None, note.dtype or own_dtype(eqn)
         in_dtypes = tuple(note.operands.split())
     return Operation(
-        path=context.path,
-        source=context.source,
+        path=around.path,
+        source=around.source,
         name_stack="/".join(filter(None, names.split("/"))),
         module=module_path(names),
         primitive=eqn.primitive.name,
@@ -188,9 +192,9 @@ def _operation(
         rule=rule,
         why=why,
         reason=reason,
-        flops=None if count is None else count * context.times,
+        flops=None if count is None else count * around.times,
         sizes=sizes(eqn),
-        bytes=_bytes(eqn) * context.times,
+        bytes=_bytes(eqn) * around.times,
     )
 
 

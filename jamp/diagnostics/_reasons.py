@@ -80,7 +80,8 @@ def reason_in_step(
         return "program", _REASONS["program"]
     if note is None:
         return default, _REASONS[default]
-    if is_in_float32(eqn, lists) and note_in(jax_internals.name_stack(eqn)) is None:
+    own, listed = jax_internals.name_stack(eqn), jax_internals.primitive_name(eqn)
+    if note_in(own) is None and lists.rule_of(listed) is Rule.FLOAT32:
         return "list", _sentence("list", "", name, lists)  # of what jamp has put there
     why, reason = reason_of_note(note, lists)
     if name == note.primitive and not is_backward(names):
@@ -88,11 +89,6 @@ def reason_in_step(
     if note.dtype not in ("", own_dtype(eqn)):
         return "gradient", _REASONS["gradient"]
     return "derivative", f"It is of the derivative of `{note.primitive}`: {reason}"
-
-
-def is_in_float32(eqn: jc.JaxprEqn, lists: AutocastLists) -> bool:
-    """Whether the lists say so of its primitive."""
-    return lists.rule_of(jax_internals.primitive_name(eqn)) is Rule.FLOAT32
 
 
 def own_dtype(eqn: jc.JaxprEqn) -> str | None:
