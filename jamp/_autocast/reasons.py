@@ -17,8 +17,6 @@ from jamp._autocast import jax_internals
 # Whether notes are written. It is part of the key of JAX's trace caches.
 noting = jax.make_user_context(default_value=False)
 _NOTE = re.compile(":".join(["jamp_why", *[r"([^:/()]*)"] * 6]))
-
-
 # The `operands` of a cast that autocast has put before an operation.
 CAST = "cast"
 

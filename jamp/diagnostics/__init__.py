@@ -8,7 +8,7 @@ sentences and shown.
 - `explain`: `_explain` makes `_operation`s of a program, `_reasons` says why;
   `_modules` groups them, `_table` lists them.
 - `locate`, `numerics`: `_step` traces a step, `_replay` runs it one operation at a
-  time, `_programs` goes into loops and branches, `_origins` knows where inf and NaN
+  time, `_programs` goes into loops and branches, `_causes` knows where inf and NaN
   come from, `_advice` what to do.
 - `SkipLog`: along a run.
 """

@@ -13,8 +13,8 @@ from jamp._core.devices import moves_constants
 from jamp._core.tree import path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import advice_for, scale_advice
+from jamp.diagnostics._causes import first_location
 from jamp.diagnostics._location import Location
-from jamp.diagnostics._origins import first_event
 from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float, range_of
 from jamp.diagnostics._replay import Context, Replay
@@ -103,17 +103,17 @@ def _run(step: Step, scale: float) -> Location:
     given = [replay.argument(array, name) for array, name in step.values_at(scale)]
     loss, *grads = replay.run(step.program, given, Context())
     number, total = float(np.asarray(loss.array, np.float32)), len(step.paths)
-    event = first_event(v.origin for v in (loss, *grads) if v.origin)
-    if event is None:
+    location = first_location(v.cause for v in (loss, *grads) if v.cause)
+    if location is None:
         return Location(True, number, scale, total=total)
     # What only gradients need is of the backward pass, wherever JAX computes it.
-    is_late = event.phase == "forward" and loss.origin is None
-    bad = (path for path, g in zip(step.paths, grads, strict=True) if g.origin)
+    is_late = location.phase == "forward" and loss.cause is None
+    bad = (path for path, g in zip(step.paths, grads, strict=True) if g.cause)
     return dataclasses.replace(
-        event,
+        location,
         loss=number,
         scale=scale,
-        phase="backward" if is_late else event.phase,
+        phase="backward" if is_late else location.phase,
         params=tuple(bad),
         total=total,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jamp._autocast import jax_internals
-from jamp.diagnostics._origins import parents_of
+from jamp.diagnostics._causes import parents_of
 from jamp.diagnostics._ranges import Array, not_finite
 from jamp.diagnostics._replay import Context, Replay, Rule, Site, Value, operation
 
@@ -75,8 +75,8 @@ def _scan(
 
 def _slice(value: Value, i: int, context: Context) -> Value:
     array = context.item(value.array, i)
-    is_bad = value.origin is not None and any(not_finite(array))
-    return Value(array, value.origin if is_bad else None, value.near)
+    is_bad = value.cause is not None and any(not_finite(array))
+    return Value(array, value.cause if is_bad else None, value.near)
 
 
 @_whole_first
@@ -97,9 +97,9 @@ def _while(
 
 def _is_explained(outs: list[Value], read: list[Value]) -> bool:
     """Whether there is nothing to look for inside: all finite, or NaN came in."""
-    if not any(v.origin for v in outs):
+    if not any(v.cause for v in outs):
         return True
-    return any(v.origin is not None and v.origin.has_nan for v in read)
+    return any(v.cause is not None and v.cause.has_nan for v in read)
 
 
 def _from_inside(
@@ -108,17 +108,17 @@ def _from_inside(
     """The results of a whole, which know what was found of each of them inside."""
     results = []
     for whole, values in zip(outs, inside, strict=True):
-        found = [v.origin for v in values if v.origin]
-        if whole.origin is not None and found:
-            parents = parents_of(whole.origin.has_nan, found)
-            origin = dataclasses.replace(
-                whole.origin,
+        found = [v.cause for v in values if v.cause]
+        if whole.cause is not None and found:
+            parents = parents_of(whole.cause.has_nan, found)
+            cause = dataclasses.replace(
+                whole.cause,
                 order=replay.order,
                 parents=parents,
                 intended=all(p.intended for p in parents),
-                event=None,
+                location=None,
             )
-            whole = whole._replace(origin=origin)
+            whole = whole._replace(cause=cause)
         results.append(whole)
     return results
 

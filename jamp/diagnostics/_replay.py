@@ -17,8 +17,8 @@ from jax.extend import core as jc
 from jamp._autocast import jax_internals
 from jamp._autocast.program import Atom
 from jamp.diagnostics._advice import words_of
+from jamp.diagnostics._causes import Cause, names_of, parents_of
 from jamp.diagnostics._location import Location
-from jamp.diagnostics._origins import Origin, names_of, parents_of
 from jamp.diagnostics._ranges import Array, is_float, not_finite, range_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 
@@ -39,13 +39,13 @@ class Value(NamedTuple):
 
     Attributes:
         array: itself.
-        origin: why it is not finite; None if it is.
+        cause: why it is not finite; None if it is.
         near: the path of the param that was read last on the way to it.
         maker: the equation that computed it; None if it came in, and was moved at most.
     """
 
     array: Array
-    origin: Origin | None = None
+    cause: Cause | None = None
     near: str = ""
     maker: "Site | None" = None
 
@@ -151,10 +151,10 @@ class Replay:
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
-        event = _LOCATION(operation=name, phase="input", result=range_of(array))
+        location = _LOCATION(operation=name, phase="input", result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
         intended = not nan and not positive
-        return Value(array, Origin(self.order, (), nan, intended, event), near)
+        return Value(array, Cause(self.order, (), nan, intended, location), near)
 
     def seen(self, site: Site, array: Array, read: Sequence[Value], near: str) -> Value:
         """A result of an equation, with where it comes from if it is not finite."""
@@ -165,16 +165,16 @@ class Replay:
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, None, near, maker)
-        parents = parents_of(nan, (v.origin for v in read if v.origin))
+        parents = parents_of(nan, (v.cause for v in read if v.cause))
         if name in _ARITHMETIC and _reads_infinite_number(site.eqn):
             parents = ()  # 1e5 in float16: no mask, but where it begins
         was_intended = bool(parents) and all(p.intended for p in parents)
-        event = None
+        location = None
         if not parents or (nan and was_intended):
-            event = _location(site, array, read, near, names_of(parents))
+            location = _location(site, array, read, near, names_of(parents))
         intended = was_intended and not nan
-        origin = Origin(self.order, parents, nan, intended, event)
-        return Value(array, origin, near, maker)
+        cause = Cause(self.order, parents, nan, intended, location)
+        return Value(array, cause, near, maker)
 
     def near(self, site: Site, read: Sequence[Value]) -> str:
         """The param that was read last on the way to an operation.
