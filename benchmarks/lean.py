@@ -39,7 +39,7 @@ from jax.typing import DTypeLike
 
 import jamp
 from benchmarks import lean_images, lean_transformers as lean_text, tpu
-from jamp.diagnostics import _hlo
+from jamp.tools import _hlo
 from tests import by_hand, h200
 
 TX = optax.adam(1e-3)

@@ -78,7 +78,7 @@ def _kernels(program: Any) -> Iterator[Kernel]:
 
 def _products(instruction: Any, outer: Any, program: Any) -> Iterator[tuple]:
     """FLOPs and dtype of each matmul of an instruction, and of what it calls."""
-    from jamp.diagnostics import _hlo
+    from jamp.tools import _hlo
     from tests.hlo import is_product
 
     if is_product(instruction):

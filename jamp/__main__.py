@@ -1,5 +1,5 @@
 """`python -m jamp`: levels, doctor, explain, cost. May import all rooms."""
 
-from jamp.diagnostics._command import main
+from jamp.tools._command import main
 
 raise SystemExit(main())

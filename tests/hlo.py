@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import re
 
-from jamp.diagnostics import _hlo
-from jamp.diagnostics._hlo import (
+from jamp.tools import _hlo
+from jamp.tools._hlo import (
     Cost as Cost,
     Instruction,
     aliased_operands as aliased_operands,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp.diagnostics import _doctor
-from jamp.diagnostics._command import main
+from jamp.tools import _doctor
+from jamp.tools._command import main
 from tests import subprocesses
 
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)

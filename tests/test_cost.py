@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jamp.diagnostics import _gpus, cost
-from jamp.diagnostics._command import main
+from jamp.diagnostics import cost
+from jamp.tools import _gpus
+from jamp.tools._command import main
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]
 

@@ -193,6 +193,30 @@ def test_each_operation_is_listed_once_with_its_program_as_it_runs():
     assert sorted(dtypes) == sorted(run) == [*["float16"] * 7, "float32"]
 
 
+def attention(x, w):
+    p = jax.nn.softmax(x @ w)
+    return jax.jit(jax.nn.gelu)(p @ w) @ jax.jit(jax.nn.gelu)(w @ p)
+
+
+def primitives_of(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        if "jaxpr" in eqn.params:
+            yield from primitives_of(eqn.params["jaxpr"])
+
+
+def test_what_autocast_adds_is_not_listed_and_what_it_computes_otherwise_is():
+    operations = jamp.explain(attention)(X, X).operations
+    written = str(jax.make_jaxpr(jamp.autocast(attention))(*[jnp.ones((8, 8))] * 2))
+    assert "remat" in written or "checkpoint" in written
+    assert {name for op in operations for name in op.path} == {"jit"}
+    names = [op.primitive for op in operations]
+    assert sorted(names) == sorted(primitives_of(jax.make_jaxpr(attention)(X, X)))
+    # Each call of a program that is written once; operands as the user has them.
+    assert names.count("tanh") == 2
+    assert {op.in_dtypes for op in operations if op.flops} == {("float32",) * 2}
+
+
 def test_lines_are_the_users():
     line = f"{__file__}:{named.__code__.co_firstlineno + 2}"
     assert {op.source for op in jamp.explain(named)(X, X).operations} == {line}

@@ -49,7 +49,6 @@ def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None
     boundary = _open_boundary(rewriter, frames[0])
 
     def branches():
-        rewriter.programs.clear()  # `explain` shows the branches as they are at last
         return [rewriter.program(eqn, f.program, boundary) for f in frames]
 
     # Each as it likes, first: if they agree, nothing is cast at the end of any.

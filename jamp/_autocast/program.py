@@ -50,24 +50,11 @@ class Policy:
     of_model: bool = False
 
 
-class Decision(NamedTuple):
-    """What was decided for one equation, for `jamp.explain`."""
-
-    eqn: jc.JaxprEqn  # as the user's program has it
-    names: str  # its whole name stack
-    rule: Rule | None  # that was looked up
-    dtype: Any  # what its float32 values run in; None if that was not to be chosen
-    why: str  # one or two words; `jamp.diagnostics` has the sentences
-    region: str  # the mark, function or regex that the rule comes from, if it does
-    programs: "tuple[list[Decision], ...]"  # inside of each program that it holds
-
-
 class Scope(NamedTuple):
     """Where in the program an equation stands."""
 
     policy: Policy
     names: str = ""  # the name stack of the equations around it
-    decisions: list[Decision] | None = None  # noted here, if somebody asks
     library: str = ""  # the function of JAX in the table that it is a part of, if any
     loop: bool = False  # whether it is in the body of a scan, which stacks what is kept
     within: Source = Source.DATA  # what values depend on of which nothing is known
@@ -77,15 +64,14 @@ class Scope(NamedTuple):
     def key(self) -> Any:
         """Equal for places where the same programs are rewritten to the same."""
         names = self.names if self.policy.lists.rules_for(What.REGION) else None
-        return names or tuple(_MARKER.findall(self.names)), *self[3:6]
+        return names or tuple(_MARKER.findall(self.names)), *self[2:5]
 
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
-        decisions = None if self.decisions is None else []
         if eqn.primitive.name != "jit":
             loop = self.loop or any(map(_stacks_residuals, frames_of(eqn)))
-            return self._replace(names=names, decisions=decisions, loop=loop)
+            return self._replace(names=names, loop=loop)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = lists.rule_of_function(name, is_jax=bool(path))
@@ -94,7 +80,7 @@ class Scope(NamedTuple):
             by_place, library = lists.rule_of_library(paths, whole=True)
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
-        return self._replace(names=names, decisions=decisions, library=library)
+        return self._replace(names=names, library=library)
 
 
 def _stacks_residuals(frame: Frame) -> bool:
@@ -167,6 +153,11 @@ def dtype_of(atom: Atom) -> Any:
 def recorded(atoms: Sequence[Atom]) -> list[Any]:
     """The dtypes of several values."""
     return [dtype_of(v) for v in atoms]
+
+
+def dtypes_of(atoms: Sequence[Atom]) -> tuple[str, ...]:
+    """The names of the dtypes of those values that have one."""
+    return tuple(str(dtype) for dtype in map(dtype_of, atoms) if dtype is not None)
 
 
 def size_of(atom: Atom) -> int:

@@ -25,16 +25,16 @@ from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
-    Decision,
     Scope,
     dtype_of,
+    dtypes_of,
     is_castable_eqn,
     is_float,
     is_float32,
     name_stack,
     recorded,
 )
-from jamp._autocast.reasons import Note, noted, noting
+from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import with_bias, with_weight
 from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
@@ -80,9 +80,9 @@ def rewrite(
     they were read before.
     """
     # JAX has one program for all calls of a jitted function, and so have we: what it
-    # makes of a program, such as its derivative, it makes once. `explain` asks for all.
+    # makes of a program, such as its derivative, it makes once.
     key = (id(jaxpr), scope.key, boundary.key)
-    if scope.decisions is None and key in scope.written:
+    if key in scope.written:
         return scope.written[key][1]
     written = Rewriter(jaxpr, boundary, scope, rules, facts).written()
     scope.written[key] = jaxpr, written  # the former, so that its `id` stays its own
@@ -113,7 +113,6 @@ class Rewriter:
         self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
         self.eqn: jc.JaxprEqn | None = None
         self.begin = 0  # the place of the first that is written for `eqn`
-        self.programs: list[list[Decision]] = []  # inside of `eqn`
         self.products = 0  # by weights that all trips of a loop share
         for var in jaxpr.constvars:
             self._bind(var, dtype_of(var))
@@ -171,10 +170,10 @@ class Rewriter:
 
     def equation(self, eqn: jc.JaxprEqn) -> None:
         """Writes one equation."""
-        self.eqn, self.begin, self.programs = eqn, len(self.eqns), []
+        self.eqn, self.begin = eqn, len(self.eqns)
         if frames := frames_of(eqn):
             self.rules[eqn.primitive.name](self, eqn, frames)
-            self._note(eqn, None, None, "program")
+            self._note(eqn, "program")
             return
         rule, region = self.values.facts.ruling(eqn)
         if self.values.facts.rounds_kept(eqn):
@@ -184,7 +183,7 @@ class Rewriter:
         castable = is_castable_eqn(eqn, rule, self.values.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
-            self._note(eqn, rule, None, _why_recorded(eqn, rule, region), region)
+            self._note(eqn, _why_recorded(eqn, rule, region), rule, region=region)
             return
         choice = self.values.choose(eqn, rule)
         if choice.summed is not None:
@@ -192,7 +191,7 @@ class Rewriter:
         else:
             self._write(eqn, choice.computed, choice.apart)
         why = "region" if region else choice.why
-        self._note(eqn, rule, choice.computed, why, region)
+        self._note(eqn, why, rule, str(choice.computed), region)
 
     def emit(
         self,
@@ -246,22 +245,22 @@ class Rewriter:
     def _note(
         self,
         eqn: jc.JaxprEqn,
-        rule: Rule | None,
-        dtype: Any,
         why: str,
+        rule: Rule | None = None,
+        dtype: str = "",
         region: str = "",
     ) -> None:
-        """For `jamp.explain`."""
-        if noting.value and why != "program":
-            chosen = "" if dtype is None else str(dtype)
-            note = Note(why, region, eqn.primitive.name, chosen)
-            new = self.eqns[self.begin :]
-            self.eqns[self.begin :] = [noted(new_eqn, note) for new_eqn in new]
-        if self.scope.decisions is not None:
-            names, programs = name_stack(self.scope, eqn), tuple(self.programs)
-            self.scope.decisions.append(
-                Decision(eqn, names, rule, dtype, why, region, programs)
-            )
+        """For `jamp.explain`: in what was written for an equation, which comes last."""
+        if not noting.value:
+            return
+        if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
+            why, dtype, region = "no float32", "", ""
+        name, operands = eqn.primitive.name, " ".join(dtypes_of(eqn.invars))
+        note = Note(name, why, rule.value if rule else "", dtype, region, operands)
+        *casts, last = self.eqns[self.begin :]
+        if why != "program":
+            casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
+        self.eqns[self.begin :] = [*casts, noted(last, note)]
 
     # ---- for the rules of primitives that hold programs
 
@@ -270,8 +269,6 @@ class Rewriter:
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
         scope = self.values.facts.scope_of_programs(eqn)
-        if scope.decisions is not None:
-            self.programs.append(scope.decisions)
         known = (
             facts
             for facts in self.values.facts.programs(eqn)

@@ -22,7 +22,7 @@ from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.loops import moves_taken_out
 from jamp._autocast.primitives import Rule
-from jamp._autocast.program import MARKERS, Decision, Policy, Scope
+from jamp._autocast.program import MARKERS, Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
 from jamp._autocast.tracing import disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
@@ -109,17 +109,15 @@ def scope_of(
     return Scope(Policy(half, lists or AutocastLists(), promote, of_model))
 
 
-def decisions(
+def written_program(
     fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
-) -> list[Decision]:
-    """What `autocast` decides for a call, equation by equation; it runs nothing.
+) -> jc.Jaxpr:
+    """What `autocast` makes of the program of a call; it runs nothing.
 
     Here a `jax.ShapeDtypeStruct` is as good as an array.
     """
     jaxpr, _, _ = _trace(fn, args, kwargs, scope)
-    decided: list[Decision] = []
-    _rewritten(jaxpr, scope._replace(decisions=decided))
-    return decided
+    return _rewritten(jaxpr, scope)
 
 
 def _trace(

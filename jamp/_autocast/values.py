@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """What an equation runs in."""
 
     computed: Any  # the dtype that its float32 values are cast to, and its results have
-    why: str  # as `Decision.why`
+    why: str  # as `Note.why`
     # A bias, or a weight that the trips of a loop share: its gradient is a float32 sum.
     summed: jc.Var | None = None
     apart: bool = False  # whether it casts its operands for itself

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
+from jax.extend import core as jc
 
-from jamp.diagnostics._origins import Event
+from jamp._autocast import jax_internals
+from jamp.diagnostics._location import Location
 
 _WORDS = {
     "dot_general": "a matrix product",
@@ -33,6 +35,7 @@ _WORDS = {
     "scatter-add": "a sum into rows, as of an embedding's gradient",
 }
 
+_CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
 _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _SUMS = ("reduce_sum", "cumsum", "psum", "scatter-add")
@@ -41,159 +44,142 @@ _ROOTS = ("rsqrt", "sqrt", "pow", "integer_pow", "cbrt")
 _LARGE_PARAM = 1e3
 
 
-class Finding(NamedTuple):
-    """What advice depends on.
+def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
+    """An operation in words, with a result in a dtype; that of a cast says to what."""
+    name = jax_internals.primitive_name(eqn)
+    if name not in _CASTS:
+        return _WORDS.get(name, f"`{name}`")
+    in_half = name == "reduce_precision" and eqn.params["exponent_bits"] == 5
+    return f"{_CAST}{'float16' if in_half else dtype}"
 
-    Attributes:
-        event: the operation, or the argument.
-        backward: whether it is of the backward pass.
+
+def advice_for(found: Location, largest: tuple[float, str]) -> str:
+    """One sentence: the first row of the table that applies.
+
+    Args:
+        found: the operation, or the argument.
         largest: the largest absolute value of the params, and its path.
     """
-
-    event: Event
-    backward: bool
-    largest: tuple[float, str]
-
-    @property
-    def name(self) -> str:
-        """Of the operation, or the path of the argument."""
-        return self.event.name
-
-    @property
-    def dtype(self) -> str:
-        """The dtype whose range the result has."""
-        return _dtype(self.event)
-
-    @property
-    def most(self) -> str:
-        """The largest number of that dtype."""
-        largest: Any = jnp.finfo(self.dtype).max
-        return f"{float(largest):.5g}"
-
-    @property
-    def in_half(self) -> bool:
-        """Whether that dtype is float16."""
-        return self.dtype == "float16"
-
-    @property
-    def reads_zero(self) -> bool:
-        """Whether the last operand holds zero, or may."""
-        if not self.event.operands:
-            return False
-        last = self.event.operands[-1]
-        return last.low is not None and last.low <= 0 <= (last.high or 0)
-
-    @property
-    def reads_infinite_number(self) -> bool:
-        """Whether one of two operands is an infinite number of the program."""
-        operands = self.event.operands
-        return len(operands) == 2 and any(x.infs and x.shape == () for x in operands)
+    size, path = largest
+    if found.phase == "forward" and size >= _LARGE_PARAM:
+        return (
+            f"The params have grown to {size:.3g} ({path}): the learning rate is too "
+            "high; lower it, warm it up, or clip the gradients."
+        )
+    dtype = _dtype_of_range(found)
+    most: Any = jnp.finfo(dtype).max
+    text = next(text for applies, text in _TABLE if applies(found))
+    return text.format(most=f"{float(most):.5g}", dtype=dtype)
 
 
-def words_of(event: Event) -> str:
-    """An operation in words; that of a cast says to what."""
-    if event.name in _CASTS:
-        return f"a cast to {_dtype(event)}"
-    return _WORDS.get(event.name, f"`{event.name}`")
+def _dtype_of_range(found: Location) -> str:
+    """The dtype whose range the result has: that of a rounding is narrower."""
+    is_cast = found.primitive in _CASTS
+    return found.operation.removeprefix(_CAST) if is_cast else found.dtype
 
 
-def advice_for(finding: Finding) -> str:
-    """One sentence: the first row of the table that applies."""
-    text = next(text for applies, text in _TABLE if applies(finding))
-    return text.format(f=finding)
+def _is_half(found: Location) -> bool:
+    return _dtype_of_range(found) == "float16"
 
 
-def _dtype(event: Event) -> str:
-    if event.name == "reduce_precision" and event.eqn.params["exponent_bits"] == 5:
-        return "float16"
-    return event.result.dtype
+def _has_nan(found: Location) -> bool:
+    return found.result is not None and found.result.nans > 0
 
 
-_TABLE: tuple[tuple[Callable[[Finding], bool], str], ...] = (
+def _reads_zero(found: Location) -> bool:
+    """Whether the last operand holds zero, or may."""
+    last = found.operands[-1] if found.operands else None
+    return (
+        last is not None and last.low is not None and last.low <= 0 <= (last.high or 0)
+    )
+
+
+def _reads_infinite_number(found: Location) -> bool:
+    """Whether one of two operands is an infinite number of the program."""
+    operands = found.operands
+    return len(operands) == 2 and any(x.infs and x.shape == () for x in operands)
+
+
+_TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     (
-        lambda f: f.event.eqn is None and f.name.startswith("params"),
+        lambda f: f.phase == "input" and f.operation.startswith("params"),
         "The params were not finite before this step: go back to a checkpoint, and "
         "lower the learning rate or warm it up; a static loss scale does not skip.",
     ),
     (
-        lambda f: f.event.eqn is None,
+        lambda f: f.phase == "input",
         "It came in like this: look for it in the data, with "
         "`np.isfinite(batch).all()`, before the step.",
     ),
     (
-        lambda f: f.largest[0] >= _LARGE_PARAM and not f.backward,
-        "The params have grown to {f.largest[0]:.3g} ({f.largest[1]}): the "
-        "learning rate is too high; lower it, warm it up, or clip the gradients.",
-    ),
-    (
-        lambda f: f.reads_infinite_number,
-        "A number in the program is beyond {f.most}, {f.dtype}'s largest: multiply by "
+        _reads_infinite_number,
+        "A number in the program is beyond {most}, {dtype}'s largest: multiply by "
         "smaller ones in turn, or compute this in float32.",
     ),
     (
-        lambda f: f.event.result.nans > 0 and any(x.infs for x in f.event.operands),
+        lambda f: _has_nan(f) and any(x.infs for x in f.operands),
         "Infinities met, as where all of a row is masked: mask with "
         "`jnp.finfo(x.dtype).min` in place of -inf, or give such rows a value.",
     ),
     (
-        lambda f: f.name in ("exp", "exp2", "expm1"),
+        lambda f: f.primitive in ("exp", "exp2", "expm1"),
         "An exponential of a large number: subtract the maximum first, as "
         "`jax.nn.softmax` and `jax.nn.logsumexp` do, or take the loss of logits.",
     ),
     (
-        lambda f: f.name in ("log", "log1p", "log2"),
+        lambda f: f.primitive in ("log", "log1p", "log2"),
         "A logarithm of zero or less: `jnp.log(jnp.maximum(x, eps))`, or "
         "`jax.nn.log_softmax` of the logits in place of log(softmax(x)).",
     ),
     (
-        lambda f: f.name == "div" and f.backward and f.reads_zero,
+        lambda f: f.primitive == "div" and f.phase == "backward" and _reads_zero(f),
         "A derivative divides by zero, as those of roots, norms and logarithms do "
         "at zero: add an epsilon inside, or put a `jnp.where` before it, not after.",
     ),
     (
-        lambda f: f.name in ("div", "rem") and f.reads_zero,
+        lambda f: f.primitive in ("div", "rem") and _reads_zero(f),
         "A division by zero: add an epsilon that the dtype can hold to what is "
         "divided by, or replace its zeros by `jnp.where` before dividing.",
     ),
     (
-        lambda f: f.name in _ROOTS and f.reads_zero,
+        lambda f: f.primitive in _ROOTS and _reads_zero(f),
         "A root or a negative power at zero, whose value or slope is infinite: "
         "add an epsilon inside, `sqrt(x + eps)`; 1e-8 is zero in float16.",
     ),
     (
-        lambda f: f.backward and f.in_half,
-        "The gradient itself is beyond {f.most}, float16's largest: take the "
+        lambda f: f.phase == "backward" and _is_half(f),
+        "The gradient itself is beyond {most}, float16's largest: take the "
         "mean of the loss in place of its sum, weigh it less, or use O4 or O5.",
     ),
     (
-        lambda f: f.name in _CASTS and f.in_half,
-        "A float32 value is beyond {f.most}, float16's largest: scale it down, "
+        lambda f: f.primitive in _CASTS and _is_half(f),
+        "A float32 value is beyond {most}, float16's largest: scale it down, "
         "keep what reads it in float32 (`keep_fp32=`), or use O4 or O5.",
     ),
     (
-        lambda f: f.name in _PRODUCTS and f.in_half,
-        "The sum of products is beyond {f.most}, float16's largest: scale an "
+        lambda f: f.primitive in _PRODUCTS and _is_half(f),
+        "The sum of products is beyond {most}, float16's largest: scale an "
         "operand before the product (queries by 1/sqrt(d)), normalize, or use O5.",
     ),
     (
-        lambda f: f.name in _SUMS and f.in_half,
-        "The sum is beyond {f.most}, float16's largest: sum in float32, "
+        lambda f: f.primitive in _SUMS and _is_half(f),
+        "The sum is beyond {most}, float16's largest: sum in float32, "
         "`x.sum(dtype=jnp.float32)`, or take the mean.",
     ),
     (
-        lambda f: f.event.result.infs == 0,
+        lambda f: f.result is not None and f.result.infs == 0,
         "The operation is not defined there: keep its operands where it is, "
         "by `jnp.where` or `jnp.clip` before it.",
     ),
     (
-        lambda f: f.in_half,
-        "The result is beyond {f.most}, float16's largest: train in bfloat16 (O4, O5), "
+        _is_half,
+        "The result is beyond {most}, float16's largest: train in bfloat16 (O4, O5), "
         "whose range is that of float32, or compute this in float32 "
         "(`jamp.float_function`, `keep_fp32=`).",
     ),
     (
         lambda f: True,
-        "The result is beyond {f.most}, {f.dtype}'s largest: bound its input: "
+        "The result is beyond {most}, {dtype}'s largest: bound its input: "
         "normalize it, clip it, or lower the learning rate.",
     ),
 )

@@ -1,6 +1,6 @@
 """`explain`: which operation autocast runs in which precision, and why."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,14 +8,18 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists
-from jamp._autocast.program import Decision, dtype_of, is_float32, size_of
-from jamp._autocast.reasons import noting, without_notes
-from jamp._autocast.transform import Promote, decisions, scope_of
+from jamp._autocast.lists import AutocastLists, Rule
+from jamp._autocast.program import dtype_of, dtypes_of, size_of
+from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
+from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
 from jamp.diagnostics._flops import flops, sizes
-from jamp.diagnostics._reasons import because, dtypes_of, own_dtype
+from jamp.diagnostics._reasons import (
+    own_dtype,
+    reason_in_step,
+    reason_of_note,
+)
 from jamp.diagnostics._source import module_path, user_line
 from jamp.diagnostics._step import StepFn, step_fn, traced
 
@@ -64,15 +68,16 @@ def explain(
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
             arguments = {"args": args[1:], "kwargs": kwargs}
-            return explain_in(step_fn(fn), args[0], arguments)
-        decided = decisions(fn, args, kwargs, scope)
-        found = _operations(decided, scope.policy.lists, _Place())
+            return explain_step(step_fn(fn), args[0], arguments)
+        with noting(True):
+            program = written_program(fn, args, kwargs, scope)
+        found = _operations(program, scope.policy.lists, _Enclosing())
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained
 
 
-def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
+def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
     """Explains a function of a state and arguments that gives loss and gradients."""
     with noting(True):
         program = traced(fn, (state, arguments)).program
@@ -80,8 +85,7 @@ def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explan
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
-    decided = _recorded(program, lists, default)
-    found = _operations(decided, lists, _Place(is_written=True))
+    found = _operations(program, lists, _Enclosing(default=default))
     # Not what nobody wrote: the scale, the finite check.
     return Explanation(
         dtype=str(half or jnp.dtype(jnp.float32)),
@@ -90,84 +94,114 @@ def explain_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explan
     )
 
 
-def _recorded(
-    program: jc.Jaxpr, lists: AutocastLists, why: str, names: str = ""
-) -> list[Decision]:
-    """The equations of a program that is written: what decided is in its notes.
+class _Enclosing(NamedTuple):
+    """What a program is inside of, on which line, and how often it runs there.
 
-    `why` is the word for what has none, `names` the name stack around the program.
-    """
-    decided = []
-    for eqn in program.eqns:
-        rule = lists.rule_of(jax_internals.primitive_name(eqn))
-        here = f"{names}/{jax_internals.name_stack(eqn)}"
-        inside = jax_internals.programs_in(eqn)
-        programs = tuple(_recorded(p, lists, why, here) for p in inside)
-        word = "program" if programs else why
-        decided.append(Decision(eqn, here, rule, None, word, "", programs))
-    return decided
-
-
-class _Place(NamedTuple):
-    """Where a program stands: inside of what, on which line, how often it runs.
-
-    It may be written already, in the dtypes that were chosen.
+    Attributes:
+        path, source: as of an `Operation`.
+        names: the name stack of what holds the program.
+        times: how often it runs.
+        is_users: whether the user's program has it too: not if autocast has put it
+            there, as a checkpoint or to compute an operation.
+        default: of a step, whose operations are all shown, why those without a note are
+            as they are; "" of a function: of that, the user's are shown.
     """
 
     path: tuple[str, ...] = ()
     source: str = ""
+    names: str = ""
     times: int = 1
-    is_written: bool = False
+    is_users: bool = True
+    default: str = ""
 
 
 def _operations(
-    decided: Sequence[Decision], lists: AutocastLists, place: _Place
+    program: jc.Jaxpr, lists: AutocastLists, around: _Enclosing
 ) -> Iterator[Operation]:
-    for decision in decided:
-        # JAX keeps no line of what its own jitted functions hold.
-        source = user_line(decision.eqn) or place.source
-        yield _operation(decision, lists, place._replace(source=source))
-        name, trips = decision.eqn.primitive.name, _trips(decision.eqn)
-        times = place.times * (trips or 1)
-        for label, program in _programs(decision):
-            path = (*place.path, f"{name} {label}".strip())
-            here = place._replace(path=path, source=source, times=times)
-            yield from _operations(program, lists, here)
+    for eqn in program.eqns:
+        own = jax_internals.name_stack(eqn)
+        here = around._replace(names=f"{around.names}/{own}")
+        if around.is_users or notes_in(own):
+            # JAX keeps no line of what its own jitted functions hold.
+            here = here._replace(source=user_line(eqn) or around.source)
+        note = _note_of(eqn, own, lists, around)
+        is_shown = note is not None or bool(around.default)
+        if is_shown:
+            yield _operation(eqn, note, lists, here)
+            here = here._replace(times=around.times * (_trips(eqn) or 1))
+        for label, inside in _programs(eqn):
+            name = f"{eqn.primitive.name} {label}".strip()
+            path = (*around.path, name) if is_shown else around.path
+            inner = here._replace(path=path, is_users=is_shown)
+            yield from _operations(inside, lists, inner)
 
 
-def _operation(decision: Decision, lists: AutocastLists, place: _Place) -> Operation:
-    eqn, names = decision.eqn, without_notes(decision.names)
-    why, reason = because(decision, lists, place.is_written)
-    chosen = decision.dtype
-    if why == "no float32" or chosen is None:
-        chosen = own_dtype(eqn)
-    count = flops(eqn)
+def _note_of(
+    eqn: jc.JaxprEqn, own: str, lists: AutocastLists, around: _Enclosing
+) -> Note | None:
+    """What was decided on an operation of the user's function; None if it is not one.
+
+    Args:
+        eqn: the equation, as autocast wrote it.
+        own: its name stack.
+        lists: the user's.
+        around: what holds its program.
+    """
+    if around.default:
+        return None
+    if jax_internals.programs_in(eqn):
+        return next((note for note in notes_in(own) if note.holds_program), None)
+    if note := note_in(own):
+        return None if note.operands == CAST else note
+    note, name = note_in(around.names), eqn.primitive.name
+    if around.is_users or note is None:
+        return None
+    # Autocast computes an operation by a function of its own: what does the same there
+    # stands for it. A softmax's sums and exponentiates too, by the lists.
+    if note.primitive == name:
+        return note
+    rule = lists.rule_of(jax_internals.primitive_name(eqn))
+    if rule is None or name == "convert_element_type":
+        return None
+    why = "list" if rule is Rule.FLOAT32 else "operands"
+    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
+
+
+def _operation(
+    eqn: jc.JaxprEqn, note: Note | None, lists: AutocastLists, around: _Enclosing
+) -> Operation:
+    names, count = without_notes(around.names), flops(eqn)
+    if note is None:
+        why, reason = reason_in_step(eqn, around.names, lists, around.default)
+        listed = lists.rule_of(jax_internals.primitive_name(eqn))
+        rule, dtype = listed.value if listed else None, own_dtype(eqn)
+        in_dtypes = dtypes_of(eqn.invars)
+    else:
+        why, reason = reason_of_note(note, lists)
+        rule, dtype = note.rule or None, note.dtype or own_dtype(eqn)
+        in_dtypes = tuple(note.operands.split())
     return Operation(
-        path=place.path,
-        source=place.source,
+        path=around.path,
+        source=around.source,
         name_stack="/".join(filter(None, names.split("/"))),
         module=module_path(names),
         primitive=eqn.primitive.name,
         trips=_trips(eqn),
-        in_dtypes=dtypes_of(eqn.invars),
-        dtype=None if why == "program" or chosen is None else str(chosen),
-        rule=decision.rule.value if decision.rule else None,
+        in_dtypes=in_dtypes,
+        dtype=None if why == "program" else dtype,
+        rule=rule,
         why=why,
         reason=reason,
-        flops=None if count is None else count * place.times,
+        flops=None if count is None else count * around.times,
         sizes=sizes(eqn),
-        bytes=_bytes(eqn, decision.dtype) * place.times,
+        bytes=_bytes(eqn) * around.times,
     )
 
 
-def _bytes(eqn: jc.JaxprEqn, chosen: Any) -> int:
-    """Of operands and results, with what is float32 in the dtype that was chosen."""
+def _bytes(eqn: jc.JaxprEqn) -> int:
+    """Of operands and results."""
     atoms = (*eqn.invars, *eqn.outvars)
-    dtypes = (
-        chosen if chosen is not None and is_float32(v) else dtype_of(v) for v in atoms
-    )
-    pairs = zip(atoms, dtypes, strict=True)
-    return sum(size_of(v) * getattr(dtype, "itemsize", 0) for v, dtype in pairs)
+    return sum(size_of(v) * getattr(dtype_of(v), "itemsize", 0) for v in atoms)
 
 
 def _trips(eqn: jc.JaxprEqn) -> int | None:
@@ -177,11 +211,11 @@ def _trips(eqn: jc.JaxprEqn) -> int | None:
     return None if eqn.primitive.name == "while" else 1
 
 
-def _programs(decision: Decision) -> Iterator[tuple[str, list[Decision]]]:
+def _programs(eqn: jc.JaxprEqn) -> Iterator[tuple[str, jc.Jaxpr]]:
     """The programs that an operation holds, each with a label if there are several."""
-    programs = decision.programs
-    if decision.eqn.primitive.name == "while":
+    programs = jax_internals.programs_in(eqn)
+    if eqn.primitive.name == "while":
         return zip(("cond", "body"), programs, strict=True)
-    if decision.eqn.primitive.name == "cond":
+    if eqn.primitive.name == "cond":
         return ((f"branch {i}", program) for i, program in enumerate(programs))
     return (("", program) for program in programs)

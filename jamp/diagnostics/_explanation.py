@@ -1,11 +1,12 @@
 """What `explain` returns: the operations, their totals, and how they are shown."""
 
 import dataclasses
+import json
 from collections import Counter
 from typing import Any
 
-from jamp.diagnostics import _diff, _page, _table, _tree
-from jamp.diagnostics._operation import Operation, warnings_of
+from jamp.diagnostics import _modules, _table
+from jamp.diagnostics._operation import Operation, product_flops, warnings_of
 
 _SHOWN = 6  # warnings below the tree
 
@@ -32,19 +33,18 @@ class Explanation:
     @property
     def matmul_flops(self) -> int:
         """FLOPs of all matmuls and convolutions of floats."""
-        return sum(op.flops or 0 for op in self.operations if op.is_float_matmul)
+        return product_flops(self.operations)[0]
 
     @property
     def half_matmul_flops(self) -> int:
         """FLOPs of those that run in half."""
-        matmuls = (op for op in self.operations if op.is_float_matmul)
-        return sum(op.flops or 0 for op in matmuls if op.is_half)
+        return product_flops(self.operations)[1]
 
     @property
     def half_share(self) -> float | None:
         """The part of the matmul FLOPs that runs in half; None if there are none."""
-        total = self.matmul_flops
-        return self.half_matmul_flops / total if total else None
+        total, half = product_flops(self.operations)
+        return half / total if total else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -67,20 +67,14 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """As dicts, lists, strings and numbers, for JSON."""
-        operations = [dataclasses.asdict(op) for op in self.operations]
-        for op in operations:
-            op |= {"path": list(op["path"]), "in_dtypes": list(op["in_dtypes"])}
-            op["sizes"] = op["sizes"] and list(op["sizes"])
-        return {
-            "dtype": self.dtype,
-            "promote": self.promote,
-            "level": self.level,
-            "operations": operations,
+        totals = {
             "matmul_flops": self.matmul_flops,
             "half_matmul_flops": self.half_matmul_flops,
             "half_share": self.half_share,
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
         }
+        # Tuples become lists.
+        return json.loads(json.dumps(dataclasses.asdict(self) | totals))
 
     def to_markdown(self, filter: str | None = None) -> str:
         """The operations as a table in Markdown, with the reasons and the warnings.
@@ -103,7 +97,7 @@ class Explanation:
         module  operation    here       there
                 dot_general  1 float16  1 bfloat16
         """
-        return _diff.text(self.operations, other.operations)
+        return _table.diff(self.operations, other.operations)
 
     def to_html(self) -> str:
         """One page that needs nothing else: modules, operations and source lines.
@@ -111,7 +105,9 @@ class Explanation:
         Colors are precisions. An address that ends in "#q=exp" is a search,
         "#op12" an operation, "#line3" a line.
         """
-        return _page.page(self.title, self.operations, self.warnings)
+        from jamp.tools._page import page
+
+        return page(self)
 
     def show(
         self, *, depth: int | None = None, filter: str | None = None, width: int = 100
@@ -130,7 +126,7 @@ class Explanation:
         """
         if filter is not None:
             return _table.text(_table.chosen(self.operations, filter))
-        tree = _tree.text(self.operations, depth, width)
+        tree = _modules.text(self.operations, depth, width)
         warnings = [f"! {warning}" for warning in self.warnings]
         more = len(warnings) - _SHOWN
         if more > 0:

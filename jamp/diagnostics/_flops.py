@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._autocast.program import shape_of
+
 
 def flops(eqn: jc.JaxprEqn) -> int | None:
     """The operations of an equation; None if it is not a matmul or convolution.
@@ -21,11 +23,11 @@ def flops(eqn: jc.JaxprEqn) -> int | None:
       kernel that meet in the input, for batch, output and input features.
     """
     if eqn.primitive.name == "conv_general_dilated":
-        return _of_convolution(eqn)
+        return _convolution_flops(eqn)
     if (found := sizes(eqn)) is None:
         return None
     _, columns, _ = found
-    return 2 * math.prod(_shape(eqn.invars[0])) * columns
+    return 2 * math.prod(shape_of(eqn.invars[0])) * columns
 
 
 def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
@@ -41,7 +43,7 @@ def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
     elif name not in ("dot_general", "conv_general_dilated"):
         return None
-    lhs, rhs = map(_shape, eqn.invars[:2])
+    lhs, rhs = map(shape_of, eqn.invars[:2])
     if name == "conv_general_dilated":
         return tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
     (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
@@ -51,10 +53,10 @@ def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
     return math.prod(rows), math.prod(columns), math.prod(lhs[axis] for axis in of_lhs)
 
 
-def _of_convolution(eqn: jc.JaxprEqn) -> int:
+def _convolution_flops(eqn: jc.JaxprEqn) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    lhs, rhs = map(_shape, eqn.invars)
-    out = _shape(eqn.outvars[0])
+    lhs, rhs = map(shape_of, eqn.invars)
+    out = shape_of(eqn.outvars[0])
     batch, features, *positions = (out[axis] for axis in numbers.out_spec)
     inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
     sizes = (lhs[axis] for axis in numbers.lhs_spec[2:])
@@ -85,7 +87,3 @@ def _meetings(
     places = starts + np.arange(kernel) * kernel_holes
     inside = (places >= 0) & (places <= (size - 1) * holes) & (places % holes == 0)
     return int(inside.sum())
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return atom.aval.shape

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jamp.diagnostics._ranges import Array
+
 FORMATS = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -48,7 +50,7 @@ class Counts(NamedTuple):
         return Counts(self.nonzero + other.nonzero, losses)
 
 
-def counts_of(x: Any, factor: float = 1.0) -> Counts:
+def counts_of(x: Array, factor: float = 1.0) -> Counts:
     """What each format would lose of a float array times a factor."""
     nonzero, *losses = np.asarray(_counts(x, factor)).tolist()
     rows = zip(FORMATS, np.reshape(losses, (-1, 3)).tolist(), strict=True)

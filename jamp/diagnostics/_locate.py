@@ -1,21 +1,23 @@
 """`locate`: runs a batch that overflowed again, and finds the first operation."""
 
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import path_string
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._advice import Finding, advice_for, scale_advice, words_of
+from jamp.diagnostics._advice import advice_for, scale_advice
+from jamp.diagnostics._causes import first_location
 from jamp.diagnostics._location import Location
-from jamp.diagnostics._origins import Event, first_event
 from jamp.diagnostics._programs import RULES
 from jamp.diagnostics._ranges import is_float, range_of
-from jamp.diagnostics._replay import Place, Replay
-from jamp.diagnostics._source import is_backward, module_path
+from jamp.diagnostics._replay import Context, Replay
 from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
 
 
@@ -65,86 +67,55 @@ def locate(
     """
     check_state(state, "locate")
     arguments = {"args": args, "kwargs": kwargs}
-    return locate_in(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
-
-
-class _Run(NamedTuple):
-    """What a run gave.
-
-    Attributes:
-        loss: the loss.
-        bad: the paths of the gradients that are not finite.
-        event: the culprit; None if all is finite.
-        is_backward: whether that is of the backward pass.
-    """
-
-    loss: float
-    bad: list[str]
-    event: Event | None
-    is_backward: bool
+    return locate_step(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
 
 
 @moves_constants
-def locate_in(
+def locate_step(
     fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int
 ) -> Location:
     """`locate` of a function of a state and arguments."""
     step = scaled_step(fn, state, arguments, loss_id, "locate")
-    scale, moves = step.scale, state.loss_scale_rules[loss_id].moves
     with jax.debug_nans(False), jax.debug_infs(False):
-        found = _run(step, scale)
-        if found.event is None:
-            return Location(True, found.loss, scale, total=len(step.paths))
+        found = _run(step, step.scale)
+        if found.finite:
+            return found
         clean = None
-        if found.is_backward and scale > 1:
+        if step.scale > 1 and (found.phase == "backward" or math.isfinite(found.loss)):
             # Those that overflow at the least scale, too, do not for the scale.
-            least = scale / 2 ** int(np.ceil(np.log2(scale)))
+            least = step.scale / 2 ** math.ceil(math.log2(step.scale))
             at_least = _run(step, least)
-            if at_least.event is None:
-                clean = _cleanest(scale, least, lambda s: _run(step, s).event is None)
+            if at_least.finite:
+                clean = _cleanest(step.scale, least, lambda s: _run(step, s).finite)
             else:
-                found, scale = at_least, least
-        largest = _largest(state.params)
-    event = found.event
-    assert event is not None
-    phase = "backward" if found.is_backward else "forward"
-    return Location(
-        finite=False,
-        loss=found.loss,
-        scale=scale,
-        operation=words_of(event) if event.eqn else event.name,
-        primitive=event.name if event.eqn else "",
-        phase=phase if event.eqn else "input",
-        source=event.source,
-        module=module_path(event.names),
-        near=event.near.removeprefix("params/") if event.eqn else "",
-        loops=event.loops,
-        operands=event.operands,
-        result=event.result,
-        made_by=event.made_by,
-        infinities=event.infinities,
-        params=tuple(found.bad),
-        total=len(step.paths),
-        advice=(
-            advice_for(Finding(event, found.is_backward, largest))
-            if clean is None
-            else scale_advice(scale, clean, moves)
-        ),
-    )
+                found = at_least
+        if clean is None:
+            advice = advice_for(found, _largest(state.params))
+        else:
+            moves = state.loss_scale_rules[loss_id].moves
+            advice = scale_advice(step.scale, clean, moves)
+    return dataclasses.replace(found, advice=advice)
 
 
-def _run(step: Step, scale: float) -> _Run:
+def _run(step: Step, scale: float) -> Location:
+    """What a run at a scale gave, without advice."""
     replay = Replay(RULES)
     given = [replay.argument(array, name) for array, name in step.values_at(scale)]
-    loss, *grads = replay.run(step.program, given, Place())
-    event = first_event(v.origin for v in (loss, *grads) if v.origin)
-    return _Run(
-        loss=float(np.asarray(loss.array, np.float32)),
-        bad=[p for p, g in zip(step.paths, grads, strict=True) if g.origin],
-        event=event,
-        # What only gradients need is of the backward pass, wherever JAX computes it.
-        is_backward=event is not None
-        and (is_backward(event.names) or loss.origin is None),
+    loss, *grads = replay.run(step.program, given, Context())
+    number, total = float(np.asarray(loss.array, np.float32)), len(step.paths)
+    location = first_location(v.cause for v in (loss, *grads) if v.cause)
+    if location is None:
+        return Location(True, number, scale, total=total)
+    # What only gradients need is of the backward pass, wherever JAX computes it.
+    is_late = location.phase == "forward" and loss.cause is None
+    bad = (path for path, g in zip(step.paths, grads, strict=True) if g.cause)
+    return dataclasses.replace(
+        location,
+        loss=number,
+        scale=scale,
+        phase="backward" if is_late else location.phase,
+        params=tuple(bad),
+        total=total,
     )
 
 
@@ -157,7 +128,7 @@ def _cleanest(scale: float, least: float, is_clean: Callable[[float], bool]) -> 
     return scale / 2**many
 
 
-def _largest(params: Any) -> tuple[float, str]:
+def _largest(params: PyTree) -> tuple[float, str]:
     """The largest absolute value of the params, and where it is."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     found = [(range_of(x).magnitude, path_string(p)) for p, x in leaves if is_float(x)]

@@ -1,110 +1,151 @@
-"""Operations by the modules of the model that they are in."""
+"""Operations by the modules of the model that they are in: the tree, and its text."""
 
 import dataclasses
+import functools
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._table import short
+from jamp.diagnostics._operation import Operation, product_flops
+from jamp.diagnostics._table import magnitude, short
 
-_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_LEAST = 30  # of the last column, however long the names are
+_HEAD = ("module", "FLOPs", "in half", "computed in float32, and why")
+# Why an operation is not in half, in fewer words than `explain` has sentences for it.
+_WHY = {
+    "carry": "sum of a loop",
+    "feeder": "read in float32",
+    "fusion": "fused",
+    "list": "by the lists",
+    "literal": "constant beyond half",
+    "no vote": "constants only",
+    "operands": "as its operands",
+    "recorded": "by the lists",
+    "smaller operand": "broadcast",
+    "widest": "widest operand",
+    "kept": "kept weight",
+}
 
 
 @dataclasses.dataclass
-class Module:
-    """A module, or a line of the source outside of modules.
+class Group:
+    """Modules next to each other that are equal; or a line outside of modules.
 
     Attributes:
-        name: in the module that it is in.
-        path: of those that it is in, and its own.
-        own: its operations that are in no module of its own.
-        inside: the modules in it, by name.
+        names: of each, in the module that they are in.
+        path: of the modules that they are in, and of the first.
+        operations: of the first.
+        own: those of them that are in no module inside of it.
+        inside: the groups of modules in it.
     """
 
-    name: str
+    names: list[str]
     path: str
-    own: list[Operation] = dataclasses.field(default_factory=list)
-    inside: "dict[str, Module]" = dataclasses.field(default_factory=dict)
+    operations: list[Operation]
+    own: list[Operation]
+    inside: "list[Group]"
 
-    def all(self) -> Iterator[Operation]:
-        """The operations in it."""
-        yield from self.own
-        for module in self.inside.values():
-            yield from module.all()
+    @property
+    def label(self) -> str:
+        """What they are called: "Block_0 … Block_11"."""
+        names = self.names
+        stem = re.escape(re.sub(r"\d+$", "", names[0]))
+        if len(names) > 2 and all(re.fullmatch(stem + r"\d+", name) for name in names):
+            return f"{names[0]} … {names[-1]}"
+        return ", ".join(names)
 
-    def groups(self) -> list[list["Module"]]:
-        """The modules in it; equal ones next to each other are one group."""
-        groups: list[list[Module]] = []
-        likeness = None
-        for module in self.inside.values():
-            new = module.likeness()
-            if groups and new == likeness:
-                groups[-1].append(module)
-            else:
-                groups.append([module])
-            likeness = new
-        return groups
+    @property
+    def flops(self) -> str:
+        """How many they are, and the FLOPs of the products of one; "" of none."""
+        flops, count = magnitude(product_flops(self.operations)[0]), len(self.names)
+        return f"{count} × {flops}" if flops and count > 1 else flops
 
-    def likeness(self) -> Any:
+    @property
+    def share(self) -> str:
+        """How much of these FLOPs is in half; "" if there are none."""
+        total, half = product_flops(self.operations)
+        return f"{half / total:.1%}".replace("100.0%", "100%") if total else ""
+
+    @functools.cached_property
+    def likeness(self) -> object:
         """Equal for modules that compute the same in the same precisions."""
         forward = [op for op in self.own if op.is_forward]
         own = Counter((op.primitive, op.dtype, op.why) for op in forward)
-        inside = tuple((m.name, m.likeness()) for m in self.inside.values())
-        return own, _products(self.own), inside
-
-    def flops(self) -> str:
-        """Those of its products, for people; "" if there are none."""
-        return magnitude(_products(self.all())[0])
-
-    def share(self) -> str:
-        """How much of them is in half; "" if there are none."""
-        total, half = _products(self.all())
-        return f"{half / total:.1%}".replace("100.0%", "100%") if total else ""
+        inside = [(group.names, group.likeness) for group in self.inside]
+        return own, product_flops(self.own), inside
 
 
-def modules_of(operations: Iterable[Operation]) -> Module:
-    """What holds the modules of all operations that matter."""
-    root = Module("", "")
+def groups_of(operations: Iterable[Operation]) -> list[Group]:
+    """The groups of all operations that matter; what is in no module by its line."""
+    named = (
+        (op.module.split("/") if op.module else [short(op.source) or "(JAX)"], op)
+        for op in operations
+        if op.matters
+    )
+    return _groups(list(named), 0)
+
+
+def _groups(named: list[tuple[list[str], Operation]], depth: int) -> list[Group]:
+    by_name: dict[str, list[tuple[list[str], Operation]]] = {}
+    for names, op in named:
+        if len(names) > depth:
+            by_name.setdefault(names[depth], []).append((names, op))
+    groups: list[Group] = []
+    for name, members in by_name.items():
+        group = Group(
+            names=[name],
+            path="/".join(members[0][0][: depth + 1]),
+            operations=[op for _, op in members],
+            own=[op for names, op in members if len(names) == depth + 1],
+            inside=_groups(members, depth + 1),
+        )
+        if groups and groups[-1].likeness == group.likeness:
+            groups[-1].names.append(name)
+        else:
+            groups.append(group)
+    return groups
+
+
+def text(operations: Sequence[Operation], depth: int | None, width: int) -> str:
+    """The tree, as `Explanation.show` gives it.
+
+    Raises:
+        ValueError: `depth` is less than 1.
+    """
+    if depth is not None and depth < 1:
+        raise ValueError(f"`depth` must be at least 1, got {depth}.")
+    rows = [_HEAD, *_rows(groups_of(operations), depth or 99, "")]
+    names, flops = (max(len(row[i]) for row in rows) for i in (0, 1))
+    lines = []
+    for name, number, share, rest in rows:
+        before = f"{name:<{names}}  {number:>{flops}}  {share:>7}  "
+        room = max(width - len(before), _LEAST)
+        cut = textwrap.wrap(rest, room, max_lines=2, placeholder=" …") or [""]
+        lines += [before + cut[0], *(" " * len(before) + more for more in cut[1:])]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _rows(
+    groups: Iterable[Group], depth: int, indent: str
+) -> Iterator[tuple[str, str, str, str]]:
+    for group in groups:
+        # All in it where nothing follows.
+        rest = _float32_words(group.operations if depth == 1 else group.own)
+        yield indent + group.label, group.flops, group.share, rest
+        if depth > 1:
+            yield from _rows(group.inside, depth - 1, indent + "  ")
+
+
+def _float32_words(operations: Iterable[Operation]) -> str:
+    """What is computed in float32, and why."""
+    counts: dict[str, Counter[str]] = {}
     for op in operations:
-        if not op.matters:
-            continue
-        module = root
-        # What is in no module goes by its line.
-        names = op.module.split("/") if op.module else [short(op.source) or "(JAX)"]
-        for name in names:
-            path = f"{module.path}/{name}".lstrip("/") if op.module else name
-            module = module.inside.setdefault(name, Module(name, path))
-        module.own.append(op)
-    return root
-
-
-def label(group: list[Module]) -> str:
-    """What equal modules are called: "Block_0 … Block_11"."""
-    names = [module.name for module in group]
-    stem = re.escape(re.sub(r"\d+$", "", names[0]))
-    if len(names) > 2 and all(re.fullmatch(stem + r"\d+", name) for name in names):
-        return f"{names[0]} … {names[-1]}"
-    return ", ".join(names)
-
-
-def flops_of(group: list[Module]) -> str:
-    """How many equal modules there are, and the FLOPs of one; "" if it has none."""
-    flops = group[0].flops()
-    return f"{len(group)} × {flops}" if flops and len(group) > 1 else flops
-
-
-def magnitude(number: int) -> str:
-    """A number in three digits and a letter; "" of 0."""
-    for size, unit in _UNITS:
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number) if number else ""
-
-
-def _products(operations: Iterable[Operation]) -> tuple[int, int]:
-    """FLOPs of the products, and of those in half."""
-    matmuls = [op for op in operations if op.is_float_matmul]
-    half = sum(op.flops or 0 for op in matmuls if op.is_half)
-    return sum(op.flops or 0 for op in matmuls), half
+        if not op.is_half and op.is_forward:
+            counts.setdefault(op.why, Counter())[op.primitive] += 1
+    parts = []
+    for why, names in counts.items():
+        words = (name if n == 1 else f"{name} {n}×" for name, n in names.items())
+        reason = f" ({_WHY.get(why, why)})" if why != "level" else ""
+        parts.append(", ".join(words) + reason)
+    return "; ".join(parts)

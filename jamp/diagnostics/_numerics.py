@@ -13,8 +13,8 @@ from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._formats import FORMATS, Counts, counts_of
 from jamp.diagnostics._programs import RULES
-from jamp.diagnostics._ranges import is_float
-from jamp.diagnostics._replay import MOVES, Place, Replay, Site
+from jamp.diagnostics._ranges import Array, is_float
+from jamp.diagnostics._replay import MOVES, Context, Replay, Site
 from jamp.diagnostics._source import is_backward, module_path
 from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
 
@@ -112,7 +112,7 @@ def numerics(
     """
     check_state(state, "numerics")
     arguments = {"args": args, "kwargs": kwargs}
-    return numerics_in(step_fn(loss_fn), state, arguments, scale)
+    return numerics_of_step(step_fn(loss_fn), state, arguments, scale)
 
 
 def recommend_scale(
@@ -138,10 +138,10 @@ def recommend_scale(
     64.0
     """
     check_state(state, "recommend_scale")
-    return scale_in(step_fn(loss_fn), state, {"args": args, "kwargs": kwargs})
+    return scale_of_step(step_fn(loss_fn), state, {"args": args, "kwargs": kwargs})
 
 
-def scale_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> float:
+def scale_of_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> float:
     """`recommend_scale` of a function of a state and arguments."""
     safe = _safe_scales(scaled_step(fn, state, arguments, 0, "recommend_scale"))
     if safe is None:
@@ -153,7 +153,7 @@ def scale_in(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> float:
 
 
 @moves_constants
-def numerics_in(
+def numerics_of_step(
     fn: StepFn, state: AmpState, arguments: dict[str, Any], scale: float | None
 ) -> Numerics:
     """`numerics` of a function of a state and arguments."""
@@ -163,7 +163,7 @@ def numerics_in(
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
 
-    def observe(site: Site, array: Any, near: str) -> None:
+    def observe(site: Site, array: Array, near: str) -> None:
         name, names = site.eqn.primitive.name, site.names
         if name in MOVES or not names.strip("/") or not is_float(array):
             return
@@ -175,7 +175,7 @@ def numerics_in(
     replay = Replay(RULES, observe)
     given = [replay.argument(x, name) for x, name in step.values_at(scale)]
     with jax.debug_nans(False), jax.debug_infs(False):
-        _, *grads = replay.run(step.program, given, Place())
+        _, *grads = replay.run(step.program, given, Context())
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     tiny = [
         path_string(path)
@@ -200,7 +200,7 @@ def _safe_scales(step: Step) -> tuple[float, float] | None:
     finite = jax.jit(lambda outs: all_finite(outs))
 
     @functools.cache
-    def grads(power: int) -> list[Any]:
+    def grads(power: int) -> list[Array]:
         return run(*(x for x, _ in step.values_at(2.0**power)))[1:]
 
     powers = range(_LARGEST + 1)

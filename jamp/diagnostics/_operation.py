@@ -1,6 +1,7 @@
 """One operation of a program that is explained."""
 
 import dataclasses
+from collections.abc import Iterable
 
 HALF = ("float16", "bfloat16")
 # Beside what only moves values: of these, nothing is gained in another precision.
@@ -77,6 +78,13 @@ class Operation:
         computes = self.why != "program" and self.rule != "move"
         computes = computes and self.primitive not in _TRIVIAL
         return computes and "float" in str(self.dtype)
+
+
+def product_flops(operations: Iterable[Operation]) -> tuple[int, int]:
+    """FLOPs of the matmuls and convolutions of floats, and of those in half."""
+    matmuls = [op for op in operations if op.is_float_matmul]
+    half = sum(op.flops or 0 for op in matmuls if op.is_half)
+    return sum(op.flops or 0 for op in matmuls), half
 
 
 def warnings_of(op: Operation, level: str) -> list[str]:

@@ -8,7 +8,6 @@ devices' values side by side.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,21 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jamp._autocast import jax_internals
-from jamp.diagnostics._origins import made_of
-from jamp.diagnostics._ranges import not_finite
-from jamp.diagnostics._replay import Place, Replay, Rule, Site, Value, operation
+from jamp.diagnostics._causes import parents_of
+from jamp.diagnostics._ranges import Array, not_finite
+from jamp.diagnostics._replay import Context, Replay, Rule, Site, Value, operation
 
 # A loop that runs longer is looked at as a whole: on rounded values it may never end.
 _MOST_TRIPS = 100_000
 
 
 def _call(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
-    return replay.run(jax_internals.program_of(site.eqn), read, site.inside())
+    return replay.run(jax_internals.program_of(site.eqn), read, site.context_inside())
 
 
 def _cond(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
-    number = site.place.number(read.pop(0).array)
-    return replay.run(site.eqn.params["branches"][number], read, site.inside())
+    number = site.context.number(read.pop(0).array)
+    return replay.run(site.eqn.params["branches"][number], read, site.context_inside())
 
 
 def _whole_first(iterations: Callable[..., list[Value]]) -> Rule:
@@ -42,7 +41,7 @@ def _whole_first(iterations: Callable[..., list[Value]]) -> Rule:
     """
 
     def rule(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
-        outs = operation(replay, site, read) if site.place.whole else None
+        outs = operation(replay, site, read) if site.context.whole else None
         if outs is not None and _is_explained(outs, read):
             return outs
         return iterations(replay, site, read, outs)
@@ -54,30 +53,30 @@ def _whole_first(iterations: Callable[..., list[Value]]) -> Rule:
 def _scan(
     replay: Replay, site: Site, read: list[Value], outs: list[Value] | None
 ) -> list[Value]:
-    eqn, place = site.eqn, site.place
+    eqn, context = site.eqn, site.context
     consts, carries = jax_internals.scan_counts(eqn)
     fixed, carry = read[:consts], read[consts : consts + carries]
     over = read[consts + carries :]
     length, body = eqn.params["length"], jax_internals.program_of(eqn)
     rows: list[list[Value]] = [[]] * length
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        here = site.inside(f"iteration {i} of {length} of a scan")
-        slices = [_slice(v, i, place) for v in over]
+        here = site.context_inside(f"iteration {i} of {length} of a scan")
+        slices = [_slice(v, i, context) for v in over]
         results = replay.run(body, [*fixed, *carry, *slices], here)
         carry, rows[i] = results[:carries], results[carries:]
     columns = [*([v] for v in carry), *map(list, zip(*rows, strict=True))]
     if outs is None:
         arrays = [v.array for v in carry]
-        arrays += [place.joined([v.array for v in c]) for c in columns[carries:]]
+        arrays += [context.joined([v.array for v in c]) for c in columns[carries:]]
         pairs = zip(arrays, columns, strict=True)
         return [replay.seen(site, x, column, "") for x, column in pairs]
     return _from_inside(replay, outs, columns)
 
 
-def _slice(value: Value, i: int, place: Place) -> Value:
-    array = place.item(value.array, i)
-    is_bad = value.origin is not None and any(not_finite(array))
-    return Value(array, value.origin if is_bad else None, value.near)
+def _slice(value: Value, i: int, context: Context) -> Value:
+    array = context.item(value.array, i)
+    is_bad = value.cause is not None and any(not_finite(array))
+    return Value(array, value.cause if is_bad else None, value.near)
 
 
 @_whole_first
@@ -88,9 +87,9 @@ def _while(
     consts = of_condition + of_body
     carry = read[consts:]
     for i in range(_MOST_TRIPS):
-        here = site.inside(f"iteration {i} of a while loop")
+        here = site.context_inside(f"iteration {i} of a while loop")
         (goes_on,) = replay.run(condition, [*read[:of_condition], *carry], here)
-        if not site.place.number(goes_on.array):
+        if not site.context.number(goes_on.array):
             break
         carry = replay.run(body, [*read[of_condition:consts], *carry], here)
     return carry if outs is None else _from_inside(replay, outs, zip(carry))
@@ -98,9 +97,9 @@ def _while(
 
 def _is_explained(outs: list[Value], read: list[Value]) -> bool:
     """Whether there is nothing to look for inside: all finite, or NaN came in."""
-    if not any(v.origin for v in outs):
+    if not any(v.cause for v in outs):
         return True
-    return any(v.origin is not None and v.origin.has_nan for v in read)
+    return any(v.cause is not None and v.cause.has_nan for v in read)
 
 
 def _from_inside(
@@ -109,17 +108,17 @@ def _from_inside(
     """The results of a whole, which know what was found of each of them inside."""
     results = []
     for whole, values in zip(outs, inside, strict=True):
-        found = [v.origin for v in values if v.origin]
-        if whole.origin is not None and found:
-            parents = made_of(whole.origin.has_nan, found)
-            origin = dataclasses.replace(
-                whole.origin,
+        found = [v.cause for v in values if v.cause]
+        if whole.cause is not None and found:
+            parents = parents_of(whole.cause.has_nan, found)
+            cause = dataclasses.replace(
+                whole.cause,
                 order=replay.order,
                 parents=parents,
                 intended=all(p.intended for p in parents),
-                event=None,
+                location=None,
             )
-            whole = whole._replace(origin=origin)
+            whole = whole._replace(cause=cause)
         results.append(whole)
     return results
 
@@ -149,7 +148,7 @@ def _shard_map(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
         return on_devices(lambda *parts: fn(*(x[0] for x in parts)), arrays, specs)
 
     here = dataclasses.replace(
-        site.inside(f"a shard_map over {', '.join(sorted(map(str, axes)))}"),
+        site.context_inside(f"a shard_map over {', '.join(sorted(map(str, axes)))}"),
         evaluate=evaluate,
         whole=False,
         item=lambda array, i: array[:, i],
@@ -171,7 +170,7 @@ class _Disagreement(Exception):
     """Devices take different branches: then it is looked at as a whole."""
 
 
-def _agreed(array: Any) -> int:
+def _agreed(array: Array) -> int:
     """What all devices have."""
     first, *others = np.asarray(array).ravel().tolist()
     if any(x != first for x in others):

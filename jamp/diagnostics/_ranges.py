@@ -1,10 +1,12 @@
 """What is in an array: its range, and how much of it is not finite."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+type Array = jax.Array | np.ndarray
 
 
 class Range(NamedTuple):
@@ -42,19 +44,19 @@ class Range(NamedTuple):
         return f"{self.dtype}[{shape}] {', '.join(filter(None, (within, counts)))}"
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: object) -> bool:
     """Whether it is an array that can hold inf and NaN."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def not_finite(x: Any) -> tuple[bool, bool]:
+def not_finite(x: object) -> tuple[bool, bool]:
     """Whether an array holds NaN, and whether it holds infinities."""
     nan, inf = np.asarray(_flags(x)) if is_float(x) else (False, False)
     return bool(nan), bool(inf)
 
 
-def range_of(x: Any, shape: tuple[int, ...] | None = None) -> Range:
+def range_of(x: Array, shape: tuple[int, ...] | None = None) -> Range:
     """The range of a float array.
 
     Args:

@@ -1,8 +1,5 @@
 """Why an operation runs in a dtype: what decided, in a word and in a sentence."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax.numpy as jnp
 from jax.extend import core as jc
 
@@ -24,10 +21,9 @@ from jamp._autocast.program import (
     MARKERS,
     NO_MODEL,
     PRECISION,
-    Decision,
-    is_float32,
+    dtypes_of,
 )
-from jamp._autocast.reasons import note_in
+from jamp._autocast.reasons import Note, note_in
 from jamp.diagnostics._flops import sizes
 from jamp.diagnostics._source import is_backward
 
@@ -63,30 +59,33 @@ _MARKED_BY = {
 }
 
 
-def because(
-    decision: Decision, lists: AutocastLists, is_written: bool
-) -> tuple[str, str]:
-    """What decided on an operation, in a word and in a sentence.
-
-    The decision is autocast's, or an equation of a program that is written already.
-    """
-    eqn, why, region = decision.eqn, decision.why, decision.region
-    name = eqn.primitive.name
-    if why == "program":
-        return why, _REASONS[why]
-    if not is_written:
-        castable = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
-        why = _WHY_IN_FLOAT32.get(region, why) if castable else "no float32"
-        return why, _sentence(why, region, name, lists)
-    note = note_in(decision.names)
-    if note is None:
-        return why, _REASONS[why]
-    own = note_in(jax_internals.name_stack(eqn))
-    if decision.rule is Rule.FLOAT32 and own is None:
-        return "list", _sentence("list", "", name, lists)  # of what jamp has put there
+def reason_of_note(note: Note, lists: AutocastLists) -> tuple[str, str]:
+    """What decided on an operation of the user's, in a word and in a sentence."""
     why = _WHY_IN_FLOAT32.get(note.region, note.why)
-    reason = _sentence(why, note.region, note.primitive, lists)
-    if name == note.primitive and not is_backward(decision.names):
+    return why, _sentence(why, note.region, note.primitive, lists)
+
+
+def reason_in_step(
+    eqn: jc.JaxprEqn, names: str, lists: AutocastLists, default: str
+) -> tuple[str, str]:
+    """The same of an equation of a program that JAX has differentiated.
+
+    Args:
+        eqn: the equation.
+        names: all name scopes that it is in.
+        lists: of the level.
+        default: the word for what has no note.
+    """
+    note, name = note_in(names), eqn.primitive.name
+    if jax_internals.programs_in(eqn):
+        return "program", _REASONS["program"]
+    if note is None:
+        return default, _REASONS[default]
+    own, listed = jax_internals.name_stack(eqn), jax_internals.primitive_name(eqn)
+    if note_in(own) is None and lists.rule_of(listed) is Rule.FLOAT32:
+        return "list", _sentence("list", "", name, lists)  # of what jamp has put there
+    why, reason = reason_of_note(note, lists)
+    if name == note.primitive and not is_backward(names):
         return why, reason
     if note.dtype not in ("", own_dtype(eqn)):
         return "gradient", _REASONS["gradient"]
@@ -98,11 +97,6 @@ def own_dtype(eqn: jc.JaxprEqn) -> str | None:
     if sizes(eqn):  # `preferred_element_type` may say otherwise of the result
         return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
     return next(iter(dtypes_of(eqn.outvars)), None)
-
-
-def dtypes_of(atoms: Sequence[Any]) -> tuple[str, ...]:
-    """Of those values that have one."""
-    return tuple(str(v.aval.dtype) for v in atoms if hasattr(v.aval, "dtype"))
 
 
 def _sentence(why: str, region: str, name: str, lists: AutocastLists) -> str:

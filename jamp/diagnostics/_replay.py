@@ -5,6 +5,8 @@ value can be looked at. Values are freed when they were read for the last time.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +15,12 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp.diagnostics._origins import Event, Origin, made_of, names_of
-from jamp.diagnostics._ranges import is_float, not_finite, range_of
-from jamp.diagnostics._source import is_backward, user_line
+from jamp._autocast.program import Atom
+from jamp.diagnostics._advice import words_of
+from jamp.diagnostics._causes import Cause, names_of, parents_of
+from jamp.diagnostics._location import Location
+from jamp.diagnostics._ranges import Array, is_float, not_finite, range_of
+from jamp.diagnostics._source import is_backward, module_path, user_line
 
 # They hand on the very values that they read.
 MOVES = frozenset(
@@ -24,6 +29,8 @@ MOVES = frozenset(
 )
 _ARITHMETIC = frozenset("add div mul sub".split())
 _CONSTANT = "a constant"
+# What a step's loss was, and what to do, `locate` knows when it is over.
+_LOCATION = functools.partial(Location, finite=False, loss=math.nan, scale=math.nan)
 _PRODUCTS = frozenset("dot_general conv_general_dilated".split())
 
 
@@ -32,19 +39,19 @@ class Value(NamedTuple):
 
     Attributes:
         array: itself.
-        origin: why it is not finite; None if it is.
+        cause: why it is not finite; None if it is.
         near: the path of the param that was read last on the way to it.
         maker: the equation that computed it; None if it came in, and was moved at most.
     """
 
-    array: Any
-    origin: Origin | None = None
+    array: Array
+    cause: Cause | None = None
     near: str = ""
     maker: "Site | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Context:
     """Where a program stands, and how its operations are run.
 
     Attributes:
@@ -56,20 +63,20 @@ class Place:
         item: the i-th slice of what a scan goes through.
         joined: the inverse of `item`.
         number: a scalar that decides where to go on.
-        lifted: a constant, as the arrays of this place are.
+        lifted: a constant, as the arrays of this context are.
         shape: the shape that the user knows an array by.
     """
 
     names: str = ""
     source: str = ""
     loops: tuple[str, ...] = ()
-    evaluate: Callable[..., Sequence[Any]] = lambda fn, arrays: fn(*arrays)
+    evaluate: Callable[..., Sequence[Array]] = lambda fn, arrays: fn(*arrays)
     whole: bool = True
-    item: Callable[[Any, int], Any] = lambda array, i: array[i]
-    joined: Callable[[list[Any]], Any] = jnp.stack
-    number: Callable[[Any], int] = int
-    lifted: Callable[[Any], Any] = lambda x: x
-    shape: Callable[[Any], tuple[int, ...]] = lambda array: array.shape
+    item: Callable[[Array, int], Array] = lambda array, i: array[i]
+    joined: Callable[[list[Array]], Array] = jnp.stack
+    number: Callable[[Array], int] = int
+    lifted: Callable[[Array], Array] = lambda x: x
+    shape: Callable[[Array], tuple[int, ...]] = lambda array: array.shape
 
 
 class Site(NamedTuple):
@@ -77,23 +84,23 @@ class Site(NamedTuple):
 
     eqn: jc.JaxprEqn
     program: jc.Jaxpr
-    place: Place
+    context: Context
 
     @property
     def line(self) -> str:
         """The user's line. JAX keeps none in its jitted functions."""
-        return user_line(self.eqn) or self.place.source
+        return user_line(self.eqn) or self.context.source
 
     @property
     def names(self) -> str:
         """All name scopes."""
-        return f"{self.place.names}/{jax_internals.name_stack(self.eqn)}"
+        return f"{self.context.names}/{jax_internals.name_stack(self.eqn)}"
 
-    def inside(self, *loops: str) -> Place:
-        """The place of a program that the equation holds."""
-        loops = (*self.place.loops, *loops)
+    def context_inside(self, *loops: str) -> Context:
+        """The context of a program that the equation holds."""
+        loops = (*self.context.loops, *loops)
         return dataclasses.replace(
-            self.place, names=self.names, source=self.line, loops=loops
+            self.context, names=self.names, source=self.line, loops=loops
         )
 
 
@@ -106,48 +113,50 @@ class Replay:
     def __init__(
         self,
         rules: dict[str, Rule],
-        observe: Callable[[Site, Any, str], None] | None = None,
+        observe: Callable[[Site, Array, str], None] | None = None,
     ):
         self.rules, self.observe = rules, observe
         self.order = 0
         self.reads: dict[str, int] = {}  # when a param was first computed with
         self.last: dict[int, tuple[jc.Jaxpr, list[list[jc.Var]]]] = {}
 
-    def run(self, program: jc.Jaxpr, values: list[Value], place: Place) -> list[Value]:
+    def run(
+        self, program: jc.Jaxpr, values: list[Value], context: Context
+    ) -> list[Value]:
         """The results of a program. It empties `values`: memory is freed as it goes."""
         env = dict(zip(program.invars, values, strict=True))
         env |= {
-            v: self.constant(place.lifted(x))
+            v: self.constant(context.lifted(x))
             for v, x in zip(program.constvars, program.consts, strict=True)
         }
         values.clear()
         for eqn, dying in zip(program.eqns, self._last_reads(program), strict=True):
-            read = [self._read(v, env, place) for v in eqn.invars]
+            read = [self._read(v, env, context) for v in eqn.invars]
             for var in dying:
                 env.pop(var, None)
             rule = self.rules.get(eqn.primitive.name, operation)
-            outs = rule(self, Site(eqn, program, place), read)
+            outs = rule(self, Site(eqn, program, context), read)
             env |= zip(eqn.outvars, outs, strict=True)
-        return [self._read(v, env, place) for v in program.outvars]
+        return [self._read(v, env, context) for v in program.outvars]
 
-    def argument(self, array: Any, name: str) -> Value:
+    def argument(self, array: Array, name: str) -> Value:
         """A value that the function is given. -inf in it may be a mask's."""
         return self._incoming(array, name, name if name.startswith("params") else "")
 
-    def constant(self, x: Any) -> Value:
+    def constant(self, x: Array) -> Value:
         """A constant of the program. Infinities in it are the program's wish."""
         return self._incoming(x, _CONSTANT, "")
 
-    def _incoming(self, array: Any, name: str, near: str) -> Value:
+    def _incoming(self, array: Array, name: str, near: str) -> Value:
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
-        event = Event(None, name, near=near, result=range_of(array))
+        location = _LOCATION(operation=name, phase="input", result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
         intended = not nan and not positive
-        return Value(array, Origin(self.order, (), nan, intended, event), near)
+        return Value(array, Cause(self.order, (), nan, intended, location), near)
 
-    def seen(self, site: Site, array: Any, read: Sequence[Value], near: str) -> Value:
+    def seen(self, site: Site, array: Array, read: Sequence[Value], near: str) -> Value:
         """A result of an equation, with where it comes from if it is not finite."""
         name = site.eqn.primitive.name
         maker = read[0].maker if name in MOVES and read else site
@@ -156,16 +165,16 @@ class Replay:
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, None, near, maker)
-        parents = made_of(nan, (v.origin for v in read if v.origin))
+        parents = parents_of(nan, (v.cause for v in read if v.cause))
         if name in _ARITHMETIC and _reads_infinite_number(site.eqn):
             parents = ()  # 1e5 in float16: no mask, but where it begins
         was_intended = bool(parents) and all(p.intended for p in parents)
-        event = None
+        location = None
         if not parents or (nan and was_intended):
-            event = _event(site, array, read, near, names_of(parents))
+            location = _location(site, array, read, near, names_of(parents))
         intended = was_intended and not nan
-        origin = Origin(self.order, parents, nan, intended, event)
-        return Value(array, origin, near, maker)
+        cause = Cause(self.order, parents, nan, intended, location)
+        return Value(array, cause, near, maker)
 
     def near(self, site: Site, read: Sequence[Value]) -> str:
         """The param that was read last on the way to an operation.
@@ -189,10 +198,10 @@ class Replay:
     def _order(self, path: str) -> int:
         return self.reads.get(path, self.order)
 
-    def _read(self, atom: Any, env: dict[jc.Var, Value], place: Place) -> Value:
+    def _read(self, atom: Atom, env: dict[jc.Var, Value], context: Context) -> Value:
         if isinstance(atom, jc.Literal):
             aval: Any = atom.aval
-            return self.constant(place.lifted(np.asarray(atom.val, aval.dtype)))
+            return self.constant(context.lifted(np.asarray(atom.val, aval.dtype)))
         return env[atom]
 
     def _last_reads(self, program: jc.Jaxpr) -> list[list[jc.Var]]:
@@ -214,7 +223,7 @@ def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     replay.order += 1
     near = replay.near(site, read)
     fn = jc.jaxpr_as_fun(jax_internals.alone(site.eqn, site.program))
-    outs = site.place.evaluate(fn, [v.array for v in read])
+    outs = site.context.evaluate(fn, [v.array for v in read])
     return [replay.seen(site, x, read, near) for x in outs]
 
 
@@ -223,30 +232,33 @@ def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
     return any(is_float(x) and bool(np.isinf(x)) for x in map(np.asarray, literals))
 
 
-def _event(
+def _location(
     site: Site,
-    array: Any,
+    array: Array,
     read: Sequence[Value],
     near: str,
     infinities: tuple[str, ...],
-) -> Event:
-    floats, shape = [v for v in read if is_float(v.array)], site.place.shape
+) -> Location:
+    """The report of an operation, if it turns out to be the first."""
+    floats, shape = [v for v in read if is_float(v.array)], site.context.shape
     moves = site.eqn.primitive.name in MOVES and floats
-    return Event(
-        eqn=site.eqn,
-        name=jax_internals.primitive_name(site.eqn),
-        names=site.names,
+    result = range_of(array, shape(array))
+    return _LOCATION(
+        operation=words_of(site.eqn, result.dtype),
+        primitive=jax_internals.primitive_name(site.eqn),
+        phase="backward" if is_backward(site.names) else "forward",
         source=site.line,
-        near=near,
-        loops=site.place.loops,
+        module=module_path(site.names),
+        near=near.removeprefix("params/"),
+        loops=site.context.loops,
         operands=tuple(range_of(v.array, shape(v.array)) for v in floats),
-        result=range_of(array, shape(array)),
-        made_by=_words_of(floats[0].maker) if moves else "",
+        result=result,
+        made_by=_maker_words(floats[0].maker) if moves else "",
         infinities=infinities,
     )
 
 
-def _words_of(maker: Site | None) -> str:
+def _maker_words(maker: Site | None) -> str:
     """What computed the value that an operation only hands on, and where."""
     if maker is None:
         return ""

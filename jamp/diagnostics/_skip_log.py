@@ -173,12 +173,12 @@ def _before_nan(grad: Array) -> Array:
     return unscale_tree(raw.grad, raw.scale)
 
 
-def _paths(tree: Any) -> tuple[str, ...]:
+def _paths(tree: PyTree) -> tuple[str, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return tuple(path_string(path) for path, _ in leaves)
 
 
-def _packed(flags: list[Any]) -> UInt32[Array, " words"]:
+def _packed(flags: list[Array]) -> UInt32[Array, " words"]:
     """Flags as bits, 32 in a word, the first one lowest."""
     padded = flags + [jnp.asarray(False)] * (-len(flags) % _BITS)
     bits = jnp.stack(padded).reshape(-1, _BITS).astype(jnp.uint32)

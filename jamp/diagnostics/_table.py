@@ -1,12 +1,35 @@
-"""Operations as a list: some of them, each with its line."""
+"""Operations as rows of one table: which of them, which columns, in which form."""
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jamp.diagnostics._operation import Operation
 
-_COLUMNS = "line|module|operation|operands|runs in|why|FLOPs|reason".split("|")
+type Cells = Mapping[str, Callable[[Operation], str]]
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_LISTED = "operation|runs in|why|FLOPs|module|line".split("|")
+_MARKDOWN = "line|module|operation|operands|runs in|why|FLOPs|reason".split("|")
+
+# Each column, as lists have it, and where Markdown has more room.
+_CELLS: Cells = {
+    "line": lambda op: short(op.source),
+    "module": lambda op: op.module,
+    "operation": lambda op: f"{'· ' * len(op.path)}{op.primitive}",
+    "operands": lambda op: " ".join(op.in_dtypes),
+    "runs in": lambda op: op.dtype or "",
+    "why": lambda op: op.why,
+    "FLOPs": lambda op: "" if op.flops is None else f"{op.flops:.3g}",
+    "reason": lambda op: op.reason,
+}
+_IN_FULL: Cells = {
+    **_CELLS,
+    "operation": lambda op: _name_in_full(op),
+    "why": lambda op: f"{op.rule or ''} ({op.why})".strip(),
+    "FLOPs": lambda op: "" if op.flops is None else f"{op.flops:,}",
+}
 
 
 def chosen(operations: Sequence[Operation], filter: str | None) -> list[Operation]:
@@ -37,56 +60,82 @@ def chosen(operations: Sequence[Operation], filter: str | None) -> list[Operatio
     return [op for op, text in words if regex.search(text)]
 
 
-def short(source: str) -> str:
-    """A line as one would name it from where one stands; never cut."""
-    here = os.path.join(os.getcwd(), "")
-    return source.removeprefix(here)
+def _rows(
+    operations: Iterable[Operation], names: Sequence[str], cells: Cells
+) -> list[tuple[str, ...]]:
+    """The cells of some columns."""
+    return [tuple(cells[name](op) for name in names) for op in operations]
 
 
 def text(operations: Iterable[Operation]) -> str:
     """A line for each operation, in columns; its place in the source comes last."""
-    rows = [
-        (
-            f"{'· ' * len(op.path)}{op.primitive}",
-            op.dtype or "",
-            f"{op.why}",
-            "" if op.flops is None else f"{op.flops:.3g}",
-            op.module,
-            short(op.source),
-        )
-        for op in operations
+    return columns(_LISTED, *_rows(operations, _LISTED, _CELLS))
+
+
+def markdown(operations: Iterable[Operation]) -> str:
+    """A table in Markdown, with the reasons."""
+    body = _rows(operations, _MARKDOWN, _IN_FULL)
+    escaped = ((cell.replace("|", "\\|") for cell in row) for row in body)
+    lines = [_MARKDOWN, ["---"] * len(_MARKDOWN), *escaped]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def diff(ours: Iterable[Operation], theirs: Iterable[Operation]) -> str:
+    """A line for each kind of operation of each module that differs.
+
+    Modules that differ by a number are one: "Net/Block_*".
+    """
+    here, there = _dtypes_by_kind(ours), _dtypes_by_kind(theirs)
+    pairs = {kind: (here.get(kind), there.get(kind)) for kind in here | there}
+    found = [
+        (*kind, *map(_words_of_counts, pair))
+        for kind, pair in pairs.items()
+        if pair[0] != pair[1]
     ]
-    return columns(("operation", "runs in", "why", "FLOPs", "module", "line"), *rows)
+    if not found:
+        return "No difference."
+    return columns(("module", "operation", "here", "there"), *found)
 
 
-def columns(*rows: tuple[str, ...]) -> str:
+def columns(*rows: Sequence[str]) -> str:
     """Rows of cells as lines, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (map(str.ljust, row, widths) for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def markdown(operations: Iterable[Operation]) -> str:
-    """A table in Markdown, with the reasons."""
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *map(_cells, operations)]
-    return "\n".join(f"| {' | '.join(map(_escaped, row))} |" for row in rows)
+def short(source: str) -> str:
+    """A line as one would name it from where one stands; never cut."""
+    here = os.path.join(os.getcwd(), "")
+    return source.removeprefix(here)
 
 
-def _cells(op: Operation) -> tuple[str, ...]:
+def magnitude(number: int) -> str:
+    """A number in three digits and a letter; "" of 0."""
+    for size, unit in _UNITS:
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number) if number else ""
+
+
+def _name_in_full(op: Operation) -> str:
     trips = "" if op.trips == 1 else f" × {op.trips or '?'}"
     label = op.path[-1].partition(" ")[2] if op.path else ""
     label = f"{label}: " if label else ""
-    return (
-        short(op.source),
-        op.module,
-        f"{'· ' * len(op.path)}{label}{op.primitive}{trips}",
-        " ".join(op.in_dtypes),
-        op.dtype or "",
-        f"{op.rule or ''} ({op.why})".strip(),
-        "" if op.flops is None else f"{op.flops:,}",
-        op.reason,
-    )
+    return f"{'· ' * len(op.path)}{label}{op.primitive}{trips}"
 
 
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+def _dtypes_by_kind(
+    operations: Iterable[Operation],
+) -> dict[tuple[str, str], Counter[str]]:
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for op in operations:
+        if op.matters:
+            kind = re.sub(r"\d+", "*", op.module), op.primitive
+            found.setdefault(kind, Counter())[str(op.dtype)] += 1
+    return found
+
+
+def _words_of_counts(counts: Counter[str] | None) -> str:
+    pairs = sorted((counts or {}).items())
+    return ", ".join(f"{n} {dtype}" for dtype, n in pairs) or "none"

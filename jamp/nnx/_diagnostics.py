@@ -6,12 +6,12 @@ from typing import Any
 from jamp._core import groups
 from jamp._scaling.value_and_grad import raw_value_and_grad
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._explain import explain_in
+from jamp.diagnostics._explain import explain_step
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._locate import locate_in
+from jamp.diagnostics._locate import locate_step
 from jamp.diagnostics._location import Location
-from jamp.diagnostics._numerics import Numerics, numerics_in, scale_in
-from jamp.diagnostics._step import with_aux
+from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
+from jamp.diagnostics._step import StepFn, with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure_loss import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
@@ -57,7 +57,7 @@ def locate(
     check_optimizer(optimizer, "locate", "(loss_fn, model, optimizer, ...)")
     options = {"loss_id": loss_id, "wrt": wrt}
     step = _step(loss_fn, models, optimizer, args, kwargs, options)
-    return locate_in(*step, loss_id)
+    return locate_step(*step, loss_id)
 
 
 def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -85,7 +85,7 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
         check_optimizer(optimizer, "explain(loss_fn)")
-        return explain_in(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+        return explain_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
 
     return explained
 
@@ -125,7 +125,7 @@ def numerics(
     Loss(zero=1, subnormal=1, over=1)
     """
     check_optimizer(optimizer, "numerics", "(loss_fn, model, optimizer, ...)")
-    return numerics_in(*_step(loss_fn, models, optimizer, args, kwargs, {}), scale)
+    return numerics_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}), scale)
 
 
 def recommend_scale(
@@ -147,17 +147,17 @@ def recommend_scale(
     64.0
     """
     check_optimizer(optimizer, "recommend_scale", "(loss_fn, model, optimizer, ...)")
-    return scale_in(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+    return scale_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
 
 
 def _step(
     loss_fn: Callable[..., Any],
     models: Models,
     optimizer: Optimizer,
-    args: Any,
-    kwargs: Any,
-    options: Any,
-) -> tuple[Any, AmpState, dict[str, Any]]:
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[StepFn, AmpState, dict[str, Any]]:
     """A step as a function of a state and of arguments, and these."""
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 

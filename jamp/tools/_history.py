@@ -21,7 +21,7 @@ _NORMAL = (
     "jamp.diagnostics.locate(loss_fn, state, batch)."
 )
 
-type Row = dict[str, float]
+type Numbers = dict[str, float]
 type Writer = Callable[..., Any]
 
 
@@ -64,7 +64,7 @@ class History:
         self._writers = [_writer(w) for w in writers]
         self._calls = self._messages = 0
         self._arriving: list[tuple[int, dict[str, jax.Array]]] = []
-        self._rows: list[Row] = []
+        self._rows: list[Numbers] = []
 
     @moves_constants
     def record(self, state: Any, **scalars: Any) -> None:
@@ -95,7 +95,7 @@ class History:
         self._arriving.append((self._calls, copied))
         self._collect(wait=False)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[Numbers]:
         """What was collected: a dict of numbers for each time. Waits for the last ones.
 
         "call" counts calls of `record`, "step" steps that were not skipped.
@@ -145,14 +145,14 @@ class History:
             if not wait and not all(x.is_ready() for x in arrays):
                 return
             del self._arriving[0]
-            row: Row = {"call": call}
+            row: Numbers = {"call": call}
             row |= {name: np.asarray(x).item() for name, x in numbers.items()}
             self._tell(row)
             self._rows.append(row)
             for write in self._writers:
                 write({f"{self.prefix}{k}": v for k, v in row.items()}, step=call)
 
-    def _tell(self, row: Row) -> None:
+    def _tell(self, row: Numbers) -> None:
         before = self._rows[-1] if self._rows else {}
         skips = row["skipped"] - before.get("skipped", 0)
         if not skips or jax.process_index():
@@ -189,7 +189,7 @@ def _numbers(state: Any) -> dict[str, Any]:
     return numbers | {f"loss_scale_{i}": scale for i, scale in enumerate(scales)}
 
 
-def _writer(writer: Any) -> Writer:
+def _writer(writer: object) -> Writer:
     add = getattr(writer, "add_scalar", None)
     if add is not None:
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from jamp.diagnostics import _gpus
-from jamp.diagnostics._hlo import Program
-from jamp.diagnostics._modules import magnitude
 from jamp.diagnostics._source import is_installed, module_path
-from jamp.diagnostics._table import short
+from jamp.diagnostics._table import magnitude, short
+from jamp.tools import _gpus
+from jamp.tools._hlo import Cost, Instruction, Program
 
 _SHOWN = 6
 
@@ -120,7 +120,9 @@ def cost(
     return Costs(target, found)
 
 
-def _cost(step: Any, args: Any, target: str, donate: Any) -> StepCost:
+def _cost(
+    step: Callable[..., Any], args: PyTree, target: str, donate: int | tuple[int, ...]
+) -> StepCost:
     devices = _gpus.topology(1, _gpus.TARGETS[target]).devices
     mesh = jax.sharding.Mesh(devices, ("d",))
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -140,7 +142,7 @@ def _cost(step: Any, args: Any, target: str, donate: Any) -> StepCost:
 
 def _parts(program: Program) -> Iterator[Part]:
     lines = _lines_of_frames(program.text)
-    found: dict[tuple[str, str], list[tuple[Any, Any]]] = {}
+    found: dict[tuple[str, str], list[tuple[Instruction, Cost]]] = {}
     for instruction, cost in program.launches():
         names = instruction.attribute(r'op_name="([^"]*)"') or ""
         frame = instruction.attribute(r"stack_frame_id=(\d+)")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jamp._policy.levels import LEVELS
-from jamp.diagnostics import _doctor
-from jamp.diagnostics._cost import cost
 from jamp.diagnostics._explain import explain
 from jamp.diagnostics._table import columns
+from jamp.tools import _doctor
+from jamp.tools._cost import cost
 
 _PROPERTIES = (
     "cast_model_type",
@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jamp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, run: Callable[[Any], str], help: str) -> Any:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], str], help: str
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
         added.set_defaults(run=run)
         return added
@@ -91,7 +93,7 @@ def _levels() -> str:
     return columns(("property", *LEVELS), *rows)
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "yes" if value else "-"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,104 @@
+"""An explanation as one HTML page: modules, operations, lines of the source."""
+
+import importlib.resources
+import linecache
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from jamp.diagnostics._explanation import Explanation
+from jamp.diagnostics._modules import Group, groups_of
+from jamp.diagnostics._operation import Operation
+from jamp.diagnostics._table import magnitude, short
+
+_AROUND = range(-2, 3)  # the lines shown beside one with operations
+_COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
+_COLORS = (("half", "half"), ("wide", "float32"), ("both", "both"))
+
+
+def page(explanation: Explanation) -> str:
+    """The page, of the operations that compute floats."""
+    shown = [op for op in explanation.operations if op.matters]
+    lines = {line: i for i, line in enumerate(dict.fromkeys(op.source for op in shown))}
+    chips = (f'<span class="chip {kind}">{words}</span> ' for kind, words in _COLORS)
+    warnings = "".join(f"<li>{escape(text)}</li>" for text in explanation.warnings)
+    template = importlib.resources.files("jamp.tools").joinpath("page.html")
+    return string.Template(template.read_text("utf-8")).substitute(
+        title=escape(explanation.title),
+        legend="".join(chips),
+        modules="".join(_modules(groups_of(shown), 1)),
+        head="".join(f"<th>{name}</th>" for name in _COLUMNS),
+        rows="".join(_row(i, op, lines[op.source]) for i, op in enumerate(shown)),
+        sources="".join(_sources(shown, lines)),
+        hidden="" if warnings else " hidden",
+        warnings=warnings,
+    )
+
+
+def _row(i: int, op: Operation, line: int) -> str:
+    place = escape(short(op.source))
+    module = escape(op.module).replace("/", "/<wbr>")
+    cells = (
+        f'<td><a href="#op{i}">{escape(op.primitive)}</a></td>',
+        f'<td><span class="chip {_kind([op])}">{op.dtype}</span></td>',
+        f"<td>{module}{' (backward)' if op.is_backward else ''}</td>",
+        f'<td><a href="#line{line}">{place}</a></td>',
+        f'<td class="number">{magnitude(op.flops or 0)}</td>',
+        f'<td class="number">{magnitude(op.bytes)}</td>',
+        f'<td title="{escape(op.reason)}">{escape(op.why)}</td>',
+    )
+    return f'<tr id="op{i}" data-line="line{line}">{"".join(cells)}</tr>'
+
+
+def _modules(groups: Iterable[Group], depth: int) -> Iterator[str]:
+    for group in groups:
+        share = group.share
+        name = f'<a href="#q={escape(group.path)}">{escape(group.label)}</a>'
+        numbers = group.flops + (f", {share} in half" if share else "")
+        bar = f'<meter max="100" value="{share.rstrip("%")}"></meter>' if share else ""
+        line = f"{name} <small>{numbers} {bar}</small>"
+        if group.inside:
+            inside = "".join(_modules(group.inside, depth + 1))
+            is_open = " open" if depth < 3 else ""
+            line = f"<summary>{line}</summary><ul>{inside}</ul>"
+            line = f"<details{is_open}>{line}</details>"
+        yield f'<li class="{_kind(group.operations)}">{line}</li>'
+
+
+def _kind(operations: Iterable[Operation]) -> str:
+    """The color: "half", "wide" for wider ones, or "both"."""
+    kinds = {"half" if op.is_half else "wide" for op in operations}
+    return "both" if len(kinds) > 1 else kinds.pop()
+
+
+def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]:
+    """The lines with operations, and a few around them, by file."""
+    files: dict[str, dict[int, list[Operation]]] = {}
+    for op in shown:
+        file, _, number = op.source.rpartition(":")
+        if number.isdigit():
+            files.setdefault(file, {}).setdefault(int(number), []).append(op)
+    for file, marked in files.items():
+        text = linecache.getlines(file)
+        if not text:
+            continue
+        yield f"<h3>{escape(short(file))}</h3><pre>"
+        before = 0
+        near = {n + d for n in marked for d in _AROUND}
+        for number in sorted(near.intersection(range(1, len(text) + 1))):
+            if before and number > before + 1:
+                yield '<span class="gap">⋮</span>'
+            before, code = number, escape(text[number - 1].rstrip("\n")) or " "
+            yield _source_line(number, code, marked.get(number, []), lines)
+        yield "</pre>"
+
+
+def _source_line(
+    number: int, code: str, operations: Sequence[Operation], lines: dict[str, int]
+) -> str:
+    if not operations:
+        return f"<span><i>{number}</i> {code}</span>"
+    source = operations[0].source
+    link = f'<a href="#q={escape(short(source))}">{number}</a>'
+    where = f'id="line{lines[source]}" class="{_kind(operations)}"'
+    return f"<span {where}><i>{link}</i> {code}</span>"
