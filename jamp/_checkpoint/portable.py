@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax.training.train_state import TrainState
+from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
@@ -253,7 +255,12 @@ def _check_values(found: dict[str, Any], state: AmpState) -> None:
     check_counters(found)
 
 
-def _group(tx: Any, originals: Any, params: Any, inner_state: Any) -> tuple[Any, Any]:
+def _group(
+    tx: optax.GradientTransformation | None,
+    originals: PyTree,
+    params: PyTree,
+    inner_state: Any,
+) -> tuple[Any, Any]:
     """One group at this level, from float32 params."""
 
     def leaf(original, param):

@@ -4,12 +4,14 @@ A group is a params tree with an optimizer of its own. A state has one group, wh
 is None, or several in a list, tuple or dict, with the keys of that container.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from flax.core import FrozenDict
 
 type Key = Hashable | None
+# What `wrt=` takes: a key, several, or None for all groups.
+type Wrt = Key | Sequence[Key]
 
 SINGLE: Key = None
 
@@ -63,7 +65,7 @@ def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
     return isinstance(value, list | tuple) and tuple(range(len(value))) == keys
 
 
-def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     """The groups that `wrt` names: a key, a sequence of keys, or None for all."""
     if wrt is None:
         return keys
@@ -82,7 +84,7 @@ def resolve_wrt(wrt: Any, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     return named
 
 
-def pack_wrt(values: Mapping[Key, Any], wrt: Any, like: Any) -> Any:
+def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
     """A key's value; of several keys the container, with None for the other groups.
 
     In a mapping they have no entry.

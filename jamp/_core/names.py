@@ -7,12 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jamp._core.devices import placed_like
 from jamp._core.tree import KeyPath, path_parts
 
 
-def named(tree: Any) -> Any:
+def named(tree: PyTree) -> Any:
     """A tree as dicts by name, as `flax.serialization.to_state_dict` names things.
 
     Of any pytree: fields of a dataclass or NamedTuple by name, entries of a sequence as

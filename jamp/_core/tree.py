@@ -45,7 +45,7 @@ def merge[T](tree: T, rest: T) -> T:
     )
 
 
-def split_overwrite(tree: Any) -> tuple[Any, Any]:
+def split_overwrite(tree: PyTree) -> tuple[Any, Any]:
     """Splits off Flax's collection whose gradients are its new values (fp8 scales).
 
     Returns:
@@ -66,7 +66,7 @@ def trained_params(params: PyTree) -> PyTree:
     return differentiable(split_overwrite(params)[0])
 
 
-def with_trained(params: Any, trained: PyTree, overwrite: Any = None) -> Any:
+def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
     """The inverse of `trained_params`: `params` with other values in what it gave.
 
     Args:

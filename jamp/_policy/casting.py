@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
 from jamp._core.tree import in_one_program, is_overwritten, path_parts, path_string
@@ -22,11 +23,11 @@ type Keep = Callable[[tuple[str, ...], Any], bool]
 
 
 def cast_model(
-    tree: Any,
+    tree: PyTree,
     dtype: DTypeLike,
     *,
     keep_batchnorm_fp32: bool = False,
-    batch_stats: Any = None,
+    batch_stats: PyTree = None,
     keep_fp32: Any = None,
 ) -> Any:
     """Casts the floats of a model, as `initialize` does at O2, O3 and O5.
@@ -79,7 +80,7 @@ def cast_model(
     return cast_tree if isinstance(tree, dict) else type(tree)(cast_tree)
 
 
-def cast_to_level(params: Any, properties: Properties, batch_stats: Any) -> Any:
+def cast_to_level(params: PyTree, properties: Properties, batch_stats: PyTree) -> Any:
     """Casts params as their opt level says; None for `batch_stats` goes by names."""
     dtype = properties.cast_model_type
     if not dtype:
@@ -89,7 +90,7 @@ def cast_to_level(params: Any, properties: Properties, batch_stats: Any) -> Any:
 
 
 def keep_rule(
-    keep_batchnorm_fp32: bool | None, batch_stats: Any, keep_fp32: Collection[Any]
+    keep_batchnorm_fp32: bool | None, batch_stats: PyTree, keep_fp32: Collection[Any]
 ) -> Keep:
     """The predicate `(path's parts, leaf) -> bool` for leaves that stay in float32."""
     is_batchnorm = functools.cache(_batchnorm_test(batch_stats))  # once for a module
@@ -102,7 +103,7 @@ def keep_rule(
     return keep
 
 
-def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
+def check_keep_fp32(keep_fp32: Collection[Any], tree: PyTree) -> None:
     """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
     regexes = [rule for rule in keep_fp32 if not callable(rule)]
     leaves = jax.tree_util.tree_leaves_with_path(tree) if regexes else ()
@@ -116,7 +117,7 @@ def check_keep_fp32(keep_fp32: Collection[Any], tree: Any) -> None:
             )
 
 
-def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
+def cast_params(tree: PyTree, dtype: DTypeLike, keep: Keep) -> Any:
     """Casts the float leaves to `dtype`, the kept ones to float32.
 
     Flax's fp8 scales, in a collection of their own, are not weights: left alone.
@@ -135,7 +136,7 @@ def cast_params(tree: Any, dtype: DTypeLike, keep: Keep) -> Any:
     return structure.unflatten(in_one_program(cast, leaves, dtypes))
 
 
-def _batchnorm_test(batch_stats: Any) -> Callable[[tuple[str, ...]], bool]:
+def _batchnorm_test(batch_stats: PyTree) -> Callable[[tuple[str, ...]], bool]:
     """Says of a module's path whether it is a BatchNorm's."""
     if batch_stats is None:
         return lambda module: any(
@@ -160,6 +161,6 @@ def _keep_nothing(parts: tuple[str, ...], leaf: Any) -> bool:
     return False
 
 
-def _is_variables(tree: Any) -> bool:
+def _is_variables(tree: PyTree) -> bool:
     """Whether a tree is Flax variables: collections, "params" among them."""
     return isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import jax
+from jaxtyping import PyTree
 
 from jamp._autocast.model import shown_params
 from jamp._autocast.program import Scope
@@ -15,7 +16,7 @@ from jamp._policy.models import forward_policy, model_inputs, model_outputs, pol
 
 
 def under_policy(
-    fn: Callable[..., Any], properties: Properties, params: Any
+    fn: Callable[..., Any], properties: Properties, params: PyTree
 ) -> Callable[..., Any]:
     """A function of params, first, and anything else, as its level writes it.
 
@@ -39,7 +40,7 @@ def under_policy(
     return run
 
 
-def scope_under(properties: Properties, params: Any) -> Scope | None:
+def scope_under(properties: Properties, params: PyTree) -> Scope | None:
     """In what to write a program of these params.
 
     None where neither the policy nor half params are new: what is around the program

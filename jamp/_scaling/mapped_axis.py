@@ -5,6 +5,7 @@ After apex/parallel/distributed.py, with `allreduce_always_fp32` and
 """
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jamp._core.tree import widen_tree
 from jamp._core.warnings import PrecisionWarning, warn
 
 
-def check_predivide(predivide: float, axis_name: Any) -> None:
+def check_predivide(predivide: float, axis_name: Hashable) -> None:
     """Raises unless it is a positive number, and there is an axis to sum over."""
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
     if not number or not 0 < predivide < math.inf:
@@ -32,7 +33,7 @@ def check_predivide(predivide: float, axis_name: Any) -> None:
         )
 
 
-def check_bound(axis_name: Any) -> None:
+def check_bound(axis_name: Hashable) -> None:
     """Raises if an axis is not mapped here."""
     for name in _names(axis_name):
         try:
@@ -47,7 +48,7 @@ def check_bound(axis_name: Any) -> None:
             ) from None
 
 
-def varying(params: PyTree, axis_name: Any) -> PyTree:
+def varying(params: PyTree, axis_name: Hashable) -> PyTree:
     """Marks replicated params as varying: JAX would sum their gradients, in half."""
     mapped = manual_axes().intersection(_names(axis_name))
 
@@ -77,7 +78,7 @@ def warn_of_half_sums(params: PyTree) -> None:
 
 
 def averaged(
-    grads: PyTree, loss: Array, axis_name: Any, predivide: float | None
+    grads: PyTree, loss: Array, axis_name: Hashable, predivide: float | None
 ) -> tuple[PyTree, Array]:
     """Gradients and loss, averaged over an axis in float32.
 
@@ -94,7 +95,9 @@ def averaged(
     return jax.tree.map(lambda g: g * after, summed), loss
 
 
-def agreed(finite: Bool[Array, ""], scale: Array, axis_name: Any) -> Bool[Array, ""]:
+def agreed(
+    finite: Bool[Array, ""], scale: Array, axis_name: Hashable
+) -> Bool[Array, ""]:
     """Whether the averaged gradients are finite on all devices that share a scale.
 
     Over `axis_name` they are the same. Over other axes of a `shard_map`, where devices
@@ -114,5 +117,5 @@ def _checks_vma() -> bool:
     return any(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
 
 
-def _names(axis_name: Any) -> tuple[Any, ...]:
+def _names(axis_name: Hashable) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)

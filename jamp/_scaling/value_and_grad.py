@@ -5,7 +5,7 @@ NaN because it left the range of float16.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
+from jamp._core.groups import Wrt
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -61,8 +62,8 @@ def scaled_value_and_grad(
     *,
     has_aux: bool = False,
     loss_id: int = 0,
-    wrt: Any = None,
-    axis_name: Any = None,
+    wrt: Wrt = None,
+    axis_name: Hashable = None,
     predivide: float | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
@@ -132,8 +133,8 @@ def checked_value_and_grad(
     *,
     has_aux: bool = False,
     loss_id: int = 0,
-    wrt: Any = None,
-    axis_name: Any = None,
+    wrt: Wrt = None,
+    axis_name: Hashable = None,
     predivide: float | None = None,
 ) -> Callable[..., tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]]:
     """`((loss, aux), grads, finite)`: the flag is None if the rule does not check."""
@@ -173,8 +174,8 @@ def raw_value_and_grad(
     *,
     has_aux: bool,
     loss_id: int = 0,
-    wrt: Any = None,
-    axis_name: Any = None,
+    wrt: Wrt = None,
+    axis_name: Hashable = None,
 ) -> Callable[..., tuple[tuple[Array, Any], dict[groups.Key, PyTree]]]:
     """`((loss, aux), grads)`: by group, times the scale, in the dtypes of the params.
 

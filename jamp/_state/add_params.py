@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import PyTree
 
@@ -93,18 +94,18 @@ def _fields(
     return grown
 
 
-def _bare(tx: Any) -> Any:
+def _bare(tx: optax.GradientTransformation) -> Any:
     """A transformation without masters; a fused one not told how params are sharded."""
     inner = inside(tx)
     fused = isinstance(inner, FusedTransformation)
     return inner.replace(shardings=None) if fused else inner
 
 
-def _stores_remainder(tx: Any) -> bool:
+def _stores_remainder(tx: optax.GradientTransformation) -> bool:
     return isinstance(tx, MasterWeights) and tx.store_remainder
 
 
-def _keeping_bits[T](new: T, old: Any) -> T:
+def _keeping_bits[T](new: T, old: PyTree) -> T:
     """`new`, with the leaves of `old` at the paths that both have."""
     keystr = jax.tree_util.keystr
     kept = {keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(old)}
@@ -129,7 +130,7 @@ _ONE_PIECE = (
 )
 
 
-def _check_groups(params: Any, txs: Any, old: Any) -> None:
+def _check_groups(params: PyTree, txs: Any, old: PyTree) -> None:
     kind = type(old)
     if txs is None or groups.is_transformation(txs) or type(params) is not kind:
         raise TypeError(
@@ -140,7 +141,7 @@ def _check_groups(params: Any, txs: Any, old: Any) -> None:
     check_containers(params, txs)
 
 
-def _check_leaves(params: Any, tx: Any, old: Any) -> None:
+def _check_leaves(params: PyTree, tx: Any, old: PyTree) -> None:
     if tx is not None:
         raise TypeError(
             "add_params got a tx, but the state has one group, whose optimizer takes "
@@ -160,7 +161,7 @@ def _check_leaves(params: Any, tx: Any, old: Any) -> None:
         )
 
 
-def _merged(old: Any, new: Any, where: str) -> Any:
+def _merged(old: PyTree, new: PyTree, where: str) -> Any:
     """A mapping with the entries of both, in mappings inside of it too."""
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         raise ValueError(
@@ -174,7 +175,7 @@ def _merged(old: Any, new: Any, where: str) -> Any:
     return _of_kind(old, entries)
 
 
-def _extended(old: Any, new: Any, name: str) -> Any:
+def _extended(old: PyTree, new: PyTree, name: str) -> Any:
     """The container of the groups with those of `new` after them."""
     if not isinstance(old, Mapping):
         return type(old)([*old, *new])

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 import flax.struct
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
+from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
@@ -106,7 +107,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
     def apply_gradients(
         self,
         *,
-        grads: Any,
+        grads: PyTree,
         loss_id: int | Sequence[int] = 0,
         update_args: Mapping[str, Any] | None = None,
         **fields: Any,
@@ -175,7 +176,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
             },
         )
 
-    def load_params(self, params: Any, *, reset_optimizer: bool = False) -> Self:
+    def load_params(self, params: PyTree, *, reset_optimizer: bool = False) -> Self:
         """The state with other params: a checkpoint's, or your own edit of them.
 
         They are cast as the level says, and masters and remainders follow: float32
@@ -207,7 +208,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
     @moves_constants
     def add_params(
         self,
-        params: Any,
+        params: PyTree,
         tx: Any = None,
         *,
         allow_incoming_model_not_fp32: bool = False,
@@ -279,7 +280,7 @@ def _next_scales(
 def _next_field(
     state: AmpState,
     name: str,
-    new: Any,
+    new: PyTree,
     keys: tuple[Key, ...],
     clean: Mapping[Key, Any],
 ) -> Any:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import cast, is_half
+from jamp._core.groups import Wrt
 from jamp._core.tree import trained_params, with_trained
 from jamp._scaling.by_hand import find_loss_scale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
@@ -20,7 +21,7 @@ def closure(
     *,
     has_aux: bool = False,
     loss_id: int = 0,
-    wrt: Any = None,
+    wrt: Wrt = None,
 ) -> Callable[..., Callable[[PyTree], Float[Array, ""]]]:
     """The loss of a batch as a function of float32 params, for a line search.
 
@@ -93,7 +94,7 @@ def rounded(masters: PyTree, params: PyTree) -> PyTree:
     return with_trained(params, jax.tree.map(leaf, masters, trained_params(params)))
 
 
-def _group_of(wrt: Any, keys: tuple[Any, ...]) -> Any:
+def _group_of(wrt: Wrt, keys: tuple[Any, ...]) -> Any:
     if wrt is None and keys == (groups.SINGLE,):
         return groups.SINGLE
     if wrt is None or isinstance(wrt, list | tuple):

@@ -47,7 +47,7 @@ class LossGrads(NamedTuple):
     overwrite: dict[Key, Any]
 
 
-def by_loss(grads: Any, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
+def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
     """The gradients of each loss, checked.
 
     Raises:
@@ -90,7 +90,7 @@ def summed(losses: list[LossGrads], key: Key) -> tuple[PyTree, Any]:
     return functools.reduce(add, trees), covering[-1].overwrite[key]
 
 
-def _of_loss(grads: Any, loss_id: int, state: HasLossScales) -> LossGrads:
+def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     check_loss_id(loss_id, state)
     trees, overwrite = {}, {}
     keys = groups.group_keys(state.tx)
@@ -113,7 +113,7 @@ def _of_loss(grads: Any, loss_id: int, state: HasLossScales) -> LossGrads:
 
 
 def _by_group(
-    grads: Any, keys: tuple[Key, ...], state: HasLossScales
+    grads: PyTree, keys: tuple[Key, ...], state: HasLossScales
 ) -> dict[Key, PyTree]:
     """The entries of the groups that have gradients."""
     if isinstance(state.params, Mapping):
@@ -134,7 +134,7 @@ def _by_group(
     return entries
 
 
-def _described(grads: Any) -> str:
+def _described(grads: PyTree) -> str:
     name = type(grads).__name__
     if isinstance(grads, Mapping):
         return f"a {name} with the keys {list(grads)}"

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
+from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
@@ -16,7 +17,7 @@ from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
-def check_containers(params: Any, tx: Any) -> None:
+def check_containers(params: PyTree, tx: Any) -> None:
     """Raises unless `params` are arrays, and `tx` is in the same container."""
     for variables in (params, *_entries(params)):
         names = set(variables) if isinstance(variables, Mapping) else set()
@@ -82,7 +83,7 @@ def _kind(container: Any) -> str:
     return f"one {type(container).__name__}"
 
 
-def check_float32(params: Any) -> None:
+def check_float32(params: PyTree) -> None:
     """Raises a ValueError for the first float leaf that is not float32."""
     if all(getattr(x, "dtype", FLOAT32) == FLOAT32 for x in jax.tree.leaves(params)):
         return

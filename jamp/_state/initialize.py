@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 from typing_extensions import TypeVar
 
 from jamp._autocast.transform import Promote
@@ -49,7 +50,7 @@ type Field = (
 
 @moves_constants
 def initialize(
-    params: Any,
+    params: PyTree,
     tx: Any = None,
     opt_level: OptLevel = "O1",
     *,

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import PyTree
 
 from jamp._core import groups
@@ -24,7 +25,7 @@ _REMEDY = (
 
 
 @moves_constants
-def loaded(state: Any, params: Any, reset_optimizer: bool) -> dict[str, Any]:
+def loaded(state: Any, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """What `AmpState.load_params` replaces in the state, by name."""
     given = jax.tree.map(strong_array, params)
     check_like(named(given), named(state.params), "params", _REMEDY)
@@ -52,7 +53,11 @@ def has_values(*trees: PyTree) -> bool:
 
 
 def _group(
-    tx: Any, opt_state: Any, params: Any, old: Any, reset_optimizer: bool
+    tx: optax.GradientTransformation | None,
+    opt_state: PyTree,
+    params: PyTree,
+    old: PyTree,
+    reset_optimizer: bool,
 ) -> tuple[Any, Any]:
     weights = weights_of(tx, opt_state, old)
     is_weight = lambda x: isinstance(x, Weight)  # noqa: E731

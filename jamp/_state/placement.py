@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -13,7 +14,9 @@ from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp.optimizers import FusedTransformation
 
 
-def with_shardings(tx: Any, params: PyTree) -> Any:
+def with_shardings(
+    tx: optax.GradientTransformation, params: PyTree
+) -> optax.GradientTransformation:
     """Tells a fused optimizer how its params are sharded: jit would hide it."""
     if not isinstance(tx, FusedTransformation):
         return tx

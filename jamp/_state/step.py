@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import optax
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.tree import select, split_overwrite, trained_params, with_trained
@@ -20,7 +21,7 @@ _NO_MASTERS = (
 
 
 def begin(
-    tx: Any,
+    tx: optax.GradientTransformation | None,
     originals: PyTree,
     params: PyTree,
     *,
@@ -38,7 +39,9 @@ def begin(
     return tx, *init_optimizer(tx, originals, params)
 
 
-def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, Any]:
+def init_optimizer(
+    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
+) -> tuple[PyTree, Any]:
     """Params and optimizer state, from the user's params rather than rounded ones.
 
     Raises:
@@ -49,7 +52,9 @@ def init_optimizer(tx: Any, originals: PyTree, params: PyTree) -> tuple[PyTree, 
     return init_around(tx, first_weights(tx, originals, params), params)
 
 
-def init_around(tx: Any, weights: PyTree, params: PyTree) -> tuple[PyTree, Any]:
+def init_around(
+    tx: optax.GradientTransformation | None, weights: PyTree, params: PyTree
+) -> tuple[PyTree, Any]:
     """The same from a tree of `Weight`."""
     opt_state = masters.inside(tx).init(masters.values(weights))
     is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
@@ -59,7 +64,9 @@ def init_around(tx: Any, weights: PyTree, params: PyTree) -> tuple[PyTree, Any]:
     return with_weights(tx, weights, opt_state, params)
 
 
-def first_weights(tx: Any, originals: PyTree, params: PyTree) -> PyTree:
+def first_weights(
+    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
+) -> PyTree:
     """A tree of `Weight` as `tx` steps them; `params` were cast from `originals`."""
     trained = trained_params(params)
     if not isinstance(tx, masters.MasterWeights):
@@ -69,7 +76,11 @@ def first_weights(tx: Any, originals: PyTree, params: PyTree) -> PyTree:
 
 
 def with_weights(
-    tx: Any, weights: PyTree, state: Any, params: PyTree, overwrite: Any = None
+    tx: optax.GradientTransformation | None,
+    weights: PyTree,
+    state: Any,
+    params: PyTree,
+    overwrite: PyTree = None,
 ) -> tuple[PyTree, Any]:
     """Params and optimizer state from stepped weights and their inner state.
 
@@ -82,12 +93,12 @@ def with_weights(
 
 
 def step(
-    tx: Any,
+    tx: optax.GradientTransformation | None,
     grads: PyTree,
-    opt_state: Any,
+    opt_state: PyTree,
     params: PyTree,
     *,
-    overwrite: Any = None,
+    overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
     update_args: dict[str, Any],
 ) -> tuple[PyTree, Any]:
@@ -130,7 +141,9 @@ def step(
     return with_weights(tx, weights, state, params, overwrite)
 
 
-def weights_of(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
+def weights_of(
+    tx: optax.GradientTransformation | None, opt_state: PyTree, params: PyTree
+) -> PyTree:
     """What is trained of the params, with the masters that `tx` keeps beside it."""
     trained = trained_params(params)
     if isinstance(tx, masters.MasterWeights):
@@ -140,6 +153,8 @@ def weights_of(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
     return jax.tree.map(Weight, trained)
 
 
-def widened(tx: Any, opt_state: Any, params: PyTree) -> PyTree:
+def widened(
+    tx: optax.GradientTransformation | None, opt_state: PyTree, params: PyTree
+) -> PyTree:
     """The params in float32: the masters where `tx` keeps some."""
     return with_trained(params, masters.values(weights_of(tx, opt_state, params)))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable
 from jamp._core.tree import path_parts
@@ -55,7 +56,7 @@ class FP16Model:
 _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)
 
 
-def network_to_half(params: Any, batch_stats: Any = None) -> Any:
+def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
     """Params in float16, but for those of BatchNorm.
 
     Args:
@@ -74,7 +75,9 @@ def network_to_half(params: Any, batch_stats: Any = None) -> Any:
     return convert_network(params, jnp.float16, batch_stats)
 
 
-def convert_network(params: Any, dtype: DTypeLike, batch_stats: Any = None) -> Any:
+def convert_network(
+    params: PyTree, dtype: DTypeLike, batch_stats: PyTree = None
+) -> Any:
     """Params in `dtype`, but for those of BatchNorm.
 
     Args, errors: see `network_to_half` and `jamp.cast_model`.
@@ -82,7 +85,7 @@ def convert_network(params: Any, dtype: DTypeLike, batch_stats: Any = None) -> A
     return cast_model(params, dtype, keep_batchnorm_fp32=True, batch_stats=batch_stats)
 
 
-def convert_module(params: Any, dtype: DTypeLike) -> Any:
+def convert_module(params: PyTree, dtype: DTypeLike) -> Any:
     """A module's own params in `dtype`, not those of the modules inside it.
 
     Args:
@@ -108,7 +111,7 @@ def convert_module(params: Any, dtype: DTypeLike) -> Any:
     return own if isinstance(params, dict) else type(params)(own)  # pyright: ignore[reportCallIssue]
 
 
-def BN_convert_float(params: Any, batch_stats: Any = None) -> Any:  # noqa: N802
+def BN_convert_float(params: PyTree, batch_stats: PyTree = None) -> Any:  # noqa: N802
     """Params of BatchNorm in float32, all else as it is.
 
     Args: see `network_to_half`.

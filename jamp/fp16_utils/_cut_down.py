@@ -141,7 +141,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         self.verbose = verbose
         self._keys = keys
 
-    def init(self, params: Any) -> FP16OptimizerState:
+    def init(self, params: PyTree) -> FP16OptimizerState:
         """The state for a model.
 
         Args:
@@ -331,7 +331,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         options = Options(backend=rule.backend, shardings=rule.shardings)
         return l2norm([flat], options=options).norm
 
-    def _check_container(self, params: Any) -> None:
+    def _check_container(self, params: PyTree) -> None:
         if self._keys == (groups.SINGLE,):
             return
         like = self.optimizer

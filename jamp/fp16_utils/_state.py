@@ -149,7 +149,7 @@ def load_state_dict(
     return unshared(loaded, (state, state_dict_))
 
 
-def _own_masters(params: Any) -> Any:
+def _own_masters(params: PyTree) -> Any:
     """The params that are their own masters, and holes where a half one is."""
     return jax.tree.map(
         lambda p: optax.MaskedNode() if is_half(p) else p, differentiable(params)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jamp._core import groups
+from jamp._core.groups import Wrt
 from jamp._scaling.value_and_grad import raw_value_and_grad
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explain import explain_step
@@ -23,7 +24,7 @@ def locate(
     optimizer: Optimizer,
     *args: Any,
     loss_id: int = 0,
-    wrt: Any = None,
+    wrt: Wrt = None,
     **kwargs: Any,
 ) -> Location:
     """`jamp.diagnostics.locate` for `jamp.nnx.scaled_value_and_grad(loss_fn)`.

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, Unpack, overload
 
 import optax
 from flax import nnx
+from flax.nnx import filterlib
 from jax.typing import DTypeLike
 
 from jamp._autocast.lists import AutocastLists
@@ -53,7 +54,7 @@ def initialize[M: Models](
     tx: None = None,
     opt_level: OptLevel = "O1",
     *,
-    wrt: Any = nnx.Param,
+    wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> M: ...
 
@@ -64,7 +65,7 @@ def initialize[M: Models](
     tx: Tx,
     opt_level: OptLevel = "O1",
     *,
-    wrt: Any = nnx.Param,
+    wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
 
@@ -75,7 +76,7 @@ def initialize(
     tx: Tx | None = None,
     opt_level: OptLevel = "O1",
     *,
-    wrt: Any = nnx.Param,
+    wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.

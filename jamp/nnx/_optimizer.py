@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx import filterlib
 from flax.nnx.training.optimizer import OptState, to_opt_state
 from jaxtyping import PyTree
 
@@ -40,7 +41,7 @@ class Optimizer(nnx.Optimizer):
         loss_scale_rules: one rule per loss. Static.
     """
 
-    def __init__(self, state: AmpState, wrt: Any):
+    def __init__(self, state: AmpState, wrt: filterlib.Filter):
         """Takes the parts of a state whose params are a model's."""
         self.graph: None = None
         self.wrt = wrt
@@ -94,7 +95,7 @@ class Optimizer(nnx.Optimizer):
 
     @moves_constants
     def load_params(
-        self, models: Models, params: Any = None, *, reset_optimizer: bool = False
+        self, models: Models, params: PyTree = None, *, reset_optimizer: bool = False
     ) -> None:
         """Puts other params into the model, and the masters after them, in place.
 
@@ -207,7 +208,7 @@ def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
     )
 
 
-def _pure(grads: Any, wrt: Any) -> Any:
+def _pure(grads: PyTree, wrt: filterlib.Filter) -> Any:
     """States and models as nested dicts."""
 
     def leaf(x):

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import PyTree
 
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
@@ -56,7 +57,7 @@ class PureLoss:
         self.nodes_def, self.nodes_state = nnx.split(self.nodes)
         self.before = nnx.as_pure(self.rest), nnx.as_pure(self.nodes_state)
 
-    def __call__(self, params: Any, before: Any, others: Any) -> Any:
+    def __call__(self, params: PyTree, before: Any, others: Any) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
         # Params that are not trained; `params` are shown so already.
         frozen = shown(self.rest, before[0], self.half)

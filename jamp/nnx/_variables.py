@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx import filterlib
 from jaxtyping import PyTree
 
 from jamp._autocast.model import shown_params
@@ -74,7 +75,7 @@ def variables_of(node: Any) -> Iterator[tuple[Any, nnx.Variable]]:
             yield path, x
 
 
-def arrays_of(models: Models, wrt: Any) -> PyTree:
+def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
     """The values of the Variables that a filter picks: nested dicts by path."""
 
     def arrays(model):
@@ -91,7 +92,7 @@ def values_by_path(nodes: Any) -> dict[tuple[Any, ...], Any]:
     return {path: variable.get_value() for path, variable in flat}
 
 
-def assign(models: Models, wrt: Any, arrays: PyTree) -> None:
+def assign(models: Models, wrt: filterlib.Filter, arrays: PyTree) -> None:
     """Puts what `arrays_of` gave, or trees like it, into the models, in place."""
     nnx.update(models, with_arrays(nnx.state(models, wrt), arrays))
 

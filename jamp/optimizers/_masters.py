@@ -115,12 +115,12 @@ def master_weights(
     return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
 
 
-def inside(tx: Any) -> Any:
+def inside(tx: optax.GradientTransformation | None) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
 
 
-def fused_inside(tx: Any) -> FusedTransformation | None:
+def fused_inside(tx: optax.GradientTransformation | None) -> FusedTransformation | None:
     """The fused optimizer that `tx` is, or keeps masters for."""
     tx = inside(tx)
     return tx if isinstance(tx, FusedTransformation) else None
