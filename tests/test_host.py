@@ -118,10 +118,3 @@ def test_a_state_comes_back_from_pickle(fields):
     assert (type(again), again.tx) == (type(state), state.tx)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     assert_same_bits(again, state)
-
-
-@pytest.mark.parametrize("old", ["_amp_state AmpState", "_state_class AmpState[ema]"])
-def test_a_pickle_from_before_the_rooms_says_what_to_do(old):
-    module, name = old.split()
-    with pytest.raises(pickle.UnpicklingError, match="jamp.from_checkpoint"):
-        pickle.loads(f"cjamp.{module}\n{name}\n.".encode())

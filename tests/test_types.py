@@ -45,10 +45,10 @@ reveal_type(mine)  # -> Mine
 reveal_type(mine.apply_gradients(grads=params))  # -> Mine
 loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batch)
 reveal_type(loss)  # -> Array
-reveal_type(grads)  # -> Unknown
+reveal_type(grads)  # -> Any
 (loss, aux), grads = jamp.scaled_value_and_grad(with_aux, has_aux=True)(state, batch)
 reveal_type(aux)  # -> dict[str, int]
-reveal_type(jamp.scaled_grad(loss_fn)(state, batch))  # -> Unknown
+reveal_type(jamp.scaled_grad(loss_fn)(state, batch))  # -> Any
 grads, aux = jamp.scaled_grad(with_aux, has_aux=True)(state, batch)
 reveal_type(aux)  # -> dict[str, int]
 mean = jax.tree.map(lambda a, b: (a + b) / 2, grads, grads)
@@ -62,7 +62,7 @@ reveal_type(model)  # -> Linear
 reveal_type(optimizer)  # -> Optimizer
 loss, grads = jamp.nnx.scaled_value_and_grad(lambda m: m(batch).sum())(model, optimizer)
 reveal_type(loss)  # -> Array
-reveal_type(grads)  # -> Unknown
+reveal_type(grads)  # -> Any
 
 jamp.initialize(params, tx, "02")  # !! reportArgumentType
 jamp.initialize(params, tx, "O6")  # !! reportArgumentType

@@ -91,21 +91,33 @@ def widen_tree(tree: PyTree) -> PyTree:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether no element of any float leaf is inf or NaN."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
-    return _all_finite(leaves) if leaves else jnp.asarray(True)
+    if not leaves:
+        return jnp.asarray(True)
+    # XLA for a CPU would compute all of it again in the step of each leaf.
+    barrier = lax.optimization_barrier
+    return lax.platform_dependent(_all_finite(leaves), cpu=barrier, default=lambda x: x)
 
 
 @functools.partial(jax.jit, inline=True)  # or `jax_debug_nans` would see the NaN
 def _all_finite(leaves: Sequence[Any]) -> Array:
+    return lax.is_finite(
+        lax.reduce_sum(jnp.stack(list(map(_zero_or_nan, leaves))), (0,))
+    )
+
+
+@functools.partial(jax.jit, inline=True)
+def leaf_is_finite(x: Any) -> Bool[Array, ""]:
+    """`all_finite` of one leaf, by the numbers that it reads for all of them."""
+    return lax.is_finite(_zero_or_nan(x))
+
+
+def _zero_or_nan(x: Any) -> Array:
     # `x - x` is NaN where `x` is not finite, and a sum keeps it. XLA fuses sums into
     # what makes `x`; the flags of `is_finite` it may write to memory.
-    parts = [y for x in leaves for y in _real_parts(x)]
-    sums = [lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim))) for x in parts]
-    wide = [lax.convert_element_type(x, FLOAT32) for x in sums]
-    return lax.is_finite(lax.reduce_sum(jnp.stack(wide), (0,)))
-
-
-def _real_parts(x: Any) -> tuple[Any, ...]:
-    return (lax.real(x), lax.imag(x)) if jnp.iscomplexobj(x) else (x,)
+    if jnp.iscomplexobj(x):
+        return _zero_or_nan(lax.real(x)) + _zero_or_nan(lax.imag(x))
+    total = lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim)))
+    return lax.convert_element_type(total, FLOAT32)
 
 
 def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
-from jamp._core.tree import path_string, trained_params
+from jamp._core.tree import leaf_is_finite, path_string, trained_params
 from jamp._scaling.rules import unscale_tree
 from jamp._scaling.unscaled import raw_of
 from jamp._state.amp_state import AmpState
@@ -127,7 +127,7 @@ class SkipLog:
                 "the gradients of all groups."
             )
         place = self.count % len(self.step)
-        flags = [~jnp.all(jnp.isfinite(_before_nan(x))) for x in jax.tree.leaves(tree)]
+        flags = [~leaf_is_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
         checks = state.loss_scale_rules[loss_id].checks
         skipped = functools.reduce(jnp.logical_or, flags) & checks
         scale = jax.tree.leaves(state.loss_scale)[loss_id]

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
@@ -19,18 +19,18 @@ type Fn[T] = Callable[..., T]
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
-) -> Fn[tuple[Array, PyTree]]: ...
+) -> Fn[tuple[Array, Any]]: ...
 
 
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
-) -> Fn[tuple[tuple[Array, Any], PyTree]]: ...
+) -> Fn[tuple[tuple[Array, Any], Any]]: ...
 
 
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
-) -> Fn[tuple[Any, PyTree]]:
+) -> Fn[tuple[Any, Any]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
     What the loss writes into the model (BatchNorm's statistics, counters of keys), or
@@ -73,13 +73,13 @@ def scaled_value_and_grad(
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
-) -> Fn[PyTree]: ...
+) -> Fn[Any]: ...
 
 
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
-) -> Fn[tuple[PyTree, Any]]: ...
+) -> Fn[tuple[Any, Any]]: ...
 
 
 def scaled_grad(
