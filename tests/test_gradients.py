@@ -457,6 +457,14 @@ def test_gradients_of_another_loss_are_refused():
     assert state.apply_gradients(grads=grads, loss_id=1).step == 1
 
 
+def test_a_tree_without_floats_is_a_clean_step():
+    ids = {"ids": jnp.arange(3)}
+    state = jamp.initialize(ids, SGD, "O2", verbosity=0)
+    grads = jamp.scaled_grad(lambda p: jnp.float32(1.0))(state)
+    assert grads == {"ids": None}
+    assert state.apply_gradients(grads=grads).step == 1
+
+
 WRONG = {
     "one for two": (lambda g: (g,), (0, 1), ValueError, "are 1 trees.* names 2 losses"),
     "none": (lambda g: (), (), ValueError, "are 0 trees"),

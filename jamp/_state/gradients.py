@@ -158,7 +158,7 @@ def _finite(leaves: Sequence[Array], loss_id: int) -> Flag:
             others.append(leaf)
         else:
             flags[id(raw.finite)] = raw.finite
-    looked = [all_finite(others)] if others else []
+    looked = [all_finite(others)] if others or not flags else []
     return functools.reduce(jnp.logical_and, [*flags.values(), *looked])
 
 
