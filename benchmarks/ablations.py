@@ -1,0 +1,143 @@
+"""What each mechanism of autocast is worth: training steps with one switched off.
+
+    python -m benchmarks.ablations            # adds what is not there yet
+    python -m benchmarks.ablations gpt2 vit --modes O5 --without softmax,islands
+    python -m benchmarks.ablations --table    # Markdown, of what is there
+
+Steps are compiled for an H200, as in `benchmarks.lean`, and given as multiples of the
+step by hand. An entry of benchmarks/results/ablations.json is a model, a mode and one
+of `benchmarks.mechanisms`, or none. Each is saved at once: stop the run and continue
+later. A step that does not change without a mechanism is looked up, not compiled again.
+After a change of jamp/_autocast, what was measured before counts as missing.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import pathlib
+import subprocess
+import warnings
+from typing import Any
+
+from benchmarks import lean
+from benchmarks.mechanisms import MECHANISMS, without
+
+type Entry = dict[str, Any]
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "ablations.json"
+MODES = ("widest", "narrowest", "O5")
+AS_IS = "none"
+# What matters: this much of the traffic, or of the temporary memory, by hand.
+TRAFFIC, TEMP = 0.002, 0.01
+# From those that compile in 10 seconds to those that take a minute.
+CHEAPEST_FIRST = (
+    *("gpt2", "vit", "lstm", "bert", "mixer", "resnet50", "gpt2-scan", "linen"),
+    *("words", "llama", "moe", "convnext", "unet", "efficientnet"),
+)
+
+
+# ---- what is measured
+
+
+def read() -> list[Entry]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def _write(entries: list[Entry]) -> None:
+    lines = ",\n".join(map(json.dumps, entries))
+    RESULTS.write_text(f"[\n{lines}\n]\n")
+
+
+def _key(entry: Entry) -> tuple[str, str, str]:
+    return entry["model"], entry["mode"], entry["without"]
+
+
+def conditions() -> Entry:
+    """What the figures depend on: `commit` is the last that changed autocast."""
+    command = ["git", "log", "-1", "--format=%h", "--", "jamp/_autocast"]
+    commit = subprocess.check_output(command, text=True, cwd=RESULTS.parents[2])
+    jax = importlib.metadata.version("jax")
+    return {"jax": jax, "target": "H200", "commit": commit.strip()}
+
+
+def measure(model: str, mode: str, mechanism: str) -> Entry:
+    """The entry of a step; without a mechanism, if it is not `AS_IS`."""
+    off = contextlib.nullcontext() if mechanism == AS_IS else without(mechanism)
+    by_hand = lean.measure(model, mode, False)
+    with off:
+        found = lean.measure(model, mode, True).over(by_hand)
+    figures = {name: round(x, 4) for name, x in found._asdict().items()}
+    return {"model": model, "mode": mode, "without": mechanism} | figures
+
+
+def measure_missing(models: list[str], modes: list[str], names: list[str]) -> None:
+    """Adds what is not there, and replaces what was measured of another autocast."""
+    here = conditions()
+    entries = {_key(entry): entry for entry in read()}
+    wanted = [(m, o, n) for m in models for n in (AS_IS, *names) for o in modes]
+    for key in wanted:
+        if here.items() <= entries.get(key, {}).items():
+            continue
+        entries[key] = entry = measure(*key) | here
+        _write(list(entries.values()))
+        print(*key, *(entry[name] for name in lean.Measured._fields), flush=True)
+
+
+# ---- the table
+
+
+def table(entries: list[Entry]) -> str:
+    """Per mechanism, the steps where it matters and those where it does not.
+
+    A figure is what the step costs more without it, of the step by hand.
+    """
+    by_key = {_key(entry): entry for entry in entries}
+    lines = ["| without | traffic, temp | no difference |", "|---|---|---|"]
+    for name, row in MECHANISMS.items():
+        matters, same = [], []
+        for model, mode, _ in [key for key in by_key if key[2] == name]:
+            more = _more(by_key[model, mode, name], by_key.get((model, mode, AS_IS)))
+            if more is None:
+                continue
+            if abs(more[0]) > TRAFFIC or abs(more[1]) > TEMP:
+                matters.append(f"{model} {mode} {more[0]:+.3f}, {more[1]:+.3f}")
+            else:
+                same.append((model, mode))
+        lines.append(
+            f"| {name}: {row.says} | {'; '.join(matters)} | {_grouped(same)} |"
+        )
+    return "\n".join(lines)
+
+
+def _more(entry: Entry, as_is: Entry | None) -> tuple[float, float] | None:
+    """The difference in traffic and temp; None between different conditions."""
+    if as_is is None or any(entry[name] != as_is[name] for name in ("jax", "commit")):
+        return None
+    return tuple(entry[name] - as_is[name] for name in ("traffic", "temp"))
+
+
+def _grouped(steps: list[tuple[str, str]]) -> str:
+    modes: dict[str, list[str]] = {}
+    for model, mode in steps:
+        modes.setdefault(model, []).append(mode)
+    return "; ".join(f"{model} {', '.join(found)}" for model, found in modes.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(lean.CASES)}")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--without", default=",".join(MECHANISMS))
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        print(table(read()))
+        return
+    warnings.simplefilter("ignore")
+    models = args.names or list(CHEAPEST_FIRST)
+    measure_missing(models, args.modes.split(","), args.without.split(","))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The mechanisms of autocast, each with a patch that switches it off.
+
+    with without("softmax"):
+        ...  # `jax.nn.softmax` is differentiated as it stands
+
+A mechanism is what autocast does beyond its lists and votes. Those, and the float32
+that a number such as 1e-8 asks for, are what it promises, and have no row here.
+`benchmarks.ablations` measures what each is worth.
+"""
+
+import contextlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+
+from jamp._autocast import jax_internals
+from jamp._autocast.consumers import Want
+
+type Function = Callable[..., Any]
+
+
+class Mechanism(NamedTuple):
+    """A mechanism of autocast, and how to switch it off."""
+
+    says: str
+    place: str  # of the function that is replaced, in jamp/_autocast
+    off: Callable[[Function], Function]  # gives, of the original, what replaces it
+
+
+def _gives(value: Any) -> Callable[[Function], Function]:
+    return lambda original: lambda *args: value
+
+
+def _first(original: Function) -> Function:
+    return lambda first, *args: first
+
+
+def _never_kept(original: Function) -> Function:
+    def wants(*args):
+        want = original(*args)
+        return Want(True, True) if want.kept else want
+
+    return wants
+
+
+def _never_apart(original: Function) -> Function:
+    return lambda *args: original(*args)._replace(apart=False)
+
+
+def _sums_only_weights(original: Function) -> Function:
+    def write(rewriter, eqn, var):
+        is_weight = eqn.primitive.name == "dot_general"
+        half = rewriter.values.half
+        return original(rewriter, eqn, var) if is_weight else rewriter._write(eqn, half)
+
+    return write
+
+
+def _without_copies(original: Function) -> Function:
+    return lambda numbers, first, copies: original(numbers, first, 0)
+
+
+def _without_barrier(original: Function) -> Function:
+    return lambda eqns, invars, keep, barrier, done: original(
+        eqns, invars, keep, False, done
+    )
+
+
+def _keeps_names(original: Function) -> Function:
+    return lambda primitive: primitive == "name"
+
+
+def _carries_float32(original: Function) -> Function:
+    def facts(self, frame, found):
+        given = original(self, frame, found)
+        carried = [self._unknown(v).vote for v in frame.results[: frame.carries]]
+        fixed = zip(given[: frame.carries], carried, strict=True)
+        return [*(f._replace(vote=v) for f, v in fixed), *given[frame.carries :]]
+
+    return facts
+
+
+MECHANISMS = {
+    "bias sums": Mechanism(
+        "The gradient of a bias is summed in float32.",
+        "rewrite.Rewriter._write_summed",
+        _sums_only_weights,
+    ),
+    "softmax": Mechanism(
+        "The derivative of a softmax reads its result in half.",
+        "islands.with_softmax",
+        _first,
+    ),
+    "islands": Mechanism(
+        "Float32 between two halves is computed again in the backward pass.",
+        "rewrite.checkpoint_islands",
+        _first,
+    ),
+    "chains": Mechanism(
+        "An elementwise chain on one array is computed in float32.",
+        "facts.Facts.is_chained",
+        _gives(False),
+    ),
+    "norms": Mechanism(
+        "A half value that meets its own statistics stays half.",
+        "origins.is_normalised",
+        _gives(False),
+    ),
+    "smaller": Mechanism(
+        "What meets float32 statistics and scales is computed in float32.",
+        "facts.Facts.smaller",
+        _gives(()),
+    ),
+    "feeders": Mechanism(
+        "What a float32 operation reads is computed in float32.",
+        "consumers.Consumers.want_float32",
+        _gives(False),
+    ),
+    "biases": Mechanism(
+        "A bias is part of its product, and half.",
+        "facts.Facts.bias",
+        _gives(None),
+    ),
+    "weights": Mechanism(
+        "The gradient of a weight that a loop shares is a sum of float32 products.",
+        "facts.Facts.weight",
+        _gives(None),
+    ),
+    "loops": Mechanism(
+        "What only rearranges the constants of a scan is done before it.",
+        "transform.moves_taken_out",
+        _first,
+    ),
+    "one copy": Mechanism(
+        "What all read in float32 is cast once, for those that move it too.",
+        "values.Values.meets_float32",
+        _gives(False),
+    ),
+    "cast apart": Mechanism(
+        "A norm's last operations cast their operands for themselves (narrowest, O5).",
+        "values.Values._choice_by_votes",
+        _never_apart,
+    ),
+    "sums kept": Mechanism(
+        "The sums and maxima of an island are kept for the backward pass.",
+        "islands._is_kept",
+        _keeps_names,
+    ),
+    "island barrier": Mechanism(
+        "A barrier parts the backward pass of an island from what comes before.",
+        "islands.checkpointed",
+        _without_barrier,
+    ),
+    "sum barrier": Mechanism(
+        "On a GPU a cotangent is rounded before it is summed in float32.",
+        "sums.apart",
+        _first,
+    ),
+    "cotangent copies": Mechanism(
+        "Products of several shared weights with one cotangent are not merged.",
+        "rewrite.with_weight",
+        _without_copies,
+    ),
+    "loop residuals": Mechanism(
+        "In a scan, what is kept for the backward pass is computed as it is kept.",
+        "consumers._wants_by_rule",
+        _never_kept,
+    ),
+    "half params": Mechanism(
+        "Half params alone do not make half of the float32 that they meet (O5).",
+        "facts.Facts.is_half_param",
+        _gives(False),
+    ),
+    "half carries": Mechanism(
+        "An activation that a scan carries is half (narrowest, O5).",
+        "facts.Facts._loop_facts",
+        _carries_float32,
+    ),
+    "float32 carries": Mechanism(
+        "What a scan carries in float32 is added to in float32.",
+        "consumers.Consumers.carried",
+        _gives(False),
+    ),
+    "moving calls": Mechanism(
+        "A call that only moves values takes float32 where only float32 reads them.",
+        "facts.Facts.only_moves",
+        _gives(False),
+    ),
+}
+
+
+@contextlib.contextmanager
+def without(name: str) -> Iterator[None]:
+    """Switches a mechanism off."""
+    row = MECHANISMS[name]
+    place = f"jamp._autocast.{row.place}"
+    with mock.patch(place, row.off(pkgutil.resolve_name(place))):
+        _forget()
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    """Of what was traced before, nothing may be used again."""
+    jax_internals._equation.cache_clear()
+    jax.clear_caches()

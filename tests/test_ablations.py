@@ -1,0 +1,161 @@
+"""Each mechanism of autocast can be switched off, and its example then differs.
+
+What the mechanisms are worth, `benchmarks.ablations` measures.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax, nn
+
+from benchmarks import ablations, lean
+from benchmarks.mechanisms import MECHANISMS, without
+from jamp._autocast import model, transform
+
+
+class Example(NamedTuple):
+    """A function whose gradients differ without a mechanism."""
+
+    fn: Callable[..., jax.Array]
+    shapes: tuple[tuple[int, ...], ...]
+    promote: Any = "widest"
+    of_model: bool = False  # whether the first argument is a param of a half model
+
+
+def attention(w, x):
+    return nn.softmax(x @ w) @ w
+
+
+def standardised(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def rnn(w, v, xs):
+    """Two products of what is carried, with weights that all steps share."""
+
+    def step(h, x):
+        h = jnp.tanh(h @ w + h @ v + x)
+        return h, h
+
+    return lax.scan(step, xs[0] @ w, xs)[1]
+
+
+def lstm(w, v, xs):
+    """The weights of two gates are joined in each step."""
+
+    def step(h, x):
+        a, b = jnp.split(h @ jnp.concatenate([w, v], 1) + x.repeat(2, -1), 2, -1)
+        return jnp.tanh(a) * b, a
+
+    return lax.scan(step, xs[0], xs)[1]
+
+
+def blocks(ws, x):
+    """What a step gives the next is an activation: products read it."""
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ ws[0], ws)[0]
+
+
+def products(ws, x):
+    """What a step keeps, a product with a float32 slice reads."""
+    return lax.scan(lambda h, w: (h, (h @ w) * 2.0 * w), x, ws)[1]
+
+
+def summed(ws, x):
+    """Products are added up over the steps."""
+    step = lambda total, w: (total + x @ w, None)  # noqa: E731
+    return lax.scan(step, jnp.zeros((4, 4)), ws)[0]
+
+
+def shifted(shift, x, w):
+    return x @ w + shift * 3.0
+
+
+def residual(w, x):
+    y = x @ w
+    return y + standardised(y)
+
+
+MATRIX, MATRICES = (4, 4), (3, 4, 4)
+EXAMPLES = {
+    "bias sums": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
+    "softmax": Example(attention, (MATRIX, MATRIX)),
+    "islands": Example(lambda w, x: jnp.tanh(x @ w) @ w, (MATRIX, MATRIX)),
+    "chains": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, (MATRIX, MATRIX)),
+    "norms": Example(residual, (MATRIX, MATRIX)),
+    "smaller": Example(lambda w, x: standardised(x @ w) @ w, (MATRIX, MATRIX)),
+    "feeders": Example(lambda w, x: jnp.exp(x @ w + x @ w), (MATRIX, MATRIX)),
+    "biases": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
+    "weights": Example(rnn, (MATRIX, MATRIX, MATRICES)),
+    "loops": Example(lstm, (MATRIX, MATRIX, MATRICES)),
+    "one copy": Example(
+        lambda w, x: nn.logsumexp(x @ w, -1) - (x @ w)[:, 0], (MATRIX, MATRIX)
+    ),
+    "cast apart": Example(
+        lambda w, x: standardised(x @ w) @ w, (MATRIX, MATRIX), "narrowest"
+    ),
+    "sums kept": Example(attention, (MATRIX, MATRIX)),
+    "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, (MATRIX, MATRIX)),
+    "sum barrier": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
+    "cotangent copies": Example(rnn, (MATRIX, MATRIX, MATRICES)),
+    "loop residuals": Example(products, (MATRICES, MATRIX)),
+    "half params": Example(shifted, (MATRIX, MATRIX, MATRIX), "narrowest", True),
+    "half carries": Example(blocks, (MATRICES, MATRIX), "narrowest"),
+    "float32 carries": Example(summed, (MATRICES, MATRIX), "narrowest"),
+    "moving calls": Example(
+        lambda w, x: jnp.exp(jax.jit(lambda y: y.T)(x @ w)), (MATRIX, MATRIX)
+    ),
+}
+
+
+def program(name: str) -> str:
+    """The program of an example's gradients, without addresses."""
+    example = EXAMPLES[name]
+    scope = transform.scope_of("bfloat16", None, example.promote, example.of_model)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes]
+
+    def fn(first, *rest):
+        if example.of_model:
+            first = model.shown_params(first.astype(jnp.bfloat16), jnp.bfloat16)
+        return example.fn(first, *rest)
+
+    written = transform.autocast_in(scope, fn)
+    places = tuple(range(len(shapes)))
+    grad = jax.grad(lambda *args: jnp.square(written(*args)).sum(), places)
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(grad)(*shapes)))
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_program_differs_without_its_mechanism(name):
+    as_is = program(name)
+    with without(name):
+        assert program(name) != as_is
+    assert program(name) == as_is
+
+
+def test_every_figure_is_of_a_step_and_a_mechanism_that_exist():
+    names = {ablations.AS_IS, *MECHANISMS}
+    for entry in ablations.read():
+        assert entry["model"] in lean.CASES and entry["mode"] in lean.MODES
+        assert entry["without"] in names
+
+
+def test_the_table_parts_what_matters_from_what_does_not():
+    here = {"jax": "1", "commit": "a", "kernels": 1.0}
+    step = here | {"model": "gpt2", "traffic": 1.0, "temp": 1.0}
+    lines = ablations.table(
+        [
+            step | {"mode": "O5", "without": "none"},
+            step | {"mode": "O5", "without": "softmax", "traffic": 1.2},
+            step | {"mode": "O5", "without": "islands", "temp": 1.001},
+            step | {"mode": "O5", "without": "chains", "commit": "b", "traffic": 2.0},
+        ]
+    ).splitlines()
+    rows = {line.split(":")[0]: line for line in lines}
+    assert rows["| softmax"].endswith("| gpt2 O5 +0.200, +0.000 |  |")
+    assert rows["| islands"].endswith("|  | gpt2 O5 |")
+    assert rows["| chains"].endswith("|  |  |")
