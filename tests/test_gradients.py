@@ -345,16 +345,23 @@ def test_an_average_of_gradients_keeps_its_bits(level):
         np.testing.assert_array_equal(leaf, np.float32(0.625))
 
 
+SEARCHES = {
+    "backtracking": lambda: optax.chain(
+        optax.scale(-1.0), optax.scale_by_backtracking_linesearch(3)
+    ),
+    "lbfgs": lambda: optax.lbfgs(1.0),
+}
+
+
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_line_search_skips_too(level):
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_line_search_skips_too(search, level):
     def args(state, x, loss, grads):
         value_fn = jamp.closure(loss_fn)(state, x)
         return {"value": loss, "grad": grads, "value_fn": value_fn}
 
-    search = optax.scale_by_backtracking_linesearch(3)
-    tx = optax.chain(optax.scale(-1.0), search)
-    states = several_steps(level, tx, [0.5, OVERFLOWS], args)
+    states = several_steps(level, SEARCHES[search](), [0.5, OVERFLOWS], args)
     assert states[1].step == 1 and (states[1].params["w"] < START["w"]).all()
     assert_skipped(states[2], states[1])
 
