@@ -76,8 +76,8 @@ class Facts:
         # By the `id` of the equation, both.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
         self._programs: dict[int, list[Facts]] = {}
-        # What `consumers` found, by what the outputs are for.
-        self.readers: dict[Any, Any] = {}
+        # What `values` found, by what the outputs are for.
+        self.wants: dict[Any, Any] = {}
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._result_facts(eqn), strict=True))
