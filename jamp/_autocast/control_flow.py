@@ -17,7 +17,7 @@ from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
 from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
-from jamp._autocast.kernels import traced_for
+from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
@@ -212,7 +212,8 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     """In what to trace a user's rule, which JAX does long after the function."""
     region = region_rule(rewriter.scope, eqn)
     casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
-    return functools.partial(traced_for, rewriter.scope.policy, casts)
+    policy = rewriter.scope.policy
+    return functools.partial(traced_for, policy.dtype, policy.lists, casts)
 
 
 # Of those with one program that values pass through; or that they do not.

@@ -22,7 +22,7 @@ from jax.extend import core as jc
 from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
-from jamp._autocast.model import Source, mark_of
+from jamp._autocast.marks import Source, mark_of
 from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
