@@ -19,11 +19,11 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
 from jamp._autocast.lists import AutocastLists
-from jamp._autocast.loops import moves_taken_out
 from jamp._autocast.marks import MARKERS, traced_for
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
+from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.tracing import disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 
