@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 import jamp
 from tests.bits import assert_same_bits, copy
-from tests.fused import OPTIMIZERS, first, fresh
+from tests.optimizers.fused import OPTIMIZERS, first, fresh
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 

@@ -11,7 +11,7 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.fused import (
+from tests.optimizers.fused import (
     FIELDS,
     OPTIMIZERS,
     assert_close,
