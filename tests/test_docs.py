@@ -100,7 +100,7 @@ def test_links_outside_of_the_site_lead_somewhere(page):
 def test_the_page_shows_what_the_cases_give():
     pytest.importorskip("jmp")  # which a lent machine may not have
     peers = importlib.import_module("benchmarks.peers")
-    page = (DOCS / "peers.md").read_text()
+    page = (DOCS / "results.md").read_text()
     for name, row in peers.table().items():
         assert f"| {name} | {' | '.join(row.values())} |" in page, name
 
