@@ -71,10 +71,11 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         out, values = pure_in(scope, pure)(nnx.as_pure(state), others)
         # Those alone: a Variable of an outer trace may be read here, but not be set.
         variables = dict(nnx.to_flat_state(state))
-        before = {path: variables[path] for path in written}
-        values = written_back(before, dict(zip(written, values, strict=True)))
-        if written:
-            nnx.update(nodes, nnx.from_flat_state(from_pure(before, values)))
+        left = {
+            path: written_back(variables[path], value)
+            for path, value in zip(written, values, strict=True)
+        }
+        nnx.update(nodes, nnx.from_flat_state(left))
         return out
 
     return autocast_fn

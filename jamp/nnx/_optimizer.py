@@ -17,10 +17,10 @@ from jamp._policy.forward import no_forward
 from jamp._policy.levels import Properties
 from jamp._state.amp_state import AmpState, master_params
 from jamp._state.closure import rounded
-from jamp.nnx._variables import Models, arrays_of, assign, copy_into
+from jamp.nnx._variables import Models, arrays_of, by_path, map_variables
 
-# What an AmpState has beyond its params, step and what is static.
-_PARTS = ("opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
+# What an AmpState has beyond its params, and what is static.
+_PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
 
 
 class Optimizer(nnx.Optimizer):
@@ -50,13 +50,13 @@ class Optimizer(nnx.Optimizer):
         self.loss_scale_rules = nnx.static(state.loss_scale_rules)
         self.shapes = nnx.static(_shapes(state.params))
         self.step = OptState(state.step)
-        for name in _PARTS:
+        for name in _PARTS[1:]:
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
 
     def __repr__(self) -> str:
         """A line for each thing one asks for, where NNX shows all Variables."""
         params = {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
-        parts = {name: nnx.as_pure(getattr(self, name)) for name in ("step", *_PARTS)}
+        parts = {name: nnx.as_pure(getattr(self, name)) for name in _PARTS}
         parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
         state = types.SimpleNamespace(**parts)
         return summary("Optimizer", state, params, state.opt_state)
@@ -77,7 +77,6 @@ class Optimizer(nnx.Optimizer):
     def _with(self, params: PyTree) -> AmpState:
         _check_shapes(_shapes(params), self.shapes)
         return AmpState(
-            step=self.step.get_value(),
             apply_fn=no_forward,
             params=params,
             tx=self.tx,
@@ -88,10 +87,10 @@ class Optimizer(nnx.Optimizer):
 
     def load(self, models: Models, state: AmpState) -> None:
         """Puts an AmpState, as `jamp.from_checkpoint` gives, into both, in place."""
-        assign(models, self.wrt, state.params)
-        self.step.set_value(state.step)
+        nnx.update(models, by_path(state.params))
         for name in _PARTS:
-            copy_into(getattr(self, name), getattr(state, name))
+            there, values = getattr(self, name), getattr(state, name)
+            map_variables(lambda v, x: v.set_value(x), there, values)
 
     @moves_constants
     def load_params(

@@ -10,11 +10,11 @@ from jaxtyping import PyTree
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
     Models,
+    by_path,
     check_arguments_apart,
     from_pure,
     shown,
     take_out,
-    with_arrays,
     written_back,
 )
 
@@ -51,7 +51,7 @@ class PureLoss:
         self.loss_fn, self.has_aux = loss_fn, has_aux
         self.models, self.wrt = models, optimizer.wrt
         self.half = optimizer.properties.half_dtype
-        self.graphdef, self.trained, self.rest = nnx.split(models, self.wrt, ...)
+        self.graphdef, _, self.rest = nnx.split(models, self.wrt, ...)
         self.nodes, self.others, self.put_back = take_out((args, kwargs))
         check_arguments_apart(models, self.nodes)
         self.nodes_def, self.nodes_state = nnx.split(self.nodes)
@@ -60,12 +60,8 @@ class PureLoss:
     def __call__(self, params: PyTree, before: Any, others: Any) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
         # Params that are not trained; `params` are shown so already.
-        frozen = shown(self.rest, before[0], self.half)
-        there = nnx.merge(
-            self.graphdef,
-            with_arrays(self.trained, params),
-            from_pure(self.rest, frozen),
-        )
+        frozen = from_pure(self.rest, shown(self.rest, before[0], self.half))
+        there = nnx.merge(self.graphdef, by_path(params), frozen)
         nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, before[1]))
         args, kwargs = self.put_back(nodes, others)
         out = self.loss_fn(there, *args, **kwargs)
