@@ -14,7 +14,7 @@ from jamp.diagnostics._location import Location
 from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
 from jamp.diagnostics._step import StepFn, with_aux
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._pure_loss import PureLoss, check_optimizer
+from jamp.nnx._scaled_grad import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
 
 

@@ -16,7 +16,7 @@ from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._scaling.rules import LossScaleRule
 from jamp._state.initialize import initialize as initialize_pure
-from jamp.nnx._forward import check_fresh, patch
+from jamp.nnx._autocast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, arrays_of, by_path, check_models_apart, entries
 
