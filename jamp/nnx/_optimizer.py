@@ -77,7 +77,7 @@ class Optimizer(nnx.Optimizer):
         return self._with(arrays_of(models, self.wrt))
 
     @property
-    def _like(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def _like(self) -> dict[str, Any]:
         return {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
 
     def _with(self, params: PyTree) -> AmpState:
@@ -180,7 +180,7 @@ class Optimizer(nnx.Optimizer):
 
 _NOT_THE_ONE = "The model is not the one of this optimizer: it"
 _REMEDY = (
-    "Pass what one call of jamp.nnx.initialize returned; after `nnx.update(model, "
+    "Pass what one call of jamp.nnx.initialize returned. After `nnx.update(model, "
     "params)`, `optimizer.load_params(model)` casts them, and sets the masters."
 )
 
