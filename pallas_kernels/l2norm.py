@@ -4,7 +4,6 @@ After apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -13,25 +12,13 @@ from pallas_kernels._run import DEFAULTS, Options, run
 from pallas_kernels._xla import Blocks, Job, Numbers
 
 
-class Norms(NamedTuple):
-    """What one reading of many arrays tells.
-
-    Attributes:
-        norm: the norm, shape (), float32; per leaf shape (n,).
-        found_inf: whether an element is inf or NaN, shape (), bool; per leaf (n,).
-    """
-
-    norm: Float[Array, "..."]
-    found_inf: Bool[Array, "..."]
-
-
 def l2norm(
     leaves: Sequence[Array], *, per_leaf: bool = False, options: Options = DEFAULTS
-) -> Norms:
+) -> Float[Array, "..."]:
     r"""$\sqrt{\sum x^2}$ over all leaves, or for each, accumulated in float32.
 
     Squares of float32 and bfloat16 elements can overflow where these are finite: then
-    the norm is infinite, and `found_inf` false.
+    the norm is infinite.
 
     Args:
         leaves: arrays of floats; an empty one has norm 0.
@@ -39,23 +26,22 @@ def l2norm(
         options: how to run; `unscale` multiplies what is measured.
 
     >>> import jax.numpy as jnp
-    >>> norms = l2norm([jnp.array([3.0]), jnp.array([4.0, 0.0])])
-    >>> print(norms.norm, norms.found_inf)
-    5.0 False
+    >>> print(l2norm([jnp.array([3.0]), jnp.array([4.0, 0.0])]))
+    5.0
     """
-    return _norms("sum", per_leaf, leaves, options)
+    return _norm("sum", per_leaf, leaves, options)
 
 
 def max_norm(
     leaves: Sequence[Array], *, per_leaf: bool = False, options: Options = DEFAULTS
-) -> Norms:
+) -> Float[Array, "..."]:
     r"""$\max |x|$ over all leaves, or for each. See `l2norm`.
 
     >>> import jax.numpy as jnp
-    >>> print(max_norm([jnp.array([3.0, -5.0]), jnp.zeros(0)], per_leaf=True).norm)
+    >>> print(max_norm([jnp.array([3.0, -5.0]), jnp.zeros(0)], per_leaf=True))
     [5. 0.]
     """
-    return _norms("max", per_leaf, leaves, options)
+    return _norm("max", per_leaf, leaves, options)
 
 
 def found_inf(
@@ -67,8 +53,7 @@ def found_inf(
     >>> print(found_inf([jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
     True
     """
-    job = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)
-    found = run(job, [{"x": x} for x in leaves], options).reductions
+    found = run(_FOUND_INF, [{"x": x} for x in leaves], options).reductions
     return found["defects"] != 0
 
 
@@ -77,31 +62,24 @@ def defects(x: Array) -> Array:
     return x - x
 
 
-def _norms(
-    how: Literal["sum", "max"],
-    per_leaf: bool,
-    leaves: Sequence[Array],
-    options: Options,
-) -> Norms:
-    found = run(
-        Job(
-            _measured,
-            reductions={"norm": how, "defects": "sum"},
-            totals=not per_leaf,
-        ),
-        [{"x": x} for x in leaves],
-        options._replace(unscale=None),  # the norms are multiplied, not the elements
-        tags=[how] * len(leaves),
-    ).reductions
-    norm = jnp.sqrt(found["norm"]) if how == "sum" else found["norm"]
-    norm = norm if options.unscale is None else norm * options.unscale
-    return Norms(norm, found["defects"] != 0)
+def _norm(how: str, per_leaf: bool, leaves: Sequence[Array], options: Options) -> Array:
+    columns = [{"x": x} for x in leaves]
+    # The norm is multiplied, not the elements.
+    elements = options._replace(unscale=None)
+    norm = run(_NORMS[how, per_leaf], columns, elements).reductions["norm"]
+    norm = jnp.sqrt(norm) if how == "sum" else norm
+    return norm if options.unscale is None else norm * options.unscale
 
 
-def _measured(numbers: Numbers, how: str, columns: Blocks) -> Blocks:
-    del numbers
+def _squared(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+    del numbers, tag
     x = columns["x"].astype(jnp.float32)
-    return {"norm": x * x if how == "sum" else jnp.abs(x), "defects": defects(x)}
+    return {"norm": x * x}
+
+
+def _size(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+    del numbers, tag
+    return {"norm": jnp.abs(columns["x"].astype(jnp.float32))}
 
 
 def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
@@ -113,3 +91,11 @@ def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
     # of which its rounding error is left.
     fits = jnp.abs(x * numbers["unscale"]) < jnp.inf
     return {"defects": jnp.where(fits, 0.0, 1.0)}
+
+
+_FOUND_INF = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)
+_NORMS = {
+    (how, per_leaf): Job(formula, reductions={"norm": how}, totals=not per_leaf)
+    for how, formula in (("sum", _squared), ("max", _size))
+    for per_leaf in (True, False)
+}

@@ -329,7 +329,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def _norm(self, key: Key, flat: Array) -> Float[Array, ""]:
         rule = self._tx(key).rule
         options = Options(backend=rule.backend, shardings=rule.shardings)
-        return l2norm([flat], options=options).norm
+        return l2norm([flat], options=options)
 
     def _check_container(self, params: PyTree) -> None:
         if self._keys == (groups.SINGLE,):

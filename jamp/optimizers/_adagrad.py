@@ -4,7 +4,6 @@ After apex's csrc/multi_tensor_adagrad.cu.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +14,8 @@ from jamp.optimizers._fused import (
     FusedTransformation,
     Mask,
     ScalarOrSchedule,
+    Scalars,
+    number,
 )
 from pallas_kernels import Blocks, Numbers
 
@@ -76,12 +77,11 @@ class FusedAdagrad(FusedRule):
 
     name: ClassVar[str] = "fused_adagrad"
     state: ClassVar = FusedAdagradState
-    below: ClassVar = {"eps": math.inf}
 
-    eps: ArrayLike
+    eps: ArrayLike = number()
     adagrad_w_mode: bool
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+    def numbers(self, count: Int[Array, ""]) -> Scalars:
         """What the formula takes."""
         rate = self.rate(count)
         return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}

@@ -4,7 +4,6 @@ After apex's csrc/multi_tensor_adam.cu, and fused_adam_cuda_kernel.cu of 2018.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +14,8 @@ from jamp.optimizers._fused import (
     FusedTransformation,
     Mask,
     ScalarOrSchedule,
+    Scalars,
+    number,
 )
 from pallas_kernels import Blocks, Numbers
 
@@ -114,16 +115,15 @@ class FusedAdam(FusedRule):
 
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
-    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
+    b1: ArrayLike = number(below=1)
+    b2: ArrayLike = number(below=1)
+    eps: ArrayLike = number()
     adam_w_mode: bool
     legacy: bool
     eps_inside_sqrt: bool
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+    def numbers(self, count: Int[Array, ""]) -> Scalars:
         """What the formula takes."""
         eta, c2 = self.rate(count), self.correction(self.b2, count)
         rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)

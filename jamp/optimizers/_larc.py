@@ -5,8 +5,7 @@ Networks*, 2017, arXiv:1708.03888.
 """
 
 import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +16,13 @@ from jamp._core.dtypes import widen
 from jamp._core.tree import check_like, select
 from jamp.optimizers._fused import (
     FusedTransformation,
+    Hyperparameters,
     Mask,
     ScalarOrSchedule,
-    check_numbers,
-    decays_by_mask,
-    hashable_mask,
-    no_steps,
+    Transformation,
+    number,
     unscale_by,
 )
-from jamp.optimizers._transformation import Transformation
 from pallas_kernels import Options, l2norm
 
 
@@ -111,30 +108,25 @@ def larc(
             clip=clip,
             eps=eps,
             weight_decay=0.0 if weight_decay is None else weight_decay,
-            mask=hashable_mask(mask),
+            mask=mask,
             backend=backend,
         )
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _LARC:
-    inner: optax.GradientTransformationExtraArgs
-    learning_rate: ScalarOrSchedule | None
-    trust_coefficient: ArrayLike
-    clip: bool
-    eps: ArrayLike
-    weight_decay: ArrayLike
-    mask: Mask
-    backend: str
+class _LARC(Hyperparameters):
+    name: ClassVar[str] = "larc"
 
-    def __post_init__(self):
-        names = ("learning_rate", "trust_coefficient", "eps", "weight_decay")
-        check_numbers("larc", dict.fromkeys(names, math.inf), self)
+    inner: optax.GradientTransformationExtraArgs
+    trust_coefficient: ArrayLike = number()
+    clip: bool
+    eps: ArrayLike = number()
 
     def init(self, params: PyTree) -> LARCState:
         """optax's `init`."""
-        return LARCState(no_steps(), self.inner.init(jax.tree.map(widen, params)))
+        inner_state = self.inner.init(jax.tree.map(widen, params))
+        return LARCState(jnp.zeros((), jnp.int32), inner_state)
 
     def update(
         self,
@@ -177,17 +169,15 @@ class _LARC:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        decays = decays_by_mask(self.mask, params)
         unscale = unscale_by(scale)
         how = Options(backend=self.backend)
-        of_grads = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
-        of_weights = l2norm(weights, per_leaf=True, options=how)
-        g, w = of_grads.norm, of_weights.norm
-        decay = jnp.where(jnp.array(decays, bool), self.weight_decay, 0)
+        g = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
+        w = l2norm(weights, per_leaf=True, options=how)
+        decays = jnp.array(self.decays(params), bool)
+        decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
         if self.clip:
-            eta = self.learning_rate
-            eta = eta(count) if callable(eta) else jnp.asarray(eta, jnp.float32)
+            eta = self.rate(count)
             ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
         adapts = (g != 0) & (w != 0)
         ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)

@@ -16,8 +16,7 @@ from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
 from jamp._core.tree import check_like, copied, select
-from jamp.optimizers._fused import FusedTransformation
-from jamp.optimizers._transformation import Transformation
+from jamp.optimizers._fused import FusedTransformation, Transformation
 from pallas_kernels import Weight, split
 
 _HOLE = optax.MaskedNode()
