@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
-import pallas_kernels
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
-from pallas_kernels import Blocks, Job, Numbers, Options, defects, run
+from pallas_kernels import Blocks, Job, Numbers, Options, Results, defects, norm, run
 
 
 def scale(
@@ -45,7 +44,8 @@ def scale(
     leaves, structure = _flatten(tree, "tree")
     tags = [jnp.dtype(x.dtype if dtype is None else dtype) for x in leaves]
     columns = [{"x": x} for x in leaves]
-    return _new_tree(_SCALE, columns, {"factor": factor}, tags, structure, backend)
+    how = Options(backend=backend), {"factor": factor}, tags
+    return _tree_and_flag(structure, run(_SCALE, columns, *how))
 
 
 def axpby(
@@ -90,7 +90,8 @@ def axpby(
     ys, _ = _flatten(y, "y")
     tags = [(jnp.dtype(y.dtype if dtype is None else dtype), check) for y in ys]
     columns = [{"x": u, "y": v} for u, v in zip(xs, ys, strict=True)]
-    return _new_tree(_AXPBY, columns, {"a": a, "b": b}, tags, structure, backend)
+    how = Options(backend=backend), {"a": a, "b": b}, tags
+    return _tree_and_flag(structure, run(_AXPBY, columns, *how))
 
 
 def l2norm(
@@ -125,8 +126,8 @@ def l2norm(
     unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
     options = Options(unscale=unscale, backend=backend)
     if not per_tensor:
-        return pallas_kernels.l2norm(leaves, options=options)
-    norms = pallas_kernels.l2norm(leaves, per_leaf=True, options=options)
+        return norm(leaves, options=options)
+    norms = norm(leaves, per_leaf=True, options=options)
     return jnp.sqrt(jnp.sum(norms * norms)), structure.unflatten(list(norms))
 
 
@@ -141,19 +142,9 @@ def _flatten(tree: PyTree, what: str) -> tuple[list[Array], Any]:
     return [jnp.asarray(x) for x in leaves], structure
 
 
-def _new_tree(
-    job: Job,
-    columns: list[Blocks],
-    numbers: dict[str, ArrayLike],
-    tags: list[Any],
-    structure: Any,
-    backend: str,
-) -> tuple[PyTree, Bool[Array, ""]]:
-    """A tree of the new arrays "out", and the flag from "defects"."""
-    results = run(job, columns, Options(backend=backend), numbers, tags)
-    found_inf = jnp.any(results.reductions["defects"] != 0)
+def _tree_and_flag(structure: Any, results: Results) -> tuple[PyTree, Array]:
     out = [leaf["out"] for leaf in results.leaves.values()]
-    return structure.unflatten(out), found_inf
+    return structure.unflatten(out), jnp.any(results.reductions["defects"] != 0)
 
 
 def _scaled(s: Numbers, dtype: DTypeLike, columns: Blocks) -> Blocks:

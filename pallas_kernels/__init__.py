@@ -6,9 +6,6 @@ takes lists of arrays, so that the package is of use without jamp.
 """
 
 from pallas_kernels._run import (
-    BACKENDS as BACKENDS,
-    DEFAULTS as DEFAULTS,
-    Backend as Backend,
     BackendError as BackendError,
     Options as Options,
     check_backend as check_backend,
@@ -27,13 +24,11 @@ from pallas_kernels._step import (
 from pallas_kernels._xla import (
     Blocks as Blocks,
     Job as Job,
-    Leaf as Leaf,
     Numbers as Numbers,
     Results as Results,
 )
-from pallas_kernels.l2norm import (
+from pallas_kernels.norms import (
     defects as defects,
     found_inf as found_inf,
-    l2norm as l2norm,
-    max_norm as max_norm,
+    norm as norm,
 )

@@ -25,9 +25,7 @@ def _formula(numbers, tag, c):
 
 
 # Reads g; steps w, h and bits; writes copy and never reads it; makes new; reduces.
-JOB = Job(
-    _formula, copies={"copy": "w"}, reductions={"total": "sum", "largest": "max"}
-)
+JOB = Job(_formula, copies={"copy": "w"}, reductions={"total": "sum", "largest": "max"})
 
 
 def integers(shape, dtype, seed=0, least=-8, most=9):

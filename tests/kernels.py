@@ -112,8 +112,8 @@ def found_inf_unscaled(options, xs):
 
 # By name a call, and how many lists of arrays it takes.
 READING = {
-    "l2norm": (lambda options, xs: pk.l2norm(xs, per_leaf=True, options=options), 1),
-    "max_norm": (lambda options, xs: pk.max_norm(xs, options=options), 1),
+    "l2norm": (lambda options, xs: pk.norm(xs, per_leaf=True, options=options), 1),
+    "max_norm": (lambda options, xs: pk.norm(xs, jnp.inf, options=options), 1),
     "found_inf": (lambda options, xs: pk.found_inf(xs, options=options), 1),
     "found_inf, unscaled": (found_inf_unscaled, 1),
     "scale": (scale, 1),

@@ -40,7 +40,7 @@ TESTS = {
     "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",
     "jamp/_autocast/sums.py": "autocast_islands autocast_torch autocast_loops",
     "jamp/nnx/_variables.py": "nnx",
-    "pallas_kernels/l2norm.py": "multi_tensor",
+    "pallas_kernels/norms.py": "multi_tensor",
     "pallas_kernels/_run.py": "multi_tensor one_pass launch fused_arguments",
     "pallas_kernels/_xla.py": "multi_tensor one_pass fused_contract",
     "pallas_kernels/_step.py": "one_pass store_remainder fused_optimizers -k not 55",

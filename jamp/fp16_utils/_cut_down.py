@@ -26,7 +26,7 @@ from jamp._scaling.rules import check_scale
 from jamp.fp16_utils._scalers import UNUSED, LossScalerState, first_state, window_update
 from jamp.fp16_utils._state import check_state, check_state_dict, say
 from jamp.optimizers._fused import FusedTransformation
-from pallas_kernels import Options, Weight, l2norm
+from pallas_kernels import Options, Weight, norm
 
 _FACTOR = 2.0
 _WINDOW = 1000
@@ -329,7 +329,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def _norm(self, key: Key, flat: Array) -> Float[Array, ""]:
         rule = self._tx(key).rule
         options = Options(backend=rule.backend, shardings=rule.shardings)
-        return l2norm([flat], options=options)
+        return norm([flat], options=options)
 
     def _check_container(self, params: PyTree) -> None:
         if self._keys == (groups.SINGLE,):

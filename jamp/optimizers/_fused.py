@@ -26,7 +26,7 @@ from pallas_kernels import (
     Weight,
     check_backend,
     found_inf as found_inf_of,
-    l2norm,
+    norm as norm_of,
     step,
 )
 
@@ -81,16 +81,12 @@ class Hyperparameters:
 
     def decays(self, params: PyTree) -> list[bool]:
         """Per leaf, whether it decays."""
-        mask = True if self.mask is None else self.mask(params)
-        try:
-            leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
-        except ValueError as error:
-            raise ValueError(
-                "mask must be a tree of bools like the params, or a prefix of it: "
-                f"{error}"
-            ) from None
-        none = is_zero(self.weight_decay)  # which costs nothing
-        return [_checked_bool(leaf) and not none for leaf in leaves]
+        decays = [True] * len(jax.tree.leaves(params))
+        if self.mask is not None:
+            decays = _bools_like(params, self.mask(params))
+        if is_zero(self.weight_decay):
+            decays = [False] * len(decays)  # which costs nothing
+        return decays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +174,7 @@ class FusedRule(Hyperparameters, Rule):
         most: Any = self.max_grad_norm
         if is_zero(most):
             return options
-        factor = self.clip_factor(l2norm(grads, options=options), most)
+        factor = self.clip_factor(norm_of(grads, options=options), most)
         if not is_number(most):
             factor = jnp.where(most == 0, 1, factor)
         unscale = 1.0 if options.unscale is None else options.unscale
@@ -336,7 +332,7 @@ def is_number(x: Any) -> bool:
 
 def is_zero(x: Any) -> bool:
     """Whether it is Python's 0: what is traced is not."""
-    return is_number(x) and x == 0
+    return isinstance(x, int | float | np.number) and x == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,6 +353,16 @@ def _hashable(mask: Mask) -> Mask:
         return mask
     leaves, structure = jax.tree.flatten(mask)
     return _Mask(tuple(_checked_bool(x) for x in leaves), structure)
+
+
+def _bools_like(params: PyTree, mask: PyTree) -> list[bool]:
+    try:
+        leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
+    except ValueError as error:
+        raise ValueError(
+            f"mask must be a tree of bools like the params, or a prefix of it: {error}"
+        ) from None
+    return list(map(_checked_bool, leaves))
 
 
 def _checked_bool(leaf: Any) -> bool:

@@ -23,7 +23,7 @@ from jamp.optimizers._fused import (
     number,
     unscale_by,
 )
-from pallas_kernels import Options, l2norm
+from pallas_kernels import Options, norm
 
 
 class LARCState(NamedTuple):
@@ -87,38 +87,28 @@ def larc(
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"larc wraps an optax transformation, got {inner!r}.")
-    backend = "auto"
+    fields: dict[str, Any] = {**locals(), "backend": "auto"}
     if isinstance(inner, FusedTransformation):
-        rule = inner.rule
-        learning_rate = rule.learning_rate if learning_rate is None else learning_rate
-        weight_decay = rule.weight_decay if weight_decay is None else weight_decay
-        mask = rule.mask if mask is None else mask
-        backend = rule.backend
-        inner = inner.replace(weight_decay=0.0)
-    if clip and learning_rate is None:
+        for name in ("learning_rate", "weight_decay", "mask"):
+            if fields[name] is None:
+                fields[name] = getattr(inner.rule, name)
+        fields |= {"inner": inner.replace(weight_decay=0.0)}
+        fields |= {"backend": inner.rule.backend}
+    if fields["weight_decay"] is None:
+        fields["weight_decay"] = 0.0
+    if clip and fields["learning_rate"] is None:
         raise ValueError(
             "larc clips at the learning rate, and cannot know that of the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
-    return Transformation.from_rule(
-        _LARC(
-            inner=optax.with_extra_args_support(inner),
-            learning_rate=learning_rate,
-            trust_coefficient=trust_coefficient,
-            clip=clip,
-            eps=eps,
-            weight_decay=0.0 if weight_decay is None else weight_decay,
-            mask=mask,
-            backend=backend,
-        )
-    )
+    return Transformation.from_rule(_LARC(**fields))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LARC(Hyperparameters):
     name: ClassVar[str] = "larc"
 
-    inner: optax.GradientTransformationExtraArgs
+    inner: optax.GradientTransformation
     trust_coefficient: ArrayLike = number()
     clip: bool
     eps: ArrayLike = number()
@@ -147,7 +137,8 @@ class _LARC(Hyperparameters):
         grads = self.adapted(updates, state.count, params, grad_scale)
         # Widened, so that states of `inner` are in float32 from the first step on.
         widened = jax.tree.map(widen, params)
-        updates, inner_state = self.inner.update(
+        inner = optax.with_extra_args_support(self.inner)
+        updates, inner_state = inner.update(
             grads, state.inner_state, widened, **extra_args
         )
         new = state._replace(
@@ -171,8 +162,8 @@ class _LARC(Hyperparameters):
         weights = structure.flatten_up_to(params)
         unscale = unscale_by(scale)
         how = Options(backend=self.backend)
-        g = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
-        w = l2norm(weights, per_leaf=True, options=how)
+        g = norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
+        w = norm(weights, per_leaf=True, options=how)
         decays = jnp.array(self.decays(params), bool)
         decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)

@@ -20,7 +20,7 @@ from jamp.optimizers._fused import (
     Scalars,
     number,
 )
-from pallas_kernels import Blocks, Leaves, Numbers, Options, l2norm, max_norm
+from pallas_kernels import Blocks, Leaves, Numbers, Options, norm
 
 
 class FusedNovoGradState(NamedTuple):
@@ -144,8 +144,8 @@ class FusedNovoGrad(FusedRule):
         """And the denominator d of each leaf, and its blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
-        norm_of = l2norm if self.norm_type == 2 else max_norm
-        new = norm_of(leaves.grads, per_leaf=True, options=options)
+        order = 2 if self.norm_type == 2 else math.inf
+        new = norm(leaves.grads, order, per_leaf=True, options=options)
         begun = old if self.init_zero else jnp.where(count == 0, new, old)
         if self.norm_type == 2:
             blended = jnp.sqrt(self.b2 * begun**2 + (1 - self.b2) * new**2)

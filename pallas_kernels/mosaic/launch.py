@@ -159,9 +159,7 @@ def _body(
     def visit(k: int) -> None:
         row = [] if rows is None else [rows[k, j] for j in range(rows.shape[1])]
         leaf = inputs[k], refs[k], fresh[k]
-        run = functools.partial(
-            _run_block, work, [*shared, *row], *leaf, partials, step
-        )
+        run = functools.partial(_run_block, work, [*shared, *row], leaf, partials, step)
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
         narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
         vec = 8 if narrow else 4
@@ -218,15 +216,14 @@ def _last_windows(n: int, block: int, vec: int) -> list[Window]:
 def _run_block(
     work: Work,
     scalars: list[Any],
-    inputs: Blocks,
-    refs: Blocks,
-    fresh: Blocks,
+    leaf: tuple[Blocks, Blocks, Blocks],
     partials: dict[str, Any],
     step: Array,
     windows: list[Window],
 ) -> None:
     """Loads all windows, then computes, then stores."""
-    job, out = work.job, refs | fresh
+    job, (inputs, refs, fresh) = work.job, leaf
+    out = refs | fresh
     read = {c: ref for c, ref in (inputs | refs).items() if c not in job.copies}
     old = [{c: _load(ref, w) for c, ref in read.items()} for w in windows]
     new = [work.results(scalars, blocks) for blocks in old]

@@ -3,6 +3,7 @@
 After apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -12,36 +13,37 @@ from pallas_kernels._run import DEFAULTS, Options, run
 from pallas_kernels._xla import Blocks, Job, Numbers
 
 
-def l2norm(
-    leaves: Sequence[Array], *, per_leaf: bool = False, options: Options = DEFAULTS
+def norm(
+    leaves: Sequence[Array],
+    order: float = 2,
+    *,
+    per_leaf: bool = False,
+    options: Options = DEFAULTS,
 ) -> Float[Array, "..."]:
-    r"""$\sqrt{\sum x^2}$ over all leaves, or for each, accumulated in float32.
+    r"""$\sqrt{\sum x^2}$ or $\max |x|$ over all leaves, or for each, in float32.
 
     Squares of float32 and bfloat16 elements can overflow where these are finite: then
     the norm is infinite.
 
     Args:
         leaves: arrays of floats; an empty one has norm 0.
+        order: 2, or `math.inf` for the maximum.
         per_leaf: whether to return one norm per leaf.
         options: how to run; `unscale` multiplies what is measured.
 
     >>> import jax.numpy as jnp
-    >>> print(l2norm([jnp.array([3.0]), jnp.array([4.0, 0.0])]))
-    5.0
+    >>> leaves = [jnp.array([3.0]), jnp.array([-4.0, 0.0]), jnp.zeros(0)]
+    >>> print(norm(leaves), norm(leaves, jnp.inf, per_leaf=True))
+    5.0 [3. 4. 0.]
     """
-    return _norm("sum", per_leaf, leaves, options)
-
-
-def max_norm(
-    leaves: Sequence[Array], *, per_leaf: bool = False, options: Options = DEFAULTS
-) -> Float[Array, "..."]:
-    r"""$\max |x|$ over all leaves, or for each. See `l2norm`.
-
-    >>> import jax.numpy as jnp
-    >>> print(max_norm([jnp.array([3.0, -5.0]), jnp.zeros(0)], per_leaf=True))
-    [5. 0.]
-    """
-    return _norm("max", per_leaf, leaves, options)
+    found = run(
+        _NORMS[order, per_leaf],
+        [{"x": x} for x in leaves],
+        options._replace(unscale=None),  # the norm is multiplied, not the elements
+        tags=[order] * len(leaves),
+    ).reductions["norm"]
+    found = jnp.sqrt(found) if order == 2 else found
+    return found if options.unscale is None else found * options.unscale
 
 
 def found_inf(
@@ -62,24 +64,10 @@ def defects(x: Array) -> Array:
     return x - x
 
 
-def _norm(how: str, per_leaf: bool, leaves: Sequence[Array], options: Options) -> Array:
-    columns = [{"x": x} for x in leaves]
-    # The norm is multiplied, not the elements.
-    elements = options._replace(unscale=None)
-    norm = run(_NORMS[how, per_leaf], columns, elements).reductions["norm"]
-    norm = jnp.sqrt(norm) if how == "sum" else norm
-    return norm if options.unscale is None else norm * options.unscale
-
-
-def _squared(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
-    del numbers, tag
+def _measured(numbers: Numbers, order: float, columns: Blocks) -> Blocks:
+    del numbers
     x = columns["x"].astype(jnp.float32)
-    return {"norm": x * x}
-
-
-def _size(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
-    del numbers, tag
-    return {"norm": jnp.abs(columns["x"].astype(jnp.float32))}
+    return {"norm": x * x if order == 2 else jnp.abs(x)}
 
 
 def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
@@ -95,7 +83,7 @@ def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
 
 _FOUND_INF = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)
 _NORMS = {
-    (how, per_leaf): Job(formula, reductions={"norm": how}, totals=not per_leaf)
-    for how, formula in (("sum", _squared), ("max", _size))
+    (order, per_leaf): Job(_measured, reductions={"norm": how}, totals=not per_leaf)
+    for order, how in ((2, "sum"), (math.inf, "max"))
     for per_leaf in (True, False)
 }
