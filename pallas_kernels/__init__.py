@@ -26,6 +26,7 @@ from pallas_kernels._xla import (
     Job as Job,
     Numbers as Numbers,
     Results as Results,
+    widen as widen,
 )
 from pallas_kernels.norms import (
     defects as defects,

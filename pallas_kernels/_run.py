@@ -152,21 +152,13 @@ def _target(arrays: Iterable[Array]) -> tuple[str, bool]:
     device = jax.local_devices()[0]
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     told = (getattr(mesh, "abstract_device", None) for mesh in meshes)
-    abstract = next(filter(None, told), device)
-    if abstract.device_kind == device.device_kind:
-        return device.device_kind, _is_supported_device(device)
-    return abstract.device_kind, _is_supported_kind(abstract.device_kind)
-
-
-def _is_supported_device(device: Any) -> bool:
-    capability = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or capability is None:
-        return False
-    try:
-        major, minor = str(capability).split(".")
-        return (int(major), int(minor)) >= _OLDEST
-    except ValueError:  # ROCm names architectures: "gfx942"
-        return False
+    kind = next(filter(None, told), device).device_kind
+    if kind != device.device_kind:
+        return kind, _is_supported_kind(kind)
+    capability = str(getattr(device, "compute_capability", None)).split(".")
+    # ROCm names architectures: "gfx942".
+    known = device.platform == "gpu" and all(map(str.isdecimal, capability))
+    return kind, known and tuple(map(int, capability)) >= _OLDEST
 
 
 def _is_supported_kind(kind: str) -> bool:

@@ -29,7 +29,8 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
 def widen(x: Array) -> Array:
     """Half as float32; all else as it is."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+    half = getattr(x, "dtype", None) in (jnp.float16, jnp.bfloat16)
+    return x.astype(jnp.float32) if half else x
 
 
 def saturate(x: Array, dtype: DTypeLike) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
@@ -81,15 +82,13 @@ class FusedAdagrad(FusedRule):
     eps: ArrayLike = number()
     adagrad_w_mode: bool
 
-    def numbers(self, count: Int[Array, ""]) -> Scalars:
-        """What the formula takes."""
+    def numbers(self, count: Count) -> Scalars:
         rate = self.rate(count)
         return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.adagrad_w_mode:
             g = g + s["decay"] * w
         h = moments["sum_of_squares"] + g * g

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
@@ -123,8 +124,7 @@ class FusedAdam(FusedRule):
     legacy: bool
     eps_inside_sqrt: bool
 
-    def numbers(self, count: Int[Array, ""]) -> Scalars:
-        """What the formula takes."""
+    def numbers(self, count: Count) -> Scalars:
         eta, c2 = self.rate(count), self.correction(self.b2, count)
         rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)
         decay = eta if self.adam_w_mode else 1.0
@@ -145,7 +145,6 @@ class FusedAdam(FusedRule):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["a1"] * g
@@ -159,7 +158,6 @@ class FusedAdam(FusedRule):
         return -u, {"mu": m, "nu": v}
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
-        """What gradients of a norm are multiplied by."""
         if not self.legacy:
             return jnp.minimum(1, most / norm)
         excess = (norm + 1e-6) / most

@@ -30,6 +30,7 @@ from pallas_kernels import (
     step,
 )
 
+type Count = Int[Array, ""]
 # By name, of shape (), or (n,) for one per leaf.
 type Scalars = dict[str, ArrayLike]
 type Mask = PyTree | Callable[[PyTree], PyTree] | None
@@ -67,14 +68,13 @@ class Hyperparameters:
                 self._check_number(field.name, field.metadata["below"])
 
     def _check_number(self, name: str, below: float) -> None:
-        """Raises for what is not a number, or not in its range, if it is known now."""
         value = getattr(self, name)
         if isinstance(value, bool | str):
             raise TypeError(f"{self.name}: {name} must be a number, got {value!r}.")
         if is_number(value) and not 0 <= value < below:
             raise ValueError(f"{self.name}: invalid {name}: {value}.")
 
-    def rate(self, count: Int[Array, ""]) -> Float[Array, ""]:
+    def rate(self, count: Count) -> Float[Array, ""]:
         """The learning rate of the step after `count` steps."""
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
@@ -137,13 +137,11 @@ class FusedRule(Hyperparameters, Rule):
 
         return jax.tree.map(leaf, params)
 
-    def numbers(self, count: Int[Array, ""]) -> Scalars:
+    def numbers(self, count: Count) -> Scalars:
         """What `formula` takes of the hyperparameters after `count` steps."""
         raise NotImplementedError
 
-    def measured(
-        self, count: Int[Array, ""], leaves: Leaves, options: Options
-    ) -> Scalars:
+    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
         """`numbers`, and what a step has to know of each leaf first.
 
         What is named as a tree of the state is no moment, but its new value.
@@ -151,7 +149,7 @@ class FusedRule(Hyperparameters, Rule):
         del leaves, options
         return self.numbers(count)
 
-    def correction(self, b: ArrayLike, count: Int[Array, ""]) -> Array | float:
+    def correction(self, b: ArrayLike, count: Count) -> Array | float:
         """1 - b^t at step t = count + 1, to float32's precision.
 
         Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. 1 for a rule

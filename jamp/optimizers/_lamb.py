@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
@@ -109,7 +110,7 @@ class FusedLAMB(FusedRule):
     grad_averaging: bool
     use_nvlamb: bool
 
-    def numbers(self, count: Int[Array, ""]) -> Scalars:
+    def numbers(self, count: Count) -> Scalars:
         """What the formula takes, but for the rate, which each leaf has of its own."""
         c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
         return {
@@ -123,9 +124,7 @@ class FusedLAMB(FusedRule):
             "root": 1 / jnp.sqrt(c2),
         }
 
-    def measured(
-        self, count: Int[Array, ""], leaves: Leaves, options: Options
-    ) -> Scalars:
+    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
         """And the rate of each leaf, from the norms of its weight and its direction."""
         numbers = self.numbers(count)
         plain = numbers | {"rate": 1.0}
@@ -140,7 +139,6 @@ class FusedLAMB(FusedRule):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["b3"] * g

@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Int, PyTree
 from jamp._core.dtypes import widen
 from jamp._core.tree import check_like, select
 from jamp.optimizers._fused import (
+    Count,
     FusedTransformation,
     Hyperparameters,
     Mask,
@@ -153,7 +154,7 @@ class _LARC(Hyperparameters):
     def adapted(
         self,
         grads: PyTree,
-        count: Int[Array, ""],
+        count: Count,
         params: PyTree,
         scale: ArrayLike | None,
     ) -> PyTree:

@@ -198,8 +198,8 @@ def joined(params: PyTree, masters: PyTree) -> PyTree:
     """A tree of `Weight` from params, and masters as a state keeps them."""
     leaves, structure = jax.tree.flatten(params)
     kept = structure.flatten_up_to(masters)
-    both = zip(leaves, kept, strict=True)
-    return structure.unflatten(Weight(p, None if _is_hole(m) else m) for p, m in both)
+    masters = [None if isinstance(m, optax.MaskedNode) else m for m in kept]
+    return structure.unflatten(map(Weight, leaves, masters))
 
 
 def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
@@ -288,21 +288,16 @@ def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
             "MasterWeightsState that its `init` returned."
         )
     check_like(updates, params, "updates", "they must match the params.")
-
-    def leaf(path, master, param):
-        if _is_hole(master) and is_half(param):
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    masters = structure.flatten_up_to(state.masters)
+    for (path, param), master in zip(leaves, masters, strict=True):
+        if isinstance(master, optax.MaskedNode) and is_half(param):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {param.dtype} but was float32 "
                 "when master_weights was initialized, so it has no master: call `init` "
                 "with the params that you train."
             )
 
-    jax.tree_util.tree_map_with_path(leaf, state.masters, params, is_leaf=_is_hole)
-
 
 def _is_weight(x: object) -> bool:
     return isinstance(x, Weight)
-
-
-def _is_hole(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
@@ -128,7 +129,7 @@ class FusedNovoGrad(FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return self.zeros(params), norms
 
-    def numbers(self, count: Int[Array, ""]) -> Scalars:
+    def numbers(self, count: Count) -> Scalars:
         """What the formula takes, beside the denominator of each leaf."""
         return {
             "rate": self.rate(count),
@@ -138,9 +139,7 @@ class FusedNovoGrad(FusedRule):
             "c1": self.correction(self.b1, count),
         }
 
-    def measured(
-        self, count: Int[Array, ""], leaves: Leaves, options: Options
-    ) -> Scalars:
+    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
         """And the denominator d of each leaf, and its blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
@@ -160,7 +159,6 @@ class FusedNovoGrad(FusedRule):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if self.reg_inside_moment:
             g = g / s["norm"]
             if decays:

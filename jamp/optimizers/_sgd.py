@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
@@ -103,8 +104,7 @@ class FusedSGD(FusedRule):
         """The buffers, where there is momentum."""
         return (None,) if is_zero(self.momentum) else super().moments(params)
 
-    def numbers(self, count: Int[Array, ""]) -> Scalars:
-        """What the formula takes."""
+    def numbers(self, count: Count) -> Scalars:
         undampened = 1.0
         if not is_zero(self.dampening):
             undampened = jnp.where(count == 0, 1, 1 - self.dampening)
@@ -118,7 +118,6 @@ class FusedSGD(FusedRule):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.wd_after_momentum:
             g = g + s["decay"] * w
         d, new = g, {}

@@ -24,6 +24,8 @@ from pallas_kernels._xla import (
 )
 from pallas_kernels.mosaic.launch import Work, chunks, fits, launch
 
+_ACROSS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
+
 
 def run_in_mosaic(
     job: Job,
@@ -82,10 +84,11 @@ def _on_each_device(
         parts = []
         for axes, members in groups.items():
             done, values = local(members, leaves, *numbers)
-            values = {
-                name: _complete(x, job.reductions[name], axes)
-                for name, x in values.items()
-            }
+            if axes:
+                values = {
+                    name: _ACROSS[job.reductions[name]](x, axes)
+                    for name, x in values.items()
+                }
             parts.append(Results(done, values))
         return combined(job, parts)
 
@@ -103,12 +106,6 @@ def _on_each_device(
         out_specs=Results(leaf_specs, replicated),
         check_vma=False,
     )(leaves, *numbers)
-
-
-def _complete(x: Array, how: str, axes: tuple[str, ...]) -> Array:
-    if not axes:
-        return x
-    return jax.lax.psum(x, axes) if how == "sum" else jax.lax.pmax(x, axes)
 
 
 def _resharded(x: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Array:
