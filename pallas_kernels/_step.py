@@ -55,9 +55,10 @@ class Weight(NamedTuple):
     @property
     def value(self) -> Array:
         """What an optimizer steps, in float32 at least."""
-        if self.kind == "split":
-            return join(*self)
-        return widen(self.param if self.master is None else self.master)
+        if self.master is None:
+            return widen(self.param)
+        split = self.kind == "split"
+        return join(self.param, self.master) if split else self.master
 
 
 def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:

@@ -247,10 +247,8 @@ class FusedRule(Hyperparameters, Rule):
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
         leaves = Leaves(weights, grads, trees, self.decays(params))
-        numbers = self.measured(state.count, leaves, options)
-        new: dict[str, Any] = {
-            name: list(numbers.pop(name)) for name in trees if name in numbers
-        }
+        numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
+        new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
         stepped, moments = step(
             self.static, leaves, numbers, options, only_updates=only_updates
