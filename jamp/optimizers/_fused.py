@@ -191,7 +191,7 @@ class FusedRule(Hyperparameters, Rule):
     def update(
         self,
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         grad_scale: ArrayLike | None = None,
@@ -213,7 +213,7 @@ class FusedRule(Hyperparameters, Rule):
     def apply(
         self,
         grads: PyTree,
-        state: Any,
+        state: PyTree,
         weights: PyTree,
         *,
         grad_scale: ArrayLike | None = None,
@@ -321,14 +321,14 @@ def unscale_by(grad_scale: ArrayLike | None) -> Float[Array, ""] | None:
     return None if grad_scale is None else 1 / jnp.asarray(grad_scale, jnp.float32)
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether `x` is a number of Python or NumPy, known now."""
     return isinstance(x, int | float | np.number)
 
 
-def is_zero(x: Any) -> bool:
+def is_zero(x: object) -> bool:
     """Whether it is Python's 0: what is traced is not."""
-    return isinstance(x, int | float | np.number) and x == 0
+    return isinstance(x, int | float | np.number) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,7 +122,7 @@ class _LARC(Hyperparameters):
     def update(
         self,
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         grad_scale: ArrayLike | None = None,

@@ -6,12 +6,13 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
 from jamp._core.tree import check_like, copied, select
@@ -218,9 +219,9 @@ def values(weights: PyTree) -> PyTree:
 def step_weights(
     tx: optax.GradientTransformation,
     grads: PyTree,
-    state: Any,
+    state: PyTree,
     weights: PyTree,
-    clean: Any = None,
+    clean: Bool[Array, ""] | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Steps a tree of `Weight` with an optax transformation.
@@ -248,7 +249,7 @@ def step_weights(
     return _map_weights(written, weights, stepped), new_state, updates
 
 
-def _written(old: Weight, value: Any, clean: Any) -> Weight:
+def _written(old: Weight, value: jax.Array, clean: jax.Array | None) -> Weight:
     """A weight of a new value, if `clean`; else its bits stay."""
     if old.kind == "copied":
         # Select, then round: the other way round would read the old half param too.
@@ -261,7 +262,7 @@ def _written(old: Weight, value: Any, clean: Any) -> Weight:
     return new if clean is None else select(clean, new, old)
 
 
-def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
+def _map_weights(fn: Callable[..., Any], weights: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
 
 
@@ -281,7 +282,7 @@ def _check_bfloat16(params: PyTree) -> None:
         )
 
 
-def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
+def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
     if not isinstance(state, MasterWeightsState):
         raise TypeError(
             f"master_weights got a state of type {type(state).__name__}, expected the "
