@@ -150,7 +150,7 @@ def _body(
     inputs: Sequence[Any],
     refs: Sequence[Any],
     fresh: Sequence[Any],
-    partials: Sequence[Any],
+    partials: dict[str, Any],
 ) -> None:
     """What one grid step does."""
     step = jax.lax.axis_index("block")
