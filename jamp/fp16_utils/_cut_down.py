@@ -24,6 +24,7 @@ from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp._state.closure import rounded
+from jamp._state.incoming import check_containers
 from jamp.fp16_utils._scalers import (
     UNUSED,
     DynamicLossScaler,
@@ -161,7 +162,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: a leaf that is not half, or of another dtype than the first.
             ValueError: params in another container than the optimizers.
         """
-        self._check_container(params)
+        check_containers(params, self.optimizer)
         half, masters, begun, specs = {}, {}, {}, {}
         for key, tx in self._txs.items():
             tree = groups.get(params, key)
@@ -308,17 +309,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 "scale_window": jnp.asarray(_DYNAMIC.scale_window, jnp.int32),
             }
         return saved
-
-    def _check_container(self, params: PyTree) -> None:
-        keys = tuple(self._txs)
-        if keys == (groups.SINGLE,):
-            return
-        same_kind = isinstance(params, Mapping) == isinstance(self.optimizer, Mapping)
-        if not same_kind or not groups.is_container(params, keys):
-            raise ValueError(
-                "The optimizers are in a container, and params must be in the same, "
-                f"with the keys {list(keys)}; got {type(params).__name__}."
-            )
 
 
 _check = functools.partial(check_state, FP16OptimizerState)
