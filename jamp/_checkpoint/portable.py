@@ -19,8 +19,9 @@ from jamp._core.tree import unshared
 from jamp._scaling.incoming import check_counters, check_scale_state, number
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._state.amp_state import AmpState, extra_fields, master_params
-from jamp._state.serialization import array_fields
-from jamp._state.step import first_weights, with_weights
+from jamp._state.loading import array_fields
+from jamp._state.new_state import first_weights
+from jamp._state.step import with_weights
 from jamp.optimizers._masters import MasterWeightsState
 
 VERSION = 1

@@ -15,16 +15,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.dtypes import is_differentiable
 from jamp._core.tree import is_traced
-from jamp._scaling.rules import unscale_tree
-
-type FindFinite = Callable[[PyTree, PyTree], Bool[Array, ""]]
+from jamp._scaling.rules import multiplied
 
 
 class Raw(NamedTuple):
@@ -44,37 +40,34 @@ class Raw(NamedTuple):
     finite: Bool[Array, ""] | None
 
 
-def unscaled(
+def nan_unless(
+    finite: Bool[Array, ""] | None,
+    divided: PyTree,
     grads: PyTree,
     scale: Float[Array, ""],
     loss_id: int,
-    find_finite: FindFinite | None,
-) -> tuple[PyTree, Bool[Array, ""] | None]:
-    """Gradients divided by the scale; all NaN if one of them is not finite then.
+) -> PyTree:
+    """Gradients divided by the scale; all NaN if one of them is not finite.
 
     Args:
-        grads: a tree of gradients times the scale.
-        scale: what to divide by.
+        finite: whether all of them are finite; None for a rule that does not check.
+        divided: the gradients in float32, divided by the scale.
+        grads: what they were before, which is remembered of each leaf.
+        scale: what they were divided by.
         loss_id: of which loss they are.
-        find_finite: `(grads, divided) -> flag`: whether the latter are all finite. None
-            for a rule that does not check.
-
-    Returns:
-        The tree, in float32 (float64 of float64), and the flag.
     """
-    tree, finite = unscale_tree(grads, scale), None
-    if find_finite is not None:
-        finite = find_finite(grads, tree)
+    if finite is not None:
         factor = lax.select(finite, np.float32(1), np.float32(np.nan))
-        tree = jax.tree.map(lambda g: _times(g, factor), tree)
-    for leaf, grad in zip(jax.tree.leaves(tree), jax.tree.leaves(grads), strict=True):
+        divided = multiplied(divided, factor)
+    leaves = jax.tree.leaves(divided), jax.tree.leaves(grads)
+    for leaf, grad in zip(*leaves, strict=True):
         if isinstance(grad, jax.Array):
             _remember(leaf, Raw(loss_id, grad, scale, finite))
-    return tree, finite
+    return divided
 
 
 def raw_of(leaf: Any) -> Raw | None:
-    """What a gradient was made of, if it is the very array that `unscaled` made."""
+    """What a gradient was made of, if it is the very array that `nan_unless` made."""
     entry = _table.get(id(leaf))
     if entry is None or entry.leaf() is not leaf:
         return None
@@ -136,9 +129,3 @@ def _remember(leaf: Array, raw: Raw) -> None:
 
 def _reference(scalar: Any) -> Callable[[], Any]:
     return weakref.ref(scalar) if is_traced(scalar) else lambda: scalar
-
-
-def _times(grad: Any, factor: Array) -> Any:
-    if not is_differentiable(grad):
-        return grad
-    return lax.mul(grad, lax.convert_element_type(factor, jnp.result_type(grad)))

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.groups import SINGLE, Key
-from jamp._core.tree import path_string, strong_array, unshared
+from jamp._core.tree import mapping_like, path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
@@ -172,7 +172,7 @@ def _merged(old: PyTree, new: PyTree, where: str) -> Any:
     for key, value in new.items():
         if key in old:
             entries[key] = _merged(old[key], value, f"{where}[{key!r}]")
-    return _of_kind(old, entries)
+    return mapping_like(old, entries)
 
 
 def _extended(old: PyTree, new: PyTree, name: str) -> Any:
@@ -182,8 +182,4 @@ def _extended(old: PyTree, new: PyTree, name: str) -> Any:
     twice = set(old) & set(new)
     if twice:
         raise ValueError(f"{name} has a group {sorted(twice, key=str)[0]!r} already.")
-    return _of_kind(old, {**old, **new})
-
-
-def _of_kind(old: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    return entries if isinstance(old, dict) else type(old)(entries)  # pyright: ignore[reportCallIssue]
+    return mapping_like(old, {**old, **new})

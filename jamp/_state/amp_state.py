@@ -19,8 +19,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
 from jamp._state.gradients import LossGrads, by_loss, clean_flags, summed
-from jamp._state.load_params import has_values, loaded
-from jamp._state.serialization import register
+from jamp._state.loading import has_values, loaded, register
 from jamp._state.step import step, widened
 
 _FIELD_REMEDY = (
@@ -43,11 +42,6 @@ class _Replace:
         if loads and has_values(params, self.params):
             changes |= loaded(self, params, False)
         return dataclasses.replace(self, **changes)
-
-
-def _inherit_replace(state_class: Any) -> None:
-    if "replace" in vars(state_class):
-        del state_class.replace
 
 
 class AmpState(_Replace, TrainState, kw_only=True):
@@ -78,8 +72,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
-        _inherit_replace(cls)
-        register(cls)
+        _complete(cls)
 
     def __repr__(self) -> str:
         """Level, params by dtype, step, scale and skips; not the arrays."""
@@ -251,8 +244,14 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return grown(self, params, tx, allowed, extra, fields)
 
 
-_inherit_replace(AmpState)
-register(AmpState)
+def _complete(state_class: Any) -> None:
+    """Takes Flax's `replace` out of a class, and has Flax check what it restores."""
+    if "replace" in vars(state_class):
+        del state_class.replace
+    register(state_class)
+
+
+_complete(AmpState)
 
 # What a state holds once per group.
 _GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")

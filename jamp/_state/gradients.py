@@ -19,7 +19,7 @@ from jamp._core.tree import (
     widen_tree,
 )
 from jamp._core.warnings import PrecisionWarning, warn
-from jamp._scaling.by_hand import HasLossScales, check_loss_id
+from jamp._scaling.loss import HasLossScales, check_loss_id
 from jamp._scaling.unscaled import raw_of
 
 _REMEDY = (

@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.tree import select, split_overwrite, trained_params, with_trained
 from jamp._scaling.unscaled import still_scaled
-from jamp._state.placement import moments_like_params, with_shardings
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
@@ -18,61 +17,6 @@ _NO_MASTERS = (
     "`state.load_params(state.params, reset_optimizer=True)`; another state of it goes "
     "in with `state.opt_state._replace(inner_state=...)`."
 )
-
-
-def begin(
-    tx: optax.GradientTransformation | None,
-    originals: PyTree,
-    params: PyTree,
-    *,
-    keeps_masters: bool | None,
-    store_remainder: bool,
-) -> tuple[Any, PyTree, Any]:
-    """One new group: its transformation as the level wants it, params and state.
-
-    `originals` are the user's params, float32; `params` were cast from them.
-    """
-    if tx is not None:
-        tx = with_shardings(tx, params)
-        if keeps_masters:
-            tx = masters.master_weights(tx, store_remainder=store_remainder)
-    return tx, *init_optimizer(tx, originals, params)
-
-
-def init_optimizer(
-    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
-) -> tuple[PyTree, Any]:
-    """Params and optimizer state, from the user's params rather than rounded ones.
-
-    Raises:
-        ValueError: the transformation keeps masters somewhere inside already.
-    """
-    if tx is None:
-        return params, None
-    return init_around(tx, first_weights(tx, originals, params), params)
-
-
-def init_around(
-    tx: optax.GradientTransformation | None, weights: PyTree, params: PyTree
-) -> tuple[PyTree, Any]:
-    """The same from a tree of `Weight`."""
-    opt_state = masters.inside(tx).init(masters.values(weights))
-    is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
-    if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
-        raise ValueError(masters.ALREADY_WRAPPED)
-    opt_state = moments_like_params(opt_state, params)
-    return with_weights(tx, weights, opt_state, params)
-
-
-def first_weights(
-    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
-) -> PyTree:
-    """A tree of `Weight` as `tx` steps them; `params` were cast from `originals`."""
-    trained = trained_params(params)
-    if not isinstance(tx, masters.MasterWeights):
-        return jax.tree.map(Weight, trained)
-    originals = trained_params(originals)
-    return masters.with_masters(trained, originals, store_remainder=tx.store_remainder)
 
 
 def with_weights(

@@ -18,7 +18,8 @@ from jamp._core.tree import all_finite, is_traced, select, strong_array, unshare
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import LossScaleRule, check_scale, unscale_tree
-from jamp._state.step import init_optimizer, step, widened
+from jamp._state.new_state import init_optimizer
+from jamp._state.step import step, widened
 from jamp.fp16_utils import _closure, _state
 from jamp.fp16_utils._params import clip_grad_norm
 from jamp.fp16_utils._scalers import rule_from_args

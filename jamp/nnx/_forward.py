@@ -7,9 +7,13 @@ from typing import Any
 from flax import nnx
 
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
-from jamp._policy.forward import scope_under
+from jamp._policy.forward import (
+    forward_policy,
+    model_inputs,
+    model_outputs,
+    scope_under,
+)
 from jamp._policy.levels import Properties
-from jamp._policy.models import forward_policy, model_inputs, model_outputs
 from jamp.nnx._autocast import autocast_in
 from jamp.nnx._variables import map_arrays
 

@@ -1,19 +1,26 @@
-"""`state.load_params`, and `state.replace(params=...)`: params from elsewhere."""
+"""What a state takes from elsewhere: params, and what Flax restores.
+
+`state.load_params`, `state.replace(params=...)` and `flax.serialization`. Flax itself
+puts whatever it finds into a target: a float16 state's params into one of bfloat16.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import serialization
 from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
-from jamp._core.names import filled, named
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import check_like, strong_array, trained_params, unshared
+from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._state.incoming import ARRAY_LIKE
-from jamp._state.step import init_around, weights_of, with_weights
+from jamp._state.new_state import init_around
+from jamp._state.step import weights_of, with_weights
 from jamp.optimizers._masters import MasterWeightsState
 from pallas_kernels import Weight, split
 
@@ -113,3 +120,46 @@ def _check_dtypes(params: PyTree, old: PyTree) -> None:
                 f"params{jax.tree_util.keystr(path)} has dtype {new.dtype}, expected "
                 f"{like.dtype}: {_REMEDY}"
             )
+
+
+def register(state_class: type) -> None:
+    """Makes Flax check what it restores into states of a class."""
+    serialization.register_serialization_state(
+        state_class, _to_state_dict, _from_state_dict, override=True
+    )
+
+
+def _to_state_dict(state: Any) -> dict[str, Any]:
+    return {
+        name: serialization.to_state_dict(getattr(state, name))
+        for name in array_fields(state)
+    }
+
+
+def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
+    check_same(
+        state_dict,
+        _to_state_dict(state),
+        "The checkpoint",
+        "Restore into a state that jamp.initialize made with the same options; a "
+        "checkpoint for any opt level is made by jamp.to_checkpoint.",
+    )
+    for i, rule in enumerate(state.loss_scale_rules):
+        scale_state = state_dict["loss_scales"][str(i)]
+        check_scale_state(f"loss_scales/{i}", scale_state, rule)
+    check_counters(state_dict)
+    fields = {name: _restored(state, name, x) for name, x in state_dict.items()}
+    return state.replace(**fields)
+
+
+def _restored(state: Any, name: str, value: Any) -> Any:
+    try:
+        return serialization.from_state_dict(getattr(state, name), value, name=name)
+    except KeyError as error:  # of what holds no arrays, which the check does not see
+        raise ValueError(f"The checkpoint has no {error} in {name}.") from None
+
+
+def array_fields(state: Any) -> list[str]:
+    """The names of the fields that hold arrays; the others are static."""
+    fields = state.__dataclass_fields__.values()
+    return [f.name for f in fields if f.metadata.get("pytree_node", True)]
