@@ -18,7 +18,7 @@ from jamp._core.tree import mapping_like, path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
-from jamp._state.step import widened
+from jamp._state.step import groups_of
 from jamp.optimizers import FusedTransformation
 from jamp.optimizers._masters import MasterWeights, inside
 
@@ -52,10 +52,7 @@ def grown[S](
         _check_groups(params, tx, old.params)
         put, bare = _extended, {k: _bare(groups.get(old.tx, k)) for k in keys}
         txs = _extended(groups.pack(bare, old.params), tx, "tx")
-    masters = {
-        k: widened(*(groups.get(x, k) for x in (old.tx, old.opt_state, old.params)))
-        for k in keys
-    }
+    masters = {key: group.wide_params() for key, group in groups_of(old).items()}
     new = new_state(
         type(old),
         put(groups.pack(masters, old.params), params, "params"),

@@ -47,6 +47,20 @@ class LossGrads(NamedTuple):
     overwrite: dict[Key, Any]
 
 
+class GroupGrads(NamedTuple):
+    """The gradients of one group.
+
+    Attributes:
+        tree: in float32, summed.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
+        clean: whether all are finite.
+    """
+
+    tree: PyTree
+    overwrite: Any
+    clean: Flag
+
+
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
     """The gradients of each loss, checked.
 
@@ -72,22 +86,19 @@ def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads
     return [_of_loss(*pair, state) for pair in zip(grads, loss_id, strict=True)]
 
 
-def clean_flags(losses: list[LossGrads]) -> dict[Key, Flag]:
-    """Per group that has gradients, whether all of them are finite."""
-    clean: dict[Key, Flag] = {}
+def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
+    """The gradients of each group that has some, summed over the losses."""
+    total: dict[Key, GroupGrads] = {}
     for loss in losses:
-        for key in loss.trees:
-            looked = [f for f in (clean.get(key, True), loss.finite) if f is not True]
-            clean[key] = functools.reduce(jnp.logical_and, looked) if looked else True
-    return clean
-
-
-def summed(losses: list[LossGrads], key: Key) -> tuple[PyTree, Any]:
-    """A group's gradients, summed over the losses; and its fp8 values if any."""
-    covering = [loss for loss in losses if key in loss.trees]
-    trees = [loss.trees[key] for loss in covering]
-    add = functools.partial(jax.tree.map, jnp.add)
-    return functools.reduce(add, trees), covering[-1].overwrite[key]
+        for key, tree in loss.trees.items():
+            clean = loss.finite
+            if key in total:
+                before = total[key]
+                tree = jax.tree.map(jnp.add, before.tree, tree)
+                if before.clean is not True:
+                    clean = before.clean if clean is True else before.clean & clean
+            total[key] = GroupGrads(tree, loss.overwrite[key], clean)
+    return total
 
 
 def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
@@ -95,7 +106,7 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     trees, overwrite = {}, {}
     keys = groups.group_keys(state.tx)
     is_single = keys == (groups.SINGLE,)
-    entries = {groups.SINGLE: grads} if is_single else _by_group(grads, keys, state)
+    entries = {groups.SINGLE: grads} if is_single else _entries_of(grads, keys, state)
     for key, entry in entries.items():
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
@@ -112,7 +123,7 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     return LossGrads(loss_id, finite, trees, overwrite)
 
 
-def _by_group(
+def _entries_of(
     grads: PyTree, keys: tuple[Key, ...], state: HasLossScales
 ) -> dict[Key, PyTree]:
     """The entries of the groups that have gradients."""

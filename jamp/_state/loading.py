@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import serialization
 from jaxtyping import PyTree
 
@@ -19,9 +18,8 @@ from jamp._core.names import check_same, filled, named
 from jamp._core.tree import check_like, strong_array, trained_params, unshared
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._state.incoming import ARRAY_LIKE
-from jamp._state.new_state import init_around
-from jamp._state.step import weights_of, with_weights
-from jamp.optimizers._masters import MasterWeightsState
+from jamp._state.new_state import begun_from
+from jamp._state.step import Group, groups_of, packed
 from pallas_kernels import Weight, split
 
 _REMEDY = (
@@ -38,16 +36,11 @@ def loaded(state: Any, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     check_like(named(given), named(state.params), "params", _REMEDY)
     params = filled(state.params, named(given))
     _check_dtypes(params, state.params)
-    changes: dict[str, Any] = {"params": {}, "opt_state": {}}
-    for key in groups.group_keys(state.tx):
-        changes["params"][key], changes["opt_state"][key] = _group(
-            groups.get(state.tx, key),
-            groups.get(state.opt_state, key),
-            groups.get(params, key),
-            groups.get(state.params, key),
-            reset_optimizer,
-        )
-    changes = {name: groups.pack(x, state.params) for name, x in changes.items()}
+    entered = {
+        key: _entered(group, groups.get(params, key), reset_optimizer)
+        for key, group in groups_of(state).items()
+    }
+    changes = packed(entered, state.params)
     before = {name: getattr(state, name) for name in changes}
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
@@ -59,22 +52,15 @@ def has_values(*trees: PyTree) -> bool:
     return all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(trees))
 
 
-def _group(
-    tx: optax.GradientTransformation | None,
-    opt_state: PyTree,
-    params: PyTree,
-    old: PyTree,
-    reset_optimizer: bool,
-) -> tuple[Any, Any]:
-    weights = weights_of(tx, opt_state, old)
+def _entered(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
+    """A group with other params."""
     is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
     trained = trained_params(params)
-    weights = jax.tree.map(_loaded, weights, trained, is_leaf=is_weight)
-    if reset_optimizer and tx is not None:
-        return init_around(tx, weights, params)
-    has_masters = isinstance(opt_state, MasterWeightsState)
-    inner = opt_state.inner_state if has_masters else opt_state
-    return with_weights(tx, weights, inner, params)
+    weights = jax.tree.map(_loaded, old.weights(), trained, is_leaf=is_weight)
+    group = old._replace(params=params)
+    if reset_optimizer and group.tx is not None:
+        return begun_from(group, weights)
+    return group.with_weights(weights, old.inner_state)
 
 
 def _loaded(old: Weight, new: jax.Array) -> Weight:

@@ -18,7 +18,7 @@ from jamp._core.dtypes import is_castable
 from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.step import with_weights
+from jamp._state.step import Group, packed
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
@@ -45,62 +45,52 @@ def new_state[S](
         store_remainder: whether masters are the low bits beside the params.
         apply_fn, properties, loss_scale_rules, **fields: fields of the state.
     """
-    keys = groups.group_keys(txs)
-    wrapped, trees, opt_states = {}, {}, {}
-    for key in keys:
+    begun = {}
+    for key in groups.group_keys(txs):
         tx, cast = groups.get(txs, key), groups.get(params, key)
         if tx is not None:
             tx = _with_shardings(tx, cast)
             if properties.master_weights:
                 tx = masters.master_weights(tx, store_remainder=store_remainder)
-        wrapped[key] = tx
-        original = groups.get(originals, key)
-        trees[key], opt_states[key] = init_optimizer(tx, original, cast)
+        begun[key] = begun_group(tx, groups.get(originals, key), cast)
     return state_class(
         step=jnp.int32(0),
         apply_fn=apply_fn,
-        params=groups.pack(trees, params),
-        tx=groups.hashable(wrapped, txs),
-        opt_state=groups.pack(opt_states, params),
+        tx=groups.hashable({k: group.tx for k, group in begun.items()}, txs),
+        **packed(begun, params),
         loss_scales=tuple(rule.init() for rule in loss_scale_rules),
-        skipped_steps=groups.pack({k: jnp.int32(0) for k in keys}, params),
-        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in keys}, params),
+        skipped_steps=groups.pack({k: jnp.int32(0) for k in begun}, params),
+        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in begun}, params),
         properties=properties,
         loss_scale_rules=loss_scale_rules,
         **fields,
     )
 
 
-def init_optimizer(
+def begun_group(
     tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
-) -> tuple[PyTree, Any]:
+) -> Group:
     """Params and optimizer state, from the user's params rather than rounded ones.
 
     Raises:
         ValueError: the transformation keeps masters somewhere inside already.
     """
-    if tx is None:
-        return params, None
-    return init_around(tx, first_weights(tx, originals, params), params)
+    group = Group(tx, None, params)
+    return group if tx is None else begun_from(group, first_weights(group, originals))
 
 
-def init_around(
-    tx: optax.GradientTransformation | None, weights: PyTree, params: PyTree
-) -> tuple[PyTree, Any]:
-    """The same from a tree of `Weight`."""
-    opt_state = masters.inside(tx).init(masters.values(weights))
+def begun_from(group: Group, weights: PyTree) -> Group:
+    """A group with a fresh optimizer state, from a tree of `Weight`."""
+    opt_state = masters.inside(group.tx).init(masters.values(weights))
     is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
     if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
         raise ValueError(masters.ALREADY_WRAPPED)
-    opt_state = _moments_like_params(opt_state, params)
-    return with_weights(tx, weights, opt_state, params)
+    return group.with_weights(weights, _moments_like_params(opt_state, group.params))
 
 
-def first_weights(
-    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
-) -> PyTree:
-    """A tree of `Weight` as `tx` steps them; `params` were cast from `originals`."""
-    trained = trained_params(params)
+def first_weights(group: Group, originals: PyTree) -> PyTree:
+    """A tree of `Weight` from params that were cast from `originals`."""
+    tx, trained = group.tx, trained_params(group.params)
     if not isinstance(tx, masters.MasterWeights):
         return jax.tree.map(Weight, trained)
     originals = trained_params(originals)

@@ -1,11 +1,18 @@
-"""One optimizer step of one group, in float32, rounded to the params' dtypes."""
+"""The groups of a state, and one optimizer step of one of them.
 
-from typing import Any
+A step is in float32, and is rounded to the dtypes of the params.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import optax
+from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool, PyTree
 
+from jamp._core import groups
+from jamp._core.groups import Key
 from jamp._core.tree import select, split_overwrite, trained_params, with_trained
 from jamp._scaling.unscaled import still_scaled
 from jamp.optimizers import FusedTransformation, _masters as masters
@@ -19,33 +26,74 @@ _NO_MASTERS = (
 )
 
 
-def with_weights(
-    tx: optax.GradientTransformation | None,
-    weights: PyTree,
-    state: Any,
-    params: PyTree,
-    overwrite: PyTree = None,
-) -> tuple[PyTree, Any]:
-    """Params and optimizer state from stepped weights and their inner state.
+class Group(NamedTuple):
+    """Params with an optimizer of their own.
 
-    Args: see `step`; `state` is that of the transformation inside.
+    Attributes:
+        tx: a transformation, maybe wrapped in `master_weights`; None for inference.
+        opt_state: its state.
+        params: the whole params, non-float leaves included.
     """
-    trained, kept = masters.parted(weights)
-    if isinstance(tx, masters.MasterWeights):
-        state = masters.MasterWeightsState(kept, state)
-    return with_trained(params, trained, overwrite), state
+
+    tx: optax.GradientTransformation | None
+    opt_state: Any
+    params: PyTree
+
+    @property
+    def inner_state(self) -> Any:
+        """The state of the optimizer without masters, alike at all levels."""
+        kept = self.opt_state
+        return (
+            kept.inner_state if isinstance(kept, masters.MasterWeightsState) else kept
+        )
+
+    def weights(self) -> PyTree:
+        """What is trained of the params, with the masters that are kept beside it."""
+        trained = trained_params(self.params)
+        if isinstance(self.tx, masters.MasterWeights):
+            if not isinstance(self.opt_state, masters.MasterWeightsState):
+                raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
+            return masters.joined(trained, self.opt_state.masters)
+        return jax.tree.map(Weight, trained)
+
+    def with_weights(
+        self, weights: PyTree, inner_state: Any, overwrite: PyTree = None
+    ) -> Self:
+        """The group with other weights, optimizer state, and values of fp8 scales."""
+        trained, kept = masters.parted(weights)
+        if isinstance(self.tx, masters.MasterWeights):
+            inner_state = masters.MasterWeightsState(kept, inner_state)
+        params = with_trained(self.params, trained, overwrite)
+        return self._replace(opt_state=inner_state, params=params)
+
+    def wide_params(self) -> PyTree:
+        """The params in float32: the masters where there are some."""
+        return with_trained(self.params, masters.values(self.weights()))
+
+
+def groups_of(state: TrainState) -> dict[Key, Group]:
+    """The groups of a state, by key."""
+    keys = groups.group_keys(state.tx)
+    parts = [groups.split(x, keys) for x in (state.tx, state.opt_state, state.params)]
+    return {key: Group(*(part[key] for part in parts)) for key in keys}
+
+
+def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
+    """The params and optimizer states of groups, as fields of a state."""
+    return {
+        name: groups.pack({k: getattr(x, name) for k, x in by_key.items()}, like)
+        for name in ("params", "opt_state")
+    }
 
 
 def step(
-    tx: optax.GradientTransformation | None,
+    group: Group,
     grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
     *,
     overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
-    update_args: dict[str, Any],
-) -> tuple[PyTree, Any]:
+    update_args: Mapping[str, Any],
+) -> Group:
     """Steps the masters, or where there are none the params, widened for the step.
 
     A fused optimizer does so in one pass over each leaf.
@@ -54,10 +102,8 @@ def step(
     and an epsilon of 1e-8 would be zero.
 
     Args:
-        tx: a transformation, maybe wrapped in `master_weights`.
+        group: params and the state of their optimizer.
         grads: unscaled gradients, in float32.
-        opt_state: its state.
-        params: the whole params, non-float leaves included.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
         clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
             would spare the work of a rare skip, and cost 40 % more traffic always. None
@@ -65,11 +111,9 @@ def step(
         update_args: extra arguments for `tx.update`.
 
     Returns:
-        New params and optimizer state.
+        The group with new params and optimizer state.
     """
-    inner, weights = masters.inside(tx), weights_of(tx, opt_state, params)
-    has_masters = isinstance(tx, masters.MasterWeights)
-    state = opt_state.inner_state if has_masters else opt_state
+    inner, weights, state = masters.inside(group.tx), group.weights(), group.inner_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
         grads, scale = still_scaled(grads, skips=skip is not None)
@@ -81,24 +125,5 @@ def step(
             inner, grads, state, weights, clean, **update_args
         )
     if overwrite is not None and clean is not None:
-        overwrite = select(clean, overwrite, split_overwrite(params)[1])
-    return with_weights(tx, weights, state, params, overwrite)
-
-
-def weights_of(
-    tx: optax.GradientTransformation | None, opt_state: PyTree, params: PyTree
-) -> PyTree:
-    """What is trained of the params, with the masters that `tx` keeps beside it."""
-    trained = trained_params(params)
-    if isinstance(tx, masters.MasterWeights):
-        if not isinstance(opt_state, masters.MasterWeightsState):
-            raise TypeError(_NO_MASTERS.format(type(opt_state).__name__))
-        return masters.joined(trained, opt_state.masters)
-    return jax.tree.map(Weight, trained)
-
-
-def widened(
-    tx: optax.GradientTransformation | None, opt_state: PyTree, params: PyTree
-) -> PyTree:
-    """The params in float32: the masters where `tx` keeps some."""
-    return with_trained(params, masters.values(weights_of(tx, opt_state, params)))
+        overwrite = select(clean, overwrite, split_overwrite(group.params)[1])
+    return group.with_weights(weights, state, overwrite)
