@@ -1,7 +1,8 @@
 """Training goes on in a new process, bit for bit; a save that is killed loses none.
 
-`python -m tests.test_resume FOLDER` is the new process: it restores what `save` wrote,
-trains on, prints a line of JSON, begins to save another step, and kills itself.
+`python -m tests.checkpoint.test_resume FOLDER` is the new process: it restores what
+`save` wrote, trains on, prints a line of JSON, begins to save another step, and kills
+itself.
 """
 
 import dataclasses
@@ -145,7 +146,7 @@ def runs(tmp_path_factory):
         with manager(folder) as checkpoints:
             checkpoints.save(7, args=ocp.args.StandardSave(saved))
         straight = train(start, BEFORE + AFTER)
-    command = [sys.executable, "-m", "tests.test_resume", str(folder)]
+    command = [sys.executable, "-m", "tests.checkpoint.test_resume", str(folder)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300
     )

@@ -25,7 +25,7 @@ from tests.oracles import loss_scale as oracle
 
 pytestmark = pytest.mark.standard_promotion  # as in a user's program
 
-PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "faults.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "faults.md").read_text()
 PARAMS = {"w": jnp.asarray([0.5, -0.25, 2.0]), "b": jnp.zeros(())}
 SGD = optax.sgd(0.125, momentum=0.5)
 X = np.float32([1.0, -2.0, 0.5])

@@ -7,7 +7,7 @@ import re
 
 from tests import surface
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("pallas_kernels", "jamp")
 
 # The ground first. A room covers the files inside of it.

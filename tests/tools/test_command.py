@@ -76,7 +76,7 @@ def test_explain(capsys, tmp_path):
         return capsys.readouterr().out
 
     fn, *args = example()
-    of = "tests.test_command:example"
+    of = "tests.tools.test_command:example"
     assert printed(of) == f"{jamp.explain(fn)(*args)}\n"
     assert "(bfloat16)" in printed(of, "--dtype", "bfloat16")
     assert printed(of, "--filter", "products").splitlines()[1].startswith("dot_gen")
@@ -89,15 +89,21 @@ def test_explain(capsys, tmp_path):
 @pytest.mark.parametrize(
     "target, says",
     [
-        ("tests.test_command", "expected `module:function`"),
+        ("tests.tools.test_command", "expected `module:function`"),
         ("no_module_here:f", "No module named 'no_module_here'"),
-        ("tests.test_command:nothing", "tests.test_command has no 'nothing'"),
-        ("tests.test_command:not_an_example", r"must return `(fn, *args)`, got 3"),
+        (
+            "tests.tools.test_command:nothing",
+            "tests.tools.test_command has no 'nothing'",
+        ),
+        (
+            "tests.tools.test_command:not_an_example",
+            r"must return `(fn, *args)`, got 3",
+        ),
     ],
 )
 def test_what_it_cannot_explain(target, says, capsys):
     assert main(["explain", target]) == 2
     captured = capsys.readouterr()
     assert says in captured.err and captured.out == ""
-    assert main(["explain", "tests.test_command:example", "--depth", "0"]) == 2
+    assert main(["explain", "tests.tools.test_command:example", "--depth", "0"]) == 2
     assert "`depth` must be at least 1" in capsys.readouterr().err

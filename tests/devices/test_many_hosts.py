@@ -1,8 +1,8 @@
 """Two processes as two hosts: agreed to the bit, through skips, saves and deaths.
 
-`python -m tests.test_many_hosts ADDRESS PROCESS FOLDER MOMENT` is one of them, with two
-devices, and prints a line of JSON. At the moment "first" it trains all cases, and ends
-as a host that fails while all save; "second" goes on from the last checkpoint.
+`python -m tests.devices.test_many_hosts ADDRESS PROCESS FOLDER MOMENT` is one of them,
+with two devices, and prints a line of JSON. At the moment "first" it trains all cases,
+and ends as a host that fails while all save; "second" goes on from the last checkpoint.
 """
 
 import contextlib
@@ -262,7 +262,7 @@ def processes(folder, moment):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.test_many_hosts", address]
+    command = [sys.executable, "-m", "tests.devices.test_many_hosts", address]
     children, paths = [], [folder / f"{moment}{i}" for i in range(2)]
     with contextlib.ExitStack() as stack:
         for i, path in enumerate(paths):

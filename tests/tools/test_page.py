@@ -41,7 +41,7 @@ def test_the_page_holds_all_and_asks_for_nothing():
     assert "first&lt;&amp;" in page and "first<&" not in page
     # A product in half and an exponential in float32, on one line of this file; twice.
     assert re.findall(r'"(line\d)" class="both"', page) == ["line0", "line1"]
-    assert '"line0" class="both"><i><a href="#q=tests/test_page.py:' in page
+    assert '"line0" class="both"><i><a href="#q=tests/tools/test_page.py:' in page
     assert "x = jnp.exp(x @ w)" in page
 
 
@@ -70,7 +70,7 @@ def test_search_and_links(tmp_path):
     assert "2 of 5 operations" in dom
     rows = re.findall(r'<tr id="(op\d)"[^>]*?( hidden="")?>', dom)
     assert [name for name, hidden in rows if not hidden] == ["op3", "op4"]
-    dom = in_chromium(page, tmp_path, f"q=tests/test_page.py:{FIRST + 2}")
+    dom = in_chromium(page, tmp_path, f"q=tests/tools/test_page.py:{FIRST + 2}")
     assert "2 of 5 operations" in dom
     dom = in_chromium(page, tmp_path, "op1")
     assert re.search(r'<tr id="op1"[^>]* class="here"', dom)

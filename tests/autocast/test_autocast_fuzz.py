@@ -18,7 +18,7 @@ from tests.programs import evaluate
 from tests.random_programs import EVERY, is_smooth, program, run
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
-LINES = (pathlib.Path(__file__).parent / "data" / "fuzz_seeds.txt").read_text()
+LINES = (pathlib.Path(__file__).parents[1] / "data" / "fuzz_seeds.txt").read_text()
 FOUND = [int(line.split()[0]) for line in LINES.splitlines() if line[0] != "#"]
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100
 

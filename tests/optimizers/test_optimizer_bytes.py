@@ -18,7 +18,7 @@ from tests.hlo import Program
 
 pytestmark = pytest.mark.standard_promotion  # optax promotes
 
-PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 
 
 class Compiled(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import convergence, gpu, predict, report
 from tests.hlo import Program
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 SHOWN = (DOCS / "results.md").read_text()
 # Two batches of (8, 16) times (16, 4): 2 * 2 * 8 * 16 * 4 = 2048.
 HLO = """HloModule made_up, entry_computation_layout={()->()}

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 # After "# ->" the type that pyright must reveal of the line's expression; after "# !!"
 # the rule that it must say the line breaks. On other lines it must find nothing.

@@ -18,7 +18,7 @@ from jamp._autocast.lists import (
 )
 from jamp._autocast.primitives import ROWS, Rule, Traits, traits_of
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 page = runpy.run_path(str(DOCS / "autocast_lists.py"))["page"]
 PUBLIC = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
 LISTED = [name for row in ROWS for name in row.primitives]

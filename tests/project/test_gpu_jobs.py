@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu, specs, test_optimizer_step, training_steps
 from tests import kernels
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 # A job's script, and how it ends.
 JOBS = {
     "alone": ("echo 2 passed", "passed"),
@@ -62,7 +62,7 @@ def test_the_jobs_are_all_kernels_test_files_and_steps():
     names = [job.name for job in gpu.jobs()]
     assert len(set(names)) == len(names)
     assert {f"kernel: {name}" for name in kernels.CASES} <= set(names)
-    stems = {path.stem[5:] for path in ROOT.glob("tests/test_*.py")}
+    stems = {path.stem[5:] for path in ROOT.glob("tests/*/test_*.py")}
     tested = {name[7:] for name in names if name.startswith("tests: ")}
     assert stems == tested | {*gpu.NOT_TESTED, "gpu"}
     trained = {name[15:] for name in names if name.startswith("training step: ")}

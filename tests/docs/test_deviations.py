@@ -21,7 +21,7 @@ HALVES = (jnp.float16, jnp.bfloat16)
 W, X = jnp.full((2, 1), 2.0), jnp.full((4, 2), 2.5)  # x @ w is 10
 
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "from_apex.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "from_apex.md"
 ROW = re.compile(r"^\| (\d*) ?\| (.+) \| (.*) \| (.+) \| (.*) \|$", re.MULTILINE)
 
 
