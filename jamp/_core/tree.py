@@ -215,6 +215,10 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
         what: names `given` in the message: `"gradients"`.
         remedy: the sentence that says what to write instead.
     """
+    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(y)] for y in (given, expected)]
+    if given_def == expected_def and shapes[0] == shapes[1]:
+        return
     have, want = _shapes(given), _shapes(expected)
     for path in want:
         if path not in have:
@@ -226,11 +230,9 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     for path in have:
         if path not in want:
             raise ValueError(f"{what} have an unexpected leaf at {path}: {remedy}")
-    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
-    if given_def != expected_def:
-        raise ValueError(
-            f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
-        )
+    raise ValueError(
+        f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
+    )
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

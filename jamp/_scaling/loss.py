@@ -68,7 +68,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     [4. 4.] [1. 1.]
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss(loss, state)")
-    return rule.scale_loss(checked_loss(loss), scale_state)
+    return rule.scale_loss(checked_loss(loss)[0], scale_state)
 
 
 @moves_constants
@@ -120,19 +120,16 @@ def check_loss_id(loss_id: Any, state: HasLossScales) -> None:
         )
 
 
-def split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
-    """The loss, checked, and aux."""
-    if not has_aux:
-        return checked_loss(out), None
-    if not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(
-            f"With has_aux=True the loss function must return (loss, aux), got {out!r}."
-        )
-    return checked_loss(out[0]), out[1]
-
-
-def checked_loss(loss: Any) -> Array:
-    """The loss in float32, if it is a float scalar."""
+def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:
+    """The loss in float32, if it is a float scalar; and aux."""
+    loss, aux = out, None
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                "With has_aux=True the loss function must return (loss, aux), got "
+                f"{out!r}."
+            )
+        loss, aux = out
     if isinstance(loss, tuple):
         raise TypeError(
             "The loss function returned a tuple: pass has_aux=True for (loss, aux)."
@@ -155,7 +152,7 @@ def checked_loss(loss: Any) -> Array:
             "float32: `logits.astype(jnp.float32)` before it.",
             PrecisionWarning,
         )
-    return loss.astype(jnp.float32)
+    return loss.astype(jnp.float32), aux
 
 
 def grad_of_scaled(
@@ -187,7 +184,7 @@ def grad_of_product(
     """`((loss, aux), grads)`: the gradients are of the loss times a scale."""
 
     def scaled_loss(trained):
-        loss, aux = split_aux(loss_fn(trained), has_aux)
+        loss, aux = checked_loss(loss_fn(trained), has_aux)
         return loss * scale, (loss, aux)
 
     grads, value = jax.grad(scaled_loss, has_aux=True)(trained)

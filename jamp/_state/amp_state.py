@@ -20,7 +20,7 @@ from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
 from jamp._state.gradients import GroupGrads, LossGrads, by_group, by_loss
 from jamp._state.loading import has_values, loaded, register
-from jamp._state.step import groups_of, packed, step
+from jamp._state.step import groups_of, packed, step, wide_params
 
 _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "
@@ -311,5 +311,4 @@ def master_params(state: AmpState) -> Any:
     >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
     0.099976 0.100000
     """
-    wide = {key: group.wide_params() for key, group in groups_of(state).items()}
-    return groups.pack(wide, state.params)
+    return wide_params(state)

@@ -19,7 +19,6 @@ from typing_extensions import TypeVar
 from jamp._autocast.transform import Promote
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
-from jamp._core.groups import Key
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level, check_keep_fp32
@@ -152,7 +151,11 @@ def initialize(
     check_keep_fp32(properties.keep_fp32, params)
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
     if store_remainder and not (properties.master_weights and tx is not None):
-        _warn_no_masters(opt_level)
+        warn(
+            f"store_remainder has no effect: {opt_level} keeps no master weights here. "
+            "It is for O5.",
+            UnusedOptionWarning,
+        )
     state = new_state(
         _state_class_with(state_class, fields),
         params,
@@ -221,21 +224,11 @@ def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
 def _patch(apply_fn: Any, properties: Properties) -> Any:
     if apply_fn is None:
         return no_forward
-    if isinstance(apply_fn, list | tuple | Mapping):
-        items = (
-            apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)
-        )
-        patched: dict[Key, Any] = {k: cast_forward(fn, properties) for k, fn in items}
-        return groups.hashable(patched, apply_fn)
-    return cast_forward(apply_fn, properties)
-
-
-def _warn_no_masters(opt_level: str) -> None:
-    warn(
-        f"store_remainder has no effect: {opt_level} keeps no master weights here. It "
-        "is for O5.",
-        UnusedOptionWarning,
-    )
+    if not isinstance(apply_fn, list | tuple | Mapping):
+        return cast_forward(apply_fn, properties)
+    keys = groups.group_keys(apply_fn)
+    patched = {key: cast_forward(apply_fn[key], properties) for key in keys}
+    return groups.hashable(patched, apply_fn)
 
 
 _APEX_NAMES = {

@@ -103,10 +103,9 @@ def _with_shardings(
     """Tells a fused optimizer how its params are sharded: jit would hide it."""
     if not isinstance(tx, FusedTransformation):
         return tx
-    leaves = jax.tree.leaves(trained_params(params))
-    named = [_named(x) for x in leaves]
+    named = tuple(map(_named, jax.tree.leaves(trained_params(params))))
     spread = named and all(s is not None and s.mesh.size > 1 for s in named)
-    return tx.replace(shardings=tuple(named)) if spread else tx
+    return tx.replace(shardings=named if spread else None)
 
 
 def _moments_like_params[T](opt_state: T, params: PyTree) -> T:

@@ -66,10 +66,6 @@ class Group(NamedTuple):
         params = with_trained(self.params, trained, overwrite)
         return self._replace(opt_state=inner_state, params=params)
 
-    def wide_params(self) -> PyTree:
-        """The params in float32: the masters where there are some."""
-        return with_trained(self.params, masters.values(self.weights()))
-
 
 def groups_of(state: TrainState) -> dict[Key, Group]:
     """The groups of a state, by key."""
@@ -84,6 +80,17 @@ def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
         name: groups.pack({k: getattr(x, name) for k, x in by_key.items()}, like)
         for name in ("params", "opt_state")
     }
+
+
+def wide_params(state: TrainState) -> PyTree:
+    """The params in float32: the masters where there are some."""
+    wide = {key: wide_group(group) for key, group in groups_of(state).items()}
+    return groups.pack(wide, state.params)
+
+
+def wide_group(group: Group) -> PyTree:
+    """The same of one group."""
+    return with_trained(group.params, masters.values(group.weights()))
 
 
 def step(

@@ -19,7 +19,7 @@ from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import LossScaleRule, check_scale, unscale_tree
 from jamp._state.new_state import begun_group
-from jamp._state.step import Group, step
+from jamp._state.step import Group, step, wide_group
 from jamp.fp16_utils import _closure, _state
 from jamp.fp16_utils._params import clip_grad_norm
 from jamp.fp16_utils._scalers import rule_from_args
@@ -308,7 +308,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def master_params(self, state: FP16_OptimizerState) -> PyTree:
         """The params in float32: masters, and those that are their own."""
-        return Group(self.optimizer, state.opt_state, state.params).wide_params()
+        return wide_group(Group(self.optimizer, state.opt_state, state.params))
 
     def state_dict(self, state: FP16_OptimizerState) -> dict[str, Any]:
         """All that a checkpoint needs, by name: apex's keys, and `fp32_from_fp32`.
