@@ -266,5 +266,5 @@ def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...
             counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
             first = scaler["loss_scale"] if rule.moves else scale.scale
             scale = LossScaleState(first, **counts)
-        scales.append(jax.tree.map(placed_like, scale, state.loss_scales[i]))
+        scales.append(scale)
     return tuple(scales)

@@ -106,18 +106,13 @@ def find_loss_scale(
             f"{call} takes the AmpState that `jamp.initialize` returned, got "
             f"{type(state).__name__}."
         )
-    check_loss_id(loss_id, state)
-    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
-
-
-def check_loss_id(loss_id: Any, state: HasLossScales) -> None:
-    """Raises unless the state has a loss scale of this number."""
     count = len(state.loss_scale_rules)
     if isinstance(loss_id, bool) or loss_id not in range(count):
         raise IndexError(
             f"loss_id={loss_id!r} is out of range: the state has {count} loss "
             "scale(s). Pass num_losses to jamp.initialize."
         )
+    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
 
 
 def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:

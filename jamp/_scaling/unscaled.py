@@ -10,6 +10,7 @@ twice, and the half gradient, which a fused optimizer unscales on its way. Nothi
 bytes depends on the table, and it keeps nothing alive.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -117,15 +118,15 @@ _table: dict[int, _Entry] = {}  # by the id of the leaf
 
 def _remember(leaf: Array, raw: Raw) -> None:
     key = id(leaf)
+    scale, finite = (
+        weakref.ref(x) if is_traced(x) else functools.partial(lambda x: x, x)
+        for x in (raw.scale, raw.finite)
+    )
     _table[key] = _Entry(
         leaf=weakref.ref(leaf, lambda _: _table.pop(key, None)),
         loss_id=raw.loss_id,
         grad=weakref.ref(raw.grad),
-        scale=_reference(raw.scale),
-        finite=_reference(raw.finite),
+        scale=scale,
+        finite=finite,
         checks=raw.finite is not None,
     )
-
-
-def _reference(scalar: Any) -> Callable[[], Any]:
-    return weakref.ref(scalar) if is_traced(scalar) else lambda: scalar

@@ -18,9 +18,17 @@ from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
-from jamp._state.gradients import GroupGrads, LossGrads, by_group, by_loss
 from jamp._state.loading import has_values, loaded, register
-from jamp._state.step import groups_of, packed, step, wide_params
+from jamp._state.step import (
+    GroupGrads,
+    LossGrads,
+    by_group,
+    by_loss,
+    groups_of,
+    packed,
+    step,
+    wide_params,
+)
 
 _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "

@@ -116,10 +116,7 @@ def register(state_class: type) -> None:
 
 
 def _to_state_dict(state: Any) -> dict[str, Any]:
-    return {
-        name: serialization.to_state_dict(getattr(state, name))
-        for name in array_fields(state)
-    }
+    return {name: named(getattr(state, name)) for name in array_fields(state)}
 
 
 def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
@@ -134,15 +131,8 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
         scale_state = state_dict["loss_scales"][str(i)]
         check_scale_state(f"loss_scales/{i}", scale_state, rule)
     check_counters(state_dict)
-    fields = {name: _restored(state, name, x) for name, x in state_dict.items()}
+    fields = {k: filled(getattr(state, k), state_dict[k]) for k in array_fields(state)}
     return state.replace(**fields)
-
-
-def _restored(state: Any, name: str, value: Any) -> Any:
-    try:
-        return serialization.from_state_dict(getattr(state, name), value, name=name)
-    except KeyError as error:  # of what holds no arrays, which the check does not see
-        raise ValueError(f"The checkpoint has no {error} in {name}.") from None
 
 
 def array_fields(state: Any) -> list[str]:
