@@ -162,7 +162,8 @@ class AmpState(_Replace, TrainState, kw_only=True):
             skipped[key] = jnp.logical_not(clean)
             counts[key] = counts[key] + skipped[key].astype(jnp.int32)
         moves = functools.reduce(jnp.logical_or, [~skipped[key] for key in given])
-        return self.replace(
+        return dataclasses.replace(
+            self,
             step=self.step + moves.astype(jnp.int32),
             loss_scales=_next_scales(self, losses),
             skipped_steps=groups.pack(counts, self.params),
