@@ -226,8 +226,8 @@ def _patch(apply_fn: Any, properties: Properties) -> Any:
         return no_forward
     if not isinstance(apply_fn, list | tuple | Mapping):
         return cast_forward(apply_fn, properties)
-    keys = groups.group_keys(apply_fn)
-    patched = {key: cast_forward(apply_fn[key], properties) for key in keys}
+    forwards = groups.split(apply_fn, groups.group_keys(apply_fn))
+    patched = {key: cast_forward(fn, properties) for key, fn in forwards.items()}
     return groups.hashable(patched, apply_fn)
 
 
