@@ -15,10 +15,9 @@ from jamp._autocast.lists import (
     What,
     library_place,
 )
+from jamp._autocast.marks import KERNEL, MARKERS
 from jamp._autocast.program import (
     KEPT,
-    KERNEL,
-    MARKERS,
     NO_MODEL,
     PRECISION,
     dtypes_of,
