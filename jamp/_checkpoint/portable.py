@@ -79,7 +79,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
 
 @moves_constants
-def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
+def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """The state with the values of a checkpoint, from this opt level or another.
 
     From the same level every bit comes back. From another, masters, moments, counters
@@ -242,7 +242,7 @@ def _check_values(found: dict[str, Any], state: AmpState) -> None:
     check_counters(found)
 
 
-def _group(group: Group, originals: PyTree, inner_state: Any) -> Group:
+def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
     """One group at this level, from float32 params."""
 
     def leaf(original, param):

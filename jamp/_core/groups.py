@@ -60,7 +60,7 @@ def hashable(values: Mapping[Key, Any], like: Any) -> Any:
     return FrozenDict(packed) if isinstance(like, Mapping) else tuple(packed)
 
 
-def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
+def is_container(value: object, keys: tuple[Key, ...]) -> bool:
     """Whether `value` holds one entry per group."""
     if keys == (SINGLE,):
         return False

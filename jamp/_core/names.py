@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._core.devices import placed_like
@@ -29,7 +30,7 @@ def named(tree: PyTree) -> Any:
     return {path_parts(path)[0]: named(child) for path, child in children}
 
 
-def filled(like: Any, names: Any) -> Any:
+def filled(like: PyTree, names: PyTree) -> Any:
     """A tree like `like`, from the values in `names`, which match it already.
 
     Values come as arrays of their own dtype, placed as the leaves of `like`.
@@ -86,13 +87,13 @@ def _differ(path: str, x: Any, like: Any) -> list[str]:
     return []
 
 
-def _fits(x: Any, dtype: Any) -> bool:
+def _fits(x: object, dtype: DTypeLike) -> bool:
     if not isinstance(x, bool | int | float):
         return False
     return np.can_cast(type(x), dtype, "same_kind")
 
 
-def _leaves(names: Any, path: str = "") -> dict[str, Any]:
+def _leaves(names: PyTree, path: str = "") -> dict[str, Any]:
     if names is None:
         return {}
     if not isinstance(names, Mapping):

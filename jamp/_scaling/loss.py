@@ -115,7 +115,7 @@ def find_loss_scale(
     return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
 
 
-def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:
+def checked_loss(out: object, has_aux: bool = False) -> tuple[Array, Any]:
     """The loss in float32, if it is a float scalar; and aux."""
     loss, aux = out, None
     if has_aux:
@@ -154,8 +154,8 @@ def grad_of_scaled(
     loss_fn: Callable[..., Any],
     params: PyTree,
     scale: Float[Array, ""],
-    args: Any,
-    kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     has_aux: bool = False,
 ) -> tuple[Any, PyTree]:
     """The loss, or `(loss, aux)`, and gradients of the loss times a scale.

@@ -67,7 +67,7 @@ def nan_unless(
     return divided
 
 
-def raw_of(leaf: Any) -> Raw | None:
+def raw_of(leaf: object) -> Raw | None:
     """What a gradient was made of, if it is the very array that `nan_unless` made."""
     entry = _table.get(id(leaf))
     if entry is None or entry.leaf() is not leaf:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import serialization
+from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
@@ -30,7 +31,7 @@ _REMEDY = (
 
 
 @moves_constants
-def loaded(state: Any, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
+def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """What `AmpState.load_params` replaces in the state, by name."""
     given = jax.tree.map(strong_array, params)
     check_like(named(given), named(state.params), "params", _REMEDY)
@@ -92,7 +93,7 @@ def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
 
 
 @_widened.defjvp
-def _widened_jvp(primals: Any, tangents: Any) -> Any:
+def _widened_jvp(primals: PyTree, tangents: PyTree) -> Any:
     return _widened(*primals), widen(tangents[0])
 
 
@@ -115,7 +116,7 @@ def register(state_class: type) -> None:
     )
 
 
-def _to_state_dict(state: Any) -> dict[str, Any]:
+def _to_state_dict(state: TrainState) -> dict[str, Any]:
     return {name: named(getattr(state, name)) for name in array_fields(state)}
 
 
@@ -135,7 +136,7 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
     return state.replace(**fields)
 
 
-def array_fields(state: Any) -> list[str]:
+def array_fields(state: TrainState) -> list[str]:
     """The names of the fields that hold arrays; the others are static."""
     fields = state.__dataclass_fields__.values()
     return [f.name for f in fields if f.metadata.get("pytree_node", True)]

@@ -234,7 +234,7 @@ class Group(NamedTuple):
         return jax.tree.map(Weight, trained)
 
     def with_weights(
-        self, weights: PyTree, inner_state: Any, overwrite: PyTree = None
+        self, weights: PyTree, inner_state: PyTree, overwrite: PyTree = None
     ) -> Self:
         """The group with other weights, optimizer state, and values of fp8 scales."""
         trained, kept = masters.parted(weights)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._core import groups
+from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
 from jamp._scaling.value_and_grad import ScaledGrad
@@ -40,7 +41,7 @@ class Step(NamedTuple):
         return [(given.get(path, x), path) for x, path in self.values]
 
 
-def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Any = None) -> StepFn:
+def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Wrt = None) -> StepFn:
     """`(state, {"args":, "kwargs":}) -> (loss, gradients times the scale)`."""
 
     def both(state, arguments):

@@ -1,7 +1,7 @@
 """Functions of NNX models, and the calls of models, in half."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -90,7 +90,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
     return autocast_fn
 
 
-def _check_paths(before: Any, after: Any) -> None:
+def _check_paths(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
     if before.keys() != after.keys():
         names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
         raise ValueError(
