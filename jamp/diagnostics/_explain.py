@@ -21,7 +21,7 @@ from jamp.diagnostics._reasons import (
     reason_of_note,
 )
 from jamp.diagnostics._source import module_path, user_line
-from jamp.diagnostics._step import StepFn, step_fn, traced
+from jamp.diagnostics._step import Call, call_of, traced
 
 
 def explain(
@@ -67,8 +67,7 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
-            arguments = {"args": args[1:], "kwargs": kwargs}
-            return explain_step(step_fn(fn), args[0], arguments)
+            return explain_step(call_of("explain", fn, args[0], args[1:], kwargs))
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
         found = _operations(program, scope.policy.lists, _Enclosing())
@@ -77,11 +76,11 @@ def explain(
     return explained
 
 
-def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
-    """Explains a function of a state and arguments that gives loss and gradients."""
+def explain_step(call: Call) -> Explanation:
+    """Explains a step, forward and backward."""
     with noting(True):
-        program = traced(fn, (state, arguments)).program
-    properties = state.properties
+        program = traced(call).program
+    properties = call.state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"

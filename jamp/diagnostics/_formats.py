@@ -20,41 +20,33 @@ FORMATS = {
 
 
 class Loss(NamedTuple):
-    """How many of some numbers that are not zero a format would lose.
+    """How many of some numbers that are not zero a format would lose."""
 
-    Attributes:
-        zero: those that would become zero.
-        subnormal: those that would keep a part of their digits.
-        over: those beyond the largest finite number.
-    """
-
-    zero: int
-    subnormal: int
-    over: int
+    zero: int  # those that would become zero
+    subnormal: int  # those that would keep a part of their digits
+    over: int  # those beyond the largest finite number
 
 
 class Counts(NamedTuple):
-    """Of some numbers, by format.
+    """Of some numbers, by format."""
 
-    Attributes:
-        nonzero: how many are neither zero nor NaN.
-        losses: by the names of `FORMATS`.
-    """
+    nonzero: int  # how many are neither zero nor NaN
+    losses: dict[str, Loss]  # by the names of `FORMATS`
 
-    nonzero: int
-    losses: dict[str, Loss]
-
-    def __add__(self, other: "Counts") -> "Counts":  # pyright: ignore[reportIncompatibleMethodOverride]
-        pairs = {name: (loss, other.losses[name]) for name, loss in self.losses.items()}
-        losses = {name: Loss(*map(operator.add, *pair)) for name, pair in pairs.items()}
+    def __add__(self, other: "Counts | None") -> "Counts":  # pyright: ignore[reportIncompatibleMethodOverride]
+        if other is None:
+            return self
+        losses = {
+            name: Loss(*map(operator.add, loss, other.losses[name]))
+            for name, loss in self.losses.items()
+        }
         return Counts(self.nonzero + other.nonzero, losses)
 
 
 def counts_of(x: Array, factor: float = 1.0) -> Counts:
     """What each format would lose of a float array times a factor."""
-    nonzero, *losses = np.asarray(_counts(x, factor)).tolist()
-    rows = zip(FORMATS, np.reshape(losses, (-1, 3)).tolist(), strict=True)
-    return Counts(nonzero, {name: Loss(*row) for name, row in rows})
+    nonzero, losses = jax.tree.map(int, jax.device_get(_counts(x, factor)))
+    return Counts(nonzero, losses)
 
 
 @functools.cache
@@ -74,10 +66,10 @@ def limits(name: str) -> tuple[float, float, float]:
 def _counts(x, factor):
     size = jnp.abs(x).astype(jnp.float32) * jnp.float32(factor)
     some = (size > 0) & ~jnp.isnan(size)
-    found = [some.sum()]
+    losses = {}
     for name in FORMATS:
         least, normal, most = (jnp.float32(limit) for limit in limits(name))
         zero = some & (size <= least)
         subnormal = some & (size > least) & (size < normal)
-        found += [zero.sum(), subnormal.sum(), (some & (size >= most)).sum()]
-    return jnp.stack(found)
+        losses[name] = Loss(*map(jnp.sum, (zero, subnormal, some & (size >= most))))
+    return some.sum(), losses

@@ -12,11 +12,11 @@ from jamp._core.devices import moves_constants
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._formats import FORMATS, Counts, counts_of
-from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._programs import replayed
 from jamp.diagnostics._ranges import Array, is_float
-from jamp.diagnostics._replay import MOVES, Context, Replay, Site
+from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
+from jamp.diagnostics._step import Call, Step, call_of, scaled_step
 
 _LARGEST = 24  # the scales that are tried: 2**0 to 2**24, apex's ceiling
 _LOST = 1e-3  # the part of the gradients that a safe scale may round to zero
@@ -110,9 +110,7 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    check_state(state, "numerics")
-    arguments = {"args": args, "kwargs": kwargs}
-    return numerics_of_step(step_fn(loss_fn), state, arguments, scale)
+    return numerics_of_step(call_of("numerics", loss_fn, state, args, kwargs), scale)
 
 
 def recommend_scale(
@@ -137,13 +135,12 @@ def recommend_scale(
     >>> recommend_scale(loss_fn, state)  # 100 * 512 < 65504
     64.0
     """
-    check_state(state, "recommend_scale")
-    return scale_of_step(step_fn(loss_fn), state, {"args": args, "kwargs": kwargs})
+    return scale_of_step(call_of("recommend_scale", loss_fn, state, args, kwargs))
 
 
-def scale_of_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> float:
-    """`recommend_scale` of a function of a state and arguments."""
-    safe = _safe_scales(scaled_step(fn, state, arguments, 0, "recommend_scale"))
+def scale_of_step(call: Call) -> float:
+    """`recommend_scale` of a step."""
+    safe = _safe_scales(scaled_step(call, "recommend_scale"))
     if safe is None:
         raise FloatingPointError(
             "The gradients are not finite at any loss scale from 1 to 2**24. "
@@ -153,44 +150,28 @@ def scale_of_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> flo
 
 
 @moves_constants
-def numerics_of_step(
-    fn: StepFn, state: AmpState, arguments: dict[str, Any], scale: float | None
-) -> Numerics:
-    """`numerics` of a function of a state and arguments."""
-    step = scaled_step(fn, state, arguments, 0, "numerics")
+def numerics_of_step(call: Call, scale: float | None) -> Numerics:
+    """`numerics` of a step."""
+    step = scaled_step(call, "numerics")
     safe = _safe_scales(step)
     if scale is None:
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
 
     def observe(site: Site, array: Array, near: str) -> None:
-        name, names = site.eqn.primitive.name, site.names
-        if name in MOVES or not names.strip("/") or not is_float(array):
-            return
-        phase = "backward" if is_backward(names) else "forward"
-        key = module_path(names) or _layer(near), phase
-        counts = counts_of(array)
-        values[key] = values[key] + counts if key in values else counts
+        if is_float(array) and site.names.strip("/") and not site.moves:
+            phase = "backward" if is_backward(site.names) else "forward"
+            key = module_path(site.names) or _layer(near), phase
+            values[key] = counts_of(array) + values.get(key)
 
-    replay = Replay(RULES, observe)
-    given = [replay.argument(x, name) for x, name in step.values_at(scale)]
-    with jax.debug_nans(False), jax.debug_infs(False):
-        _, *grads = replay.run(step.program, given, Context())
-    leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    tiny = [
+    _, *grads = replayed(step, scale, observe)
+    gradients = {p: counts_of(g.array) for p, g in zip(step.paths, grads, strict=True)}
+    tiny = (
         path_string(path)
-        for path, x in leaves
+        for path, x in jax.tree.leaves_with_path(call.state.params)
         if is_float(x) and x.dtype.itemsize == 2 and x.size <= _TINY
-    ]
-    return Numerics(
-        scale=scale,
-        values=values,
-        gradients={
-            path: counts_of(g.array) for path, g in zip(step.paths, grads, strict=True)
-        },
-        safe_scales=safe,
-        tiny=tuple(tiny),
     )
+    return Numerics(scale, values, gradients, safe, tuple(tiny))
 
 
 @moves_constants

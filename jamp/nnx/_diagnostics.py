@@ -6,13 +6,12 @@ from typing import Any
 from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._scaling.value_and_grad import raw_value_and_grad
-from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explain import explain_step
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._locate import locate_step
 from jamp.diagnostics._location import Location
 from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
-from jamp.diagnostics._step import StepFn, with_aux
+from jamp.diagnostics._step import Call, with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._pure_loss import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
@@ -57,8 +56,7 @@ def locate(
     """
     check_optimizer(optimizer, "locate", "(loss_fn, model, optimizer, ...)")
     options = {"loss_id": loss_id, "wrt": wrt}
-    step = _step(loss_fn, models, optimizer, args, kwargs, options)
-    return locate_step(*step, loss_id)
+    return locate_step(_call(loss_fn, models, optimizer, args, kwargs, options))
 
 
 def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -86,7 +84,7 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
         check_optimizer(optimizer, "explain(loss_fn)")
-        return explain_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+        return explain_step(_call(loss_fn, models, optimizer, args, kwargs, {}))
 
     return explained
 
@@ -126,7 +124,7 @@ def numerics(
     Loss(zero=1, subnormal=1, over=1)
     """
     check_optimizer(optimizer, "numerics", "(loss_fn, model, optimizer, ...)")
-    return numerics_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}), scale)
+    return numerics_of_step(_call(loss_fn, models, optimizer, args, kwargs, {}), scale)
 
 
 def recommend_scale(
@@ -148,17 +146,17 @@ def recommend_scale(
     64.0
     """
     check_optimizer(optimizer, "recommend_scale", "(loss_fn, model, optimizer, ...)")
-    return scale_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+    return scale_of_step(_call(loss_fn, models, optimizer, args, kwargs, {}))
 
 
-def _step(
+def _call(
     loss_fn: Callable[..., Any],
     models: Models,
     optimizer: Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: dict[str, Any],
-) -> tuple[StepFn, AmpState, dict[str, Any]]:
+) -> Call:
     """A step as a function of a state and of arguments, and these."""
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
@@ -168,4 +166,5 @@ def _step(
         return value, groups.pack_wrt(grads, options.get("wrt"), state.params)
 
     arguments = {"variables": loss.before, "args": loss.others}
-    return both, optimizer.amp_state(models), arguments
+    loss_id = options.get("loss_id", 0)
+    return Call(both, optimizer.amp_state(models), arguments, loss_id)
