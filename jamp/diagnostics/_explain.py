@@ -8,13 +8,14 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import AutocastLists, Rule
-from jamp._autocast.program import dtype_of, dtypes_of, size_of
+from jamp._autocast.program import dtypes_of
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation, Operation
-from jamp.diagnostics._flops import flops, sizes
+from jamp.diagnostics._flops import bytes_of, flops, sizes
 from jamp.diagnostics._reasons import (
     own_dtype,
     reason_in_step,
@@ -94,23 +95,17 @@ def explain_step(call: Call) -> Explanation:
 
 
 class _Enclosing(NamedTuple):
-    """What a program is inside of, on which line, and how often it runs there.
+    """What a program is inside of, on which line, and how often it runs there."""
 
-    Attributes:
-        path, source: as of an `Operation`.
-        names: the name stack of what holds the program.
-        times: how often it runs.
-        is_users: whether the user's program has it too: not if autocast has put it
-            there, as a checkpoint or to compute an operation.
-        default: of a step, whose operations are all shown, why those without a note are
-            as they are; "" of a function: of that, the user's are shown.
-    """
-
-    path: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()  # this and the next as of an `Operation`
     source: str = ""
-    names: str = ""
+    names: str = ""  # the name stack of what holds the program
     times: int = 1
+    # Whether the user's program has it too: not if autocast has put it there, as a
+    # checkpoint or to compute an operation.
     is_users: bool = True
+    # Of a step, whose operations are all shown, why those without a note are as they
+    # are; "" of a function: of that, the user's are shown.
     default: str = ""
 
 
@@ -127,12 +122,13 @@ def _operations(
         is_shown = note is not None or bool(around.default)
         if is_shown:
             yield _operation(eqn, note, lists, here)
-            here = here._replace(times=around.times * (_trips(eqn) or 1))
-        for label, inside in _programs(eqn):
-            name = f"{eqn.primitive.name} {label}".strip()
-            path = (*around.path, name) if is_shown else around.path
-            inner = here._replace(path=path, is_users=is_shown)
-            yield from _operations(inside, lists, inner)
+        for frame in frames_of(eqn):
+            inner = here._replace(is_users=is_shown)
+            if is_shown:
+                name = f"{eqn.primitive.name} {frame.label}".strip()
+                times = around.times * (frame.trips or 1)
+                inner = inner._replace(path=(*around.path, name), times=times)
+            yield from _operations(frame.program, lists, inner)
 
 
 def _note_of(
@@ -140,15 +136,11 @@ def _note_of(
 ) -> Note | None:
     """What was decided on an operation of the user's function; None if it is not one.
 
-    Args:
-        eqn: the equation, as autocast wrote it.
-        own: its name stack.
-        lists: the user's.
-        around: what holds its program.
+    The equation is as autocast wrote it, and `own` is its name stack.
     """
     if around.default:
         return None
-    if jax_internals.programs_in(eqn):
+    if frames_of(eqn):
         return next((note for note in notes_in(own) if note.holds_program), None)
     if note := note_in(own):
         return None if note.operands == CAST else note
@@ -170,6 +162,7 @@ def _operation(
     eqn: jc.JaxprEqn, note: Note | None, lists: AutocastLists, around: _Enclosing
 ) -> Operation:
     names, count = without_notes(around.names), flops(eqn)
+    frames = frames_of(eqn)
     if note is None:
         why, reason = reason_in_step(eqn, around.names, lists, around.default)
         listed = lists.rule_of(jax_internals.primitive_name(eqn))
@@ -185,7 +178,7 @@ def _operation(
         name_stack="/".join(filter(None, names.split("/"))),
         module=module_path(names),
         primitive=eqn.primitive.name,
-        trips=_trips(eqn),
+        trips=frames[0].trips if frames else 1,
         in_dtypes=in_dtypes,
         dtype=None if why == "program" else dtype,
         rule=rule,
@@ -193,28 +186,5 @@ def _operation(
         reason=reason,
         flops=None if count is None else count * around.times,
         sizes=sizes(eqn),
-        bytes=_bytes(eqn) * around.times,
+        bytes=bytes_of(eqn) * around.times,
     )
-
-
-def _bytes(eqn: jc.JaxprEqn) -> int:
-    """Of operands and results."""
-    atoms = (*eqn.invars, *eqn.outvars)
-    return sum(size_of(v) * getattr(dtype_of(v), "itemsize", 0) for v in atoms)
-
-
-def _trips(eqn: jc.JaxprEqn) -> int | None:
-    """How often an operation runs the program that it holds; None if nobody knows."""
-    if eqn.primitive.name == "scan":
-        return eqn.params["length"]
-    return None if eqn.primitive.name == "while" else 1
-
-
-def _programs(eqn: jc.JaxprEqn) -> Iterator[tuple[str, jc.Jaxpr]]:
-    """The programs that an operation holds, each with a label if there are several."""
-    programs = jax_internals.programs_in(eqn)
-    if eqn.primitive.name == "while":
-        return zip(("cond", "body"), programs, strict=True)
-    if eqn.primitive.name == "cond":
-        return ((f"branch {i}", program) for i, program in enumerate(programs))
-    return (("", program) for program in programs)

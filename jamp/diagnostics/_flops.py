@@ -1,8 +1,8 @@
-"""How many floating-point operations a matmul or convolution takes: 2 per product.
+"""What an equation costs: floating-point operations of products, and bytes.
 
-As XLA counts them (xla/service/hlo_cost_analysis.cc, HandleDot and HandleConvolution):
-a product and its addition are two; products with padding or with the holes of a
-dilation are none.
+As XLA counts them (xla/service/hlo_cost_analysis.cc, HandleDot and HandleConvolution),
+a product and its addition are two operations; products with padding or with the holes
+of a dilation are none.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jc
 
-from jamp._autocast.program import shape_of
+from jamp._autocast.program import dtype_of, shape_of, size_of
 
 
 def flops(eqn: jc.JaxprEqn) -> int | None:
@@ -55,35 +55,21 @@ def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
 
 def _convolution_flops(eqn: jc.JaxprEqn) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    lhs, rhs = map(shape_of, eqn.invars)
-    out = shape_of(eqn.outvars[0])
+    lhs, rhs, out = map(shape_of, (*eqn.invars, *eqn.outvars))
     batch, features, *positions = (out[axis] for axis in numbers.out_spec)
     inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
-    sizes = (lhs[axis] for axis in numbers.lhs_spec[2:])
-    meetings = map(
-        _meetings,
-        positions,
-        kernel,
-        sizes,
-        params["window_strides"],
-        params["padding"],
-        params["lhs_dilation"],
-        params["rhs_dilation"],
-    )
-    return 2 * batch * features * inputs * math.prod(meetings)
+    found = 2 * batch * features * inputs
+    for i, axis in enumerate(numbers.lhs_spec[2:]):
+        starts = np.arange(positions[i]) * params["window_strides"][i]
+        places = np.arange(kernel[i]) * params["rhs_dilation"][i]
+        places = starts[:, None] + places - params["padding"][i][0]
+        holes = params["lhs_dilation"][i]
+        meets = (places >= 0) & (places <= (lhs[axis] - 1) * holes)
+        found *= int((meets & (places % holes == 0)).sum())
+    return found
 
 
-def _meetings(
-    positions: int,
-    kernel: int,
-    size: int,
-    stride: int,
-    padding: tuple[int, int],
-    holes: int,
-    kernel_holes: int,
-) -> int:
-    """Pairs of an output position and a place of the kernel that meet in the input."""
-    starts = np.arange(positions)[:, None] * stride - padding[0]
-    places = starts + np.arange(kernel) * kernel_holes
-    inside = (places >= 0) & (places <= (size - 1) * holes) & (places % holes == 0)
-    return int(inside.sum())
+def bytes_of(eqn: jc.JaxprEqn) -> int:
+    """Of operands and results."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return sum(size_of(v) * getattr(dtype_of(v), "itemsize", 0) for v in atoms)

@@ -30,20 +30,12 @@ _WHY = {
 
 @dataclasses.dataclass
 class Group:
-    """Modules next to each other that are equal; or a line outside of modules.
+    """Modules next to each other that are equal; or a line outside of modules."""
 
-    Attributes:
-        names: of each, in the module that they are in.
-        path: of the modules that they are in, and of the first.
-        operations: of the first.
-        own: those of them that are in no module inside of it.
-        inside: the groups of modules in it.
-    """
-
-    names: list[str]
-    path: str
-    operations: list[Operation]
-    own: list[Operation]
+    names: list[str]  # of each, in the module that they are in
+    path: str  # of the modules that they are in, and of the first
+    operations: list[Operation]  # of the first
+    own: list[Operation]  # those of them that are in no module inside of it
     inside: "list[Group]"
 
     @property
@@ -76,35 +68,34 @@ class Group:
         return own, product_flops(self.own), inside
 
 
-def groups_of(operations: Iterable[Operation]) -> list[Group]:
-    """The groups of all operations that matter; what is in no module by its line."""
-    named = (
-        (op.module.split("/") if op.module else [short(op.source) or "(JAX)"], op)
-        for op in operations
-        if op.matters
-    )
-    return _groups(list(named), 0)
+def groups_of(operations: Iterable[Operation], depth: int = 0) -> list[Group]:
+    """The groups of all operations that matter; what is in no module by its line.
 
-
-def _groups(named: list[tuple[list[str], Operation]], depth: int) -> list[Group]:
-    by_name: dict[str, list[tuple[list[str], Operation]]] = {}
-    for names, op in named:
-        if len(names) > depth:
-            by_name.setdefault(names[depth], []).append((names, op))
+    Those of modules that are in `depth` others.
+    """
+    by_path: dict[tuple[str, ...], list[Operation]] = {}
+    for op in operations:
+        names = _names(op)
+        if op.matters and len(names) > depth:
+            by_path.setdefault(names[: depth + 1], []).append(op)
     groups: list[Group] = []
-    for name, members in by_name.items():
+    for path, members in by_path.items():
         group = Group(
-            names=[name],
-            path="/".join(members[0][0][: depth + 1]),
-            operations=[op for _, op in members],
-            own=[op for names, op in members if len(names) == depth + 1],
-            inside=_groups(members, depth + 1),
+            names=[path[-1]],
+            path="/".join(path),
+            operations=members,
+            own=[op for op in members if _names(op) == path],
+            inside=groups_of(members, depth + 1),
         )
         if groups and groups[-1].likeness == group.likeness:
-            groups[-1].names.append(name)
+            groups[-1].names += group.names
         else:
             groups.append(group)
     return groups
+
+
+def _names(op: Operation) -> tuple[str, ...]:
+    return tuple(op.module.split("/")) if op.module else (short(op.source) or "(JAX)",)
 
 
 def text(operations: Sequence[Operation], depth: int | None, width: int) -> str:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
@@ -49,6 +50,7 @@ _REASONS = {
     "level": "O0 casts nothing.",
     "gradient": "It is of a gradient, which has the dtype of its value.",
 }
+_FUNCTION_ROWS = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
 _WHY_IN_FLOAT32 = {PRECISION: "precision", KEPT: "kept", NO_MODEL: "no half param"}
 _MARKED_BY = {
     MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
@@ -77,7 +79,7 @@ def reason_in_step(
         default: the word for what has no note.
     """
     note, name = note_in(names), eqn.primitive.name
-    if jax_internals.programs_in(eqn):
+    if frames_of(eqn):
         return "program", _REASONS["program"]
     if note is None:
         return default, _REASONS[default]
@@ -100,23 +102,26 @@ def own_dtype(eqn: jc.JaxprEqn) -> str | None:
 
 
 def _sentence(why: str, region: str, name: str, lists: AutocastLists) -> str:
-    if why == "list" or why == "recorded":
-        if name in dict(lists.rules_for(What.PRIMITIVE)):
-            return f"`lists.with_primitive({name!r}, ...)`."
-        return _reason_of_row(ROWS, name)
+    if why in ("list", "recorded"):
+        return _of_user(lists, What.PRIMITIVE, name) or _of_table(ROWS, name)
     if why != "region":
         return _REASONS[why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
-    if region in dict(lists.rules_for(What.REGION)):
-        return f"`lists.with_region({region!r}, ...)`."
-    place, users = library_place(region), dict(lists.rules_for(What.FUNCTION))
-    for function in (region, region.rpartition(".")[2], place):
-        if function in users:
-            return f"`lists.with_function({function!r}, ...)`."
-    rows = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
-    return f"`{region}`: {_reason_of_row(rows, place or region)}"
+    place = library_place(region)
+    return (
+        _of_user(lists, What.REGION, region)
+        or _of_user(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
+        or f"`{region}`: {_of_table(_FUNCTION_ROWS, place or region)}"
+    )
 
 
-def _reason_of_row(rows: tuple[Row, ...], name: str) -> str:
+def _of_user(lists: AutocastLists, what: What, *names: str) -> str:
+    """What the user has typed for one of some names; "" if for none."""
+    users = dict(lists.rules_for(what))
+    found = (name for name in names if name in users)
+    return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
+
+
+def _of_table(rows: tuple[Row, ...], name: str) -> str:
     return next((row.reason for row in rows if name in row.primitives), "")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jamp.diagnostics._source import is_installed, module_path
@@ -76,7 +75,15 @@ class Costs:
             )
         for name, step in self.steps.items():
             lines.append(f"{name}: where most bytes are moved")
-            lines += [f"  {_words(part)}" for part in step.parts[:_SHOWN]]
+            for part in step.parts[:_SHOWN]:
+                moved, most = (
+                    magnitude(n) or "0 " for n in (part.traffic, part.largest)
+                )
+                where = " ".join(filter(None, (part.module, short(part.source))))
+                lines.append(
+                    f"  {moved}B in {part.kernels} kernels, largest result {most}B: "
+                    f"{where or '(no name)'}"
+                )
         return "\n".join(lines)
 
 
@@ -123,9 +130,8 @@ def cost(
 def _cost(
     step: Callable[..., Any], args: PyTree, target: str, donate: int | tuple[int, ...]
 ) -> StepCost:
-    devices = _gpus.topology(1, _gpus.TARGETS[target]).devices
-    mesh = jax.sharding.Mesh(devices, ("d",))
-    sharding = NamedSharding(mesh, PartitionSpec())
+    (device,) = _gpus.topology(1, _gpus.TARGETS[target]).devices
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
     def placed(x: Any) -> Any:
         if not hasattr(x, "dtype"):
@@ -183,11 +189,3 @@ def _lines_of_frames(text: str) -> dict[str, str]:
         outer = str(int(parent or 0) - 1)  # `parent` is one more than its number
         lines[number] = places.get(at) or lines.get(outer, "")  # it comes before
     return lines
-
-
-def _words(part: Part) -> str:
-    where = " ".join(filter(None, (part.module, short(part.source)))) or "(no name)"
-    return (
-        f"{magnitude(part.traffic) or '0 '}B in {part.kernels} kernels, largest result "
-        f"{magnitude(part.largest) or '0 '}B: {where}"
-    )

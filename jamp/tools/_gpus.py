@@ -4,12 +4,10 @@ XLA's GPU compiler runs on the CPU: `pip install 'jax[cuda13-local]'`. Nothing r
 nothing is allocated.
 """
 
-import contextlib
 import functools
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -71,17 +69,11 @@ def topology(devices: int, target: str) -> topologies.TopologyDescription:
 
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles what was lowered for a GPU."""
-    with _not_cached():
-        return lowered.compile(compiler_options=CHEAP)
-
-
-@contextlib.contextmanager
-def _not_cached() -> Iterator[None]:
-    """Keeps a program out of the cache: without a GPU it cannot be read back."""
+    # Not into the cache: without a GPU a program cannot be read back from it.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
     try:
-        yield
+        return lowered.compile(compiler_options=CHEAP)
     finally:
         jax.config.update(name, before)

@@ -9,7 +9,7 @@ from html import escape
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._modules import Group, groups_of
 from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._table import magnitude, short
+from jamp.diagnostics._table import CELLS, short
 
 _AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
@@ -36,18 +36,20 @@ def page(explanation: Explanation) -> str:
 
 
 def _row(i: int, op: Operation, line: int) -> str:
-    place = escape(short(op.source))
-    module = escape(op.module).replace("/", "/<wbr>")
-    cells = (
-        f'<td><a href="#op{i}">{escape(op.primitive)}</a></td>',
-        f'<td><span class="chip {_kind([op])}">{op.dtype}</span></td>',
-        f"<td>{module}{' (backward)' if op.is_backward else ''}</td>",
-        f'<td><a href="#line{line}">{place}</a></td>',
-        f'<td class="number">{magnitude(op.flops or 0)}</td>',
-        f'<td class="number">{magnitude(op.bytes)}</td>',
-        f'<td title="{escape(op.reason)}">{escape(op.why)}</td>',
-    )
-    return f'<tr id="op{i}" data-line="line{line}">{"".join(cells)}</tr>'
+    cells = {name: escape(CELLS[name](op)) for name in _COLUMNS}
+    cells |= {
+        "operation": f'<a href="#op{i}">{escape(op.primitive)}</a>',
+        "runs in": f'<span class="chip {_kind([op])}">{op.dtype}</span>',
+        "module": cells["module"].replace("/", "/<wbr>")
+        + (" (backward)" if op.is_backward else ""),
+        "line": f'<a href="#line{line}">{cells["line"]}</a>',
+    }
+    attributes = {
+        "why": f' title="{escape(op.reason)}"',
+        **dict.fromkeys(("FLOPs", "bytes"), ' class="number"'),
+    }
+    tds = (f"<td{attributes.get(n, '')}>{cell}</td>" for n, cell in cells.items())
+    return f'<tr id="op{i}" data-line="line{line}">{"".join(tds)}</tr>'
 
 
 def _modules(groups: Iterable[Group], depth: int) -> Iterator[str]:
