@@ -18,10 +18,10 @@ sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random pro
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
 fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; other properties too
-	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/test_autocast_fuzz.py tests/test_properties.py $(ARGS)
+	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_autocast_fuzz.py tests/core/test_properties.py $(ARGS)
 
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
-	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/test_soak.py $(ARGS)
+	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/state/test_soak.py $(ARGS)
 
 budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
@@ -30,7 +30,7 @@ mutate: $(VENV)/.test ## change modules at random: do their tests see it?
 	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
 
 tpu: $(VENV)/.tpu ## the same for a TPU v5e, compiled without one
-	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/test_lean.py $(ARGS)
+	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/project/test_lean.py $(ARGS)
 
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .

@@ -42,7 +42,7 @@ TOLD = 2000  # characters of what a job printed last
 
 STEP = "benchmarks/test_optimizer_step.py::test_"
 TRAINING = "benchmarks/test_train_step.py::test_train_step"
-ON_GPU = "tests/test_gpu.py::test_"
+ON_GPU = "tests/pallas_kernels/test_gpu.py::test_"
 CONTESTANTS = (
     "optax chain",
     "jamp fused, xla",
@@ -113,7 +113,7 @@ def jobs(rehearse: bool = False) -> list[Job]:
     few = 1 if rehearse else None
     trees = specs.rehearsal_specs() if rehearse else specs.gpu_specs()
     of_kernels = map(_kernel, list(kernels.CASES)[:few])
-    files = {path.stem[5:]: path for path in sorted(ROOT.glob("tests/test_*.py"))}
+    files = {path.stem[5:]: path for path in sorted(ROOT.glob("tests/*/test_*.py"))}
     first = {name: files[name] for name in FIRST_TESTED}
     later = {k: v for k, v in files.items() if k not in (*first, *NOT_TESTED, "gpu")}
     return [

@@ -126,6 +126,11 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
+def file_of(test: str) -> str:
+    (path,) = ROOT.glob(f"tests/*/test_{test}.py")
+    return str(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", help="parts of their paths; or all")
@@ -137,7 +142,7 @@ def main() -> None:
     for name in (name for name in TESTS if any(part in name for part in asked)):
         file = ROOT / name
         tests, _, only = TESTS[name].partition(" -k ")
-        tests = [*(f"tests/test_{test}.py" for test in tests.split()), "-k", only]
+        tests = [*(file_of(test) for test in tests.split()), "-k", only]
         with tempfile.TemporaryDirectory() as cache:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = cache  # for all forks
             source, before = file.read_text(), os.times()

@@ -1,7 +1,7 @@
 """The public surface: every public name, its parameters and its public members.
 
 `python -m tests.surface > tests/public_surface.txt` writes the list that a test reads.
-Types are not in it: `tests/test_types.py` has pyright look at them.
+Types are not in it: `tests/project/test_types.py` has pyright look at them.
 """
 
 import importlib

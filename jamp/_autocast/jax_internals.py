@@ -1,8 +1,8 @@
 """What JAX documents nowhere: all that autocast uses of it, each in a function.
 
-A function says what JAX does there, and `tests/test_jax_internals.py` holds it to that
-on the oldest and on the newest JAX. Other files name none of it, but for `derivatives`
-and `frames`: what a new JAX breaks, it breaks here.
+A function says what JAX does there, and `tests/autocast/test_jax_internals.py` holds it
+to that on the oldest and on the newest JAX. Other files name none of it, but for
+`derivatives` and `frames`: what a new JAX breaks, it breaks here.
 """
 
 import functools

@@ -117,8 +117,8 @@ def check_keep_fp32(keep_fp32: Collection[Any], tree: PyTree) -> None:
             )
 
 
-def cast_params(tree: PyTree, dtype: DTypeLike, keep: Keep) -> Any:
-    """Casts the float leaves to `dtype`, the kept ones to float32.
+def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
+    """Casts the float leaves to `dtype`, if it is one, and the kept ones to float32.
 
     Flax's fp8 scales, in a collection of their own, are not weights: left alone.
     """

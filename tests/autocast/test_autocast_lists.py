@@ -1,0 +1,98 @@
+"""The lists of autocast: complete, without contradictions, as the docs print them."""
+
+import itertools
+import pathlib
+import re
+import runpy
+from collections import Counter
+
+import jax
+from jax.extend.core import Primitive, primitives
+
+from jamp._autocast.control_flow import RULES
+from jamp._autocast.lists import (
+    FUNCTION_ROWS,
+    LIBRARY_ROWS,
+    SOLVER_ROWS,
+    AutocastLists,
+)
+from jamp._autocast.primitives import ROWS, Rule, Traits, traits_of
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+page = runpy.run_path(str(DOCS / "autocast_lists.py"))["page"]
+PUBLIC = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+LISTED = [name for row in ROWS for name in row.primitives]
+
+# JAX has them inside of a transformation: `custom_lin` while it linearizes,
+# `eval_jaxpr` while it lowers what `jit(f).trace` returned. Programs have neither.
+INTERNAL = {"custom_lin", "eval_jaxpr"}
+
+
+def test_the_page_is_the_generated_one():
+    command = "python docs/autocast_lists.py > docs/autocast_lists.md"
+    assert (DOCS / "autocast_lists.md").read_text() == page(), command
+    for name in RULES:
+        assert f"`{name}`" in page().rpartition("## What holds programs")[2]
+
+
+def test_every_primitive_of_jax_is_known():
+    assert len(PUBLIC) > 150
+    assert PUBLIC - set(LISTED) - RULES.keys() == INTERNAL
+
+
+def test_nothing_is_in_two_rows():
+    functions = [f"jit {name}" for row in FUNCTION_ROWS for name in row.primitives]
+    libraries = [n for row in (*LIBRARY_ROWS, *SOLVER_ROWS) for n in row.primitives]
+    names = Counter([*LISTED, *RULES, *functions, *libraries])
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+# Of other versions of JAX than the newest, from 0.11.0 on; and Equinox's.
+OLDER = {"reduced_vary_cast_p", "vary_unreduced_cast_p"}
+NEWER = {"CustomRoot", "Frexp", "Ldexp", "one_minus_square", "polynomial"}
+NEWER |= {"program_order"}
+OURS = {"apart"}
+
+
+def test_every_name_is_of_a_jax_or_of_equinox():
+    *rows, equinox = ROWS
+    assert "Equinox" in equinox.reason
+    names = {name for row in rows for name in row.primitives} - OURS
+    files = pathlib.Path(jax.__file__).parent.rglob("*.py")
+    text = "\n".join(file.read_text() for file in files)
+    quoted = re.findall(r"""['"]([\w-]+)['"]|class (\w+)\(""", text)
+    assert names - set(itertools.chain(*quoted)) <= OLDER | NEWER
+
+
+def test_words_of_the_table():
+    words = {
+        "add": "elementwise rounds keeps_range",
+        "div": "elementwise rounds reads_operands",
+        "exp": "elementwise costly",
+        "zeta": "elementwise slow",
+        "reduce_max": "reduce keeps_range",
+        "concatenate": "rearrange",
+        "all_gather": "move",
+        "dot_general": "product",
+        "nobody": "opaque",
+    }
+    for name, expected in words.items():
+        shape, *flags = traits_of(name)
+        found = [n for n, flag in zip(Traits._fields[1:], flags, strict=True) if flag]
+        assert " ".join([shape.value, *found]) == expected, name
+
+
+# apex/amp/lists, by what JAX calls them; docs/autocast.md says where the two differ.
+APEX = {
+    Rule.HALF: "dot_general conv_general_dilated",
+    Rule.FLOAT32: "acos asin cosh erf_inv exp expm1 log log2 rsqrt sinh tan pow "
+    "cumprod cumsum reduce_prod reduce_sum",
+    Rule.PROMOTE: "add sub div mul eq ge gt le lt ne",
+    Rule.MOVE: "concatenate",
+}
+
+
+def test_rules_are_those_of_apex():
+    for rule, names in APEX.items():
+        for name in names.split():
+            assert AutocastLists().rule_of(name) is rule, name

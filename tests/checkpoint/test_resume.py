@@ -1,0 +1,196 @@
+"""Training goes on in a new process, bit for bit; a save that is killed loses none.
+
+`python -m tests.checkpoint.test_resume FOLDER` is the new process: it restores what
+`save` wrote, trains on, prints a line of JSON, begins to save another step, and kills
+itself.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jamp
+from jamp import optimizers as jo
+from tests.bits import assert_same_bits
+from tests.subprocesses import ROOT
+
+pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the process
+
+ADAM = optax.adam(1e-2)
+FUSED = jo.fused_adam(1e-2, weight_decay=0.1, max_grad_norm=1.0)
+LAMB = jo.fused_lamb(1e-2)
+RUNS = {
+    "O0 fused adam": FUSED,
+    "O1 optax adam": ADAM,
+    "O2 optax adam": ADAM,
+    "O2 lamb": LAMB,
+    "O3 fused adam": FUSED,
+    "O4 lamb": LAMB,
+    "O5 fused adam": FUSED,
+    "O5 optax adam": ADAM,
+}
+
+GOOD = np.float32(np.random.default_rng(0).normal(size=(4, 3)))
+BAD = GOOD * np.float32(np.inf)
+# The batches of two losses. At the save loss 0 has one more overflow before its scale
+# falls, loss 1 one more clean step before its scale grows, and a skip is pending.
+BEFORE = [(GOOD, -GOOD), (GOOD, BAD), (BAD, GOOD)]
+AFTER = [(BAD, GOOD), (2 * GOOD, GOOD), (GOOD, -GOOD)]
+
+
+def forward(variables, x):
+    p = variables["params"]
+    y = x.astype(p["kernel"].dtype) @ p["kernel"]
+    return y.astype(jnp.float32) * p["norm"]["scale"]
+
+
+def make(run, seed):
+    level, _ = run.split(" ", 1)
+    kernel = np.random.default_rng(seed).normal(size=(3, 2))
+    return jamp.initialize(
+        {"kernel": np.float32(kernel), "norm": {"scale": np.float32(1 + seed)}},
+        RUNS[run],
+        level,
+        apply_fn=forward,
+        loss_scale=jamp.DynamicLossScale(init_scale=2.0**8, window=2, hysteresis=2),
+        keep_fp32="norm" if level in ("O2", "O3", "O5") else None,
+        num_losses=2,
+        verbosity=0,
+        ema=jnp.asarray(seed, jnp.float32),
+    )
+
+
+@jax.jit
+def step_all(states, batches):
+    """All runs in one program: one each takes twice as long to compile."""
+
+    def step(state):
+        def loss_fn(params, x):
+            out = state.apply_fn({"params": params}, x)
+            return jnp.square(out.astype(jnp.float32) - 1).mean()
+
+        parts = [
+            jamp.scaled_value_and_grad(loss_fn, loss_id=k)(state, x)
+            for k, x in enumerate(batches)
+        ]
+        losses, grads = zip(*parts, strict=True)
+        ema = 0.5 * state.ema + losses[0]
+        return state.apply_gradients(grads=grads, loss_id=(0, 1), ema=ema)
+
+    return {run: step(state) for run, state in states.items()}
+
+
+def train(states, batches):
+    states = jax.device_put(states, jax.devices()[0])  # as Orbax does: one compilation
+    for pair in batches:
+        states = step_all(states, pair)
+    return states
+
+
+def described(states):
+    """Every leaf by its path: dtype, shape and bits."""
+    leaves = ((path, np.asarray(x)) for path, x in jax.tree.leaves_with_path(states))
+    return {
+        jax.tree_util.keystr(path): [str(x.dtype), list(x.shape), x.tobytes().hex()]
+        for path, x in leaves
+    }
+
+
+def manager(folder):
+    return ocp.CheckpointManager(folder.absolute())
+
+
+class Killed(ocp.StandardCheckpointHandler):
+    """Ends the process when arrays are written and the checkpoint is not complete."""
+
+    def finalize(self, directory):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ocp.args.register_with_handler(Killed, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class SaveAndDie(ocp.args.StandardSave):
+    """`StandardSave`, by the handler above."""
+
+
+def main(folder):
+    args = ocp.args.StandardRestore({run: make(run, seed=1) for run in RUNS})
+    with manager(folder) as checkpoints:
+        states = checkpoints.restore(7, args=args)
+    print(json.dumps([described(states), described(train(states, AFTER))]), flush=True)
+    checkpoints = manager(folder)
+    checkpoints.save(8, args=SaveAndDie(states))
+    checkpoints.wait_until_finished()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The states at the save and at the end, and what the other process says."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with jax.numpy_dtype_promotion("standard"):
+        start = {run: make(run, seed=0) for run in RUNS}
+        saved = train(start, BEFORE)
+        with manager(folder) as checkpoints:
+            checkpoints.save(7, args=ocp.args.StandardSave(saved))
+        straight = train(start, BEFORE + AFTER)
+    command = [sys.executable, "-m", "tests.checkpoint.test_resume", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    return folder, saved, straight, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_new_process_goes_on_bit_for_bit(runs):
+    _, saved, straight, resumed = runs
+    assert resumed == [described(saved), described(straight)]
+
+
+def test_orbax_keeps_the_last_complete_checkpoint(runs):
+    folder, saved, _, _ = runs
+    with manager(folder) as checkpoints:
+        written = [p for p in folder.rglob("*") if p.is_file()]
+        begun = [p for p in written if folder / "7" not in p.parents]
+        assert begun  # step 8, on which the process ended
+        assert checkpoints.all_steps() == [7]
+        shapes = jax.eval_shape(lambda: saved)
+        args = ocp.args.StandardRestore(shapes)
+        assert_same_bits(checkpoints.restore(7, args=args), saved)
+        checkpoints.save(8, args=ocp.args.StandardSave(saved))
+        checkpoints.wait_until_finished()
+        assert checkpoints.latest_step() == 8
+
+
+PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_file_written_as_the_page_says_is_never_in_part(moment, tmp_path):
+    (recipe,) = re.findall(r"```python\n([^`]*?\bdef write\([^`]*?)```", PAGE)
+    page, path = {}, tmp_path / "state.msgpack"
+    exec(recipe, page)
+    page["write"](path, b"old")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, moment, mock.Mock(side_effect=KeyboardInterrupt))
+        page["write"](path, b"new")
+    assert path.read_bytes() == b"old"
+    page["write"](path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.msgpack"]
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

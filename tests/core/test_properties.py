@@ -1,0 +1,140 @@
+"""Properties that hold for arbitrary trees, bits and expressions.
+
+Loss scales: test_loss_scale.py. Autocast: test_autocast_fuzz.py. `make fuzz` runs many.
+"""
+
+import collections
+import os
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from flax import serialization
+from flax.core import freeze
+from hypothesis import given, settings, strategies as st
+
+import jamp
+from tests.bits import assert_same_bits, bits
+
+few = settings(max_examples=3000 if "JAMP_FUZZ" in os.environ else 10)
+Pair = collections.namedtuple("Pair", "left right")
+SGD = optax.sgd(0.5, 0.9)
+LARGEST = np.float32(ml_dtypes.finfo("bfloat16").max)
+HALVES = {"O2": np.dtype("float16"), "O5": np.dtype(ml_dtypes.bfloat16)}
+
+# Leaves
+
+SHAPES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
+PATTERNS = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4)
+
+
+def from_bits(shape, patterns):
+    """Any float32 number: subnormal, inf, or a NaN with its payload."""
+    words = np.array(patterns, np.uint32)[: np.prod(shape, dtype=int)]
+    return words.view(np.float32).reshape(shape)
+
+
+FLOATS = st.builds(from_bits, SHAPES, PATTERNS)
+OTHERS = st.sampled_from(
+    [np.arange(3, dtype=np.int32), np.array([True]), np.array([1 + 2j], "F"), None]
+)
+
+
+def trees(leaves):
+    """Dicts, lists, tuples, named tuples and frozen dicts of leaves."""
+    names = st.sampled_from(["w", "kernel", "a b", "é"])
+    return st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(names, inner, max_size=3)
+            | st.dictionaries(names, inner, min_size=1, max_size=2).map(freeze)
+            | st.builds(Pair, inner, inner)
+            | st.tuples(inner)
+        ),
+        max_leaves=6,
+    )
+
+
+def rounded(x, half):
+    """To nearest even, and no further than to the largest number."""
+    largest = np.float32(ml_dtypes.finfo(half).max)
+    with np.errstate(all="ignore"):
+        return np.clip(x, -largest, largest).astype(half)
+
+
+def assert_rounds(got, x, half):
+    got, x = np.asarray(got), np.asarray(x)
+    wanted = rounded(x, half)
+    assert got.dtype == half and got.shape == x.shape
+    flushed = np.abs(x) < 2.0**-126
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(np.isnan(got), ~numbers)
+    same = got.view(np.uint16) == wanted.view(np.uint16)
+    assert np.all(same | ~numbers | flushed & (np.abs(got) <= 2.0**-126)), (got, x)
+
+
+# Casts
+
+
+@few
+@given(trees(FLOATS | OTHERS), st.sampled_from(list(HALVES.values())))
+def test_a_cast_rounds_floats_and_touches_nothing_else(tree, half):
+    got = jamp.cast_model(tree, half)
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(got), strict=True):
+        if x.dtype == np.float32:
+            assert_rounds(y, x, half)
+        else:
+            assert y is x or bits(y) == bits(x) and y.dtype == x.dtype
+    assert_same_bits(jamp.cast_model(got, half), got)
+
+
+# Masters and checkpoints
+
+
+def filled(tree, rng):
+    """Arbitrary bits in every float."""
+
+    def leaf(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        drawn = rng.integers(0, 256, (x.size, x.dtype.itemsize), np.uint8)
+        return jnp.asarray(drawn.view(x.dtype).reshape(x.shape))
+
+    return jax.tree.map(leaf, tree)
+
+
+@few
+@given(
+    FLOATS,
+    trees(FLOATS | OTHERS),
+    st.sampled_from(["O0", "O2", "O5", "remainders"]),
+    st.integers(0, 2**32),
+)
+def test_masters_and_checkpoints_keep_every_bit(x, tree, level, seed):
+    options = {"opt_level": level, "verbosity": 0}
+    if level == "remainders":
+        options |= {"opt_level": "O5", "store_remainder": True}
+    tree = {"x": x, "tree": tree}
+    state = jamp.initialize(tree, SGD, **options)
+    given = [tree, state.params, jamp.master_params(state)]
+    for x, param, master in zip(*map(jax.tree.leaves, given), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        if level == "remainders":  # NaNs are one NaN, inf is the largest number
+            kept = np.abs(x) < LARGEST
+            assert bits(np.asarray(master)[kept]) == bits(x[kept])
+        else:
+            assert bits(master) == bits(x)
+        if level in HALVES:
+            assert_rounds(param, x, HALVES[level])
+    rng = np.random.default_rng(seed)
+    state = state.replace(opt_state=filled(state.opt_state, rng))
+    blank = jamp.initialize(jax.tree.map(np.zeros_like, tree), SGD, **options)
+    again = serialization.from_bytes(blank, serialization.to_bytes(state))
+    assert_same_bits(again, state)
+    if level == "O0":  # at the others params are rounded from the masters
+        assert_same_bits(jamp.from_checkpoint(blank, jamp.to_checkpoint(state)), state)

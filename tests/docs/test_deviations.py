@@ -1,0 +1,136 @@
+"""What apex does and jamp does otherwise, or alike, that no other test pins.
+
+The numbers are those of the tables of docs/from_apex.md.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from tests.forward_models import products
+
+HALVES = (jnp.float16, jnp.bfloat16)
+W, X = jnp.full((2, 1), 2.0), jnp.full((4, 2), 2.5)  # x @ w is 10
+
+
+def run(fn, *args, **options):
+    """What each operation of `fn` runs in under autocast."""
+    return [
+        (op.primitive, op.dtype, op.rule)
+        for op in jamp.explain(fn, **options)(*args).operations
+    ]
+
+
+def make(params, tx, level="O2", **options):
+    return jamp.initialize(params, tx, level, verbosity=0, **options)
+
+
+def dot(params, x):
+    """A loss whose gradient is `x`."""
+    return (params["w"].astype(jnp.float32) * x).sum()
+
+
+# 4. What the context yields
+@pytest.mark.parametrize("options", [{"enabled": False}, {"loss_scale": 1.0}], ids=str)
+def test_a_loss_in_half_becomes_float32_whether_amp_is_enabled_or_not(options):
+    state = make({"w": jnp.ones(2)}, optax.sgd(1.0), "O1", **options)
+    with pytest.warns(jamp.PrecisionWarning):
+        loss = jamp.scale_loss(jnp.float16(3.0), state)
+    assert loss.dtype == jnp.float32
+    assert loss == 3.0
+
+
+# 12. A loss scale at O0
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+def test_a_loss_scale_at_o0_is_used_and_warns_of_nothing(scale):
+    # Warnings are errors here.
+    state = make({"w": jnp.ones(2)}, optax.sgd(1.0), "O0", loss_scale=scale)
+    grads_of = functools.partial(jamp.scaled_grad(dot), state)
+    assert grads_of(jnp.float32(0.5))["w"][0] == 0.5
+    # Times the scale, and only so, it is beyond float32.
+    assert not jnp.isfinite(grads_of(jnp.float32(1e37))["w"]).any()
+
+
+# 11. BatchNorm at O1
+def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32():
+    norm = nn.BatchNorm(use_running_average=False)
+    variables = norm.init(jax.random.key(0), X)
+
+    def fn(w, x):
+        y, updates = norm.apply(variables, x @ w, mutable=["batch_stats"])
+        return jnp.tanh(y), updates
+
+    operations = run(fn, jnp.eye(2), X)
+    (out,) = [dtype for name, dtype, _ in operations if name == "tanh"]
+    sums = [dtype for name, dtype, _ in operations if name == "reduce_sum"]
+    assert (out, set(sums)) == ("float16", {"float32"})
+    assert len(sums) >= 2
+    _, updates = jax.eval_shape(jamp.autocast(fn), jnp.eye(2), X)
+    assert [x.dtype for x in jax.tree.leaves(updates)] == [jnp.float32] * 2
+
+
+# 13 and 36. Operations that apex refuses in half: binary cross entropy
+def cross_entropy(w, x):
+    """Of probabilities, with a target of 0: in half, 1 - p is 0 and this is inf."""
+    return -jnp.log(1 - jax.nn.sigmoid(x @ w)).mean()
+
+
+def test_binary_cross_entropy_needs_no_switch_and_runs_in_float32():
+    product, *rest = run(cross_entropy, W, X)
+    assert product[:2] == ("dot_general", "float16")
+    assert {name for name, *_ in rest} >= {"logistic", "sub", "log"}
+    assert {dtype for _, dtype, _ in rest} == {"float32"}
+    with jamp.disable_casts():
+        # Of your own half: what you wrote runs, and its range is yours to mind.
+        assert cross_entropy(W.astype(jnp.float16), X.astype(jnp.float16)) == jnp.inf
+    found = jamp.autocast(cross_entropy)(W, X)
+    np.testing.assert_allclose(found, np.log1p(np.exp(10.0)), rtol=1e-3)
+
+
+# 16. Nested lists of params
+def test_a_half_function_takes_nested_lists_of_params():
+    @jamp.half_function
+    def layers(params, x):
+        for (w,) in params:
+            x = x @ w
+        return x
+
+    params = [[jnp.eye(2)], [jnp.eye(2)]]
+    found = products(jamp.autocast(layers), params, X)
+    assert found == ["float16,float16"] * 2
+
+
+# 17. bfloat16's table
+def test_both_halves_have_one_table():
+    def fn(w, x):
+        y = jnp.stack([x, x]) @ w  # a batched matmul
+        y = jnp.where(y >= 0, y, 0.25 * y)  # prelu
+        return jax.nn.softmax(y.at[0].add(x @ w)).sum()
+
+    half, brain = (run(fn, W, X, dtype=dtype) for dtype in HALVES)
+    assert ("dot_general", "bfloat16", "half") in brain
+    renamed = [(p, "float16" if d == "bfloat16" else d, r) for p, d, r in brain]
+    assert renamed == half
+
+
+# 35. No gradient, and a gradient of zero
+def test_a_param_that_no_loss_uses_decays_and_a_group_without_a_loss_does_not():
+    def sgd():
+        return optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
+
+    one = make({"w": jnp.ones(2), "unused": jnp.ones(2)}, sgd())
+    one = one.apply_gradients(grads=jamp.scaled_grad(dot)(one, jnp.float32(0.0)))
+    np.testing.assert_array_equal(one.params["unused"], [0.5, 0.5])
+
+    groups = {"used": {"w": jnp.ones(2)}, "unused": {"w": jnp.ones(2)}}
+    two = make(groups, {"used": sgd(), "unused": sgd()})
+    grads = jamp.scaled_grad(lambda p: dot(p["used"], 0.0), wrt="used")(two)
+    two = two.apply_gradients(grads={"used": grads})
+    np.testing.assert_array_equal(two.params["used"]["w"], [0.5, 0.5])
+    np.testing.assert_array_equal(two.params["unused"]["w"], [1.0, 1.0])

@@ -1,0 +1,129 @@
+"""The documentation runs: each page's Python blocks, in order, in one namespace.
+
+A text block right after a Python block is what that block prints.
+"""
+
+import importlib
+import pathlib
+import re
+import runpy
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from tests import surface
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (
+        ROOT / "README.md",
+        *ROOT.glob("pallas_kernels/README.md"),  # which `make dist` has taken away
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
+}
+FENCED = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<output>.*?)^```$)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@pytest.mark.standard_promotion  # as in the reader's program
+@pytest.mark.parametrize("page", [page for page in PAGES if "```py" in PAGES[page]])
+def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path):
+    blocks = list(FENCED.finditer(PAGES[page]))
+    # None in another form, indented or under another name, escapes the pattern.
+    assert len(blocks) == PAGES[page].count("```py")
+
+    module = types.ModuleType("documentation")  # flax.linen and pickle look for it
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks:
+        line = PAGES[page].count("\n", 0, block.start("code"))
+        code = "\n" * line + block["code"]  # a traceback shows the line of the page
+        exec(compile(code, ROOT / page, "exec"), module.__dict__)
+        printed = capsys.readouterr().out.replace(f"{ROOT}/", "")
+        if block["output"] is not None:
+            assert printed == block["output"], f"{page}:{line}"
+
+
+PINNED = sorted(
+    {
+        (page, file, test)
+        for page, text in PAGES.items()
+        for file, test in re.findall(r"(test_\w+\.py)::(test_\w+)", text)
+    }
+)
+
+
+def test_tests_that_pages_name_exist():
+    assert len(PINNED) > 40
+    for page, file, test in PINNED:
+        source = "".join(p.read_text() for p in ROOT.glob(f"tests/*/{file}"))
+        assert f"\ndef {test}(" in source, f"{page} names {file}::{test}"
+
+
+# The site: its reference has every public name, and its pictures show what runs.
+
+DOCS = ROOT / "docs"
+NAMED = {
+    name
+    for page in DOCS.glob("reference*.md")
+    for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+}
+
+
+def test_the_reference_has_every_public_name_and_no_other():
+    called = [line.partition("(")[0] for line in surface.lines() if "(" in line]
+    expected = {name for name in called if name.rpartition(".")[0] not in called}
+    assert NAMED == expected, "write `::: NAME` on a page docs/reference*.md"
+    for name in NAMED:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+LINK = re.compile(r"\]\((?!http)([^)#]+)")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "examples/README.md"])
+def test_links_outside_of_the_site_lead_somewhere(page):
+    links = LINK.findall((ROOT / page).read_text())
+    assert links
+    for link in links:
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore::jamp.PrecisionWarning")
+def test_the_page_shows_what_the_cases_give():
+    pytest.importorskip("jmp")  # which a lent machine may not have
+    peers = importlib.import_module("benchmarks.peers")
+    page = (DOCS / "peers.md").read_text()
+    for name, row in peers.table().items():
+        assert f"| {name} | {' | '.join(row.values())} |" in page, name
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib").use("agg")
+    return runpy.run_path(str(DOCS / "pictures.py"))
+
+
+@pytest.mark.standard_promotion
+def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
+    (losses, scales, skips), (flat, _, _) = pictures["runs"]()
+    assert losses[-1] < losses[0] / 4
+    assert skips[:4].all() and not skips[4] and skips[5:].any()
+    assert scales[5] < scales[0]
+    assert abs(flat / flat[0] - 1).max() < 0.03  # each step has data of its own
+
+
+@pytest.mark.standard_promotion
+def test_without_masters_training_falls_behind_float32(pictures):
+    float32, masters, none = pictures["masters_runs"](steps=150).values()
+    np.testing.assert_allclose(masters, float32, atol=0.01)
+    start, *ends = (x[-20:].mean() for x in (float32[:20], float32, none))
+    assert start - ends[1] < 0.5 * (start - ends[0])

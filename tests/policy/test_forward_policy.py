@@ -1,0 +1,231 @@
+"""Where the forward patch applies, and where it does not: scopes, caches, threads."""
+
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+from tests.bits import assert_same_bits
+from tests.forward_models import (
+    IMAGES,
+    Headed,
+    Normed,
+    Witness,
+    dtypes,
+    forward,
+    normal,
+    products,
+    state_of,
+    under_policy,
+    variables_of,
+)
+from tests.models import CNN
+
+pytestmark = pytest.mark.standard_promotion
+
+X = normal(3, 4)
+WITNESS = Witness()
+
+
+@pytest.fixture(scope="module")
+def state():
+    """That of a witness, which tells 2 under the patch and 4 outside."""
+    return state_of(WITNESS, X)
+
+
+# All of these keep the trace of what they are given, under keys of JAX's.
+CACHING = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap of jit": lambda f: jax.vmap(jax.jit(f), in_axes=(None, 0)),
+}
+
+
+def width_of(state, apply=WITNESS.apply):
+    return jnp.max(forward(state, X, apply=apply)[1])
+
+
+def width_inside(state, apply=WITNESS.apply):
+    return under_policy(state, lambda: width_of(state, apply))
+
+
+@pytest.mark.parametrize("transform", CACHING)
+def test_no_trace_leaks_in_or_out(state, transform):
+    fn, other = (CACHING[transform](WITNESS.apply) for _ in range(2))
+    assert (width_inside(state, fn), width_of(state, fn)) == (2, 4)
+    assert (width_of(state, other), width_inside(state, other)) == (4, 2)
+    assert (width_of(state, other), width_inside(state, fn)) == (4, 2)
+
+
+def test_no_trace_leaks_through_nn_jit():
+    model = nn.jit(Witness)()
+    state = state_of(model, X)
+    widths = [width_of(state, apply) for apply in (model.apply, state.apply_fn) * 2]
+    assert widths == [4, 2, 4, 2]
+
+
+def test_a_float32_teacher_keeps_every_bit(state):
+    # Distillation: its inputs are not rounded, nor is what it computes.
+    teacher = CNN((4,), 1, dtype=jnp.float32)
+    variables = variables_of(teacher, IMAGES)
+    # The same module object as the student's, with an average of its params for one.
+    copy = {"params": jamp.master_params(state)}
+    for fn in (
+        lambda: teacher.apply(variables, IMAGES, train=False),
+        lambda: WITNESS.apply(copy, X),
+        # Initializing is that of float32, too.
+        lambda: Normed(jnp.float32).init_with_output(jax.random.key(1), X),
+    ):
+        assert_same_bits(under_policy(state, fn), fn())
+
+
+def test_a_float32_teacher_inside_a_student_stays_float32():
+    # Its BatchNorm would otherwise pass for one of the student's, and give half back.
+    teacher = Normed()
+    frozen = variables_of(teacher, X)
+    init = lambda: teacher.init_with_output(jax.random.key(1), X)  # noqa: E731
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            target = teacher.apply(frozen, x.astype(jnp.float32), train=False)
+            y, own = Witness()(x)
+            return y, own, target, init()
+
+    state = state_of(Student(), X)
+    _, own, target, made = forward(state, X)
+    assert own == 2
+    assert_same_bits(target, teacher.apply(frozen, X, train=False))
+    assert_same_bits(made, init())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_inside_of_a_model_gives_float32(level):
+    teacher, seen = nn.Dense(2), []
+    frozen = variables_of(teacher, X)
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x, frozen):
+            seen.append(teacher.apply(frozen, x).dtype)
+            return nn.Dense(1)(x)
+
+    options = {"level": level, "cast_model_outputs": jnp.float16}
+    state = state_of(Student(), X, frozen, **options)
+    seen.clear()
+    assert forward(state, X, frozen).dtype == jnp.float16
+    assert seen == [jnp.float32]
+
+
+def test_the_innermost_policy_wins():
+    fp16, bf16 = (state_of(WITNESS, X, level=level) for level in ("O2", "O5"))
+
+    def inside():
+        return {
+            "own": width_of(fp16),
+            "other's apply_fn": width_of(bf16, bf16.apply_fn),
+            "other's loss": width_inside(bf16),
+            "own in other's loss": under_policy(bf16, lambda: width_of(fp16)),
+            "own again": under_policy(bf16, lambda: width_inside(fp16)),
+            "own afterwards": width_of(fp16),
+        }
+
+    found = under_policy(fp16, inside)
+    assert found == dict.fromkeys(found, 2) | {"own in other's loss": 4}
+    found = products(lambda: under_policy(fp16, lambda: forward(bf16, X)))
+    assert found == ["bfloat16,bfloat16"] * 2
+
+
+def test_an_exception_leaves_no_patch_behind(state):
+    class Broken(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Dense(2, dtype=jnp.float32, name="Dense_0")(x)
+            raise ZeroDivisionError
+
+    def fail():
+        return forward(state, X, apply=Broken().apply)
+
+    def recover():
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        return width_of(state)
+
+    with pytest.raises(ZeroDivisionError):
+        under_policy(state, fail)
+    assert [width_of(state), under_policy(state, recover), width_of(state)] == [4, 2, 4]
+
+
+def test_threads_do_not_see_each_others_patch(state):
+    entered, widths = threading.Event(), []
+
+    def other():
+        entered.wait(60)
+        widths.extend([width_of(state), width_inside(state), width_of(state)])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+
+    def inside():
+        before = width_of(state)
+        entered.set()
+        thread.join(60)
+        return before, width_of(state)
+
+    assert under_policy(state, inside) == (2, 2)
+    assert widths == [4, 2, 4]
+
+
+# Levels and their options, for a Linen model and for a function around one
+
+both = pytest.mark.parametrize("kind", ["linen", "function"])
+
+
+def state_around(model, kind, **options):
+    wrapped = lambda variables, x: model.apply(variables, x)  # noqa: E731
+    apply_fn = model.apply if kind == "linen" else wrapped
+    return state_of(model, X, apply_fn=apply_fn, **options)
+
+
+@both
+@pytest.mark.parametrize(
+    "level, options",
+    [(level, {"cast_model_type": False}) for level in ("O0", "O2", "O3", "O5")]
+    # apex: patch_torch_functions=False turns O1 into fp32 training.
+    + [(level, {"patch_functions": False}) for level in ("O1", "O4")]
+    + [("O2", {"enabled": False})],
+)
+def test_options_that_leave_the_forward_alone(level, options, kind):
+    for dtype, x in ((None, X.astype(jnp.float16)), (jnp.bfloat16, X)):
+        model = Headed(dtype, dtype)
+        state = state_around(model, kind, level=level, **options)
+        variables = {"params": state.params}
+        ours, plain = map(jax.make_jaxpr, (state.apply_fn, model.apply))
+        assert str(ours(variables, x)) == str(plain(variables, x))
+
+
+@both
+def test_o0_takes_and_gives_float32(kind):
+    # A model of the user's own in half still does: apex casts both ways at O0.
+    model = Headed(dtype=jnp.float16, head_dtype=jnp.float16)
+    state, half = state_around(model, kind, level="O0"), X.astype(jnp.float16)
+    assert set(dtypes(state.params)) == {"float32"}
+    assert forward(state, half).dtype == jnp.float32
+    assert forward(state, half, apply=model.apply).dtype == jnp.float16
+    found = products(lambda s: forward(s, X), state)
+    assert found == ["float16,float16"] * 2  # dtype=float16 is the user's wish
+
+
+@both
+@pytest.mark.parametrize("cast_model_type", [None, False])
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_cast_model_outputs(level, cast_model_type, kind):
+    out = jnp.bfloat16 if level == "O2" else jnp.float16
+    options = {"cast_model_type": cast_model_type, "cast_model_outputs": out}
+    state = state_around(Headed(), kind, level=level, **options)
+    assert forward(state, X).dtype == out
+    inside = lambda: forward(state, X, apply=Headed().apply)  # noqa: E731
+    assert under_policy(state, inside).dtype == out

@@ -1,0 +1,150 @@
+"""The architecture, as a test: rooms import from below, and files make no cycle."""
+
+import ast
+import graphlib
+import pathlib
+import re
+
+from tests import surface
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("pallas_kernels", "jamp")
+
+# The ground first. A room covers the files inside of it.
+LAYERS = (
+    ("pallas_kernels",),
+    ("jamp._core",),
+    ("jamp._autocast", "jamp.optimizers", "jamp.multi_tensor"),
+    ("jamp._policy",),
+    ("jamp._scaling",),
+    ("jamp._state",),
+    ("jamp._checkpoint",),
+    ("jamp.fp16_utils", "jamp.diagnostics"),
+    ("jamp.linen", "jamp.nnx", "jamp.tools"),
+    ("jamp",),
+    ("jamp.__main__",),
+)
+# Imported when they are first used: names that apex has in another place, NNX, and the
+# tools that are public names of `jamp.diagnostics`.
+LATE = {
+    ("jamp.optimizers", "jamp.fp16_utils._cut_down"),
+    ("jamp", "jamp.nnx"),
+    ("jamp.diagnostics", "jamp.tools._cost"),
+    ("jamp.diagnostics", "jamp.tools._history"),
+    ("jamp.diagnostics._explanation", "jamp.tools._page"),
+}
+# What JAX documents nowhere, and the files that may ask for it all the same.
+UNDOCUMENTED = (
+    "jax._src aval.mat strip_weak_type manual_axis_type source_info with_consts remat2 "
+    "remat_opt DropVar ad_util call_wrapped jvp_jaxpr_fun fwd_jaxpr_thunk fwd_jaxpr "
+    "out_trees with_unknown_names call_jaxpr num_consts num_carry ft_in cond_jaxpr "
+    'cond_nconsts body_jaxpr body_nconsts .aval.update "Zero" .name_stack)'
+).split()
+INTERNALS = {
+    "pallas_kernels._compat",
+    "jamp._core.compat",
+    "jamp._autocast.jax_internals",
+    "jamp._autocast.derivatives",
+    "jamp._autocast.frames",
+}
+ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {
+    module_name(path): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+ROOMS = {name: row for row, names in enumerate(LAYERS) for name in names}
+
+
+def room_of(module):
+    package, *inside = module.split(".")
+    return ".".join([package, *inside[:1]]) if package == "jamp" else package
+
+
+def imports(module):
+    """The modules that a file imports, inside of functions too; not those of LATE."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in inner]
+        else:
+            continue
+        yield from (name for name in names if (module, name) not in LATE)
+
+
+def graph():
+    """Which of our files each of our files imports."""
+    return {
+        module: [name for name in imports(module) if name in MODULES]
+        for module in MODULES
+    }
+
+
+def test_the_root_shows_the_ideas_and_nothing_else():
+    paths = set((ROOT / "jamp").iterdir()) - {ROOT / "jamp" / "__pycache__"}
+    found = {path.name.removesuffix(".py") for path in paths}
+    assert found == ENTRIES | {"__init__", "py.typed"}
+    assert len(found) <= 16
+
+
+def test_rooms_import_only_from_rooms_below():
+    assert len(LAYERS) <= 11
+    for module, targets in graph().items():
+        here = room_of(module)
+        for target in targets:
+            there = room_of(target)
+            assert here == there or ROOMS[there] < ROOMS[here], (
+                f"{module} may not import {target}"
+            )
+
+
+def test_files_make_no_cycle():
+    tuple(graphlib.TopologicalSorter(graph()).static_order())
+
+
+def test_a_file_is_one_idea():
+    for module, path in MODULES.items():
+        source = path.read_text()
+        assert len(source.splitlines()) <= 400, module
+        assert ast.get_docstring(ast.parse(source)), f"{module}: what is the idea?"
+
+
+def test_what_jax_does_not_document_is_in_one_file():
+    for module in MODULES.keys() - INTERNALS:
+        source = MODULES[module].read_text()
+        assert [name for name in UNDOCUMENTED if name in source] == [], module
+
+
+def test_pallas_is_behind_a_fence():
+    """One folder imports it, and one function that folder."""
+    fence, gates = "pallas_kernels.mosaic", []
+    for module in [m for m in MODULES if not m.startswith(fence)]:
+        assert "experimental.pallas" not in MODULES[module].read_text(), module
+        gates += [module for name in imports(module) if name.startswith(fence)]
+    assert gates == ["pallas_kernels._run"]
+    body = ast.parse(MODULES[gates[0]].read_text()).body
+    top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert "mosaic" not in "".join(map(ast.unparse, top))
+
+
+def test_nothing_unpickles_or_evaluates():
+    for module, path in MODULES.items():
+        found = re.findall(r"pickle\.loads?|\b(?:eval|exec)\(", path.read_text())
+        assert found == [], module
+
+
+def test_public_names_and_their_parameters_are_those_on_file():
+    on_file = (ROOT / "tests" / "public_surface.txt").read_text().splitlines()
+    assert list(surface.lines()) == on_file, "python -m tests.surface writes the file"

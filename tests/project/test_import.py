@@ -1,0 +1,45 @@
+"""What `import jamp` and a step load. Run as a module, it is such a program."""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import jamp
+from tests import subprocesses
+
+LATE = (
+    "jax.experimental.pallas.mosaic_gpu",
+    "jamp.diagnostics",
+    "jamp.fp16_utils",
+    "jamp.nnx",
+    "jamp.tools",
+)
+
+
+def test_a_step_loads_neither_pallas_nor_rooms_that_it_does_not_use():
+    imported, stepped, used = json.loads(subprocesses.run("tests.project.test_import"))
+    assert imported == stepped == []
+    assert used == list(LATE)
+
+
+def loaded():
+    return [name for name in LATE if name in sys.modules]
+
+
+def step(backend):
+    tx = jamp.optimizers.fused_adam(1e-3, backend=backend)
+    state = jamp.initialize({"w": jnp.ones(200)}, tx, opt_level="O2", verbosity=0)
+    grads = jamp.scaled_grad(lambda params: params["w"].sum())(state)
+    return jax.eval_shape(lambda s: s.apply_gradients(grads=grads), state)
+
+
+if __name__ == "__main__":
+    found = [loaded()]
+    step("xla")
+    found.append(loaded())
+    step("interpret")
+    assert all(getattr(jamp, name) for name in ("explain", "fp16_utils", "nnx"))
+    assert "jamp.tools" not in sys.modules and jamp.diagnostics.cost
+    print(json.dumps([*found, loaded()]))

@@ -1,0 +1,496 @@
+"""What people do with gradients, at every level: the right step, or a skip.
+
+Each habit takes a state and a batch of four numbers, and steps. The gradient of each
+weight is one of them, or a function of several, written out beside it in NumPy. The
+weights begin at values that half holds, and the optimizer is SGD with rate 1.
+"""
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jamp
+from jamp import optimizers as jo
+from jamp._scaling import unscaled
+from tests import h200
+from tests.bits import assert_same_bits
+from tests.states import assert_skipped, wide
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+START = {"w": np.float32([1.0, -2.0, 0.5]), "b": np.float32([0.25, 0.5])}
+XS = np.float32([0.5, -0.25, 1.0, 0.75])
+SGD = optax.sgd(1.0)
+RULE = jamp.DynamicLossScale(1024.0)
+# Of the scale: times 1024 it is inf in float32, and at a lower scale it would not be.
+OVERFLOWS = np.float32(1e37)
+
+
+def loss_fn(p, x):
+    """Its gradient is `x` of each weight."""
+    return sum(wide(leaf).sum() for leaf in jax.tree.leaves(p)) * x
+
+
+def quadratic(p, x):
+    """Its gradient is the weight times `x`."""
+    return sum((wide(leaf) ** 2).sum() for leaf in jax.tree.leaves(p)) * x / 2
+
+
+grads_of = jamp.scaled_grad(loss_fn)
+
+
+def mapped(fn):
+    return functools.partial(jax.tree.map, fn)
+
+
+added = mapped(jnp.add)
+scaled = lambda tree, k: jax.tree.map(lambda g: g * k, tree)  # noqa: E731
+
+
+def zeros(state):
+    return mapped(jnp.zeros_like)(jamp.master_params(state))
+
+
+# What users write: `(state, x) -> gradients`.
+
+
+def of_change(change):
+    return lambda state, x: change(grads_of(state, x[0]))
+
+
+def of_optax(tx):
+    def clipped(state, x):
+        grads = grads_of(state, x[0])
+        return tx.update(grads, tx.init(grads))[0]
+
+    return clipped
+
+
+def over_axis(reduce):
+    def averaged(state, x):
+        each = jax.vmap(lambda x: reduce(grads_of(state, x), "i"), axis_name="i")
+        return mapped(lambda g: g[0])(each(x))
+
+    return averaged
+
+
+def in_a_scan(state, x):
+    add = lambda total, x: (added(total, grads_of(state, x)), None)  # noqa: E731
+    return lax.scan(add, zeros(state), x)[0]
+
+
+def each_clipped(state, x):
+    """Per-example gradients, as in DP-SGD."""
+
+    def one(x):
+        grads = grads_of(state, x)
+        return scaled(grads, jnp.minimum(1, 0.5 / optax.tree.norm(grads)))
+
+    return mapped(lambda g: g.mean(0))(jax.vmap(one)(x))
+
+
+def sharpness_aware(state, x):
+    grads = jamp.scaled_grad(quadratic)(state, x[0])
+    up = scaled(grads, 0.5 / optax.tree.norm(grads))
+    higher = mapped(lambda p, u: (p + u).astype(p.dtype))(state.params, up)
+    return jamp.scaled_grad(quadratic)(state.replace(params=higher), x[0])
+
+
+def without_conflict(state, x):
+    """PCGrad: the part of one task's gradients that goes against another's is gone."""
+    a, b = grads_of(state, x[0]), jamp.scaled_grad(quadratic)(state, x[1])
+    against = optax.tree.vdot(a, b) / optax.tree.vdot(b, b)
+    return mapped(lambda a, b: a - jnp.minimum(against, 0) * b)(a, b)
+
+
+def noisy(state, x):
+    key = jax.random.key(0)
+    noise = mapped(lambda g: jax.random.normal(key, g.shape))(START)
+    return added(grads_of(state, x[0]), scaled(noise, 0.25))
+
+
+def flat(grads):
+    vector, unravel = jax.flatten_util.ravel_pytree(grads)
+    return unravel(2 * vector)
+
+
+def of_unscale(state, x):
+    by_hand = jax.grad(lambda p: jamp.scale_loss(loss_fn(p, x[0]), state))
+    return jamp.unscale(by_hand(state.params), state)
+
+
+# What those gradients are, in float64.
+
+SIZE = np.sqrt(5)  # the norm of five ones
+
+
+def constant(value):
+    return lambda x: {k: np.full(v.shape, value(x)) for k, v in START.items()}
+
+
+def of_sharpness(x):
+    norm = np.sqrt(sum((v**2).sum() for v in START.values()))
+    return {k: (v + 0.5 * v / norm * np.sign(x[0])) * x[0] for k, v in START.items()}
+
+
+def of_projection(x):
+    a, b = ({k: f(v) for k, v in START.items()} for f in (np.ones_like, np.asarray))
+    a, b = {k: v * x[0] for k, v in a.items()}, {k: v * x[1] for k, v in b.items()}
+    dot = lambda a, b: sum((a[k] * b[k]).sum() for k in a)  # noqa: E731
+    return {k: a[k] - min(dot(a, b) / dot(b, b), 0) * b[k] for k in a}
+
+
+def of_noise(x):
+    key = jax.random.key(0)
+    draw = lambda v: 0.25 * np.float64(jax.random.normal(key, v.shape))  # noqa: E731
+    return {k: x[0] + draw(v) for k, v in START.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Habit:
+    """Gradients as users make them, and what they are."""
+
+    grads: Callable[[Any, Any], Any]
+    expected: Callable[[Any], dict[str, np.ndarray]]
+
+
+def habit(grads, value):
+    return Habit(grads, constant(value))
+
+
+HABITS = {
+    "as they are": habit(
+        grads_of_first := lambda s, x: grads_of(s, x[0]), lambda x: x[0]
+    ),
+    "add": habit(
+        lambda s, x: added(grads_of(s, x[0]), grads_of(s, x[1])), lambda x: x[0] + x[1]
+    ),
+    "mean of microbatches": habit(
+        lambda s, x: scaled(functools.reduce(added, [grads_of(s, y) for y in x]), 0.25),
+        lambda x: x.mean(),
+    ),
+    "sum in a scan": habit(in_a_scan, lambda x: x.sum()),
+    "pmean": habit(over_axis(lax.pmean), lambda x: x.mean()),
+    "psum": habit(over_axis(lax.psum), lambda x: x.sum()),
+    "divide by the norm": habit(
+        of_change(lambda g: scaled(g, 1 / optax.tree.norm(g))), lambda x: 1 / SIZE
+    ),
+    "optax, clip by norm": habit(
+        of_optax(optax.clip_by_global_norm(0.25)), lambda x: 0.25 / SIZE
+    ),
+    "optax, clip": habit(of_optax(optax.clip(0.25)), lambda x: 0.25),
+    "optax, a chain": habit(
+        of_optax(optax.chain(optax.centralize(), optax.clip(0.25), optax.scale(2.0))),
+        lambda x: 0.5,
+    ),
+    "clip by value": habit(
+        of_change(mapped(lambda g: jnp.clip(g, -0.25, 0.25))), lambda x: 0.25
+    ),
+    "sign": habit(of_change(mapped(jnp.sign)), lambda x: 1.0),
+    "half and back": habit(
+        of_change(mapped(lambda g: wide(g.astype(jnp.bfloat16)))), lambda x: x[0]
+    ),
+    "a vector and back": habit(of_change(flat), lambda x: 2 * x[0]),
+    "each example clipped": habit(
+        each_clipped, lambda x: (np.sign(x) * np.minimum(abs(x), 0.5 / SIZE)).mean()
+    ),
+    "by hand, and unscale": habit(of_unscale, lambda x: x[0]),
+    "sharpness-aware": Habit(sharpness_aware, of_sharpness),
+    "projection": Habit(without_conflict, of_projection),
+    "noise": Habit(noisy, of_noise),
+    "zeros for a frozen leaf": Habit(
+        lambda s, x: grads_of(s, x[0]) | {"b": jnp.zeros(2, jnp.float32)},
+        lambda x: {"w": np.full(3, x[0]), "b": np.zeros(2)},
+    ),
+    "a mask": Habit(
+        of_change(lambda g: g | {"w": jnp.where(np.arange(3) > 0, g["w"], 0.0)}),
+        lambda x: {"w": x[0] * np.float64([0, 1, 1]), "b": np.full(2, x[0])},
+    ),
+}
+
+
+OF_MICROBATCHES = ("mean of microbatches", "sum in a scan", "pmean", "psum")
+
+
+def begin(level, tx=SGD, **kwargs):
+    kwargs = {"loss_scale": RULE, "verbosity": 0} | kwargs
+    return jamp.initialize(START, tx, level, **kwargs)
+
+
+def assert_stepped(after, gradient, tolerance=2e-6):
+    assert (after.step, after.skipped_steps) == (1, 0)
+    for key, master in jamp.master_params(after).items():
+        wanted = START[key] - gradient[key]
+        np.testing.assert_allclose(master, wanted, tolerance, tolerance)
+
+
+def assert_skipped_and_lowered(after, before):
+    assert_skipped(after, before)
+    assert (after.skipped_steps, after.last_step_skipped) == (1, True)
+    assert after.loss_scale == before.loss_scale / 2
+    assert after.loss_scales[0].consecutive_skips == 1
+
+
+@pytest.mark.standard_promotion  # in which users write
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", HABITS)
+def test_a_habit_is_the_right_step_or_a_skip(name, level):
+    state, habit = begin(level), HABITS[name]
+
+    @jax.jit
+    def step(state, x):
+        return state.apply_gradients(grads=habit.grads(state, x))
+
+    # The half params of a perturbed state are rounded.
+    tolerance = 2e-2 if name == "sharpness-aware" else 2e-6
+    assert_stepped(step(state, XS), habit.expected(np.float64(XS)), tolerance)
+    # One overflow, however many microbatches there are, and whichever it is in.
+    for place in range(4) if name in OF_MICROBATCHES else (0,):
+        bad = XS.copy()
+        bad[place] = OVERFLOWS
+        assert_skipped_and_lowered(step(state, bad), state)
+
+
+# Gradients that leave the program they were made in.
+
+
+def saved(grads):
+    data = flax.serialization.to_bytes(grads)
+    return flax.serialization.from_bytes(jax.tree.map(np.zeros_like, grads), data)
+
+
+JOURNEYS = {
+    "from jit to jit": lambda g: g,
+    "no jit": None,
+    "to the host": jax.device_get,
+    "saved and restored": saved,
+    "donated": "donated",
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("name", JOURNEYS)
+def test_gradients_that_leave_their_program(name, level):
+    journey, state = JOURNEYS[name], begin(level)
+    apply = lambda s, g: s.apply_gradients(grads=g)  # noqa: E731
+    donates = {"donate_argnums": 1} if journey == "donated" else {}
+    for x, gradient in ((XS[0], constant(lambda x: x[0])(XS)), (OVERFLOWS, None)):
+        if journey is None:
+            after = apply(state, grads_of(state, x))
+        else:
+            grads = jax.jit(grads_of)(state, x)
+            grads = journey(grads) if callable(journey) else grads
+            after = jax.jit(apply, **donates)(state, grads)
+        if gradient is None:
+            assert_skipped_and_lowered(after, state)
+        else:
+            assert_stepped(after, gradient)
+
+
+# Transformations inside of the optimizer that remember gradients.
+
+
+def several_steps(level, tx, xs, update_args=lambda *_: {}):
+    """The states before and after each step."""
+    state = begin(level, tx)
+
+    @jax.jit
+    def step(state, x):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+        args = update_args(state, x, loss, grads)
+        return state.apply_gradients(grads=grads, update_args=args)
+
+    states = [state]
+    for x in xs:
+        states.append(step(states[-1], jnp.float32(x)))
+    return states
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", LEVELS)
+def test_multi_steps_drop_the_microbatch_that_overflowed(level):
+    tx = optax.MultiSteps(SGD, 2)
+    states = several_steps(level, tx, [0.5, OVERFLOWS, 0.25])
+    assert_skipped_and_lowered(states[2], states[1])
+    for key, master in jamp.master_params(states[3]).items():
+        np.testing.assert_array_equal(master, START[key] - 0.375)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", LEVELS)
+def test_apply_if_finite_inside_sees_no_overflow(level):
+    tx = optax.apply_if_finite(SGD, 3)
+    states = several_steps(level, tx, [OVERFLOWS, 0.5])
+    assert_skipped_and_lowered(states[1], states[0])
+    count = optax.tree.get(states[2].opt_state, "total_notfinite")
+    assert (count, states[2].step) == (0, 1)
+
+
+SEARCHES = {
+    "backtracking": lambda: optax.chain(
+        optax.scale(-1.0), optax.scale_by_backtracking_linesearch(3)
+    ),
+    "lbfgs": lambda: optax.lbfgs(1.0),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_line_search_skips_too(search, level):
+    def args(state, x, loss, grads):
+        value_fn = jamp.closure(loss_fn)(state, x)
+        return {"value": loss, "grad": grads, "value_fn": value_fn}
+
+    states = several_steps(level, SEARCHES[search](), [0.5, OVERFLOWS], args)
+    assert states[1].step == 1 and (states[1].params["w"] < START["w"]).all()
+    assert_skipped(states[2], states[1])
+
+
+@pytest.mark.parametrize("tx", [SGD, jo.fused_sgd(1.0)], ids=["optax", "fused"])
+def test_a_gradient_that_only_the_division_makes_inf_is_an_overflow(tx):
+    state = begin("O0", tx, loss_scale=jamp.DynamicLossScale(2.0**-10))
+
+    def sloped(p):  # its gradient fits float32 times 2**-10, and by itself it does not
+        return (p["w"] * np.float32(2.0**65)).sum() * np.float32(2.0**65)
+
+    def step(state):
+        return state.apply_gradients(grads=jamp.scaled_grad(sloped)(state))
+
+    for run in (step, jax.jit(step)):
+        assert_skipped_and_lowered(run(state), state)
+
+
+# The memory of what gradients were made of.
+
+ROWS = [("adam", "O1"), ("adam", "O2"), *(("fused", level) for level in LEVELS)]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name, level", ROWS)
+def test_nothing_but_bytes_depends_on_it(name, level, monkeypatch):
+    make = {"adam": optax.adam, "fused": jo.fused_adam}[name]
+    state = begin(level, make(0.5), num_losses=2)
+
+    def two_steps(state, x):
+        grads = (
+            grads_of(state, x[0]),
+            jamp.scaled_grad(loss_fn, loss_id=1)(state, x[1]),
+        )
+        frozen = grads[0] | {"b": jnp.zeros(2, jnp.float32)}
+        one = state.apply_gradients(grads=grads[0])
+        two = one.apply_gradients(grads=grads, loss_id=(0, 1))
+        return one, two, two.apply_gradients(grads=frozen)
+
+    def run():
+        step = jax.jit(lambda *args: two_steps(*args))  # traced anew
+        found = [step(state, XS)]
+        for i in (0, 1):
+            bad = XS.copy()
+            bad[i] = OVERFLOWS
+            found.append(step(state, bad))
+        return found
+
+    known = run()
+    monkeypatch.setattr(unscaled, "_remember", lambda *_: None)
+    assert_same_bits(run(), known)
+    skips = [[int(state.skipped_steps) for state in states] for states in known]
+    assert skips == [[0, 0, 0], [1, 2, 3], [0, 1, 1]]
+
+
+def test_it_keeps_nothing_alive():
+    state = begin("O2")
+
+    def step(state, x):
+        grads = grads_of(state, x)
+        assert all(map(unscaled.raw_of, jax.tree.leaves(grads)))
+        assert unscaled.raw_of(2 * grads["w"]) is None
+        return state.apply_gradients(grads=grads)
+
+    before = len(unscaled._table)
+    with jax.checking_leaks():
+        jax.jit(step)(state, XS[0])
+    grads = grads_of(state, XS[0])
+    assert unscaled.raw_of(grads["w"]).grad is None  # the half array is gone
+    del grads
+    gc.collect()
+    assert len(unscaled._table) == before
+
+
+def test_gradients_of_another_loss_are_refused():
+    state = begin("O2", num_losses=2)
+    grads = jamp.scaled_grad(loss_fn, loss_id=1)(state, XS[0])
+    words = "gradients are of loss_id=1, and apply_gradients got loss_id=0"
+    for given, loss_id in ((grads, 0), ((grads, grads), (1, 0))):
+        with pytest.raises(ValueError, match=words):
+            state.apply_gradients(grads=given, loss_id=loss_id)
+    assert state.apply_gradients(grads=grads, loss_id=1).step == 1
+
+
+def test_a_tree_without_floats_is_a_clean_step():
+    ids = {"ids": jnp.arange(3)}
+    state = jamp.initialize(ids, SGD, "O2", verbosity=0)
+    grads = jamp.scaled_grad(lambda p: jnp.float32(1.0))(state)
+    assert grads == {"ids": None}
+    assert state.apply_gradients(grads=grads).step == 1
+
+
+WRONG = {
+    "one for two": (lambda g: (g,), (0, 1), ValueError, "are 1 trees.* names 2 losses"),
+    "none": (lambda g: (), (), ValueError, "are 0 trees"),
+    "a tree for two": (lambda g: g, (0, 1), TypeError, "one tree per loss; got dict"),
+    "two for one": (lambda g: (g, g), 0, ValueError, r"`grads=\(g0, g1\), loss_id=\(0"),
+    "no such loss": (lambda g: (g, g), (0, 2), IndexError, "loss_id=2 is out of range"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_several_losses_are_given_one_by_one(name):
+    change, loss_id, error, words = WRONG[name]
+    state = begin("O2", num_losses=2)
+    with pytest.raises(error, match=words):
+        state.apply_gradients(grads=change(zeros(state)), loss_id=loss_id)
+
+
+# Bytes, compiled for an H200.
+
+
+@pytest.mark.h200
+@pytest.mark.standard_promotion
+def test_who_computes_with_gradients_reads_them_once_more():
+    shapes = {"kernel": (1024, 512), "bias": (512,), "second": (512, 1024)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    one_read = 2 * sum(x.size for x in jax.tree.leaves(params))
+
+    def traffic(edit, tx):
+        state = jax.eval_shape(
+            lambda p: jamp.initialize(p, tx, "O2", verbosity=0), params
+        )
+
+        def update(state, slopes):
+            def loss_fn(p):
+                products = jax.tree.map(lambda a, b: wide(a * b).sum(), p, slopes)
+                return sum(jax.tree.leaves(products))
+
+            return state.apply_gradients(grads=edit(jamp.scaled_grad(loss_fn)(state)))
+
+        return h200.compile_step(update, state, state.params, donate=(0,)).traffic
+
+    clip = lambda g: optax.clip_by_global_norm(1.0).update(g, None)[0]  # noqa: E731
+    # By how many reads; the norm is the user's.
+    adam, fused = optax.adam(1e-3), jo.fused_adam(1e-3)
+    rows = [(adam, mapped(lambda g: g / 2), 1), (adam, clip, 2)]
+    rows += [(fused, mapped(jnp.negative), 1)]
+    plain = {tx: traffic(lambda g: g, tx) for tx, *_ in rows}
+    for tx, edit, reads in rows:
+        assert traffic(edit, tx) - plain[tx] <= 1.01 * reads * one_read

@@ -1,0 +1,437 @@
+"""AmpState: what a step computes, what a skip leaves alone, and what may be donated."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict
+from jax import lax
+
+import jamp
+from jamp.optimizers import fused_sgd
+from tests.bits import assert_same_bits, bits, copy
+from tests.oracles import fused as oracle
+from tests.states import (
+    HALF,
+    RUNNING,
+    SGD,
+    assert_skipped,
+    like,
+    make,
+    params,
+    wide,
+    with_scales,
+)
+
+
+def dot(p, x):
+    """A loss whose gradient is `x`, in the dtypes of the params."""
+    return sum(jax.tree.leaves(jax.tree.map(lambda p, x: (wide(p) * x).sum(), p, x)))
+
+
+def random_like(tree, seed, scale=2.0**-9):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: np.float32(rng.normal(size=x.shape) * scale), tree)
+
+
+@jax.jit
+def step(state, x, **fields):
+    return state.apply_gradients(grads=jamp.scaled_grad(dot)(state, x), **fields)
+
+
+def halved(x, level):
+    return np.asarray(x).astype(HALF.get(level, np.float32))
+
+
+# What a step computes
+
+
+@pytest.mark.standard_promotion  # for optax.adam
+@pytest.mark.parametrize("level", RUNNING)
+def test_steps_match_float64_and_round_the_params(level):
+    tx, expected, tol = optax.adam(1e-2), oracle.adam, 2e-6
+    options = {"learning_rate": np.float32(1e-2)}
+    if level == "O3":  # without masters, params are rounded after each step
+        # The oracle's sums are float64, so a tie may fall to the other side.
+        tx, expected, tol = SGD, oracle.momentum, 2.0**-10
+        options = {"learning_rate": 0.5, "decay": 0.5, "storage": np.float16}
+    state = make(level, tx=tx, keep_fp32="norm" if level in ("O2", "O5") else None)
+    xs = [random_like(params(), seed, scale=2.0**-3) for seed in range(8)]
+    scale = np.float32(state.loss_scale)
+
+    def seen(x, p):
+        """The gradient as it leaves the backward pass: rounded where p is half."""
+        return (x * scale).astype(p.dtype).astype(np.float64) / scale
+
+    grads = [jax.tree.leaves(jax.tree.map(seen, x, state.params)) for x in xs]
+    start = jax.tree.leaves(jamp.master_params(state))
+    for x, leaves in zip(xs, expected(start, grads, **options), strict=True):
+        state = step(state, x)
+        masters = jamp.master_params(state)
+        for got, wanted in zip(jax.tree.leaves(masters), leaves, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=tol, atol=tol)
+        assert bits(state.params["w"]) == halved(masters["w"], level).tobytes()
+    assert (state.step, state.skipped_steps) == (8, 0)
+
+
+@pytest.mark.standard_promotion
+def test_o3_moments_are_fp32_and_hold_what_half_cannot():
+    state = step(make("O3", tx=optax.adam(1e-3)), like(params(), 2.0**-14))
+    nu = optax.tree.get(state.opt_state, "nu")["w"]
+    assert nu.dtype == jnp.float32
+    np.testing.assert_allclose(nu, 1e-3 * 2.0**-28, rtol=1e-4)
+
+
+def at_rate_one(start, *slopes):
+    """The states after plain gradients of these slopes."""
+    state, states = make(tree={"w": jnp.full(1, start, jnp.float32)}, tx=RATE_ONE), []
+    for slope in slopes:
+        state = state.apply_gradients(grads={"w": jnp.full(1, slope, jnp.float32)})
+        states.append(state)
+    return states
+
+
+RATE_ONE = optax.sgd(1.0)
+
+
+def test_params_are_exact_where_apply_updates_would_round():
+    # |p| / |new| beyond 2^13: f32(new) - f32(p) cannot bring p to new by an addition.
+    new = np.float32(2.0**-12 + 2.0**-20)
+    _, state = at_rate_one(60000.0, 60000.0, -new)
+    assert jamp.master_params(state)["w"][0] == new
+    assert bits(state.params["w"]) == np.float16([new]).tobytes()
+
+
+def test_params_beyond_half_are_clamped_and_come_back():
+    beyond, back = at_rate_one(1.0, -1e6, 1e6)
+    assert np.float32(beyond.params["w"]) == 65504
+    assert jamp.master_params(beyond)["w"] == 1000001.0
+    assert np.float32(back.params["w"]) == 1
+
+
+# Skipping
+
+
+@jax.jit
+def full_step(state, x):
+    """A step that has new values of fields, too."""
+    ema = optax.incremental_update(jamp.master_params(state), state.ema, 0.5)
+    key = jax.random.split(state.key)[0]
+    return step(state, x, stats=state.stats + 1, ema=ema, key=key)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A state after three steps, whose optimizer remembers all there is to remember."""
+    everything = optax.chain(
+        optax.clip_by_global_norm(10.0),
+        optax.add_noise(1e-3, 0.5, key=3),
+        optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+        optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 10)),
+        optax.ema(0.9),
+    )
+    fields = {"stats": jnp.zeros(2), "ema": params(), "key": jax.random.key(0)}
+    rule = jamp.DynamicLossScale(init_scale=2.0**10)
+    with jax.numpy_dtype_promotion("standard"):
+        state = make(tx=everything, loss_scale=rule, **fields)
+        for seed in range(3):
+            state = full_step(state, random_like(params(), seed))
+    return state
+
+
+CLEAN = random_like(params(), 3)
+SPOILT = [("w", at, bad) for at in (0, 1, 2) for bad in (np.inf, np.nan)]
+SPOILT += [("w", 1, -np.inf), ("b", 1, np.inf), ("norm", 0, -np.inf)]
+
+
+@pytest.mark.standard_promotion
+def test_one_bad_element_changes_scale_and_counters_and_nothing_else(trained):
+    # A clean step moves all; or a skip that leaves all alone would show nothing.
+    after = full_step(full_step(trained, CLEAN), CLEAN)
+    pairs = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(after), strict=True)
+    same = {jax.tree_util.keystr(k) for (k, x), y in pairs if bits(x) == bits(y)}
+    # MultiSteps is at the second of two steps again.
+    held = ("mini_step", "skip_state", "skipped", "consecutive", ".scale", "hysteresis")
+    assert all(any(h in path for h in held) for path in same), same
+    assert optax.tree.get(after.opt_state, "rng_key") is not None
+    assert tuple(trained.loss_scales[0]) == (2.0**10, 3, 1, 0)
+    assert (trained.skipped_steps, trained.last_step_skipped) == (0, False)
+    for leaf, at, bad in SPOILT:
+        spoil = copy(CLEAN)
+        jax.tree.leaves(spoil[leaf])[0].flat[at] = bad
+        after = full_step(trained, spoil)
+        assert_skipped(after, trained)
+        assert tuple(after.loss_scales[0]) == (2.0**9, 0, 0, 1)
+        assert (after.skipped_steps, after.last_step_skipped) == (1, True)
+
+
+@pytest.mark.standard_promotion
+def test_the_step_after_a_skip_is_the_step_that_would_have_been(trained):
+    skipped = full_step(trained, like(CLEAN, np.inf))
+    late = full_step(skipped, CLEAN)
+    # Powers of two: the lower scale rounds gradients the same way, short of underflow.
+    assert_skipped(late, full_step(trained, CLEAN))
+    assert (late.skipped_steps, late.last_step_skipped) == (1, False)
+
+
+each_tx = pytest.mark.parametrize("tx", [SGD, fused_sgd(0.5, 0.5)], ids=["", "fused"])
+
+
+def spoilt():
+    grads = like(params(), 0.25)
+    return grads | {"b": grads["b"].at[1].set(jnp.nan)}
+
+
+@pytest.mark.parametrize("level", RUNNING)
+def test_a_plain_tree_is_checked_too(level):
+    state, grads = make(level, loss_scale="dynamic"), like(params(), 0.25)
+    after = state.apply_gradients(grads=spoilt())
+    assert_skipped(after, state)
+    assert (after.loss_scale, after.skipped_steps) == (2.0**15, 1)
+    # It is taken as unscaled.
+    scaled, plain = step(after, grads), after.apply_gradients(grads=grads)
+    for name in ("params", "loss_scales"):
+        assert_same_bits(getattr(plain, name), getattr(scaled, name))
+    assert (plain.step, plain.loss_scales[0].unskipped) == (1, 1)
+    expected = halved(params()["w"] - 0.125, level)
+    assert bits(plain.params["w"]) == expected.tobytes()
+
+
+@each_tx
+@pytest.mark.parametrize("level", RUNNING)
+def test_a_static_scale_checks_nothing(level, tx):
+    # apex_semantics 4.5: inf and NaN are handed to the optimizer.
+    state = make(level, tx=tx, loss_scale=4.0)
+    after = step(state, spoilt())
+    assert_same_bits(state.apply_gradients(grads=spoilt()).params, after.params)
+    assert (after.step, after.skipped_steps, after.loss_scale) == (1, 0, 4.0)
+    assert (after.last_step_skipped, after.loss_scales[0].unskipped) == (False, 1)
+    assert np.isnan(jamp.master_params(after)["b"]).tolist() == [False, True]
+    assert not np.array_equal(after.params["w"], state.params["w"])
+
+
+@each_tx
+@pytest.mark.parametrize("level", RUNNING)
+def test_a_static_scale_that_checks_skips_and_stays(level, tx):
+    state = make(level, tx=tx, loss_scale=jamp.StaticLossScale(4.0, check=True))
+    for after in (step(state, spoilt()), state.apply_gradients(grads=spoilt())):
+        assert_skipped(after, state)
+        assert (after.loss_scale, after.skipped_steps) == (4.0, 1)
+        assert after.last_step_skipped
+
+
+def test_counters_over_a_run_of_clean_and_bad_steps():
+    start = make(loss_scale=jamp.DynamicLossScale(init_scale=16.0, window=2))
+    good, bad = 2.0**-6, np.inf
+    values, state, history = (good, bad, bad, good, good, good, bad), start, []
+    for value in values:
+        state = step(state, like(params(), value))
+        skips = state.skipped_steps, state.last_step_skipped
+        history.append((state.step, *skips, state.loss_scale))
+    assert history[:3] == [(1, 0, False, 16), (1, 1, True, 8), (1, 2, True, 4)]
+    assert history[3:5] == [(2, 2, False, 4), (3, 2, False, 8)]
+    assert history[5:] == [(4, 2, False, 8), (4, 3, True, 4)]
+    # As the carry of a scan it goes the same way.
+    xs = jax.tree.map(lambda *x: jnp.stack(x), *(like(params(), v) for v in values))
+    scanned, _ = lax.scan(lambda s, x: (step(s, x), None), start, xs)
+    assert_same_bits(scanned, state)
+
+
+def test_master_weights_and_fp32_leaves_accumulate_at_a_static_scale_of_one():
+    # apex_semantics 6.6: apex drops what fp32 leaves had accumulated.
+    state = make("O5", tx=RATE_ONE)
+    assert state.loss_scale == 1.0
+    grad = jamp.scaled_grad(dot)
+    grads = (grad(state, like(params(), x)) for x in (0.25, 0.5))
+    total = jax.tree.map(jnp.add, *grads)
+    masters = jamp.master_params(state.apply_gradients(grads=total))
+    assert masters["norm"]["scale"] == 3.0 - 0.75
+    np.testing.assert_array_equal(masters["w"], params()["w"] - 0.75)
+
+
+# Fields
+
+
+class Mine(jamp.AmpState):
+    batch_stats: Any
+    epoch: Any = None
+
+
+def stats_of(mean, n=0):
+    return {"bn": {"mean": jnp.asarray(mean), "n": jnp.asarray(n, jnp.int32)}}
+
+
+OLD = stats_of(np.float32([0, 0]))
+
+
+def test_a_declared_field_moves_with_a_step_and_not_with_a_skip():
+    state, new = make(state_class=Mine, batch_stats=OLD), stats_of(np.float16([1, 2]))
+    assert type(state) is Mine
+    good, bad = like(params(), 2.0**-6), like(params(), jnp.inf)
+    after = step(state, good, batch_stats=new)
+    # It comes back in its old dtype.
+    assert_same_bits(after.batch_stats, stats_of(np.float32([1, 2])))
+    assert after.epoch is None
+    assert_same_bits(step(state, good).batch_stats, OLD)
+    assert_same_bits(step(state, bad, batch_stats=new).batch_stats, OLD)
+
+
+GRADS, ONES = like(params(), 0.25), jnp.ones(3, jnp.float32)
+OTHERS = jamp.scaled_grad(dot)(make(tree={"v": ONES}), {"v": ONES})
+REFUSED = [
+    ({"grads": OTHERS}, r"gradients have no leaf at \['b'\]"),
+    ({"grads": {k: GRADS[k] for k in ("w", "norm")}}, r"have no leaf at \['b'\]: pass"),
+    ({"grads": GRADS | {"more": ONES}}, r"gradients have an unexp.* \['more'\]"),
+    ({"grads": GRADS | {"b": ONES}}, r"\['b'\] has shape \(3,\), expected \(2,\)"),
+    ({"grads": FrozenDict(GRADS)}, "gradients have the structure .* expected"),
+    ({"batch_stats": None}, r"batch_stats have no leaf at .*'mean'.*state.replace"),
+    ({"batch_stats": stats_of(1.0)}, r"\['mean'\] has shape \(\), expected \(2,\)"),
+    ({"batch_statz": OLD}, r"cannot set 'batch_statz'.*fields are \['batch_stats'\]"),
+    ({"step": 1}, "cannot set 'step'"),
+]
+
+
+@pytest.mark.parametrize("given, words", REFUSED, ids=[words for _, words in REFUSED])
+def test_gradients_and_fields_of_another_structure_are_an_error(given, words):
+    error = TypeError if "cannot" in words else ValueError
+    with pytest.raises(error, match=words):
+        make(batch_stats=OLD).apply_gradients(**{"grads": GRADS} | given)
+    with pytest.raises(TypeError, match="no optimizer: pass one to jamp.initialize"):
+        make(tx=None).apply_gradients(grads=GRADS)
+    with pytest.raises(TypeError, match="Mine.create .* state_class=Mine"):
+        Mine.create(params=params())
+
+
+# Several losses and groups; test_several.py has more of them
+
+
+@pytest.mark.parametrize("tx", [RATE_ONE, fused_sgd(1.0)], ids=["sgd", "fused_sgd"])
+def test_losses_with_different_scales_are_summed_in_fp32(tx):
+    # apex_semantics 6.5: its FusedSGD errs where the scale of a later loss is lower.
+    state = with_scales(make(tx=tx, num_losses=3), 64.0, 0.5, 4.0)
+    slopes = (2.0**-9, 8.0, 2.0**-12)  # no half holds their sum
+    grads = [
+        jamp.scaled_grad(dot, loss_id=i)(state, like(params(), x))
+        for i, x in enumerate(slopes)
+    ]
+    after = state.apply_gradients(grads=grads, loss_id=range(3))
+    expected = np.asarray(params()["w"]) - np.float32(sum(slopes))
+    np.testing.assert_array_equal(jamp.master_params(after)["w"], expected)
+    again = state.apply_gradients(grads=tuple(grads), loss_id=(0, 1, 2))
+    assert_same_bits(again, after)
+    assert [int(s.unskipped) for s in after.loss_scales] == [1, 1, 1]
+    # A loss that takes no part keeps its scale.
+    after = state.apply_gradients(grads=grads[1], loss_id=1)
+    assert [int(s.unskipped) for s in after.loss_scales] == [0, 1, 0]
+
+
+def pair(**kwargs):
+    trees = {k: {"w": jnp.full(2, v, jnp.float32)} for k, v in (("d", 1.0), ("g", 2.0))}
+    txs = {"d": fused_sgd(1.0, 0.5), "g": optax.sgd(1.0, 0.5)}
+    return make(tree=trees, tx=txs, **kwargs)
+
+
+def grads_of(state, key, slope, loss_id=0):
+    loss_fn = lambda p: (wide(p[key]["w"]) * slope).sum()  # noqa: E731
+    return {key: jamp.scaled_grad(loss_fn, wrt=key, loss_id=loss_id)(state)}
+
+
+def test_groups_are_selected_by_their_keys_and_none_leaves_one_out():
+    state, one = pair(num_losses=2), {"w": jnp.full(2, 0.25, jnp.float32)}
+    for grads in ({"d": one, "g": None}, {"d": one}):
+        after = state.apply_gradients(grads=grads, loss_id=1)
+        np.testing.assert_array_equal(jamp.master_params(after)["d"]["w"], 0.75)
+        assert_same_bits(after.params["g"], state.params["g"])
+        assert_same_bits(after.opt_state["g"], state.opt_state["g"])
+        assert [int(s.unskipped) for s in after.loss_scales] == [0, 1]
+    bad = state.apply_gradients(grads={"d": one, "g": like(one, np.inf)}, loss_id=1)
+    assert_skipped(bad, state)
+    assert bad.loss_scale == (2.0**16, 2.0**15)
+    zero, one = jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32)
+    state = pair(num_losses=2, stats={"d": zero, "g": zero}, shared=zero)
+    good, bad = grads_of(state, "d", 2.0**-6), grads_of(state, "g", jnp.inf, 1)
+    fields = {"stats": {"d": one, "g": one}, "shared": one}
+    after = state.apply_gradients(grads=[good, bad], loss_id=[0, 1], **fields)
+    assert after.stats["d"].tolist() == [1, 1]
+    assert after.stats["g"].tolist() == [0, 0]
+    # A field of no group changes only if all covered groups were clean.
+    assert after.shared.tolist() == [0, 0]
+    after = state.apply_gradients(grads=good, **fields)
+    assert after.shared.tolist() == [1, 1]
+    assert after.stats["g"].tolist() == [0, 0]
+
+
+def test_gradients_of_groups_in_the_wrong_container_are_refused():
+    tree = {"w": jnp.ones(2, jnp.float32)}
+    of_dict, wrong = pair(), "container of `state.params`, with the keys .* None for .*"
+    tx = optax.sgd(1.0)
+    of_list = make(tree=[tree, tree], tx=[tx, tx])
+    for state, bad, words in (
+        (of_dict, [tree, tree], wrong + "got a list of 2"),
+        (of_dict, {"d": tree, "h": tree}, wrong + r"got a dict with .* \['d', 'h'\]"),
+        (of_dict, tree, wrong + r"got a dict with the keys \['w'\]"),
+        (of_list, [tree], wrong + "got a list of 1"),
+        (of_list, (tree, tree), wrong + "got a tuple of 2"),
+        (of_list, tree, wrong + "got a dict"),
+        (of_dict, {"d": None, "g": None}, "all groups are None"),
+        (of_list, [None, None], "all groups are None"),
+        (of_dict, {"d": tree, "g": {}}, r"gradients of group 'g' have no leaf"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            state.apply_gradients(grads=bad)
+
+
+# Values that are overwritten with their gradient, as Flax's fp8 does
+
+
+@jax.custom_vjp
+def measured(scale, x):
+    return x * 1.0
+
+
+measured.defvjp(
+    lambda scale, x: (measured(scale, x), None),
+    lambda _, g: (jnp.asarray(7.0, jnp.float32), g),
+)
+
+
+def fp8_state(level="O2", pack=dict, **kwargs):
+    w, amax = jnp.asarray([1.0, 2.0], jnp.float32), jnp.asarray(3.0, jnp.float32)
+    tree = {"params": {"w": w}, "_overwrite_with_gradient": {"amax": amax}}
+    return make(level, pack(tree), optax.sgd(1.0, momentum=0.9), **kwargs)
+
+
+@jax.jit
+def fp8_step(state, x):
+    def loss_fn(p):
+        w = wide(p["params"]["w"])
+        return (measured(p["_overwrite_with_gradient"]["amax"], w) * x).sum()
+
+    return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state))
+
+
+@pytest.mark.parametrize(
+    "level, pack", [*((level, dict) for level in RUNNING), ("O2", FrozenDict)]
+)
+def test_overwrite_with_gradient_is_honoured(level, pack):
+    # Flax's TrainState asks `in`, so it does not mind which mapping it is.
+    state = fp8_state(level, pack, loss_scale=8.0)
+    amax = state.params["_overwrite_with_gradient"]["amax"]
+    assert (amax.dtype, amax) == (jnp.float32, 3.0)
+    assert len(jax.tree.leaves(optax.tree.get(state.opt_state, "trace"))) == 1
+    after = fp8_step(state, 2.0**-6)
+    # Not scaled, not unscaled, not stepped: written.
+    amax = after.params["_overwrite_with_gradient"]["amax"]
+    assert (amax.dtype, amax, type(after.params)) == (jnp.float32, 7.0, pack)
+    w = halved(np.float32([1 - 2.0**-6, 2 - 2.0**-6]), level)
+    assert bits(after.params["params"]["w"]) == w.tobytes()
+
+
+def test_overwritten_values_are_part_of_the_skip():
+    state = fp8_state()
+    after = fp8_step(state, jnp.inf)
+    assert_skipped(after, state)
+    assert after.skipped_steps == 1

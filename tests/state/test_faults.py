@@ -1,0 +1,264 @@
+"""Faults: what a run meets when things go wrong.
+
+What each asserts is that training goes on as if nothing had been, or which error is
+raised.
+"""
+
+import multiprocessing
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jamp
+import jamp.nnx
+from tests import h200
+from tests.bits import assert_same_bits, copy
+from tests.oracles import loss_scale as oracle
+
+pytestmark = pytest.mark.standard_promotion  # as in a user's program
+
+PARAMS = {"w": jnp.asarray([0.5, -0.25, 2.0]), "b": jnp.zeros(())}
+SGD = optax.sgd(0.125, momentum=0.5)
+X = np.float32([1.0, -2.0, 0.5])
+
+
+def loss_fn(params, x):
+    return (jnp.tanh(params["w"] * x) + params["b"]).astype(jnp.float32).mean() / 4
+
+
+def make(level="O2", **options):
+    return jamp.initialize(PARAMS, SGD, level, verbosity=0, **options)
+
+
+def step(state, x=X):
+    return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
+
+
+AFTER = step(make())
+
+
+@jax.jit
+def run(state, xs):
+    """The last state and, of each step, the loss scale and the count of steps."""
+
+    def body(state, x):
+        state = step(state, x)
+        return state, (state.loss_scale, state.step)
+
+    return lax.scan(body, state, xs)
+
+
+# Numbers
+
+
+def storm():
+    rule = oracle.Rule(min_scale=2.0**7)
+    good = np.random.default_rng(0).random(400) < 0.1
+    xs = np.where(good[:, None], X, np.inf)
+    state, (scales, steps) = run(make(min_loss_scale=2.0**7), xs)
+    counters, expected = oracle.init(rule), []
+    for finite in good:
+        counters = oracle.update(rule, counters, bool(finite))
+        expected.append(counters.scale)
+    assert scales.tolist() == expected
+    assert steps.tolist() == np.cumsum(good).tolist()
+    calm, _ = run(make(), xs[good])
+    assert_same_bits(state.params, calm.params)
+    assert_same_bits(state.opt_state, calm.opt_state)
+
+
+def nothing_but_nan():
+    state, (scales, _) = run(AFTER, np.full((1000, 3), np.nan, np.float32))
+    kept = ("loss_scales", "skipped_steps", "last_step_skipped")
+    assert_same_bits(
+        state.replace(**{name: getattr(AFTER, name) for name in kept}), AFTER
+    )
+    assert scales[-1] == 2.0**-126 and state.skipped_steps == 1000
+    with pytest.raises(FloatingPointError, match="1000"):
+        jamp.check(state)
+
+
+# The program
+
+
+def donated_twice():
+    donating = jax.jit(step, donate_argnums=0)
+    state = make()
+    after = donating(state)
+    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+        donating(state)
+    assert "AmpState at O2" in repr(state)
+    assert_same_bits(after, jax.jit(step)(make()))
+
+
+def interrupted_step():
+    def interrupted(params, x):
+        raise KeyboardInterrupt
+
+    for level in ("O1", "O2", "O4"):
+        state = make(level)
+        before = copy(state)
+        with pytest.raises(KeyboardInterrupt):
+            jamp.scaled_grad(interrupted)(state, X)
+        assert_same_bits(copy(state), before)
+        assert_same_bits(step(state), step(make(level)))
+
+
+def interrupted_nnx():
+    def interrupted(model):
+        model(X[None])
+        model.count.set_value(model.count.get_value() + 1)
+        raise KeyboardInterrupt
+
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model.count = nnx.BatchStat(jnp.zeros(()))
+    model, optimizer = jamp.nnx.initialize(model, SGD, "O2", verbosity=0)
+    before = copy(nnx.to_pure_dict(nnx.state(model)))
+    with pytest.raises(KeyboardInterrupt):
+        jamp.nnx.scaled_grad(interrupted)(model, optimizer)
+    assert_same_bits(copy(nnx.to_pure_dict(nnx.state(model))), before)
+    grads = jamp.nnx.scaled_grad(lambda m: m(X).mean() / 4)(model, optimizer)
+    optimizer.update(model, grads)
+    assert optimizer.step.get_value() == 1
+
+
+def out_of_memory():
+    def too_much(params, x):
+        huge = x[0] + jnp.arange(2.0**30)[:, None] * jnp.ones(2**20)
+        return loss_fn(params, x) * jnp.sort(huge, axis=None)[7]
+
+    state = make()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        jax.block_until_ready(jax.jit(jamp.scaled_grad(too_much))(state, X))
+    assert_same_bits(step(state), AFTER)
+
+
+# Modes of JAX
+
+
+def under(context):
+    with context:
+        assert_same_bits(*(jax.tree.map(np.asarray, s) for s in (step(make()), AFTER)))
+
+
+def debug_nans():
+    with jax.debug_nans(True):
+        assert_same_bits(step(make()), AFTER)
+        after = jax.jit(step)(AFTER, X * np.inf)  # no NaN comes out
+        assert after.last_step_skipped
+        infinite = jax.tree.map(lambda p: jnp.full_like(p, np.inf), PARAMS)
+        # The check makes NaN of infinity, but shows none.
+        assert AFTER.apply_gradients(grads=infinite).last_step_skipped
+        overflows = jamp.scaled_grad(lambda p: p["w"].sum() * np.inf)
+        for grads in (overflows, jax.jit(overflows)):  # they return NaN
+            with pytest.raises(FloatingPointError):
+                grads(AFTER)
+        with pytest.raises(FloatingPointError):
+            jax.jit(jamp.scaled_value_and_grad(loss_fn))(AFTER, X * np.nan)
+
+
+def threads():
+    levels, after = ("O1", "O2", "O4", "O5"), {}
+    before = {level: step(make(level)) for level in levels}
+    start = threading.Barrier(len(levels))
+
+    def train(level):
+        start.wait(60)
+        after[level] = step(make(level))
+
+    running = [threading.Thread(target=train, args=[level]) for level in levels]
+    [thread.start() for thread in running]
+    [thread.join(60) for thread in running]
+    for level in levels:
+        assert_same_bits(after[level], before[level])
+
+
+def loaders(method):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        batches = pool.imap(np.negative, [-X, -X])
+        state = make()
+        for batch in batches:
+            state = step(state, batch)
+    assert_same_bits(state, step(AFTER))
+
+
+def compile_cache():
+    hits, fresh = [], jax.jit(lambda state: step(state))
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event.endswith("cache_hits"))
+    )
+    results = []
+    for enabled in (True, True, False):
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        jax.clear_caches()
+        results.append(fresh(make()))
+    jax.config.update("jax_enable_compilation_cache", True)
+    assert any(hits)
+    for result in results:
+        assert_same_bits(result, results[0])
+
+
+FAULTS = {
+    "90 % of the steps overflow": storm,
+    "1,000 batches of NaN": nothing_but_nan,
+    "a donated state is used again": donated_twice,
+    "Ctrl-C inside of a step": interrupted_step,
+    "Ctrl-C inside of an NNX loss": interrupted_nnx,
+    "the device runs out of memory": out_of_memory,
+    "`jax.enable_x64`": lambda: under(jax.enable_x64(True)),
+    "`jax.disable_jit`": lambda: under(jax.disable_jit()),
+    "strict promotion of dtypes": lambda: under(jax.numpy_dtype_promotion("strict")),
+    "`jax.debug_nans`": debug_nans,
+    "threads with different levels": threads,
+    "data loaders that fork": lambda: loaders("fork"),
+    "data loaders that spawn": lambda: loaders("spawn"),
+    "the compilation cache, on and off": compile_cache,
+}
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault(fault):
+    FAULTS[fault]()
+
+
+def shape_of(params, tx):
+    shapes = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in params.items()}
+    return jax.eval_shape(lambda p: jamp.initialize(p, tx, "O2", verbosity=0), shapes)
+
+
+def ones_step(state):
+    grads = jamp.scaled_grad(lambda p: sum(x.astype("f4").sum() for x in p.values()))
+    return state.apply_gradients(grads=grads(state))
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize(
+    "tx, traffic",  # masters and moments are read and written, and half params written
+    [(SGD, 8 + 8 + 2), (jamp.optimizers.fused_adam(1e-3), 8 + 16 + 2)],
+)
+def test_more_elements_than_int32_counts(tx, traffic):
+    state = shape_of({"w": (2**31 + 1,)}, tx)
+    program = h200.compile_step(ones_step, state, donate=(0,))
+    per_param = program.traffic / (2**31 + 1)
+    assert per_param == pytest.approx(traffic, abs=1e-3) and program.temp < 4096
+
+
+@pytest.mark.budgets
+def test_ten_thousand_leaves():
+    params = {f"layer{i}": (3,) for i in range(10_000)}
+    state = shape_of(params, jamp.optimizers.fused_sgd(0.5))
+    lowered = jax.jit(ones_step).lower(state)
+    assert jax.tree.structure(lowered.out_info) == jax.tree.structure(state)
+
+
+def test_a_program_grows_with_the_leaves_alone():
+    states = [shape_of({str(i): (3,) for i in range(n)}, SGD) for n in (40, 80)]
+    sizes = [len(jax.jit(ones_step).lower(s).compile().as_text()) for s in states]
+    assert sizes[1] < 2.2 * sizes[0]
