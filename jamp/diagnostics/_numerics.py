@@ -2,27 +2,60 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from jax.extend import core as jc
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._formats import FORMATS, Counts, counts_of
 from jamp.diagnostics._programs import replayed
 from jamp.diagnostics._ranges import Array, is_float
 from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
 from jamp.diagnostics._step import Call, Step, call_of, scaled_step
 
+FORMATS = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
 _LARGEST = 24  # the scales that are tried: 2**0 to 2**24, apex's ceiling
 _LOST = 1e-3  # the part of the gradients that a safe scale may round to zero
 _MARGIN = 8  # between the scale that is recommended and the largest safe one
 _TINY = 64
 _ROWS = 12  # of values, and of gradients, when printed: the worst
+
+
+class Loss(NamedTuple):
+    """How many of some numbers that are not zero a format would lose."""
+
+    zero: int  # those that would become zero
+    subnormal: int  # those that would keep a part of their digits
+    over: int  # those beyond the largest finite number
+
+
+class Counts(NamedTuple):
+    """Of some numbers, by format."""
+
+    nonzero: int  # how many are neither zero nor NaN
+    losses: dict[str, Loss]  # by the names of `FORMATS`
+
+    def __add__(self, other: "Counts | None") -> "Counts":  # pyright: ignore[reportIncompatibleMethodOverride]
+        if other is None:
+            return self
+        losses = {
+            name: Loss(*map(operator.add, loss, other.losses[name]))
+            for name, loss in self.losses.items()
+        }
+        return Counts(self.nonzero + other.nonzero, losses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,3 +267,38 @@ def _shares(counts: Counts) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g}" if share else "-"
+
+
+# ---- what formats lose
+
+
+def counts_of(x: Array, factor: float = 1.0) -> Counts:
+    """What each format would lose of a float array times a factor."""
+    nonzero, losses = jax.tree.map(int, jax.device_get(_counts(x, factor)))
+    return Counts(nonzero, losses)
+
+
+@functools.cache
+def limits(name: str) -> tuple[float, float, float]:
+    """Half the smallest number of a format, its smallest normal one, its largest one.
+
+    What is at most half the smallest rounds to zero; what is less than half a step
+    beyond the largest rounds to that.
+    """
+    info: Any = ml_dtypes.finfo(FORMATS[name])
+    largest = float(info.max)
+    step = largest - float(np.nextafter(info.max, info.dtype.type(0)))
+    return float(info.smallest_subnormal) / 2, float(info.tiny), largest + step / 2
+
+
+@jax.jit
+def _counts(x, factor):
+    size = jnp.abs(x).astype(jnp.float32) * jnp.float32(factor)
+    some = (size > 0) & ~jnp.isnan(size)
+    losses = {}
+    for name in FORMATS:
+        least, normal, most = (jnp.float32(limit) for limit in limits(name))
+        zero = some & (size <= least)
+        subnormal = some & (size > least) & (size < normal)
+        losses[name] = Loss(*map(jnp.sum, (zero, subnormal, some & (size >= most))))
+    return some.sum(), losses

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._modules import Group, groups_of
 from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._table import CELLS, short
+from jamp.diagnostics._table import CELLS, Group, groups_of, short
 
 _AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")

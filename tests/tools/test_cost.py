@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jamp.diagnostics import cost
-from jamp.tools import _gpus
+from jamp.tools import _cost
 from jamp.tools._command import main
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]
@@ -58,7 +58,7 @@ def test_what_is_missing(monkeypatch):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     words = "Set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before"
     with pytest.raises(ImportError, match=words):
-        _gpus.check_compiler()
+        _cost.check_compiler()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'jax\[cuda13-local\]=="):
         cost(add, X, X)
