@@ -20,6 +20,7 @@ from jamp.diagnostics._ranges import Array, is_float
 from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
 from jamp.diagnostics._step import Call, Step, call_of, scaled_step
+from jamp.diagnostics._table import columns
 
 FORMATS = {
     "float16": np.float16,
@@ -81,34 +82,35 @@ class Numerics:
     tiny: tuple[str, ...]
 
     def __str__(self) -> str:
-        names = [f"{module or '(no module)'}, {phase}" for module, phase in self.values]
-        rows = _worst(list(zip(names, self.values.values(), strict=True)))
+        values = [
+            (f"{module or '(no module)'}, {phase}", counts)
+            for (module, phase), counts in self.values.items()
+        ]
         grads = [(f"gradient of {name}", c) for name, c in self.gradients.items()]
-        rows += _worst(grads)
-        hidden = len(names) + len(grads) - len(rows)
-        width = max([len(name) for name, _ in rows] + [20])
-        head = "  ".join(f"{name:>20}" for name in FORMATS)
-        parts = "  ".join(f"{'zero':>6} {'subn.':>6} {'over':>6}" for _ in FORMATS)
+        rows = _worst(values) + _worst(grads)
         lines = [
             f"At loss scale {self.scale:g}, in percent of what is not zero:",
-            f"{'':<{width}}  {head}",
-            f"{'':<{width}}  {parts}",
-            *(f"{name:<{width}}  {_shares(counts)}" for name, counts in rows),
+            columns(
+                ["", *(cell for name in FORMATS for cell in (name, "", ""))],
+                ["", *("zero", "subn.", "over") * len(FORMATS)],
+                *([name, *_shares(counts)] for name, counts in rows),
+            ),
         ]
-        if hidden:
+        if hidden := len(values) + len(grads) - len(rows):
             lines.append(f"and {hidden} more, better ones in `.values`, `.gradients`.")
-        safe = self.safe_scales
-        lines.append(
-            "No loss scale up to 2**24 is safe."
-            if safe is None
-            else f"Loss scales from {safe[0]:g} to {safe[1]:g} are safe for this batch."
-        )
+        if self.safe_scales is None:
+            lines.append("No loss scale up to 2**24 is safe.")
+        else:
+            low, high = self.safe_scales
+            lines.append(
+                f"Loss scales from {low:g} to {high:g} are safe for this batch."
+            )
         if self.tiny:
             lines.append(
                 f"{len(self.tiny)} params of at most {_TINY} numbers are in half, but "
                 f"cost nothing in float32 (keep_fp32=): {', '.join(self.tiny[:4])}."
             )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 def numerics(
@@ -246,27 +248,21 @@ def _middle(safe: tuple[float, float]) -> float:
 def _worst(rows: list[tuple[str, Counts]]) -> list[tuple[str, Counts]]:
     """Those that float16 would lose most of, in their order."""
 
-    def lost(row: tuple[str, Counts]) -> tuple[float, ...]:
-        _, counts = row
-        found = counts.losses["float16"]
-        total = max(1, counts.nonzero)
-        return (found.zero + found.over) / total, found.subnormal / total
+    def lost(i: int) -> tuple[float, ...]:
+        total, (zero, subnormal, over) = (
+            rows[i][1].nonzero,
+            rows[i][1].losses["float16"],
+        )
+        return (zero + over) / max(1, total), subnormal / max(1, total)
 
-    kept = sorted(rows, key=lost, reverse=True)[:_ROWS]
-    return [row for row in rows if row in kept]
+    kept = sorted(range(len(rows)), key=lost, reverse=True)[:_ROWS]
+    return [rows[i] for i in sorted(kept)]
 
 
-def _shares(counts: Counts) -> str:
+def _shares(counts: Counts) -> list[str]:
     total = max(1, counts.nonzero)
-    shares = (
-        " ".join(f"{_percent(n / total):>6}" for n in counts.losses[name])
-        for name in FORMATS
-    )
-    return "  ".join(shares)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}" if share else "-"
+    lost = (n for name in FORMATS for n in counts.losses[name])
+    return [f"{100 * n / total:.3g}" if n else "-" for n in lost]
 
 
 # ---- what formats lose

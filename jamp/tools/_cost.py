@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jaxtyping import PyTree
 
 from jamp.diagnostics._source import is_installed, module_path
-from jamp.diagnostics._table import magnitude, short
+from jamp.diagnostics._table import columns, magnitude, short
 from jamp.tools._hlo import Cost, Instruction, Program
 
 _SHOWN = 6
@@ -106,26 +106,25 @@ class Costs:
     steps: dict[str, StepCost]
 
     def __str__(self) -> str:
-        first = next(iter(self.steps.values()))
-        lines = [f"{f'on {self.target}':<12} {'kernels':>8} {'bytes moved':>16} temp"]
+        first, *_ = self.steps.values()
+        rows = [(f"on {self.target}", "kernels", "bytes moved", "temp")]
         for name, step in self.steps.items():
-            share = f"({step.traffic / first.traffic:.0%})"
-            moved = f"{magnitude(step.traffic)}B {share:>6}"
-            lines.append(
-                f"{name:<12} {step.kernels:>8,} {moved:>16} {magnitude(step.temp)}B"
-            )
+            moved = f"{_bytes(step.traffic)} ({step.traffic / first.traffic:.0%})"
+            rows.append((name, f"{step.kernels:,}", moved, _bytes(step.temp)))
+        lines = [columns(*rows)]
         for name, step in self.steps.items():
             lines.append(f"{name}: where most bytes are moved")
-            for part in step.parts[:_SHOWN]:
-                moved, most = (
-                    magnitude(n) or "0 " for n in (part.traffic, part.largest)
-                )
-                where = " ".join(filter(None, (part.module, short(part.source))))
+            for module, source, kernels, traffic, largest in step.parts[:_SHOWN]:
+                where = " ".join(filter(None, (module, short(source)))) or "(no name)"
                 lines.append(
-                    f"  {moved}B in {part.kernels} kernels, largest result {most}B: "
-                    f"{where or '(no name)'}"
+                    f"  {_bytes(traffic)} in {kernels} kernels, largest result "
+                    f"{_bytes(largest)}: {where}"
                 )
         return "\n".join(lines)
+
+
+def _bytes(number: int) -> str:
+    return f"{magnitude(number) or '0 '}B"
 
 
 def cost(

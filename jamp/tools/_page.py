@@ -80,26 +80,18 @@ def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]
         if number.isdigit():
             files.setdefault(file, {}).setdefault(int(number), []).append(op)
     for file, marked in files.items():
-        text = linecache.getlines(file)
-        if not text:
-            continue
-        yield f"<h3>{escape(short(file))}</h3><pre>"
-        before = 0
+        text = dict(enumerate(linecache.getlines(file), 1))
         near = {n + d for n in marked for d in _AROUND}
-        for number in sorted(near.intersection(range(1, len(text) + 1))):
-            if before and number > before + 1:
-                yield '<span class="gap">⋮</span>'
-            before, code = number, escape(text[number - 1].rstrip("\n")) or " "
-            yield _source_line(number, code, marked.get(number, []), lines)
-        yield "</pre>"
-
-
-def _source_line(
-    number: int, code: str, operations: Sequence[Operation], lines: dict[str, int]
-) -> str:
-    if not operations:
-        return f"<span><i>{number}</i> {code}</span>"
-    source = operations[0].source
-    link = f'<a href="#q={escape(short(source))}">{number}</a>'
-    where = f'id="line{lines[source]}" class="{_kind(operations)}"'
-    return f"<span {where}><i>{link}</i> {code}</span>"
+        spans = []
+        for number in sorted(near & text.keys()):
+            if spans and number - 1 not in near:
+                spans.append('<span class="gap">⋮</span>')
+            where, label = "", str(number)
+            if operations := marked.get(number, []):
+                source = operations[0].source
+                where = f' id="line{lines[source]}" class="{_kind(operations)}"'
+                label = f'<a href="#q={escape(short(source))}">{number}</a>'
+            code = escape(text[number].rstrip("\n")) or " "
+            spans.append(f"<span{where}><i>{label}</i> {code}</span>")
+        if spans:
+            yield f"<h3>{escape(short(file))}</h3><pre>{''.join(spans)}</pre>"

@@ -46,7 +46,7 @@ def test_states_side_by_side(capsys):
     assert abs(narrow.traffic - 1.5 * BYTES) <= 16
     head, first, second, *rest = str(both).splitlines()
     assert head.startswith("on B200") and "2.62 MB (100%)" in first
-    assert "1.57 MB  (60%)" in second
+    assert "1.57 MB (60%)" in second
     assert f"head tests/tools/test_cost.py:{add.__code__.co_firstlineno + 2}" in rest[1]
     assert main(["cost", "tests.tools.test_cost:costs", "--gpu", "B200"]) == 0
     assert capsys.readouterr().out == f"{both}\n"
