@@ -15,14 +15,7 @@ import numpy as np
 from jax.extend import core as jc
 from jax.sharding import PartitionSpec
 
-from jamp._autocast.frames import (
-    Kind,
-    frames_of,
-    program_of,
-    scan_counts,
-    shard_map_options,
-    while_programs,
-)
+from jamp._autocast.frames import Kind, frames_of, program_of, shard_map_options
 from jamp.diagnostics._location import Cause, parents_of
 from jamp.diagnostics._ranges import Array, not_finite
 from jamp.diagnostics._replay import Context, Replay, Rule, Site, Value, operation
@@ -53,17 +46,14 @@ def replayed(
 def _rule_of(eqn: jc.JaxprEqn) -> Rule:
     if eqn.primitive.name in _MARKS:
         return lambda replay, site, read: read
-    frames = frames_of(eqn)
-    return _RULES[frames[0].kind] if frames else operation
+    kinds = {frame.kind for frame in frames_of(eqn)} or {None}
+    return _RULES[kinds.pop()]
 
 
 def _call(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
-    return replay.run(program_of(site.eqn), read, site.context_inside())
-
-
-def _branch(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
-    taken = frames_of(site.eqn)[_number(read.pop(0).array)]
-    return replay.run(taken.program, read, site.context_inside())
+    frames = frames_of(site.eqn)
+    number = _number(read.pop(0).array) if frames[0].kind is Kind.BRANCH else 0
+    return replay.run(frames[number].program, read, site.context_inside())
 
 
 def _loop(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
@@ -71,53 +61,36 @@ def _loop(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     outs = None if site.context.devices else operation(replay, site, read)
     if outs is not None and _is_explained(outs, read):
         return outs
-    iterations = _scan if site.eqn.primitive.name == "scan" else _while
-    carry, rows = iterations(replay, site, read)
-    columns = [[row[i] for row in rows] for i in range(len(rows[0]) if rows else 0)]
+    *tests, body = frames_of(site.eqn)
+    begin = tests[0].consts if tests else 0
+    fixed, rest = read[begin : begin + body.consts], read[begin + body.consts :]
+    carry, over = rest[: body.carries], rest[body.carries :]
+    trips = range(_MOST_TRIPS if body.trips is None else body.trips)
+    name = "a while loop" if tests else f"{len(trips)} of a scan"
+    rows: dict[int, list[Value]] = {}
+    for i in trips[::-1] if site.eqn.params.get("reverse") else trips:
+        here = site.context_inside(f"iteration {i} of {name}")
+        if tests:
+            (goes_on,) = replay.run(tests[0].program, [*read[:begin], *carry], here)
+            if not _number(goes_on.array):
+                break
+        slices = [_slice(v, i, here) for v in over]
+        results = replay.run(body.program, [*fixed, *carry, *slices], here)
+        carry, rows[i] = results[: body.carries], results[body.carries :]
+    columns = [*zip(*(rows[i] for i in sorted(rows)), strict=True)]
     if outs is not None:
         return _from_inside(replay, outs, [*([v] for v in carry), *columns])
     axis = len(site.context.devices)
-    arrays = (jnp.stack([v.array for v in column], axis) for column in columns)
-    pairs = zip(arrays, columns, strict=True)
-    return carry + [replay.seen(site, x, column, "") for x, column in pairs]
-
-
-def _scan(
-    replay: Replay, site: Site, read: list[Value]
-) -> tuple[list[Value], list[list[Value]]]:
-    """The carry after the last iteration, and what each of them gives beside it."""
-    eqn = site.eqn
-    consts, carries = scan_counts(eqn)
-    fixed, carry = read[:consts], read[consts : consts + carries]
-    length, body = eqn.params["length"], program_of(eqn)
-    rows: list[list[Value]] = [[]] * length
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        here = site.context_inside(f"iteration {i} of {length} of a scan")
-        slices = [_slice(v, i, here) for v in read[consts + carries :]]
-        results = replay.run(body, [*fixed, *carry, *slices], here)
-        carry, rows[i] = results[:carries], results[carries:]
-    return carry, rows
+    for column in columns:
+        array = jnp.stack([v.array for v in column], axis)
+        carry.append(replay.seen(site, array, column, ""))
+    return carry
 
 
 def _slice(value: Value, i: int, context: Context) -> Value:
     array = value.array[(slice(None),) * len(context.devices) + (i,)]
     is_bad = value.cause is not None and any(not_finite(array))
     return Value(array, value.cause if is_bad else None, value.near)
-
-
-def _while(
-    replay: Replay, site: Site, read: list[Value]
-) -> tuple[list[Value], list[list[Value]]]:
-    condition, body, of_condition, of_body = while_programs(site.eqn)
-    consts = of_condition + of_body
-    carry = read[consts:]
-    for i in range(_MOST_TRIPS):
-        here = site.context_inside(f"iteration {i} of a while loop")
-        (goes_on,) = replay.run(condition, [*read[:of_condition], *carry], here)
-        if not _number(goes_on.array):
-            break
-        carry = replay.run(body, [*read[of_condition:consts], *carry], here)
-    return carry, []
 
 
 def _is_explained(outs: Sequence[Value], read: Sequence[Value]) -> bool:
@@ -191,9 +164,10 @@ def _number(array: Array) -> int:
     return int(first)
 
 
-_RULES: dict[Kind, Rule] = {
+_RULES: dict[Kind | None, Rule] = {
     Kind.CALL: _call,
-    Kind.BRANCH: _branch,
+    Kind.BRANCH: _call,
     Kind.LOOP: _loop,
     Kind.MAP: _shard_map,
+    None: operation,
 }
