@@ -20,6 +20,7 @@ from jamp._autocast.lists import (
     What,
     library_place,
 )
+from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
     KERNEL,
@@ -32,7 +33,7 @@ from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, withou
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._operation import Operation, bytes_of, flops, sizes
+from jamp.diagnostics._operation import Operation, bytes_of, product_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 from jamp.diagnostics._step import Call, call_of, traced
 
@@ -115,7 +116,7 @@ def explain(
             return explain_step(call_of("explain", fn, args[0], args[1:], kwargs))
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
-        found = _operations(program, scope.policy.lists, _Enclosing())
+        found = _operations(program, _Enclosing(scope.policy.lists))
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained
@@ -129,7 +130,7 @@ def explain_step(call: Call) -> Explanation:
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
-    found = _operations(program, lists, _Enclosing(default=default))
+    found = _operations(program, _Enclosing(lists, default))
     # Not what nobody wrote: the scale, the finite check.
     return Explanation(
         dtype=str(half or jnp.dtype(jnp.float32)),
@@ -141,6 +142,10 @@ def explain_step(call: Call) -> Explanation:
 class _Enclosing(NamedTuple):
     """What a program is inside of, on which line, and how often it runs there."""
 
+    lists: AutocastLists  # the user's
+    # Of a step, whose operations are all shown, why those without a note are as they
+    # are; "" of a function: of that, the user's are shown.
+    default: str = ""
     path: tuple[str, ...] = ()  # this and the next as of an `Operation`
     source: str = ""
     names: str = ""  # the name stack of what holds the program
@@ -148,74 +153,35 @@ class _Enclosing(NamedTuple):
     # Whether the user's program has it too: not if autocast has put it there, as a
     # checkpoint or to compute an operation.
     is_users: bool = True
-    # Of a step, whose operations are all shown, why those without a note are as they
-    # are; "" of a function: of that, the user's are shown.
-    default: str = ""
 
 
-def _operations(
-    program: jc.Jaxpr, lists: AutocastLists, around: _Enclosing
-) -> Iterator[Operation]:
+def _operations(program: jc.Jaxpr, around: _Enclosing) -> Iterator[Operation]:
+    decision_on = _decision_in_step if around.default else _decision_in_function
     for eqn in program.eqns:
         own = jax_internals.name_stack(eqn)
-        here = around._replace(names=f"{around.names}/{own}")
+        inner = around._replace(names=f"{around.names}/{own}", is_users=False)
         if around.is_users or notes_in(own):
             # JAX keeps no line of what its own jitted functions hold.
-            here = here._replace(source=user_line(eqn) or around.source)
-        note = _note_of(eqn, own, lists, around)
-        is_shown = note is not None or bool(around.default)
-        if is_shown:
-            yield _operation(eqn, note, lists, here)
+            inner = inner._replace(source=user_line(eqn) or around.source)
+        decision = decision_on(eqn, own, around)
+        if decision is not None:
+            yield _operation(eqn, *decision, inner)
         for frame in frames_of(eqn):
-            inner = here._replace(is_users=is_shown)
-            if is_shown:
+            if decision is not None:
                 name = f"{eqn.primitive.name} {frame.label}".strip()
-                times = around.times * (frame.trips or 1)
-                inner = inner._replace(path=(*around.path, name), times=times)
-            yield from _operations(frame.program, lists, inner)
-
-
-def _note_of(
-    eqn: jc.JaxprEqn, own: str, lists: AutocastLists, around: _Enclosing
-) -> Note | None:
-    """What was decided on an operation of the user's function; None if it is not one.
-
-    The equation is as autocast wrote it, and `own` is its name stack.
-    """
-    if around.default:
-        return None
-    if frames_of(eqn):
-        return next((note for note in notes_in(own) if note.holds_program), None)
-    if note := note_in(own):
-        return None if note.operands == CAST else note
-    note, name = note_in(around.names), eqn.primitive.name
-    if around.is_users or note is None:
-        return None
-    # Autocast computes an operation by a function of its own: what does the same there
-    # stands for it. A softmax's sums and exponentiates too, by the lists.
-    if note.primitive == name:
-        return note
-    rule = lists.rule_of(jax_internals.primitive_name(eqn))
-    if rule is None or name == "convert_element_type":
-        return None
-    why = "list" if rule is Rule.FLOAT32 else "operands"
-    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
+                inner = inner._replace(
+                    path=(*around.path, name),
+                    times=around.times * (frame.trips or 1),
+                    is_users=True,
+                )
+            yield from _operations(frame.program, inner)
 
 
 def _operation(
-    eqn: jc.JaxprEqn, note: Note | None, lists: AutocastLists, around: _Enclosing
+    eqn: jc.JaxprEqn, note: Note, reason: str, around: _Enclosing
 ) -> Operation:
-    names, count = without_notes(around.names), flops(eqn)
-    frames = frames_of(eqn)
-    if note is None:
-        why, reason = _reason_in_step(eqn, around.names, lists, around.default)
-        listed = lists.rule_of(jax_internals.primitive_name(eqn))
-        rule, dtype = listed.value if listed else None, _own_dtype(eqn)
-        in_dtypes = dtypes_of(eqn.invars)
-    else:
-        why, reason = _reason_of_note(note, lists)
-        rule, dtype = note.rule or None, note.dtype or _own_dtype(eqn)
-        in_dtypes = tuple(note.operands.split())
+    names, frames = without_notes(around.names), frames_of(eqn)
+    flops, sizes = product_of(eqn)
     return Operation(
         path=around.path,
         source=around.source,
@@ -223,65 +189,98 @@ def _operation(
         module=module_path(names),
         primitive=eqn.primitive.name,
         trips=frames[0].trips if frames else 1,
-        in_dtypes=in_dtypes,
-        dtype=None if why == "program" else dtype,
-        rule=rule,
-        why=why,
+        in_dtypes=tuple(note.operands.split()),
+        dtype=None if note.why == "program" else note.dtype or _own_dtype(eqn),
+        rule=note.rule or None,
+        why=note.why,
         reason=reason,
-        flops=None if count is None else count * around.times,
-        sizes=sizes(eqn),
+        flops=None if flops is None else flops * around.times,
+        sizes=sizes,
         bytes=bytes_of(eqn) * around.times,
     )
 
 
-# ---- why
-
-
-def _reason_of_note(note: Note, lists: AutocastLists) -> tuple[str, str]:
-    """What decided on an operation of the user's, in a word and in a sentence."""
-    why = _WHY_IN_FLOAT32.get(note.region, note.why)
-    return why, _sentence(why, note.region, note.primitive, lists)
-
-
-def _reason_in_step(
-    eqn: jc.JaxprEqn, names: str, lists: AutocastLists, default: str
-) -> tuple[str, str]:
-    """The same of an equation of a program that JAX has differentiated.
-
-    Args:
-        eqn: the equation.
-        names: all name scopes that it is in.
-        lists: of the level.
-        default: the word for what has no note.
-    """
-    note, name = note_in(names), eqn.primitive.name
-    if frames_of(eqn):
-        return "program", _REASONS["program"]
-    if note is None:
-        return default, _REASONS[default]
-    own, listed = jax_internals.name_stack(eqn), jax_internals.primitive_name(eqn)
-    if note_in(own) is None and lists.rule_of(listed) is Rule.FLOAT32:
-        return "list", _sentence("list", "", name, lists)  # of what jamp has put there
-    why, reason = _reason_of_note(note, lists)
-    if name == note.primitive and not is_backward(names):
-        return why, reason
-    if note.dtype not in ("", _own_dtype(eqn)):
-        return "gradient", _REASONS["gradient"]
-    return "derivative", f"It is of the derivative of `{note.primitive}`: {reason}"
-
-
 def _own_dtype(eqn: jc.JaxprEqn) -> str | None:
     """What an operation runs in as it stands; None without a result."""
-    if sizes(eqn):  # `preferred_element_type` may say otherwise of the result
+    if traits_of(eqn.primitive.name).shape is Shape.PRODUCT:
+        # `preferred_element_type` may say otherwise of the result.
         return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
     return next(iter(dtypes_of(eqn.outvars)), None)
 
 
-def _sentence(why: str, region: str, name: str, lists: AutocastLists) -> str:
-    if why in ("list", "recorded"):
+# ---- what decided, and why
+
+
+def _decision_in_function(
+    eqn: jc.JaxprEqn, own: str, around: _Enclosing
+) -> tuple[Note, str] | None:
+    """The note on an operation of the user's function; None if it is not one.
+
+    The equation is as autocast wrote it, and `own` is its name stack.
+    """
+    if frames_of(eqn):
+        note = next((note for note in notes_in(own) if note.holds_program), None)
+    elif note := note_in(own):
+        note = None if note.operands == CAST else note
+    elif (note := note_in(around.names)) and not around.is_users:
+        note = _note_inside(eqn, note, around)
+    else:
+        note = None
+    return None if note is None else _with_reason(note, around)
+
+
+def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | None:
+    """That of an equation of the function that autocast computes an operation by.
+
+    What does the same there stands for it. A softmax's sums and exponentiates too, by
+    the lists.
+    """
+    name = eqn.primitive.name
+    if note.primitive == name:
+        return note
+    rule = around.lists.rule_of(jax_internals.primitive_name(eqn))
+    if rule is None or name == "convert_element_type":
+        return None
+    why = "list" if rule is Rule.FLOAT32 else "operands"
+    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
+
+
+def _decision_in_step(
+    eqn: jc.JaxprEqn, own: str, around: _Enclosing
+) -> tuple[Note, str]:
+    """The same of an equation of a program that JAX has differentiated."""
+    name, names = eqn.primitive.name, f"{around.names}/{own}"
+    listed = around.lists.rule_of(jax_internals.primitive_name(eqn))
+    rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
+    written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
+    note = note_in(names)
+    if frames_of(eqn):
+        written = written._replace(why="program")
+    elif note and note_in(own) is None and listed is Rule.FLOAT32:
+        written = written._replace(why="list")  # of what jamp has put there
+    elif note:
+        note, reason = _with_reason(note, around)
+        if name == note.primitive and not is_backward(names):
+            return written._replace(why=note.why), reason
+        if note.dtype in ("", written.dtype):
+            reason = f"It is of the derivative of `{note.primitive}`: {reason}"
+            return written._replace(why="derivative"), reason
+        written = written._replace(why="gradient")
+    return _with_reason(written, around)
+
+
+def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
+    """A note with the word for what decided, and the same in a sentence."""
+    note = note._replace(why=_WHY_IN_FLOAT32.get(note.region, note.why))
+    return note, _sentence(note, around.lists)
+
+
+def _sentence(note: Note, lists: AutocastLists) -> str:
+    name, region = note.primitive, note.region
+    if note.why in ("list", "recorded"):
         return _of_user(lists, What.PRIMITIVE, name) or _of_table(ROWS, name)
-    if why != "region":
-        return _REASONS[why]
+    if note.why != "region":
+        return _REASONS[note.why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
     place = library_place(region)

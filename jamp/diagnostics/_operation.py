@@ -121,27 +121,13 @@ def warnings_of(op: Operation, level: str) -> list[str]:
 # ---- what an equation costs
 
 
-def flops(eqn: jc.JaxprEqn) -> int | None:
-    """The operations of an equation; None if it is not a matmul or convolution.
+def product_of(eqn: jc.JaxprEqn) -> tuple[int | None, tuple[int, ...] | None]:
+    """FLOPs of a matmul or convolution, and the sizes that matrix units see, or None.
 
-    - `dot_general`: 2 B M N K, for batch, free and contracted sizes.
+    - `dot_general`: 2 B M N K, for batch, free and contracted sizes; M, N and K.
     - `ragged_dot_general`: the same without the groups: a row meets one group.
     - `conv_general_dilated`: 2 N O I per pair of an output position and a place of the
-      kernel that meet in the input, for batch, output and input features.
-    """
-    if eqn.primitive.name == "conv_general_dilated":
-        return _convolution_flops(eqn)
-    if (found := sizes(eqn)) is None:
-        return None
-    _, columns, _ = found
-    return 2 * math.prod(shape_of(eqn.invars[0])) * columns
-
-
-def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
-    """The sizes that matrix units see: M, N and K; None if it is not a product.
-
-    - `dot_general`, `ragged_dot_general`: free sizes of each operand, contracted size.
-    - `conv_general_dilated`: output and input features.
+      kernel that meet in the input, for batch, output and input features; O and I.
     """
     name, groups = eqn.primitive.name, ()
     numbers: Any = eqn.params.get("dimension_numbers")
@@ -149,15 +135,17 @@ def sizes(eqn: jc.JaxprEqn) -> tuple[int, ...] | None:
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
     elif name not in ("dot_general", "conv_general_dilated"):
-        return None
+        return None, None
     lhs, rhs = map(shape_of, eqn.invars[:2])
     if name == "conv_general_dilated":
-        return tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
+        features = tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
+        return _convolution_flops(eqn), features
     (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
     rows = (s for axis, s in enumerate(lhs) if axis not in {*of_lhs, *batch_lhs})
     shared = {*of_rhs, *batch_rhs, *groups}
-    columns = (s for axis, s in enumerate(rhs) if axis not in shared)
-    return math.prod(rows), math.prod(columns), math.prod(lhs[axis] for axis in of_lhs)
+    n = math.prod(s for axis, s in enumerate(rhs) if axis not in shared)
+    sizes = math.prod(rows), n, math.prod(lhs[axis] for axis in of_lhs)
+    return 2 * math.prod(lhs) * n, sizes
 
 
 def _convolution_flops(eqn: jc.JaxprEqn) -> int:

@@ -19,7 +19,7 @@ from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom
 from jamp.diagnostics._advice import words_of
 from jamp.diagnostics._location import Cause, Location, names_of, parents_of
-from jamp.diagnostics._ranges import Array, is_float, not_finite, range_of
+from jamp.diagnostics._ranges import Array, Range, is_float, not_finite, range_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 
 _ARITHMETIC = ("add", "div", "mul", "sub")
@@ -54,7 +54,7 @@ class Context:
             return x
         return jnp.broadcast_to(x, (*self.devices, *np.shape(x)))
 
-    def range_of(self, x: Array):
+    def range_of(self, x: Array) -> Range:
         """The range of an array in the shape that the user knows it by."""
         return range_of(x, np.shape(x)[len(self.devices) :])
 
@@ -225,8 +225,9 @@ def _location_of(
 ) -> Location:
     """The report of an operation, if it turns out to be the first."""
     floats, context = [v for v in read if is_float(v.array)], site.context
-    maker = floats[0].maker if site.moves and floats else None
-    made_by = (jax_internals.primitive_name(maker.eqn), maker.line) if maker else ()
+    made_by, maker = ("", ""), floats[0].maker if site.moves and floats else None
+    if maker is not None:
+        made_by = f"`{jax_internals.primitive_name(maker.eqn)}`", maker.line
     result = context.range_of(array)
     return _location(
         operation=words_of(site.eqn, result.dtype),
@@ -238,6 +239,6 @@ def _location_of(
         loops=context.loops,
         operands=tuple(context.range_of(v.array) for v in floats),
         result=result,
-        made_by="`{}` at {}".format(*made_by).removesuffix(" at ") if maker else "",
+        made_by=" at ".join(filter(None, made_by)),
         infinities=infinities,
     )
