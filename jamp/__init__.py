@@ -14,12 +14,12 @@ from jamp import (
     multi_tensor as multi_tensor,
     optimizers as optimizers,
 )
-from jamp._autocast.kernels import half_kernel as half_kernel
 from jamp._autocast.lists import AutocastLists as AutocastLists
-from jamp._autocast.regions import (
+from jamp._autocast.marks import (
     disable_casts as disable_casts,
     float_function as float_function,
     half_function as half_function,
+    half_kernel as half_kernel,
     promote_function as promote_function,
 )
 from jamp._autocast.transform import autocast as autocast

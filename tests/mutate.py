@@ -24,8 +24,8 @@ import optax  # noqa: F401
 import pytest
 
 from tests.mutated import TESTS
+from tests.pages import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 NEVER_RUN = ("@overload", "if TYPE_CHECKING")
 PAIRS = "And Or, Add Sub, Mult Div, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
 PAIRS += ", BitAnd BitOr, LShift RShift, FloorDiv Mult, Mod Mult, Pow Mult"

@@ -1,13 +1,13 @@
 """What the tests of the examples share."""
 
 import importlib.util
-import pathlib
 import struct
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.pages import ROOT
+
 EXAMPLES = ROOT / "examples"
 
 IMPORTED = "equinox", "haiku", "matplotlib", "orbax", "rich", "sklearn", "tqdm"

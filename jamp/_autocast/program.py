@@ -14,7 +14,7 @@ from jax.extend.core import primitives
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.lists import AutocastLists, What
-from jamp._autocast.model import Source
+from jamp._autocast.marks import KERNEL, MARKERS, Source
 from jamp._autocast.primitives import Rule
 from jamp._core.dtypes import FLOAT32
 
@@ -25,15 +25,6 @@ PRECISION = "precision="  # it asks for float32
 KEPT = "kept="  # its weight is a param that the level keeps in float32
 NO_MODEL = "model="  # no operand depends on half params
 
-# Name scopes mark the operations of `half_function` and its like. A scope is part of
-# the traced program, so that jit's caches cannot lose it or leak it.
-MARKERS = {
-    Rule.HALF: "jamp_half",
-    Rule.FLOAT32: "jamp_float32",
-    Rule.PROMOTE: "jamp_promote",
-    Rule.RECORDED: "jamp_recorded",
-}
-KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
 _RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECORDED}
 # The brackets hold the name of the function of the lists that the mark was set for.
 _MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")

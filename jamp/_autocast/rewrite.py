@@ -18,7 +18,6 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.islands import checkpoint_islands
@@ -36,7 +35,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import with_bias, with_weight
-from jamp._autocast.values import Values
+from jamp._autocast.values import Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -102,11 +101,9 @@ class Rewriter:
     ):
         self.jaxpr, self.boundary = jaxpr, boundary
         self.scope, self.rules = scope, rules
-        wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
-        facts = facts or Facts(jaxpr, boundary.facts, scope)
-        self.consumers = consumers_of(facts, wants)
-        self.values = Values(self.consumers)
+        self.facts = facts or Facts(jaxpr, boundary.facts, scope)
+        self.values = values_of(self.facts, boundary.out_wants)
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -175,12 +172,12 @@ class Rewriter:
             self.rules[eqn.primitive.name](self, eqn, frames)
             self._note(eqn, "program")
             return
-        rule, region = self.values.facts.ruling(eqn)
-        if self.values.facts.rounds_kept(eqn):
+        rule, region = self.facts.ruling(eqn)
+        if self.facts.rounds_kept(eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
-        castable = is_castable_eqn(eqn, rule, self.values.half)
+        castable = is_castable_eqn(eqn, rule, self.facts.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             self._note(eqn, _why_recorded(eqn, rule, region), rule, region=region)
@@ -268,10 +265,10 @@ class Rewriter:
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
-        scope = self.values.facts.scope_of_programs(eqn)
+        scope = self.facts.scope_of_programs(eqn)
         known = (
             facts
-            for facts in self.values.facts.programs(eqn)
+            for facts in self.facts.programs(eqn)
             if facts.jaxpr is jaxpr and list(facts.given) == list(boundary.facts)
         )
         return rewrite(jaxpr, boundary, scope, self.rules, next(known, None))

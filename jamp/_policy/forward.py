@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 from jaxtyping import PyTree
 
-from jamp._autocast.model import shown_params
+from jamp._autocast.marks import shown_params
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
 from jamp._policy.levels import Properties

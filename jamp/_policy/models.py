@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jamp._autocast.model import at_boundary
+from jamp._autocast.marks import at_boundary
 from jamp._core.dtypes import FLOAT32, cast_floats
 from jamp._policy.levels import Properties
 

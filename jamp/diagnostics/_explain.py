@@ -20,11 +20,10 @@ from jamp._autocast.lists import (
     What,
     library_place,
 )
+from jamp._autocast.marks import KERNEL, MARKERS
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
-    KERNEL,
-    MARKERS,
     NO_MODEL,
     PRECISION,
     dtypes_of,

@@ -8,7 +8,7 @@ from flax import nnx
 from flax.nnx import filterlib
 from jaxtyping import PyTree
 
-from jamp._autocast.model import shown_params
+from jamp._autocast.marks import shown_params
 from jamp._core.dtypes import HALF_DTYPES
 
 type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jamp
-from jamp._autocast import consumers, facts, rewrite
+from jamp._autocast import facts, rewrite, values
 from tests.constructs import repeat
 from tests.programs import products, results, walk
 
@@ -192,7 +192,7 @@ NESTS = {
 }
 PASSES = {
     "forward": (facts.Facts, "_result_facts"),
-    "backward": (consumers, "_wants_of_operands"),
+    "backward": (values, "_wants_of_operands"),
 }
 
 

@@ -1,7 +1,6 @@
 """What optimizer steps move and launch on an H200: the tables of docs/optimizers.md."""
 
 import functools
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +14,9 @@ from benchmarks import optimizer_steps as timed, specs
 from jamp import optimizers as jo
 from tests import h200
 from tests.hlo import Program
+from tests.pages import SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # optax promotes
-
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 
 
 class Compiled(NamedTuple):
@@ -83,7 +81,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_bytes_per_parameter(name, backend):
     row, spec = ROWS[name], specs.single_leaf(2**22)
-    assert f"| {name} | {row.xla} | {row.mosaic} |\n" in PAGE
+    assert f"| {name} | {row.xla} | {row.mosaic} |\n" in SHOWN
     tx = row.make(backend=backend)
     program, _ = compiled(spec, initialize(spec, tx, **row.options))
     moved = program.traffic - unread(spec, row.options) * (backend == "mosaic")
@@ -115,7 +113,7 @@ LONG = [pytest.param(name, marks=pytest.mark.budgets) for name in BY_XLA]  # 10 
 @pytest.mark.parametrize("name", [*LONG, BY_MOSAIC])
 def test_launches_on_300_leaves(name):
     launches = LAUNCHES[name][1]
-    assert f"| {name} | {launches} |\n" in PAGE
+    assert f"| {name} | {launches} |\n" in SHOWN
     assert launched(name).program.kernels == pytest.approx(launches, rel=0.03)
 
 

@@ -3,15 +3,14 @@
 import ast
 import json
 import os
-import pathlib
 import time
 
 import pytest
 
 from benchmarks import gpu, specs, test_optimizer_step, training_steps
 from tests import kernels
+from tests.pages import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 # A job's script, and how it ends.
 JOBS = {
     "alone": ("echo 2 passed", "passed"),
