@@ -271,7 +271,7 @@ def _shares(counts: Counts) -> list[str]:
 def counts_of(x: Array, factor: float = 1.0) -> Counts:
     """What each format would lose of a float array times a factor."""
     nonzero, losses = jax.tree.map(int, jax.device_get(_counts(x, factor)))
-    return Counts(nonzero, losses)
+    return Counts(nonzero, {name: Loss(*losses[name]) for name in FORMATS})
 
 
 @functools.cache
@@ -291,10 +291,10 @@ def limits(name: str) -> tuple[float, float, float]:
 def _counts(x, factor):
     size = jnp.abs(x).astype(jnp.float32) * jnp.float32(factor)
     some = (size > 0) & ~jnp.isnan(size)
-    losses = {}
+    losses: dict[str, list[jax.Array]] = {}
     for name in FORMATS:
         least, normal, most = (jnp.float32(limit) for limit in limits(name))
-        zero = some & (size <= least)
+        zero, over = some & (size <= least), some & (size >= most)
         subnormal = some & (size > least) & (size < normal)
-        losses[name] = Loss(*map(jnp.sum, (zero, subnormal, some & (size >= most))))
+        losses[name] = [zero.sum(), subnormal.sum(), over.sum()]
     return some.sum(), losses

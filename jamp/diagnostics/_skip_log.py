@@ -150,8 +150,8 @@ class SkipLog:
         found = jax.device_get((self.step, self.loss, self.scale, self.bad))
         entries = zip(*(x[order].tolist() for x in found), strict=True)
         return [
-            Skip(*numbers, tuple(itertools.compress(self.paths, bad)))
-            for *numbers, bad in entries
+            Skip(step, loss, scale, tuple(itertools.compress(self.paths, bad)))
+            for step, loss, scale, bad in entries
         ]
 
     def __str__(self) -> str:
