@@ -80,7 +80,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
 
 @moves_constants
-def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
+def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """The state with the values of a checkpoint, from this opt level or another.
 
     From the same level every bit comes back. From another, masters, moments, counters
@@ -259,7 +259,7 @@ def _group(
     tx: optax.GradientTransformation | None,
     originals: PyTree,
     params: PyTree,
-    inner_state: Any,
+    inner_state: PyTree,
 ) -> tuple[Any, Any]:
     """One group at this level, from float32 params."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jamp._core.tree import is_traced
 
@@ -36,7 +36,7 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
                 )
 
 
-def _is_put(x: Any) -> bool:
+def _is_put(x: object) -> bool:
     return not is_traced(x) and getattr(x, "committed", False)
 
 
@@ -94,14 +94,14 @@ def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
 
 
 @functools.lru_cache(maxsize=64)
-def _devices(sharding: Any) -> tuple[Any, ...]:
+def _devices(sharding: Sharding) -> tuple[Any, ...]:
     """In the order of a mesh, which two programs must share as well."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _at(name: str, sharding: Any) -> str:
+def _at(name: str, sharding: Sharding) -> str:
     ids = [device.id for device in _devices(sharding)]
     if not isinstance(sharding, NamedSharding):
         return f"{name} on devices {ids}"

@@ -34,7 +34,7 @@ def is_differentiable(x: object) -> bool:
 
 
 @functools.cache  # a model has a thousand leaves of two dtypes
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

@@ -56,7 +56,7 @@ def hashable(values: Mapping[Key, Any], like: Any) -> Any:
     return tuple(values[key] for key in range(len(like)))
 
 
-def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
+def is_container(value: object, keys: tuple[Key, ...]) -> bool:
     """Whether `value` holds one entry per group."""
     if keys == (SINGLE,):
         return False

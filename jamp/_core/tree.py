@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, is_differentiable, widen
@@ -106,12 +107,12 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def leaf_is_finite(x: Any) -> Bool[Array, ""]:
+def leaf_is_finite(x: Array) -> Bool[Array, ""]:
     """`all_finite` of one leaf, by the numbers that it reads for all of them."""
     return lax.is_finite(_zero_or_nan(x))
 
 
-def _zero_or_nan(x: Any) -> Array:
+def _zero_or_nan(x: Array) -> Array:
     # `x - x` is NaN where `x` is not finite, and a sum keeps it. XLA fuses sums into
     # what makes `x`; the flags of `is_finite` it may write to memory.
     if jnp.iscomplexobj(x):
@@ -173,11 +174,11 @@ def _each(fn: Any, leaves: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
     return [fn(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
 
 
-def _copy(x: Any, dtype: Any) -> jax.Array:
+def _copy(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     return jnp.array(x, dtype, copy=True)
 
 
-def unshared[T](tree: T, given: Any) -> T:
+def unshared[T](tree: T, given: PyTree) -> T:
     """A tree of strong arrays, each of which is there once and nowhere else.
 
     Copied is what the user has too, or what occurs twice: donation ends them.
@@ -193,7 +194,7 @@ def unshared[T](tree: T, given: Any) -> T:
     return structure.unflatten(copied(arrays, dtypes))
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether `x` has no value yet, under `jit` for example."""
     return isinstance(x, Tracer)
 

@@ -156,7 +156,7 @@ def _matches(rule: Any, path: str, leaf: Any) -> bool:
     return bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
 
 
-def _keep_nothing(parts: tuple[str, ...], leaf: Any) -> bool:
+def _keep_nothing(parts: tuple[str, ...], leaf: object) -> bool:
     del parts, leaf
     return False
 

@@ -105,7 +105,7 @@ def cast_forward(
     return _Forward(apply_fn, properties)
 
 
-def no_forward(*_: Any, **__: Any) -> NoReturn:
+def no_forward(*_: object, **__: object) -> NoReturn:
     """What `state.apply_fn` is where none was given."""
     raise TypeError(
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
@@ -24,7 +25,7 @@ def split_aux(out: Any, has_aux: bool) -> tuple[Array, Any]:
     return checked_loss(out[0]), out[1]
 
 
-def checked_loss(loss: Any) -> Array:
+def checked_loss(loss: ArrayLike) -> Array:
     """The loss in float32, if it is a float scalar."""
     if isinstance(loss, tuple):
         raise TypeError(
@@ -55,8 +56,8 @@ def grad_of_scaled(
     loss_fn: Callable[..., Any],
     params: PyTree,
     scale: Float[Array, ""],
-    args: Any,
-    kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     has_aux: bool = False,
 ) -> tuple[Any, PyTree]:
     """The loss, or `(loss, aux)`, and gradients of the loss times a scale.

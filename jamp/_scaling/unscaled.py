@@ -73,7 +73,7 @@ def unscaled(
     return tree, finite
 
 
-def raw_of(leaf: Any) -> Raw | None:
+def raw_of(leaf: object) -> Raw | None:
     """What a gradient was made of, if it is the very array that `unscaled` made."""
     entry = _table.get(id(leaf))
     if entry is None or entry.leaf() is not leaf:
@@ -138,7 +138,7 @@ def _reference(scalar: Any) -> Callable[[], Any]:
     return weakref.ref(scalar) if is_traced(scalar) else lambda: scalar
 
 
-def _times(grad: Any, factor: Array) -> Any:
+def _times(grad: Array, factor: Array) -> Any:
     if not is_differentiable(grad):
         return grad
     return lax.mul(grad, lax.convert_element_type(factor, jnp.result_type(grad)))

@@ -88,7 +88,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @classmethod
-    def create(cls, **kwargs: Any) -> NoReturn:
+    def create(cls, **kwargs: object) -> NoReturn:
         """Not here: `jamp.initialize(params, tx, opt_level, state_class=...)` is."""
         del kwargs
         raise TypeError(

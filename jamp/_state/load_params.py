@@ -99,7 +99,7 @@ def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
 
 
 @_widened.defjvp
-def _widened_jvp(primals: Any, tangents: Any) -> Any:
+def _widened_jvp(primals: PyTree, tangents: PyTree) -> Any:
     return _widened(*primals), widen(tangents[0])
 
 

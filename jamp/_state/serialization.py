@@ -7,6 +7,7 @@ of bfloat16.
 from typing import Any
 
 from flax import serialization
+from jaxtyping import PyTree
 
 from jamp._core.names import check_same
 from jamp._scaling.incoming import check_counters, check_scale_state
@@ -19,14 +20,14 @@ def register(state_class: type) -> None:
     )
 
 
-def _to_state_dict(state: Any) -> dict[str, Any]:
+def _to_state_dict(state: PyTree) -> dict[str, Any]:
     return {
         name: serialization.to_state_dict(getattr(state, name))
         for name in array_fields(state)
     }
 
 
-def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
+def _from_state_dict(state: PyTree, state_dict: dict[str, Any]) -> Any:
     check_same(
         state_dict,
         _to_state_dict(state),
@@ -42,14 +43,14 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
     return state.replace(**fields)
 
 
-def _restored(state: Any, name: str, value: Any) -> Any:
+def _restored(state: PyTree, name: str, value: PyTree) -> Any:
     try:
         return serialization.from_state_dict(getattr(state, name), value, name=name)
     except KeyError as error:  # of what holds no arrays, which the check does not see
         raise ValueError(f"The checkpoint has no {error} in {name}.") from None
 
 
-def array_fields(state: Any) -> list[str]:
+def array_fields(state: PyTree) -> list[str]:
     """The names of the fields that hold arrays; the others are static."""
     fields = state.__dataclass_fields__.values()
     return [f.name for f in fields if f.metadata.get("pytree_node", True)]

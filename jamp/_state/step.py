@@ -78,7 +78,7 @@ def first_weights(
 def with_weights(
     tx: optax.GradientTransformation | None,
     weights: PyTree,
-    state: Any,
+    state: PyTree,
     params: PyTree,
     overwrite: PyTree = None,
 ) -> tuple[PyTree, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._core import groups
+from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
 from jamp._scaling.value_and_grad import raw_value_and_grad
@@ -48,7 +49,7 @@ def call_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss_id: int = 0,
-    wrt: Any = None,
+    wrt: Wrt = None,
 ) -> Call:
     """The step of a loss function, for the function of `jamp.diagnostics` of a name.
 

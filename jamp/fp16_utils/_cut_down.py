@@ -199,7 +199,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         flat = groups.pack(flat, state.fp16_flat)
         return value, state.replace(grads=added(state.grads, flat))
 
-    def step(self, state: FP16OptimizerState, closure: Any = None) -> Any:
+    def step(self, state: FP16OptimizerState, closure: object = None) -> Any:
         """Steps, or skips if a group's norm is not finite; and moves the scale.
 
         Args:

@@ -74,7 +74,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def __init__(
         self,
-        init_optimizer: Any,
+        init_optimizer: optax.GradientTransformation,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,

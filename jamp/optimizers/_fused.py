@@ -167,7 +167,7 @@ class FusedRule:
     def update(
         self,
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         grad_scale: ArrayLike | None = None,
@@ -189,7 +189,7 @@ class FusedRule:
     def apply(
         self,
         grads: PyTree,
-        state: Any,
+        state: PyTree,
         weights: PyTree,
         *,
         grad_scale: ArrayLike | None = None,
@@ -306,7 +306,7 @@ def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> No
             raise ValueError(f"{optimizer}: invalid {name}: {value}.")
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether `x` is a number of Python or NumPy, known now."""
     return isinstance(x, int | float | np.number)
 

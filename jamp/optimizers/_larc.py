@@ -139,7 +139,7 @@ class _LARC:
     def update(
         self,
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         grad_scale: ArrayLike | None = None,

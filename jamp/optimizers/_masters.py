@@ -6,13 +6,13 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
 from jamp._core.tree import check_like, copied, select
@@ -226,9 +226,9 @@ def values(weights: PyTree) -> PyTree:
 def step_weights(
     tx: optax.GradientTransformation,
     grads: PyTree,
-    state: Any,
+    state: PyTree,
     weights: PyTree,
-    clean: Any = None,
+    clean: Bool[Array, ""] | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Steps a tree of `Weight` with an optax transformation.
@@ -276,11 +276,11 @@ def _selected(old: Weight, chosen: Any) -> Weight:
     return chosen
 
 
-def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
+def _map_weights(fn: Callable[..., Any], weights: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
 
 
-def _landing_update(update: Any, new: Any, param: Any) -> Any:
+def _landing_update(update: jax.Array, new: jax.Array, param: jax.Array) -> Any:
     if not is_half(param):
         return update
     return new.astype(FLOAT32) - param.astype(FLOAT32)
@@ -302,7 +302,7 @@ def _check_bfloat16(params: PyTree) -> None:
         )
 
 
-def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
+def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
     if not isinstance(state, MasterWeightsState):
         raise TypeError(
             f"master_weights got a state of type {type(state).__name__}, expected the "

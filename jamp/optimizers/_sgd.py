@@ -5,7 +5,7 @@ After apex's csrc/multi_tensor_sgd_kernel.cu.
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
@@ -133,6 +133,6 @@ class FusedSGD(FusedRule):
         return -s["rate"] * d, new
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
     """Whether it is Python's 0: what is traced is not."""
     return is_number(x) and x == 0

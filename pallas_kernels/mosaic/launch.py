@@ -173,10 +173,10 @@ def _body(
     block: int,
     scalars: Any,
     rows: Any,
-    inputs: Any,
-    refs: Any,
-    fresh: Any,
-    partials: Any,
+    inputs: Sequence[Any],
+    refs: Sequence[Any],
+    fresh: Sequence[Any],
+    partials: Sequence[Any],
 ) -> None:
     """What one grid step does."""
     step = jax.lax.axis_index("block")
