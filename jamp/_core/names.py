@@ -48,8 +48,15 @@ def filled(like: PyTree, names: PyTree) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, like)
 
 
-def differences(given: PyTree, expected: PyTree) -> list[str]:
-    """What sets a tree of names apart from one of arrays or shapes, in sentences."""
+def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
+    """Raises a ValueError that shows where two trees of names differ.
+
+    Args:
+        given: a tree of names and values.
+        expected: the same of arrays or shapes.
+        what: names `given` in the message: `"The checkpoint"`.
+        remedy: the sentence that says what to do instead.
+    """
     have, want = _leaves(given), _leaves(expected)
     kinds = (
         [d for p in want if p in have for d in _differ(p, have[p], want[p])],
@@ -57,13 +64,8 @@ def differences(given: PyTree, expected: PyTree) -> list[str]:
         [f"{path} is unexpected" for path in have if path not in want],
     )
     # Some of each kind first: of another optimizer all is missing, and all unexpected.
-    mixed = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
-    return sorted(filter(None, mixed), key=lambda d: not d.startswith("params"))
-
-
-def check_same(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
-    """Raises a ValueError that shows where two trees of names differ."""
-    problems = differences(given, expected)
+    mixed = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds)))
+    problems = sorted(mixed, key=lambda d: not d.startswith("params"))
     if problems:
         shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
         raise ValueError(

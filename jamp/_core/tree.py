@@ -42,7 +42,10 @@ def merge[T](tree: T, rest: T) -> T:
     if jax.tree.structure(tree) == jax.tree.structure(rest):
         return tree
     return jax.tree.map(
-        lambda x, other: other if x is None else x, tree, rest, is_leaf=_is_none
+        lambda x, other: other if x is None else x,
+        tree,
+        rest,
+        is_leaf=lambda x: x is None,
     )
 
 
@@ -81,7 +84,12 @@ def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> A
         return whole
     values = old if overwrite is None else overwrite
     both = {"params": whole, OVERWRITE_WITH_GRADIENT: values}
-    return both if isinstance(params, dict) else type(params)(both)
+    return mapping_like(params, both)
+
+
+def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """Entries in a mapping of the kind of `like`: a dict, or a FrozenDict."""
+    return entries if isinstance(like, dict) else type(like)(entries)  # pyright: ignore[reportCallIssue]
 
 
 def widen_tree(tree: PyTree) -> PyTree:
@@ -208,6 +216,10 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
         what: names `given` in the message: `"gradients"`.
         remedy: the sentence that says what to write instead.
     """
+    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(y)] for y in (given, expected)]
+    if given_def == expected_def and shapes[0] == shapes[1]:
+        return
     have, want = _shapes(given), _shapes(expected)
     for path in want:
         if path not in have:
@@ -219,17 +231,11 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     for path in have:
         if path not in want:
             raise ValueError(f"{what} have an unexpected leaf at {path}: {remedy}")
-    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
-    if given_def != expected_def:
-        raise ValueError(
-            f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
-        )
+    raise ValueError(
+        f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
+    )
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-
-
-def _is_none(x: object) -> bool:
-    return x is None

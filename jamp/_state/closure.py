@@ -12,7 +12,7 @@ from jamp._core import groups
 from jamp._core.dtypes import cast, is_half
 from jamp._core.groups import Key, Wrt
 from jamp._core.tree import trained_params, with_trained
-from jamp._scaling.by_hand import find_loss_scale
+from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
 
 

@@ -12,7 +12,7 @@ from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
-from jamp._scaling.value_and_grad import raw_value_and_grad
+from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
 type StepFn = Callable[[AmpState, dict[str, Any]], tuple[Any, Any]]
@@ -65,7 +65,7 @@ def call_of(
 
     def both(state, arguments):
         options = {"loss_id": loss_id, "wrt": wrt}
-        fn = raw_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
+        fn = ScaledGrad(with_aux(loss_fn), has_aux=True, **options).raw
         (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
         return loss, groups.pack_wrt(grads, wrt, state.params)
 

@@ -11,9 +11,13 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
-from jamp._policy.forward import scope_under
+from jamp._policy.forward import (
+    forward_policy,
+    model_inputs,
+    model_outputs,
+    scope_under,
+)
 from jamp._policy.levels import Properties
-from jamp._policy.models import forward_policy, model_inputs, model_outputs
 from jamp.nnx._variables import (
     from_pure,
     map_arrays,

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
-from jamp._scaling.value_and_grad import GradOptions, checked_value_and_grad
+from jamp._scaling.value_and_grad import GradOptions, ScaledGrad
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
     Models,
@@ -68,7 +68,7 @@ def scaled_value_and_grad(
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
-        compute = checked_value_and_grad(loss, has_aux=True, **options)
+        compute = ScaledGrad(loss, has_aux=True, **options).checked
         state = optimizer.amp_state(models)
         (value, (aux, after)), grads, finite = compute(state, loss.before, loss.others)
         if finite is not None:
