@@ -201,9 +201,25 @@ class Facts:
         too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
         return bool((too_large | too_small).any())
 
+    @property
+    def key(self) -> Any:
+        """Equal for programs that are rewritten to the same, wherever they stand."""
+        numbers: dict[Any, int] = {}
+        given = tuple(fact.numbered(numbers) for fact in self.given)
+        return id(self.jaxpr), self.scope.key, given
+
     def programs(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
         return self._programs.get(id(eqn), [])
+
+    def program(
+        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
+    ) -> "Facts":
+        """The same of a program that an equation holds, by what is known going in."""
+        for facts in self.programs(eqn):
+            if facts.jaxpr is jaxpr and list(facts.given) == list(given):
+                return facts
+        return Facts(jaxpr, given, self.scope_of_programs(eqn))
 
     def only_moves(self, eqn: jc.JaxprEqn) -> bool:
         """Whether a program that is called rearranges its floats, and no more."""
