@@ -14,8 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
+from jax.extend.core.primitives import stop_gradient_p
 
-from jamp._autocast import derivatives, jax_internals
+from jamp._autocast import derivatives
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
 from jamp._autocast.marks import traced_for
@@ -194,7 +195,7 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
     """A variable without its derivative."""
     if not is_float(var):
         return var
-    eqn = jax_internals.stopped(var)
+    eqn = jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], stop_gradient_p, {}, set())
     rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
     return eqn.outvars[0]
 

@@ -22,7 +22,7 @@ from jax.extend import core as jc
 from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
-from jamp._autocast.marks import Source, mark_of
+from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
@@ -93,9 +93,7 @@ class Facts:
 
     def source(self, atoms: Iterable[Atom]) -> Source:
         """What values depend on, together."""
-        return functools.reduce(
-            operator.or_, (self[v].source for v in atoms), Source(0)
-        )
+        return _joint_source(self[v] for v in atoms)
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
@@ -109,11 +107,10 @@ class Facts:
             return rule, region
         sources = [self[v].source for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
-        kept = Source.KEPT in sources and Source.HALF not in sources
-        of_model = Source.HALF in functools.reduce(operator.or_, sources)
-        if of_model and not kept:
-            return rule, region
-        return Rule.FLOAT32, KEPT if kept else NO_MODEL
+        if Source.KEPT in sources and Source.HALF not in sources:
+            return Rule.FLOAT32, KEPT
+        of_model = any(Source.HALF in source for source in sources)
+        return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)
 
     def _unknown(self, atom: Atom) -> Fact:
         source = self.scope.within
@@ -248,11 +245,11 @@ class Facts:
         if frames and frames[0].is_open:
             found = [self._frame_facts(eqn, frame) for frame in frames]
             return [_either(facts) for facts in zip(*found, strict=True)]
-        mark = mark_of(eqn)
-        if mark is not None:
-            vote = self.half if mark.is_half else FLOAT32
+        source = marked_source(eqn)
+        if source is not None:
+            vote = self.half if source is Source.HALF else FLOAT32
             asks = self[eqn.invars[0]].asks
-            return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), mark.source)]
+            return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), source)]
         rule, region = self.ruling(eqn)
         # What is made of a kept weight stays float32, until it meets half again.
         ends = region in (KEPT, NO_MODEL)
@@ -372,6 +369,10 @@ def _either(facts: Sequence[Fact]) -> Fact:
     if len(facts) == 1:
         return facts[0]
     votes = {fact.vote for fact in facts} - {None}
-    source = functools.reduce(operator.or_, (fact.source for fact in facts))
     vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)
-    return Fact(vote, any(fact.asks for fact in facts), source=source)
+    asks = any(fact.asks for fact in facts)
+    return Fact(vote, asks, source=_joint_source(facts))
+
+
+def _joint_source(facts: Iterable[Fact]) -> Source:
+    return functools.reduce(operator.or_, (f.source for f in facts), Source(0))

@@ -38,11 +38,8 @@ def checkpoint_islands(
 ) -> jc.Jaxpr:
     """Writes each island of a rewritten program as one checkpointed equation.
 
-    Args:
-        jaxpr: the program.
-        programs: of the islands so far: equal ones share theirs.
-        loop: whether it is the body of a scan. Its backward pass is another loop, where
-            XLA finds nothing that it could keep instead: no barrier is needed.
+    Equal islands share one of the `programs`. The backward pass of a `loop` is another
+    one, where XLA finds nothing that it could keep instead: no barrier is needed.
     """
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr

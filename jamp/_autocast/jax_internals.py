@@ -202,12 +202,6 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
-def stopped(var: jc.Var) -> jc.JaxprEqn:
-    """The equation of `jax.lax.stop_gradient` of a variable."""
-    primitive = primitives.stop_gradient_p
-    return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
-
-
 def call(
     function: Callable[..., Any],
     operands: Sequence[Any],
@@ -242,17 +236,12 @@ def checkpointed(
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
-    Its parameters are those of an example, and it stands where the last equation does,
-    in the name scopes that all are in.
+    The results of the last one come out. Its parameters are those of an example, which
+    keeps the results of primitives for the backward pass that `keep` says. It stands
+    where the last equation does, in the name scopes that all are in.
 
-    Args:
-        eqns: what is to be inside; the results of the last one come out.
-        invars: what comes in.
-        keep: whether the results of a primitive are kept for the backward pass.
-        prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
-            what comes before it.
-        programs: those of earlier calls. Equations that differ in their variables alone
-            get one of these: JAX differentiates it once.
+    Equations that differ in their variables alone get one of the `programs` of earlier
+    calls: JAX differentiates it once.
     """
     last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]

@@ -154,7 +154,10 @@ class Rewriter:
         castable = is_castable_eqn(eqn, rule, self.facts.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
-            self._note(eqn, _why_recorded(eqn, rule, region), rule, region=region)
+            why = "unknown primitive" if rule is None else "own dtype"
+            if rule is Rule.RECORDED:
+                why = "region" if region else "recorded"
+            self._note(eqn, why, rule, region=region)
             return
         choice = self.values.choose(eqn, rule)
         if choice.summed is not None:
@@ -273,11 +276,3 @@ def _warn_of_kept(names: str) -> None:
         "Leave the cast out: the opt level says what runs in half.",
         PrecisionWarning,
     )
-
-
-def _why_recorded(eqn: jc.JaxprEqn, rule: Rule | None, region: str) -> str:
-    if rule is None:
-        return "unknown primitive"
-    if rule is Rule.RECORDED:
-        return "region" if region else "recorded"
-    return "own dtype"
