@@ -8,6 +8,7 @@ PAGES = {
     for path in (
         ROOT / "README.md",
         *ROOT.glob("pallas_kernels/README.md"),  # which `make dist` has taken away
+        *ROOT.glob("benchmarks/results/README.md"),
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }

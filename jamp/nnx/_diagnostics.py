@@ -14,7 +14,7 @@ from jamp.diagnostics._location import Location
 from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
 from jamp.diagnostics._step import StepFn, with_aux
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._pure_loss import PureLoss, check_optimizer
+from jamp.nnx._scaled_grad import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
 
 
@@ -55,9 +55,7 @@ def locate(
     >>> print(found.operation, found.phase, *found.operands)
     a logarithm forward float32[1, 2] in [0, 0]
     """
-    check_optimizer(optimizer, "locate", "(loss_fn, model, optimizer, ...)")
-    options = {"loss_id": loss_id, "wrt": wrt}
-    step = _step(loss_fn, models, optimizer, args, kwargs, options)
+    step = _step("locate", loss_fn, models, optimizer, args, kwargs, loss_id, wrt)
     return locate_step(*step, loss_id)
 
 
@@ -86,7 +84,7 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
         check_optimizer(optimizer, "explain(loss_fn)")
-        return explain_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+        return explain_step(*_step("explain", loss_fn, models, optimizer, args, kwargs))
 
     return explained
 
@@ -125,8 +123,8 @@ def numerics(
     >>> report.gradients["bias"].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    check_optimizer(optimizer, "numerics", "(loss_fn, model, optimizer, ...)")
-    return numerics_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}), scale)
+    step = _step("numerics", loss_fn, models, optimizer, args, kwargs)
+    return numerics_of_step(*step, scale)
 
 
 def recommend_scale(
@@ -147,25 +145,28 @@ def recommend_scale(
     >>> recommend_scale(lambda model: 100 * model.bias.sum(), *both)
     64.0
     """
-    check_optimizer(optimizer, "recommend_scale", "(loss_fn, model, optimizer, ...)")
-    return scale_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+    step = _step("recommend_scale", loss_fn, models, optimizer, args, kwargs)
+    return scale_of_step(*step)
 
 
 def _step(
+    call: str,
     loss_fn: Callable[..., Any],
     models: Models,
     optimizer: Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: dict[str, Any],
+    loss_id: int = 0,
+    wrt: Wrt = None,
 ) -> tuple[StepFn, AmpState, dict[str, Any]]:
     """A step as a function of a state and of arguments, and these."""
+    check_optimizer(optimizer, call, "(loss_fn, model, optimizer, ...)")
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
     def both(state, arguments):
-        fn = raw_value_and_grad(loss, has_aux=True, **options)
+        fn = raw_value_and_grad(loss, has_aux=True, loss_id=loss_id, wrt=wrt)
         (value, _), grads = fn(state, arguments["variables"], arguments["args"])
-        return value, groups.pack_wrt(grads, options.get("wrt"), state.params)
+        return value, groups.pack_wrt(grads, wrt, state.params)
 
     arguments = {"variables": loss.before, "args": loss.others}
     return both, optimizer.amp_state(models), arguments

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 import jamp
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
-from tests.constructs import repeat
+from tests.autocast.constructs import repeat
 from tests.programs import products
 
 LISTS = jamp.AutocastLists()

@@ -13,7 +13,7 @@ import pytest
 import pallas_kernels
 from jamp import optimizers as jo
 from pallas_kernels import _backend
-from tests.fused import BARE, assert_close, fresh, update
+from tests.optimizers.fused import BARE, assert_close, fresh, update
 
 REFUSED = (TypeError, ValueError)
 PLAIN = jo.fused_sgd(0.1)

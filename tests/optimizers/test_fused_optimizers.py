@@ -14,9 +14,17 @@ import numpy as np
 import pytest
 
 from jamp import optimizers as jo
-from tests.fused import BARE, each_bare
-from tests.fused_steps import SKIPPED, TOLERANCE, Problem, apply, check, problem, update
-from tests.mixed_leaves import (
+from tests.optimizers.fused import BARE, each_bare
+from tests.optimizers.fused_steps import (
+    SKIPPED,
+    TOLERANCE,
+    Problem,
+    apply,
+    check,
+    problem,
+    update,
+)
+from tests.optimizers.mixed_leaves import (
     F32,
     KINDS,
     fifty_five,

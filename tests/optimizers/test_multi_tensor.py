@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jamp.multi_tensor import axpby, l2norm, scale
-from tests.mixed_leaves import BACKENDS, BF16, F16, F32, FAST, SHAPES
+from tests.optimizers.mixed_leaves import BACKENDS, BF16, F16, F32, FAST, SHAPES
 from tests.oracles.steps import float64, global_norm, norm
 
 DTYPES = [F16, BF16, F32]

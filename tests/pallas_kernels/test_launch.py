@@ -13,8 +13,8 @@ import pytest
 from pallas_kernels._run import Options, Results, run
 from pallas_kernels._xla import Job
 from pallas_kernels.mosaic import launch as launcher
-from tests import everything
-from tests.everything import BF16, F16, F32, integers
+from tests.pallas_kernels import everything
+from tests.pallas_kernels.everything import BF16, F16, F32, integers
 
 INTERPRET = Options(backend="interpret")
 # Around a warpgroup, and around one, two and four blocks.

@@ -10,7 +10,17 @@ import jamp
 from jamp import optimizers as jo
 from jamp.optimizers import FP16_Optimizer, fused_adam
 from tests.bits import assert_same_bits
-from tests.fp16 import BF16, F32, cut_down, data, dot, group, host, like, steps
+from tests.fp16_utils.fp16 import (
+    BF16,
+    F32,
+    cut_down,
+    data,
+    dot,
+    group,
+    host,
+    like,
+    steps,
+)
 from tests.oracles import fp16_optimizer as oracle
 
 

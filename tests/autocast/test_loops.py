@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 from jamp._autocast import jax_internals, sums
 from tests import h200
-from tests.constructs import custom_vjp, repeat
+from tests.autocast.constructs import custom_vjp, repeat
 from tests.programs import evaluate, walk
 
 N = 8

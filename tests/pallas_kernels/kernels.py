@@ -14,7 +14,8 @@ import numpy as np
 
 import pallas_kernels as pk
 from jamp import optimizers as jo
-from tests import everything, h200
+from tests import h200
+from tests.pallas_kernels import everything
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 MARK = "==== "
