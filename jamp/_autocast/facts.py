@@ -51,10 +51,6 @@ class Fact(NamedTuple):
     source: Source = Source.DATA
     shared: bool = False  # whether all trips of a loop read it as it is
 
-    def numbered(self, numbers: dict[Any, int]) -> "Fact":
-        """The same with numbers in the place of arrays."""
-        return self._replace(origin=self.origin.numbered(numbers))
-
 
 # Of a product with no wish of the user's.
 _PLAIN = {"precision": None, "out_sharding": None}.items()
@@ -169,10 +165,9 @@ class Facts:
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
             return None
         for product, bias in (eqn.invars, eqn.invars[::-1]):
-            if isinstance(bias, jc.Literal) or not is_float32(bias):
-                continue
-            if not self[bias].asks:
-                if origins.is_bias(bias, self[bias].origin, self[product].origin):
+            fact, of_product = self[bias], self[product].origin
+            if isinstance(bias, jc.Var) and is_float32(bias) and not fact.asks:
+                if origins.is_bias(bias, fact.origin, of_product):
                     return bias
         return None
 
@@ -202,8 +197,8 @@ class Facts:
     def key(self) -> Any:
         """Equal for programs that are rewritten to the same, wherever they stand."""
         numbers: dict[Any, int] = {}
-        given = tuple(fact.numbered(numbers) for fact in self.given)
-        return id(self.jaxpr), self.scope.key, given
+        given = [f._replace(origin=f.origin.numbered(numbers)) for f in self.given]
+        return id(self.jaxpr), self.scope.key, tuple(given)
 
     def programs(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
@@ -244,7 +239,7 @@ class Facts:
         frames = frames_of(eqn)
         if frames and frames[0].is_open:
             found = [self._frame_facts(eqn, frame) for frame in frames]
-            return [_either(facts) for facts in zip(*found, strict=True)]
+            return [_fact_of_one_of(facts) for facts in zip(*found, strict=True)]
         source = marked_source(eqn)
         if source is not None:
             vote = self.half if source is Source.HALF else FLOAT32
@@ -260,11 +255,7 @@ class Facts:
     def _frame_facts(self, eqn: jc.JaxprEqn, frame: Frame) -> list[Fact]:
         """What is known of the results of a program that values pass through."""
         is_loop = frame.kind is Kind.LOOP
-        given = (
-            self.trip_facts(frame)
-            if is_loop
-            else list(map(self.__getitem__, frame.operands))
-        )
+        given = self.trip_facts(frame) if is_loop else [self[v] for v in frame.operands]
         found = Facts(frame.program, given, self.scope_of_programs(eqn))
         self._programs.setdefault(id(eqn), []).append(found)
         if is_loop:
@@ -307,9 +298,7 @@ class Facts:
     ) -> list[Fact]:
         """What is known of operands where they go in as the user's program has them.
 
-        Args:
-            operands: the operands of an equation.
-            carries: the places of those that may be made of all, after some trips.
+        At the places of `carries` are those that may be made of all, after some trips.
         """
         known = [self._unknown(v)._replace(source=self[v].source) for v in operands]
         for i in carries:
@@ -364,7 +353,7 @@ class Facts:
         )
 
 
-def _either(facts: Sequence[Fact]) -> Fact:
+def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
     """What is known of a value that is one of several."""
     if len(facts) == 1:
         return facts[0]

@@ -40,7 +40,7 @@ _LIBRARIES = tuple(
 # ---- programs
 
 
-def alone(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
+def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
     """A program of one equation of another, that takes all its operands."""
     invars = [jc.Var(v.aval) for v in eqn.invars]
     return program.replace(
@@ -156,9 +156,9 @@ def name_stack(eqn: jc.JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
+def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     """An equation in one more name scope."""
-    return _in_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
+    return _with_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
 def equation_before(
@@ -166,10 +166,10 @@ def equation_before(
 ) -> jc.JaxprEqn:
     """An equation of a program that another one holds, written before that one."""
     names = *eqn.source_info.name_stack.stack, *inner.source_info.name_stack.stack
-    return _in_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
+    return _with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
 
 
-def _in_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
+def _with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
     names = type(eqn.source_info.name_stack)(tuple(stack))
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
@@ -250,12 +250,14 @@ def checkpointed(
     key = _structure(eqns, invars, scopes)
     inner = programs.get(key)
     if inner is None:
-        inner = program_of(example)
+        inner, pairs = program_of(example), zip(eqns, stacks, strict=True)
         inner = inner.replace(
             constvars=[],
             invars=list(invars),
             outvars=last.outvars,
-            eqns=[_in_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
+            eqns=[
+                _with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)
+            ],
             debug_info=inner.debug_info.with_unknown_names(),
         )
         if key is not None:
@@ -264,7 +266,7 @@ def checkpointed(
         invars=list(invars),
         outvars=last.outvars,
         params=with_programs(example, [inner]),
-        **_reader_info(_in_scopes(last, common)),
+        **_reader_info(_with_scopes(last, common)),
     )
 
 

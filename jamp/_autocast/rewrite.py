@@ -10,7 +10,6 @@ does with a program (derivatives, batching, jit) it does with this one.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -150,7 +149,7 @@ class Rewriter:
         if self.facts.rounds_kept(eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
-            _warn_once(jax_internals.primitive_name(eqn))
+            _warn_of_unknown(jax_internals.primitive_name(eqn))
         castable = is_castable_eqn(eqn, rule, self.facts.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
@@ -257,13 +256,12 @@ def _literal(literal: jc.Literal, dtype: Any) -> jc.Literal:
 
 
 @functools.cache
-def _warn_once(name: str) -> None:
-    warnings.warn(
+def _warn_of_unknown(name: str) -> None:
+    warn(
         f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
         "program. Cast its operands yourself to run it in half; to accept it, pass "
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
-        stacklevel=2,
     )
 
 
