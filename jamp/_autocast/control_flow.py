@@ -18,7 +18,7 @@ from jax.extend.core.primitives import stop_gradient_p
 
 from jamp._autocast import derivatives
 from jamp._autocast.facts import Facts
-from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
+from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, Kind, with_programs
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule
@@ -29,33 +29,29 @@ from jamp._autocast.program import (
     recorded,
     region_rule,
 )
-from jamp._autocast.rewrite import Rewriter
+from jamp._autocast.rewrite import Rewriter, rewrite
 from jamp._autocast.values import wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
-def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """A program that is called once: values pass in whatever dtype they are in."""
-    ins, values = _outgoing_dtypes(rewriter, eqn.invars), rewriter.values
-    if rewriter.facts.only_moves(eqn):
-        pairs = zip(eqn.invars, ins, strict=True)
+def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+    """A call, or branches: values pass in whatever dtype they are in.
+
+    Branches agree on what goes out: the program's dtypes where theirs differ.
+    """
+    operands, values = frames[0].operands, rewriter.values
+    ins = list(map(values.outgoing_dtype, operands))
+    if frames[0].kind is Kind.CALL and rewriter.facts.only_moves(eqn):
+        pairs = zip(operands, ins, strict=True)
         ins = [FLOAT32 if values.meets_float32(v) else dtype for v, dtype in pairs]
-    (facts,) = rewriter.facts.programs(eqn)
-    written = _open_program(rewriter, frames[0], facts, ins)
-    _emit(rewriter, eqn, ins, [written])
-
-
-def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    ins = _outgoing_dtypes(rewriter, frames[0].operands)
     pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
-    written = [_open_program(rewriter, *pair, ins) for pair in pairs]
-    outs = recorded(written[0].outvars)
-    if any(recorded(branch.outvars) != outs for branch in written):
+    written = [_program(rewriter, f, ins, None, frame) for frame, f in pairs]
+    if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
         outs = recorded(eqn.outvars)
-        written = [_open_program(rewriter, *pair, ins, outs) for pair in pairs]
-    _emit(rewriter, eqn, [dtype_of(eqn.invars[0]), *ins], written)
+        written = [_program(rewriter, f, ins, outs, frame) for frame, f in pairs]
+    index = recorded(eqn.invars[: len(eqn.invars) - len(operands)])
+    _emit(rewriter, eqn, [*index, *ins], written)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
@@ -66,14 +62,14 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     # digits in half; the backward pass sums the gradients of constants in the same way.
     votes = [facts[v].vote for v in eqn.outvars[:carry]]
     carries = [vote or dtype_of(v) for vote, v in zip(votes, eqn.outvars, strict=False)]
-    slices = _outgoing_dtypes(rewriter, eqn.invars[consts + carry :])
+    slices = map(rewriter.values.outgoing_dtype, eqn.invars[consts + carry :])
     ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
     outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
     given = facts.trip_facts(frame)
     for i, vote in enumerate(votes, consts):
         given[i] = given[i]._replace(vote=vote)
     body = facts.program(eqn, frame.program, given)
-    _emit(rewriter, eqn, ins, [_open_program(rewriter, frame, body, ins, outs)])
+    _emit(rewriter, eqn, ins, [_program(rewriter, body, ins, outs, frame)])
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
@@ -88,8 +84,8 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     test = facts.program(eqn, cond.program, [known[i] for i in places])
     trip = facts.program(eqn, body.program, known[cond.consts :])
     written = [
-        rewriter.program(test, [ins[i] for i in places], [jnp.dtype(bool)]),
-        _open_program(rewriter, body, trip, ins[cond.consts :], outs),
+        _program(rewriter, test, [ins[i] for i in places], [jnp.dtype(bool)]),
+        _program(rewriter, trip, ins[cond.consts :], outs, body),
     ]
     _emit(rewriter, eqn, ins, written)
 
@@ -99,23 +95,20 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     given = rewriter.facts.operand_facts(eqn.invars)
     facts = rewriter.facts.program(eqn, frames[0].program, given)
     ins = recorded(eqn.invars)
-    _emit(rewriter, eqn, ins, [rewriter.program(facts, ins, recorded(eqn.outvars))])
+    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, recorded(eqn.outvars))])
 
 
-def _outgoing_dtypes(rewriter: Rewriter, atoms: Sequence[Atom]) -> list[Any]:
-    return list(map(rewriter.values.outgoing_dtype, atoms))
-
-
-def _open_program(
+def _program(
     rewriter: Rewriter,
-    frame: Frame,
     facts: Facts,
     ins: Sequence[Any],
     outs: Sequence[Any] | None = None,
+    frame: Frame | None = None,
 ) -> jc.Jaxpr:
-    """A program, rewritten, of which it is known who reads its results."""
-    outs = [None] * len(frame.results) if outs is None else outs
-    return rewriter.program(facts, ins, outs, wants_of_results(frame, rewriter.values))
+    """A program, rewritten. Of one in a frame it is known who reads its results."""
+    outs = [None] * len(facts.jaxpr.outvars) if outs is None else outs
+    wants = wants_of_results(frame, rewriter.values) if frame else ()
+    return rewrite(facts, ins, outs, wants, rewriter.rules)
 
 
 def _emit(
@@ -128,9 +121,9 @@ def _emit(
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    ins = _outgoing_dtypes(rewriter, eqn.invars)
+    ins = list(map(rewriter.values.outgoing_dtype, eqn.invars))
     (facts,) = rewriter.facts.programs(eqn)
-    inner = _open_program(rewriter, frames[0], facts, ins)
+    inner = _program(rewriter, facts, ins, None, frames[0])
     outs = recorded(inner.outvars)
     consts = derivatives.custom_consts(eqn)
     args, known = ins[consts:], facts.given[consts:]
@@ -143,7 +136,8 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # what relu reads, and nothing else is kept.
         pairs = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
         given = [fact._replace(origin=origin_of_unknown(v)) for fact, v in pairs]
-        return rewriter.program(
+        return _program(
+            rewriter,
             rewriter.facts.program(eqn, jaxpr, given),
             _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
             _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
@@ -175,7 +169,8 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         facts = rewriter.facts.program(eqn, jaxpr, ())
-        return rewriter.program(facts, recorded(jaxpr.invars), recorded(jaxpr.outvars))
+        ins, outs = recorded(jaxpr.invars), recorded(jaxpr.outvars)
+        return _program(rewriter, facts, ins, outs)
 
     inner = write(frames[0].program)
     # Values of an outer program come in as those that the function closes over do; and
@@ -210,8 +205,7 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
 
 # Of those with one program that values pass through; or that they do not.
 RULES = dict.fromkeys(HOLDERS, _closed) | {
-    **dict.fromkeys(OPEN_CALLS, _call),
-    "cond": _branches,
+    **dict.fromkeys((*OPEN_CALLS, "cond"), _open),
     "scan": _scan,
     "while": _while,
     "custom_jvp_call": _custom_jvp,

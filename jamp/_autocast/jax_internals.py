@@ -250,7 +250,7 @@ def checkpointed(
     key = _structure(eqns, invars, scopes)
     inner = programs.get(key)
     if inner is None:
-        inner, pairs = program_of(example), zip(eqns, stacks, strict=True)
+        inner = program_of(example)
         inner = inner.replace(
             constvars=[],
             invars=list(invars),

@@ -158,7 +158,7 @@ def _attention(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     def kernel(query, key, value, bias=None, *args, **kwargs):
         half = _kernel_dtype()
-        if half is not None and _is_float32_array(bias):
+        if half is not None and bias is not None and _is_float32_array(bias):
             bias = jnp.maximum(bias, float(jnp.finfo(half).min))
         return _call_in_half(fn, (query, key, value, bias, *args), kwargs)
 

@@ -235,16 +235,6 @@ class Rewriter:
             casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
         self.eqns[self.begin :] = [*casts, noted(last, note)]
 
-    def program(
-        self,
-        facts: Facts,
-        in_dtypes: Sequence[Any],
-        out_dtypes: Sequence[Any],
-        out_wants: Sequence[Want] = (),
-    ) -> jc.Jaxpr:
-        """Writes a program that an equation holds: for the rules of control flow."""
-        return rewrite(facts, in_dtypes, out_dtypes, out_wants, self.rules)
-
 
 def _literal(literal: jc.Literal, dtype: Any) -> jc.Literal:
     if dtype == FLOAT32:
