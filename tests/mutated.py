@@ -16,8 +16,7 @@ TESTS = {
     "jamp/multi_tensor.py": "multi_tensor",
     "jamp/_state/amp_state.py": STEP,
     "jamp/_state/initialize.py": STEP,
-    "jamp/_state/gradients.py": f"{STEP} several gradients",
-    "jamp/_state/step.py": STEP,
+    "jamp/_state/step.py": f"{STEP} several gradients",
     "jamp/_scaling/loss.py": "scaled_grad loss_scale fp16_utils/optimizer",
     "jamp/_scaling/rules.py": "loss_scale",
     "jamp/_scaling/unscaled.py": "gradients",
@@ -38,13 +37,9 @@ TESTS = {
     "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast/torch autocast/loops",
     "jamp/_autocast/sums.py": "autocast/islands autocast/torch autocast/loops",
     "jamp/nnx/_variables.py": "nnx",
-    **{
-        f"pallas_kernels/{name}.py": "multi_tensor"
-        for name in ("axpby", "l2norm", "scale")
-    },
-    "pallas_kernels/_run.py": "multi_tensor one_pass launch",
+    "pallas_kernels/norms.py": "multi_tensor",
+    "pallas_kernels/_run.py": "multi_tensor one_pass launch fused_arguments",
     "pallas_kernels/_xla.py": "multi_tensor one_pass fused_contract",
-    "pallas_kernels/_step.py": "one_pass fused_optimizers -k not 55",
+    "pallas_kernels/_step.py": "one_pass store_remainder fused_optimizers -k not 55",
     "pallas_kernels/mosaic/launch.py": "launch",
-    "pallas_kernels/_weights.py": "one_pass store_remainder",
 }

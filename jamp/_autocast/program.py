@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jc
+from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists, What
@@ -160,7 +161,7 @@ def is_float(atom: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: Any) -> bool:
+def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:
     """Whether all its floats are float32: float64 and explicit half stay.
 
     JAX promotes a product of half and float32 to float32: that one is castable.

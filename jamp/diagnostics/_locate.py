@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
+from jamp._core.groups import Wrt
 from jamp._core.tree import path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import advice_for, scale_advice
@@ -26,7 +27,7 @@ def locate(
     state: AmpState,
     *args: Any,
     loss_id: int = 0,
-    wrt: Any = None,
+    wrt: Wrt = None,
     **kwargs: Any,
 ) -> Location:
     """Finds the operation that a batch's loss or gradients are not finite for.

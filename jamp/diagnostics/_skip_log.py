@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,9 @@ class SkipLog:
             paths=paths,
         )
 
-    def add(self, state: Any, loss: Array, grads: PyTree, loss_id: int = 0) -> Self:
+    def add(
+        self, state: AmpState, loss: Array, grads: PyTree, loss_id: int = 0
+    ) -> Self:
         """The log after a step: one entry more if its gradients are not finite.
 
         Call it in the `jit` of `scaled_value_and_grad`, with what that returned: it

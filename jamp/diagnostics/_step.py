@@ -9,9 +9,10 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._core import groups
+from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import DynamicLossScale
-from jamp._scaling.value_and_grad import raw_value_and_grad
+from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
 type StepFn = Callable[[AmpState, dict[str, Any]], tuple[Any, Any]]
@@ -40,12 +41,12 @@ class Step(NamedTuple):
         return [(given.get(path, x), path) for x, path in self.values]
 
 
-def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Any = None) -> StepFn:
+def step_fn(loss_fn: Callable[..., Any], loss_id: int = 0, wrt: Wrt = None) -> StepFn:
     """`(state, {"args":, "kwargs":}) -> (loss, gradients times the scale)`."""
 
     def both(state, arguments):
         options = {"loss_id": loss_id, "wrt": wrt}
-        fn = raw_value_and_grad(with_aux(loss_fn), has_aux=True, **options)
+        fn = ScaledGrad(with_aux(loss_fn), has_aux=True, **options).raw
         (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
         return loss, groups.pack_wrt(grads, wrt, state.params)
 

@@ -1,7 +1,7 @@
 """Functions of NNX models, and the calls of models, in half."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -11,9 +11,13 @@ from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
-from jamp._policy.forward import scope_under
+from jamp._policy.forward import (
+    forward_policy,
+    model_inputs,
+    model_outputs,
+    scope_under,
+)
 from jamp._policy.levels import Properties
-from jamp._policy.models import forward_policy, model_inputs, model_outputs
 from jamp.nnx._variables import (
     from_pure,
     map_arrays,
@@ -86,7 +90,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
     return autocast_fn
 
 
-def _check_paths(before: Any, after: Any) -> None:
+def _check_paths(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
     if before.keys() != after.keys():
         names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from jamp._core import groups
 from jamp._core.groups import Wrt
-from jamp._scaling.value_and_grad import raw_value_and_grad
+from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explain import explain_step
 from jamp.diagnostics._explanation import Explanation
@@ -164,7 +164,7 @@ def _step(
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
     def both(state, arguments):
-        fn = raw_value_and_grad(loss, has_aux=True, loss_id=loss_id, wrt=wrt)
+        fn = ScaledGrad(loss, has_aux=True, loss_id=loss_id, wrt=wrt).raw
         (value, _), grads = fn(state, arguments["variables"], arguments["args"])
         return value, groups.pack_wrt(grads, wrt, state.params)
 

@@ -140,7 +140,7 @@ class Optimizer(nnx.Optimizer):
     def update(
         self,
         models: Models,
-        grads: Any,
+        grads: PyTree,
         /,
         *,
         loss_id: int | Sequence[int] = 0,

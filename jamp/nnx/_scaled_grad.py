@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
-from jamp._scaling.value_and_grad import GradOptions, checked_value_and_grad
+from jamp._scaling.value_and_grad import GradOptions, ScaledGrad
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
     Models,
@@ -68,7 +68,7 @@ def scaled_value_and_grad(
     def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
-        compute = checked_value_and_grad(loss, has_aux=True, **options)
+        compute = ScaledGrad(loss, has_aux=True, **options).checked
         state = optimizer.amp_state(models)
         (value, (aux, after)), grads, finite = compute(state, loss.before, loss.others)
         if finite is not None:
@@ -132,8 +132,8 @@ class PureLoss:
         has_aux: bool,
         models: Models,
         optimizer: Optimizer,
-        args: Any,
-        kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ):
         self.loss_fn, self.has_aux = loss_fn, has_aux
         self.models, self.wrt = models, optimizer.wrt
@@ -144,7 +144,7 @@ class PureLoss:
         self.nodes_def, self.nodes_state = nnx.split(self.nodes)
         self.before = nnx.as_pure(self.rest), nnx.as_pure(self.nodes_state)
 
-    def __call__(self, params: PyTree, before: Any, others: Any) -> Any:
+    def __call__(self, params: PyTree, before: PyTree, others: list[Any]) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
         # Params that are not trained; `params` are shown so already.
         frozen = from_pure(self.rest, shown(self.rest, before[0], self.half))
@@ -158,13 +158,13 @@ class PureLoss:
         _check_structure(before, after)
         return loss, (aux, (written_back(self.rest, after[0]), after[1]))
 
-    def write_back(self, after: Any) -> None:
+    def write_back(self, after: PyTree) -> None:
         """Puts what a loss left into the objects that were given."""
         nnx.update(self.models, from_pure(self.rest, after[0]))
         nnx.update(self.nodes, from_pure(self.nodes_state, after[1]))
 
 
-def _check_structure(before: Any, after: Any) -> None:
+def _check_structure(before: PyTree, after: PyTree) -> None:
     """Raises if the loss made Variables, which a step that is skipped cannot have."""
     if jax.tree.structure(before) == jax.tree.structure(after):
         return

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.nnx import filterlib
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._autocast.marks import shown_params
@@ -54,7 +55,7 @@ def check_models_apart(models: Models) -> None:
                 )
 
 
-def check_arguments_apart(models: Any, nodes: tuple[Any, ...]) -> None:
+def check_arguments_apart(models: Models, nodes: tuple[Any, ...]) -> None:
     """Raises if an argument shares a Variable with the models that are trained."""
     owned = {id(x): path for path, x in variables_of(models)}
     for node in nodes:
@@ -68,7 +69,7 @@ def check_arguments_apart(models: Any, nodes: tuple[Any, ...]) -> None:
                 )
 
 
-def variables_of(node: Any) -> list[tuple[Any, nnx.Variable]]:
+def variables_of(node: PyTree) -> list[tuple[Any, nnx.Variable]]:
     """The Variables in a tree of NNX objects, with their paths."""
     return [(path, x) for path, x in nnx.iter_graph(node) if _is_variable(x)]
 
@@ -84,7 +85,7 @@ def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
     return jax.tree.map(arrays, models, is_leaf=is_module)
 
 
-def values_by_path(nodes: Any) -> dict[tuple[Any, ...], Any]:
+def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
     """The values of all Variables, by path."""
     flat = nnx.to_flat_state(nnx.state(nodes))
     return {path: variable.get_value() for path, variable in flat}
@@ -106,7 +107,7 @@ def from_pure[T](variables: T, values: PyTree) -> T:
     return map_variables(lambda v, x: v.replace(x), variables, values)
 
 
-def shown(variables: PyTree, values: PyTree, half: Any) -> PyTree:
+def shown(variables: PyTree, values: PyTree, half: DTypeLike | None) -> PyTree:
     """Variables' values as a user's program sees them: half params in float32.
 
     None for `half` changes nothing.
@@ -138,7 +139,7 @@ def map_arrays[T](fn: Callable[[Any], Any], tree: T) -> T:
 
 
 def take_out(
-    arguments: Any,
+    arguments: PyTree,
 ) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any], Any]]:
     """Takes the NNX objects out of a tree of arguments.
 

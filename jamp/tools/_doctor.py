@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._backend import MEASURED_FASTER, resolve
+from pallas_kernels._run import MEASURED_FASTER, resolve
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "jaxtyping")
 _OPTIONAL = {

@@ -12,6 +12,7 @@ import numpy as np
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import is_traced
+from jamp._state.amp_state import AmpState
 
 _LOG = logging.getLogger("jamp")
 _ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
@@ -67,7 +68,7 @@ class History:
         self._rows: list[Numbers] = []
 
     @moves_constants
-    def record(self, state: Any, **scalars: Any) -> None:
+    def record(self, state: AmpState, **scalars: Any) -> None:
         """Collects, if it is time: call it after each step, outside of `jit`.
 
         Args:
@@ -173,7 +174,7 @@ class History:
                 )
 
 
-def _numbers(state: Any) -> dict[str, Any]:
+def _numbers(state: AmpState) -> dict[str, Any]:
     """Step, skips and scales of an AmpState, or of an Optimizer of NNX."""
     try:
         (step,) = jax.tree.leaves(state.step)

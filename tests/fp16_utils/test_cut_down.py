@@ -164,7 +164,7 @@ REFUSED = [
     (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
     (
         lambda *_: cut_down({"a": fused_adam()}).init({"b": group()}),
-        *(ValueError, r"the keys \['a'\]; got dict"),
+        *(ValueError, r"same container.* keys \['b'\] of params.* keys \['a'\]"),
     ),
 ]
 
