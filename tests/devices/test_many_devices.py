@@ -62,7 +62,7 @@ STATES = {level: (level, ADAM) for level in LEVELS} | {
 BY_HAND = {"O1": (True, 8.0), "O2": (False, None), "O5": (True, 3.0)}
 BY_HAND |= {"lamb": (True, None), "sgd": (False, 8.0)}
 NAMES = {
-    "replicated": ("O0", "O3", "O5"),
+    "replicated": ("O3", "O4", "O5"),
     "fsdp": ("O0", "O2", "O3", "O4", "fused adam", "sgd", "adagrad"),
     "tensor": ("O1", "O2", "O5", "lamb", "larc"),
     "Explicit axes": ["O1"],
