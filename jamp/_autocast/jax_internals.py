@@ -20,16 +20,7 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
 
-# `diagnostics` asks for these here.
-from jamp._autocast.frames import (
-    CHECKPOINT as CHECKPOINT,
-    program_of,
-    programs_in as programs_in,
-    scan_counts as scan_counts,
-    shard_map_options as shard_map_options,
-    while_programs as while_programs,
-    with_programs,
-)
+from jamp._autocast.frames import program_of, with_programs
 
 # Folders whose lines are not the user's.
 _LIBRARIES = tuple(

@@ -6,13 +6,12 @@ from typing import Any
 from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._scaling.value_and_grad import ScaledGrad
-from jamp._state.amp_state import AmpState
 from jamp.diagnostics._explain import explain_step
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._locate import locate_step
 from jamp.diagnostics._location import Location
 from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
-from jamp.diagnostics._step import StepFn, with_aux
+from jamp.diagnostics._step import Call, with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._scaled_grad import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
@@ -55,8 +54,8 @@ def locate(
     >>> print(found.operation, found.phase, *found.operands)
     a logarithm forward float32[1, 2] in [0, 0]
     """
-    step = _step("locate", loss_fn, models, optimizer, args, kwargs, loss_id, wrt)
-    return locate_step(*step, loss_id)
+    given = models, optimizer, args, kwargs
+    return locate_step(_call_of("locate", loss_fn, *given, loss_id, wrt))
 
 
 def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -84,7 +83,9 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
         check_optimizer(optimizer, "explain(loss_fn)")
-        return explain_step(*_step("explain", loss_fn, models, optimizer, args, kwargs))
+        return explain_step(
+            _call_of("explain", loss_fn, models, optimizer, args, kwargs)
+        )
 
     return explained
 
@@ -123,8 +124,8 @@ def numerics(
     >>> report.gradients["bias"].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    step = _step("numerics", loss_fn, models, optimizer, args, kwargs)
-    return numerics_of_step(*step, scale)
+    call = _call_of("numerics", loss_fn, models, optimizer, args, kwargs)
+    return numerics_of_step(call, scale)
 
 
 def recommend_scale(
@@ -145,12 +146,12 @@ def recommend_scale(
     >>> recommend_scale(lambda model: 100 * model.bias.sum(), *both)
     64.0
     """
-    step = _step("recommend_scale", loss_fn, models, optimizer, args, kwargs)
-    return scale_of_step(*step)
+    call = _call_of("recommend_scale", loss_fn, models, optimizer, args, kwargs)
+    return scale_of_step(call)
 
 
-def _step(
-    call: str,
+def _call_of(
+    name: str,
     loss_fn: Callable[..., Any],
     models: Models,
     optimizer: Optimizer,
@@ -158,9 +159,9 @@ def _step(
     kwargs: dict[str, Any],
     loss_id: int = 0,
     wrt: Wrt = None,
-) -> tuple[StepFn, AmpState, dict[str, Any]]:
+) -> Call:
     """A step as a function of a state and of arguments, and these."""
-    check_optimizer(optimizer, call, "(loss_fn, model, optimizer, ...)")
+    check_optimizer(optimizer, name, "(loss_fn, model, optimizer, ...)")
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
     def both(state, arguments):
@@ -169,4 +170,4 @@ def _step(
         return value, groups.pack_wrt(grads, wrt, state.params)
 
     arguments = {"variables": loss.before, "args": loss.others}
-    return both, optimizer.amp_state(models), arguments
+    return Call(both, optimizer.amp_state(models), arguments, loss_id)

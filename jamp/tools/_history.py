@@ -3,7 +3,7 @@
 import csv
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -190,15 +190,11 @@ def _numbers(state: AmpState) -> dict[str, Any]:
     return numbers | {f"loss_scale_{i}": scale for i, scale in enumerate(scales)}
 
 
-def _writer(writer: object) -> Writer:
-    add = getattr(writer, "add_scalar", None)
-    if add is not None:
-
-        def write(row: Mapping[str, float], step: int) -> None:
-            for name, value in row.items():
-                add(name, value, step)
-
-        return write
+def _writer(writer: Any) -> Writer:
+    if hasattr(writer, "add_scalar"):
+        return lambda row, step: [
+            writer.add_scalar(*item, step) for item in row.items()
+        ]
     if not callable(writer):
         raise TypeError(
             "A writer is a function of `(row, step=)`, such as wandb.log, or has an "

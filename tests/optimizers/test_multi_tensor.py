@@ -83,8 +83,10 @@ def assert_results(results: Any, wanted: Any, dtypes: Any) -> None:
     assert bool(found_inf) is flag is False
 
 
-@each_backend
-@pytest.mark.parametrize("turn", range(3))
+# In kernels, a turn has each dtype; the emulator takes its time.
+@pytest.mark.parametrize(
+    "turn, backend", [(0, "xla"), (1, "xla"), (2, "xla"), (1, "interpret")]
+)
 def test_results(turn, backend):
     shapes = [x for x in SHAPES if backend == "xla" or math.prod(x) > 127]  # kernels'
     x, y = leaves(turn, 0, shapes), leaves(1, 1, shapes)
