@@ -39,7 +39,7 @@ from jamp._core.warnings import (
 from jamp._policy.casting import cast_model as cast_model
 from jamp._policy.forward import cast_forward as cast_forward
 from jamp._policy.levels import OptLevelError as OptLevelError, Properties as Properties
-from jamp._scaling.by_hand import scale_loss as scale_loss, unscale as unscale
+from jamp._scaling.loss import scale_loss as scale_loss, unscale as unscale
 from jamp._scaling.rules import (
     DynamicLossScale as DynamicLossScale,
     LossScaleState as LossScaleState,

@@ -127,7 +127,8 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
 
 
 def file_of(test: str) -> str:
-    (path,) = ROOT.glob(f"tests/*/test_{test}.py")
+    folder, _, name = test.rpartition("/")
+    (path,) = ROOT.glob(f"tests/{folder or '*'}/test_{name}.py")
     return str(path)
 
 

@@ -20,6 +20,7 @@ import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
+from jaxtyping import PyTree
 
 from jamp._autocast.frames import with_programs
 
@@ -174,7 +175,7 @@ def _with_inputs(
     return _closed(jaxpr, [const for _, const in kept])
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
     """Whether it is a symbolic zero, of JAX's public type or of its private one."""
     return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
 
@@ -192,7 +193,7 @@ def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
 # ---- what functions close over: a look into the places where Python keeps it
 
 
-def _tracers_in(x: Any) -> list[Tracer]:
+def _tracers_in(x: PyTree) -> list[Tracer]:
     """The tracers that are reached from functions, containers and objects.
 
     They are in cells, arguments, defaults, items and attributes, at any depth; some of

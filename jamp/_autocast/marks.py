@@ -157,7 +157,7 @@ def _attention(fn: Callable[..., Any]) -> Callable[..., Any]:
     Beyond half's range that would be -inf, and a row of nothing else nan.
     """
 
-    def kernel(query, key, value, bias=None, *args, **kwargs):
+    def kernel(query, key, value, bias: Any = None, *args, **kwargs):
         half = _kernel_dtype()
         if half is not None and _is_float32_array(bias):
             bias = jnp.maximum(bias, float(jnp.finfo(half).min))

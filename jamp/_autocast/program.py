@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jc
 from jax.extend.core import primitives
+from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import Frame, Kind, frames_of
@@ -172,7 +173,7 @@ def is_float(atom: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: Any) -> bool:
+def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:
     """Whether all its floats are float32: float64 and explicit half stay.
 
     JAX promotes a product of half and float32 to float32: that one is castable.

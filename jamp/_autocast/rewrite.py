@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core as jc
+from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.facts import Fact, Facts
@@ -133,7 +134,7 @@ class Rewriter:
 
     # ---- values
 
-    def read(self, atom: Atom, dtype: Any, apart: bool = False) -> Atom:
+    def read(self, atom: Atom, dtype: DTypeLike, apart: bool = False) -> Atom:
         """A value in a dtype, if it is one that the user's program has in float32.
 
         Apart, it is cast for this reader alone, whose cotangent then is rounded alone.
@@ -151,14 +152,14 @@ class Rewriter:
             versions[dtype] = self._convert(versions[computed], dtype)
         return versions[dtype]
 
-    def _bind(self, var: jc.Var, dtype: Any) -> jc.Var:
+    def _bind(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
         """A variable of the new program for one of the user's, in a dtype."""
         same = dtype == dtype_of(var)
         new = var if same else jc.Var(jax_internals.in_dtype(var.aval, dtype))
         self.values.computed[var], self.versions[var] = dtype, {dtype: new}
         return new
 
-    def _convert(self, var: jc.Var, dtype: Any) -> jc.Var:
+    def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
         # On the line of the user that needs the cast: `self.eqn` is what reads it.
         self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
         return self.eqns[-1].outvars[0]
@@ -212,7 +213,7 @@ class Rewriter:
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
-    def _write(self, eqn: jc.JaxprEqn, dtype: Any, apart: bool = False) -> None:
+    def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
         params = dict(eqn.params)
         for name in _DTYPE_PARAMS:
@@ -274,7 +275,7 @@ class Rewriter:
         return rewrite(jaxpr, boundary, scope, self.rules, next(known, None))
 
 
-def _literal(literal: jc.Literal, dtype: Any) -> jc.Literal:
+def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
     if dtype == FLOAT32:
         return literal
     # Only where the user asks for half does a literal that half cannot hold come here.

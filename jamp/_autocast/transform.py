@@ -110,7 +110,7 @@ def scope_of(
 
 
 def written_program(
-    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> jc.Jaxpr:
     """What `autocast` makes of the program of a call; it runs nothing.
 
@@ -121,7 +121,7 @@ def written_program(
 
 
 def _trace(
-    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> tuple[jc.Jaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
     """The program of a call.
 

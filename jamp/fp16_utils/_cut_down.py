@@ -24,6 +24,7 @@ from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
 from jamp._state.closure import rounded
+from jamp._state.incoming import check_containers
 from jamp.fp16_utils._scalers import (
     UNUSED,
     DynamicLossScaler,
@@ -33,7 +34,7 @@ from jamp.fp16_utils._scalers import (
 from jamp.fp16_utils._state import added, check_state, checked_parts, say
 from jamp.optimizers._fused import FusedTransformation
 from jamp.optimizers._masters import joined, parted
-from pallas_kernels import Options, l2norm
+from pallas_kernels import Options, norm
 
 _DYNAMIC = DynamicLossScaler(2.0**16, scale_factor=2.0, scale_window=1000)
 
@@ -161,7 +162,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: a leaf that is not half, or of another dtype than the first.
             ValueError: params in another container than the optimizers.
         """
-        self._check_container(params)
+        check_containers(params, self.optimizer)
         half, masters, begun, specs = {}, {}, {}, {}
         for key, tx in self._txs.items():
             tree = groups.get(params, key)
@@ -199,7 +200,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         flat = groups.pack(flat, state.fp16_flat)
         return value, state.replace(grads=added(state.grads, flat))
 
-    def step(self, state: FP16OptimizerState, closure: Any = None) -> Any:
+    def step(self, state: FP16OptimizerState, closure: object = None) -> Any:
         """Steps, or skips if a group's norm is not finite; and moves the scale.
 
         Args:
@@ -309,24 +310,13 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             }
         return saved
 
-    def _check_container(self, params: PyTree) -> None:
-        keys = tuple(self._txs)
-        if keys == (groups.SINGLE,):
-            return
-        same_kind = isinstance(params, Mapping) == isinstance(self.optimizer, Mapping)
-        if not same_kind or not groups.is_container(params, keys):
-            raise ValueError(
-                "The optimizers are in a container, and params must be in the same, "
-                f"with the keys {list(keys)}; got {type(params).__name__}."
-            )
-
 
 _check = functools.partial(check_state, FP16OptimizerState)
 
 
 def _norm(tx: FusedTransformation, flat: Array) -> Float[Array, ""]:
     options = Options(backend=tx.rule.backend, shardings=tx.rule.shardings)
-    return l2norm([flat], options=options).norm
+    return norm([flat], options=options)
 
 
 def _check_half(tree: PyTree, name: str) -> None:

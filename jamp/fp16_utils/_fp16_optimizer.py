@@ -30,7 +30,8 @@ from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import LossScaleRule, check_scale, unscale_tree
 from jamp._state.closure import rounded
-from jamp._state.step import init_optimizer, step, widened
+from jamp._state.new_state import begun_group
+from jamp._state.step import Group, step, wide_group
 from jamp.fp16_utils import _closure, _state
 from jamp.fp16_utils._fp16util import clip_grad_norm
 from jamp.fp16_utils._scalers import rule_from_args
@@ -74,7 +75,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def __init__(
         self,
-        init_optimizer: Any,
+        init_optimizer: optax.GradientTransformation,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
@@ -121,7 +122,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         self._say_groups(params)
         given, params = params, jax.tree.map(strong_array, params)
-        params, opt_state = init_optimizer(self.optimizer, params, params)
+        _, opt_state, params = begun_group(self.optimizer, params, params)
         state = FP16_OptimizerState(
             params=params,
             opt_state=opt_state,
@@ -243,11 +244,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             "Gradient overflow.  Skipping step, reducing loss scale to "
             f"{state.loss_scale}",
         )
-        params, opt_state = step(
-            self.optimizer,
+        _, opt_state, params = step(
+            Group(self.optimizer, state.opt_state, state.params),
             needed(state.master_grads),
-            state.opt_state,
-            state.params,
             clean=~state.overflow if self.rule.checks else None,
             update_args=update_args,
         )
@@ -320,7 +319,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def master_params(self, state: FP16_OptimizerState) -> PyTree:
         """The params in float32: masters, and those that are their own."""
-        return widened(self.optimizer, state.opt_state, state.params)
+        return wide_group(Group(self.optimizer, state.opt_state, state.params))
 
     def state_dict(self, state: FP16_OptimizerState) -> dict[str, Any]:
         """All that a checkpoint needs, by name: apex's keys, and `fp32_from_fp32`.

@@ -28,7 +28,7 @@ class tofp16:  # noqa: N801, apex's name
     float16
     """
 
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs: PyTree) -> Any:
         return cast_floats(inputs, jnp.float16)
 
 
@@ -49,7 +49,7 @@ class FP16Model:
 
     apply_fn: Callable[..., Any]
 
-    def __call__(self, variables: Any, *inputs: Any, **kwargs: Any) -> Any:
+    def __call__(self, variables: PyTree, *inputs: PyTree, **kwargs: Any) -> Any:
         inputs = cast_floats(inputs, jnp.float16)
         return cast_forward(self.apply_fn, _HALF)(variables, *inputs, **kwargs)
 
@@ -230,7 +230,7 @@ def master_params_to_model_params(
     return jax.tree.map(lambda m, p: cast(m, p.dtype), master_params, model_params)
 
 
-def to_python_float(t: Any) -> float:
+def to_python_float(t: ArrayLike) -> float:
     """The number in an array of one element.
 
     >>> to_python_float(jnp.ones(1))

@@ -59,7 +59,7 @@ def say(overflow: Bool[Array, ""], message: str) -> None:
         print(message)
 
 
-def check_state(kind: type, state: Any, call: str) -> None:
+def check_state(kind: type, state: object, call: str) -> None:
     """Raises unless a method of an optimizer was called with its state."""
     if not isinstance(state, kind):
         raise TypeError(

@@ -1,6 +1,6 @@
 """Properties that hold for arbitrary trees, bits and expressions.
 
-Loss scales: test_loss_scale.py. Autocast: test_autocast_fuzz.py. `make fuzz` runs many.
+Loss scales: test_loss_scale.py. Autocast: test_fuzz.py. `make fuzz` runs many.
 """
 
 import collections

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jamp
-from tests.forward_models import products
+from tests.policy.forward_models import products
 
 HALVES = (jnp.float16, jnp.bfloat16)
 W, X = jnp.full((2, 1), 2.0), jnp.full((4, 2), 2.5)  # x @ w is 10

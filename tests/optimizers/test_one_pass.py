@@ -17,8 +17,8 @@ import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join
 from tests.bits import assert_same_bits, bits
-from tests.fused import assert_close
-from tests.one_pass import (
+from tests.optimizers.fused import assert_close
+from tests.optimizers.one_pass import (
     BAD,
     CASES,
     F32,

@@ -105,12 +105,9 @@ def launched(name: str) -> Compiled:
     return compiled(MANY, it.init, it.step)
 
 
-BY_XLA, BY_MOSAIC = [*LAUNCHES][:2], [*LAUNCHES][2]
-LONG = [pytest.param(name, marks=pytest.mark.budgets) for name in BY_XLA]  # 10 s each
-
-
+@pytest.mark.budgets  # 10 s each
 @pytest.mark.h200
-@pytest.mark.parametrize("name", [*LONG, BY_MOSAIC])
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_on_300_leaves(name):
     launches = LAUNCHES[name][1]
     assert f"| {name} | {launches} |\n" in SHOWN
@@ -149,9 +146,17 @@ IN_FULL = {spec.name: Tree(spec) for spec in DEEP}
 IN_FULL |= {f"{x.name}, remainder": Tree(x, 28, options=SPLIT) for x in DEEP[:3]}
 
 
+IN_CI = [name for name in TREES if name != "300 leaves"]  # of which 40 are like
+
+
 @pytest.mark.h200
 @pytest.mark.parametrize(
-    "name", [*TREES, *(pytest.param(x, marks=pytest.mark.gpu) for x in IN_FULL)]
+    "name",
+    [
+        *IN_CI,
+        pytest.param("300 leaves", marks=pytest.mark.budgets),
+        *(pytest.param(name, marks=pytest.mark.gpu) for name in IN_FULL),
+    ],
 )
 def test_trees_in_few_launches_and_in_place(name, record_property):
     tree = (TREES | IN_FULL)[name]

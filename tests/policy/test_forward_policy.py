@@ -9,7 +9,8 @@ import pytest
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.forward_models import (
+from tests.models import CNN
+from tests.policy.forward_models import (
     IMAGES,
     Headed,
     Normed,
@@ -22,7 +23,6 @@ from tests.forward_models import (
     under_policy,
     variables_of,
 )
-from tests.models import CNN
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -41,7 +41,6 @@ UNDOCUMENTED = (
 ).split()
 INTERNALS = {
     "pallas_kernels._compat",
-    "jamp._core.compat",
     "jamp._autocast.jax_internals",
     "jamp._autocast.derivatives",
     "jamp._autocast.frames",

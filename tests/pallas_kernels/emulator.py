@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tests.ptx import THREADS, Kernel
+from tests.pallas_kernels.ptx import THREADS, Kernel
 
 WARP = 32
 SPACE = 44  # bits of an address within an array; above them the array's number

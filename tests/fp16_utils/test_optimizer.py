@@ -16,9 +16,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import jamp
 from jamp.fp16_utils import FP16_Optimizer
 from jamp.optimizers import fused_adam
-from tests import fp16
 from tests.bits import assert_same_bits, copy
-from tests.fp16 import (
+from tests.fp16_utils import fp16
+from tests.fp16_utils.fp16 import (
     F16,
     F32,
     cut_down,

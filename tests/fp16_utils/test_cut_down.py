@@ -10,7 +10,17 @@ import jamp
 from jamp import optimizers as jo
 from jamp.optimizers import FP16_Optimizer, fused_adam
 from tests.bits import assert_same_bits
-from tests.fp16 import BF16, F32, cut_down, data, dot, group, host, like, steps
+from tests.fp16_utils.fp16 import (
+    BF16,
+    F32,
+    cut_down,
+    data,
+    dot,
+    group,
+    host,
+    like,
+    steps,
+)
 from tests.oracles import fp16_optimizer as oracle
 
 
@@ -154,7 +164,7 @@ REFUSED = [
     (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
     (
         lambda *_: cut_down({"a": fused_adam()}).init({"b": group()}),
-        *(ValueError, r"the keys \['a'\]; got dict"),
+        *(ValueError, r"same container.* keys \['b'\] of params.* keys \['a'\]"),
     ),
 ]
 

@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.constructs import repeat
-from tests.forward_models import products
+from tests.autocast.constructs import repeat
+from tests.policy.forward_models import products
 
 X = jnp.eye(4)
 HALF, FLOAT = "float16,float16", "float32,float32"

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import Weight
 from tests.bits import assert_same_bits
-from tests.mixed_leaves import (
+from tests.optimizers.mixed_leaves import (
     BF16,
     F16,
     F32,

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
-from jamp import optimizers as jo
-from tests import everything, h200
+from jamp import multi_tensor, optimizers as jo
+from tests import h200
+from tests.pallas_kernels import everything
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 MARK = "==== "
@@ -52,15 +53,16 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
     rule, only_updates = tx.rule, kind == "update"
 
     def call(options, weights, moments, grads, unscale, skip):
-        options = pk.Options(unscale, skip, only_updates, options.backend)
+        options = pk.Options(unscale, skip, options.backend)
         decays = [rule.weight_decay != 0] * len(weights)
-        leaves = pk.Leaves(weights, grads, moments, decays)
-        numbers = rule.numbers(jnp.int32(0))
+        leaves, count = pk.Leaves(weights, grads, moments, decays), jnp.int32(0)
         if optimizer == "novograd":  # whose norms are a kernel of its own
-            per_leaf = {"norm": jnp.arange(1, len(grads) + 1, dtype=F32)}
+            norms = jnp.arange(1, len(grads) + 1, dtype=F32)
+            numbers = rule.numbers(count) | {"norm": norms}
         else:
-            per_leaf, _ = rule.measure(leaves, jnp.int32(0), numbers, options)
-        return pk.step(rule.static, leaves, numbers, options, per_leaf)
+            numbers = rule.measured(count, leaves, options)
+        how = {"only_updates": only_updates}
+        return pk.step(rule.static, leaves, numbers, options, **how)
 
     def make(sizes):
         weights = [weight(kind, dtype, n) for n in sizes]
@@ -98,11 +100,11 @@ def reading(call: Callable, columns: int, dtype: Any) -> Case:
 
 
 def scale(options, xs):
-    return pk.scale(xs, 0.3, [x.dtype for x in xs], options=options)
+    return multi_tensor.scale(xs, 0.3, backend=options.backend)
 
 
 def axpby(options, xs, ys):
-    return pk.axpby(0.3, xs, 7, ys, [x.dtype for x in xs], options=options)
+    return multi_tensor.axpby(0.3, xs, 7, ys, backend=options.backend)
 
 
 def found_inf_unscaled(options, xs):
@@ -111,8 +113,8 @@ def found_inf_unscaled(options, xs):
 
 # By name a call, and how many lists of arrays it takes.
 READING = {
-    "l2norm": (lambda options, xs: pk.l2norm(xs, per_leaf=True, options=options), 1),
-    "max_norm": (lambda options, xs: pk.max_norm(xs, options=options), 1),
+    "l2norm": (lambda options, xs: pk.norm(xs, per_leaf=True, options=options), 1),
+    "max_norm": (lambda options, xs: pk.norm(xs, jnp.inf, options=options), 1),
     "found_inf": (lambda options, xs: pk.found_inf(xs, options=options), 1),
     "found_inf, unscaled": (found_inf_unscaled, 1),
     "scale": (scale, 1),

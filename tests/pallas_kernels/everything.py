@@ -7,8 +7,7 @@ is stepped twice, or counted twice, shows.
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels._run import Options, Results, run
-from pallas_kernels._xla import Job
+from pallas_kernels import Job, Options, Results, run
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
@@ -25,15 +24,8 @@ def _formula(numbers, tag, c):
     }
 
 
-def _copied(results, dtype):
-    del dtype
-    return results["w"] + results["h"]
-
-
 # Reads g; steps w, h and bits; writes copy and never reads it; makes new; reduces.
-JOB = Job(
-    _formula, unread={"copy": _copied}, reductions={"total": "sum", "largest": "max"}
-)
+JOB = Job(_formula, copies={"copy": "w"}, reductions={"total": "sum", "largest": "max"})
 
 
 def integers(shape, dtype, seed=0, least=-8, most=9):
@@ -61,8 +53,7 @@ def call(leaves, skip, backend) -> Results:
         JOB,
         leaves,
         Options(skip=skip, backend=backend),
-        scalars={"a": 3.0},
-        per_leaf={"b": jnp.arange(len(leaves), dtype=F32) % 5},
+        {"a": 3.0, "b": jnp.arange(len(leaves), dtype=F32) % 5},
         tags=[float(k % 2) for k in range(len(leaves))],
     )
 
@@ -81,7 +72,7 @@ def assert_ran(leaves, results):
 
 def assert_skipped(leaves, results):
     """The same if it skips: only the reductions are made."""
-    for before, after in zip(leaves, results.leaves, strict=True):
+    for before, after in zip(leaves, results.leaves.values(), strict=True):
         after = dict(after)
         new = after.pop("new")
         assert new.dtype == F16 and not bits(new).any()
@@ -100,7 +91,7 @@ def _expected(leaf, b, tag):
     stepped = w + 3 * g + b
     return {
         "w": stepped,
-        "copy": stepped + h + tag,
+        "copy": stepped,
         "h": h + tag,
         "bits": np.asarray(leaf["bits"], np.uint32) + 1,
         "new": 2 * stepped,

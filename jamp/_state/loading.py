@@ -1,20 +1,26 @@
-"""`state.load_params`, and `state.replace(params=...)`: params from elsewhere."""
+"""What a state takes from elsewhere: params, and what Flax restores.
+
+`state.load_params`, `state.replace(params=...)` and `flax.serialization`. Flax itself
+puts whatever it finds into a target: a float16 state's params into one of bfloat16.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from flax import serialization
+from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
-from jamp._core.names import filled, named
+from jamp._core.names import check_same, filled, named
 from jamp._core.tree import check_like, strong_array, trained_params, unshared
+from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._state.incoming import ARRAY_LIKE
-from jamp._state.step import init_around, weights_of, with_weights
-from jamp.optimizers._masters import MasterWeightsState
+from jamp._state.new_state import begun_from
+from jamp._state.step import Group, groups_of, packed
 from pallas_kernels import Weight, split
 
 _REMEDY = (
@@ -25,22 +31,17 @@ _REMEDY = (
 
 
 @moves_constants
-def loaded(state: Any, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
+def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """What `AmpState.load_params` replaces in the state, by name."""
     given = jax.tree.map(strong_array, params)
     check_like(named(given), named(state.params), "params", _REMEDY)
     params = filled(state.params, named(given))
     _check_dtypes(params, state.params)
-    changes: dict[str, Any] = {"params": {}, "opt_state": {}}
-    for key in groups.group_keys(state.tx):
-        changes["params"][key], changes["opt_state"][key] = _group(
-            groups.get(state.tx, key),
-            groups.get(state.opt_state, key),
-            groups.get(params, key),
-            groups.get(state.params, key),
-            reset_optimizer,
-        )
-    changes = {name: groups.pack(x, state.params) for name, x in changes.items()}
+    entered = {
+        key: _entered(group, groups.get(params, key), reset_optimizer)
+        for key, group in groups_of(state).items()
+    }
+    changes = packed(entered, state.params)
     before = {name: getattr(state, name) for name in changes}
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
@@ -52,22 +53,15 @@ def has_values(*trees: PyTree) -> bool:
     return all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(trees))
 
 
-def _group(
-    tx: optax.GradientTransformation | None,
-    opt_state: PyTree,
-    params: PyTree,
-    old: PyTree,
-    reset_optimizer: bool,
-) -> tuple[Any, Any]:
-    weights = weights_of(tx, opt_state, old)
+def _entered(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
+    """A group with other params."""
     is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
     trained = trained_params(params)
-    weights = jax.tree.map(_loaded, weights, trained, is_leaf=is_weight)
-    if reset_optimizer and tx is not None:
-        return init_around(tx, weights, params)
-    has_masters = isinstance(opt_state, MasterWeightsState)
-    inner = opt_state.inner_state if has_masters else opt_state
-    return with_weights(tx, weights, inner, params)
+    weights = jax.tree.map(_loaded, old.weights(), trained, is_leaf=is_weight)
+    group = old._replace(params=params)
+    if reset_optimizer and group.tx is not None:
+        return begun_from(group, weights)
+    return group.with_weights(weights, old.inner_state)
 
 
 def _loaded(old: Weight, new: jax.Array) -> Weight:
@@ -99,7 +93,7 @@ def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
 
 
 @_widened.defjvp
-def _widened_jvp(primals: Any, tangents: Any) -> Any:
+def _widened_jvp(primals: PyTree, tangents: PyTree) -> Any:
     return _widened(*primals), widen(tangents[0])
 
 
@@ -113,3 +107,36 @@ def _check_dtypes(params: PyTree, old: PyTree) -> None:
                 f"params{jax.tree_util.keystr(path)} has dtype {new.dtype}, expected "
                 f"{like.dtype}: {_REMEDY}"
             )
+
+
+def register(state_class: type) -> None:
+    """Makes Flax check what it restores into states of a class."""
+    serialization.register_serialization_state(
+        state_class, _to_state_dict, _from_state_dict, override=True
+    )
+
+
+def _to_state_dict(state: TrainState) -> dict[str, Any]:
+    return {name: named(getattr(state, name)) for name in array_fields(state)}
+
+
+def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
+    check_same(
+        state_dict,
+        _to_state_dict(state),
+        "The checkpoint",
+        "Restore into a state that jamp.initialize made with the same options; a "
+        "checkpoint for any opt level is made by jamp.to_checkpoint.",
+    )
+    for i, rule in enumerate(state.loss_scale_rules):
+        scale_state = state_dict["loss_scales"][str(i)]
+        check_scale_state(f"loss_scales/{i}", scale_state, rule)
+    check_counters(state_dict)
+    fields = {k: filled(getattr(state, k), state_dict[k]) for k in array_fields(state)}
+    return state.replace(**fields)
+
+
+def array_fields(state: TrainState) -> list[str]:
+    """The names of the fields that hold arrays; the others are static."""
+    fields = state.__dataclass_fields__.values()
+    return [f.name for f in fields if f.metadata.get("pytree_node", True)]

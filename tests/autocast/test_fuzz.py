@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import jamp
+from tests.autocast.random_programs import EVERY, is_smooth, program, run
 from tests.programs import evaluate
-from tests.random_programs import EVERY, is_smooth, program, run
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
 LINES = (pathlib.Path(__file__).parents[1] / "data" / "fuzz_seeds.txt").read_text()

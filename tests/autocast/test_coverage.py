@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jamp
-from tests.constructs import FORWARD_ONLY, TABLE, N
+from tests.autocast.constructs import FORWARD_ONLY, TABLE, N
 from tests.programs import evaluate, products
 
 TOLERANCE = 8 * 2.0**-10  # several roundings in a row

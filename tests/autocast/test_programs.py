@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.constructs import repeat
+from tests.autocast.constructs import repeat
 from tests.programs import evaluate, products, results, walk
 
 HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -17,7 +17,7 @@ from jax import lax
 import jamp
 from pallas_kernels import join, split
 from tests.bits import assert_same_bits
-from tests.fused import assert_close
+from tests.optimizers.fused import assert_close
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 RATES = [1e-4, 1e-2, 1.0]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.torch_table import HALVES, measure
-from tests import random_programs
-from tests.autocast_programs import PROGRAMS, Program, normal
+from tests.autocast import random_programs
+from tests.autocast.small_programs import PROGRAMS, Program, normal
 from tests.oracles.torch_autocast import torch_autocast
 
 # Less accurate than torch's rules, by a factor of 3.5 at most.

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast import jax_internals, sums
+from jamp._autocast import frames, sums
 from tests import h200
-from tests.constructs import custom_vjp, repeat
+from tests.autocast.constructs import custom_vjp, repeat
 from tests.programs import evaluate, walk
 
 N = 8
@@ -77,7 +77,7 @@ def innermost(fn):
     """How many constants the innermost scan takes, and its program."""
     found = walk(jax.make_jaxpr(fn)(W, XS))
     (*_, scan) = (e for e in found if e.primitive.name == "scan")
-    return jax_internals.scan_counts(scan)[0], str(scan.params["jaxpr"])
+    return frames.scan_counts(scan)[0], str(scan.params["jaxpr"])
 
 
 def assert_close(ours, plain, half):

@@ -10,8 +10,8 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
-from tests.fused import larc_sgd
-from tests.mixed_leaves import BACKENDS, FAST
+from tests.optimizers.fused import larc_sgd
+from tests.optimizers.mixed_leaves import BACKENDS, FAST
 
 F32 = jnp.float32
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
