@@ -21,7 +21,6 @@ from tests.devices.eight_devices import (
     F32,
     LAYOUTS,
     LEAVES,
-    LEVELS,
     ROWS,
     SPECS,
     collectives,
@@ -33,6 +32,7 @@ from tests.devices.eight_devices import (
     shardings,
     start,
 )
+from tests.states import LEVELS
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
