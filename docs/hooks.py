@@ -26,6 +26,12 @@ def on_files(files: Files, config: MkDocsConfig, **kwargs: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Links to README lead to the first page."""
+    del kwargs
+    return markdown.replace("](../README.md", "](index.md")
+
+
 def on_post_build(config: MkDocsConfig, **kwargs: Any) -> None:
     """Writes a page for each old address in mkdocs.yml's `extra.moved`."""
     del kwargs
