@@ -64,9 +64,7 @@ def _without_copies(original: Function) -> Function:
 
 
 def _without_barrier(original: Function) -> Function:
-    return lambda eqns, invars, keep, barrier, done: original(
-        eqns, invars, keep, False, done
-    )
+    return lambda *args: original(*args[:4], False, args[5])
 
 
 def _keeps_names(original: Function) -> Function:
@@ -97,6 +95,16 @@ MECHANISMS = {
     "islands": Mechanism(
         "Float32 between two halves is computed again in the backward pass.",
         "rewrite.checkpoint_islands",
+        _first,
+    ),
+    "heads": Mechanism(
+        "Float32 from large half down to small is computed again in the backward pass.",
+        "rewrite.checkpoint_heads",
+        _first,
+    ),
+    "labels": Mechanism(
+        "The derivative of a label's logit is a comparison in the softmax's kernel.",
+        "heads.with_labels",
         _first,
     ),
     "chains": Mechanism(
@@ -146,7 +154,7 @@ MECHANISMS = {
     ),
     "sums kept": Mechanism(
         "The sums and maxima of an island are kept for the backward pass.",
-        "islands._is_kept",
+        "islands.is_kept",
         _keeps_names,
     ),
     "island barrier": Mechanism(

@@ -222,15 +222,16 @@ def _equation(function: Callable[..., Any], avals: tuple[Any, ...]) -> jc.JaxprE
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
+    outvars: Sequence[jc.Var],
     keep: Callable[[str], bool],
     prevent_cse: bool,
     programs: dict[Any, jc.Jaxpr],
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
-    The results of the last one come out. Its parameters are those of an example, which
-    keeps the results of primitives for the backward pass that `keep` says. It stands
-    where the last equation does, in the name scopes that all are in.
+    Its parameters are those of an example, which keeps the results of primitives for
+    the backward pass that `keep` says. It stands where the last equation does, in the
+    name scopes that all are in.
 
     Equations that differ in their variables alone get one of the `programs` of earlier
     calls: JAX differentiates it once.
@@ -239,14 +240,14 @@ def checkpointed(
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     common = os.path.commonprefix(stacks)
     scopes = len(common)
-    key = _structure(eqns, invars, scopes)
+    key = _structure(eqns, [*invars, *outvars], scopes)
     inner = programs.get(key)
     if inner is None:
         inner = program_of(example)
         inner = inner.replace(
             constvars=[],
             invars=list(invars),
-            outvars=last.outvars,
+            outvars=list(outvars),
             eqns=[
                 _with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)
             ],
@@ -256,16 +257,16 @@ def checkpointed(
             programs[key] = inner
     return example.replace(
         invars=list(invars),
-        outvars=last.outvars,
+        outvars=list(outvars),
         params=with_programs(example, [inner]),
         **_reader_info(_with_scopes(last, common)),
     )
 
 
 def _structure(
-    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], scopes: int
+    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
 ) -> Any:
-    """What equations are but for their variables and outer name scopes.
+    """What equations are but for the names of their variables and outer scopes.
 
     None if that is unknown, because a parameter has no hash.
     """
@@ -276,7 +277,7 @@ def _structure(
             return atom.aval, np.asarray(atom.val).tobytes()
         return atom.aval, numbers.setdefault(atom, len(numbers))
 
-    parts: list[Any] = [tuple(map(key_of, invars))]
+    parts: list[Any] = [tuple(map(key_of, variables))]
     for eqn in eqns:
         atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
         place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]

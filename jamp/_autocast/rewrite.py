@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of
+from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
@@ -103,7 +104,8 @@ class Rewriter:
         ]
         written = jaxpr.replace(invars=self.invars, outvars=outvars, eqns=self.eqns)
         # Last: where float32 begins and ends is known by the casts that were written.
-        return checkpoint_islands(written, self.scope.written, self.scope.loop)
+        options = self.scope.written, self.scope.loop
+        return checkpoint_heads(checkpoint_islands(written, *options), *options)
 
     # ---- values
 
