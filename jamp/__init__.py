@@ -60,11 +60,18 @@ from jamp.optimizers._masters import (
 
 __version__ = "0.1.0"
 
+
+def _is_ours(name: str) -> bool:
+    return getattr(globals()[name], "__module__", "").startswith("jamp.")
+
+
 if TYPE_CHECKING:
     from jamp import fp16_utils as fp16_utils, nnx as nnx
     from jamp.diagnostics import explain as explain
 
 _LATE = ("diagnostics", "fp16_utils", "nnx")
+# What `help(jamp)` shows, and `import *` takes: NNX is loaded by neither.
+__all__ = [*filter(_is_ours, globals()), "explain"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
