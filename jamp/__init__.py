@@ -50,6 +50,7 @@ from jamp._scaling.value_and_grad import (
     scaled_value_and_grad as scaled_value_and_grad,
 )
 from jamp._state.amp_state import AmpState as AmpState, master_params as master_params
+from jamp._state.average import incremental_update as incremental_update
 from jamp._state.check import check as check
 from jamp._state.closure import closure as closure
 from jamp._state.initialize import initialize as initialize

@@ -21,6 +21,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
 from jamp._state.loading import has_values, loaded, register
+from jamp._state.rounded import warn_of_half_edit, warn_of_half_field
 from jamp._state.step import (
     GroupGrads,
     LossGrads,
@@ -64,8 +65,11 @@ class _Replace:
         """
         state: Any = self
         params = changes.get("params", state.params)
+        for name in set(changes).intersection(extra_fields(state)):
+            _check_field(state, name, changes[name])
         loads = params is not state.params and "opt_state" not in changes
         if loads and has_values(params, state.params):
+            warn_of_half_edit(state, params)
             changes |= loaded(state, params, False)
         return dataclasses.replace(state, **changes)
 
@@ -320,11 +324,17 @@ def _next_field(
         )
     old, keys = getattr(state, name), groups.group_keys(state.tx)
     check_like(new, old, name, _FIELD_REMEDY)
+    _check_field(state, name, new)
     if groups.is_container(old, keys):
         chosen = {k: select(x.clean, new[k], old[k]) for k, x in given.items()}
         return groups.pack(groups.split(old, keys) | chosen, old)
     clean = functools.reduce(jnp.logical_and, [x.clean for x in given.values()])
     return select(clean, new, old)
+
+
+def _check_field(state: AmpState, name: str, new: PyTree) -> None:
+    keys, old = groups.group_keys(state.tx), getattr(state, name)
+    warn_of_half_field(name, new, state.params, keys, old)
 
 
 def extra_fields(state: AmpState) -> list[str]:

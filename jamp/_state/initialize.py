@@ -27,6 +27,7 @@ from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.new_state import new_state, settled
+from jamp._state.rounded import warn_of_half_field
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 _NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
@@ -128,6 +129,8 @@ def initialize(
     _print(opt_level, properties, verbosity)
 
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
+    for name, value in fields.items():
+        warn_of_half_field(name, value, params, groups.group_keys(tx))
     check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
