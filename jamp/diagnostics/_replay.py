@@ -24,7 +24,8 @@ from jamp.diagnostics._source import is_backward, module_path, user_line
 
 _ARITHMETIC = ("add", "div", "mul", "sub")
 _CONSTANT = "a constant"
-_MOVES = (Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT, Shape.MOVE)
+# Of one operand each: of several, a result is made of all of them.
+_MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
 
 class Value(NamedTuple):
@@ -191,7 +192,7 @@ def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     """The rule of what holds no program, or none that can be looked into."""
     replay.order += 1
     near = replay.near(site, read)
-    fn = jc.jaxpr_as_fun(jax_internals.alone(site.eqn, site.program))
+    fn = jc.jaxpr_as_fun(jax_internals.program_around(site.eqn, site.program))
     outs = site.context.evaluate(fn, [v.array for v in read])
     return [replay.seen(site, x, read, near) for x in outs]
 

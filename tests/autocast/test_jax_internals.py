@@ -106,8 +106,8 @@ FRAMES = {
     "scan": "loop open 1 1 5",
     "shard_map": "map",
     frames.OPTIMIZED_VJP: "call",
-    "custom_jvp_call": "call open derivative",
-    "custom_vjp_call": "call derivative",
+    "custom_jvp_call": "call open",
+    "custom_vjp_call": "call",
     "cond": "branch open",
     "while": "loop 2 1 None",
 }
@@ -130,8 +130,7 @@ def test_what_a_frame_says(name):
     (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == name)
     *_, frame = found = frames.frames_of(eqn)
     words = [frame.kind.value]
-    flags = {"open": "is_open", "derivative": "own_derivative"}
-    flags |= {"residuals": "own_residuals"}
+    flags = {"open": "is_open", "residuals": "own_residuals"}
     words += [word for word, field in flags.items() if getattr(frame, field)]
     if frame.kind is frames.Kind.LOOP:
         words += map(str, (frame.consts, frame.carries, frame.trips))
