@@ -48,7 +48,8 @@ RESULTS ?= benchmarks/results
 
 # benchmarks/README.md has the calls for a machine that is lent.
 gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
-	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
+	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test \
+		$(VENV)/$(if $(findstring --rehearse,$(ARGS)),h200,.cuda)
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
 	$$python -m benchmarks.gpu --results $(RESULTS) $(ARGS)
 

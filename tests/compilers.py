@@ -1,4 +1,4 @@
-"""XLA's compilers for devices that are not here, which `make` installs beside this Python.
+"""XLA's compilers for devices that are not here, where `make` installs them.
 
 JAX finds them where this was imported before it looks for devices.
 """
