@@ -40,8 +40,8 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
         return jaxpr
     labels, graph = labels_in(jaxpr), Graph(jaxpr)
     for eqn in begins:
-        members = _head(graph, graph.makers[eqn.outvars[0]], labels)
-        if members:
+        begin = graph.makers.get(eqn.outvars[0])  # None if it went into another head
+        if begin is not None and (members := _head(graph, begin, labels)):
             jaxpr = _written(graph, jaxpr, members, labels, programs, not loop)
             graph = Graph(jaxpr)
     return jaxpr

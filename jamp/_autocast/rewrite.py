@@ -22,6 +22,7 @@ from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.islands import checkpoint_islands
+from jamp._autocast.marks import marked_source
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
@@ -162,6 +163,13 @@ class Rewriter:
             self._note(eqn, why, rule, region=region)
             return
         choice = self.values.choose(eqn, rule)
+        if marked_source(eqn) is not None:
+            # It has said what it is there for, and would keep a loss out of a head.
+            ((value,), (same,)), dtype = (eqn.invars, eqn.outvars), choice.computed
+            self.read(value, dtype)
+            self.values.computed[same] = dtype
+            self.versions[same] = self.versions[value]
+            return
         if choice.summed is not None:
             self._write_summed(eqn, choice.summed)
         else:
