@@ -67,6 +67,10 @@ def _jaxprs(value: Any) -> Iterator[Jaxpr]:
         yield value.jaxpr
     elif isinstance(value, Jaxpr):
         yield value
+    elif hasattr(value, "in_avals_flat"):  # an object of JAX's newer kind
+        yield from _jaxprs(value.params)
+    elif isinstance(value, jax.stages.Traced):
+        yield from _jaxprs(value.jaxpr)
     elif isinstance(value, dict):
         yield from _jaxprs(tuple(value.values()))
     elif isinstance(value, tuple | list):
