@@ -24,7 +24,7 @@ from jamp._autocast.hijax import (
 from jamp._autocast.primitives import is_listed
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
-OBJECT = "object"  # any other of the newer kind that says what it does
+OBJECT = "HiPrim"  # any other of the newer kind that says what it does
 OPTIMIZED_VJP = "remat_opt"  # of a custom_vjp's fwd, with `optimize_remat=True`
 
 

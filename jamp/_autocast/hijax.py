@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 from jaxtyping import PyTree
@@ -200,6 +201,8 @@ def with_vjp_rules(
 
     def fwd(present: PyTree, *args: Any) -> Any:
         present = (present[0], present[1][0], *present[2:])
+        # A literal of the program comes as a number, without a shape.
+        args = jax.tree.map(lambda x: jnp.asarray(x) if _is_number(x) else x, args)
         return forward(functools.partial(prim.fwd, present), *args)
 
     def backward(rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,6 +229,10 @@ def with_vjp_rules(
 def is_zero(x: object) -> bool:
     """Whether it is a symbolic zero, of JAX's public type or of its private one."""
     return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, bool | int | float | complex)
 
 
 def _named_as(new: Any, old: Any) -> Callable[..., Any]:

@@ -184,6 +184,34 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
+def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
+    """An equation in a `jit` of its own, where JAX differentiates it nowhere else.
+
+    Outside of `jit`, the derivative of a maximum on an explicit mesh makes arrays of
+    ones and zeros with no sharding, and JAX refuses to choose among them.
+    """
+    explicit = any(_is_sharded(v.aval) for v in eqn.outvars)
+    if eqn.primitive.name not in _UNSHARDED or not explicit:
+        return eqn
+    function = _jitted(eqn.primitive, tuple(eqn.params.items()))
+    (call,) = jax.make_jaxpr(function)(*(v.aval for v in eqn.invars)).eqns
+    names = {"invars": eqn.invars, "outvars": eqn.outvars}
+    return call.replace(**names, source_info=eqn.source_info, ctx=eqn.ctx)
+
+
+_UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
+
+
+def _is_sharded(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and any(sharding.spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(primitive: jc.Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
 def call(
     function: Callable[..., Any],
     operands: Sequence[Any],

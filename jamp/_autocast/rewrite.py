@@ -188,7 +188,8 @@ class Rewriter:
             (operand,) = invars
             if isinstance(operand, jc.Var):
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
-        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        new = eqn.replace(invars=invars, outvars=outvars, params=params)
+        self.eqns.append(jax_internals.apart_if_sharded(new))
 
     def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
