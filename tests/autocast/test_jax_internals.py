@@ -31,6 +31,18 @@ def evaluate(eqns, invars, *args):
     return jc.jaxpr_as_fun(jaxpr)(*args)
 
 
+def test_the_equation_of_a_value_that_is_being_traced():
+    def fn(x):
+        assert jax_internals.equation_of(x) is None
+        eqn = jax_internals.equation_of(x + 1)
+        assert eqn.primitive.name == "add" and eqn.invars[0] is x
+        return x
+
+    jax.jit(fn)(X)
+    jax.jit(jax.vmap(lambda x: jax_internals.equation_of(x + 1) or x))(X)
+    assert jax_internals.equation_of(X) is None
+
+
 # ---- programs in the parameters of equations
 
 
