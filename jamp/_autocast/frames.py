@@ -103,7 +103,8 @@ def holder_of(eqn: jc.JaxprEqn) -> str:
     An object that is listed is known otherwise.
     """
     name, prim = primitive_name(eqn), hi_primitive(eqn)
-    if name in _HELD:
+    of_older = prim is not None and "static_argnums" in prim.params  # than JAX 0.12
+    if name in _HELD and not of_older:
         return name
     unlisted = prim is not None and not is_listed(name)
     return OBJECT if unlisted and program_of_hi(prim) is not None else ""

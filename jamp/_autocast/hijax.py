@@ -209,7 +209,8 @@ def with_vjp_rules(
         new = lambda residuals, cts: run(rule, residuals[1], residuals[0], cts)  # noqa: E731
         return _named_as(new, rule)
 
-    rules = {"fwd": _named_as(fwd, prim.fwd), "bwd": backward(prim.bwd)}
+    rules: dict[str, Any] = {"fwd": _named_as(fwd, prim.fwd)}
+    rules["bwd"] = backward(prim.bwd)
     if prim.params.get("bwd_accums") is not None:
         rules["bwd_accums"] = None  # `bwd` gives what it adds up
     if prim.params.get("remat_rules"):

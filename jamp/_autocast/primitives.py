@@ -177,7 +177,7 @@ ROWS = (
         "torch: not in any list",
         "opaque: CustomRoot _RootLinearMap linear_solve maybe_set nonbatchable "
         "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
-        "unvmap_max",
+        "unvmap_max vprim",
     ),
 )
 
