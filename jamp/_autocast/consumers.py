@@ -95,7 +95,7 @@ def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> Consumers:
     note(facts.jaxpr.outvars, out_wants)
     # From the last equation: the consumers of its results are all known by then.
     for eqn in reversed(facts.jaxpr.eqns):
-        note(eqn.invars, _wants_of_operands(eqn, consumers))
+        note(eqn.invars, wants_of_operands(eqn, consumers))
     return consumers
 
 
@@ -106,7 +106,7 @@ def combine(wants: Iterable[Want]) -> Want:
     return Want(agreed, any(somes), any(kept), any(carried))
 
 
-def _wants_of_operands(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
+def wants_of_operands(eqn: jc.JaxprEqn, consumers: Consumers) -> Sequence[Want]:
     """What an equation wants of each operand."""
     programs = consumers.facts.programs(eqn)
     if programs:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
-from jamp._autocast.consumers import wants_of_carries
+from jamp._autocast.consumers import wants_of_carries, wants_of_operands
 from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
 from jamp._autocast.kernels import traced_for
 from jamp._autocast.origins import origin_of_unknown
@@ -34,7 +34,7 @@ from jamp._core.dtypes import FLOAT32
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
-    boundary, values = _open_boundary(rewriter, frames[0]), rewriter.values
+    boundary, values = _open_boundary(rewriter, eqn, frames[0]), rewriter.values
     if values.facts.only_moves(eqn):
         ins = [
             FLOAT32 if values.meets_float32(v) else dtype
@@ -46,7 +46,7 @@ def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    boundary = _open_boundary(rewriter, frames[0])
+    boundary = _open_boundary(rewriter, eqn, frames[0])
 
     def branches():
         return [rewriter.program(eqn, f.program, boundary) for f in frames]
@@ -113,11 +113,12 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     _write(rewriter, eqn, frames[0], boundary)
 
 
-def _open_boundary(rewriter: Rewriter, frame: Frame) -> Boundary:
+def _open_boundary(rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame) -> Boundary:
     """Of a program whose values may be in any dtype: known is who reads them."""
     values = rewriter.values
+    wants = wants_of_operands(eqn, rewriter.consumers)[-len(frame.operands) :]
     return Boundary(
-        list(map(values.outgoing_dtype, frame.operands)),
+        list(map(values.outgoing_dtype, frame.operands, wants)),
         [None] * len(frame.results),
         rewriter.consumers.wants_of(frame.results),
         [values.facts[v] for v in frame.operands],
@@ -135,7 +136,7 @@ def _write(
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    boundary = _open_boundary(rewriter, frames[0])
+    boundary = _open_boundary(rewriter, eqn, frames[0])
     ins = boundary.in_dtypes
     inner = rewriter.program(eqn, frames[0].program, boundary)
     outs = recorded(inner.outvars)

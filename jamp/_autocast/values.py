@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.consumers import Consumers
+from jamp._autocast.consumers import NOBODY, Consumers, Want
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Atom, dtype_of, is_float32
 from jamp._core.dtypes import FLOAT32
@@ -44,11 +44,11 @@ class Values:
         """The dtype that a value is in, without a cast."""
         return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
 
-    def outgoing_dtype(self, atom: Atom) -> Any:
-        """The dtype in which a value goes to readers of which nothing is known."""
+    def outgoing_dtype(self, atom: Atom, want: Want = NOBODY) -> Any:
+        """The dtype in which a value goes to readers that want so much of it."""
         vote, computed = self.facts[atom].vote, self.computed_dtype(atom)
         wide = self.consumers.want_float32(atom) or self.consumers.carried([atom])
-        return computed if wide else vote or computed
+        return computed if wide or want.all is True else vote or computed
 
     def meets_float32(self, atom: Atom) -> bool:
         """Whether all who read a half value do so in float32.
