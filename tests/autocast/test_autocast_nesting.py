@@ -192,7 +192,7 @@ NESTS = {
 }
 PASSES = {
     "forward": (facts.Facts, "_result_facts"),
-    "backward": (consumers, "_wants_of_operands"),
+    "backward": (consumers, "wants_of_operands"),
 }
 
 
