@@ -18,7 +18,7 @@ sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random pro
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
 fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; other properties too
-	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_autocast_fuzz.py tests/core/test_properties.py $(ARGS)
+	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_fuzz.py tests/core/test_properties.py $(ARGS)
 
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
 	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/state/test_soak.py $(ARGS)

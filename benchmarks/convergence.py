@@ -29,7 +29,7 @@ from jax import Array
 
 import jamp
 from benchmarks.lean_images import UNet
-from tests.scripts import load
+from tests.docs.scripts import load
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "convergence.jsonl"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

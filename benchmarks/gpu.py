@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import specs
 from benchmarks.predict import over_predicted
-from tests import kernels
+from tests.pallas_kernels import kernels
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -56,12 +56,17 @@ THEN_TRAINED = (
 )
 # What these test is compiled otherwise on a GPU; the rest follows by name.
 FIRST_TESTED = (
-    *("one_pass", "fused_optimizers", "launch", "multi_tensor", "optimizer_bytes"),
-    *("amp_state", "scaled_grad", "forward_programs"),
-    *("autocast_kernels", "autocast_loops"),
+    *("optimizers/one_pass", "optimizers/fused_optimizers", "pallas_kernels/launch"),
+    *("optimizers/multi_tensor", "optimizers/optimizer_bytes", "state/amp_state"),
+    *("scaling/scaled_grad", "policy/forward_programs"),
+    *("autocast/kernels", "autocast/loops"),
 )
 # Compiled for an H200, as on any machine; or a matter of hosts and of no device.
-NOT_TESTED = ("budgets", "kernels_h200", "lean", "many_devices_h200", "many_hosts")
+NOT_TESTED = (
+    *("project/budgets", "project/lean", "pallas_kernels/kernels_h200"),
+    *("devices/many_devices_h200", "devices/many_hosts"),
+)
+ALONE = "pallas_kernels/gpu"  # of which each test is a job
 
 
 class Job(NamedTuple):
@@ -113,9 +118,10 @@ def jobs(rehearse: bool = False) -> list[Job]:
     few = 1 if rehearse else None
     trees = specs.rehearsal_specs() if rehearse else specs.gpu_specs()
     of_kernels = map(_kernel, list(kernels.CASES)[:few])
-    files = {path.stem[5:]: path for path in sorted(ROOT.glob("tests/*/test_*.py"))}
+    paths = sorted(ROOT.glob("tests/*/test_*.py"))
+    files = {f"{path.parent.name}/{path.stem[5:]}": path for path in paths}
     first = {name: files[name] for name in FIRST_TESTED}
-    later = {k: v for k, v in files.items() if k not in (*first, *NOT_TESTED, "gpu")}
+    later = {k: v for k, v in files.items() if k not in (*first, *NOT_TESTED, ALONE)}
     return [
         Job("device: a GPU", (f"{ON_GPU}gpu_run_is_on_a_gpu",), alone=True),
         Job("copy", (f"{STEP}copy",), alone=True),

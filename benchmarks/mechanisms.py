@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 
 from jamp._autocast import jax_internals
-from jamp._autocast.consumers import Want
+from jamp._autocast.values import Want
 
 type Function = Callable[..., Any]
 
@@ -57,7 +57,7 @@ def _each_apart(original: Function) -> Function:
 def _sums_only_weights(original: Function) -> Function:
     def write(rewriter, eqn, var):
         is_weight = eqn.primitive.name == "dot_general"
-        half = rewriter.values.half
+        half = rewriter.facts.half
         return original(rewriter, eqn, var) if is_weight else rewriter._write(eqn, half)
 
     return write
@@ -120,7 +120,7 @@ MECHANISMS = {
     ),
     "feeders": Mechanism(
         "What a float32 operation reads is computed in float32.",
-        "consumers.Consumers.want_float32",
+        "values.Values.want_float32",
         _gives(False),
     ),
     "biases": Mechanism(
@@ -175,7 +175,7 @@ MECHANISMS = {
     ),
     "loop residuals": Mechanism(
         "In a scan, what is kept for the backward pass is computed as it is kept.",
-        "consumers._wants_by_rule",
+        "values._wants_by_rule",
         _never_kept,
     ),
     "half params": Mechanism(
@@ -190,7 +190,7 @@ MECHANISMS = {
     ),
     "float32 carries": Mechanism(
         "What a scan carries in float32 is added to in float32.",
-        "consumers.Consumers.carried",
+        "values.Values.is_carried",
         _gives(False),
     ),
     "moving calls": Mechanism(

@@ -3,7 +3,7 @@
     pip install torch                      # or mixed-precision-for-JAX keras flax jmp
     python -m benchmarks.peers_elsewhere   # of those, runs what is installed, on a CPU
 
-Each in an environment of its own, without jamp. Prints what docs/peers.md shows.
+Each in an environment of its own, without jamp. Prints what docs/results.md shows.
 """
 
 import importlib.metadata

@@ -28,7 +28,7 @@ from benchmarks.optimizer_steps import (
     run_torch,
 )
 from benchmarks.specs import full_specs, rehearsal_specs, small_specs, tiny_leaves
-from pallas_kernels._backend import BackendError, resolve
+from pallas_kernels._run import BackendError, resolve
 
 ON_GPU = jax.default_backend() == "gpu"
 REHEARSES = os.environ.get("JAMP_GPU") == "rehearse"

@@ -21,7 +21,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jamp
-from tests.autocast_programs import PROGRAMS, Program
+from tests.autocast.small_programs import PROGRAMS, Program
 from tests.oracles.torch_autocast import torch_autocast
 
 HALVES = ("float16", "bfloat16")

@@ -14,12 +14,12 @@ from jamp import (
     multi_tensor as multi_tensor,
     optimizers as optimizers,
 )
-from jamp._autocast.kernels import half_kernel as half_kernel
 from jamp._autocast.lists import AutocastLists as AutocastLists
-from jamp._autocast.regions import (
+from jamp._autocast.marks import (
     disable_casts as disable_casts,
     float_function as float_function,
     half_function as half_function,
+    half_kernel as half_kernel,
     promote_function as promote_function,
 )
 from jamp._autocast.transform import autocast as autocast
@@ -39,7 +39,7 @@ from jamp._core.warnings import (
 from jamp._policy.casting import cast_model as cast_model
 from jamp._policy.forward import cast_forward as cast_forward
 from jamp._policy.levels import OptLevelError as OptLevelError, Properties as Properties
-from jamp._scaling.by_hand import scale_loss as scale_loss, unscale as unscale
+from jamp._scaling.loss import scale_loss as scale_loss, unscale as unscale
 from jamp._scaling.rules import (
     DynamicLossScale as DynamicLossScale,
     LossScaleState as LossScaleState,

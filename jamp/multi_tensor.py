@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
-import pallas_kernels
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
-from pallas_kernels import Options
+from pallas_kernels import Blocks, Job, Numbers, Options, Results, defects, norm, run
 
 
 def scale(
@@ -43,11 +42,10 @@ def scale(
     [0.5 inf] True
     """
     leaves, structure = _flatten(tree, "tree")
-    dtypes = [x.dtype if dtype is None else dtype for x in leaves]
-    results = pallas_kernels.scale(
-        leaves, factor, dtypes, options=Options(backend=backend)
-    )
-    return structure.unflatten(results.leaves), results.found_inf
+    tags = [jnp.dtype(x.dtype if dtype is None else dtype) for x in leaves]
+    columns = [{"x": x} for x in leaves]
+    how = Options(backend=backend), {"factor": factor}, tags
+    return _tree_and_flag(structure, run(_SCALE, columns, *how))
 
 
 def axpby(
@@ -90,10 +88,10 @@ def axpby(
     check_like(y, x, "y", "pass two trees of one structure.")
     xs, structure = _flatten(x, "x")
     ys, _ = _flatten(y, "y")
-    dtypes = [leaf.dtype if dtype is None else dtype for leaf in ys]
-    options = Options(backend=backend)
-    results = pallas_kernels.axpby(a, xs, b, ys, dtypes, check=check, options=options)  # pyright: ignore[reportArgumentType]
-    return structure.unflatten(results.leaves), results.found_inf
+    tags = [(jnp.dtype(y.dtype if dtype is None else dtype), check) for y in ys]
+    columns = [{"x": u, "y": v} for u, v in zip(xs, ys, strict=True)]
+    how = Options(backend=backend), {"a": a, "b": b}, tags
+    return _tree_and_flag(structure, run(_AXPBY, columns, *how))
 
 
 def l2norm(
@@ -128,8 +126,8 @@ def l2norm(
     unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
     options = Options(unscale=unscale, backend=backend)
     if not per_tensor:
-        return pallas_kernels.l2norm(leaves, options=options).norm
-    norms = pallas_kernels.l2norm(leaves, per_leaf=True, options=options).norm
+        return norm(leaves, options=options)
+    norms = norm(leaves, per_leaf=True, options=options)
     return jnp.sqrt(jnp.sum(norms * norms)), structure.unflatten(list(norms))
 
 
@@ -142,3 +140,23 @@ def _flatten(tree: PyTree, what: str) -> tuple[list[Array], Any]:
             )
     leaves, structure = jax.tree.flatten(tree)
     return [jnp.asarray(x) for x in leaves], structure
+
+
+def _tree_and_flag(structure: Any, results: Results) -> tuple[PyTree, Array]:
+    out = [leaf["out"] for leaf in results.leaves.values()]
+    return structure.unflatten(out), jnp.any(results.reductions["defects"] != 0)
+
+
+def _scaled(s: Numbers, dtype: DTypeLike, columns: Blocks) -> Blocks:
+    x = columns["x"]
+    return {"out": (s["factor"] * x).astype(dtype), "defects": defects(x)}
+
+
+def _weighted_sum(s: Numbers, tag: tuple[DTypeLike, str], columns: Blocks) -> Blocks:
+    (dtype, check), x, y = tag, columns["x"], columns["y"]
+    bad = {"x": defects(x), "y": defects(y), "both": defects(x) + defects(y)}
+    return {"out": (s["a"] * x + s["b"] * y).astype(dtype), "defects": bad[check]}
+
+
+_SCALE = Job(_scaled, reductions={"defects": "sum"})
+_AXPBY = Job(_weighted_sum, reductions={"defects": "sum"})

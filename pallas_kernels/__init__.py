@@ -5,28 +5,31 @@ Pallas the same function block by block. Nothing here keeps state, and every fun
 takes lists of arrays, so that the package is of use without jamp.
 """
 
-from pallas_kernels._backend import (
-    BACKENDS as BACKENDS,
-    Backend as Backend,
+from pallas_kernels._run import (
     BackendError as BackendError,
+    Options as Options,
     check_backend as check_backend,
     resolve as resolve,
+    run as run,
 )
-from pallas_kernels._run import Options as Options
 from pallas_kernels._step import (
     Leaves as Leaves,
     Rule as Rule,
-    Stepped as Stepped,
+    Weight as Weight,
+    join as join,
+    split as split,
     step as step,
     step_norms as step_norms,
 )
-from pallas_kernels._weights import Weight as Weight, join as join, split as split
-from pallas_kernels._xla import Blocks as Blocks, Numbers as Numbers
-from pallas_kernels.axpby import axpby as axpby
-from pallas_kernels.l2norm import (
-    Norms as Norms,
-    found_inf as found_inf,
-    l2norm as l2norm,
-    max_norm as max_norm,
+from pallas_kernels._xla import (
+    Blocks as Blocks,
+    Job as Job,
+    Numbers as Numbers,
+    Results as Results,
+    widen as widen,
 )
-from pallas_kernels.scale import Checked as Checked, scale as scale
+from pallas_kernels.norms import (
+    defects as defects,
+    found_inf as found_inf,
+    norm as norm,
+)

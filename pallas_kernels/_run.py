@@ -2,24 +2,40 @@
 
 A formula is a plain function of float32 blocks. A result that is named as a column
 replaces it, one named in `reductions` is reduced over its leaf, and any other is a new
-array.
+array. Which backend runs it depends on the device, and on where the arrays are.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from pallas_kernels._backend import BackendError, resolve
-from pallas_kernels._placement import Placement, Sharding, placement_of
-from pallas_kernels._xla import (
-    Blocks,
-    Job,
-    Leaf,
-    run_in_xla,
+from pallas_kernels._compat import varying_axes
+from pallas_kernels._xla import Job, Leaf, Results, run_in_xla
+
+type Backend = Literal["auto", "xla", "mosaic", "interpret"]
+type Sharding = NamedSharding | None
+
+BACKENDS = get_args(Backend.__value__)
+
+# Mosaic GPU compiles for NVIDIA's compute capability 9.0 (Hopper) and newer. For an
+# older one its compiler aborts the process, so the device is asked first, always; its
+# name where a program is compiled for a device that is not here.
+_SUPPORTED_KINDS = frozenset(
+    "H20 H100 H200 H800 GH200 B100 B200 B300 GB200 GB300".split()
 )
+_OLDEST = (9, 0)
+
+# Device kinds on which the benchmarks showed Mosaic to be no slower than XLA on every
+# tree of benchmarks/specs.py. A kind enters with its results in benchmarks/results.
+MEASURED_FASTER: frozenset[str] = frozenset()
+
+
+class BackendError(RuntimeError):
+    """A backend that cannot run on the device."""
 
 
 class Options(NamedTuple):
@@ -28,8 +44,6 @@ class Options(NamedTuple):
     Attributes:
         unscale: what gradients are multiplied by, shape (), float32; None for 1.
         skip: if true, nothing changes, shape (), bool; None for never.
-        only_updates: whether to return what to add to the weights, in float32, and
-            leave the weights.
         backend: where to run, one of `BACKENDS`.
         shardings: per leaf a NamedSharding, where tracing cannot know it: on a mesh of
             Auto axes.
@@ -37,7 +51,6 @@ class Options(NamedTuple):
 
     unscale: Float[Array, ""] | None = None
     skip: Bool[Array, ""] | None = None
-    only_updates: bool = False
     backend: str = "auto"
     shardings: Sequence[Sharding] | None = None
 
@@ -45,25 +58,11 @@ class Options(NamedTuple):
 DEFAULTS = Options()
 
 
-class Results(NamedTuple):
-    """What a formula gave.
-
-    Attributes:
-        leaves: per leaf, its written columns and new arrays.
-        reductions: by name, one value per leaf; with `totals` one value.
-    """
-
-    leaves: list[Blocks]
-    reductions: dict[str, Float[Array, " n"] | Float[Array, ""]]
-
-
 def run(
     job: Job,
     leaves: Sequence[Leaf],
     options: Options = DEFAULTS,
-    *,
-    scalars: Mapping[str, ArrayLike] | None = None,
-    per_leaf: Mapping[str, ArrayLike] | None = None,
+    numbers: Mapping[str, ArrayLike] | None = None,
     tags: Sequence[Any] | None = None,
 ) -> Results:
     """Runs `job` over leaves, each a dict of arrays of one shape.
@@ -73,48 +72,150 @@ def run(
         leaves: what to work on; leaves may have different columns and dtypes.
         options: how to run. With `skip` all columns keep their bits, and new arrays are
             zero; reductions are made regardless. `unscale` is a number for the formula.
-        scalars: further numbers by name, as float32.
-        per_leaf: further numbers, one per leaf.
+        numbers: further ones by name, as float32: of shape (), or (n,) for one per
+            leaf.
         tags: per leaf, something static for the formula.
     """
-    given = {"skip": options.skip, "unscale": options.unscale, **(scalars or {})}
-    scalars = {name: x for name, x in given.items() if x is not None}
-    where = resolve(options.backend, [x for leaf in leaves for x in leaf.values()])
+    given = {"skip": options.skip, "unscale": options.unscale, **(numbers or {})}
+    given = {name: x for name, x in given.items() if x is not None}
+    backend = resolve(options.backend, [x for leaf in leaves for x in leaf.values()])
     if not leaves:
         shape = () if job.totals else (0,)
-        return Results([], dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
+        return Results({}, dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
     tags = [None] * len(leaves) if tags is None else tags
-    names = (*scalars, *(per_leaf or ()))
-    numbers = [jnp.array([*scalars.values()], jnp.float32)]
+    per_leaf = {name: x for name, x in given.items() if jnp.ndim(x)}
+    shared = {name: x for name, x in given.items() if name not in per_leaf}
+    names = (*shared, *per_leaf)
+    packed, table = jnp.array([*shared.values()], jnp.float32), None
     if per_leaf:
-        numbers.append(jax.lax.optimization_barrier(jnp.stack([*per_leaf.values()], 1)))
-    if where != "xla" and (placement := _placement_for_kernels(leaves, options)):
-        from pallas_kernels import mosaic  # takes a third of a second to load
-
-        interpret = where == "interpret"
-        part = mosaic.run_in_mosaic(
-            job, names, tags, interpret, placement, leaves, *numbers
-        )
-    else:
-        whole = job.totals and placement_of(leaves, options.shardings).is_one_device
-        every = range(len(leaves))
-        part = run_in_xla(job, names, tags, whole, every, leaves, *numbers)
-    return Results(list(part.leaves.values()), part.reductions)
-
-
-def _placement_for_kernels(
-    leaves: Sequence[Leaf], options: Options
-) -> Placement | None:
-    """Where leaves are; None where kernels cannot run, and XLA shall.
-
-    Raises:
-        BackendError: kernels cannot run, and nothing else was asked for.
-    """
-    placement = placement_of(leaves, options.shardings)
-    if not placement.unknown:
-        return placement
-    if options.backend != "auto":
+        table = jax.lax.optimization_barrier(jnp.stack([*per_leaf.values()], 1))
+    placement = Placement(None)
+    if job.totals or backend != "xla":
+        placement = placement_of(leaves, options.shardings)
+    if placement.unknown and options.backend in ("mosaic", "interpret"):
         raise BackendError(
             f"backend={options.backend!r} cannot run: {placement.unknown}"
         )
-    return None
+    if backend == "xla" or placement.unknown:
+        whole, every = placement == Placement(None), range(len(leaves))
+        return run_in_xla(job, names, tags, whole, every, leaves, packed, table)
+    from pallas_kernels import mosaic  # takes a third of a second to load
+
+    how = backend == "interpret", placement.mesh, placement.specs
+    return mosaic.run_in_mosaic(job, names, tags, *how, leaves, packed, table)
+
+
+def check_backend(backend: str) -> None:
+    """Raises for what is not a backend.
+
+    Raises:
+        ValueError: it is none of `BACKENDS`.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}.")
+
+
+def resolve(backend: str, arrays: Iterable[Array] = ()) -> Backend:
+    """The backend that runs: "xla", "mosaic" or "interpret".
+
+    Args:
+        backend: one of `BACKENDS`. "auto" is the fastest that was measured on the
+            device, and XLA where nothing was.
+        arrays: what the kernel is to work on. Their mesh, if they have one, says the
+            device; else JAX's default device does.
+
+    Raises:
+        ValueError: unknown backend.
+        BackendError: "mosaic" on a device that it cannot compile for.
+
+    >>> resolve("auto")
+    'xla'
+    """
+    if backend in ("xla", "interpret"):
+        return backend
+    if backend == "auto" and not MEASURED_FASTER:
+        return "xla"
+    check_backend(backend)
+    kind, supported = _target(arrays)
+    if backend == "mosaic" and not supported:
+        raise BackendError(
+            f"backend='mosaic' needs an NVIDIA GPU of compute capability 9.0 or newer, "
+            f"the device is {kind!r}. Choose backend='auto', which never fails, or "
+            "'interpret' to debug on the CPU."
+        )
+    fast = supported and (backend == "mosaic" or kind in MEASURED_FASTER)
+    return "mosaic" if fast else "xla"
+
+
+def _target(arrays: Iterable[Array]) -> tuple[str, bool]:
+    """The kind of the device that the program is for, and whether Mosaic knows it."""
+    device = jax.local_devices()[0]
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    told = (getattr(mesh, "abstract_device", None) for mesh in meshes)
+    kind = next(filter(None, told), device).device_kind
+    if kind != device.device_kind:
+        return kind, _is_supported_kind(kind)
+    capability = str(getattr(device, "compute_capability", None)).split(".")
+    # ROCm names architectures: "gfx942".
+    known = device.platform == "gpu" and all(map(str.isdecimal, capability))
+    return kind, known and tuple(map(int, capability)) >= _OLDEST
+
+
+def _is_supported_kind(kind: str) -> bool:
+    words = kind.replace("-", " ").split()
+    return words[:1] == ["NVIDIA"] and any(w in _SUPPORTED_KINDS for w in words)
+
+
+class Placement(NamedTuple):
+    """Where the leaves of one call are.
+
+    Attributes:
+        mesh: the mesh to spread over; None if a kernel may run on the arrays as they
+            are: on one device, or inside of a `shard_map`.
+        specs: per leaf, how it is sharded.
+        unknown: why a kernel cannot run; empty if it can.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    specs: tuple[PartitionSpec, ...] = ()
+    unknown: str = ""
+
+
+def placement_of(
+    leaves: Sequence[Leaf], shardings: Sequence[Sharding] | None
+) -> Placement:
+    """Where `leaves` are; `shardings` say it per leaf, on a mesh of Auto axes."""
+    told = [s for s in shardings or () if isinstance(s, NamedSharding)]
+    # The sharding that decides for a leaf is that of its weight, where it has one.
+    deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
+    types = [jax.typeof(x).sharding for x in deciding]
+    meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]
+    if not meshes:
+        return Placement(None)
+    mesh = meshes[0]
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Manual}:
+        varies = any(varying_axes(x) for leaf in leaves for x in leaf.values())
+        return Placement(None, unknown=_VARYING if varies else "")
+    if kinds == {AxisType.Explicit}:
+        return Placement(mesh, tuple(t.spec for t in types))
+    if kinds != {AxisType.Auto}:
+        return Placement(None, unknown=_PARTLY_MANUAL)
+    if len(told) < len(leaves) or any(s.mesh.shape != mesh.shape for s in told):
+        return Placement(None, unknown=_AUTO)
+    return Placement(mesh, tuple(s.spec for s in told))
+
+
+_AUTO = (
+    "the arrays are on a mesh of Auto axes, where tracing cannot know how they are "
+    "sharded. Create the state from sharded arrays with jamp.initialize, write "
+    "`tx.replace(shardings=...)` with one NamedSharding per leaf, make the mesh by "
+    "`jax.make_mesh` with Explicit axes, or choose backend='auto'."
+)
+_VARYING = (
+    "inside of a shard_map that checks how values vary. Pass check_vma=False to "
+    "jax.shard_map, or choose backend='auto'."
+)
+_PARTLY_MANUAL = (
+    "the mesh mixes Auto, Explicit and Manual axes. Use one kind, or backend='auto'."
+)

@@ -1,15 +1,108 @@
-"""An optimizer step over leaves: unscale, update moments and weights, or skip."""
+"""An optimizer step over leaves: unscale, update moments and weights, or skip.
+
+A formula sees float32 weights and returns what to add to them. Here is what that means
+for each way to keep a weight.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float, UInt16
 
 from pallas_kernels._run import Options, run
-from pallas_kernels._weights import Kind, Weight, join, saturate, split_wide
-from pallas_kernels._xla import Blocks, Job, Leaf, Numbers
+from pallas_kernels._xla import (
+    Blocks,
+    Job,
+    Leaf,
+    Numbers,
+    computed_once,
+    saturate,
+    widen,
+)
+
+type Kind = Literal["own", "copied", "split"]
+
+_LOW = jnp.dtype(jnp.uint16)
+
+# Under which names kernels know a param, and its master.
+_COLUMNS = {"own": ["weight"], "copied": ["copy", "weight"], "split": ["weight", "low"]}
+
+
+class Weight(NamedTuple):
+    """A param, and the master beside it.
+
+    Attributes:
+        param: what the model consumes.
+        master: what an optimizer steps in its place: a float32 copy, from which `param`
+            is rounded; or its 16 low bits, uint16, beside a bfloat16 `param`.
+            None for a param that is its own master.
+    """
+
+    param: Array
+    master: Array | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """How its master is kept."""
+        if self.master is None:
+            return "own"
+        return "split" if self.master.dtype == _LOW else "copied"
+
+    @property
+    def value(self) -> Array:
+        """What an optimizer steps, in float32 at least."""
+        if self.master is None:
+            return widen(self.param)
+        split = self.kind == "split"
+        return join(self.param, self.master) if split else self.master
+
+
+def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
+    """The float32 whose halves `split` returned, bit for bit.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.float32(0.1)
+    >>> print(bool(join(*split(x)) == x))
+    True
+    """
+    bits = jax.lax.bitcast_convert_type(high.astype(jnp.float32), jnp.uint32)
+    low = low.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type((bits - ((low >> 15) << 16)) | low, jnp.float32)
+
+
+def split(
+    x: Float[Array, "..."],
+) -> tuple[Float[Array, "..."], UInt16[Array, "..."]]:
+    """A float32 as a bfloat16 and its 16 low bits.
+
+    The bfloat16 is `x` rounded to nearest, exact ties away from zero: of an even
+    bfloat16 round-to-nearest-even has 65,537 preimages, one more than 16 bits can tell
+    apart. NaNs become one NaN of either sign. What would round to infinity stays the
+    largest finite.
+    """
+    high, low = split_wide(computed_once(x))
+    return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
+
+
+def split_wide(x: Array) -> tuple[Array, Array]:
+    """Like `split`, in float32 and uint32."""
+    # On bits: a clip of floats would flush denormals on a CPU.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    size = bits & 0x7FFFFFFF
+    size = jnp.where(size > _INFINITY, _NAN, jnp.minimum(size, _LARGEST))
+    bits = (bits & _SIGN) | size
+    high = ((bits + 0x8000) >> 16) << 16
+    return jax.lax.bitcast_convert_type(high, jnp.float32), bits & 0xFFFF
+
+
+# As bits: what is above infinity is NaN; the largest float32 that does not round to
+# infinity in bfloat16.
+_SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
+_NAN, _LARGEST = np.uint32(0x7FC00000), np.uint32(0x7F7F7FFF)
 
 
 class Rule(Protocol):
@@ -50,23 +143,11 @@ class Leaves(NamedTuple):
 
 
 class _Tag(NamedTuple):
-    rule: Any
+    rule: Rule
     decays: bool
     storage: Kind
-    dtype: jax.typing.DTypeLike  # of the param
+    dtype: DTypeLike  # of the param
     only_updates: bool
-
-
-class Stepped(NamedTuple):
-    """What a step gave.
-
-    Attributes:
-        weights: per leaf the new weights; with `only_updates` the updates.
-        moments: by name, per leaf.
-    """
-
-    weights: list[Weight] | list[Array]
-    moments: dict[str, list[Array]]
 
 
 def step(
@@ -74,30 +155,32 @@ def step(
     leaves: Leaves,
     numbers: Mapping[str, ArrayLike],
     options: Options,
-    per_leaf: Mapping[str, ArrayLike] | None = None,
-) -> Stepped:
+    *,
+    only_updates: bool = False,
+) -> tuple[list[Any], dict[str, list[Array]]]:
     """Steps every leaf by a rule, in one pass.
 
     Args:
         rule: the formula.
         leaves: what to step.
-        numbers: for the formula.
+        numbers: for the formula, each of shape (), or (n,) for one per leaf.
         options: how to run.
-        per_leaf: further numbers, one per leaf.
+        only_updates: whether to return what to add to the weights, in float32, and
+            leave the weights.
+
+    Returns:
+        The new weights, or the updates; and by name the new moments, per leaf.
     """
-    only_updates = options.only_updates
-    unread = {} if only_updates else {"copy": _copy}
-    job = Job(_stepped, unread=unread, stored=_stored)
     columns, tags = _columns_and_tags(rule, leaves, only_updates)
-    how = {"scalars": numbers, "per_leaf": per_leaf, "tags": tags}
-    results = run(job, columns, options, **how).leaves
+    results = run(_STEP, columns, options, numbers, tags).leaves.values()
+    moments = {name: [leaf[name] for leaf in results] for name in leaves.moments}
     if only_updates:
-        stepped = [leaf["update"] for leaf in results]
-    else:
-        pairs = zip(leaves.weights, results, strict=True)
-        stepped = [weight.written(leaf) for weight, leaf in pairs]
-    names = leaves.moments
-    return Stepped(stepped, {name: [leaf[name] for leaf in results] for name in names})
+        return [leaf["update"] for leaf in results], moments
+    written = [
+        Weight(*(leaf[name] for name in _COLUMNS[weight.kind]))
+        for weight, leaf in zip(leaves.weights, results, strict=True)
+    ]
+    return written, moments
 
 
 def step_norms(
@@ -112,9 +195,8 @@ def step_norms(
     2 B per weight more than to store it, and takes no memory. XLA keeps it, 4 B per
     weight.
     """
-    job = Job(_squares, reductions={"weight": "sum", "added": "sum"})
     columns, tags = _columns_and_tags(rule, leaves, only_updates=True)
-    found = run(job, columns, options, scalars=numbers, tags=tags).reductions
+    found = run(_NORMS, columns, options, numbers, tags).reductions
     return jnp.sqrt(found["weight"]), jnp.sqrt(found["added"])
 
 
@@ -125,7 +207,7 @@ def _columns_and_tags(
     columns, tags = [], []
     every = zip(leaves.weights, leaves.grads, leaves.decays, strict=True)
     for k, (weight, grad, decays) in enumerate(every):
-        leaf = {"grad": grad, **weight.columns}
+        leaf = {"grad": grad, **dict(zip(_COLUMNS[weight.kind], weight, strict=False))}
         leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
         if only_updates:
             leaf.pop("copy", None)
@@ -159,10 +241,6 @@ def _stored(tag: _Tag, results: Blocks) -> Blocks:
     return results | {"weight": saturate(new, tag.dtype)}
 
 
-def _copy(results: Blocks, dtype: jax.typing.DTypeLike) -> Array:
-    return saturate(results["weight"], dtype)
-
-
 def _read(
     numbers: Numbers, tag: _Tag, blocks: Blocks
 ) -> tuple[Numbers, Array, Array, Blocks]:
@@ -181,3 +259,7 @@ def _read(
     if "unscale" in numbers:
         grad = grad * numbers["unscale"]
     return numbers, grad, weight, rest
+
+
+_STEP = Job(_stepped, copies={"copy": "weight"}, stored=_stored)
+_NORMS = Job(_squares, reductions={"weight": "sum", "added": "sum"})

@@ -1,5 +1,6 @@
 """Jobs, and what XLA makes of them: on one leaf, or on small leaves side by side."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 type Blocks = dict[str, Array]
@@ -27,7 +29,16 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
 def widen(x: Array) -> Array:
     """Half as float32; all else as it is."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+    half = getattr(x, "dtype", None) in (jnp.float16, jnp.bfloat16)
+    return x.astype(jnp.float32) if half else x
+
+
+def saturate(x: Array, dtype: DTypeLike) -> Array:
+    """`x` within the finite range of a half dtype; NaN stays."""
+    if jnp.dtype(dtype).itemsize > 2:
+        return x
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -limit, limit)
 
 
 def computed_once[T](values: T) -> T:
@@ -41,14 +52,17 @@ def computed_once[T](values: T) -> T:
     return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
 
 
-class Job(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
     """What to run, but for the arrays and the numbers.
+
+    A job is compiled for itself, and not for what equals it: make one per module.
 
     Attributes:
         formula: `(numbers, tag, columns) -> results`, in float32; a plain function:
             what is static and differs is in the tags.
-        unread: columns that are written and never read, each as a function of the
-            results, and the dtype that it is rounded to.
+        copies: columns that are written and never read, each with the result that it
+            is rounded from.
         reductions: results to reduce over each leaf: "sum", or "max" of what is not
             negative.
         totals: whether to reduce over all leaves, and give nothing else.
@@ -57,29 +71,25 @@ class Job(NamedTuple):
     """
 
     formula: Formula
-    unread: Mapping[str, Callable[[Blocks, Any], Array]] = {}
-    reductions: Mapping[str, str] = {}
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reductions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     totals: bool = False
     stored: Callable[[Any, Blocks], Blocks] | None = None
 
-    def __hash__(self) -> int:
-        parts = (self.unread.items(), self.reductions.items())
-        return hash((self.formula, *map(tuple, parts), self.totals, self.stored))
-
     def read(self, leaf: Leaf) -> Blocks:
         """The columns that the formula takes, in float32 where they are half."""
-        return {c: widen(x) for c, x in leaf.items() if c not in self.unread}
+        return {c: widen(x) for c, x in leaf.items() if c not in self.copies}
 
-    def derived(self, leaf: Leaf, results: Blocks) -> Blocks:
-        """The columns that depend on the results, of those that a leaf has."""
+    def copied(self, leaf: Leaf, results: Blocks) -> Blocks:
+        """The copies that a leaf has, rounded from results in float32."""
         return {
-            c: derive(results, leaf[c].dtype).astype(leaf[c].dtype)
-            for c, derive in self.unread.items()
+            c: saturate(results[source], leaf[c].dtype).astype(leaf[c].dtype)
+            for c, source in self.copies.items()
             if c in leaf
         }
 
 
-class PartialResults(NamedTuple):
+class Results(NamedTuple):
     """What a job gave for some leaves.
 
     Attributes:
@@ -91,7 +101,7 @@ class PartialResults(NamedTuple):
     reductions: dict[str, Array]
 
 
-def join(job: Job, parts: Sequence[PartialResults]) -> PartialResults:
+def combined(job: Job, parts: Sequence[Results]) -> Results:
     """Several parts as one, its leaves in order."""
     leaves = {k: blocks for part in parts for k, blocks in part.leaves.items()}
     reductions = {}
@@ -101,7 +111,7 @@ def join(job: Job, parts: Sequence[PartialResults]) -> PartialResults:
             reductions[name] = functools.reduce(JOIN[how], values)
         else:
             reductions[name] = jnp.concatenate(values)[np.argsort(list(leaves))]
-    return PartialResults({k: leaves[k] for k in sorted(leaves)}, reductions)
+    return Results({k: leaves[k] for k in sorted(leaves)}, reductions)
 
 
 def size_of(leaf: Leaf) -> int:
@@ -128,8 +138,8 @@ def run_in_xla(
     members: Sequence[int],
     leaves: Sequence[Leaf],
     packed: Float[Array, " s"],
-    table: Float[Array, "n p"] | None = None,
-) -> PartialResults:
+    table: Float[Array, "n p"] | None,
+) -> Results:
     """Runs the leaves `members`, in order, so that XLA merges what it can.
 
     `names` are of the numbers: `packed` has those for all leaves, `table` a row of
@@ -139,18 +149,18 @@ def run_in_xla(
     if job.totals:
         numbers = dict(zip(names, packed, strict=True))
         totals = [
-            PartialResults({}, reduce_group(job, tags[ks[0]], batch, numbers))
+            Results({}, reduce_group(job, tags[ks[0]], batch, numbers))
             for ks in groups
             for batch in _groups_to_reduce(ks, leaves, flattens)
         ]
-        return PartialResults(dict.fromkeys(members, {}), join(job, totals).reductions)
+        return Results(dict.fromkeys(members, {}), combined(job, totals).reductions)
     done = {}
     for group, shared in _groups_with_numbers(groups, leaves, packed):
         for k in group:
             row = () if table is None else table[k]
             numbers = dict(zip(names, [*shared, *row], strict=True))
             done[k] = run_leaf(job, leaves[k], tags[k], numbers)
-    return PartialResults(
+    return Results(
         {k: done[k][0] for k in members},
         {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions},
     )
@@ -206,7 +216,7 @@ def run_leaf(
         written[name] = x
     # Of what was selected: the other way round it would read the old column too.
     kept = {name: widen(x) for name, x in written.items()}
-    return written | job.derived(leaf, kept), reduced
+    return written | job.copied(leaf, kept), reduced
 
 
 def _groups_to_reduce(

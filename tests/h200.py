@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jamp.tools._gpus import CHEAP as CHEAP, TARGETS, compiled, topology
+from jamp.tools._cost import CHEAP as CHEAP, TARGETS, compiled, topology
 from tests.hlo import Program
 
 H200, B200 = TARGETS["H200"], TARGETS["B200"]

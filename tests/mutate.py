@@ -24,8 +24,8 @@ import optax  # noqa: F401
 import pytest
 
 from tests.mutated import TESTS
+from tests.pages import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 NEVER_RUN = ("@overload", "if TYPE_CHECKING")
 PAIRS = "And Or, Add Sub, Mult Div, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
 PAIRS += ", BitAnd BitOr, LShift RShift, FloorDiv Mult, Mod Mult, Pow Mult"
@@ -127,7 +127,8 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
 
 
 def file_of(test: str) -> str:
-    (path,) = ROOT.glob(f"tests/*/test_{test}.py")
+    folder, _, name = test.rpartition("/")
+    (path,) = ROOT.glob(f"tests/{folder or '*'}/test_{name}.py")
     return str(path)
 
 

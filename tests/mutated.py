@@ -2,7 +2,7 @@
 
 FUSED = "fused_arguments fused_contract fused_optimizers "
 FUSED += "-k arguments or every_option or {} and not 55"
-AUTOCAST = "autocast_programs autocast_islands"
+AUTOCAST = "autocast/programs autocast/islands"
 STEP = "amp_state initialize host"
 
 TESTS = {
@@ -16,37 +16,30 @@ TESTS = {
     "jamp/multi_tensor.py": "multi_tensor",
     "jamp/_state/amp_state.py": STEP,
     "jamp/_state/initialize.py": STEP,
-    "jamp/_state/gradients.py": f"{STEP} several gradients",
-    "jamp/_state/step.py": STEP,
-    "jamp/_scaling/loss.py": "scaled_grad loss_scale fp16_optimizer",
+    "jamp/_state/step.py": f"{STEP} several gradients",
+    "jamp/_scaling/loss.py": "scaled_grad loss_scale fp16_utils/optimizer",
     "jamp/_scaling/rules.py": "loss_scale",
-    "jamp/_scaling/unscaled.py": "gradients",
+    "jamp/_scaling/unscaled.py": "gradients amp_state",
     "jamp/_scaling/value_and_grad.py": "scaled_grad gradients",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
     "jamp/_core/tree.py": f"{STEP} scaled_grad several faults",
-    "jamp/_autocast/consumers.py": f"{AUTOCAST} autocast_accuracy autocast_loops",
-    "jamp/_autocast/control_flow.py": "autocast_custom autocast_loops",
-    "jamp/_autocast/derivatives.py": f"{AUTOCAST} autocast_custom",
-    "jamp/_autocast/facts.py": f"{AUTOCAST} autocast_accuracy explain forward_programs",
-    "jamp/_autocast/frames.py": "jax_internals autocast_nesting",
-    "jamp/_autocast/islands.py": f"{AUTOCAST} autocast_accuracy",
-    "jamp/_autocast/kernels.py": "autocast_kernels",
-    "jamp/_autocast/lists.py": "autocast_lists autocast_control autocast_functions",
-    "jamp/_autocast/primitives.py": f"autocast_lists {AUTOCAST}",
-    "jamp/_autocast/loops.py": "autocast_loops",
-    "jamp/_autocast/program.py": "autocast_programs autocast_control autocast_custom",
-    "jamp/_autocast/rewrite.py": "autocast_functions autocast_control explain",
-    "jamp/_autocast/softmax.py": f"{AUTOCAST} autocast_accuracy autocast_torch",
-    "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast_torch",
-    "jamp/_autocast/sums.py": "autocast_islands autocast_torch autocast_loops",
+    "jamp/_autocast/control_flow.py": "autocast/custom autocast/loops",
+    "jamp/_autocast/derivatives.py": f"{AUTOCAST} autocast/custom",
+    "jamp/_autocast/facts.py": f"{AUTOCAST} autocast/accuracy explain forward_programs",
+    "jamp/_autocast/frames.py": "jax_internals autocast/nesting",
+    "jamp/_autocast/islands.py": f"{AUTOCAST} autocast/accuracy",
+    "jamp/_autocast/marks.py": "autocast/kernels",
+    "jamp/_autocast/lists.py": "autocast/lists autocast/control autocast/functions",
+    "jamp/_autocast/primitives.py": f"autocast/lists {AUTOCAST}",
+    "jamp/_autocast/program.py": "autocast/programs autocast/control autocast/custom",
+    "jamp/_autocast/rewrite.py": "autocast/functions autocast/control explain",
+    "jamp/_autocast/softmax.py": f"{AUTOCAST} autocast/accuracy autocast/torch",
+    "jamp/_autocast/values.py": f"{AUTOCAST} explain autocast/torch autocast/loops",
+    "jamp/_autocast/sums.py": "autocast/islands autocast/torch autocast/loops",
     "jamp/nnx/_variables.py": "nnx",
-    **{
-        f"pallas_kernels/{name}.py": "multi_tensor"
-        for name in ("axpby", "l2norm", "scale")
-    },
-    "pallas_kernels/_run.py": "multi_tensor one_pass launch",
+    "pallas_kernels/norms.py": "multi_tensor",
+    "pallas_kernels/_run.py": "multi_tensor one_pass launch fused_arguments",
     "pallas_kernels/_xla.py": "multi_tensor one_pass fused_contract",
-    "pallas_kernels/_step.py": "one_pass fused_optimizers -k not 55",
+    "pallas_kernels/_step.py": "one_pass store_remainder fused_optimizers -k not 55",
     "pallas_kernels/mosaic/launch.py": "launch",
-    "pallas_kernels/_weights.py": "one_pass store_remainder",
 }

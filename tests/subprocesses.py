@@ -7,7 +7,6 @@ in pytest, those of a file run in one more pytest, and the test says how it went
 import functools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,8 @@ import tempfile
 import jax
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.pages import ROOT
+
 SECONDS = 300
 FAILED: dict[tuple[object, ...], str] = {}
 

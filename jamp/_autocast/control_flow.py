@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast import derivatives, jax_internals
-from jamp._autocast.consumers import wants_of_carries, wants_of_operands
 from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
-from jamp._autocast.kernels import traced_for
+from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
@@ -29,13 +28,14 @@ from jamp._autocast.program import (
     region_rule,
 )
 from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
+from jamp._autocast.values import wants_of_operands, wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
 def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program that is called once: values pass in whatever dtype they are in."""
     boundary, values = _open_boundary(rewriter, eqn, frames[0]), rewriter.values
-    if values.facts.only_moves(eqn):
+    if rewriter.facts.only_moves(eqn):
         ins = [
             FLOAT32 if values.meets_float32(v) else dtype
             for v, dtype in zip(eqn.invars, boundary.in_dtypes, strict=True)
@@ -65,7 +65,7 @@ def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
     (frame,), values = frames, rewriter.values
-    consts, carry, facts = frame.consts, frame.carries, values.facts
+    consts, carry, facts = frame.consts, frame.carries, rewriter.facts
     # A carry must come out as it went in, and one that sums over the trips would lose
     # digits in half; the backward pass sums the gradients of constants in the same way.
     votes = [facts[v].vote for v in eqn.outvars[:carry]]
@@ -76,8 +76,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     given = facts.trip_facts(frame)
     for i, vote in enumerate(votes, consts):
         given[i] = given[i]._replace(vote=vote)
-    carried = wants_of_carries(frame, facts)
-    wants = [*carried, *rewriter.consumers.wants_of(eqn.outvars[carry:])]
+    wants = wants_of_results(frame, values)
     _write(rewriter, eqn, frame, Boundary(ins, outs, wants, given))
 
 
@@ -87,7 +86,7 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     outs, consts, facts = (
         recorded(eqn.outvars),
         cond.consts + body.consts,
-        rewriter.values.facts,
+        rewriter.facts,
     )
     fixed = map(rewriter.values.computed_dtype, eqn.invars[:consts])
     ins = [*fixed, *recorded(eqn.invars[consts:])]
@@ -99,7 +98,10 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         [ins[i] for i in test], [jnp.dtype(bool)], facts=[known[i] for i in test]
     )
     trip = Boundary(
-        ins[cond.consts :], outs, wants_of_carries(body, facts), known[cond.consts :]
+        ins[cond.consts :],
+        outs,
+        wants_of_results(body, rewriter.values),
+        known[cond.consts :],
     )
     pairs = zip(frames, (going, trip), strict=True)
     written = [rewriter.program(eqn, f.program, boundary) for f, boundary in pairs]
@@ -108,7 +110,7 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
-    facts = rewriter.values.facts.operand_facts(eqn.invars)
+    facts = rewriter.facts.operand_facts(eqn.invars)
     boundary = Boundary(recorded(eqn.invars), recorded(eqn.outvars), facts=facts)
     _write(rewriter, eqn, frames[0], boundary)
 
@@ -116,12 +118,12 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 def _open_boundary(rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame) -> Boundary:
     """Of a program whose values may be in any dtype: known is who reads them."""
     values = rewriter.values
-    wants = wants_of_operands(eqn, rewriter.consumers)[-len(frame.operands) :]
+    wants = wants_of_operands(eqn, values)[-len(frame.operands) :]
     return Boundary(
         list(map(values.outgoing_dtype, frame.operands, wants)),
         [None] * len(frame.results),
-        rewriter.consumers.wants_of(frame.results),
-        [values.facts[v] for v in frame.operands],
+        wants_of_results(frame, values),
+        [rewriter.facts[v] for v in frame.operands],
     )
 
 
@@ -211,7 +213,8 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     """In what to trace a user's rule, which JAX does long after the function."""
     region = region_rule(rewriter.scope, eqn)
     casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
-    return functools.partial(traced_for, rewriter.scope.policy, casts)
+    policy = rewriter.scope.policy
+    return functools.partial(traced_for, policy.dtype, policy.lists, casts)
 
 
 # Of those with one program that values pass through; or that they do not.

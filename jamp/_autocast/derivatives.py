@@ -10,8 +10,9 @@ As for `jax_internals`, whose second half this is, the tests hold each fact.
 """
 
 import functools
+import gc
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
+from jaxtyping import PyTree
 
 from jamp._autocast.frames import with_programs
 
@@ -173,7 +175,7 @@ def _with_inputs(
     return _closed(jaxpr, [const for _, const in kept])
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
     """Whether it is a symbolic zero, of JAX's public type or of its private one."""
     return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
 
@@ -191,7 +193,7 @@ def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
 # ---- what functions close over: a look into the places where Python keeps it
 
 
-def _tracers_in(x: Any) -> list[Tracer]:
+def _tracers_in(x: PyTree) -> list[Tracer]:
     """The tracers that are reached from functions, containers and objects.
 
     They are in cells, arguments, defaults, items and attributes, at any depth; some of
@@ -212,32 +214,19 @@ def _tracers_in(x: Any) -> list[Tracer]:
     return found
 
 
+_HOLD_FUNCTIONS = (linear_util.WrappedFun, jax.custom_vjp, jax.custom_jvp)
+
+
 def _held(x: Any) -> list[Any]:
-    """What a function, a container or an object holds."""
-    if isinstance(x, type | types.ModuleType | jax.Array):
+    """What an object refers to, as Python's garbage collector knows."""
+    if isinstance(x, type | types.ModuleType | types.CodeType | jax.Array):
         return []
-    if isinstance(x, Mapping):
-        return list(x.values())
-    if isinstance(x, list | tuple | set | frozenset):
-        return list(x)
-    if isinstance(x, types.CellType):
-        try:
-            return [x.cell_contents]
-        except ValueError:  # not assigned yet
-            return []
-    if isinstance(x, types.FunctionType):
-        return [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
-    if isinstance(x, types.MethodType):
-        return [x.__func__, x.__self__]
-    if isinstance(x, functools.partial):
-        return [x.func, x.args, x.keywords]
-    if isinstance(x, linear_util.WrappedFun):
-        return [x.f, x.f_transformed, x.transforms, x.params]
-    if isinstance(x, jax.custom_vjp | jax.custom_jvp):
-        return list(vars(x).values())
-    if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
+    of_jax = type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
+    if of_jax and not isinstance(x, _HOLD_FUNCTIONS):
         # Not its traces, which hold all; but what it keeps of static arguments.
         is_field = not isinstance(getattr(type(x), "val", None), property)
         held = getattr(x, "val", None) if is_field else None
         return [getattr(x, "__wrapped__", None), held]
-    return list(getattr(x, "__dict__", {}).values())
+    # The globals of a function are its module.
+    module = getattr(x, "__globals__", None), getattr(x, "__builtins__", None)
+    return [y for y in gc.get_referents(x) if not any(y is m for m in module)]

@@ -22,7 +22,7 @@ from jax.extend import core as jc
 from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
-from jamp._autocast.model import Source, mark_of
+from jamp._autocast.marks import Source, mark_of
 from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
@@ -76,8 +76,8 @@ class Facts:
         # By the `id` of the equation, both.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
         self._programs: dict[int, list[Facts]] = {}
-        # What `consumers` found, by what the outputs are for.
-        self.readers: dict[Any, Any] = {}
+        # What `values` found, by what the outputs are for.
+        self.wants: dict[Any, Any] = {}
         self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._result_facts(eqn), strict=True))

@@ -110,11 +110,6 @@ def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     return eqn.params[_HELD[eqn.primitive.name].params[0]]
 
 
-def programs_in(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
-    """The programs that an equation holds and that can be looked into."""
-    return [frame.program for frame in frames_of(eqn)]
-
-
 def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
     """The parameters of an equation, with other programs in the place of its own."""
     names = _HELD[eqn.primitive.name].params

@@ -18,17 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
 from jax.extend.core import primitives
+from jax.typing import DTypeLike
 
-# `diagnostics` asks for these here.
-from jamp._autocast.frames import (
-    CHECKPOINT as CHECKPOINT,
-    program_of,
-    programs_in as programs_in,
-    scan_counts as scan_counts,
-    shard_map_options as shard_map_options,
-    while_programs as while_programs,
-    with_programs,
-)
+from jamp._autocast.frames import program_of, with_programs
 
 # Folders whose lines are not the user's.
 _LIBRARIES = tuple(
@@ -115,7 +107,7 @@ def _path(file: str, name: str) -> str:
 # ---- variables and equations
 
 
-def in_dtype(aval: Any, dtype: Any) -> Any:
+def in_dtype(aval: Any, dtype: DTypeLike) -> Any:
     """An abstract value in another dtype, which is not a weak one."""
     return aval.update(dtype=dtype, weak_type=False)
 
@@ -310,7 +302,7 @@ def _structure(
 def _example_of_checkpoint(
     keep: Callable[[str], bool], prevent_cse: bool
 ) -> jc.JaxprEqn:
-    def policy(primitive: Any, *_: Any, **__: Any) -> bool:
+    def policy(primitive: Any, *_: object, **__: object) -> bool:
         return keep(primitive.name)
 
     example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)

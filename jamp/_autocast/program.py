@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jc
 from jax.extend.core import primitives
+from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.lists import AutocastLists, What
-from jamp._autocast.model import Source
+from jamp._autocast.marks import KERNEL, MARKERS, Source
 from jamp._autocast.primitives import Rule
 from jamp._core.dtypes import FLOAT32
 
@@ -25,15 +26,6 @@ PRECISION = "precision="  # it asks for float32
 KEPT = "kept="  # its weight is a param that the level keeps in float32
 NO_MODEL = "model="  # no operand depends on half params
 
-# Name scopes mark the operations of `half_function` and its like. A scope is part of
-# the traced program, so that jit's caches cannot lose it or leak it.
-MARKERS = {
-    Rule.HALF: "jamp_half",
-    Rule.FLOAT32: "jamp_float32",
-    Rule.PROMOTE: "jamp_promote",
-    Rule.RECORDED: "jamp_recorded",
-}
-KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
 _RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECORDED}
 # The brackets hold the name of the function of the lists that the mark was set for.
 _MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")
@@ -181,7 +173,7 @@ def is_float(atom: Atom) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: Any) -> bool:
+def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:
     """Whether all its floats are float32: float64 and explicit half stay.
 
     JAX promotes a product of half and float32 to float32: that one is castable.

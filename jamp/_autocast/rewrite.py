@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core as jc
+from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.consumers import NOBODY, Want, consumers_of
 from jamp._autocast.facts import Fact, Facts
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.islands import checkpoint_islands
@@ -36,7 +36,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import with_bias, with_weight
-from jamp._autocast.values import Values
+from jamp._autocast.values import Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -102,11 +102,9 @@ class Rewriter:
     ):
         self.jaxpr, self.boundary = jaxpr, boundary
         self.scope, self.rules = scope, rules
-        wants = boundary.out_wants or [NOBODY] * len(jaxpr.outvars)
         # Backward first: what to do with a value depends on those who will read it.
-        facts = facts or Facts(jaxpr, boundary.facts, scope)
-        self.consumers = consumers_of(facts, wants)
-        self.values = Values(self.consumers)
+        self.facts = facts or Facts(jaxpr, boundary.facts, scope)
+        self.values = values_of(self.facts, boundary.out_wants)
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -136,7 +134,7 @@ class Rewriter:
 
     # ---- values
 
-    def read(self, atom: Atom, dtype: Any, apart: bool = False) -> Atom:
+    def read(self, atom: Atom, dtype: DTypeLike, apart: bool = False) -> Atom:
         """A value in a dtype, if it is one that the user's program has in float32.
 
         Apart, it is cast for this reader alone, whose cotangent then is rounded alone.
@@ -154,14 +152,14 @@ class Rewriter:
             versions[dtype] = self._convert(versions[computed], dtype)
         return versions[dtype]
 
-    def _bind(self, var: jc.Var, dtype: Any) -> jc.Var:
+    def _bind(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
         """A variable of the new program for one of the user's, in a dtype."""
         same = dtype == dtype_of(var)
         new = var if same else jc.Var(jax_internals.in_dtype(var.aval, dtype))
         self.values.computed[var], self.versions[var] = dtype, {dtype: new}
         return new
 
-    def _convert(self, var: jc.Var, dtype: Any) -> jc.Var:
+    def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
         # On the line of the user that needs the cast: `self.eqn` is what reads it.
         self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
         return self.eqns[-1].outvars[0]
@@ -175,12 +173,12 @@ class Rewriter:
             self.rules[eqn.primitive.name](self, eqn, frames)
             self._note(eqn, "program")
             return
-        rule, region = self.values.facts.ruling(eqn)
-        if self.values.facts.rounds_kept(eqn):
+        rule, region = self.facts.ruling(eqn)
+        if self.facts.rounds_kept(eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_once(jax_internals.primitive_name(eqn))
-        castable = is_castable_eqn(eqn, rule, self.values.half)
+        castable = is_castable_eqn(eqn, rule, self.facts.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             self._note(eqn, _why_recorded(eqn, rule, region), rule, region=region)
@@ -215,7 +213,7 @@ class Rewriter:
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
 
-    def _write(self, eqn: jc.JaxprEqn, dtype: Any, apart: bool = False) -> None:
+    def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
         params = dict(eqn.params)
         for name in _DTYPE_PARAMS:
@@ -268,16 +266,16 @@ class Rewriter:
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
     ) -> jc.Jaxpr:
         """Writes a program that an equation holds."""
-        scope = self.values.facts.scope_of_programs(eqn)
+        scope = self.facts.scope_of_programs(eqn)
         known = (
             facts
-            for facts in self.values.facts.programs(eqn)
+            for facts in self.facts.programs(eqn)
             if facts.jaxpr is jaxpr and list(facts.given) == list(boundary.facts)
         )
         return rewrite(jaxpr, boundary, scope, self.rules, next(known, None))
 
 
-def _literal(literal: jc.Literal, dtype: Any) -> jc.Literal:
+def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
     if dtype == FLOAT32:
         return literal
     # Only where the user asks for half does a literal that half cannot hold come here.

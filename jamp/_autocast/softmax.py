@@ -14,13 +14,14 @@ product that reads it, from the scores in half. There the derivative does so too
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jc
+from jax.typing import DTypeLike
 
 from jamp._autocast.jax_internals import call
 from jamp._autocast.program import Atom, dtype_of, shape_of
@@ -94,7 +95,7 @@ def _maker(atom: Atom, makers: Mapping[jc.Var, jc.JaxprEqn]) -> jc.JaxprEqn | No
 
 
 @functools.cache
-def _softmax(axes: tuple[int, ...], half: Any) -> Callable[[Array], Array]:
+def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]:
     @jax.custom_jvp
     def softmax(x):
         y = jnp.exp(x)

@@ -1,5 +1,8 @@
 """What a thread traces for, and the functions that are replaced meanwhile.
 
+    jnp.matmul(x, w)    to most threads: jnp.matmul(x, w)
+                        to one that traces: float_function(jnp.matmul)(x, w)
+
 JAX asks functions for their dtypes while it traces: some must be marked or called
 otherwise before there is a program. So while autocast traces, those that the lists
 name by their place are replaced, in their modules. A replacement does as the original
@@ -64,9 +67,7 @@ disabled = jax.make_user_context(default_value=False)
 def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """Lets kernels be called with half, or as the program calls them."""
     here = tracing.value
-    if here is None:
-        return contextlib.nullcontext()
-    return tracing(here._replace(casts=enabled))
+    return tracing(here and here._replace(casts=enabled))
 
 
 @contextlib.contextmanager
@@ -88,9 +89,14 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def _replacement(attribute: Attribute) -> Iterator[None]:
     """Replaces a function until the last trace ends that wants it, of any thread."""
+    module, name = attribute.module.it, attribute.name
     with _lock:
-        if attribute not in _installed:
-            _installed[attribute] = _install(attribute)
+        if not _traces[attribute]:
+            now: Any = _steered(attribute, Itself(getattr(module, name)))
+            if isinstance(inspect.getattr_static(module, name, None), staticmethod):
+                now = staticmethod(now)
+            _installed[attribute] = vars(module).get(name, _INHERITED), now
+            setattr(module, name, now)
         _traces[attribute] += 1
     try:
         yield
@@ -98,28 +104,11 @@ def _replacement(attribute: Attribute) -> Iterator[None]:
         with _lock:
             _traces[attribute] -= 1
             if not _traces[attribute]:
-                del _traces[attribute]
-                _restore(attribute, *_installed.pop(attribute))
-
-
-def _install(attribute: Attribute) -> tuple[Any, Any]:
-    module, name = attribute.module.it, attribute.name
-    before = vars(module).get(name, _INHERITED)
-    now: Any = _steered(attribute, Itself(getattr(module, name)))
-    if isinstance(inspect.getattr_static(module, name, None), staticmethod):
-        now = staticmethod(now)
-    setattr(module, name, now)
-    return before, now
-
-
-def _restore(attribute: Attribute, before: Any, now: Any) -> None:
-    module, name = attribute.module.it, attribute.name
-    if vars(module).get(name) is not now:
-        return  # somebody else has set it meanwhile
-    if before is _INHERITED:
-        delattr(module, name)
-    else:
-        setattr(module, name, before)
+                before, now = _installed.pop(attribute)
+                if before is _INHERITED:
+                    delattr(module, name)
+                elif vars(module)[name] is now:  # nobody else has set it meanwhile
+                    setattr(module, name, before)
 
 
 # One for each function: JAX keeps traces by the functions that it was given.

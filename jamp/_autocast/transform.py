@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
-from jamp._autocast.kernels import traced_for
 from jamp._autocast.lists import AutocastLists
-from jamp._autocast.loops import moves_taken_out
+from jamp._autocast.marks import MARKERS, traced_for
 from jamp._autocast.primitives import Rule
-from jamp._autocast.program import MARKERS, Policy, Scope
+from jamp._autocast.program import Policy, Scope
 from jamp._autocast.rewrite import rewrite, unchanged
+from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.tracing import disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 
@@ -110,7 +110,7 @@ def scope_of(
 
 
 def written_program(
-    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> jc.Jaxpr:
     """What `autocast` makes of the program of a call; it runs nothing.
 
@@ -121,7 +121,7 @@ def written_program(
 
 
 def _trace(
-    fn: Callable[..., Any], args: Any, kwargs: Any, scope: Scope
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> tuple[jc.Jaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
     """The program of a call.
 
@@ -147,7 +147,7 @@ def _trace(
         return jax.tree.unflatten(result["tree"], _filled(static, outs))
 
     values = [_owned(x) for x in leaves if _is_array(x)]
-    with traced_for(scope.policy):
+    with traced_for(scope.policy.dtype, scope.policy.lists):
         jaxpr = moves_taken_out(jax.make_jaxpr(flat)(*values), {})
     return jaxpr, values, rebuild
 

@@ -1,21 +1,40 @@
-"""What an operation and its results are computed in, where the lists leave it open.
+"""Chooses what an operation runs in, by who reads its result: read backward first.
 
-    y = dot_general x w     Choice(half, "list")
-    z = sub y m             Choice(float32, "feeder"): an exponential reads it
-    e = exp z               Choice(float32, "list")
-    b = add y c             Choice(half, "bias", c)
+    y = dot_general x w     y: half by the list, but all who read it want float32
+    m = reduce_max y        m: float32, likewise
+    z = sub y m             z: float32, for it is the exponential that reads it
+    e = exp z               e: float32 by the list, but half for the product
+    o = dot_general e v
 
-`rewrite` does as they say.
+What a float32 operation reads should be computed in float32 (a *feeder*: `logits - max`
+before the exponential), where that costs no memory. `rewrite` does as is said here.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.consumers import NOBODY, Consumers, Want
-from jamp._autocast.primitives import Rule
-from jamp._autocast.program import Atom, dtype_of, is_float32
+from jamp._autocast.facts import Facts
+from jamp._autocast.frames import Frame, frames_of
+from jamp._autocast.primitives import Rule, traits_of
+from jamp._autocast.program import Atom, dtype_of, is_castable_eqn, is_float32
 from jamp._core.dtypes import FLOAT32
+
+
+class Want(NamedTuple):
+    """What the readers of a value want."""
+
+    # True where all that care want float32, False where one wants half.
+    all: bool | None = None
+    some: bool = False  # whether one of them wants float32
+    # Whether one of them keeps it for the backward pass of a loop, as it is computed.
+    kept: bool = False
+    carried: bool = False  # whether it goes to the next trip of a loop in float32
+
+
+_IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
+NOBODY = Want()
 
 
 class Choice(NamedTuple):
@@ -29,26 +48,42 @@ class Choice(NamedTuple):
 
 
 class Values:
-    """What the values that were met so far are computed in, by the user's variables.
+    """What values are wanted in by their readers, and what they are computed in.
 
-    That may be wider than what a value asks for, its vote: a feeder is in float32, and
-    stands for the half value that it would be otherwise.
+    The latter may be wider than what a value asks for, its vote: a feeder is in
+    float32, and stands for the half value that it would be otherwise.
     """
 
-    def __init__(self, consumers: Consumers):
-        self.consumers, self.facts = consumers, consumers.facts
-        self.half = self.facts.half
+    def __init__(self, facts: Facts, wants: dict[jc.Var, Want]):
+        self.facts, self.wants = facts, wants
+        # Of those that were written so far, by the user's variables.
         self.computed: dict[jc.Var, Any] = {}
 
-    def computed_dtype(self, atom: Atom) -> Any:
-        """The dtype that a value is in, without a cast."""
-        return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
+    # ---- what readers want
 
-    def outgoing_dtype(self, atom: Atom, want: Want = NOBODY) -> Any:
-        """The dtype in which a value goes to readers that want so much of it."""
-        vote, computed = self.facts[atom].vote, self.computed_dtype(atom)
-        wide = self.consumers.want_float32(atom) or self.consumers.carried([atom])
-        return computed if wide or want.all is True else vote or computed
+    def want_of(self, atom: Atom) -> Want:
+        """What is wanted of a value."""
+        is_literal = isinstance(atom, jc.Literal)
+        return NOBODY if is_literal else self.wants.get(atom, NOBODY)
+
+    def want_float32(self, atom: Atom) -> bool:
+        """Whether a value should be computed in float32 for those who read it.
+
+        One reader is enough, if the value is made of one array: to compute it again is
+        to read as much. If it joins two, or follows a norm, all must agree.
+        """
+        want, origin = self.want_of(atom), self.facts[atom].origin
+        again = not (origin.joins or origin.normalised)
+        return want.all is True or (want.some and again)
+
+    def is_carried(self, atom: Atom) -> bool:
+        """Whether a value goes to the next trip of a loop in float32."""
+        return self.want_of(atom).carried
+
+    def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
+        """Whether an operation is one of a chain that is computed in float32."""
+        kept = any(self.want_of(v).kept for v in eqn.outvars)
+        return self.facts.is_chained(eqn, rule) and not kept
 
     def meets_float32(self, atom: Atom) -> bool:
         """Whether all who read a half value do so in float32.
@@ -57,59 +92,166 @@ class Values:
         in float32, and are rounded once. In half the softmax and the label of a cross
         entropy would nearly cancel, each rounded by itself.
         """
-        (want,) = self.consumers.wants_of([atom])
-        return is_float32(atom) and want.all is True
+        return is_float32(atom) and self.want_of(atom).all is True
+
+    # ---- what values are computed in
+
+    def computed_dtype(self, atom: Atom) -> Any:
+        """The dtype that a value is in, without a cast."""
+        return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
+
+    def outgoing_dtype(self, atom: Atom, want: Want = NOBODY) -> Any:
+        """The dtype in which a value goes to a reader that wants so much of it."""
+        vote, computed = self.facts[atom].vote, self.computed_dtype(atom)
+        wide = want.all or self.want_float32(atom) or self.is_carried(atom)
+        return computed if wide else vote or computed
 
     def choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         """What an equation runs in by a rule of the lists, and why."""
+        facts = self.facts
         if rule is Rule.HALF:
-            return Choice(self.half, "list", self.facts.weight(eqn))
+            return Choice(facts.half, "list", facts.weight(eqn))
         if rule is Rule.FLOAT32:
             return Choice(FLOAT32, "list")
-        if self.facts.asks(eqn):
+        if facts.asks(eqn):
             return Choice(FLOAT32, "literal")
-        bias = self.facts.bias(eqn)
+        bias = facts.bias(eqn)
         # With widest a whole stream of float32 may read it, at twice the bytes.
         if bias is not None and (
-            self.facts.widest or not self.meets_float32(eqn.outvars[0])
+            facts.widest or not self.meets_float32(eqn.outvars[0])
         ):
-            return Choice(self.half, "bias", bias)
+            return Choice(facts.half, "bias", bias)
         if not any(map(is_float32, eqn.outvars)):
             # A comparison: of a rounded copy, `w > 0` would differ for tiny `w`.
             dtypes = {self.computed_dtype(v) for v in self._voters(eqn)}
-            in_half = dtypes == {self.half}
-            return Choice(self.half if in_half else FLOAT32, "operands")
+            in_half = dtypes == {facts.half}
+            return Choice(facts.half if in_half else FLOAT32, "operands")
         return self._choice_by_votes(eqn, rule)
 
     def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
-        votes, given = self.facts.votes(eqn.invars), self.facts.votes(eqn.outvars)
-        if self.half not in given:
+        facts = self.facts
+        votes, given = facts.votes(eqn.invars), facts.votes(eqn.outvars)
+        if facts.half not in given:
             why = {0: "no vote", 1: "operands"}.get(len(votes), "widest")
             return Choice(FLOAT32, why)
-        if any(map(self.consumers.want_float32, eqn.outvars)):
+        if any(map(self.want_float32, eqn.outvars)):
             if rule is Rule.PROMOTE or all(
                 self.computed_dtype(v) == FLOAT32 or self.meets_float32(v)
                 for v in self._voters(eqn)
             ):
                 return Choice(FLOAT32, "feeder")
-        if FLOAT32 in votes and self.consumers.carried(eqn.outvars):
+        if FLOAT32 in votes and any(map(self.is_carried, eqn.outvars)):
             # A sum over the trips of a loop would stop growing in half.
             return Choice(FLOAT32, "carry")
-        small = self.facts.smaller(eqn)
+        small = facts.smaller(eqn)
         if rule is Rule.PROMOTE and (
-            FLOAT32 in self.facts.votes(small)
-            or any(map(self.facts.is_half_param, small))
+            FLOAT32 in facts.votes(small) or any(map(facts.is_half_param, small))
         ):
             # One fusion in either dtype: what is read and written costs, no more.
-            if self.facts.widest:
+            if facts.widest:
                 return Choice(FLOAT32, "norm")
             # As a norm written in half does, it casts apart from what its statistics
             # read: where the cotangents of both meet in half, XLA moves 2 to 5 % less.
             return Choice(FLOAT32, "smaller operand", apart=True)
-        if self.consumers.chains(eqn, rule):
+        if self.is_chained(eqn, rule):
             return Choice(FLOAT32, "fusion")
-        return Choice(self.half, "operands" if len(votes) == 1 else "narrowest")
+        return Choice(facts.half, "operands" if len(votes) == 1 else "narrowest")
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands with a vote."""
         return [v for v in eqn.invars if self.facts[v].vote is not None]
+
+
+# ---- the program, read backward
+
+
+def values_of(facts: Facts, out_wants: Sequence[Want]) -> Values:
+    """Reads a program of which the facts are known, and what its outputs are for.
+
+    A program in another one is read with that, and again when it is written itself. So
+    what was found stays with the facts: however deep it is, it is read once.
+    """
+    key = tuple(out_wants)
+    if key not in facts.wants:
+        facts.wants[key] = _read_backward(facts, out_wants)
+    return Values(facts, facts.wants[key])
+
+
+def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> dict[jc.Var, Want]:
+    values = Values(facts, {})
+
+    def note(atoms: Sequence[Atom], found: Sequence[Want]) -> None:
+        for atom, want in zip(atoms, found, strict=True):
+            if not isinstance(atom, jc.Literal):
+                values.wants[atom] = _together((values.want_of(atom), want))
+
+    note(facts.jaxpr.outvars, out_wants or [NOBODY] * len(facts.jaxpr.outvars))
+    # From the last equation: the readers of its results are all known by then.
+    for eqn in reversed(facts.jaxpr.eqns):
+        note(eqn.invars, wants_of_operands(eqn, values))
+    return values.wants
+
+
+def _together(wants: Iterable[Want]) -> Want:
+    """What several readers want."""
+    alls, somes, kept, carried = zip(*wants, strict=True)
+    agreed = False if False in alls else True if True in alls else None
+    return Want(agreed, any(somes), any(kept), any(carried))
+
+
+def wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
+    """What an equation wants of each operand."""
+    programs = values.facts.programs(eqn)
+    if programs:
+        frames = frames_of(eqn)
+        pairs = zip(frames, programs, strict=True)
+        wants = [_wants_of_inputs(*pair, values) for pair in pairs]
+        # What the programs do not take is the index of a branch.
+        others = [NOBODY] * (len(eqn.invars) - len(frames[0].operands))
+        return [*others, *map(_together, zip(*wants, strict=True))]
+    rule, _ = values.facts.ruling(eqn)
+    want = _wants_by_rule(eqn, rule, values)
+    return [want if is_float32(v) else NOBODY for v in eqn.invars]
+
+
+def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
+    facts, outs = values.facts, [v for v in eqn.outvars if is_float32(v)]
+    if not is_castable_eqn(eqn, rule, facts.half) or not outs:
+        return NOBODY  # such as a comparison
+    if rule is Rule.HALF:
+        return _IN_HALF
+    if rule is not Rule.PROMOTE and rule is not Rule.MOVE:
+        return _IN_FLOAT32
+    if facts.bias(eqn) is not None:
+        return NOBODY
+    # A weight that is only moved, to where a product reads it, is float32 too.
+    computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
+    if facts.scope.loop and computes and traits_of(eqn.primitive.name).reads_operands:
+        return Want(kept=True)
+    if computes or facts.asks(eqn):
+        return _IN_FLOAT32
+    # It passes on what is wanted of its result.
+    want = _together(map(values.want_of, outs))
+    some = values.is_chained(eqn, rule) or any(map(values.want_float32, outs))
+    moves = rule is Rule.MOVE
+    kept, carried = want.kept and moves, want.carried and moves
+    return want._replace(some=some, kept=kept, carried=carried)
+
+
+def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]:
+    """What a program wants of its inputs: of a loop's, only of the slices.
+
+    Its constants and carries go in and out as the user's program says.
+    """
+    found = values_of(program, wants_of_results(frame, values))
+    fixed = frame.consts + frame.carries
+    slices = map(found.want_of, frame.program.invars[fixed:])
+    return [*[NOBODY] * fixed, *slices]
+
+
+def wants_of_results(frame: Frame, values: Values) -> list[Want]:
+    """What is wanted of a program's results: of a loop's carries, by its next trip."""
+    carries = frame.results[: frame.carries]
+    votes = [values.facts[v].vote for v in carries]
+    carried = [Want(carried=vote == FLOAT32) for vote in votes]
+    return [*carried, *map(values.want_of, frame.results[frame.carries :])]

@@ -88,7 +88,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
     return state.replace(loss_scales=tuple(scales), loss_scale_rules=tuple(rules))
 
 
-def _check_state(state: Any, call: str) -> None:
+def _check_state(state: object, call: str) -> None:
     if not isinstance(state, AmpState):
         raise TypeError(f"{call} takes an AmpState, got {type(state).__name__}.")
     if is_traced(state.loss_scales[0].scale):

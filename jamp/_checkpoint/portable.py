@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
@@ -19,9 +18,9 @@ from jamp._core.tree import unshared
 from jamp._scaling.incoming import check_counters, check_scale_state, number
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._state.amp_state import AmpState, extra_fields, master_params
-from jamp._state.serialization import array_fields
-from jamp._state.step import first_weights, with_weights
-from jamp.optimizers._masters import MasterWeightsState
+from jamp._state.loading import array_fields
+from jamp._state.new_state import first_weights
+from jamp._state.step import Group, groups_of, packed
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")
@@ -80,7 +79,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
 
 @moves_constants
-def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
+def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """The state with the values of a checkpoint, from this opt level or another.
 
     From the same level every bit comes back. From another, masters, moments, counters
@@ -113,22 +112,16 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
     found = _read(checkpoint, state, expected)
     _check_found(found, expected)
     _check_values(found, state)
-    keys = groups.group_keys(state.tx)
     originals = filled(state.params, found["params"])
     inner = filled(_inner_states(state), found["opt_state"])
-    params, opt_states = {}, {}
-    for key in keys:
-        params[key], opt_states[key] = _group(
-            groups.get(state.tx, key),
-            groups.get(originals, key),
-            groups.get(state.params, key),
-            groups.get(inner, key) if state.tx is not None else None,
-        )
+    read = {
+        key: _group(group, groups.get(originals, key), groups.get(inner, key))
+        for key, group in groups_of(state).items()
+    }
     others = {name: found[name] for name in (*_COUNTERS, "step")}
     others |= {name: found["fields"][name] for name in _extra(state)}
     restored = state.replace(
-        params=groups.pack(params, state.params),
-        opt_state=groups.pack(opt_states, state.params),
+        **packed(read, state.params),
         loss_scales=_scales(state, found),
         **{name: filled(getattr(state, name), x) for name, x in others.items()},
     )
@@ -138,13 +131,7 @@ def from_checkpoint(state: AmpState, checkpoint: Any) -> AmpState:
 
 def _inner_states(state: AmpState) -> Any:
     """Per group the state of the optimizer without masters, alike at all levels."""
-    if state.tx is None:
-        return None
-    states = groups.split(state.opt_state, groups.group_keys(state.tx))
-    inner = {
-        key: x.inner_state if isinstance(x, MasterWeightsState) else x
-        for key, x in states.items()
-    }
+    inner = {key: group.inner_state for key, group in groups_of(state).items()}
     return groups.pack(inner, state.params)
 
 
@@ -255,21 +242,16 @@ def _check_values(found: dict[str, Any], state: AmpState) -> None:
     check_counters(found)
 
 
-def _group(
-    tx: optax.GradientTransformation | None,
-    originals: PyTree,
-    params: PyTree,
-    inner_state: Any,
-) -> tuple[Any, Any]:
+def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
     """One group at this level, from float32 params."""
 
     def leaf(original, param):
         return cast(original, param.dtype) if is_castable(param) else original
 
-    params = jax.tree.map(leaf, originals, params)
-    if tx is None:
-        return params, inner_state
-    return with_weights(tx, first_weights(tx, originals, params), inner_state, params)
+    group = group._replace(params=jax.tree.map(leaf, originals, group.params))
+    if group.tx is None:
+        return group
+    return group.with_weights(first_weights(group, originals), inner_state)
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
@@ -284,5 +266,5 @@ def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...
             counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
             first = scaler["loss_scale"] if rule.moves else scale.scale
             scale = LossScaleState(first, **counts)
-        scales.append(jax.tree.map(placed_like, scale, state.loss_scales[i]))
+        scales.append(scale)
     return tuple(scales)

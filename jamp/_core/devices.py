@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jamp._core.tree import is_traced
 
@@ -18,26 +18,20 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
     JAX would say so at the first operation on two of them, without their names. What
     is traced, or may be anywhere, is left out.
     """
-    if len({_devices(x.sharding) for x in filter(_is_put, jax.tree.leaves(named))}) < 2:
-        return
-    first: tuple[str, Any] | None = None
+    first: dict[Any, str] = {}  # by their devices, where the first array is
     for name, tree in named:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if not _is_put(leaf):
+            if is_traced(leaf) or not getattr(leaf, "committed", False):
                 continue
-            if first is None:
-                first = name + jax.tree_util.keystr(path), leaf.sharding
-            elif _devices(leaf.sharding) != _devices(first[1]):
-                here = name + jax.tree_util.keystr(path), leaf.sharding
-                raise ValueError(
-                    f"Arrays are on different devices: {_at(*first)}, and "
-                    f"{_at(*here)}. Put all of them on one mesh first, with "
-                    "`jax.device_put(tree, sharding)`."
-                )
-
-
-def _is_put(x: Any) -> bool:
-    return not is_traced(x) and getattr(x, "committed", False)
+            devices = _devices(leaf.sharding)
+            if devices not in first:
+                first[devices] = _at(name + jax.tree_util.keystr(path), leaf.sharding)
+    if len(first) > 1:
+        one, other, *_ = first.values()
+        raise ValueError(
+            f"Arrays are on different devices: {one}, and {other}. Put all of them on "
+            "one mesh first, with `jax.device_put(tree, sharding)`."
+        )
 
 
 def placed_like(x: Any, like: Any) -> jax.Array:
@@ -94,14 +88,14 @@ def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
 
 
 @functools.lru_cache(maxsize=64)
-def _devices(sharding: Any) -> tuple[Any, ...]:
+def _devices(sharding: Sharding) -> tuple[Any, ...]:
     """In the order of a mesh, which two programs must share as well."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _at(name: str, sharding: Any) -> str:
+def _at(name: str, sharding: Sharding) -> str:
     ids = [device.id for device in _devices(sharding)]
     if not isinstance(sharding, NamedSharding):
         return f"{name} on devices {ids}"

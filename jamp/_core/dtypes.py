@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_kernels import widen as widen
+
 FLOAT32 = jnp.dtype(jnp.float32)
 HALF_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 MODEL_DTYPES = (FLOAT32, *HALF_DTYPES)
@@ -34,7 +36,7 @@ def is_differentiable(x: object) -> bool:
 
 
 @functools.cache  # a model has a thousand leaves of two dtypes
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -44,11 +46,6 @@ def names_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
         return jnp.dtype(field) in dtypes
     except TypeError:
         return False
-
-
-def widen(x: jax.Array) -> jax.Array:
-    """Half as float32; all else as it is."""
-    return x.astype(FLOAT32) if is_half(x) else x
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)

@@ -9,6 +9,8 @@ from typing import Any
 
 from flax.core import FrozenDict
 
+from jamp._core.tree import mapping_like
+
 type Key = Hashable | None
 # What `wrt=` takes: a key, several, or None for all groups.
 type Wrt = Key | Sequence[Key]
@@ -39,24 +41,26 @@ def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
 
 
 def pack(values: Mapping[Key, Any], like: Any) -> Any:
-    """The values of all groups in a container of the kind of `like`."""
+    """The values of all groups in a container of the kind of `like`.
+
+    A group without a value has no entry in a mapping, and None elsewhere.
+    """
     if SINGLE in values:
         return values[SINGLE]
     if isinstance(like, Mapping):
-        return _mapping_like(like, {key: values[key] for key in like})
-    return type(like)(values[key] for key in range(len(like)))
+        return mapping_like(like, {key: values[key] for key in like if key in values})
+    return type(like)(values.get(key) for key in range(len(like)))
 
 
 def hashable(values: Mapping[Key, Any], like: Any) -> Any:
     """Like `pack`, in a container that hashes by value: a tuple or a FrozenDict."""
+    packed = pack(values, like)
     if SINGLE in values:
-        return values[SINGLE]
-    if isinstance(like, Mapping):
-        return FrozenDict({key: values[key] for key in like})
-    return tuple(values[key] for key in range(len(like)))
+        return packed
+    return FrozenDict(packed) if isinstance(like, Mapping) else tuple(packed)
 
 
-def is_container(value: Any, keys: tuple[Key, ...]) -> bool:
+def is_container(value: object, keys: tuple[Key, ...]) -> bool:
     """Whether `value` holds one entry per group."""
     if keys == (SINGLE,):
         return False
@@ -85,18 +89,7 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
-    """A key's value; of several keys the container, with None for the other groups.
-
-    In a mapping they have no entry.
-    """
-    if wrt is None:
+    """The value of the one group that `wrt` names, else the container of all."""
+    if wrt is None or isinstance(wrt, list | tuple):
         return pack(values, like)
-    if not isinstance(wrt, list | tuple):
-        return values[wrt]
-    if isinstance(like, Mapping):
-        return _mapping_like(like, {key: values[key] for key in like if key in values})
-    return type(like)(values.get(key) for key in range(len(like)))
-
-
-def _mapping_like(like: Mapping[Key, Any], entries: dict[Key, Any]) -> Any:
-    return entries if isinstance(like, dict) else type(like)(entries)  # pyright: ignore[reportCallIssue]
+    return values[wrt]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._core.devices import placed_like
@@ -29,7 +30,7 @@ def named(tree: PyTree) -> Any:
     return {path_parts(path)[0]: named(child) for path, child in children}
 
 
-def filled(like: Any, names: Any) -> Any:
+def filled(like: PyTree, names: PyTree) -> Any:
     """A tree like `like`, from the values in `names`, which match it already.
 
     Values come as arrays of their own dtype, placed as the leaves of `like`.
@@ -47,8 +48,15 @@ def filled(like: Any, names: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, like)
 
 
-def differences(given: Any, expected: Any) -> list[str]:
-    """What sets a tree of names apart from one of arrays or shapes, in sentences."""
+def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
+    """Raises a ValueError that shows where two trees of names differ.
+
+    Args:
+        given: a tree of names and values.
+        expected: the same of arrays or shapes.
+        what: names `given` in the message: `"The checkpoint"`.
+        remedy: the sentence that says what to do instead.
+    """
     have, want = _leaves(given), _leaves(expected)
     kinds = (
         [d for p in want if p in have for d in _differ(p, have[p], want[p])],
@@ -56,13 +64,8 @@ def differences(given: Any, expected: Any) -> list[str]:
         [f"{path} is unexpected" for path in have if path not in want],
     )
     # Some of each kind first: of another optimizer all is missing, and all unexpected.
-    mixed = itertools.chain.from_iterable(itertools.zip_longest(*kinds))
-    return sorted(filter(None, mixed), key=lambda d: not d.startswith("params"))
-
-
-def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
-    """Raises a ValueError that shows where two trees of names differ."""
-    problems = differences(given, expected)
+    mixed = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds)))
+    problems = sorted(mixed, key=lambda d: not d.startswith("params"))
     if problems:
         shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
         raise ValueError(
@@ -84,13 +87,13 @@ def _differ(path: str, x: Any, like: Any) -> list[str]:
     return []
 
 
-def _fits(x: Any, dtype: Any) -> bool:
+def _fits(x: object, dtype: DTypeLike) -> bool:
     if not isinstance(x, bool | int | float):
         return False
     return np.can_cast(type(x), dtype, "same_kind")
 
 
-def _leaves(names: Any, path: str = "") -> dict[str, Any]:
+def _leaves(names: PyTree, path: str = "") -> dict[str, Any]:
     if names is None:
         return {}
     if not isinstance(names, Mapping):

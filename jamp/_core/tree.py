@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, is_differentiable, widen
@@ -41,7 +42,10 @@ def merge[T](tree: T, rest: T) -> T:
     if jax.tree.structure(tree) == jax.tree.structure(rest):
         return tree
     return jax.tree.map(
-        lambda x, other: other if x is None else x, tree, rest, is_leaf=_is_none
+        lambda x, other: other if x is None else x,
+        tree,
+        rest,
+        is_leaf=lambda x: x is None,
     )
 
 
@@ -80,7 +84,12 @@ def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> A
         return whole
     values = old if overwrite is None else overwrite
     both = {"params": whole, OVERWRITE_WITH_GRADIENT: values}
-    return both if isinstance(params, dict) else type(params)(both)
+    return mapping_like(params, both)
+
+
+def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """Entries in a mapping of the kind of `like`: a dict, or a FrozenDict."""
+    return entries if isinstance(like, dict) else type(like)(entries)  # pyright: ignore[reportCallIssue]
 
 
 def widen_tree(tree: PyTree) -> PyTree:
@@ -106,12 +115,12 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def leaf_is_finite(x: Any) -> Bool[Array, ""]:
+def leaf_is_finite(x: Array) -> Bool[Array, ""]:
     """`all_finite` of one leaf, by the numbers that it reads for all of them."""
     return lax.is_finite(_zero_or_nan(x))
 
 
-def _zero_or_nan(x: Any) -> Array:
+def _zero_or_nan(x: Array) -> Array:
     # `x - x` is NaN where `x` is not finite, and a sum keeps it. XLA fuses sums into
     # what makes `x`; the flags of `is_finite` it may write to memory.
     if jnp.iscomplexobj(x):
@@ -173,11 +182,11 @@ def _each(fn: Any, leaves: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
     return [fn(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
 
 
-def _copy(x: Any, dtype: Any) -> jax.Array:
+def _copy(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     return jnp.array(x, dtype, copy=True)
 
 
-def unshared[T](tree: T, given: Any) -> T:
+def unshared[T](tree: T, given: PyTree) -> T:
     """A tree of strong arrays, each of which is there once and nowhere else.
 
     Copied is what the user has too, or what occurs twice: donation ends them.
@@ -193,7 +202,7 @@ def unshared[T](tree: T, given: Any) -> T:
     return structure.unflatten(copied(arrays, dtypes))
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether `x` has no value yet, under `jit` for example."""
     return isinstance(x, Tracer)
 
@@ -207,6 +216,10 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
         what: names `given` in the message: `"gradients"`.
         remedy: the sentence that says what to write instead.
     """
+    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(y)] for y in (given, expected)]
+    if given_def == expected_def and shapes[0] == shapes[1]:
+        return
     have, want = _shapes(given), _shapes(expected)
     for path in want:
         if path not in have:
@@ -218,17 +231,11 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     for path in have:
         if path not in want:
             raise ValueError(f"{what} have an unexpected leaf at {path}: {remedy}")
-    given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
-    if given_def != expected_def:
-        raise ValueError(
-            f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
-        )
+    raise ValueError(
+        f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
+    )
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-
-
-def _is_none(x: object) -> bool:
-    return x is None

@@ -1,6 +1,5 @@
 """What an opt level means: properties, what goes half, the forward under a policy.
 
 May import `_core` and `_autocast`. A new override begins in `levels`; what is cast in
-`casting`; how a model's program is written in `forward`, where it begins and ends in
-`models`.
+`casting`; how a model's program is written, where it begins and ends, in `forward`.
 """

@@ -13,7 +13,13 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
-from jamp._core.tree import in_one_program, is_overwritten, path_parts, path_string
+from jamp._core.tree import (
+    in_one_program,
+    is_overwritten,
+    mapping_like,
+    path_parts,
+    path_string,
+)
 from jamp._policy.levels import Properties, parse_keep_fp32, parse_model_type
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
@@ -61,23 +67,21 @@ def cast_model(
     """
     keep_fp32 = () if keep_fp32 is None else parse_keep_fp32(keep_fp32)
     dtype = parse_model_type(dtype)
-    if not _is_variables(tree):
-        keep = keep_rule(keep_batchnorm_fp32, batch_stats, keep_fp32)
-        check_keep_fp32(keep_fp32, tree)
+    is_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+    if is_variables:
+        batch_stats = tree.get("batch_stats", batch_stats)
+    keep = keep_rule(keep_batchnorm_fp32, batch_stats, keep_fp32)
+    check_keep_fp32(keep_fp32, tree["params"] if is_variables else tree)
+    if not is_variables:
         return cast_params(tree, dtype, keep)
-    keep = keep_rule(
-        keep_batchnorm_fp32, tree.get("batch_stats", batch_stats), keep_fp32
-    )
-    check_keep_fp32(keep_fp32, tree["params"])
 
-    def cast_collection(name, collection):
+    def cast_collection(name):
         if name == "params":
-            return cast_params(collection, dtype, keep)
+            return cast_params(tree[name], dtype, keep)
         half = FLOAT32 if name == "batch_stats" else dtype
-        return cast_params({name: collection}, half, _keep_nothing)[name]
+        return cast_params({name: tree[name]}, half, lambda *_: False)[name]
 
-    cast_tree = {name: cast_collection(name, tree[name]) for name in tree}
-    return cast_tree if isinstance(tree, dict) else type(tree)(cast_tree)
+    return mapping_like(tree, {name: cast_collection(name) for name in tree})
 
 
 def cast_to_level(params: PyTree, properties: Properties, batch_stats: PyTree) -> Any:
@@ -117,8 +121,8 @@ def check_keep_fp32(keep_fp32: Collection[Any], tree: PyTree) -> None:
             )
 
 
-def cast_params(tree: PyTree, dtype: DTypeLike, keep: Keep) -> Any:
-    """Casts the float leaves to `dtype`, the kept ones to float32.
+def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
+    """Casts the float leaves to `dtype`, if it is one, and the kept ones to float32.
 
     Flax's fp8 scales, in a collection of their own, are not weights: left alone.
     """
@@ -154,13 +158,3 @@ def _batchnorm_test(batch_stats: PyTree) -> Callable[[tuple[str, ...]], bool]:
 
 def _matches(rule: Any, path: str, leaf: Any) -> bool:
     return bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
-
-
-def _keep_nothing(parts: tuple[str, ...], leaf: Any) -> bool:
-    del parts, leaf
-    return False
-
-
-def _is_variables(tree: PyTree) -> bool:
-    """Whether a tree is Flax variables: collections, "params" among them."""
-    return isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)

@@ -1,18 +1,53 @@
-"""The forward pass of a model, as its level writes it."""
+"""The forward pass of a model, as its level writes it, and where a model begins.
 
+A policy is entered together with a `jax.make_user_context` value, which is part of the
+key of JAX's trace caches: a function jitted outside is traced again inside, and back.
+"""
+
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import flax.linen as nn
 import jax
 from jaxtyping import PyTree
 
-from jamp._autocast.model import shown_params
+from jamp._autocast.marks import at_boundary, shown_params
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
+from jamp._core.dtypes import FLOAT32, cast_floats
 from jamp._policy.levels import Properties
-from jamp._policy.models import forward_policy, model_inputs, model_outputs, policy
+
+# `policy.value` is the innermost.
+policy = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def forward_policy(properties: Properties) -> Iterator[None]:
+    """Runs models under `properties`; entering the same ones twice changes nothing."""
+    if policy.value == properties:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(policy(properties))
+        if properties.cast_model_type or properties.cast_model_outputs is not None:
+            stack.enter_context(nn.intercept_methods(_Linen(properties)))
+        yield
+
+
+def model_inputs[T](tree: T, properties: Properties) -> T:
+    """What enters a model: float32, at the half levels rounded where half reads it."""
+    tree = cast_floats(tree, FLOAT32) if properties.cast_model_type else tree
+    return at_boundary(tree) if properties.half_dtype else tree
+
+
+def model_outputs[T](tree: T, properties: Properties) -> T:
+    """What leaves a model: in float32, or as `cast_model_outputs` says."""
+    if properties.half_dtype:
+        tree = at_boundary(cast_floats(tree, FLOAT32))
+    dtype = properties.output_dtype
+    return tree if dtype is None else cast_floats(tree, dtype)
 
 
 def under_policy(
@@ -23,21 +58,15 @@ def under_policy(
     At O1 and O4 that is `autocast`. At O2, O3 and O5 `fn` sees the half params in
     float32, so that nothing promotes, and is written in half by the same passes: its
     products of these params, and what else half is enough for. `params` are those that
-    it will be called with, or others of their dtypes.
+    it will be called with, or others of their dtypes. Call it in `forward_policy`,
+    entered after this.
     """
     scope, half = scope_under(properties, params), properties.half_dtype
 
     def shown(params, *args, **kwargs):
         return fn(shown_params(params, half), *args, **kwargs)
 
-    written = fn if scope is None else autocast_in(scope, shown if half else fn)
-
-    @functools.wraps(fn)
-    def run(params, *args, **kwargs):
-        with forward_policy(properties):
-            return written(params, *args, **kwargs)
-
-    return run
+    return fn if scope is None else autocast_in(scope, shown if half else fn)
 
 
 def scope_under(properties: Properties, params: PyTree) -> Scope | None:
@@ -74,7 +103,9 @@ class _Forward:
             return model_outputs(first, self.properties), *updated
 
         params = variables["params"] if is_flax else variables
-        return under_policy(run, self.properties, params)(params, *args, **kwargs)
+        written = under_policy(run, self.properties, params)
+        with forward_policy(self.properties):
+            return written(params, *args, **kwargs)
 
 
 def cast_forward(
@@ -105,9 +136,49 @@ def cast_forward(
     return _Forward(apply_fn, properties)
 
 
-def no_forward(*_: Any, **__: Any) -> NoReturn:
+def no_forward(*_: object, **__: object) -> NoReturn:
     """What `state.apply_fn` is where none was given."""
     raise TypeError(
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
         "*args) -> outputs`, to jamp.initialize. Call an NNX model itself."
     )
+
+
+@dataclasses.dataclass
+class _Linen:
+    """Intercepts the calls of Linen models: a loss may call `model.apply` by itself.
+
+    One object per policy entered, so one per thread.
+    """
+
+    properties: Properties
+    running: list[Any] = dataclasses.field(default_factory=list)  # scopes of models
+
+    def __call__(self, next_fun, args, kwargs, context):
+        scope = context.module.scope
+        if (
+            scope is None
+            or policy.value != self.properties
+            or context.method_name == "setup"
+            or context.module.is_initializing()
+        ):
+            return next_fun(*args, **kwargs)
+        # A model that a module applies, such as a teacher, is one by itself.
+        outermost = not self.running
+        is_root = scope.parent is None and scope.path == ()
+        if not outermost and (not is_root or scope is self.running[-1]):
+            return next_fun(*args, **kwargs)
+        # Nobody knows yet whether its params are half: a teacher's are not.
+        half = self.properties.half_dtype
+        if half:
+            args, kwargs = at_boundary((args, kwargs))
+        elif outermost:
+            args, kwargs = model_inputs((args, kwargs), self.properties)
+        self.running.append(scope)
+        try:
+            out = next_fun(*args, **kwargs)
+        finally:
+            self.running.pop()
+        if outermost:
+            return model_outputs(out, self.properties)
+        return at_boundary(out) if half else out

@@ -58,7 +58,7 @@ def check_count(where: str, value: Any) -> None:
         raise ValueError(f"{where} must be a count, got {value!r}.")
 
 
-def is_known(value: Any) -> bool:
+def is_known(value: object) -> bool:
     """Whether there is a value to look at, and not the shape of one alone."""
     return not is_traced(value) and not isinstance(value, jax.ShapeDtypeStruct)
 

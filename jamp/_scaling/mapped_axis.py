@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._core.compat import manual_axes, varying_axes
 from jamp._core.dtypes import is_half
 from jamp._core.tree import widen_tree
 from jamp._core.warnings import PrecisionWarning, warn
+from pallas_kernels._compat import varying_axes
 
 
 def check_predivide(predivide: float, axis_name: Hashable) -> None:
@@ -39,7 +39,7 @@ def check_bound(axis_name: Hashable) -> None:
         try:
             jax.lax.axis_size(name)
         except (NameError, AssertionError):
-            manual = sorted(map(str, manual_axes()))
+            manual = sorted(map(str, _manual_axes()))
             raise ValueError(
                 f"axis_name={name!r} is not bound here; the axes of the shard_map "
                 f"around this call are {manual}. Call it inside of "
@@ -50,7 +50,7 @@ def check_bound(axis_name: Hashable) -> None:
 
 def varying(params: PyTree, axis_name: Hashable) -> PyTree:
     """Marks replicated params as varying: JAX would sum their gradients, in half."""
-    mapped = manual_axes().intersection(_names(axis_name))
+    mapped = _manual_axes().intersection(_names(axis_name))
 
     def leaf(x):
         missing = tuple(mapped - varying_axes(x))
@@ -61,7 +61,7 @@ def varying(params: PyTree, axis_name: Hashable) -> PyTree:
 
 def warn_of_half_sums(params: PyTree) -> None:
     """Warns of replicated half params, whose gradients JAX sums over a `shard_map`."""
-    mapped = manual_axes()
+    mapped = _manual_axes()
     if not mapped or not _checks_vma():
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -103,7 +103,7 @@ def agreed(
     Over `axis_name` they are the same. Over other axes of a `shard_map`, where devices
     may hold parts of params, one that overflows makes all of them skip.
     """
-    rest = manual_axes() - set(_names(axis_name))
+    rest = _manual_axes() - set(_names(axis_name))
     if _checks_vma():
         rest &= varying_axes(finite) - varying_axes(scale)
     if not rest:
@@ -113,9 +113,14 @@ def agreed(
 
 def _checks_vma() -> bool:
     """Whether the `shard_map` around knows what varies: check_vma=True."""
-    axes = tuple(manual_axes())
+    axes = tuple(_manual_axes())
     return any(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
 
 
 def _names(axis_name: Hashable) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _manual_axes() -> frozenset[Any]:
+    """The mesh axes of the `shard_map` that is being traced."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

@@ -10,21 +10,18 @@ twice, and the half gradient, which a fused optimizer unscales on its way. Nothi
 bytes depends on the table, and it keeps nothing alive.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.dtypes import is_differentiable
 from jamp._core.tree import is_traced
-from jamp._scaling.rules import unscale_tree
-
-type FindFinite = Callable[[PyTree, PyTree], Bool[Array, ""]]
+from jamp._scaling.rules import multiplied
 
 
 class Raw(NamedTuple):
@@ -44,37 +41,34 @@ class Raw(NamedTuple):
     finite: Bool[Array, ""] | None
 
 
-def unscaled(
+def nan_unless(
+    finite: Bool[Array, ""] | None,
+    divided: PyTree,
     grads: PyTree,
     scale: Float[Array, ""],
     loss_id: int,
-    find_finite: FindFinite | None,
-) -> tuple[PyTree, Bool[Array, ""] | None]:
-    """Gradients divided by the scale; all NaN if one of them is not finite then.
+) -> PyTree:
+    """Gradients divided by the scale; all NaN if one of them is not finite.
 
     Args:
-        grads: a tree of gradients times the scale.
-        scale: what to divide by.
+        finite: whether all of them are finite; None for a rule that does not check.
+        divided: the gradients in float32, divided by the scale.
+        grads: what they were before, which is remembered of each leaf.
+        scale: what they were divided by.
         loss_id: of which loss they are.
-        find_finite: `(grads, divided) -> flag`: whether the latter are all finite. None
-            for a rule that does not check.
-
-    Returns:
-        The tree, in float32 (float64 of float64), and the flag.
     """
-    tree, finite = unscale_tree(grads, scale), None
-    if find_finite is not None:
-        finite = find_finite(grads, tree)
+    if finite is not None:
         factor = lax.select(finite, np.float32(1), np.float32(np.nan))
-        tree = jax.tree.map(lambda g: _times(g, factor), tree)
-    for leaf, grad in zip(jax.tree.leaves(tree), jax.tree.leaves(grads), strict=True):
+        divided = multiplied(divided, factor)
+    leaves = jax.tree.leaves(divided), jax.tree.leaves(grads)
+    for leaf, grad in zip(*leaves, strict=True):
         if isinstance(grad, jax.Array):
             _remember(leaf, Raw(loss_id, grad, scale, finite))
-    return tree, finite
+    return divided
 
 
-def raw_of(leaf: Any) -> Raw | None:
-    """What a gradient was made of, if it is the very array that `unscaled` made."""
+def raw_of(leaf: object) -> Raw | None:
+    """What a gradient was made of, if it is the very array that `nan_unless` made."""
     entry = _table.get(id(leaf))
     if entry is None or entry.leaf() is not leaf:
         return None
@@ -124,21 +118,15 @@ _table: dict[int, _Entry] = {}  # by the id of the leaf
 
 def _remember(leaf: Array, raw: Raw) -> None:
     key = id(leaf)
+    scale, finite = (
+        weakref.ref(x) if is_traced(x) else functools.partial(lambda x: x, x)
+        for x in (raw.scale, raw.finite)
+    )
     _table[key] = _Entry(
         leaf=weakref.ref(leaf, lambda _: _table.pop(key, None)),
         loss_id=raw.loss_id,
         grad=weakref.ref(raw.grad),
-        scale=_reference(raw.scale),
-        finite=_reference(raw.finite),
+        scale=scale,
+        finite=finite,
         checks=raw.finite is not None,
     )
-
-
-def _reference(scalar: Any) -> Callable[[], Any]:
-    return weakref.ref(scalar) if is_traced(scalar) else lambda: scalar
-
-
-def _times(grad: Any, factor: Array) -> Any:
-    if not is_differentiable(grad):
-        return grad
-    return lax.mul(grad, lax.convert_element_type(factor, jnp.result_type(grad)))

@@ -4,17 +4,17 @@ After apex/amp/handle.py:scale_loss. The loss is multiplied in float32, so it is
 NaN because it left the range of float16.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
-from jamp._core.groups import Wrt
+from jamp._core.groups import Key, Wrt
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -22,13 +22,11 @@ from jamp._core.tree import (
     split_overwrite,
     with_trained,
 )
-from jamp._policy.forward import under_policy
-from jamp._policy.models import forward_policy
+from jamp._policy.forward import forward_policy, under_policy
 from jamp._scaling import mapped_axis
-from jamp._scaling.by_hand import HasLossScales, current_scale, find_loss_scale
-from jamp._scaling.layout import row_major_on_cuda
-from jamp._scaling.loss import split_aux
-from jamp._scaling.unscaled import unscaled
+from jamp._scaling.loss import HasLossScales, find_loss_scale, grad_of_product
+from jamp._scaling.rules import unscale_tree
+from jamp._scaling.unscaled import nan_unless
 from jamp.optimizers._masters import fused_inside
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
@@ -111,14 +109,7 @@ def scaled_value_and_grad(
     >>> print(loss, grads["w"])  # 8 * 2**16 overflows float16
     16.0 [nan nan]
     """
-    compute = checked_value_and_grad(
-        loss_fn,
-        has_aux=has_aux,
-        loss_id=loss_id,
-        wrt=wrt,
-        axis_name=axis_name,
-        predivide=predivide,
-    )
+    compute = ScaledGrad(loss_fn, has_aux, loss_id, wrt, axis_name, predivide).checked
 
     @functools.wraps(loss_fn)
     def value_and_grad(state, *args, **kwargs):
@@ -128,83 +119,87 @@ def scaled_value_and_grad(
     return value_and_grad
 
 
-def checked_value_and_grad(
-    loss_fn: Callable[..., Any],
-    *,
-    has_aux: bool = False,
-    loss_id: int = 0,
-    wrt: Wrt = None,
-    axis_name: Hashable = None,
-    predivide: float | None = None,
-) -> Callable[..., tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]]:
-    """`((loss, aux), grads, finite)`: the flag is None if the rule does not check."""
-    if predivide is not None:
-        mapped_axis.check_predivide(predivide, axis_name)
+@dataclasses.dataclass(frozen=True)
+class ScaledGrad:
+    """The gradient of a scaled loss, by the arguments of `scaled_value_and_grad`."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool = False
+    loss_id: int = 0
+    wrt: Wrt = None
+    axis_name: Hashable = None
+    predivide: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.predivide is not None:
+            mapped_axis.check_predivide(self.predivide, self.axis_name)
 
     @moves_constants
-    def compute(state, *args, **kwargs):
+    def checked(
+        self, state: HasLossScales, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]:
+        """`((loss, aux), grads, finite)`: the flag is None if no rule checks."""
         check_same_devices(("state", state), ("args", args), *kwargs.items())
-        if axis_name is not None:
-            mapped_axis.check_bound(axis_name)
-        backward = raw_value_and_grad(
-            loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt, axis_name=axis_name
-        )
-        (loss, aux), grads = backward(state, *args, **kwargs)
-        if axis_name is not None:
-            grads, loss = mapped_axis.averaged(grads, loss, axis_name, predivide)
-        rule, scale = state.loss_scale_rules[loss_id], current_scale(state, loss_id)
-
-        def find_finite(raw, divided):
-            finite = _finite(raw, divided, scale, state.tx)
-            if axis_name is None:
-                return finite
-            return mapped_axis.agreed(finite, scale, axis_name)
-
+        if self.axis_name is not None:
+            mapped_axis.check_bound(self.axis_name)
+        (loss, aux), grads = self.raw(state, *args, **kwargs)
+        if self.axis_name is not None:
+            grads, loss = mapped_axis.averaged(
+                grads, loss, self.axis_name, self.predivide
+            )
         raw = {k: split_overwrite(tree)[0] for k, tree in grads.items()}
-        look = find_finite if rule.checks else None
-        divided, finite = unscaled(raw, scale, loss_id, look)
+        rule = state.loss_scale_rules[self.loss_id]
+        scale = rule.current(state.loss_scales[self.loss_id])
+        divided = unscale_tree(raw, scale)
+        finite = self._finite(state, raw, divided, scale) if rule.checks else None
+        divided = nan_unless(finite, divided, raw, scale, self.loss_id)
         grads = {k: with_trained(grads[k], divided[k]) for k in grads}
-        return (loss, aux), groups.pack_wrt(grads, wrt, state.params), finite
+        return (loss, aux), groups.pack_wrt(grads, self.wrt, state.params), finite
 
-    return compute
+    def raw(
+        self, state: HasLossScales, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Array, Any], dict[Key, PyTree]]:
+        """`((loss, aux), grads)`: by group, times the scale, in the params' dtypes.
 
-
-def raw_value_and_grad(
-    loss_fn: Callable[..., Any],
-    *,
-    has_aux: bool,
-    loss_id: int = 0,
-    wrt: Wrt = None,
-    axis_name: Hashable = None,
-) -> Callable[..., tuple[tuple[Array, Any], dict[groups.Key, PyTree]]]:
-    """`((loss, aux), grads)`: by group, times the scale, in the dtypes of the params.
-
-    Over `axis_name` params are made to vary, and nothing is averaged.
-    """
-
-    def compute(state, *args, **kwargs):
-        rule, scale_state = find_loss_scale(state, loss_id, _CALL)
-        every = groups.group_keys(state.tx)
-        keys = groups.resolve_wrt(wrt, every)
-        trained = {k: differentiable(groups.get(state.params, k)) for k in keys}
-        if axis_name is None:
+        Over `axis_name` params are made to vary, and nothing is averaged.
+        """
+        rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
+        whole = groups.split(state.params, groups.group_keys(state.tx))
+        keys = groups.resolve_wrt(self.wrt, tuple(whole))
+        trained = {k: differentiable(whole[k]) for k in keys}
+        if self.axis_name is None:
             mapped_axis.warn_of_half_sums(trained)
         else:
-            trained = mapped_axis.varying(trained, axis_name)
-        run_loss = under_policy(loss_fn, state.properties, state.params)
+            trained = mapped_axis.varying(trained, self.axis_name)
+        run_loss = under_policy(self.loss_fn, state.properties, state.params)
 
-        def scaled_loss(trained):
-            whole = groups.split(state.params, every)
-            whole |= {k: merge(trained[k], whole[k]) for k in keys}
-            out = run_loss(groups.pack(whole, state.params), *args, **kwargs)
-            loss, aux = split_aux(out, has_aux)
-            return rule.scale_loss(loss, scale_state), (loss, aux)
+        def run(trained):
+            merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
+            return run_loss(groups.pack(merged, state.params), *args, **kwargs)
 
         with forward_policy(state.properties):
-            grads, value = jax.grad(scaled_loss, has_aux=True)(trained)
-        return value, row_major_on_cuda(grads)
+            scale = rule.current(scale_state)
+            return grad_of_product(run, trained, scale, self.has_aux)
 
-    return compute
+    def _finite(
+        self,
+        state: HasLossScales,
+        raw: dict[Key, PyTree],
+        divided: dict[Key, PyTree],
+        scale: Float[Array, ""],
+    ) -> Bool[Array, ""]:
+        """Whether all are finite; by the kernels of the optimizer that steps them."""
+        finite = []
+        for key in raw:
+            fused = fused_inside(groups.get(state.tx, key))
+            if fused is None:
+                finite.append(all_finite(divided[key]))
+            else:
+                finite.append(fused.all_finite(raw[key], scale))
+        flag = functools.reduce(jnp.logical_and, finite)
+        if self.axis_name is None:
+            return flag
+        return mapped_axis.agreed(flag, scale, self.axis_name)
 
 
 @overload
@@ -249,20 +244,3 @@ def scaled_grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad
-
-
-def _finite(
-    raw: dict[groups.Key, PyTree],
-    divided: dict[groups.Key, PyTree],
-    scale: Float[Array, ""],
-    txs: Any,
-) -> Bool[Array, ""]:
-    """Whether all are finite; by the kernels of the optimizer that will step them."""
-
-    def of_group(key):
-        fused = fused_inside(groups.get(txs, key))
-        if fused is None:
-            return all_finite(divided[key])
-        return fused.all_finite(raw[key], scale)
-
-    return functools.reduce(jnp.logical_and, map(of_group, raw))

@@ -8,18 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.groups import SINGLE, Key
-from jamp._core.tree import path_string, strong_array, unshared
+from jamp._core.tree import mapping_like, path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
-from jamp._state.step import widened
-from jamp.optimizers import FusedTransformation
+from jamp._state.step import groups_of, wide_params
 from jamp.optimizers._masters import MasterWeights, inside
 
 
@@ -40,28 +38,26 @@ def grown[S](
         raise TypeError(
             "The state has no optimizer: make another with jamp.initialize."
         )
-    keys = groups.group_keys(old.tx)
+    by_key = groups_of(old)
+    keys = tuple(by_key)
     params = jax.tree.map(strong_array, params)
     if not allow_not_fp32:
         check_float32(params)
     cast = cast_to_level(params, old.properties, fields.get("batch_stats"))
+    txs = groups.pack({k: inside(group.tx) for k, group in by_key.items()}, old.params)
     if keys == (SINGLE,):
         _check_leaves(params, tx, old.params)
-        put, txs = _merged, _bare(old.tx)
+        put = _merged
     else:
         _check_groups(params, tx, old.params)
-        put, bare = _extended, {k: _bare(groups.get(old.tx, k)) for k in keys}
-        txs = _extended(groups.pack(bare, old.params), tx, "tx")
-    masters = {
-        k: widened(*(groups.get(x, k) for x in (old.tx, old.opt_state, old.params)))
-        for k in keys
-    }
+        put, txs = _extended, _extended(txs, tx, "tx")
+    wrapped = [x.tx for x in by_key.values() if isinstance(x.tx, MasterWeights)]
     new = new_state(
         type(old),
-        put(groups.pack(masters, old.params), params, "params"),
+        put(wide_params(old), params, "params"),
         put(old.params, cast, "params"),
         txs,
-        store_remainder=any(_stores_remainder(groups.get(old.tx, k)) for k in keys),
+        store_remainder=any(tx.store_remainder for tx in wrapped),
         apply_fn=old.apply_fn,
         properties=old.properties,
         loss_scale_rules=old.loss_scale_rules,
@@ -92,17 +88,6 @@ def _fields(
                 f"theirs: `add_params(..., {name}=...)`, in the same container."
             )
     return grown
-
-
-def _bare(tx: optax.GradientTransformation) -> Any:
-    """A transformation without masters; a fused one not told how params are sharded."""
-    inner = inside(tx)
-    fused = isinstance(inner, FusedTransformation)
-    return inner.replace(shardings=None) if fused else inner
-
-
-def _stores_remainder(tx: optax.GradientTransformation) -> bool:
-    return isinstance(tx, MasterWeights) and tx.store_remainder
 
 
 def _keeping_bits[T](new: T, old: PyTree) -> T:
@@ -172,7 +157,7 @@ def _merged(old: PyTree, new: PyTree, where: str) -> Any:
     for key, value in new.items():
         if key in old:
             entries[key] = _merged(old[key], value, f"{where}[{key!r}]")
-    return _of_kind(old, entries)
+    return mapping_like(old, entries)
 
 
 def _extended(old: PyTree, new: PyTree, name: str) -> Any:
@@ -182,8 +167,4 @@ def _extended(old: PyTree, new: PyTree, name: str) -> Any:
     twice = set(old) & set(new)
     if twice:
         raise ValueError(f"{name} has a group {sorted(twice, key=str)[0]!r} already.")
-    return _of_kind(old, {**old, **new})
-
-
-def _of_kind(old: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    return entries if isinstance(old, dict) else type(old)(entries)  # pyright: ignore[reportCallIssue]
+    return mapping_like(old, {**old, **new})

@@ -18,10 +18,17 @@ from jamp._core.tree import check_like, select
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
-from jamp._state.gradients import LossGrads, by_loss, clean_flags, summed
-from jamp._state.load_params import has_values, loaded
-from jamp._state.serialization import register
-from jamp._state.step import step, widened
+from jamp._state.loading import has_values, loaded, register
+from jamp._state.step import (
+    GroupGrads,
+    LossGrads,
+    by_group,
+    by_loss,
+    groups_of,
+    packed,
+    step,
+    wide_params,
+)
 
 _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "
@@ -43,11 +50,6 @@ class _Replace:
         if loads and has_values(params, self.params):
             changes |= loaded(self, params, False)
         return dataclasses.replace(self, **changes)
-
-
-def _inherit_replace(state_class: Any) -> None:
-    if "replace" in vars(state_class):
-        del state_class.replace
 
 
 class AmpState(_Replace, TrainState, kw_only=True):
@@ -78,8 +80,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(repr=False, **kwargs)  # as below, for subclasses too
-        _inherit_replace(cls)
-        register(cls)
+        _complete(cls)
 
     def __repr__(self) -> str:
         """Level, params by dtype, step, scale and skips; not the arrays."""
@@ -88,7 +89,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
     @classmethod
-    def create(cls, **kwargs: Any) -> NoReturn:
+    def create(cls, **kwargs: object) -> NoReturn:
         """Not here: `jamp.initialize(params, tx, opt_level, state_class=...)` is."""
         del kwargs
         raise TypeError(
@@ -146,32 +147,30 @@ class AmpState(_Replace, TrainState, kw_only=True):
             )
         check_same_devices(("state", self), ("grads", grads), *fields.items())
         losses = by_loss(grads, loss_id, self)
-        keys = groups.group_keys(self.tx)
-        clean = clean_flags(losses)
-        params, opt_states, counts, skipped = (
-            groups.split(getattr(self, name), keys) for name in _GROUPED
-        )
-        for key, flag in clean.items():
-            total, overwrite = summed(losses, key)
-            params[key], opt_states[key] = step(
-                groups.get(self.tx, key),
+        stepped, keys = groups_of(self), groups.group_keys(self.tx)
+        counts = groups.split(self.skipped_steps, keys)
+        skipped = groups.split(self.last_step_skipped, keys)
+        given = by_group(losses)
+        for key, (total, overwrite, clean) in given.items():
+            stepped[key] = step(
+                stepped[key],
                 total,
-                opt_states[key],
-                params[key],
                 overwrite=overwrite,
-                clean=None if flag is True else flag,
-                update_args=dict(update_args or {}),
+                clean=None if clean is True else clean,
+                update_args=update_args or {},
             )
-            skipped[key] = jnp.logical_not(flag)
+            skipped[key] = jnp.logical_not(clean)
             counts[key] = counts[key] + skipped[key].astype(jnp.int32)
-        stepped = functools.reduce(jnp.logical_or, [~skipped[key] for key in clean])
-        after = zip(_GROUPED, (params, opt_states, counts, skipped), strict=True)
-        return self.replace(
-            step=self.step + stepped.astype(jnp.int32),
+        moves = functools.reduce(jnp.logical_or, [~skipped[key] for key in given])
+        return dataclasses.replace(
+            self,
+            step=self.step + moves.astype(jnp.int32),
             loss_scales=_next_scales(self, losses),
-            **{name: groups.pack(values, self.params) for name, values in after},
+            skipped_steps=groups.pack(counts, self.params),
+            last_step_skipped=groups.pack(skipped, self.params),
+            **packed(stepped, self.params),
             **{
-                name: _next_field(self, name, new, keys, clean)
+                name: _next_field(self, name, new, given)
                 for name, new in fields.items()
             },
         )
@@ -251,11 +250,14 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return grown(self, params, tx, allowed, extra, fields)
 
 
-_inherit_replace(AmpState)
-register(AmpState)
+def _complete(state_class: Any) -> None:
+    """Takes Flax's `replace` out of a class, and has Flax check what it restores."""
+    if "replace" in vars(state_class):
+        del state_class.replace
+    register(state_class)
 
-# What a state holds once per group.
-_GROUPED = ("params", "opt_state", "skipped_steps", "last_step_skipped")
+
+_complete(AmpState)
 
 
 def _next_scales(
@@ -278,11 +280,7 @@ def _next_scales(
 
 
 def _next_field(
-    state: AmpState,
-    name: str,
-    new: PyTree,
-    keys: tuple[Key, ...],
-    clean: Mapping[Key, Any],
+    state: AmpState, name: str, new: PyTree, given: Mapping[Key, GroupGrads]
 ) -> Any:
     """An extra field: the new value if the groups that it belongs to were clean."""
     extra = extra_fields(state)
@@ -291,12 +289,13 @@ def _next_field(
             f"apply_gradients cannot set {name!r}; the state's extra fields are "
             f"{extra}. Declare one with `jamp.initialize(..., name=value)`."
         )
-    old = getattr(state, name)
+    old, keys = getattr(state, name), groups.group_keys(state.tx)
     check_like(new, old, name, _FIELD_REMEDY)
     if groups.is_container(old, keys):
-        chosen = {k: select(clean[k], new[k], old[k]) for k in clean}
+        chosen = {k: select(x.clean, new[k], old[k]) for k, x in given.items()}
         return groups.pack(groups.split(old, keys) | chosen, old)
-    return select(functools.reduce(jnp.logical_and, clean.values()), new, old)
+    clean = functools.reduce(jnp.logical_and, [x.clean for x in given.values()])
+    return select(clean, new, old)
 
 
 def extra_fields(state: AmpState) -> list[str]:
@@ -321,7 +320,4 @@ def master_params(state: AmpState) -> Any:
     >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
     0.099976 0.100000
     """
-    parts = (state.tx, state.opt_state, state.params)
-    keys = groups.group_keys(state.tx)
-    wide = {k: widened(*(groups.get(part, k) for part in parts)) for k in keys}
-    return groups.pack(wide, state.params)
+    return wide_params(state)

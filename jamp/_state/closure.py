@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import cast, is_half
-from jamp._core.groups import Wrt
+from jamp._core.groups import Key, Wrt
 from jamp._core.tree import trained_params, with_trained
-from jamp._scaling.by_hand import find_loss_scale
+from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
 
 
@@ -105,7 +105,7 @@ def _group_of(wrt: Wrt, keys: tuple[Any, ...]) -> Any:
     return groups.resolve_wrt(wrt, keys)[0]
 
 
-def _at(state: Any, key: Any, masters: PyTree) -> Any:
+def _at(state: Any, key: Key, masters: PyTree) -> Any:
     """The state with one group's params rounded from `masters`."""
     params = rounded(masters, groups.get(state.params, key))
     keys = groups.group_keys(state.tx)

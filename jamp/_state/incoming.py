@@ -75,7 +75,7 @@ def _entries(container: Any) -> list[Any]:
     return list(container) if isinstance(container, list | tuple) else []
 
 
-def _kind(container: Any) -> str:
+def _kind(container: object) -> str:
     if isinstance(container, Mapping):
         return f"a dict with the keys {list(container)}"
     if isinstance(container, list | tuple):

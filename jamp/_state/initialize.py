@@ -4,8 +4,10 @@ After apex/amp/frontend.py and _initialize.py, without their global state.
 """
 
 import difflib
+import functools
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -17,7 +19,6 @@ from typing_extensions import TypeVar
 from jamp._autocast.transform import Promote
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
-from jamp._core.groups import Key
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level, check_keep_fp32
@@ -26,11 +27,10 @@ from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
-from jamp._state.new_state import new_state
-from jamp._state.placement import settled
-from jamp._state.state_class import state_class_with
+from jamp._state.new_state import new_state, settled
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
+_NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
 
 
 class _Dataclass(Protocol):
@@ -151,9 +151,13 @@ def initialize(
     check_keep_fp32(properties.keep_fp32, params)
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
     if store_remainder and not (properties.master_weights and tx is not None):
-        _warn_no_masters(opt_level)
+        warn(
+            f"store_remainder has no effect: {opt_level} keeps no master weights here. "
+            "It is for O5.",
+            UnusedOptionWarning,
+        )
     state = new_state(
-        state_class_with(state_class, fields),
+        _state_class_with(state_class, fields),
         params,
         model_params,
         tx,
@@ -220,21 +224,11 @@ def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
 def _patch(apply_fn: Any, properties: Properties) -> Any:
     if apply_fn is None:
         return no_forward
-    if isinstance(apply_fn, list | tuple | Mapping):
-        items = (
-            apply_fn.items() if isinstance(apply_fn, Mapping) else enumerate(apply_fn)
-        )
-        patched: dict[Key, Any] = {k: cast_forward(fn, properties) for k, fn in items}
-        return groups.hashable(patched, apply_fn)
-    return cast_forward(apply_fn, properties)
-
-
-def _warn_no_masters(opt_level: str) -> None:
-    warn(
-        f"store_remainder has no effect: {opt_level} keeps no master weights here. It "
-        "is for O5.",
-        UnusedOptionWarning,
-    )
+    if not isinstance(apply_fn, list | tuple | Mapping):
+        return cast_forward(apply_fn, properties)
+    forwards = groups.split(apply_fn, groups.group_keys(apply_fn))
+    patched = {key: cast_forward(fn, properties) for key, fn in forwards.items()}
+    return groups.hashable(patched, apply_fn)
 
 
 _APEX_NAMES = {
@@ -265,3 +259,37 @@ def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
             raise TypeError(
                 f"initialize cannot take an extra field {name!r}: AmpState has its own."
             )
+
+
+def _state_class_with[S: AmpState](
+    state_class: type[S], fields: Collection[str]
+) -> type[S]:
+    """`state_class`, with the fields that it does not declare.
+
+    Raises:
+        TypeError: a subclass of the user's does not declare a field.
+    """
+    undeclared = sorted(set(fields) - set(state_class.__dataclass_fields__))
+    if not undeclared:
+        return state_class
+    if state_class is not AmpState:
+        raise TypeError(
+            f"{state_class.__name__} declares no field {undeclared[0]!r}: add "
+            f"`{undeclared[0]}: Any` to it."
+        )
+    return _subclass(tuple(undeclared))  # pyright: ignore[reportReturnType]
+
+
+def __getattr__(name: str) -> Any:
+    """Where pickle finds `AmpState[batch_stats]`."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _subclass(tuple(match[1].split(",")))
+
+
+@functools.cache
+def _subclass(names: tuple[str, ...]) -> type[AmpState]:
+    """Made once per set of names: a fresh class per call would retrace."""
+    body = {"__annotations__": dict.fromkeys(names, Any), "__module__": __name__}
+    return type(f"AmpState[{','.join(names)}]", (AmpState,), body)

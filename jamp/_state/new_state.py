@@ -1,15 +1,26 @@
-"""A state before its first step, of params that are cast already."""
+"""A new state: optimizer states, loss scales, counters, and where all of it is.
+
+Moments are sharded as their params, scalars replicated.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jamp._core import groups
+from jamp._core.devices import in_full, put
+from jamp._core.dtypes import is_castable
+from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.step import begin
+from jamp._state.step import Group, packed
+from jamp.optimizers import FusedTransformation, _masters as masters
+from pallas_kernels import Weight
 
 
 def new_state[S](
@@ -34,32 +45,127 @@ def new_state[S](
         store_remainder: whether masters are the low bits beside the params.
         apply_fn, properties, loss_scale_rules, **fields: fields of the state.
     """
-    keys = groups.group_keys(txs)
-    begun = {
-        key: begin(
-            groups.get(txs, key),
-            groups.get(originals, key),
-            groups.get(params, key),
-            keeps_masters=properties.master_weights,
-            store_remainder=store_remainder,
-        )
-        for key in keys
-    }
-
-    def packed(values):
-        return groups.pack(dict(zip(keys, values, strict=True)), params)
-
-    wrapped, trees, opt_states = zip(*begun.values(), strict=True)
+    begun = {}
+    for key in groups.group_keys(txs):
+        tx, cast = groups.get(txs, key), groups.get(params, key)
+        if tx is not None:
+            tx = _with_shardings(tx, cast)
+            if properties.master_weights:
+                tx = masters.master_weights(tx, store_remainder=store_remainder)
+        begun[key] = begun_group(tx, groups.get(originals, key), cast)
     return state_class(
         step=jnp.int32(0),
         apply_fn=apply_fn,
-        params=packed(trees),
-        tx=groups.hashable(dict(zip(keys, wrapped, strict=True)), txs),
-        opt_state=packed(opt_states),
+        tx=groups.hashable({k: group.tx for k, group in begun.items()}, txs),
+        **packed(begun, params),
         loss_scales=tuple(rule.init() for rule in loss_scale_rules),
-        skipped_steps=packed([jnp.int32(0) for _ in keys]),
-        last_step_skipped=packed([jnp.bool_(False) for _ in keys]),
+        skipped_steps=groups.pack({k: jnp.int32(0) for k in begun}, params),
+        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in begun}, params),
         properties=properties,
         loss_scale_rules=loss_scale_rules,
         **fields,
     )
+
+
+def begun_group(
+    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
+) -> Group:
+    """Params and optimizer state, from the user's params rather than rounded ones.
+
+    Raises:
+        ValueError: the transformation keeps masters somewhere inside already.
+    """
+    group = Group(tx, None, params)
+    return group if tx is None else begun_from(group, first_weights(group, originals))
+
+
+def begun_from(group: Group, weights: PyTree) -> Group:
+    """A group with a fresh optimizer state, from a tree of `Weight`."""
+    opt_state = masters.inside(group.tx).init(masters.values(weights))
+    is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
+    if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
+        raise ValueError(masters.ALREADY_WRAPPED)
+    return group.with_weights(weights, _moments_like_params(opt_state, group.params))
+
+
+def first_weights(group: Group, originals: PyTree) -> PyTree:
+    """A tree of `Weight` from params that were cast from `originals`."""
+    tx, trained = group.tx, trained_params(group.params)
+    if not isinstance(tx, masters.MasterWeights):
+        return jax.tree.map(Weight, trained)
+    originals = trained_params(originals)
+    return masters.with_masters(trained, originals, store_remainder=tx.store_remainder)
+
+
+def _with_shardings(
+    tx: optax.GradientTransformation, params: PyTree
+) -> optax.GradientTransformation:
+    """Tells a fused optimizer how its params are sharded: jit would hide it."""
+    if not isinstance(tx, FusedTransformation):
+        return tx
+    named = tuple(map(_named, jax.tree.leaves(trained_params(params))))
+    spread = named and all(s is not None and s.mesh.size > 1 for s in named)
+    return tx.replace(shardings=named if spread else None)
+
+
+def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
+    """Under jit, shards leaves of an optimizer state like the param they belong to.
+
+    XLA would make them whole on every device. Outside of jit they follow already.
+    """
+    if not any(map(is_traced, jax.tree.leaves(params))):
+        return opt_state
+    leaves = jax.tree_util.tree_leaves_with_path(trained_params(params))
+    by_path = {path_parts(path): param for path, param in leaves}
+
+    def leaf(path, x):
+        parts = path_parts(path)
+        ends = (parts[i:] for i in range(len(parts) + 1))
+        param = next((by_path[end] for end in ends if end in by_path), None)
+        return x if param is None else _alike(x, param)
+
+    return jax.tree_util.tree_map_with_path(leaf, opt_state)
+
+
+def settled[T](state: T, params: PyTree) -> T:
+    """Puts a new state where its first step would leave it: all of it on the mesh.
+
+    Scalars, and fields that were told no place, are replicated. Else the second step,
+    whose arguments are elsewhere, is compiled again.
+    """
+    shardings = [_named(x) for x in jax.tree.leaves(params)]
+    meshes = {s.mesh for s in shardings if s is not None}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def leaf(x):
+        if is_traced(x) or not isinstance(x, jax.Array):
+            return x
+        if not x.committed:
+            return put(x, _as_given_back(everywhere, x.ndim))
+        if sharding := _named(x):
+            return jax.device_put(x, _as_given_back(sharding, x.ndim))
+        return x
+
+    return jax.tree.map(leaf, state)
+
+
+def _as_given_back(sharding: NamedSharding, ndim: int) -> NamedSharding:
+    """As a program writes the sharding of a result: on Explicit axes in full."""
+    explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return in_full(sharding, ndim) if explicit else sharding
+
+
+def _alike(x: Any, param: Any) -> Any:
+    """`x`, through an operation by which the sharding of `param` becomes its own."""
+    if not is_castable(param) or jnp.shape(x) != param.shape or not param.shape:
+        return x
+    never = jnp.abs(param) < 0  # a constant would be folded before
+    return jax.lax.select(never, param.astype(x.dtype), x)
+
+
+def _named(x: Any) -> NamedSharding | None:
+    """The sharding of an array on a mesh."""
+    sharding = None if is_traced(x) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None

@@ -1,16 +1,42 @@
-"""One optimizer step of one group, in float32, rounded to the params' dtypes."""
+"""A step: gradients by loss and by group, and the optimizer step of one group.
 
-from typing import Any
+What `apply_gradients` accepts is unscaled gradients, of one loss or of several. A step
+is in float32, and is rounded to the dtypes of the params.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._core.tree import select, split_overwrite, trained_params, with_trained
-from jamp._scaling.unscaled import still_scaled
-from jamp._state.placement import moments_like_params, with_shardings
+from jamp._core import groups
+from jamp._core.dtypes import is_half
+from jamp._core.groups import Key
+from jamp._core.tree import (
+    all_finite,
+    check_like,
+    differentiable,
+    select,
+    split_overwrite,
+    trained_params,
+    widen_tree,
+    with_trained,
+)
+from jamp._core.warnings import PrecisionWarning, warn
+from jamp._scaling.loss import HasLossScales, find_loss_scale
+from jamp._scaling.unscaled import raw_of, still_scaled
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
+
+_REMEDY = (
+    "pass the `grads` of jamp.scaled_value_and_grad, or a tree like `state.params`; of "
+    "several losses `grads=(g0, g1), loss_id=(0, 1)`."
+)
 
 _NO_MASTERS = (
     "state.opt_state is a {}, and this opt level keeps masters in it, a "
@@ -19,89 +45,239 @@ _NO_MASTERS = (
     "in with `state.opt_state._replace(inner_state=...)`."
 )
 
+# True, of Python, where the rule does not check.
+type Flag = Bool[Array, ""] | Literal[True]
 
-def begin(
-    tx: optax.GradientTransformation | None,
-    originals: PyTree,
-    params: PyTree,
-    *,
-    keeps_masters: bool | None,
-    store_remainder: bool,
-) -> tuple[Any, PyTree, Any]:
-    """One new group: its transformation as the level wants it, params and state.
 
-    `originals` are the user's params, float32; `params` were cast from them.
+class LossGrads(NamedTuple):
+    """The gradients of one loss.
+
+    Attributes:
+        loss_id: whose scale moves.
+        finite: whether all are finite.
+        trees: per group that the loss covers, its gradients in float32.
+        overwrite: per group, new values of Flax's `_overwrite_with_gradient`, or None.
     """
-    if tx is not None:
-        tx = with_shardings(tx, params)
-        if keeps_masters:
-            tx = masters.master_weights(tx, store_remainder=store_remainder)
-    return tx, *init_optimizer(tx, originals, params)
+
+    loss_id: int
+    finite: Flag
+    trees: dict[Key, PyTree]
+    overwrite: dict[Key, Any]
 
 
-def init_optimizer(
-    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
-) -> tuple[PyTree, Any]:
-    """Params and optimizer state, from the user's params rather than rounded ones.
+class GroupGrads(NamedTuple):
+    """The gradients of one group.
+
+    Attributes:
+        tree: in float32, summed.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
+        clean: whether all are finite.
+    """
+
+    tree: PyTree
+    overwrite: Any
+    clean: Flag
+
+
+def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
+    """The gradients of each loss, checked.
 
     Raises:
-        ValueError: the transformation keeps masters somewhere inside already.
+        TypeError: `loss_id` is a sequence and `grads` is not.
+        IndexError: a `loss_id` is out of range.
+        ValueError: one for each loss is wanted, and there are more or fewer; a tree
+            differs from its params in structure or shape, or is of another loss.
     """
-    if tx is None:
-        return params, None
-    return init_around(tx, first_weights(tx, originals, params), params)
+    if not isinstance(loss_id, Sequence):
+        return [_of_loss(grads, loss_id, state)]
+    if not isinstance(grads, Sequence):
+        raise TypeError(
+            f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
+            f"got {type(grads).__name__}."
+        )
+    if not loss_id or len(grads) != len(loss_id):
+        raise ValueError(
+            f"grads are {len(grads)} trees, and loss_id={loss_id!r} names "
+            f"{len(loss_id)} losses: pass one tree for each, as in "
+            "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
+        )
+    return [_of_loss(*pair, state) for pair in zip(grads, loss_id, strict=True)]
 
 
-def init_around(
-    tx: optax.GradientTransformation | None, weights: PyTree, params: PyTree
-) -> tuple[PyTree, Any]:
-    """The same from a tree of `Weight`."""
-    opt_state = masters.inside(tx).init(masters.values(weights))
-    is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
-    if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
-        raise ValueError(masters.ALREADY_WRAPPED)
-    opt_state = moments_like_params(opt_state, params)
-    return with_weights(tx, weights, opt_state, params)
+def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
+    """The gradients of each group that has some, summed over the losses."""
+    total: dict[Key, GroupGrads] = {}
+    for loss in losses:
+        for key, tree in loss.trees.items():
+            clean = loss.finite
+            if key in total:
+                before = total[key]
+                tree = jax.tree.map(jnp.add, before.tree, tree)
+                if before.clean is not True:
+                    clean = before.clean if clean is True else before.clean & clean
+            total[key] = GroupGrads(tree, loss.overwrite[key], clean)
+    return total
 
 
-def first_weights(
-    tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
-) -> PyTree:
-    """A tree of `Weight` as `tx` steps them; `params` were cast from `originals`."""
-    trained = trained_params(params)
-    if not isinstance(tx, masters.MasterWeights):
+def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
+    rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
+    trees, overwrite = {}, {}
+    keys = groups.group_keys(state.tx)
+    is_single = keys == (groups.SINGLE,)
+    entries = {groups.SINGLE: grads} if is_single else _entries_of(grads, keys, state)
+    for key, entry in entries.items():
+        what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
+        entry = differentiable(entry)
+        expected = differentiable(groups.get(state.params, key))
+        check_like(entry, expected, what, _REMEDY)
+        trees[key], overwrite[key] = split_overwrite(entry)
+    leaves = jax.tree.leaves(trees)
+    finite = _finite(leaves, loss_id) if rule.checks else True
+    if any(map(is_half, leaves)):
+        _warn_half(trees, state)
+        trees = widen_tree(trees)
+    return LossGrads(loss_id, finite, trees, overwrite)
+
+
+def _entries_of(
+    grads: PyTree, keys: tuple[Key, ...], state: HasLossScales
+) -> dict[Key, PyTree]:
+    """The entries of the groups that have gradients."""
+    if isinstance(state.params, Mapping):
+        fits = isinstance(grads, Mapping) and set(grads) <= set(keys)
+    else:
+        fits = type(grads) is type(state.params) and len(grads) == len(keys)
+    if not fits:
+        raise ValueError(
+            "gradients of several groups come in the container of `state.params`, "
+            f"with the keys {list(keys)}, and None for a group without; got "
+            f"{_described(grads)}. Those of `wrt=key` are `grads={{key: grads}}`; "
+            f"else {_REMEDY}"
+        )
+    pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
+    entries: dict[Key, PyTree] = {k: tree for k, tree in pairs if tree is not None}
+    if not entries:
+        raise ValueError(f"gradients of all groups are None: {_REMEDY}")
+    return entries
+
+
+def _described(grads: PyTree) -> str:
+    name = type(grads).__name__
+    if isinstance(grads, Mapping):
+        return f"a {name} with the keys {list(grads)}"
+    return f"a {name} of {len(grads)}" if isinstance(grads, Sequence) else f"a {name}"
+
+
+def _finite(leaves: Sequence[Array], loss_id: int) -> Flag:
+    """Whether all are finite: by the flag where it is known, else by a look.
+
+    Raises for gradients that are known to be of another loss, whose scale should move.
+    """
+    flags, others = {}, []
+    for leaf in leaves:
+        raw = raw_of(leaf)
+        if raw is not None and raw.loss_id != loss_id:
+            raise ValueError(
+                f"The gradients are of loss_id={raw.loss_id}, and apply_gradients got "
+                f"loss_id={loss_id}: pass `loss_id={raw.loss_id}`, whose scale moves."
+            )
+        if raw is None or raw.finite is None:
+            others.append(leaf)
+        else:
+            flags[id(raw.finite)] = raw.finite
+    looked = [all_finite(others)] if others or not flags else []
+    return functools.reduce(jnp.logical_and, [*flags.values(), *looked])
+
+
+def _warn_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+    """Warns of gradients that are half, under a scale that is there for just those."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(list(trees.values())):
+        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+            warn(
+                f"gradients{jax.tree_util.keystr(path[1:])} are {leaf.dtype}, and the "
+                "loss scale is dynamic: the loss was not scaled, or they were not "
+                "unscaled in float32. Write `jamp.scaled_grad(loss_fn)(state, ...)`, "
+                "or `jamp.scale_loss` before `jax.grad` and `jamp.unscale` after it.",
+                PrecisionWarning,
+            )
+            return
+
+
+class Group(NamedTuple):
+    """Params with an optimizer of their own.
+
+    Attributes:
+        tx: a transformation, maybe wrapped in `master_weights`; None for inference.
+        opt_state: its state.
+        params: the whole params, non-float leaves included.
+    """
+
+    tx: optax.GradientTransformation | None
+    opt_state: Any
+    params: PyTree
+
+    @property
+    def inner_state(self) -> Any:
+        """The state of the optimizer without masters, alike at all levels."""
+        kept = self.opt_state
+        return (
+            kept.inner_state if isinstance(kept, masters.MasterWeightsState) else kept
+        )
+
+    def weights(self) -> PyTree:
+        """What is trained of the params, with the masters that are kept beside it."""
+        trained = trained_params(self.params)
+        if isinstance(self.tx, masters.MasterWeights):
+            if not isinstance(self.opt_state, masters.MasterWeightsState):
+                raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
+            return masters.joined(trained, self.opt_state.masters)
         return jax.tree.map(Weight, trained)
-    originals = trained_params(originals)
-    return masters.with_masters(trained, originals, store_remainder=tx.store_remainder)
+
+    def with_weights(
+        self, weights: PyTree, inner_state: PyTree, overwrite: PyTree = None
+    ) -> Self:
+        """The group with other weights, optimizer state, and values of fp8 scales."""
+        trained, kept = masters.parted(weights)
+        if isinstance(self.tx, masters.MasterWeights):
+            inner_state = masters.MasterWeightsState(kept, inner_state)
+        params = with_trained(self.params, trained, overwrite)
+        return self._replace(opt_state=inner_state, params=params)
 
 
-def with_weights(
-    tx: optax.GradientTransformation | None,
-    weights: PyTree,
-    state: Any,
-    params: PyTree,
-    overwrite: PyTree = None,
-) -> tuple[PyTree, Any]:
-    """Params and optimizer state from stepped weights and their inner state.
+def groups_of(state: TrainState) -> dict[Key, Group]:
+    """The groups of a state, by key."""
+    keys = groups.group_keys(state.tx)
+    parts = [groups.split(x, keys) for x in (state.tx, state.opt_state, state.params)]
+    return {key: Group(*(part[key] for part in parts)) for key in keys}
 
-    Args: see `step`; `state` is that of the transformation inside.
-    """
-    trained, kept = masters.parted(weights)
-    if isinstance(tx, masters.MasterWeights):
-        state = masters.MasterWeightsState(kept, state)
-    return with_trained(params, trained, overwrite), state
+
+def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
+    """The params and optimizer states of groups, as fields of a state."""
+    return {
+        name: groups.pack({k: getattr(x, name) for k, x in by_key.items()}, like)
+        for name in ("params", "opt_state")
+    }
+
+
+def wide_params(state: TrainState) -> PyTree:
+    """The params in float32: the masters where there are some."""
+    wide = {key: wide_group(group) for key, group in groups_of(state).items()}
+    return groups.pack(wide, state.params)
+
+
+def wide_group(group: Group) -> PyTree:
+    """The same of one group."""
+    return with_trained(group.params, masters.values(group.weights()))
 
 
 def step(
-    tx: optax.GradientTransformation | None,
+    group: Group,
     grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
     *,
     overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
-    update_args: dict[str, Any],
-) -> tuple[PyTree, Any]:
+    update_args: Mapping[str, Any],
+) -> Group:
     """Steps the masters, or where there are none the params, widened for the step.
 
     A fused optimizer does so in one pass over each leaf.
@@ -110,10 +286,8 @@ def step(
     and an epsilon of 1e-8 would be zero.
 
     Args:
-        tx: a transformation, maybe wrapped in `master_weights`.
+        group: params and the state of their optimizer.
         grads: unscaled gradients, in float32.
-        opt_state: its state.
-        params: the whole params, non-float leaves included.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
         clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
             would spare the work of a rare skip, and cost 40 % more traffic always. None
@@ -121,11 +295,9 @@ def step(
         update_args: extra arguments for `tx.update`.
 
     Returns:
-        New params and optimizer state.
+        The group with new params and optimizer state.
     """
-    inner, weights = masters.inside(tx), weights_of(tx, opt_state, params)
-    has_masters = isinstance(tx, masters.MasterWeights)
-    state = opt_state.inner_state if has_masters else opt_state
+    inner, weights, state = masters.inside(group.tx), group.weights(), group.inner_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
         grads, scale = still_scaled(grads, skips=skip is not None)
@@ -137,24 +309,5 @@ def step(
             inner, grads, state, weights, clean, **update_args
         )
     if overwrite is not None and clean is not None:
-        overwrite = select(clean, overwrite, split_overwrite(params)[1])
-    return with_weights(tx, weights, state, params, overwrite)
-
-
-def weights_of(
-    tx: optax.GradientTransformation | None, opt_state: PyTree, params: PyTree
-) -> PyTree:
-    """What is trained of the params, with the masters that `tx` keeps beside it."""
-    trained = trained_params(params)
-    if isinstance(tx, masters.MasterWeights):
-        if not isinstance(opt_state, masters.MasterWeightsState):
-            raise TypeError(_NO_MASTERS.format(type(opt_state).__name__))
-        return masters.joined(trained, opt_state.masters)
-    return jax.tree.map(Weight, trained)
-
-
-def widened(
-    tx: optax.GradientTransformation | None, opt_state: PyTree, params: PyTree
-) -> PyTree:
-    """The params in float32: the masters where `tx` keeps some."""
-    return with_trained(params, masters.values(weights_of(tx, opt_state, params)))
+        overwrite = select(clean, overwrite, split_overwrite(group.params)[1])
+    return group.with_weights(weights, state, overwrite)

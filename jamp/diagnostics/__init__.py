@@ -5,10 +5,10 @@ names of that are loaded when they are first used. What was decided comes from
 `_autocast`, as notes in the program that it writes; here it is counted, put in
 sentences and shown.
 
-- `explain`: `_explain` makes `_operation`s of a program, `_reasons` says why;
-  `_modules` groups them, `_table` lists them.
+- `explain`: `_explain` makes `_operation`s of a program and says why; `_table` lists
+  them, or sums them by module.
 - `locate`, `numerics`: `_step` traces a step, `_replay` runs it one operation at a
-  time, `_programs` goes into loops and branches, `_causes` knows where inf and NaN
+  time, `_programs` goes into loops and branches, `_location` knows where inf and NaN
   come from, `_advice` what to do.
 - `SkipLog`: along a run.
 """

@@ -8,20 +8,65 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists, Rule
-from jamp._autocast.program import dtype_of, dtypes_of, size_of
+from jamp._autocast.frames import frames_of
+from jamp._autocast.lists import (
+    FUNCTION_ROWS,
+    LIBRARY_ROWS,
+    ROWS,
+    SOLVER_ROWS,
+    AutocastLists,
+    Row,
+    Rule,
+    What,
+    library_place,
+)
+from jamp._autocast.marks import KERNEL, MARKERS
+from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.program import (
+    KEPT,
+    NO_MODEL,
+    PRECISION,
+    dtypes_of,
+)
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._explanation import Explanation, Operation
-from jamp.diagnostics._flops import flops, sizes
-from jamp.diagnostics._reasons import (
-    own_dtype,
-    reason_in_step,
-    reason_of_note,
-)
-from jamp.diagnostics._source import module_path, user_line
-from jamp.diagnostics._step import StepFn, step_fn, traced
+from jamp.diagnostics._explanation import Explanation
+from jamp.diagnostics._operation import Operation, bytes_of, product_of
+from jamp.diagnostics._source import is_backward, module_path, user_line
+from jamp.diagnostics._step import Call, call_of, traced
+
+_REASONS = {
+    "feeder": "What reads its result runs in float32.",
+    "bias": "It is the bias of a product, which is part of the product.",
+    "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
+    "norm": "It is part of a norm: computed in float32, it goes out in half.",
+    "carry": "A loop carries its result in float32: a sum keeps its digits.",
+    "operands": "Its operands are in this dtype.",
+    "widest": "Its operands differ, and the widest decides.",
+    "narrowest": "Its operands differ, and the narrowest decides.",
+    "literal": "An operand is a constant that half cannot hold.",
+    "smaller operand": "A smaller float32 is broadcast: it is computed in float32.",
+    "no vote": "Its operands are constants or masks, which decide nothing.",
+    "precision": "It asks for float32 by its `precision`, algorithm or result.",
+    "own dtype": "The program itself has a float dtype other than float32 here.",
+    "no float32": "Nothing that could be cast.",
+    "unknown primitive": "No list has it: it runs as the float32 program has it.",
+    "program": "It holds a program: see inside.",
+    "kept": "Its weight is a param that this level keeps in float32.",
+    "no half param": "None of its operands depends on a param in half.",
+    "level": "O0 casts nothing.",
+    "gradient": "It is of a gradient, which has the dtype of its value.",
+}
+_FUNCTION_ROWS = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
+_WHY_IN_FLOAT32 = {PRECISION: "precision", KEPT: "kept", NO_MODEL: "no half param"}
+_MARKED_BY = {
+    MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
+    MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
+    MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
+    MARKERS[Rule.RECORDED]: "`disable_casts`.",
+    KERNEL: "`half_kernel`: it is called with half operands.",
+}
 
 
 def explain(
@@ -67,25 +112,24 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
-            arguments = {"args": args[1:], "kwargs": kwargs}
-            return explain_step(step_fn(fn), args[0], arguments)
+            return explain_step(call_of("explain", fn, args[0], args[1:], kwargs))
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
-        found = _operations(program, scope.policy.lists, _Enclosing())
+        found = _operations(program, _Enclosing(scope.policy.lists))
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained
 
 
-def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Explanation:
-    """Explains a function of a state and arguments that gives loss and gradients."""
+def explain_step(call: Call) -> Explanation:
+    """Explains a step, forward and backward."""
     with noting(True):
-        program = traced(fn, (state, arguments)).program
-    properties = state.properties
+        program = traced(call).program
+    properties = call.state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
-    found = _operations(program, lists, _Enclosing(default=default))
+    found = _operations(program, _Enclosing(lists, default))
     # Not what nobody wrote: the scale, the finite check.
     return Explanation(
         dtype=str(half or jnp.dtype(jnp.float32)),
@@ -95,127 +139,163 @@ def explain_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> Expl
 
 
 class _Enclosing(NamedTuple):
-    """What a program is inside of, on which line, and how often it runs there.
+    """What a program is inside of, on which line, and how often it runs there."""
 
-    Attributes:
-        path, source: as of an `Operation`.
-        names: the name stack of what holds the program.
-        times: how often it runs.
-        is_users: whether the user's program has it too: not if autocast has put it
-            there, as a checkpoint or to compute an operation.
-        default: of a step, whose operations are all shown, why those without a note are
-            as they are; "" of a function: of that, the user's are shown.
-    """
-
-    path: tuple[str, ...] = ()
-    source: str = ""
-    names: str = ""
-    times: int = 1
-    is_users: bool = True
+    lists: AutocastLists  # the user's
+    # Of a step, whose operations are all shown, why those without a note are as they
+    # are; "" of a function: of that, the user's are shown.
     default: str = ""
+    path: tuple[str, ...] = ()  # this and the next as of an `Operation`
+    source: str = ""
+    names: str = ""  # the name stack of what holds the program
+    times: int = 1
+    # Whether the user's program has it too: not if autocast has put it there, as a
+    # checkpoint or to compute an operation.
+    is_users: bool = True
 
 
-def _operations(
-    program: jc.Jaxpr, lists: AutocastLists, around: _Enclosing
-) -> Iterator[Operation]:
+def _operations(program: jc.Jaxpr, around: _Enclosing) -> Iterator[Operation]:
+    decision_on = _decision_in_step if around.default else _decision_in_function
     for eqn in program.eqns:
         own = jax_internals.name_stack(eqn)
-        here = around._replace(names=f"{around.names}/{own}")
+        inner = around._replace(names=f"{around.names}/{own}", is_users=False)
         if around.is_users or notes_in(own):
             # JAX keeps no line of what its own jitted functions hold.
-            here = here._replace(source=user_line(eqn) or around.source)
-        note = _note_of(eqn, own, lists, around)
-        is_shown = note is not None or bool(around.default)
-        if is_shown:
-            yield _operation(eqn, note, lists, here)
-            here = here._replace(times=around.times * (_trips(eqn) or 1))
-        for label, inside in _programs(eqn):
-            name = f"{eqn.primitive.name} {label}".strip()
-            path = (*around.path, name) if is_shown else around.path
-            inner = here._replace(path=path, is_users=is_shown)
-            yield from _operations(inside, lists, inner)
-
-
-def _note_of(
-    eqn: jc.JaxprEqn, own: str, lists: AutocastLists, around: _Enclosing
-) -> Note | None:
-    """What was decided on an operation of the user's function; None if it is not one.
-
-    Args:
-        eqn: the equation, as autocast wrote it.
-        own: its name stack.
-        lists: the user's.
-        around: what holds its program.
-    """
-    if around.default:
-        return None
-    if jax_internals.programs_in(eqn):
-        return next((note for note in notes_in(own) if note.holds_program), None)
-    if note := note_in(own):
-        return None if note.operands == CAST else note
-    note, name = note_in(around.names), eqn.primitive.name
-    if around.is_users or note is None:
-        return None
-    # Autocast computes an operation by a function of its own: what does the same there
-    # stands for it. A softmax's sums and exponentiates too, by the lists.
-    if note.primitive == name:
-        return note
-    rule = lists.rule_of(jax_internals.primitive_name(eqn))
-    if rule is None or name == "convert_element_type":
-        return None
-    why = "list" if rule is Rule.FLOAT32 else "operands"
-    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
+            inner = inner._replace(source=user_line(eqn) or around.source)
+        decision = decision_on(eqn, own, around)
+        if decision is not None:
+            yield _operation(eqn, *decision, inner)
+        for frame in frames_of(eqn):
+            if decision is not None:
+                name = f"{eqn.primitive.name} {frame.label}".strip()
+                inner = inner._replace(
+                    path=(*around.path, name),
+                    times=around.times * (frame.trips or 1),
+                    is_users=True,
+                )
+            yield from _operations(frame.program, inner)
 
 
 def _operation(
-    eqn: jc.JaxprEqn, note: Note | None, lists: AutocastLists, around: _Enclosing
+    eqn: jc.JaxprEqn, note: Note, reason: str, around: _Enclosing
 ) -> Operation:
-    names, count = without_notes(around.names), flops(eqn)
-    if note is None:
-        why, reason = reason_in_step(eqn, around.names, lists, around.default)
-        listed = lists.rule_of(jax_internals.primitive_name(eqn))
-        rule, dtype = listed.value if listed else None, own_dtype(eqn)
-        in_dtypes = dtypes_of(eqn.invars)
-    else:
-        why, reason = reason_of_note(note, lists)
-        rule, dtype = note.rule or None, note.dtype or own_dtype(eqn)
-        in_dtypes = tuple(note.operands.split())
+    names, frames = without_notes(around.names), frames_of(eqn)
+    flops, sizes = product_of(eqn)
     return Operation(
         path=around.path,
         source=around.source,
         name_stack="/".join(filter(None, names.split("/"))),
         module=module_path(names),
         primitive=eqn.primitive.name,
-        trips=_trips(eqn),
-        in_dtypes=in_dtypes,
-        dtype=None if why == "program" else dtype,
-        rule=rule,
-        why=why,
+        trips=frames[0].trips if frames else 1,
+        in_dtypes=tuple(note.operands.split()),
+        dtype=None if note.why == "program" else note.dtype or _own_dtype(eqn),
+        rule=note.rule or None,
+        why=note.why,
         reason=reason,
-        flops=None if count is None else count * around.times,
-        sizes=sizes(eqn),
-        bytes=_bytes(eqn) * around.times,
+        flops=None if flops is None else flops * around.times,
+        sizes=sizes,
+        bytes=bytes_of(eqn) * around.times,
     )
 
 
-def _bytes(eqn: jc.JaxprEqn) -> int:
-    """Of operands and results."""
-    atoms = (*eqn.invars, *eqn.outvars)
-    return sum(size_of(v) * getattr(dtype_of(v), "itemsize", 0) for v in atoms)
+def _own_dtype(eqn: jc.JaxprEqn) -> str | None:
+    """What an operation runs in as it stands; None without a result."""
+    if traits_of(eqn.primitive.name).shape is Shape.PRODUCT:
+        # `preferred_element_type` may say otherwise of the result.
+        return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
+    return next(iter(dtypes_of(eqn.outvars)), None)
 
 
-def _trips(eqn: jc.JaxprEqn) -> int | None:
-    """How often an operation runs the program that it holds; None if nobody knows."""
-    if eqn.primitive.name == "scan":
-        return eqn.params["length"]
-    return None if eqn.primitive.name == "while" else 1
+# ---- what decided, and why
 
 
-def _programs(eqn: jc.JaxprEqn) -> Iterator[tuple[str, jc.Jaxpr]]:
-    """The programs that an operation holds, each with a label if there are several."""
-    programs = jax_internals.programs_in(eqn)
-    if eqn.primitive.name == "while":
-        return zip(("cond", "body"), programs, strict=True)
-    if eqn.primitive.name == "cond":
-        return ((f"branch {i}", program) for i, program in enumerate(programs))
-    return (("", program) for program in programs)
+def _decision_in_function(
+    eqn: jc.JaxprEqn, own: str, around: _Enclosing
+) -> tuple[Note, str] | None:
+    """The note on an operation of the user's function; None if it is not one.
+
+    The equation is as autocast wrote it, and `own` is its name stack.
+    """
+    if frames_of(eqn):
+        note = next((note for note in notes_in(own) if note.holds_program), None)
+    elif note := note_in(own):
+        note = None if note.operands == CAST else note
+    elif (note := note_in(around.names)) and not around.is_users:
+        note = _note_inside(eqn, note, around)
+    else:
+        note = None
+    return None if note is None else _with_reason(note, around)
+
+
+def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | None:
+    """That of an equation of the function that autocast computes an operation by.
+
+    What does the same there stands for it. A softmax's sums and exponentiates too, by
+    the lists.
+    """
+    name = eqn.primitive.name
+    if note.primitive == name:
+        return note
+    rule = around.lists.rule_of(jax_internals.primitive_name(eqn))
+    if rule is None or name == "convert_element_type":
+        return None
+    why = "list" if rule is Rule.FLOAT32 else "operands"
+    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
+
+
+def _decision_in_step(
+    eqn: jc.JaxprEqn, own: str, around: _Enclosing
+) -> tuple[Note, str]:
+    """The same of an equation of a program that JAX has differentiated."""
+    name, names = eqn.primitive.name, f"{around.names}/{own}"
+    listed = around.lists.rule_of(jax_internals.primitive_name(eqn))
+    rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
+    written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
+    note = note_in(names)
+    if frames_of(eqn):
+        written = written._replace(why="program")
+    elif note and note_in(own) is None and listed is Rule.FLOAT32:
+        written = written._replace(why="list")  # of what jamp has put there
+    elif note:
+        note, reason = _with_reason(note, around)
+        if name == note.primitive and not is_backward(names):
+            return written._replace(why=note.why), reason
+        if note.dtype in ("", written.dtype):
+            reason = f"It is of the derivative of `{note.primitive}`: {reason}"
+            return written._replace(why="derivative"), reason
+        written = written._replace(why="gradient")
+    return _with_reason(written, around)
+
+
+def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
+    """A note with the word for what decided, and the same in a sentence."""
+    note = note._replace(why=_WHY_IN_FLOAT32.get(note.region, note.why))
+    return note, _sentence(note, around.lists)
+
+
+def _sentence(note: Note, lists: AutocastLists) -> str:
+    name, region = note.primitive, note.region
+    if note.why in ("list", "recorded"):
+        return _of_user(lists, What.PRIMITIVE, name) or _of_table(ROWS, name)
+    if note.why != "region":
+        return _REASONS[note.why]
+    if region in _MARKED_BY:
+        return _MARKED_BY[region]
+    place = library_place(region)
+    return (
+        _of_user(lists, What.REGION, region)
+        or _of_user(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
+        or f"`{region}`: {_of_table(_FUNCTION_ROWS, place or region)}"
+    )
+
+
+def _of_user(lists: AutocastLists, what: What, *names: str) -> str:
+    """What the user has typed for one of some names; "" if for none."""
+    users = dict(lists.rules_for(what))
+    found = (name for name in names if name in users)
+    return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
+
+
+def _of_table(rows: tuple[Row, ...], name: str) -> str:
+    return next((row.reason for row in rows if name in row.primitives), "")

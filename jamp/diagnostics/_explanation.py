@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from jamp.diagnostics import _modules, _table
+from jamp.diagnostics import _table
 from jamp.diagnostics._operation import Operation, product_flops, warnings_of
 
 _SHOWN = 6  # warnings below the tree
@@ -126,7 +126,7 @@ class Explanation:
         """
         if filter is not None:
             return _table.text(_table.chosen(self.operations, filter))
-        tree = _modules.text(self.operations, depth, width)
+        tree = _table.tree(self.operations, depth, width)
         warnings = [f"! {warning}" for warning in self.warnings]
         more = len(warnings) - _SHOWN
         if more > 0:

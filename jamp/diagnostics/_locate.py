@@ -1,5 +1,6 @@
 """`locate`: runs a batch that overflowed again, and finds the first operation."""
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
@@ -10,15 +11,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
+from jamp._core.groups import Wrt
 from jamp._core.tree import path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import advice_for, scale_advice
-from jamp.diagnostics._causes import first_location
-from jamp.diagnostics._location import Location
-from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._location import Location, first_location
+from jamp.diagnostics._programs import replayed
 from jamp.diagnostics._ranges import is_float, range_of
-from jamp.diagnostics._replay import Context, Replay
-from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
+from jamp.diagnostics._step import Call, Step, call_of, scaled_step
 
 
 def locate(
@@ -26,7 +26,7 @@ def locate(
     state: AmpState,
     *args: Any,
     loss_id: int = 0,
-    wrt: Any = None,
+    wrt: Wrt = None,
     **kwargs: Any,
 ) -> Location:
     """Finds the operation that a batch's loss or gradients are not finite for.
@@ -65,43 +65,36 @@ def locate(
     >>> print(found.operation, found.phase, found.operands[0], found.near)
     a matrix product forward float16[2, 2] in [300, 300] w
     """
-    check_state(state, "locate")
-    arguments = {"args": args, "kwargs": kwargs}
-    return locate_step(step_fn(loss_fn, loss_id, wrt), state, arguments, loss_id)
+    return locate_step(call_of("locate", loss_fn, state, args, kwargs, loss_id, wrt))
 
 
 @moves_constants
-def locate_step(
-    fn: StepFn, state: AmpState, arguments: dict[str, Any], loss_id: int
-) -> Location:
-    """`locate` of a function of a state and arguments."""
-    step = scaled_step(fn, state, arguments, loss_id, "locate")
-    with jax.debug_nans(False), jax.debug_infs(False):
-        found = _run(step, step.scale)
-        if found.finite:
-            return found
-        clean = None
-        if step.scale > 1 and (found.phase == "backward" or math.isfinite(found.loss)):
-            # Those that overflow at the least scale, too, do not for the scale.
-            least = step.scale / 2 ** math.ceil(math.log2(step.scale))
-            at_least = _run(step, least)
-            if at_least.finite:
-                clean = _cleanest(step.scale, least, lambda s: _run(step, s).finite)
-            else:
-                found = at_least
-        if clean is None:
-            advice = advice_for(found, _largest(state.params))
-        else:
-            moves = state.loss_scale_rules[loss_id].moves
-            advice = scale_advice(step.scale, clean, moves)
-    return dataclasses.replace(found, advice=advice)
+def locate_step(call: Call) -> Location:
+    """`locate` of a step."""
+    step, state = scaled_step(call, "locate"), call.state
+    found = _location_at(step, step.scale)
+    if found.finite:
+        return found
+    if step.scale > 1 and (found.phase == "backward" or math.isfinite(found.loss)):
+        halvings = math.ceil(math.log2(step.scale))
+        at_least = _location_at(step, step.scale / 2**halvings)
+        if at_least.finite:
+            n = bisect.bisect(
+                range(1, halvings),
+                False,
+                key=lambda n: _location_at(step, step.scale / 2**n).finite,
+            )
+            moves = state.loss_scale_rules[call.loss_id].moves
+            advice = scale_advice(step.scale, step.scale / 2 ** (n + 1), moves)
+            return dataclasses.replace(found, advice=advice)
+        # What overflows at the least scale, too, does not for the scale.
+        found = at_least
+    return dataclasses.replace(found, advice=advice_for(found, _largest(state.params)))
 
 
-def _run(step: Step, scale: float) -> Location:
+def _location_at(step: Step, scale: float) -> Location:
     """What a run at a scale gave, without advice."""
-    replay = Replay(RULES)
-    given = [replay.argument(array, name) for array, name in step.values_at(scale)]
-    loss, *grads = replay.run(step.program, given, Context())
+    loss, *grads = replayed(step, scale)
     number, total = float(np.asarray(loss.array, np.float32)), len(step.paths)
     location = first_location(v.cause for v in (loss, *grads) if v.cause)
     if location is None:
@@ -119,17 +112,9 @@ def _run(step: Step, scale: float) -> Location:
     )
 
 
-def _cleanest(scale: float, least: float, is_clean: Callable[[float], bool]) -> float:
-    """The largest of scale / 2**n that is clean, of which `least` is one."""
-    few, many = 0, round(np.log2(scale / least))
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if is_clean(scale / 2**middle) else (middle, many)
-    return scale / 2**many
-
-
 def _largest(params: PyTree) -> tuple[float, str]:
     """The largest absolute value of the params, and where it is."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    found = [(range_of(x).magnitude, path_string(p)) for p, x in leaves if is_float(x)]
+    leaves = [(p, x) for p, x in jax.tree.leaves_with_path(params) if is_float(x)]
+    with jax.debug_infs(False):
+        found = [(range_of(x).magnitude, path_string(path)) for path, x in leaves]
     return max(found, default=(0.0, ""))

@@ -1,11 +1,12 @@
-"""What `locate` returns: where a batch overflowed, and what to do about it."""
+"""What `locate` returns: where a batch overflowed, of what it came, and what to do."""
 
 import dataclasses
+import functools
 import textwrap
+from collections.abc import Iterable
 
 from jamp.diagnostics._ranges import Range
 
-_WIDTH = 88
 _SHOWN = 4
 
 
@@ -65,10 +66,12 @@ class Location:
         """A line for each thing, in at most 20."""
         if self.finite:
             return f"All is finite: the loss is {self.loss:g}, at scale {self.scale:g}."
-        name = f" ({self.primitive})" if self.primitive else ""
-        where = f" in the {self.phase} pass" if self.primitive else ""
+        shown = ", ".join(self.params[:_SHOWN])
+        more = ", ..." if len(self.params) > _SHOWN else ""
+        names = f": {shown}{more}" if shown else ""
+        is_operation = f" ({self.primitive}) in the {self.phase} pass"
         rows = [
-            ("first", f"{self.operation}{name}{where}"),
+            ("first", self.operation + (is_operation if self.primitive else "")),
             ("line", self.source),
             ("module", self.module),
             ("params", f"{self.near} was read last before it" if self.near else ""),
@@ -78,30 +81,78 @@ class Location:
             ("inf from", ", ".join(self.infinities)),
             ("result", str(self.result)),
             ("loss", f"{self.loss:g}, at scale {self.scale:g}"),
-            ("gradients", self._gradients()),
+            ("gradients", f"{len(self.params)} of {self.total} are not finite{names}"),
             ("advice", self.advice),
         ]
-        lines = [_row(name, text) for name, text in rows if text]
-        return "\n".join(["Not finite:", *lines])
+        wrap = textwrap.TextWrapper(
+            width=88,
+            subsequent_indent=" " * 12,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines = ["Not finite:"]
+        for name, text in rows:
+            line = f"  {name:<10}{text}"
+            # A line of the source stays whole, to click on.
+            whole = name in ("line", "made by")
+            lines += ([line] if whole else wrap.wrap(line)) if text else []
+        return "\n".join(lines)
 
     __repr__ = __str__
 
-    def _gradients(self) -> str:
-        shown = ", ".join(self.params[:_SHOWN])
-        more = ", ..." if len(self.params) > _SHOWN else ""
-        names = f": {shown}{more}" if shown else ""
-        return f"{len(self.params)} of {self.total} are not finite{names}"
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cause:
+    """Why a value is not finite: it knows those before it."""
+
+    order: int  # the place of what made it, in order of execution
+    has_nan: bool
+    parents: tuple["Cause", ...] = ()  # what is not finite among what it was made of
+    location: Location | None = None  # what to report if it is the first, if it can be
+    is_wish: bool = False  # an infinity of the program or in the arguments, as a mask's
+
+    @functools.cached_property
+    def is_intended(self) -> bool:
+        """Whether it may be meant so: it is made of such infinities, and holds no NaN.
+
+        The parents were asked when it was made: this does not go far back.
+        """
+        of_wishes = bool(self.parents) and all(p.is_intended for p in self.parents)
+        return not self.has_nan and (self.is_wish or of_wishes)
 
 
-def _row(name: str, text: str) -> str:
-    """A line with a name before it; further ones below its text."""
-    if name in ("line", "made by"):  # to click on
-        return f"  {name:<10}{text}"
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=f"  {name:<10}",
-        subsequent_indent=" " * 12,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def parents_of(has_nan: bool, causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """Those of some causes that account for a result: for a NaN, NaNs if there are."""
+    parents = tuple(dict.fromkeys(causes))
+    nans = tuple(cause for cause in parents if cause.has_nan)
+    return nans if has_nan and nans else parents
+
+
+def first_location(causes: Iterable[Cause]) -> Location | None:
+    """The first operation, or argument, that some values are not finite for.
+
+    In order of execution, among all that these were made of: what came in not finite,
+    what overflowed on finite operands, and what made NaN of infinities that may be
+    meant so, such as a mask's. If there is none of these, the first of such infinities.
+    """
+    located = (cause for cause in _with_ancestors(causes) if cause.location)
+    first = min(located, key=lambda c: (c.is_intended, c.order), default=None)
+    return first.location if first else None
+
+
+def names_of(causes: Iterable[Cause]) -> tuple[str, ...]:
+    """What came in not finite, of all that some values were made of."""
+    found = (c.location for c in _with_ancestors(causes) if not c.parents)
+    return tuple(dict.fromkeys(f.primitive or f.operation for f in found if f))
+
+
+def _with_ancestors(causes: Iterable[Cause]) -> list[Cause]:
+    """Some causes, and all those before them."""
+    found: dict[Cause, None] = {}
+    waiting = list(causes)
+    while waiting:
+        cause = waiting.pop()
+        if cause not in found:
+            found[cause] = None
+            waiting += cause.parents
+    return list(found)

@@ -2,27 +2,61 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from jax.extend import core as jc
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
-from jamp.diagnostics._formats import FORMATS, Counts, counts_of
-from jamp.diagnostics._programs import RULES
+from jamp.diagnostics._programs import replayed
 from jamp.diagnostics._ranges import Array, is_float
-from jamp.diagnostics._replay import MOVES, Context, Replay, Site
+from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import Step, StepFn, check_state, scaled_step, step_fn
+from jamp.diagnostics._step import Call, Step, call_of, scaled_step
+from jamp.diagnostics._table import columns
 
+FORMATS = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+}
 _LARGEST = 24  # the scales that are tried: 2**0 to 2**24, apex's ceiling
 _LOST = 1e-3  # the part of the gradients that a safe scale may round to zero
 _MARGIN = 8  # between the scale that is recommended and the largest safe one
 _TINY = 64
 _ROWS = 12  # of values, and of gradients, when printed: the worst
+
+
+class Loss(NamedTuple):
+    """How many of some numbers that are not zero a format would lose."""
+
+    zero: int  # those that would become zero
+    subnormal: int  # those that would keep a part of their digits
+    over: int  # those beyond the largest finite number
+
+
+class Counts(NamedTuple):
+    """Of some numbers, by format."""
+
+    nonzero: int  # how many are neither zero nor NaN
+    losses: dict[str, Loss]  # by the names of `FORMATS`
+
+    def __add__(self, other: "Counts | None") -> "Counts":  # pyright: ignore[reportIncompatibleMethodOverride]
+        if other is None:
+            return self
+        losses = {
+            name: Loss(*map(operator.add, loss, other.losses[name]))
+            for name, loss in self.losses.items()
+        }
+        return Counts(self.nonzero + other.nonzero, losses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,34 +82,35 @@ class Numerics:
     tiny: tuple[str, ...]
 
     def __str__(self) -> str:
-        names = [f"{module or '(no module)'}, {phase}" for module, phase in self.values]
-        rows = _worst(list(zip(names, self.values.values(), strict=True)))
+        values = [
+            (f"{module or '(no module)'}, {phase}", counts)
+            for (module, phase), counts in self.values.items()
+        ]
         grads = [(f"gradient of {name}", c) for name, c in self.gradients.items()]
-        rows += _worst(grads)
-        hidden = len(names) + len(grads) - len(rows)
-        width = max([len(name) for name, _ in rows] + [20])
-        head = "  ".join(f"{name:>20}" for name in FORMATS)
-        parts = "  ".join(f"{'zero':>6} {'subn.':>6} {'over':>6}" for _ in FORMATS)
+        rows = _worst(values) + _worst(grads)
         lines = [
             f"At loss scale {self.scale:g}, in percent of what is not zero:",
-            f"{'':<{width}}  {head}",
-            f"{'':<{width}}  {parts}",
-            *(f"{name:<{width}}  {_shares(counts)}" for name, counts in rows),
+            columns(
+                ["", *(cell for name in FORMATS for cell in (name, "", ""))],
+                ["", *("zero", "subn.", "over") * len(FORMATS)],
+                *([name, *_shares(counts)] for name, counts in rows),
+            ),
         ]
-        if hidden:
+        if hidden := len(values) + len(grads) - len(rows):
             lines.append(f"and {hidden} more, better ones in `.values`, `.gradients`.")
-        safe = self.safe_scales
-        lines.append(
-            "No loss scale up to 2**24 is safe."
-            if safe is None
-            else f"Loss scales from {safe[0]:g} to {safe[1]:g} are safe for this batch."
-        )
+        if self.safe_scales is None:
+            lines.append("No loss scale up to 2**24 is safe.")
+        else:
+            low, high = self.safe_scales
+            lines.append(
+                f"Loss scales from {low:g} to {high:g} are safe for this batch."
+            )
         if self.tiny:
             lines.append(
                 f"{len(self.tiny)} params of at most {_TINY} numbers are in half, but "
                 f"cost nothing in float32 (keep_fp32=): {', '.join(self.tiny[:4])}."
             )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 def numerics(
@@ -110,9 +145,7 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    check_state(state, "numerics")
-    arguments = {"args": args, "kwargs": kwargs}
-    return numerics_of_step(step_fn(loss_fn), state, arguments, scale)
+    return numerics_of_step(call_of("numerics", loss_fn, state, args, kwargs), scale)
 
 
 def recommend_scale(
@@ -137,13 +170,12 @@ def recommend_scale(
     >>> recommend_scale(loss_fn, state)  # 100 * 512 < 65504
     64.0
     """
-    check_state(state, "recommend_scale")
-    return scale_of_step(step_fn(loss_fn), state, {"args": args, "kwargs": kwargs})
+    return scale_of_step(call_of("recommend_scale", loss_fn, state, args, kwargs))
 
 
-def scale_of_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> float:
-    """`recommend_scale` of a function of a state and arguments."""
-    safe = _safe_scales(scaled_step(fn, state, arguments, 0, "recommend_scale"))
+def scale_of_step(call: Call) -> float:
+    """`recommend_scale` of a step."""
+    safe = _safe_scales(scaled_step(call, "recommend_scale"))
     if safe is None:
         raise FloatingPointError(
             "The gradients are not finite at any loss scale from 1 to 2**24. "
@@ -153,44 +185,28 @@ def scale_of_step(fn: StepFn, state: AmpState, arguments: dict[str, Any]) -> flo
 
 
 @moves_constants
-def numerics_of_step(
-    fn: StepFn, state: AmpState, arguments: dict[str, Any], scale: float | None
-) -> Numerics:
-    """`numerics` of a function of a state and arguments."""
-    step = scaled_step(fn, state, arguments, 0, "numerics")
+def numerics_of_step(call: Call, scale: float | None) -> Numerics:
+    """`numerics` of a step."""
+    step = scaled_step(call, "numerics")
     safe = _safe_scales(step)
     if scale is None:
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
 
     def observe(site: Site, array: Array, near: str) -> None:
-        name, names = site.eqn.primitive.name, site.names
-        if name in MOVES or not names.strip("/") or not is_float(array):
-            return
-        phase = "backward" if is_backward(names) else "forward"
-        key = module_path(names) or _layer(near), phase
-        counts = counts_of(array)
-        values[key] = values[key] + counts if key in values else counts
+        if is_float(array) and site.names.strip("/") and not site.moves:
+            phase = "backward" if is_backward(site.names) else "forward"
+            key = module_path(site.names) or _layer(near), phase
+            values[key] = counts_of(array) + values.get(key)
 
-    replay = Replay(RULES, observe)
-    given = [replay.argument(x, name) for x, name in step.values_at(scale)]
-    with jax.debug_nans(False), jax.debug_infs(False):
-        _, *grads = replay.run(step.program, given, Context())
-    leaves = jax.tree_util.tree_leaves_with_path(state.params)
-    tiny = [
+    _, *grads = replayed(step, scale, observe)
+    gradients = {p: counts_of(g.array) for p, g in zip(step.paths, grads, strict=True)}
+    tiny = (
         path_string(path)
-        for path, x in leaves
+        for path, x in jax.tree.leaves_with_path(call.state.params)
         if is_float(x) and x.dtype.itemsize == 2 and x.size <= _TINY
-    ]
-    return Numerics(
-        scale=scale,
-        values=values,
-        gradients={
-            path: counts_of(g.array) for path, g in zip(step.paths, grads, strict=True)
-        },
-        safe_scales=safe,
-        tiny=tuple(tiny),
     )
+    return Numerics(scale, values, gradients, safe, tuple(tiny))
 
 
 @moves_constants
@@ -232,24 +248,53 @@ def _middle(safe: tuple[float, float]) -> float:
 def _worst(rows: list[tuple[str, Counts]]) -> list[tuple[str, Counts]]:
     """Those that float16 would lose most of, in their order."""
 
-    def lost(row: tuple[str, Counts]) -> tuple[float, ...]:
-        _, counts = row
-        found = counts.losses["float16"]
-        total = max(1, counts.nonzero)
-        return (found.zero + found.over) / total, found.subnormal / total
+    def lost(i: int) -> tuple[float, ...]:
+        total, (zero, subnormal, over) = (
+            rows[i][1].nonzero,
+            rows[i][1].losses["float16"],
+        )
+        return (zero + over) / max(1, total), subnormal / max(1, total)
 
-    kept = sorted(rows, key=lost, reverse=True)[:_ROWS]
-    return [row for row in rows if row in kept]
+    kept = sorted(range(len(rows)), key=lost, reverse=True)[:_ROWS]
+    return [rows[i] for i in sorted(kept)]
 
 
-def _shares(counts: Counts) -> str:
+def _shares(counts: Counts) -> list[str]:
     total = max(1, counts.nonzero)
-    shares = (
-        " ".join(f"{_percent(n / total):>6}" for n in counts.losses[name])
-        for name in FORMATS
-    )
-    return "  ".join(shares)
+    lost = (n for name in FORMATS for n in counts.losses[name])
+    return [f"{100 * n / total:.3g}" if n else "-" for n in lost]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}" if share else "-"
+# ---- what formats lose
+
+
+def counts_of(x: Array, factor: float = 1.0) -> Counts:
+    """What each format would lose of a float array times a factor."""
+    nonzero, losses = jax.tree.map(int, jax.device_get(_counts(x, factor)))
+    return Counts(nonzero, {name: Loss(*losses[name]) for name in FORMATS})
+
+
+@functools.cache
+def limits(name: str) -> tuple[float, float, float]:
+    """Half the smallest number of a format, its smallest normal one, its largest one.
+
+    What is at most half the smallest rounds to zero; what is less than half a step
+    beyond the largest rounds to that.
+    """
+    info: Any = ml_dtypes.finfo(FORMATS[name])
+    largest = float(info.max)
+    step = largest - float(np.nextafter(info.max, info.dtype.type(0)))
+    return float(info.smallest_subnormal) / 2, float(info.tiny), largest + step / 2
+
+
+@jax.jit
+def _counts(x, factor):
+    size = jnp.abs(x).astype(jnp.float32) * jnp.float32(factor)
+    some = (size > 0) & ~jnp.isnan(size)
+    losses: dict[str, list[jax.Array]] = {}
+    for name in FORMATS:
+        least, normal, most = (jnp.float32(limit) for limit in limits(name))
+        zero, over = some & (size <= least), some & (size >= most)
+        subnormal = some & (size > least) & (size < normal)
+        losses[name] = [zero.sum(), subnormal.sum(), over.sum()]
+    return some.sum(), losses

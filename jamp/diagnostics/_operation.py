@@ -1,14 +1,24 @@
-"""One operation of a program that is explained."""
+"""One operation of a program that is explained, and what it costs.
+
+Floating-point operations are counted as XLA does (xla/service/hlo_cost_analysis.cc,
+HandleDot and HandleConvolution): a product and its addition are two; products with
+padding or with the holes of a dilation are none.
+"""
 
 import dataclasses
+import math
 from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.program import dtype_of, shape_of, size_of
 
 HALF = ("float16", "bfloat16")
 # Beside what only moves values: of these, nothing is gained in another precision.
-_TRIVIAL = frozenset(
-    "convert_element_type name optimization_barrier apart reduce_precision "
-    "stop_gradient".split()
-)
+_TRIVIAL = (Shape.SAME, Shape.MARK)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +86,7 @@ class Operation:
     def matters(self) -> bool:
         """Whether it computes floats: moves, casts, masks and integers do not."""
         computes = self.why != "program" and self.rule != "move"
-        computes = computes and self.primitive not in _TRIVIAL
+        computes = computes and traits_of(self.primitive).shape not in _TRIVIAL
         return computes and "float" in str(self.dtype)
 
 
@@ -106,3 +116,55 @@ def warnings_of(op: Operation, level: str) -> list[str]:
         f"{where}{op.primitive} of {' × '.join(map(str, op.sizes or ()))}: "
         f"{', '.join(map(str, odd))} is not a multiple of {step}, as matrix units want."
     ]
+
+
+# ---- what an equation costs
+
+
+def product_of(eqn: jc.JaxprEqn) -> tuple[int | None, tuple[int, ...] | None]:
+    """FLOPs of a matmul or convolution, and the sizes that matrix units see, or None.
+
+    - `dot_general`: 2 B M N K, for batch, free and contracted sizes; M, N and K.
+    - `ragged_dot_general`: the same without the groups: a row meets one group.
+    - `conv_general_dilated`: 2 N O I per pair of an output position and a place of the
+      kernel that meet in the input, for batch, output and input features; O and I.
+    """
+    name, groups = eqn.primitive.name, ()
+    numbers: Any = eqn.params.get("dimension_numbers")
+    if name == "ragged_dot_general":
+        ragged = eqn.params["ragged_dot_dimension_numbers"]
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    elif name not in ("dot_general", "conv_general_dilated"):
+        return None, None
+    lhs, rhs = map(shape_of, eqn.invars[:2])
+    if name == "conv_general_dilated":
+        features = tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
+        return _convolution_flops(eqn), features
+    (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
+    rows = (s for axis, s in enumerate(lhs) if axis not in {*of_lhs, *batch_lhs})
+    shared = {*of_rhs, *batch_rhs, *groups}
+    n = math.prod(s for axis, s in enumerate(rhs) if axis not in shared)
+    sizes = math.prod(rows), n, math.prod(lhs[axis] for axis in of_lhs)
+    return 2 * math.prod(lhs) * n, sizes
+
+
+def _convolution_flops(eqn: jc.JaxprEqn) -> int:
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs, out = map(shape_of, (*eqn.invars, *eqn.outvars))
+    batch, features, *positions = (out[axis] for axis in numbers.out_spec)
+    inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
+    found = 2 * batch * features * inputs
+    for i, axis in enumerate(numbers.lhs_spec[2:]):
+        starts = np.arange(positions[i]) * params["window_strides"][i]
+        places = np.arange(kernel[i]) * params["rhs_dilation"][i]
+        places = starts[:, None] + places - params["padding"][i][0]
+        holes = params["lhs_dilation"][i]
+        meets = (places >= 0) & (places <= (lhs[axis] - 1) * holes)
+        found *= int((meets & (places % holes == 0)).sum())
+    return found
+
+
+def bytes_of(eqn: jc.JaxprEqn) -> int:
+    """Of operands and results."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return sum(size_of(v) * getattr(dtype_of(v), "itemsize", 0) for v in atoms)

@@ -5,7 +5,6 @@ value can be looked at. Values are freed when they were read for the last time.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,68 +14,49 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.frames import frames_of
+from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom
 from jamp.diagnostics._advice import words_of
-from jamp.diagnostics._causes import Cause, names_of, parents_of
-from jamp.diagnostics._location import Location
-from jamp.diagnostics._ranges import Array, is_float, not_finite, range_of
+from jamp.diagnostics._location import Cause, Location, names_of, parents_of
+from jamp.diagnostics._ranges import Array, Range, is_float, not_finite, range_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 
-# They hand on the very values that they read.
-MOVES = frozenset(
-    "broadcast_in_dim convert_element_type copy dynamic_slice gather name "
-    "reduce_precision reshape slice squeeze stop_gradient transpose".split()
-)
-_ARITHMETIC = frozenset("add div mul sub".split())
+_ARITHMETIC = ("add", "div", "mul", "sub")
 _CONSTANT = "a constant"
-# What a step's loss was, and what to do, `locate` knows when it is over.
-_LOCATION = functools.partial(Location, finite=False, loss=math.nan, scale=math.nan)
-_PRODUCTS = frozenset("dot_general conv_general_dilated".split())
+_MOVES = (Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT, Shape.MOVE)
 
 
 class Value(NamedTuple):
-    """A value of the program.
-
-    Attributes:
-        array: itself.
-        cause: why it is not finite; None if it is.
-        near: the path of the param that was read last on the way to it.
-        maker: the equation that computed it; None if it came in, and was moved at most.
-    """
+    """A value of the program."""
 
     array: Array
-    cause: Cause | None = None
-    near: str = ""
-    maker: "Site | None" = None
+    cause: Cause | None = None  # why it is not finite; None if it is
+    near: str = ""  # the path of the param that was read last on the way to it
+    maker: "Site | None" = None  # what computed it; None if it came in
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Where a program stands, and how its operations are run.
+    """Where a program stands, and how its operations are run."""
 
-    Attributes:
-        names: the name scopes of the operations that hold it.
-        source: the user's line of the innermost one that has one.
-        loops: the iterations that it is in.
-        evaluate: runs an equation, as a function, on its operands.
-        whole: whether a loop can be run as a whole.
-        item: the i-th slice of what a scan goes through.
-        joined: the inverse of `item`.
-        number: a scalar that decides where to go on.
-        lifted: a constant, as the arrays of this context are.
-        shape: the shape that the user knows an array by.
-    """
-
-    names: str = ""
-    source: str = ""
-    loops: tuple[str, ...] = ()
+    names: str = ""  # the name scopes of the operations that hold it
+    source: str = ""  # the user's line of the innermost one that has one
+    loops: tuple[str, ...] = ()  # the iterations that it is in
+    # How many devices' values are side by side in each array: its first axis, if any.
+    devices: tuple[int, ...] = ()
+    # Runs an equation, as a function, on its operands.
     evaluate: Callable[..., Sequence[Array]] = lambda fn, arrays: fn(*arrays)
-    whole: bool = True
-    item: Callable[[Array, int], Array] = lambda array, i: array[i]
-    joined: Callable[[list[Array]], Array] = jnp.stack
-    number: Callable[[Array], int] = int
-    lifted: Callable[[Array], Array] = lambda x: x
-    shape: Callable[[Array], tuple[int, ...]] = lambda array: array.shape
+
+    def lifted(self, x: Array) -> Array:
+        """A constant, as the arrays of this context are."""
+        if not self.devices:
+            return x
+        return jnp.broadcast_to(x, (*self.devices, *np.shape(x)))
+
+    def range_of(self, x: Array) -> Range:
+        """The range of an array in the shape that the user knows it by."""
+        return range_of(x, np.shape(x)[len(self.devices) :])
 
 
 class Site(NamedTuple):
@@ -96,6 +76,17 @@ class Site(NamedTuple):
         """All name scopes."""
         return f"{self.context.names}/{jax_internals.name_stack(self.eqn)}"
 
+    @property
+    def shape(self) -> Shape:
+        """Of which numbers of its operands its results are made."""
+        return traits_of(self.eqn.primitive.name).shape
+
+    @property
+    def moves(self) -> bool:
+        """Whether it hands on the very numbers of its one array of floats."""
+        floats = [v for v in self.eqn.invars if is_float(v.aval)]
+        return self.shape in _MOVES and len(floats) <= 1
+
     def context_inside(self, *loops: str) -> Context:
         """The context of a program that the equation holds."""
         loops = (*self.context.loops, *loops)
@@ -112,69 +103,60 @@ class Replay:
 
     def __init__(
         self,
-        rules: dict[str, Rule],
+        rule_of: Callable[[jc.JaxprEqn], Rule],
         observe: Callable[[Site, Array, str], None] | None = None,
     ):
-        self.rules, self.observe = rules, observe
+        self.rule_of, self.observe = rule_of, observe
         self.order = 0
         self.reads: dict[str, int] = {}  # when a param was first computed with
-        self.last: dict[int, tuple[jc.Jaxpr, list[list[jc.Var]]]] = {}
 
     def run(
         self, program: jc.Jaxpr, values: list[Value], context: Context
     ) -> list[Value]:
         """The results of a program. It empties `values`: memory is freed as it goes."""
         env = dict(zip(program.invars, values, strict=True))
-        env |= {
-            v: self.constant(context.lifted(x))
-            for v, x in zip(program.constvars, program.consts, strict=True)
-        }
+        for var, x in zip(program.constvars, program.consts, strict=True):
+            env[var] = self.incoming(context.lifted(x))
         values.clear()
-        for eqn, dying in zip(program.eqns, self._last_reads(program), strict=True):
+        last = _last_readers(program)
+        for i, eqn in enumerate(program.eqns):
             read = [self._read(v, env, context) for v in eqn.invars]
-            for var in dying:
-                env.pop(var, None)
-            rule = self.rules.get(eqn.primitive.name, operation)
-            outs = rule(self, Site(eqn, program, context), read)
+            for var in eqn.invars:
+                if isinstance(var, jc.Var) and last[var] == i:
+                    env.pop(var, None)
+            outs = self.rule_of(eqn)(self, Site(eqn, program, context), read)
             env |= zip(eqn.outvars, outs, strict=True)
         return [self._read(v, env, context) for v in program.outvars]
 
-    def argument(self, array: Array, name: str) -> Value:
-        """A value that the function is given. -inf in it may be a mask's."""
-        return self._incoming(array, name, name if name.startswith("params") else "")
+    def incoming(self, array: Array, name: str = _CONSTANT) -> Value:
+        """A value that the function is given, or a constant of the program.
 
-    def constant(self, x: Array) -> Value:
-        """A constant of the program. Infinities in it are the program's wish."""
-        return self._incoming(x, _CONSTANT, "")
-
-    def _incoming(self, array: Array, name: str, near: str) -> Value:
+        Infinities may be meant so: those of the program, and -inf, a mask's.
+        """
+        near = name if name.startswith("params") else ""
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
-        location = _LOCATION(operation=name, phase="input", result=range_of(array))
+        found = _location(operation=name, phase="input", result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
-        intended = not nan and not positive
-        return Value(array, Cause(self.order, (), nan, intended, location), near)
+        cause = Cause(self.order, nan, location=found, is_wish=not positive)
+        return Value(array, cause, near)
 
     def seen(self, site: Site, array: Array, read: Sequence[Value], near: str) -> Value:
         """A result of an equation, with where it comes from if it is not finite."""
-        name = site.eqn.primitive.name
-        maker = read[0].maker if name in MOVES and read else site
+        maker = read[0].maker if site.moves and read else site
         if self.observe is not None:
             self.observe(site, array, near)
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, None, near, maker)
         parents = parents_of(nan, (v.cause for v in read if v.cause))
-        if name in _ARITHMETIC and _reads_infinite_number(site.eqn):
+        if site.eqn.primitive.name in _ARITHMETIC and _reads_infinite_number(site.eqn):
             parents = ()  # 1e5 in float16: no mask, but where it begins
-        was_intended = bool(parents) and all(p.intended for p in parents)
-        location = None
-        if not parents or (nan and was_intended):
-            location = _location(site, array, read, near, names_of(parents))
-        intended = was_intended and not nan
-        cause = Cause(self.order, parents, nan, intended, location)
-        return Value(array, cause, near, maker)
+        meant, location = all(p.is_intended for p in parents), None
+        if not parents or (nan and meant):
+            location = _location_of(site, array, read, near, names_of(parents))
+        return Value(array, Cause(self.order, nan, parents, location), near, maker)
 
     def near(self, site: Site, read: Sequence[Value]) -> str:
         """The param that was read last on the way to an operation.
@@ -183,16 +165,16 @@ class Replay:
         what that read. The product that gives a weight's gradient reads what came
         before that weight, and what comes back to it.
         """
-        name, paths = site.eqn.primitive.name, [v.near for v in read if v.near]
-        if name in MOVES:
+        paths = [v.near for v in read if v.near]
+        if site.moves:
             return paths[0] if paths else ""
         if not is_backward(site.names):
             # A loop as a whole reads all params of its body at once.
-            for path in [] if jax_internals.programs_in(site.eqn) else paths:
+            for path in [] if frames_of(site.eqn) else paths:
                 self.reads.setdefault(path, self.order)
             return max(paths, key=self._order, default="")
         reads_param = any(v.near and v.maker is None for v in read)
-        is_weights = name in _PRODUCTS and not reads_param
+        is_weights = site.shape is Shape.PRODUCT and not reads_param
         return (max if is_weights else min)(paths, key=self._order, default="")
 
     def _order(self, path: str) -> int:
@@ -201,21 +183,8 @@ class Replay:
     def _read(self, atom: Atom, env: dict[jc.Var, Value], context: Context) -> Value:
         if isinstance(atom, jc.Literal):
             aval: Any = atom.aval
-            return self.constant(context.lifted(np.asarray(atom.val, aval.dtype)))
+            return self.incoming(context.lifted(np.asarray(atom.val, aval.dtype)))
         return env[atom]
-
-    def _last_reads(self, program: jc.Jaxpr) -> list[list[jc.Var]]:
-        """For each equation, the variables that nothing reads after it."""
-        if id(program) not in self.last:
-            kept, dying = {v for v in program.outvars if isinstance(v, jc.Var)}, []
-            for eqn in reversed(program.eqns):
-                atoms = {
-                    v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, jc.Var)
-                }
-                dying.append([v for v in atoms if v not in kept])
-                kept |= atoms
-            self.last[id(program)] = program, dying[::-1]
-        return self.last[id(program)][1]
 
 
 def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
@@ -227,12 +196,27 @@ def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     return [replay.seen(site, x, read, near) for x in outs]
 
 
+def _last_readers(program: jc.Jaxpr) -> dict[jc.Var, int]:
+    """By variable, the place of the last equation that reads it; -1 of a result."""
+    last = dict.fromkeys((v for v in program.outvars if isinstance(v, jc.Var)), -1)
+    for i, eqn in reversed(list(enumerate(program.eqns))):
+        for var in eqn.invars:
+            if isinstance(var, jc.Var):
+                last.setdefault(var, i)
+    return last
+
+
 def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
     literals = [v.val for v in eqn.invars if isinstance(v, jc.Literal)]
     return any(is_float(x) and bool(np.isinf(x)) for x in map(np.asarray, literals))
 
 
-def _location(
+def _location(**found: Any) -> Location:
+    """What is known before `locate` is over: not the loss, nor what to do."""
+    return Location(finite=False, loss=math.nan, scale=math.nan, **found)
+
+
+def _location_of(
     site: Site,
     array: Array,
     read: Sequence[Value],
@@ -240,27 +224,21 @@ def _location(
     infinities: tuple[str, ...],
 ) -> Location:
     """The report of an operation, if it turns out to be the first."""
-    floats, shape = [v for v in read if is_float(v.array)], site.context.shape
-    moves = site.eqn.primitive.name in MOVES and floats
-    result = range_of(array, shape(array))
-    return _LOCATION(
+    floats, context = [v for v in read if is_float(v.array)], site.context
+    made_by, maker = ("", ""), floats[0].maker if site.moves and floats else None
+    if maker is not None:
+        made_by = f"`{jax_internals.primitive_name(maker.eqn)}`", maker.line
+    result = context.range_of(array)
+    return _location(
         operation=words_of(site.eqn, result.dtype),
         primitive=jax_internals.primitive_name(site.eqn),
         phase="backward" if is_backward(site.names) else "forward",
         source=site.line,
         module=module_path(site.names),
         near=near.removeprefix("params/"),
-        loops=site.context.loops,
-        operands=tuple(range_of(v.array, shape(v.array)) for v in floats),
+        loops=context.loops,
+        operands=tuple(context.range_of(v.array) for v in floats),
         result=result,
-        made_by=_maker_words(floats[0].maker) if moves else "",
+        made_by=" at ".join(filter(None, made_by)),
         infinities=infinities,
     )
-
-
-def _maker_words(maker: Site | None) -> str:
-    """What computed the value that an operation only hands on, and where."""
-    if maker is None:
-        return ""
-    parts = f"`{jax_internals.primitive_name(maker.eqn)}`", maker.line
-    return " at ".join(filter(None, parts))

@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Self
+import itertools
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core.tree import leaf_is_finite, path_string, trained_params
 from jamp._scaling.rules import unscale_tree
 from jamp._scaling.unscaled import raw_of
 from jamp._state.amp_state import AmpState
 
-_BITS = 32
 _SHOWN = 4
 
 
@@ -55,7 +54,7 @@ class SkipLog:
         step: of each entry, shape (size,), int32.
         loss: likewise, float32.
         scale: likewise, float32.
-        bad: which leaves were not finite, a bit each, shape (size, words), uint32.
+        bad: which leaves were not finite, shape (size, leaves), bool.
         count: how many skips there were in all, shape (), int32.
         paths: of the leaves. Static.
 
@@ -75,7 +74,7 @@ class SkipLog:
     step: Int[Array, " size"]
     loss: Float[Array, " size"]
     scale: Float[Array, " size"]
-    bad: UInt32[Array, "size words"]
+    bad: Bool[Array, "size leaves"]
     count: Int[Array, ""]
     paths: tuple[str, ...]
 
@@ -93,17 +92,18 @@ class SkipLog:
         if size < 1:
             raise ValueError(f"`size` must be at least 1, got {size}.")
         paths = _paths(trained_params(state.params))
-        words = -(-len(paths) // _BITS)
         return cls(
             step=jnp.zeros(size, jnp.int32),
             loss=jnp.zeros(size, jnp.float32),
             scale=jnp.zeros(size, jnp.float32),
-            bad=jnp.zeros((size, words), jnp.uint32),
+            bad=jnp.zeros((size, len(paths)), jnp.bool),
             count=jnp.zeros((), jnp.int32),
             paths=paths,
         )
 
-    def add(self, state: Any, loss: Array, grads: PyTree, loss_id: int = 0) -> Self:
+    def add(
+        self, state: AmpState, loss: Array, grads: PyTree, loss_id: int = 0
+    ) -> Self:
         """The log after a step: one entry more if its gradients are not finite.
 
         Call it in the `jit` of `scaled_value_and_grad`, with what that returned: it
@@ -141,7 +141,7 @@ class SkipLog:
             step=put(self.step, *jax.tree.leaves(state.step)),
             loss=put(self.loss, loss),
             scale=put(self.scale, scale),
-            bad=put(self.bad, _packed(flags)),
+            bad=put(self.bad, jnp.stack(flags)),
             count=self.count + skipped.astype(jnp.int32),
         )
 
@@ -149,16 +149,12 @@ class SkipLog:
         """The entries, oldest first. Waits for the device."""
         size, count = len(self.step), int(self.count)
         order = [i % size for i in range(max(count - size, 0), count)]
-        parts = jax.device_get((self.step, self.loss, self.scale, self.bad))
-        step, loss, scale, bad = (np.asarray(x) for x in parts)
+        found = jax.device_get((self.step, self.loss, self.scale, self.bad))
+        entries = zip(*(x[order].tolist() for x in found), strict=True)
         return [
-            Skip(int(step[i]), float(loss[i]), float(scale[i]), self._names(bad[i]))
-            for i in order
+            Skip(step, loss, scale, tuple(itertools.compress(self.paths, bad)))
+            for step, loss, scale, bad in entries
         ]
-
-    def _names(self, words: np.ndarray) -> tuple[str, ...]:
-        places = enumerate(self.paths)
-        return tuple(p for i, p in places if words[i // _BITS] >> (i % _BITS) & 1)
 
     def __str__(self) -> str:
         lines = [f"{int(self.count)} skipped step(s)", *map(str, self.skips())]
@@ -174,12 +170,4 @@ def _before_nan(grad: Array) -> Array:
 
 
 def _paths(tree: PyTree) -> tuple[str, ...]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return tuple(path_string(path) for path, _ in leaves)
-
-
-def _packed(flags: list[Array]) -> UInt32[Array, " words"]:
-    """Flags as bits, 32 in a word, the first one lowest."""
-    padded = flags + [jnp.asarray(False)] * (-len(flags) % _BITS)
-    bits = jnp.stack(padded).reshape(-1, _BITS).astype(jnp.uint32)
-    return (bits << jnp.arange(_BITS, dtype=jnp.uint32)).sum(1, dtype=jnp.uint32)
+    return tuple(path_string(path) for path, _ in jax.tree.leaves_with_path(tree))

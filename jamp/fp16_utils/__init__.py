@@ -5,24 +5,22 @@ older forms: both FP16_Optimizers (`_cut_down` is that of apex.optimizers), the 
 loss scalers, and helpers for masters by hand. New features go elsewhere.
 """
 
-from jamp.fp16_utils._casting import (
-    BN_convert_float as BN_convert_float,
-    FP16Model as FP16Model,
-    convert_module as convert_module,
-    convert_network as convert_network,
-    network_to_half as network_to_half,
-    tofp16 as tofp16,
-)
 from jamp.fp16_utils._fp16_optimizer import (
     FP16_Optimizer as FP16_Optimizer,
     FP16_OptimizerState as FP16_OptimizerState,
 )
-from jamp.fp16_utils._params import (
+from jamp.fp16_utils._fp16util import (
+    BN_convert_float as BN_convert_float,
+    FP16Model as FP16Model,
     clip_grad_norm as clip_grad_norm,
+    convert_module as convert_module,
+    convert_network as convert_network,
     master_params_to_model_params as master_params_to_model_params,
     model_grads_to_master_grads as model_grads_to_master_grads,
+    network_to_half as network_to_half,
     prep_param_lists as prep_param_lists,
     to_python_float as to_python_float,
+    tofp16 as tofp16,
 )
 from jamp.fp16_utils._scalers import (
     DynamicLossScaler as DynamicLossScaler,

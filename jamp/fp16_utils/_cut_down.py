@@ -15,22 +15,28 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core import groups
-from jamp._core.dtypes import FLOAT32, HALF_DTYPES, cast
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 from jamp._core.groups import Key
-from jamp._core.names import filled, named
+from jamp._core.names import named
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import check_scale
-from jamp.fp16_utils._scalers import UNUSED, LossScalerState, first_state, window_update
-from jamp.fp16_utils._state import check_state, check_state_dict, say
+from jamp._state.closure import rounded
+from jamp._state.incoming import check_containers
+from jamp.fp16_utils._scalers import (
+    UNUSED,
+    DynamicLossScaler,
+    LossScaler,
+    LossScalerState,
+)
+from jamp.fp16_utils._state import added, check_state, checked_parts, say
 from jamp.optimizers._fused import FusedTransformation
-from pallas_kernels import Options, Weight, l2norm
+from jamp.optimizers._masters import joined, parted
+from pallas_kernels import Options, norm
 
-_FACTOR = 2.0
-_WINDOW = 1000
-_FIRST_DYNAMIC_SCALE = 2.0**16
+_DYNAMIC = DynamicLossScaler(2.0**16, scale_factor=2.0, scale_window=1000)
 
 
 class FP16OptimizerState(flax.struct.PyTreeNode):
@@ -123,7 +129,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: the scale is not a number between 2^-126 and 2^126.
         """
         keys = groups.group_keys(init_optimizer)
-        for tx in (groups.get(init_optimizer, key) for key in keys):
+        self._txs = groups.split(init_optimizer, keys)
+        for tx in self._txs.values():
             if not isinstance(tx, FusedTransformation):
                 raise TypeError(
                     "The cut-down FP16_Optimizer steps flat buffers with a fused "
@@ -138,8 +145,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         self.optimizer = init_optimizer
         self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
         self.static_loss_scale: float = float(static_loss_scale)
+        self._scaler = _DYNAMIC if dynamic_loss_scale else LossScaler(static_loss_scale)
         self.verbose = verbose
-        self._keys = keys
 
     def init(self, params: PyTree) -> FP16OptimizerState:
         """The state for a model.
@@ -155,23 +162,21 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             TypeError: a leaf that is not half, or of another dtype than the first.
             ValueError: params in another container than the optimizers.
         """
-        self._check_container(params)
+        check_containers(params, self.optimizer)
         half, masters, begun, specs = {}, {}, {}, {}
-        for key in self._keys:
+        for key, tx in self._txs.items():
             tree = groups.get(params, key)
             _check_half(tree, "params" if key is None else f"params[{key!r}]")
             half[key], specs[key] = ravel_pytree(tree)
             masters[key] = half[key].astype(FLOAT32)
-            begun[key] = self._tx(key).init(masters[key])
-        dynamic = self.dynamic_loss_scale
-        scale = _FIRST_DYNAMIC_SCALE if dynamic else self.static_loss_scale
+            begun[key] = tx.init(masters[key])
         return FP16OptimizerState(
             fp16_flat=groups.pack(half, params),
             fp32_flat=groups.pack(masters, params),
             opt_state=jax.tree.map(strong_array, groups.pack(begun, params)),
             grads=None,
             overflow=jnp.asarray(False),
-            loss_scaler=first_state(scale),
+            loss_scaler=self._scaler.init(),
             specs=tuple(specs.items()),
         )
 
@@ -185,29 +190,17 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     ) -> tuple[Any, FP16OptimizerState]:
         """Adds the gradients of a loss times the loss scale to `state.grads`, in half.
 
-        Args:
-            state: the state.
-            loss_fn: `(params, *args, **kwargs) -> loss`, a float scalar, in float32
-                rather than in half; or `(loss, aux)`.
-            has_aux: whether `loss_fn` returns `(loss, aux)`.
-
-        Returns:
-            `(loss, state)` or `((loss, aux), state)`; the loss unscaled, in float32.
-
-        Raises:
-            TypeError: `state` is not of this optimizer; the loss is not a float scalar.
+        Args, results, errors: as of `jamp.fp16_utils.FP16_Optimizer.backward`.
         """
         _check(state, "backward(state, loss_fn, ...)")
         value, grads = grad_of_scaled(
             loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
         )
-        flat = {key: ravel_pytree(groups.get(grads, key))[0] for key in self._keys}
+        flat = {key: ravel_pytree(groups.get(grads, key))[0] for key in self._txs}
         flat = groups.pack(flat, state.fp16_flat)
-        if state.grads is not None:
-            flat = jax.tree.map(jnp.add, state.grads, flat)
-        return value, state.replace(grads=flat)
+        return value, state.replace(grads=added(state.grads, flat))
 
-    def step(self, state: FP16OptimizerState, closure: Any = None) -> Any:
+    def step(self, state: FP16OptimizerState, closure: object = None) -> Any:
         """Steps, or skips if a group's norm is not finite; and moves the scale.
 
         Args:
@@ -229,7 +222,9 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 "There are no gradients: call `loss, state = optimizer.backward(state, "
                 "loss_fn, ...)` first."
             )
-        norms = [self._norm(key, groups.get(state.grads, key)) for key in self._keys]
+        norms = [
+            _norm(tx, groups.get(state.grads, key)) for key, tx in self._txs.items()
+        ]
         overflow = ~functools.reduce(jnp.logical_and, map(jnp.isfinite, norms))
         dynamic, scaler = self.dynamic_loss_scale, state.loss_scaler
         if self.verbose or not dynamic:
@@ -239,30 +234,23 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 f"Using {'dynamic' if dynamic else 'static'} loss scale of "
                 f"{scaler.cur_scale}",
             )
-        weights, opt_states = {}, {}
-        for key in self._keys:
-            weight = Weight(
-                groups.get(state.fp16_flat, key), groups.get(state.fp32_flat, key)
-            )
-            weights[key], opt_states[key] = self._tx(key).apply(
+        before, weights, opt_states = joined(state.fp16_flat, state.fp32_flat), {}, {}
+        for key, tx in self._txs.items():
+            weights[key], opt_states[key] = tx.apply(
                 groups.get(state.grads, key),
                 groups.get(state.opt_state, key),
-                weight,
+                groups.get(before, key),
                 grad_scale=scaler.cur_scale,
                 found_inf=overflow,
             )
-        halves = {key: weight.param for key, weight in weights.items()}
-        masters = {key: weight.master for key, weight in weights.items()}
-        if dynamic:
-            scaler = window_update(scaler, overflow, _FACTOR, _WINDOW)
-        else:
-            scaler = scaler._replace(cur_iter=scaler.cur_iter + 1)
+        halves, masters = parted(groups.pack(weights, state.fp16_flat))
+        moved = self._scaler.update_scale(scaler, overflow)
         return state.replace(
-            fp16_flat=groups.pack(halves, state.fp16_flat),
-            fp32_flat=groups.pack(masters, state.fp16_flat),
+            fp16_flat=halves,
+            fp32_flat=masters,
             opt_state=groups.pack(opt_states, state.fp16_flat),
             overflow=overflow,
-            loss_scaler=scaler,
+            loss_scaler=moved._replace(cur_iter=scaler.cur_iter + 1),
         )
 
     def zero_grad(
@@ -279,20 +267,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def state_dict(self, state: FP16OptimizerState) -> dict[str, Any]:
         """All that a checkpoint needs but gradients, by apex's names."""
-        scale = state.loss_scaler
-        of_dynamic = {
-            "last_overflow_iter": scale.last_overflow_iter,
-            "scale_factor": jnp.asarray(_FACTOR, jnp.float32),
-            "scale_window": jnp.asarray(_WINDOW, jnp.int32),
-        }
-        return {
-            "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
-            "cur_scale": scale.cur_scale,
-            "cur_iter": scale.cur_iter,
-            **(of_dynamic if self.dynamic_loss_scale else {}),
-            "optimizer_state_dict": named(state.opt_state),
-            "fp32_groups_flat": named(state.fp32_flat),
-        }
+        return named(self._saved(state))
 
     def load_state_dict(
         self, state: FP16OptimizerState, state_dict: Mapping[str, Any]
@@ -305,45 +280,43 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 Nothing is taken before all has been checked.
         """
         _check(state, "load_state_dict(state, state_dict)")
-        expected = jax.eval_shape(self.state_dict, state)
         alike = "the optimizer, the params and the kind of loss scale"
-        check_state_dict(state_dict, expected, alike)
+        parts = checked_parts(self._saved(state), state_dict, alike)
         check_scale_value("cur_scale", state_dict["cur_scale"])
         check_count("cur_iter", state_dict["cur_iter"])
-        masters = filled(state.fp32_flat, state_dict["fp32_groups_flat"])
-        scaler = named(state.loss_scaler)
-        scaler |= {name: state_dict[name] for name in scaler if name in state_dict}
+        masters = parts["fp32_groups_flat"]
+        scaler = {k: parts[k] for k in LossScalerState._fields if k in parts}
         loaded = state.replace(
             fp32_flat=masters,
-            fp16_flat=jax.tree.map(
-                lambda m, p: cast(m, p.dtype), masters, state.fp16_flat
-            ),
-            opt_state=filled(state.opt_state, state_dict["optimizer_state_dict"]),
-            loss_scaler=filled(state.loss_scaler, scaler),
+            fp16_flat=rounded(masters, state.fp16_flat),
+            opt_state=parts["optimizer_state_dict"],
+            loss_scaler=state.loss_scaler._replace(**scaler),
         )
         return unshared(loaded, (state, state_dict))
 
-    def _tx(self, key: Key) -> FusedTransformation:
-        return groups.get(self.optimizer, key)
-
-    def _norm(self, key: Key, flat: Array) -> Float[Array, ""]:
-        rule = self._tx(key).rule
-        options = Options(backend=rule.backend, shardings=rule.shardings)
-        return l2norm([flat], options=options).norm
-
-    def _check_container(self, params: PyTree) -> None:
-        if self._keys == (groups.SINGLE,):
-            return
-        like = self.optimizer
-        same_kind = isinstance(params, Mapping) == isinstance(like, Mapping)
-        if not same_kind or not groups.is_container(params, self._keys):
-            raise ValueError(
-                "The optimizers are in a container, and params must be in the same, "
-                f"with the keys {list(self._keys)}; got {type(params).__name__}."
-            )
+    def _saved(self, state: FP16OptimizerState) -> dict[str, PyTree]:
+        saved = {
+            "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
+            "cur_scale": state.cur_scale,
+            "cur_iter": state.cur_iter,
+            "optimizer_state_dict": state.opt_state,
+            "fp32_groups_flat": state.fp32_flat,
+        }
+        if self.dynamic_loss_scale:
+            saved |= {
+                "last_overflow_iter": state.last_overflow_iter,
+                "scale_factor": jnp.asarray(_DYNAMIC.scale_factor, jnp.float32),
+                "scale_window": jnp.asarray(_DYNAMIC.scale_window, jnp.int32),
+            }
+        return saved
 
 
 _check = functools.partial(check_state, FP16OptimizerState)
+
+
+def _norm(tx: FusedTransformation, flat: Array) -> Float[Array, ""]:
+    options = Options(backend=tx.rule.backend, shardings=tx.rule.shardings)
+    return norm([flat], options=options)
 
 
 def _check_half(tree: PyTree, name: str) -> None:

@@ -10,27 +10,45 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core.devices import placed_like
-from jamp._core.dtypes import MODEL_DTYPES, is_differentiable
-from jamp._core.tree import all_finite, is_traced, select, strong_array, unshared
+from jamp._core.dtypes import MODEL_DTYPES, is_half
+from jamp._core.names import named
+from jamp._core.tree import (
+    all_finite,
+    differentiable,
+    is_traced,
+    select,
+    strong_array,
+    unshared,
+    widen_tree,
+)
 from jamp._core.warnings import PrecisionWarning, warn
+from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import LossScaleRule, check_scale, unscale_tree
-from jamp._state.step import init_optimizer, step, widened
+from jamp._state.closure import rounded
+from jamp._state.new_state import begun_group
+from jamp._state.step import Group, step, wide_group
 from jamp.fp16_utils import _closure, _state
-from jamp.fp16_utils._params import clip_grad_norm
+from jamp.fp16_utils._fp16util import clip_grad_norm
 from jamp.fp16_utils._scalers import rule_from_args
 from jamp.fp16_utils._state import (
     FP16_OptimizerState,
-    ModelGrads,
     added,
+    checked_parts,
+    needed,
     say,
-    zero_model_grads,
     zeros,
 )
-from jamp.optimizers._masters import MasterWeights, fused_inside, master_weights
+from jamp.optimizers._masters import (
+    MasterWeights,
+    MasterWeightsState,
+    fused_inside,
+    master_weights,
+)
 
 _check_state = functools.partial(_state.check_state, FP16_OptimizerState)
 
@@ -57,7 +75,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def __init__(
         self,
-        init_optimizer: Any,
+        init_optimizer: optax.GradientTransformation,
         static_loss_scale: float = 1.0,
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
@@ -104,16 +122,15 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         self._say_groups(params)
         given, params = params, jax.tree.map(strong_array, params)
-        params, opt_state = init_optimizer(self.optimizer, params, params)
-        scale_state = self.rule.init()
+        _, opt_state, params = begun_group(self.optimizer, params, params)
         state = FP16_OptimizerState(
             params=params,
             opt_state=opt_state,
-            model_grads=zero_model_grads(params, scale_state.scale),
+            model_grads=zeros(params),
             master_grads=zeros(params),
             overflow=jnp.asarray(False),
             first_closure_call_this_step=jnp.asarray(True),
-            loss_scaler=scale_state,
+            loss_scaler=self.rule.init(),
         )
         return unshared(state, given)
 
@@ -144,15 +161,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 scalar.
         """
         _check_state(state, "backward(state, loss_fn, ...)")
-        scale = state.loss_scaler.scale
         value, grads = grad_of_scaled(
-            loss_fn, state.params, scale, args, kwargs, has_aux
+            loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
         )
-        before = state.model_grads
-        if before is None:
-            before = zero_model_grads(state.params, scale)
-        fresh = ModelGrads(grads, scale, self._finite(grads))
-        state = state.replace(model_grads=added(before, fresh))
+        state = state.replace(model_grads=added(state.model_grads, widen_tree(grads)))
         if update_master_grads:
             state = self.update_master_grads(state)
         return value, state
@@ -164,16 +176,14 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: there are no gradients.
         """
         _check_state(state, "update_master_grads(state)")
-        scaled, total = _needed(state.model_grads), state.master_grads
-        fresh = unscale_tree(scaled.tree, scaled.scale)
-        total = fresh if total is None else jax.tree.map(jnp.add, total, fresh)
-        overflow = state.overflow | ~scaled.finite
-        scale_state = self.rule.update(state.loss_scaler, ~overflow)
+        scaled = needed(state.model_grads)
+        fresh = unscale_tree(scaled, state.loss_scale)
+        overflow = state.overflow | ~self._finite(scaled)
         return state.replace(
-            model_grads=zero_model_grads(state.params, scale_state.scale),
-            master_grads=total,
+            model_grads=zeros(state.params),
+            master_grads=added(state.master_grads, fresh),
             overflow=overflow,
-            loss_scaler=scale_state,
+            loss_scaler=self.rule.update(state.loss_scaler, ~overflow),
         )
 
     def clip_master_grads(
@@ -192,7 +202,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: there are no gradients; `norm_type` is not positive.
         """
         _check_state(state, "clip_master_grads(state, max_norm)")
-        grads = _needed(state.master_grads)
+        grads = needed(state.master_grads)
         norm, clipped = clip_grad_norm(grads, max_norm, norm_type)
         norm = jnp.where(state.overflow, -1.0, norm)
         grads = select(~state.overflow, clipped, grads)
@@ -221,34 +231,29 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             ValueError: there are no gradients.
         """
         _check_state(state, "step(state)")
-        if closure is None:
-            return self._step(state, {})
-        loss, state = _closure.call_until_finite(closure, state, self.rule)
-        args = {
-            "value": loss,
-            "grad": _needed(state.master_grads),
-            "value_fn": _closure.value_fn(closure, state),
-        }
-        state = self._step(state, args)
-        return loss, state.replace(first_closure_call_this_step=jnp.asarray(True))
-
-    def _step(
-        self, state: FP16_OptimizerState, update_args: dict[str, Any]
-    ) -> FP16_OptimizerState:
+        loss, update_args = None, {}
+        if closure is not None:
+            loss, state = _closure.call_until_finite(closure, state, self.rule)
+            update_args = {
+                "value": loss,
+                "grad": state.master_grads,
+                "value_fn": _closure.value_fn(closure, state),
+            }
         say(
             state.overflow,
             "Gradient overflow.  Skipping step, reducing loss scale to "
             f"{state.loss_scale}",
         )
-        params, opt_state = step(
-            self.optimizer,
-            _needed(state.master_grads),
-            state.opt_state,
-            state.params,
+        _, opt_state, params = step(
+            Group(self.optimizer, state.opt_state, state.params),
+            needed(state.master_grads),
             clean=~state.overflow if self.rule.checks else None,
             update_args=update_args,
         )
-        return state.replace(params=params, opt_state=opt_state)
+        state = state.replace(params=params, opt_state=opt_state)
+        if closure is None:
+            return state
+        return loss, state.replace(first_closure_call_this_step=jnp.asarray(True))
 
     def zero_grad(
         self, state: FP16_OptimizerState, set_grads_to_None: bool = False
@@ -262,9 +267,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         _check_state(state, "zero_grad(state)")
         drop = set_grads_to_None
-        model_grads = zero_model_grads(state.params, state.loss_scale)
         return state.replace(
-            model_grads=None if drop else model_grads,
+            model_grads=None if drop else zeros(state.params),
             master_grads=None if drop else zeros(state.params),
             overflow=jnp.zeros_like(state.overflow),
         )
@@ -299,17 +303,23 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     ) -> FP16_OptimizerState:
         """The state with another loss scale; its counters stay.
 
+        Gradients that wait for `update_master_grads` are scaled anew.
+
         Raises:
             ValueError: `value` is not a number between 2^-126 and 2^126.
         """
         if not is_traced(value):
             check_scale("value", float(value))  # pyright: ignore[reportArgumentType]
         scale = placed_like(jnp.asarray(value, jnp.float32), state.loss_scale)
-        return state.replace(loss_scaler=state.loss_scaler._replace(scale=scale))
+        rescaled = jax.tree.map(
+            lambda g: g * (scale / state.loss_scale).astype(g.dtype), state.model_grads
+        )
+        loss_scaler = state.loss_scaler._replace(scale=scale)
+        return state.replace(model_grads=rescaled, loss_scaler=loss_scaler)
 
     def master_params(self, state: FP16_OptimizerState) -> PyTree:
         """The params in float32: masters, and those that are their own."""
-        return widened(self.optimizer, state.opt_state, state.params)
+        return wide_group(Group(self.optimizer, state.opt_state, state.params))
 
     def state_dict(self, state: FP16_OptimizerState) -> dict[str, Any]:
         """All that a checkpoint needs, by name: apex's keys, and `fp32_from_fp32`.
@@ -317,7 +327,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Gradients are not in it; save after `step`. (The state itself is a pytree, which
         Flax and Orbax save whole.)
         """
-        return _state.state_dict(state, self.dynamic_loss_scale)
+        return named(self._saved(state))
 
     def load_state_dict(
         self, state: FP16_OptimizerState, state_dict: Mapping[str, Any]
@@ -329,7 +339,41 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 the loss scale is of the other kind. Nothing is taken before all has
                 been checked.
         """
-        return _state.load_state_dict(state, state_dict, self.dynamic_loss_scale)
+        alike = "the optimizer and the params"
+        parts = checked_parts(self._saved(state), state_dict, alike)
+        if parts.pop("dynamic_loss_scale") != self.dynamic_loss_scale:
+            other = not self.dynamic_loss_scale
+            raise ValueError(
+                f"The state dict is of dynamic_loss_scale={other}: construct "
+                f"FP16_Optimizer(..., dynamic_loss_scale={other})."
+            )
+        check_scale_state("loss_scaler", state_dict["loss_scaler"])
+        masters = parts.pop("fp32_from_fp16")
+        widened = jax.tree.map(
+            lambda param, master, own: master if is_half(param) else own,
+            differentiable(state.params),
+            masters,
+            parts.pop("fp32_from_fp32"),
+        )
+        opt_state = MasterWeightsState(masters, parts.pop("optimizer_state_dict"))
+        params = rounded(widened, state.params)
+        loaded = state.replace(params=params, opt_state=opt_state, **parts)
+        return unshared(loaded, (state, state_dict))
+
+    def _saved(self, state: FP16_OptimizerState) -> dict[str, PyTree]:
+        own = jax.tree.map(
+            lambda p: optax.MaskedNode() if is_half(p) else p,
+            differentiable(state.params),
+        )
+        return {
+            "loss_scaler": state.loss_scaler,
+            "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
+            "overflow": state.overflow,
+            "first_closure_call_this_step": state.first_closure_call_this_step,
+            "optimizer_state_dict": state.opt_state.inner_state,
+            "fp32_from_fp16": state.opt_state.masters,
+            "fp32_from_fp32": own,
+        }
 
     def _finite(self, grads: PyTree) -> Any:
         if not self.rule.checks:
@@ -339,10 +383,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def _say_groups(self, params: PyTree) -> None:
         lines = ["FP16_Optimizer processing param group 0:"]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(differentiable(params)):
             dtype = getattr(leaf, "dtype", None)
-            if not is_differentiable(leaf):
-                continue
             if dtype not in MODEL_DTYPES:
                 raise TypeError(
                     "Wrapped parameters must be either float32, float16 or bfloat16. "
@@ -352,12 +394,3 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             lines.append(f"FP16_Optimizer received {dtype} with {jnp.shape(leaf)}")
         if self.verbose and jax.process_index() == 0:
             print("\n".join(lines))
-
-
-def _needed[T](grads: T | None) -> T:
-    if grads is None:
-        raise ValueError(
-            "There are no gradients, after zero_grad(set_grads_to_None=True): call "
-            "`loss, state = optimizer.backward(state, loss_fn, ...)` first."
-        )
-    return grads

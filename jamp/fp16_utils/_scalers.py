@@ -46,34 +46,15 @@ class LossScalerState(NamedTuple):
     last_overflow_iter: Int[Array, ""]
 
 
-def first_state(scale: float) -> LossScalerState:
-    """The state before the first update."""
-    return LossScalerState(
-        cur_scale=jnp.asarray(scale, jnp.float32),
-        cur_iter=jnp.asarray(0, jnp.int32),
-        last_overflow_iter=jnp.asarray(-1, jnp.int32),
-    )
-
-
-def window_update(
-    state: LossScalerState, overflow: Bool[Array, ""], factor: float, window: int
-) -> LossScalerState:
-    """As `jamp.DynamicLossScale`, but never below 1, and with other counters."""
-    overflow = jnp.asarray(overflow, bool)
-    clean = (state.cur_iter - state.last_overflow_iter - 1) % window
-    before = LossScaleState(state.cur_scale, clean, jnp.int32(1), jnp.int32(0))
-    rule = DynamicLossScale(1.0, factor, window, min_scale=1.0, max_scale=None)
-    return LossScalerState(
-        cur_scale=rule.update(before, ~overflow).scale,
-        cur_iter=state.cur_iter + 1,
-        last_overflow_iter=jnp.where(
-            overflow, state.cur_iter, state.last_overflow_iter
-        ),
-    )
-
-
 class _Scaler:
     """What both scalers do with their scale."""
+
+    def _first(self, scale: float) -> LossScalerState:
+        return LossScalerState(
+            cur_scale=jnp.asarray(scale, jnp.float32),
+            cur_iter=jnp.asarray(0, jnp.int32),
+            last_overflow_iter=jnp.asarray(-1, jnp.int32),
+        )
 
     def loss_scale(self, state: LossScalerState) -> Float[Array, ""]:
         """The present scale, shape (), float32."""
@@ -122,7 +103,7 @@ class LossScaler(_Scaler):
 
     def init(self) -> LossScalerState:
         """The state before the first step."""
-        return first_state(self.scale)
+        return self._first(self.scale)
 
     def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
         """False, as in apex."""
@@ -179,7 +160,7 @@ class DynamicLossScaler(_Scaler):
 
     def init(self) -> LossScalerState:
         """The state before the first step."""
-        return first_state(self.init_scale)
+        return self._first(self.init_scale)
 
     def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
         """Whether any element is inf or NaN; apex looks at sums."""
@@ -189,7 +170,13 @@ class DynamicLossScaler(_Scaler):
         self, state: LossScalerState, overflow: Bool[Array, ""]
     ) -> LossScalerState:
         """The state after a step."""
-        return window_update(state, overflow, self.scale_factor, self.scale_window)
+        window, overflow = self.scale_window, jnp.asarray(overflow, bool)
+        rule = DynamicLossScale(1.0, self.scale_factor, window, 1.0, max_scale=None)
+        clean = (state.cur_iter - state.last_overflow_iter - 1) % window
+        before = LossScaleState(state.cur_scale, clean, jnp.int32(1), jnp.int32(0))
+        last = jnp.where(overflow, state.cur_iter, state.last_overflow_iter)
+        scale = rule.update(before, ~overflow).scale
+        return LossScalerState(scale, state.cur_iter + 1, last)
 
 
 def rule_from_args(

@@ -1,7 +1,7 @@
-"""Autocast of functions that take NNX models, and change what is in them."""
+"""Functions of NNX models, and the calls of models, in half."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import nnx
@@ -10,8 +10,17 @@ from jax.typing import DTypeLike
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
+from jamp._policy.forward import (
+    forward_policy,
+    model_inputs,
+    model_outputs,
+    scope_under,
+)
+from jamp._policy.levels import Properties
 from jamp.nnx._variables import (
     from_pure,
+    map_arrays,
     shown,
     take_out,
     values_by_path,
@@ -71,19 +80,94 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         out, values = pure_in(scope, pure)(nnx.as_pure(state), others)
         # Those alone: a Variable of an outer trace may be read here, but not be set.
         variables = dict(nnx.to_flat_state(state))
-        before = {path: variables[path] for path in written}
-        values = written_back(before, dict(zip(written, values, strict=True)))
-        if written:
-            nnx.update(nodes, nnx.from_flat_state(from_pure(before, values)))
+        left = {
+            path: written_back(variables[path], value)
+            for path, value in zip(written, values, strict=True)
+        }
+        nnx.update(nodes, nnx.from_flat_state(left))
         return out
 
     return autocast_fn
 
 
-def _check_paths(before: Any, after: Any) -> None:
+def _check_paths(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
     if before.keys() != after.keys():
         names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
         raise ValueError(
             f"The function added or removed Variables, {sorted(names)}. Under autocast "
             "it can only write to those that are there."
         )
+
+
+_PROPERTIES = "_jamp_properties"
+
+
+def check_fresh(model: nnx.Module) -> None:
+    """Raises if a model has a policy already."""
+    if hasattr(model, _PROPERTIES):
+        raise ValueError(
+            "The model has gone through jamp.nnx.initialize already, at "
+            f"{getattr(model, _PROPERTIES).opt_level}. Pass a fresh one, or "
+            "initialize all optimizers together."
+        )
+
+
+def patch(model: nnx.Module, properties: Properties) -> None:
+    """Lets the call of a model whose Variables are cast run under its level."""
+    if properties.cast_model_type:
+        module: Any
+        for _, module in nnx.iter_modules(model):
+            if names_dtype(vars(module).get("dtype"), HALF_DTYPES):
+                module.dtype = FLOAT32  # the level says what runs in half
+    if properties.enabled:
+        patched = _patched_class(type(model), properties)
+        object.__setattr__(model, "__class__", patched)
+
+
+@functools.cache
+def _patched_class(cls: type, properties: Properties) -> type:
+    """A subclass of a model's class whose call runs under a policy.
+
+    One per class and policy: models of a class stay of one class. The policy is the
+    class's, as some modules take all that an instance has for Variables.
+    """
+
+    def reduce(self, protocol):
+        del protocol
+        return _blank, (cls, properties), self.__getstate__()
+
+    def new(patched, *args, **kwargs):
+        del patched, args, kwargs
+        return object.__new__(cls)  # type(model)(...) makes a model without policy
+
+    names = ("__module__", "__qualname__", "__doc__")
+    body = {name: getattr(cls, name) for name in names}
+    body |= {"__new__": new, "__reduce_ex__": reduce, _PROPERTIES: properties}
+    if any("__call__" in vars(base) for base in cls.__mro__):
+        body["__call__"] = _under_level(cls.__call__, properties)
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _blank(cls: type, properties: Properties) -> Any:
+    """Where pickle begins with a patched model."""
+    return object.__new__(_patched_class(cls, properties))
+
+
+def _under_level(
+    forward: Callable[..., Any], properties: Properties
+) -> Callable[..., Any]:
+    """The call of a model, as its level writes it."""
+
+    def run(model, *args, **kwargs):
+        enter = lambda x: model_inputs(x, properties)  # noqa: E731
+        args, kwargs = map_arrays(enter, (args, kwargs))
+        out = forward(model, *args, **kwargs)
+        return map_arrays(lambda x: model_outputs(x, properties), out)
+
+    def call(model, *args, **kwargs):
+        scope = scope_under(properties, nnx.as_pure(nnx.state(model)))
+        written = run if scope is None else autocast_in(scope, run)
+        with forward_policy(properties):
+            return written(model, *args, **kwargs)
+
+    return call

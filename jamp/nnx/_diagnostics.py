@@ -5,16 +5,15 @@ from typing import Any
 
 from jamp._core import groups
 from jamp._core.groups import Wrt
-from jamp._scaling.value_and_grad import raw_value_and_grad
-from jamp._state.amp_state import AmpState
+from jamp._scaling.value_and_grad import ScaledGrad
 from jamp.diagnostics._explain import explain_step
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._locate import locate_step
 from jamp.diagnostics._location import Location
 from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
-from jamp.diagnostics._step import StepFn, with_aux
+from jamp.diagnostics._step import Call, with_aux
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._pure_loss import PureLoss, check_optimizer
+from jamp.nnx._scaled_grad import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
 
 
@@ -55,10 +54,8 @@ def locate(
     >>> print(found.operation, found.phase, *found.operands)
     a logarithm forward float32[1, 2] in [0, 0]
     """
-    check_optimizer(optimizer, "locate", "(loss_fn, model, optimizer, ...)")
-    options = {"loss_id": loss_id, "wrt": wrt}
-    step = _step(loss_fn, models, optimizer, args, kwargs, options)
-    return locate_step(*step, loss_id)
+    given = models, optimizer, args, kwargs
+    return locate_step(_call_of("locate", loss_fn, *given, loss_id, wrt))
 
 
 def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -86,7 +83,9 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
         check_optimizer(optimizer, "explain(loss_fn)")
-        return explain_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+        return explain_step(
+            _call_of("explain", loss_fn, models, optimizer, args, kwargs)
+        )
 
     return explained
 
@@ -125,8 +124,8 @@ def numerics(
     >>> report.gradients["bias"].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    check_optimizer(optimizer, "numerics", "(loss_fn, model, optimizer, ...)")
-    return numerics_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}), scale)
+    call = _call_of("numerics", loss_fn, models, optimizer, args, kwargs)
+    return numerics_of_step(call, scale)
 
 
 def recommend_scale(
@@ -147,25 +146,28 @@ def recommend_scale(
     >>> recommend_scale(lambda model: 100 * model.bias.sum(), *both)
     64.0
     """
-    check_optimizer(optimizer, "recommend_scale", "(loss_fn, model, optimizer, ...)")
-    return scale_of_step(*_step(loss_fn, models, optimizer, args, kwargs, {}))
+    call = _call_of("recommend_scale", loss_fn, models, optimizer, args, kwargs)
+    return scale_of_step(call)
 
 
-def _step(
+def _call_of(
+    name: str,
     loss_fn: Callable[..., Any],
     models: Models,
     optimizer: Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    options: dict[str, Any],
-) -> tuple[StepFn, AmpState, dict[str, Any]]:
+    loss_id: int = 0,
+    wrt: Wrt = None,
+) -> Call:
     """A step as a function of a state and of arguments, and these."""
+    check_optimizer(optimizer, name, "(loss_fn, model, optimizer, ...)")
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
 
     def both(state, arguments):
-        fn = raw_value_and_grad(loss, has_aux=True, **options)
+        fn = ScaledGrad(loss, has_aux=True, loss_id=loss_id, wrt=wrt).raw
         (value, _), grads = fn(state, arguments["variables"], arguments["args"])
-        return value, groups.pack_wrt(grads, options.get("wrt"), state.params)
+        return value, groups.pack_wrt(grads, wrt, state.params)
 
     arguments = {"variables": loss.before, "args": loss.others}
-    return both, optimizer.amp_state(models), arguments
+    return Call(both, optimizer.amp_state(models), arguments, loss_id)

@@ -16,9 +16,9 @@ from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._scaling.rules import LossScaleRule
 from jamp._state.initialize import initialize as initialize_pure
-from jamp.nnx._forward import check_fresh, patch
+from jamp.nnx._autocast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, arrays_of, assign, check_models_apart, entries
+from jamp.nnx._variables import Models, arrays_of, by_path, check_models_apart, entries
 
 type Tx = (
     optax.GradientTransformation
@@ -136,9 +136,9 @@ def initialize(
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
     state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)  # pyright: ignore[reportArgumentType]
     frozen = nnx.All(nnx.Param, nnx.Not(wrt))
-    assign(models, wrt, state.params)
-    rest = arrays_of(models, frozen)
-    assign(models, frozen, cast_to_level(rest, state.properties, stats))
+    nnx.update(models, by_path(state.params))
+    rest = cast_to_level(arrays_of(models, frozen), state.properties, stats)
+    nnx.update(models, by_path(rest))
     for module in modules.values():
         patch(module, state.properties)
     if tx is None:

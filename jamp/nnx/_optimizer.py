@@ -12,15 +12,16 @@ from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import cast, is_castable
+from jamp._core.names import check_same
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
 from jamp._policy.levels import Properties
 from jamp._state.amp_state import AmpState, master_params
 from jamp._state.closure import rounded
-from jamp.nnx._variables import Models, arrays_of, assign, copy_into
+from jamp.nnx._variables import Models, arrays_of, by_path, map_variables
 
-# What an AmpState has beyond its params, step and what is static.
-_PARTS = ("opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
+# What an AmpState has beyond its params, and what is static.
+_PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
 
 
 class Optimizer(nnx.Optimizer):
@@ -48,18 +49,19 @@ class Optimizer(nnx.Optimizer):
         self.tx = state.tx
         self.properties: Properties = state.properties
         self.loss_scale_rules = nnx.static(state.loss_scale_rules)
-        self.shapes = nnx.static(_shapes(state.params))
+        leaves = _by_keystr(state.params).items()
+        shapes = tuple((path, x.shape, str(x.dtype)) for path, x in leaves)
+        self.shapes = nnx.static(shapes)  # which hash
         self.step = OptState(state.step)
-        for name in _PARTS:
+        for name in _PARTS[1:]:
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
 
     def __repr__(self) -> str:
         """A line for each thing one asks for, where NNX shows all Variables."""
-        params = {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
-        parts = {name: nnx.as_pure(getattr(self, name)) for name in ("step", *_PARTS)}
+        parts = {name: nnx.as_pure(getattr(self, name)) for name in _PARTS}
         parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
         state = types.SimpleNamespace(**parts)
-        return summary("Optimizer", state, params, state.opt_state)
+        return summary("Optimizer", state, self._like, state.opt_state)
 
     __str__ = __repr__  # NNX has a colored one
 
@@ -74,10 +76,13 @@ class Optimizer(nnx.Optimizer):
         """
         return self._with(arrays_of(models, self.wrt))
 
+    @property
+    def _like(self) -> dict[str, Any]:
+        return {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
+
     def _with(self, params: PyTree) -> AmpState:
-        _check_shapes(_shapes(params), self.shapes)
+        check_same(_by_keystr(params), self._like, _NOT_THE_ONE, _REMEDY)
         return AmpState(
-            step=self.step.get_value(),
             apply_fn=no_forward,
             params=params,
             tx=self.tx,
@@ -88,10 +93,10 @@ class Optimizer(nnx.Optimizer):
 
     def load(self, models: Models, state: AmpState) -> None:
         """Puts an AmpState, as `jamp.from_checkpoint` gives, into both, in place."""
-        assign(models, self.wrt, state.params)
-        self.step.set_value(state.step)
+        nnx.update(models, by_path(state.params))
         for name in _PARTS:
-            copy_into(getattr(self, name), getattr(state, name))
+            there, values = getattr(self, name), getattr(state, name)
+            map_variables(lambda v, x: v.set_value(x), there, values)
 
     @moves_constants
     def load_params(
@@ -121,7 +126,13 @@ class Optimizer(nnx.Optimizer):
         """
         there = arrays_of(models, self.wrt)
         params = there if params is None else _pure(params, self.wrt)
-        state = self._with(_cast_to(there, self.shapes))
+        like = self._like
+
+        def leaf(path, x):
+            wanted = like.get(jax.tree_util.keystr(path), x)
+            return cast(x, wanted.dtype) if is_castable(x) else x
+
+        state = self._with(jax.tree_util.tree_map_with_path(leaf, there))
         # As they were before something was put into the model.
         state = self._with(rounded(master_params(state), state.params))
         self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
@@ -129,7 +140,7 @@ class Optimizer(nnx.Optimizer):
     def update(
         self,
         models: Models,
-        grads: Any,
+        grads: PyTree,
         /,
         *,
         loss_id: int | Sequence[int] = 0,
@@ -167,45 +178,16 @@ class Optimizer(nnx.Optimizer):
         return master_params(self.amp_state(models))
 
 
-type _Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+_NOT_THE_ONE = "The model is not the one of this optimizer: it"
+_REMEDY = (
+    "Pass what one call of jamp.nnx.initialize returned. After `nnx.update(model, "
+    "params)`, `optimizer.load_params(model)` casts them, and sets the masters."
+)
 
 
-def _shapes(params: PyTree) -> _Shapes:
-    """Path, shape and dtype of each leaf; it hashes."""
+def _by_keystr(params: PyTree) -> dict[str, jax.Array]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return tuple(
-        (jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in leaves
-    )
-
-
-def _cast_to(params: PyTree, shapes: _Shapes) -> PyTree:
-    """Floats in the dtypes of `shapes`, where they have any."""
-    dtypes = {path: dtype for path, _, dtype in shapes}
-
-    def leaf(path, x):
-        dtype = dtypes.get(jax.tree_util.keystr(path))
-        return cast(x, dtype) if dtype and is_castable(x) else x
-
-    return jax.tree_util.tree_map_with_path(leaf, params)
-
-
-def _check_shapes(given: _Shapes, expected: _Shapes) -> None:
-    if given == expected:
-        return
-    have, want = (
-        {path: f"{dtype}{list(shape)}" for path, shape, dtype in leaves}
-        for leaves in (given, expected)
-    )
-    path = next(p for p in (*want, *have) if have.get(p) != want.get(p))
-    only_dtypes = [leaf[:2] for leaf in given] == [leaf[:2] for leaf in expected]
-    raise ValueError(
-        "The model is not the one of this optimizer: its trained Variables differ at "
-        f"{path}: got {have.get(path, 'none')}, expected {want.get(path, 'none')}. "
-        "Pass what one call of jamp.nnx.initialize returned."
-        + only_dtypes
-        * " After `nnx.update(model, params)`, "
-        "`optimizer.load_params(model)` casts them, and sets the masters."
-    )
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def _pure(grads: PyTree, wrt: filterlib.Filter) -> Any:

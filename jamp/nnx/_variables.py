@@ -1,14 +1,15 @@
 """NNX models, and other objects with Variables, as trees of arrays, and back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from flax.nnx import filterlib
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jamp._autocast.model import shown_params
+from jamp._autocast.marks import shown_params
 from jamp._core.dtypes import HALF_DTYPES
 
 type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
@@ -54,7 +55,7 @@ def check_models_apart(models: Models) -> None:
                 )
 
 
-def check_arguments_apart(models: Any, nodes: tuple[Any, ...]) -> None:
+def check_arguments_apart(models: Models, nodes: tuple[Any, ...]) -> None:
     """Raises if an argument shares a Variable with the models that are trained."""
     owned = {id(x): path for path, x in variables_of(models)}
     for node in nodes:
@@ -68,11 +69,9 @@ def check_arguments_apart(models: Any, nodes: tuple[Any, ...]) -> None:
                 )
 
 
-def variables_of(node: Any) -> Iterator[tuple[Any, nnx.Variable]]:
+def variables_of(node: PyTree) -> list[tuple[Any, nnx.Variable]]:
     """The Variables in a tree of NNX objects, with their paths."""
-    for path, x in nnx.iter_graph(node):
-        if _is_variable(x):
-            yield path, x
+    return [(path, x) for path, x in nnx.iter_graph(node) if _is_variable(x)]
 
 
 def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
@@ -86,42 +85,37 @@ def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
     return jax.tree.map(arrays, models, is_leaf=is_module)
 
 
-def values_by_path(nodes: Any) -> dict[tuple[Any, ...], Any]:
+def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
     """The values of all Variables, by path."""
     flat = nnx.to_flat_state(nnx.state(nodes))
     return {path: variable.get_value() for path, variable in flat}
 
 
-def assign(models: Models, wrt: filterlib.Filter, arrays: PyTree) -> None:
-    """Puts what `arrays_of` gave, or trees like it, into the models, in place."""
-    nnx.update(models, with_arrays(nnx.state(models, wrt), arrays))
+def by_path(arrays: PyTree) -> Mapping[Any, Any]:
+    """What `arrays_of` gave, or trees like it, as `nnx.update` and `nnx.merge` take it:
+    the models of a list by their numbers."""
+    return dict(enumerate(arrays)) if isinstance(arrays, list | tuple) else arrays
 
 
-def with_arrays(state: nnx.State, arrays: PyTree) -> nnx.State:
-    """A State of Variables with the values of `arrays`, which go by path."""
-    flat = dict(nnx.to_flat_state(state))
-    for path, value in jax.tree_util.tree_leaves_with_path(arrays):
-        names: Any = tuple(getattr(p, "key", getattr(p, "idx", None)) for p in path)
-        flat[names] = flat[names].replace(value)
-    return nnx.from_flat_state(flat)
+def map_variables(fn: Callable[..., Any], variables: PyTree, values: PyTree) -> Any:
+    """`fn(variable, value)` of a tree of Variables, and one as of `nnx.as_pure`."""
+    return jax.tree.map(fn, variables, values, is_leaf=_is_variable)
 
 
 def from_pure[T](variables: T, values: PyTree) -> T:
     """A tree of Variables with other values: the inverse of `nnx.as_pure`."""
-    return jax.tree.map(
-        lambda v, x: v.replace(x), variables, values, is_leaf=_is_variable
-    )
+    return map_variables(lambda v, x: v.replace(x), variables, values)
 
 
-def shown(variables: PyTree, values: PyTree, half: Any) -> PyTree:
+def shown(variables: PyTree, values: PyTree, half: DTypeLike | None) -> PyTree:
     """Variables' values as a user's program sees them: half params in float32.
 
-    `values` are as of `nnx.as_pure`; None for `half` changes nothing.
+    None for `half` changes nothing.
     """
     if half is None:
         return values
     show = lambda v, x: shown_params(x, half) if isinstance(v, nnx.Param) else x  # noqa: E731
-    return jax.tree.map(show, variables, values, is_leaf=_is_variable)
+    return map_variables(show, variables, values)
 
 
 def written_back(variables: PyTree, values: PyTree) -> PyTree:
@@ -131,12 +125,7 @@ def written_back(variables: PyTree, values: PyTree) -> PyTree:
         dtype = getattr(v.get_value(), "dtype", None)
         return x.astype(dtype) if dtype in HALF_DTYPES else x
 
-    return jax.tree.map(leaf, variables, values, is_leaf=_is_variable)
-
-
-def copy_into(variables: PyTree, values: PyTree) -> None:
-    """Puts the leaves of `values` into a tree of Variables, in place."""
-    jax.tree.map(lambda v, x: v.set_value(x), variables, values, is_leaf=_is_variable)
+    return map_variables(leaf, variables, values)
 
 
 def is_node(x: object) -> bool:
@@ -150,7 +139,7 @@ def map_arrays[T](fn: Callable[[Any], Any], tree: T) -> T:
 
 
 def take_out(
-    arguments: Any,
+    arguments: PyTree,
 ) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any], Any]]:
     """Takes the NNX objects out of a tree of arguments.
 

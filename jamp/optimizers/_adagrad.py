@@ -4,17 +4,19 @@ After apex's csrc/multi_tensor_adagrad.cu.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
     ScalarOrSchedule,
+    Scalars,
+    number,
 )
 from pallas_kernels import Blocks, Numbers
 
@@ -76,20 +78,17 @@ class FusedAdagrad(FusedRule):
 
     name: ClassVar[str] = "fused_adagrad"
     state: ClassVar = FusedAdagradState
-    below: ClassVar = {"eps": math.inf}
 
-    eps: ArrayLike
+    eps: ArrayLike = number()
     adagrad_w_mode: bool
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
-        """What the formula takes."""
+    def numbers(self, count: Count) -> Scalars:
         rate = self.rate(count)
         return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.adagrad_w_mode:
             g = g + s["decay"] * w
         h = moments["sum_of_squares"] + g * g

@@ -4,17 +4,19 @@ After apex's csrc/multi_tensor_adam.cu, and fused_adam_cuda_kernel.cu of 2018.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
     ScalarOrSchedule,
+    Scalars,
+    number,
 )
 from pallas_kernels import Blocks, Numbers
 
@@ -114,17 +116,15 @@ class FusedAdam(FusedRule):
 
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
-    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
+    b1: ArrayLike = number(below=1)
+    b2: ArrayLike = number(below=1)
+    eps: ArrayLike = number()
     adam_w_mode: bool
     legacy: bool
     eps_inside_sqrt: bool
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
-        """What the formula takes."""
+    def numbers(self, count: Count) -> Scalars:
         eta, c2 = self.rate(count), self.correction(self.b2, count)
         rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)
         decay = eta if self.adam_w_mode else 1.0
@@ -145,7 +145,6 @@ class FusedAdam(FusedRule):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["a1"] * g
@@ -159,7 +158,6 @@ class FusedAdam(FusedRule):
         return -u, {"mu": m, "nu": v}
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
-        """What gradients of a norm are multiplied by."""
         if not self.legacy:
             return jnp.minimum(1, most / norm)
         excess = (norm + 1e-6) / most

@@ -8,7 +8,7 @@ wants it; `apply` writes weights, masters and half params in one pass.
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -19,67 +19,98 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
-from jamp.optimizers._transformation import Transformation
 from pallas_kernels import (
-    Blocks,
     Leaves,
-    Numbers,
     Options,
+    Rule,
     Weight,
     check_backend,
     found_inf as found_inf_of,
-    l2norm,
+    norm as norm_of,
     step,
 )
 
-# Of all fused optimizers; `below` names what else is one.
-_NUMBERS = ("learning_rate", "weight_decay", "max_grad_norm")
-
-# Numbers of each leaf for a formula, and what else the state holds of leaves.
-type Measures = tuple[dict[str, ArrayLike], dict[str, list[Array]]]
+type Count = Int[Array, ""]
+# By name, of shape (), or (n,) for one per leaf.
+type Scalars = dict[str, ArrayLike]
 type Mask = PyTree | Callable[[PyTree], PyTree] | None
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
+def number(below: float = math.inf, **kwargs: Any) -> Any:
+    """A field that holds a number, from 0 to below a limit."""
+    return dataclasses.field(metadata={"below": below}, **kwargs)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedRule:
-    """The hyperparameters that all fused optimizers have, and how they step trees.
+class Hyperparameters:
+    """What every optimizer here has.
 
     Attributes:
         learning_rate: a number, or a schedule of the count of steps.
         weight_decay: of the leaves that decay.
         mask: which leaves decay.
         backend: where to run.
+    """
+
+    name: ClassVar[str]
+
+    learning_rate: ScalarOrSchedule = number()
+    weight_decay: ArrayLike = number()
+    mask: Mask
+    backend: str
+
+    def __post_init__(self):
+        check_backend(self.backend)
+        object.__setattr__(self, "mask", _hashable(self.mask))
+        for field in dataclasses.fields(self):
+            if "below" in field.metadata:
+                self._check_number(field.name, field.metadata["below"])
+
+    def _check_number(self, name: str, below: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool | str):
+            raise TypeError(f"{self.name}: {name} must be a number, got {value!r}.")
+        if is_number(value) and not 0 <= value < below:
+            raise ValueError(f"{self.name}: invalid {name}: {value}.")
+
+    def rate(self, count: Count) -> Float[Array, ""]:
+        """The learning rate of the step after `count` steps."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+
+    def decays(self, params: PyTree) -> list[bool]:
+        """Per leaf, whether it decays."""
+        decays = [True] * len(jax.tree.leaves(params))
+        if self.mask is not None:
+            decays = _bools_like(params, self.mask(params))
+        if is_zero(self.weight_decay):
+            decays = [False] * len(decays)  # which costs nothing
+        return decays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedRule(Hyperparameters, Rule):
+    """The hyperparameters that all fused optimizers have, and how they step trees.
+
+    Attributes:
         shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
         bias_correction: whether `correction` is not 1.
         max_grad_norm: the largest norm of all gradients together; None for any.
     """
 
-    name: ClassVar[str]
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
-    below: ClassVar[Mapping[str, float]]  # the limit of each number; all begin at 0
 
-    learning_rate: ScalarOrSchedule
-    weight_decay: ArrayLike
-    mask: Mask
-    backend: str
     shardings: Any = None
     bias_correction: bool = False
-    max_grad_norm: ArrayLike | None = None
+    max_grad_norm: ArrayLike | None = number(default=None)
     amsgrad: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, amsgrad: bool):
         if amsgrad:  # as apex does
             name = type(self).__name__
             raise RuntimeError(f"{name} does not support the AMSGrad variant.")
-        check_backend(self.backend)
-        object.__setattr__(self, "mask", hashable_mask(self.mask))
-        unlimited = dict.fromkeys(_NUMBERS, math.inf)
-        check_numbers(self.name, unlimited | dict(self.below), self)
-
-    def first_state(self, params: PyTree) -> Any:
-        """The state for `params`: no steps, and zeros."""
-        return self.state(no_steps(), *(zeros(params) for _ in self.state._fields[1:]))
+        super().__post_init__()
 
     @property
     def static(self) -> Self:
@@ -88,45 +119,37 @@ class FusedRule:
         Rules that differ in their numbers alone run the same compiled formula.
         """
         rule = copy.copy(self)
-        for name in (*_NUMBERS, *self.below, "mask", "shardings"):
-            object.__setattr__(rule, name, None)
+        for field in dataclasses.fields(self):
+            if "below" in field.metadata or field.name in ("mask", "shardings"):
+                object.__setattr__(rule, field.name, None)
         return rule
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
-        """What `formula` takes of the hyperparameters after `count` steps, by name."""
+    def moments(self, params: PyTree) -> tuple[PyTree, ...]:
+        """The trees of a new state."""
+        return tuple(self.zeros(params) for _ in self.state._fields[1:])
+
+    def zeros(self, params: PyTree) -> PyTree:
+        """A moment of zeros: float32, like the params; float64 for float64."""
+
+        def leaf(p):
+            p = p if hasattr(p, "dtype") else jnp.asarray(p)
+            return jnp.zeros_like(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
+
+        return jax.tree.map(leaf, params)
+
+    def numbers(self, count: Count) -> Scalars:
+        """What `formula` takes of the hyperparameters after `count` steps."""
         raise NotImplementedError
 
-    def formula(
-        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
-    ) -> tuple[Array, Blocks]:
-        """What to add to a weight, and new moments: see `pallas_kernels.Rule`.
+    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+        """`numbers`, and what a step has to know of each leaf first.
 
-        Numbers are in `s`: of the rule it asks only what is static.
+        What is named as a tree of the state is no moment, but its new value.
         """
-        raise NotImplementedError
+        del leaves, options
+        return self.numbers(count)
 
-    def measure(
-        self,
-        leaves: Leaves,
-        count: Int[Array, ""],
-        numbers: dict[str, ArrayLike],
-        options: Options,
-    ) -> Measures:
-        """What a step needs to know of each leaf first.
-
-        Returns:
-            Further numbers for the formula, one per leaf; and by name what the state
-            holds of a leaf that is no moment.
-        """
-        del leaves, count, numbers, options
-        return {}, {}
-
-    def rate(self, count: Int[Array, ""]) -> Float[Array, ""]:
-        """The learning rate of the step after `count` steps."""
-        rate = self.learning_rate
-        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
-
-    def correction(self, b: ArrayLike, count: Int[Array, ""]) -> Array | float:
+    def correction(self, b: ArrayLike, count: Count) -> Array | float:
         """1 - b^t at step t = count + 1, to float32's precision.
 
         Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. 1 for a rule
@@ -147,9 +170,9 @@ class FusedRule:
         `optax.inject_hyperparams` makes of it.
         """
         most: Any = self.max_grad_norm
-        if is_number(most) and most == 0:
+        if is_zero(most):
             return options
-        factor = self.clip_factor(l2norm(grads, options=options).norm, most)
+        factor = self.clip_factor(norm_of(grads, options=options), most)
         if not is_number(most):
             factor = jnp.where(most == 0, 1, factor)
         unscale = 1.0 if options.unscale is None else options.unscale
@@ -157,17 +180,18 @@ class FusedRule:
 
     def clip_factor(self, norm: Float[Array, ""], most: ArrayLike) -> Array:
         """What gradients of a norm are multiplied by, for one of `most`."""
-        raise NotImplementedError
+        # A NaN compares false, as in apex.
+        return jnp.where(norm > most, most / norm, 1)
 
     def init(self, params: PyTree) -> Any:
         """optax's `init`."""
         _check_leaves(params, "params")
-        return self.first_state(params)
+        return self.state(jnp.zeros((), jnp.int32), *self.moments(params))
 
     def update(
         self,
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         grad_scale: ArrayLike | None = None,
@@ -189,7 +213,7 @@ class FusedRule:
     def apply(
         self,
         grads: PyTree,
-        state: Any,
+        state: PyTree,
         weights: PyTree,
         *,
         grad_scale: ArrayLike | None = None,
@@ -211,37 +235,56 @@ class FusedRule:
         """
         grads, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
-        decays = [True] * len(weights)
-        if self.mask is not None:
-            params = structure.unflatten([weight.param for weight in weights])
-            decays = decays_by_mask(self.mask, params)
-        if is_number(self.weight_decay) and self.weight_decay == 0:
-            decays = [False] * len(decays)  # which costs nothing
-        lists = {
+        params = structure.unflatten([weight.param for weight in weights])
+        trees = {
             name: structure.flatten_up_to(tree)
             for name, tree in zip(state._fields[1:], state[1:], strict=True)
             if tree is not None
         }
         skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
         unscale = unscale_by(grad_scale)
-        options = Options(unscale, skip, only_updates, self.backend, self.shardings)
+        options = Options(unscale, skip, self.backend, self.shardings)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
-        numbers = self.numbers(state.count)
-        leaves = Leaves(weights, grads, lists, decays)
-        per_leaf, known = self.measure(leaves, state.count, numbers, options)
-        moments = {name: lists[name] for name in lists if name not in known}
-        leaves = leaves._replace(moments=moments)
-        stepped = step(self.static, leaves, numbers, options, per_leaf)
+        leaves = Leaves(weights, grads, trees, self.decays(params))
+        numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
+        new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
+        leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
+        stepped, moments = step(
+            self.static, leaves, numbers, options, only_updates=only_updates
+        )
+        new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)
         if skip is not None:
             count = jnp.where(skip, state.count, count)
-        trees = {
-            name: structure.unflatten(x)
-            for name, x in (stepped.moments | known).items()
-        }
-        new = state._replace(count=count, **trees)
-        return structure.unflatten(stepped.weights), new
+        return structure.unflatten(stepped), state._replace(count=count, **new)
+
+
+class Transformation(optax.GradientTransformationExtraArgs):
+    """optax's pair, as the methods `init` and `update` of one frozen dataclass.
+
+    Two of equal rules are equal and hash alike, which closures never do: a state that
+    holds one as a static field does not compile its step again.
+    """
+
+    @classmethod
+    def from_rule(cls, rule: Any) -> Self:
+        """The transformation of a rule."""
+        return cls(rule.init, rule.update)
+
+    @property
+    def rule(self) -> Any:
+        """The frozen dataclass whose methods these are."""
+        return self.init.__self__  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.rule == self.rule
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.rule)
 
 
 class FusedTransformation(Transformation):
@@ -273,42 +316,19 @@ class FusedTransformation(Transformation):
         return self.rule.apply
 
 
-def zeros(params: PyTree) -> PyTree:
-    """Moments: float32, like the params; float64 for float64."""
-
-    def leaf(p):
-        p = p if hasattr(p, "dtype") else jnp.asarray(p)
-        return jnp.zeros_like(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
-
-    return jax.tree.map(leaf, params)
-
-
-def no_steps() -> Int[Array, ""]:
-    """The count of a new state."""
-    return jnp.zeros((), jnp.int32)
-
-
 def unscale_by(grad_scale: ArrayLike | None) -> Float[Array, ""] | None:
     """What gradients are multiplied by, to divide them by a scale; None for 1."""
     return None if grad_scale is None else 1 / jnp.asarray(grad_scale, jnp.float32)
 
 
-def check_numbers(optimizer: str, below: Mapping[str, float], values: Any) -> None:
-    """Raises for attributes that are not numbers, or not from 0 to below their limit.
-
-    Schedules and arrays are not looked at.
-    """
-    for name, limit in below.items():
-        value = getattr(values, name)
-        if isinstance(value, bool | str):
-            raise TypeError(f"{optimizer}: {name} must be a number, got {value!r}.")
-        if is_number(value) and not 0 <= value < limit:
-            raise ValueError(f"{optimizer}: invalid {name}: {value}.")
-
-
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether `x` is a number of Python or NumPy, known now."""
     return isinstance(x, int | float | np.number)
+
+
+def is_zero(x: object) -> bool:
+    """Whether it is Python's 0: what is traced is not."""
+    return isinstance(x, int | float | np.number) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,7 +343,7 @@ class _Mask:
         return jax.tree.unflatten(self.structure, self.leaves)
 
 
-def hashable_mask(mask: Mask) -> Mask:
+def _hashable(mask: Mask) -> Mask:
     """`mask`, which may be a tree of bools, as something that hashes."""
     if mask is None or callable(mask):
         return mask
@@ -331,24 +351,20 @@ def hashable_mask(mask: Mask) -> Mask:
     return _Mask(tuple(_checked_bool(x) for x in leaves), structure)
 
 
-def _checked_bool(leaf: Any) -> bool:
-    if not isinstance(leaf, bool | np.bool_):
-        raise TypeError(f"mask must hold bools, got {leaf!r}.")
-    return bool(leaf)
-
-
-def decays_by_mask(mask: Mask, params: PyTree) -> list[bool]:
-    """Per leaf, whether it decays."""
-    if mask is None:
-        return [True] * len(jax.tree.leaves(params))
-    tree = mask(params)
+def _bools_like(params: PyTree, mask: PyTree) -> list[bool]:
     try:
-        full = jax.tree.broadcast(tree, params)
+        leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
     except ValueError as error:
         raise ValueError(
             f"mask must be a tree of bools like the params, or a prefix of it: {error}"
         ) from None
-    return [_checked_bool(leaf) for leaf in jax.tree.leaves(full)]
+    return list(map(_checked_bool, leaves))
+
+
+def _checked_bool(leaf: Any) -> bool:
+    if not isinstance(leaf, bool | np.bool_):
+        raise TypeError(f"mask must hold bools, got {leaf!r}.")
+    return bool(leaf)
 
 
 def _check_leaves(tree: PyTree, what: str) -> None:

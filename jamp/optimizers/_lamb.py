@@ -5,18 +5,19 @@ Learning*, 2020, arXiv:1904.00962.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
-    Measures,
     ScalarOrSchedule,
+    Scalars,
+    number,
 )
 from pallas_kernels import Blocks, Leaves, Numbers, Options, step_norms
 
@@ -101,16 +102,15 @@ class FusedLAMB(FusedRule):
 
     name: ClassVar[str] = "fused_lamb"
     state: ClassVar = FusedLAMBState
-    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
+    b1: ArrayLike = number(below=1)
+    b2: ArrayLike = number(below=1)
+    eps: ArrayLike = number()
     adam_w_mode: bool
     grad_averaging: bool
     use_nvlamb: bool
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+    def numbers(self, count: Count) -> Scalars:
         """What the formula takes, but for the rate, which each leaf has of its own."""
         c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
         return {
@@ -124,26 +124,21 @@ class FusedLAMB(FusedRule):
             "root": 1 / jnp.sqrt(c2),
         }
 
-    def measure(
-        self,
-        leaves: Leaves,
-        count: Int[Array, ""],
-        numbers: dict[str, ArrayLike],
-        options: Options,
-    ) -> Measures:
-        """The rate of each leaf, from the norms of its weight and of its direction."""
+    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+        """And the rate of each leaf, from the norms of its weight and its direction."""
+        numbers = self.numbers(count)
         plain = numbers | {"rate": 1.0}
         weight, update = step_norms(self.static, leaves, plain, options)
         adapts = (weight != 0) & (update != 0)  # NaN too, as in apex
         if not self.use_nvlamb:
             decays = jnp.array(leaves.decays, bool)
             adapts &= decays & (jnp.asarray(self.weight_decay) != 0)
-        return {"rate": self.rate(count) * jnp.where(adapts, weight / update, 1)}, {}
+        ratio = jnp.where(adapts, weight / update, 1)
+        return numbers | {"rate": self.rate(count) * ratio}
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.adam_w_mode:
             g = g + s["decay"] * w
         m = s["b1"] * moments["mu"] + s["b3"] * g
@@ -152,8 +147,3 @@ class FusedLAMB(FusedRule):
         if decays and self.adam_w_mode:
             u = u + s["decay"] * w
         return -s["rate"] * u, {"mu": m, "nu": v}
-
-    def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
-        """What gradients of a norm are multiplied by."""
-        # A NaN compares false, as in apex.
-        return jnp.where(norm > most, most / norm, 1)

@@ -5,8 +5,7 @@ Networks*, 2017, arXiv:1708.03888.
 """
 
 import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,16 @@ from jaxtyping import Array, ArrayLike, Int, PyTree
 from jamp._core.dtypes import widen
 from jamp._core.tree import check_like, select
 from jamp.optimizers._fused import (
+    Count,
     FusedTransformation,
+    Hyperparameters,
     Mask,
     ScalarOrSchedule,
-    check_numbers,
-    decays_by_mask,
-    hashable_mask,
-    no_steps,
+    Transformation,
+    number,
     unscale_by,
 )
-from jamp.optimizers._transformation import Transformation
-from pallas_kernels import Options, l2norm
+from pallas_kernels import Options, norm
 
 
 class LARCState(NamedTuple):
@@ -90,56 +88,41 @@ def larc(
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(f"larc wraps an optax transformation, got {inner!r}.")
-    backend = "auto"
+    fields: dict[str, Any] = {**locals(), "backend": "auto"}
     if isinstance(inner, FusedTransformation):
-        rule = inner.rule
-        learning_rate = rule.learning_rate if learning_rate is None else learning_rate
-        weight_decay = rule.weight_decay if weight_decay is None else weight_decay
-        mask = rule.mask if mask is None else mask
-        backend = rule.backend
-        inner = inner.replace(weight_decay=0.0)
-    if clip and learning_rate is None:
+        for name in ("learning_rate", "weight_decay", "mask"):
+            if fields[name] is None:
+                fields[name] = getattr(inner.rule, name)
+        fields |= {"inner": inner.replace(weight_decay=0.0)}
+        fields |= {"backend": inner.rule.backend}
+    if fields["weight_decay"] is None:
+        fields["weight_decay"] = 0.0
+    if clip and fields["learning_rate"] is None:
         raise ValueError(
             "larc clips at the learning rate, and cannot know that of the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
-    return Transformation.from_rule(
-        _LARC(
-            inner=optax.with_extra_args_support(inner),
-            learning_rate=learning_rate,
-            trust_coefficient=trust_coefficient,
-            clip=clip,
-            eps=eps,
-            weight_decay=0.0 if weight_decay is None else weight_decay,
-            mask=hashable_mask(mask),
-            backend=backend,
-        )
-    )
+    return Transformation.from_rule(_LARC(**fields))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _LARC:
-    inner: optax.GradientTransformationExtraArgs
-    learning_rate: ScalarOrSchedule | None
-    trust_coefficient: ArrayLike
-    clip: bool
-    eps: ArrayLike
-    weight_decay: ArrayLike
-    mask: Mask
-    backend: str
+class _LARC(Hyperparameters):
+    name: ClassVar[str] = "larc"
 
-    def __post_init__(self):
-        names = ("learning_rate", "trust_coefficient", "eps", "weight_decay")
-        check_numbers("larc", dict.fromkeys(names, math.inf), self)
+    inner: optax.GradientTransformation
+    trust_coefficient: ArrayLike = number()
+    clip: bool
+    eps: ArrayLike = number()
 
     def init(self, params: PyTree) -> LARCState:
         """optax's `init`."""
-        return LARCState(no_steps(), self.inner.init(jax.tree.map(widen, params)))
+        inner_state = self.inner.init(jax.tree.map(widen, params))
+        return LARCState(jnp.zeros((), jnp.int32), inner_state)
 
     def update(
         self,
         updates: PyTree,
-        state: Any,
+        state: PyTree,
         params: PyTree | None = None,
         *,
         grad_scale: ArrayLike | None = None,
@@ -155,7 +138,8 @@ class _LARC:
         grads = self.adapted(updates, state.count, params, grad_scale)
         # Widened, so that states of `inner` are in float32 from the first step on.
         widened = jax.tree.map(widen, params)
-        updates, inner_state = self.inner.update(
+        inner = optax.with_extra_args_support(self.inner)
+        updates, inner_state = inner.update(
             grads, state.inner_state, widened, **extra_args
         )
         new = state._replace(
@@ -170,24 +154,22 @@ class _LARC:
     def adapted(
         self,
         grads: PyTree,
-        count: Int[Array, ""],
+        count: Count,
         params: PyTree,
         scale: ArrayLike | None,
     ) -> PyTree:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        decays = decays_by_mask(self.mask, params)
         unscale = unscale_by(scale)
         how = Options(backend=self.backend)
-        of_grads = l2norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
-        of_weights = l2norm(weights, per_leaf=True, options=how)
-        g, w = of_grads.norm, of_weights.norm
-        decay = jnp.where(jnp.array(decays, bool), self.weight_decay, 0)
+        g = norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
+        w = norm(weights, per_leaf=True, options=how)
+        decays = jnp.array(self.decays(params), bool)
+        decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
         if self.clip:
-            eta = self.learning_rate
-            eta = eta(count) if callable(eta) else jnp.asarray(eta, jnp.float32)
+            eta = self.rate(count)
             ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
         adapts = (g != 0) & (w != 0)
         ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)

@@ -6,18 +6,17 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
 from jamp._core.tree import check_like, copied, select
-from jamp.optimizers._fused import FusedTransformation
-from jamp.optimizers._transformation import Transformation
+from jamp.optimizers._fused import FusedTransformation, Transformation
 from pallas_kernels import Weight, split
 
 _HOLE = optax.MaskedNode()
@@ -139,17 +138,14 @@ class _MasterRule:
 
     def init(self, params: PyTree) -> MasterWeightsState:
         leaves, structure = jax.tree.flatten(params)
-        if self.store_remainder:
-            _check_bfloat16(params)
-            low = lambda p: Weight(p, jnp.zeros_like(p, jnp.uint16))  # noqa: E731
-            weights = [low(p) if is_half(p) else Weight(p) for p in leaves]
-        elif any(map(is_half, leaves)):
-            weights = _with_copies(leaves, leaves)
+        if self.store_remainder or any(map(is_half, leaves)):
+            remainder = self.store_remainder
+            weights = with_masters(params, params, store_remainder=remainder)
         else:  # taken for the originals of params that are cast afterwards
             dtypes = [jnp.result_type(p) for p in leaves]
-            weights = list(map(Weight, leaves, copied(leaves, dtypes)))
-        tree = structure.unflatten(weights)
-        return MasterWeightsState(parted(tree)[1], self.tx.init(values(tree)))
+            masters = copied(leaves, dtypes)
+            weights = structure.unflatten(map(Weight, leaves, masters))
+        return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))
 
     def update(self, updates, state, params=None, **extra_args):
         if params is None:
@@ -162,7 +158,12 @@ class _MasterRule:
             self.tx, updates, state.inner_state, weights, **extra_args
         )
         new, masters = parted(new)
-        landing = jax.tree.map(_landing_update, updates, new, params)
+        landing = jax.tree.map(
+            lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
+            updates,
+            new,
+            params,
+        )
         return landing, MasterWeightsState(masters, inner_state)
 
 
@@ -177,37 +178,29 @@ def with_masters(
         store_remainder: whether to keep 16 bits beside each bfloat16 param, which is
             rounded again from its original then, ties away from zero.
     """
-    leaves, structure = jax.tree.flatten(params)
-    weights = _with_copies(leaves, structure.flatten_up_to(originals))
     if store_remainder:
         _check_bfloat16(params)
-        own = lambda w: w.master is None  # noqa: E731
-        weights = [w if own(w) else Weight(*split(w.master)) for w in weights]
+    leaves, structure = jax.tree.flatten(params)
+    dtypes = [FLOAT32 if is_half(p) else None for p in leaves]
+    # A master that shared its buffer with a param could not be donated.
+    masters = copied(structure.flatten_up_to(originals), dtypes)
+    weights = []
+    for param, dtype, master in zip(leaves, dtypes, masters, strict=True):
+        if dtype is None:
+            weights.append(Weight(param))
+        elif store_remainder:
+            weights.append(Weight(*split(master)))
+        else:
+            weights.append(Weight(param, master))
     return structure.unflatten(weights)
-
-
-def _with_copies(params: Sequence[Any], originals: Sequence[Any]) -> list[Weight]:
-    """Params with float32 copies of the originals as masters, where they are half.
-
-    A master that shared its buffer with a param could not be donated.
-    """
-    dtypes = [FLOAT32 if is_half(p) else None for p in params]
-    masters = copied(originals, dtypes)
-    return [
-        Weight(p) if dtype is None else Weight(p, master)
-        for p, dtype, master in zip(params, dtypes, masters, strict=True)
-    ]
 
 
 def joined(params: PyTree, masters: PyTree) -> PyTree:
     """A tree of `Weight` from params, and masters as a state keeps them."""
-
-    leaves, structure = jax.tree.flatten(masters, is_leaf=_is_hole)
-    both = zip(structure.flatten_up_to(params), leaves, strict=True)
-    weights = [  # `optax.masked` leaves holes in both
-        p if _is_hole(p) else Weight(p, None if _is_hole(m) else m) for p, m in both
-    ]
-    return structure.unflatten(weights)
+    leaves, structure = jax.tree.flatten(params)
+    kept = structure.flatten_up_to(masters)
+    masters = [None if isinstance(m, optax.MaskedNode) else m for m in kept]
+    return structure.unflatten(map(Weight, leaves, masters))
 
 
 def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
@@ -226,9 +219,9 @@ def values(weights: PyTree) -> PyTree:
 def step_weights(
     tx: optax.GradientTransformation,
     grads: PyTree,
-    state: Any,
+    state: PyTree,
     weights: PyTree,
-    clean: Any = None,
+    clean: Bool[Array, ""] | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Steps a tree of `Weight` with an optax transformation.
@@ -250,40 +243,27 @@ def step_weights(
     grads = jax.tree.map(widen, grads)
     updates, new_state = tx.update(grads, state, masters, **extra_args)
     stepped = optax.apply_updates(masters, updates)
-    new = _map_weights(_to_select, weights, stepped), new_state
     if clean is not None:
-        new = select(clean, new, (_map_weights(_to_select, weights), state))
-    return _map_weights(_selected, weights, new[0]), new[1], updates
+        new_state = select(clean, new_state, state)
+    written = lambda old, new: _written(old, new, clean)  # noqa: E731
+    return _map_weights(written, weights, stepped), new_state, updates
 
 
-def _to_select(old: Weight, new: Any = None) -> Any:
-    """A weight, or its next value; of a param with a float32 copy, that copy alone.
-
-    Select, then round: the other way round would read the old half params too.
-    """
+def _written(old: Weight, value: jax.Array, clean: jax.Array | None) -> Weight:
+    """A weight of a new value, if `clean`; else its bits stay."""
     if old.kind == "copied":
-        return old.master if new is None else new
-    if new is None:
-        return old
+        # Select, then round: the other way round would read the old half param too.
+        master = value if clean is None else select(clean, value, old.master)
+        return Weight(cast(master, old.param.dtype), master)
     if old.kind == "split":
-        return Weight(*split(new))
-    return Weight(cast(new, old.param.dtype) if is_castable(old.param) else new)
+        new = Weight(*split(value))
+    else:
+        new = Weight(cast(value, old.param.dtype) if is_castable(old.param) else value)
+    return new if clean is None else select(clean, new, old)
 
 
-def _selected(old: Weight, chosen: Any) -> Weight:
-    if old.kind == "copied":
-        return Weight(cast(chosen, old.param.dtype), chosen)
-    return chosen
-
-
-def _map_weights(fn: Any, weights: PyTree, *rest: PyTree) -> PyTree:
+def _map_weights(fn: Callable[..., Any], weights: PyTree, *rest: PyTree) -> PyTree:
     return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
-
-
-def _landing_update(update: Any, new: Any, param: Any) -> Any:
-    if not is_half(param):
-        return update
-    return new.astype(FLOAT32) - param.astype(FLOAT32)
 
 
 def _check_bfloat16(params: PyTree) -> None:
@@ -302,28 +282,23 @@ def _check_bfloat16(params: PyTree) -> None:
         )
 
 
-def _check_update(updates: PyTree, state: Any, params: PyTree) -> None:
+def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
     if not isinstance(state, MasterWeightsState):
         raise TypeError(
             f"master_weights got a state of type {type(state).__name__}, expected the "
             "MasterWeightsState that its `init` returned."
         )
     check_like(updates, params, "updates", "they must match the params.")
-
-    def leaf(path, master, param):
-        if _is_hole(master) and is_half(param):
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    masters = structure.flatten_up_to(state.masters)
+    for (path, param), master in zip(leaves, masters, strict=True):
+        if isinstance(master, optax.MaskedNode) and is_half(param):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {param.dtype} but was float32 "
                 "when master_weights was initialized, so it has no master: call `init` "
                 "with the params that you train."
             )
 
-    jax.tree_util.tree_map_with_path(leaf, state.masters, params, is_leaf=_is_hole)
-
 
 def _is_weight(x: object) -> bool:
     return isinstance(x, Weight)
-
-
-def _is_hole(x: object) -> bool:
-    return isinstance(x, optax.MaskedNode)

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
-    Measures,
     ScalarOrSchedule,
-    no_steps,
-    zeros,
+    Scalars,
+    number,
 )
-from pallas_kernels import Blocks, Leaves, Numbers, Options, l2norm, max_norm
+from pallas_kernels import Blocks, Leaves, Numbers, Options, norm
 
 
 class FusedNovoGradState(NamedTuple):
@@ -115,22 +115,21 @@ class FusedNovoGrad(FusedRule):
 
     name: ClassVar[str] = "fused_novograd"
     state: ClassVar = FusedNovoGradState
-    below: ClassVar = {"b1": 1, "b2": 1, "eps": math.inf}
 
-    b1: ArrayLike
-    b2: ArrayLike
-    eps: ArrayLike
+    b1: ArrayLike = number(below=1)
+    b2: ArrayLike = number(below=1)
+    eps: ArrayLike = number()
     reg_inside_moment: bool
     grad_averaging: bool
     norm_type: Any
     init_zero: bool
 
-    def first_state(self, params: PyTree) -> FusedNovoGradState:
-        """No steps, moments and norms of 0."""
+    def moments(self, params: PyTree) -> tuple[PyTree, ...]:
+        """First moments, and norms, of 0."""
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
-        return FusedNovoGradState(no_steps(), zeros(params), norms)
+        return self.zeros(params), norms
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
+    def numbers(self, count: Count) -> Scalars:
         """What the formula takes, beside the denominator of each leaf."""
         return {
             "rate": self.rate(count),
@@ -140,19 +139,12 @@ class FusedNovoGrad(FusedRule):
             "c1": self.correction(self.b1, count),
         }
 
-    def measure(
-        self,
-        leaves: Leaves,
-        count: Int[Array, ""],
-        numbers: dict[str, ArrayLike],
-        options: Options,
-    ) -> Measures:
-        """The denominator d of each leaf, and its blended norm n."""
-        del numbers
+    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+        """And the denominator d of each leaf, and its blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
-        norm_of = l2norm if self.norm_type == 2 else max_norm
-        new = norm_of(leaves.grads, per_leaf=True, options=options).norm
+        order = 2 if self.norm_type == 2 else math.inf
+        new = norm(leaves.grads, order, per_leaf=True, options=options)
         begun = old if self.init_zero else jnp.where(count == 0, new, old)
         if self.norm_type == 2:
             blended = jnp.sqrt(self.b2 * begun**2 + (1 - self.b2) * new**2)
@@ -162,12 +154,11 @@ class FusedNovoGrad(FusedRule):
         denominators = blended / root + self.eps
         if options.skip is not None:
             blended = jnp.where(options.skip, old, blended)
-        return {"norm": denominators}, {"nu": list(blended)}
+        return self.numbers(count) | {"norm": denominators, "nu": blended}
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if self.reg_inside_moment:
             g = g / s["norm"]
             if decays:

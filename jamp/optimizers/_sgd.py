@@ -4,20 +4,21 @@ After apex's csrc/multi_tensor_sgd_kernel.cu.
 """
 
 import dataclasses
-import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
+    Count,
     FusedRule,
     FusedTransformation,
     Mask,
     ScalarOrSchedule,
+    Scalars,
     is_number,
-    no_steps,
-    zeros,
+    is_zero,
+    number,
 )
 from pallas_kernels import Blocks, Numbers
 
@@ -80,7 +81,7 @@ def fused_sgd(
     >>> print(optax.apply_updates(params, updates))
     [0.85 0.85]
     """
-    if nesterov and (_is_zero(momentum) or (is_number(dampening) and dampening)):
+    if nesterov and (is_zero(momentum) or (is_number(dampening) and dampening)):
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
@@ -93,23 +94,19 @@ class FusedSGD(FusedRule):
 
     name: ClassVar[str] = "fused_sgd"
     state: ClassVar = FusedSGDState
-    below: ClassVar = {"momentum": math.inf, "dampening": math.inf}
 
-    momentum: ArrayLike
-    dampening: ArrayLike
+    momentum: ArrayLike = number()
+    dampening: ArrayLike = number()
     nesterov: bool
     wd_after_momentum: bool
 
-    def first_state(self, params: PyTree) -> FusedSGDState:
-        """No steps, and buffers of 0."""
-        return FusedSGDState(
-            no_steps(), None if _is_zero(self.momentum) else zeros(params)
-        )
+    def moments(self, params: PyTree) -> tuple[PyTree, ...]:
+        """The buffers, where there is momentum."""
+        return (None,) if is_zero(self.momentum) else super().moments(params)
 
-    def numbers(self, count: Int[Array, ""]) -> dict[str, ArrayLike]:
-        """What the formula takes."""
+    def numbers(self, count: Count) -> Scalars:
         undampened = 1.0
-        if not _is_zero(self.dampening):
+        if not is_zero(self.dampening):
             undampened = jnp.where(count == 0, 1, 1 - self.dampening)
         return {
             "rate": self.rate(count),
@@ -121,7 +118,6 @@ class FusedSGD(FusedRule):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """The step of one leaf, in float32."""
         if decays and not self.wd_after_momentum:
             g = g + s["decay"] * w
         d, new = g, {}
@@ -131,8 +127,3 @@ class FusedSGD(FusedRule):
         if decays and self.wd_after_momentum:
             d = d + s["decay"] * w
         return -s["rate"] * d, new
-
-
-def _is_zero(x: Any) -> bool:
-    """Whether it is Python's 0: what is traced is not."""
-    return is_number(x) and x == 0

@@ -3,7 +3,7 @@
 May import all rooms but `linen` and `nnx`; none of these imports this one. Its public
 names are in `jamp.diagnostics`, which loads them when they are first used.
 
-- `cost`: `_hlo` reads what XLA compiled for `_gpus`.
+- `cost`: `_hlo` reads what XLA compiled.
 - `python -m jamp`: `_command`; `_doctor` looks at what is installed.
 - `_page`: an explanation in HTML. `_history`: numbers along a run.
 """

@@ -1,9 +1,9 @@
 """The command line: `python -m jamp levels | doctor | explain | cost`."""
 
 import argparse
-import importlib
 import os
 import pathlib
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,14 +15,9 @@ from jamp.tools import _doctor
 from jamp.tools._cost import cost
 
 _PROPERTIES = (
-    "cast_model_type",
-    "patch_functions",
-    "patch_functions_type",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
-
+    "cast_model_type patch_functions patch_functions_type keep_batchnorm_fp32 "
+    "master_weights loss_scale"
+).split()
 _TARGET = (
     "`module:function`, of a function without arguments that returns `(fn, *args)`: "
     "what is called, and arrays or their shapes; `(loss_fn, state, *args)` is a step."
@@ -72,12 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument("target", help=_TARGET)
     explained.add_argument("--dtype", default="float16", help="float16 or bfloat16")
     explained.add_argument("--depth", type=int, help="how many levels of modules")
-    explained.add_argument(
-        "--filter", help='list operations: "products", "float32", "all" or a regex'
-    )
-    explained.add_argument(
-        "--markdown", action="store_true", help="a table in Markdown, with reasons"
-    )
+    words = 'list operations: "products", "float32", "all" or a regex'
+    explained.add_argument("--filter", help=words)
+    words = "a table in Markdown, with reasons"
+    explained.add_argument("--markdown", action="store_true", help=words)
     explained.add_argument("--html", metavar="FILE", help="write a page to a file")
     costs = command("cost", _cost, "What a step costs on a GPU that need not be here.")
     costs.add_argument("target", help=_STEP)
@@ -125,19 +118,17 @@ def _or_error[**P, T](fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 def _made(target: str) -> tuple[Any, ...]:
     """What the function of a target returns."""
-    module, colon, name = target.partition(":")
-    if not colon or not name:
+    module, _, name = target.partition(":")
+    if not name:
         raise CommandError(f"expected {_TARGET} Got {target!r}.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
+        found = pkgutil.resolve_name(target)
+    except (ModuleNotFoundError, ValueError) as error:
         raise CommandError(f"{error}; looked for {module!r} from here.") from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise CommandError(f"{module} has no {name!r}.")
-        found = getattr(found, part)
+    except AttributeError as error:
+        raise CommandError(f"{module} has no {name!r}: {error}.") from None
     made = found() if callable(found) else found
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise CommandError(f"{target} must return `(fn, *args)`, got {made!r:.80}.")

@@ -1,20 +1,60 @@
-"""`cost`: what a step costs on a GPU that need not be there."""
+"""`cost`: what a step costs on a GPU that need not be there.
+
+XLA's GPU compiler runs on the CPU: `pip install 'jax[cuda13-local]'`. Nothing runs and
+nothing is allocated.
+"""
 
 import dataclasses
+import functools
+import importlib.util
+import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import topologies
 from jaxtyping import PyTree
 
 from jamp.diagnostics._source import is_installed, module_path
-from jamp.diagnostics._table import magnitude, short
-from jamp.tools import _gpus
+from jamp.diagnostics._table import columns, magnitude, short
 from jamp.tools._hlo import Cost, Instruction, Program
 
 _SHOWN = 6
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472  threads_per_core_limit: 2048  core_count: 132
+  fpus_per_core: 128  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535  memory_bandwidth: 4800000000000  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+TARGETS = {
+    "H200": _H200,
+    "B200": _H200.replace("core_count: 132", "core_count: 148")
+    .replace("4800000000000", "8000000000000")
+    .replace("major: 9", "major: 10")
+    .replace("NVIDIA H200", "NVIDIA B200"),
+}
+
+# Half the time, same HLO: without a GPU there is nothing to tune on, and nothing runs.
+CHEAP: dict[str, Any] = {
+    "xla_gpu_autotune_level": 0,
+    "xla_backend_optimization_level": 0,
+    "xla_gpu_disable_gpuasm_optimizations": True,
+}
+_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 class Part(NamedTuple):
@@ -66,18 +106,25 @@ class Costs:
     steps: dict[str, StepCost]
 
     def __str__(self) -> str:
-        first = next(iter(self.steps.values()))
-        lines = [f"{f'on {self.target}':<12} {'kernels':>8} {'bytes moved':>16} temp"]
+        first, *_ = self.steps.values()
+        rows = [(f"on {self.target}", "kernels", "bytes moved", "temp")]
         for name, step in self.steps.items():
-            share = f"({step.traffic / first.traffic:.0%})"
-            moved = f"{magnitude(step.traffic)}B {share:>6}"
-            lines.append(
-                f"{name:<12} {step.kernels:>8,} {moved:>16} {magnitude(step.temp)}B"
-            )
+            moved = f"{_bytes(step.traffic)} ({step.traffic / first.traffic:.0%})"
+            rows.append((name, f"{step.kernels:,}", moved, _bytes(step.temp)))
+        lines = [columns(*rows)]
         for name, step in self.steps.items():
             lines.append(f"{name}: where most bytes are moved")
-            lines += [f"  {_words(part)}" for part in step.parts[:_SHOWN]]
+            for module, source, kernels, traffic, largest in step.parts[:_SHOWN]:
+                where = " ".join(filter(None, (module, short(source)))) or "(no name)"
+                lines.append(
+                    f"  {_bytes(traffic)} in {kernels} kernels, largest result "
+                    f"{_bytes(largest)}: {where}"
+                )
         return "\n".join(lines)
+
+
+def _bytes(number: int) -> str:
+    return f"{magnitude(number) or '0 '}B"
 
 
 def cost(
@@ -108,10 +155,10 @@ def cost(
         ImportError: the GPU compiler is missing; the message says what to install.
         ValueError: `target` is not a GPU that is known.
     """
-    if target not in _gpus.TARGETS:
-        known = " or ".join(map(repr, _gpus.TARGETS))
+    if target not in TARGETS:
+        known = " or ".join(map(repr, TARGETS))
         raise ValueError(f"`target` must be {known}, got {target!r}.")
-    _gpus.check_compiler()
+    check_compiler()
     several = states if isinstance(states, Mapping) else {"step": states}
     found = {
         str(name): _cost(step, (state, *args), target, donate)
@@ -123,9 +170,8 @@ def cost(
 def _cost(
     step: Callable[..., Any], args: PyTree, target: str, donate: int | tuple[int, ...]
 ) -> StepCost:
-    devices = _gpus.topology(1, _gpus.TARGETS[target]).devices
-    mesh = jax.sharding.Mesh(devices, ("d",))
-    sharding = NamedSharding(mesh, PartitionSpec())
+    (device,) = topology(1, TARGETS[target]).devices
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
     def placed(x: Any) -> Any:
         if not hasattr(x, "dtype"):
@@ -133,11 +179,43 @@ def _cost(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     lowered = jax.jit(step, donate_argnums=donate).lower(*jax.tree.map(placed, args))
-    compiled = _gpus.compiled(lowered)
-    memory: Any = compiled.memory_analysis()
-    program = Program(compiled.as_text() or "", memory.temp_size_in_bytes)
+    found = compiled(lowered)
+    memory: Any = found.memory_analysis()
+    program = Program(found.as_text() or "", memory.temp_size_in_bytes)
     parts = sorted(_parts(program), key=lambda part: -part.traffic)
     return StepCost(program.kernels, program.traffic, program.temp, tuple(parts))
+
+
+def check_compiler() -> None:
+    """Raises an ImportError unless XLA's GPU compiler can be asked."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise ImportError(
+            "This compiles for a GPU that is not here, by XLA's GPU compiler: "
+            f"pip install 'jax[cuda13-local]=={jax.__version__}', and set "
+            f"{_VARIABLE}=1 before JAX is imported."
+        )
+    if _VARIABLE not in os.environ and jax.default_backend() != "gpu":
+        raise ImportError(f"Set {_VARIABLE}=1 before JAX is imported.")
+
+
+@functools.cache
+def topology(devices: int, target: str) -> topologies.TopologyDescription:
+    """GPUs of one kind, given one of `TARGETS`' texts."""
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x1x{devices}"
+    )
+
+
+def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles what was lowered for a GPU."""
+    # Not into the cache: without a GPU a program cannot be read back from it.
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        return lowered.compile(compiler_options=CHEAP)
+    finally:
+        jax.config.update(name, before)
 
 
 def _parts(program: Program) -> Iterator[Part]:
@@ -183,11 +261,3 @@ def _lines_of_frames(text: str) -> dict[str, str]:
         outer = str(int(parent or 0) - 1)  # `parent` is one more than its number
         lines[number] = places.get(at) or lines.get(outer, "")  # it comes before
     return lines
-
-
-def _words(part: Part) -> str:
-    where = " ".join(filter(None, (part.module, short(part.source)))) or "(no name)"
-    return (
-        f"{magnitude(part.traffic) or '0 '}B in {part.kernels} kernels, largest result "
-        f"{magnitude(part.largest) or '0 '}B: {where}"
-    )

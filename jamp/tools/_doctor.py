@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels._backend import MEASURED_FASTER, resolve
+from pallas_kernels._run import MEASURED_FASTER, resolve
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "jaxtyping")
-_OPTIONAL = {
+# And what for.
+_PACKAGES = dict.fromkeys(_NEEDED, "needed") | {
     "jax-cuda13-plugin": "JAX on NVIDIA GPUs: pip install 'jax[cuda13]'",
     "matplotlib": "for History.plot",
     "orbax-checkpoint": "checkpoints by Orbax",
@@ -25,22 +26,22 @@ _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVI
 def report() -> str:
     """All of it, in a screen."""
     parts = {
-        "versions": list(_versions()),
-        "devices": list(_devices()),
-        "fused optimizers": [_backend()],
-        "settings": list(_settings()),
-        "missing": list(_missing()) or ["nothing"],
+        "versions": _versions(),
+        "devices": _devices(),
+        "fused optimizers": _backend(),
+        "settings": _settings(),
+        "missing": _missing(),
     }
     lines = []
     for title, rows in parts.items():
-        lines += [title, *(f"  {row}" for row in rows)]
+        lines += [title, *(f"  {row}" for row in list(rows) or ["nothing"])]
     return "\n".join(lines)
 
 
 def _versions() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.platform()}"
-    names = ("jamp", *_NEEDED, *_OPTIONAL)
-    yield ", ".join(f"{name} {v}" for name in names if (v := _version(name)))
+    found = {name: _version(name) for name in ("jamp", *_PACKAGES)}
+    yield ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def _version(name: str) -> str:
@@ -75,11 +76,10 @@ def _half(device: Any) -> str:
     return f"compute capability {'.'.join(found)}, multiplies {names}"
 
 
-def _backend() -> str:
-    chosen = resolve("auto")
+def _backend() -> Iterator[str]:
     devices = ", ".join(sorted(MEASURED_FASTER))
     measured = f"are faster on {devices}" if devices else "have not been timed yet"
-    return f"backend 'auto' is {chosen!r}: GPU kernels {measured}"
+    yield f"backend 'auto' is {resolve('auto')!r}: GPU kernels {measured}"
 
 
 def _settings() -> Iterator[str]:
@@ -94,9 +94,6 @@ def _settings() -> Iterator[str]:
 
 
 def _missing() -> Iterator[str]:
-    for name in _NEEDED:
-        if not _version(name):
-            yield f"{name}: needed"
-    for name, what in _OPTIONAL.items():
+    for name, what in _PACKAGES.items():
         if not _version(name):
             yield f"{name}: {what}"

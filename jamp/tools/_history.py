@@ -3,7 +3,7 @@
 import csv
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import is_traced
+from jamp._state.amp_state import AmpState
 
 _LOG = logging.getLogger("jamp")
 _ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
@@ -67,7 +68,7 @@ class History:
         self._rows: list[Numbers] = []
 
     @moves_constants
-    def record(self, state: Any, **scalars: Any) -> None:
+    def record(self, state: AmpState, **scalars: Any) -> None:
         """Collects, if it is time: call it after each step, outside of `jit`.
 
         Args:
@@ -173,7 +174,7 @@ class History:
                 )
 
 
-def _numbers(state: Any) -> dict[str, Any]:
+def _numbers(state: AmpState) -> dict[str, Any]:
     """Step, skips and scales of an AmpState, or of an Optimizer of NNX."""
     try:
         (step,) = jax.tree.leaves(state.step)
@@ -189,15 +190,11 @@ def _numbers(state: Any) -> dict[str, Any]:
     return numbers | {f"loss_scale_{i}": scale for i, scale in enumerate(scales)}
 
 
-def _writer(writer: object) -> Writer:
-    add = getattr(writer, "add_scalar", None)
-    if add is not None:
-
-        def write(row: Mapping[str, float], step: int) -> None:
-            for name, value in row.items():
-                add(name, value, step)
-
-        return write
+def _writer(writer: Any) -> Writer:
+    if hasattr(writer, "add_scalar"):
+        return lambda row, step: [
+            writer.add_scalar(*item, step) for item in row.items()
+        ]
     if not callable(writer):
         raise TypeError(
             "A writer is a function of `(row, step=)`, such as wandb.log, or has an "

@@ -8,8 +8,6 @@ In the ENTRY computation every instruction is one launch, or free. What is count
 - Of an operand that is sliced, also inside a fusion, only the slices count as read, and
   of a result updated in place only the update as written. A loop over stacked layers
   would otherwise count the whole stack once per layer.
-- Of the operands that a kernel of Mosaic writes in place, those that it never reads
-  count as written only. The HLO does not tell: `Program.unread` does.
 - A `while` counts its body and condition as often as XLA knows that it runs, else once.
   A `conditional` counts its dearest branch, and one kernel that reads the predicate.
   `call` counts what it calls. An async pair counts once: it reads at the start and
@@ -20,7 +18,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 FREE = frozenset(
@@ -63,18 +61,10 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        text: its scheduled HLO.
-        temp: its peak temporary memory in bytes.
-        unread: whether a custom call that writes to an operand of a shape in place
-            leaves unread what was there.
-    """
-
-    text: str = dataclasses.field(repr=False)
-    temp: int = 0
-    unread: Callable[[str], bool] = lambda shape: False
+    text: str = dataclasses.field(repr=False)  # its scheduled HLO
+    temp: int = 0  # its peak temporary memory in bytes
 
     @functools.cached_property
     def computations(self) -> dict[str, Computation]:
@@ -126,19 +116,7 @@ class Program:
         body = called[0] if opcode == "fusion" else None
         starts = instruction.opcode != opcode and body is None
         writes = 0 if starts else _writes(instruction, outer, body)
-        unread = [
-            outer[instruction.operands[n]].bytes
-            for n in aliased_operands(instruction)
-            if self.unread(outer[instruction.operands[n]].shape)
-        ]
-        return Cost(1, _reads(instruction, outer, body) - sum(unread) + writes)
-
-
-def aliased_operands(instruction: Instruction) -> list[int]:
-    """The operands whose memory the results of a custom call take over."""
-    aliasing = r"output_to_operand_aliasing=(\{(?:[^{}]|\{[^{}]*\})*\})"
-    pairs = instruction.attribute(aliasing) or ""
-    return [int(n) for n in re.findall(r": \((\d+), \{", pairs)]
+        return Cost(1, _reads(instruction, outer, body) + writes)
 
 
 def parse(text: str) -> dict[str, Computation]:

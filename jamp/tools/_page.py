@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._modules import Group, groups_of
 from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._table import magnitude, short
+from jamp.diagnostics._table import CELLS, Group, groups_of, short
 
 _AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
@@ -36,18 +35,20 @@ def page(explanation: Explanation) -> str:
 
 
 def _row(i: int, op: Operation, line: int) -> str:
-    place = escape(short(op.source))
-    module = escape(op.module).replace("/", "/<wbr>")
-    cells = (
-        f'<td><a href="#op{i}">{escape(op.primitive)}</a></td>',
-        f'<td><span class="chip {_kind([op])}">{op.dtype}</span></td>',
-        f"<td>{module}{' (backward)' if op.is_backward else ''}</td>",
-        f'<td><a href="#line{line}">{place}</a></td>',
-        f'<td class="number">{magnitude(op.flops or 0)}</td>',
-        f'<td class="number">{magnitude(op.bytes)}</td>',
-        f'<td title="{escape(op.reason)}">{escape(op.why)}</td>',
-    )
-    return f'<tr id="op{i}" data-line="line{line}">{"".join(cells)}</tr>'
+    cells = {name: escape(CELLS[name](op)) for name in _COLUMNS}
+    cells |= {
+        "operation": f'<a href="#op{i}">{escape(op.primitive)}</a>',
+        "runs in": f'<span class="chip {_kind([op])}">{op.dtype}</span>',
+        "module": cells["module"].replace("/", "/<wbr>")
+        + (" (backward)" if op.is_backward else ""),
+        "line": f'<a href="#line{line}">{cells["line"]}</a>',
+    }
+    attributes = {
+        "why": f' title="{escape(op.reason)}"',
+        **dict.fromkeys(("FLOPs", "bytes"), ' class="number"'),
+    }
+    tds = (f"<td{attributes.get(n, '')}>{cell}</td>" for n, cell in cells.items())
+    return f'<tr id="op{i}" data-line="line{line}">{"".join(tds)}</tr>'
 
 
 def _modules(groups: Iterable[Group], depth: int) -> Iterator[str]:
@@ -79,26 +80,18 @@ def _sources(shown: Sequence[Operation], lines: dict[str, int]) -> Iterator[str]
         if number.isdigit():
             files.setdefault(file, {}).setdefault(int(number), []).append(op)
     for file, marked in files.items():
-        text = linecache.getlines(file)
-        if not text:
-            continue
-        yield f"<h3>{escape(short(file))}</h3><pre>"
-        before = 0
+        text = dict(enumerate(linecache.getlines(file), 1))
         near = {n + d for n in marked for d in _AROUND}
-        for number in sorted(near.intersection(range(1, len(text) + 1))):
-            if before and number > before + 1:
-                yield '<span class="gap">⋮</span>'
-            before, code = number, escape(text[number - 1].rstrip("\n")) or " "
-            yield _source_line(number, code, marked.get(number, []), lines)
-        yield "</pre>"
-
-
-def _source_line(
-    number: int, code: str, operations: Sequence[Operation], lines: dict[str, int]
-) -> str:
-    if not operations:
-        return f"<span><i>{number}</i> {code}</span>"
-    source = operations[0].source
-    link = f'<a href="#q={escape(short(source))}">{number}</a>'
-    where = f'id="line{lines[source]}" class="{_kind(operations)}"'
-    return f"<span {where}><i>{link}</i> {code}</span>"
+        spans = []
+        for number in sorted(near & text.keys()):
+            if spans and number - 1 not in near:
+                spans.append('<span class="gap">⋮</span>')
+            where, label = "", str(number)
+            if operations := marked.get(number, []):
+                source = operations[0].source
+                where = f' id="line{lines[source]}" class="{_kind(operations)}"'
+                label = f'<a href="#q={escape(short(source))}">{number}</a>'
+            code = escape(text[number].rstrip("\n")) or " "
+            spans.append(f"<span{where}><i>{label}</i> {code}</span>")
+        if spans:
+            yield f"<h3>{escape(short(file))}</h3><pre>{''.join(spans)}</pre>"

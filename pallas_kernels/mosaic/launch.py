@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, PartialResults, kinds, size_of
+from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, size_of
 
 WARPGROUP = 128
 # Elements of a column that one grid step works on. Adam takes 72 registers of a thread
@@ -80,32 +80,6 @@ def fits(leaf: Leaf) -> bool:
     return all(x.dtype in _DTYPES for x in leaf.values())
 
 
-def launch_all(
-    job: Job,
-    names: tuple[str, ...],
-    tags: Sequence[Any],
-    interpret: bool,
-    members: Sequence[int],
-    leaves: Sequence[Leaf],
-    packed: Float[Array, " s"],
-    table: Float[Array, "n p"] | None = None,
-) -> list[PartialResults]:
-    """Runs the leaves `members`, which fit, in as few launches as can be.
-
-    For the arguments see `Work` and `run_in_xla`.
-    """
-    parts = []
-    for kind in kinds(members, leaves, tags):
-        work = Work(job, names, tags[kind[0]], interpret)
-        sizes = [size_of(leaves[k]) for k in kind]
-        for chunk in chunks(sizes, len(leaves[kind[0]])):
-            ks = [kind[c] for c in chunk]
-            rows = None if table is None else table[jnp.array(ks)]
-            blocks, values = launch(work, [dict(leaves[k]) for k in ks], packed, rows)
-            parts.append(PartialResults(dict(zip(ks, blocks, strict=True)), values))
-    return parts
-
-
 def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
     """Splits leaves into launches, those of equal sizes together: they compile once."""
     most = max(1, min(64, _COLUMNS_PER_LAUNCH // columns))
@@ -133,7 +107,7 @@ def launch(
         Per leaf the columns that were written; the reductions.
     """
     job, stored = work.job, work.stored_dtypes(leaves[0])
-    written = [c for c in leaves[0] if c in stored or c in job.unread]
+    written = [c for c in leaves[0] if c in stored or c in job.copies]
     new = {c: dtype for c, dtype in stored.items() if c not in leaves[0]}
     block = BLOCK if len(leaves[0]) > 1 or stored else LONE_BLOCK
     sizes = [size_of(leaf) for leaf in leaves]
@@ -173,10 +147,10 @@ def _body(
     block: int,
     scalars: Any,
     rows: Any,
-    inputs: Any,
-    refs: Any,
-    fresh: Any,
-    partials: Any,
+    inputs: Sequence[Any],
+    refs: Sequence[Any],
+    fresh: Sequence[Any],
+    partials: dict[str, Any],
 ) -> None:
     """What one grid step does."""
     step = jax.lax.axis_index("block")
@@ -185,9 +159,7 @@ def _body(
     def visit(k: int) -> None:
         row = [] if rows is None else [rows[k, j] for j in range(rows.shape[1])]
         leaf = inputs[k], refs[k], fresh[k]
-        run = functools.partial(
-            _run_block, work, [*shared, *row], *leaf, partials, step
-        )
+        run = functools.partial(_run_block, work, [*shared, *row], leaf, partials, step)
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
         narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
         vec = 8 if narrow else 4
@@ -244,16 +216,15 @@ def _last_windows(n: int, block: int, vec: int) -> list[Window]:
 def _run_block(
     work: Work,
     scalars: list[Any],
-    inputs: Blocks,
-    refs: Blocks,
-    fresh: Blocks,
+    leaf: tuple[Blocks, Blocks, Blocks],
     partials: dict[str, Any],
     step: Array,
     windows: list[Window],
 ) -> None:
     """Loads all windows, then computes, then stores."""
-    job, out = work.job, refs | fresh
-    read = {c: ref for c, ref in (inputs | refs).items() if c not in job.unread}
+    job, (inputs, refs, fresh) = work.job, leaf
+    out = refs | fresh
+    read = {c: ref for c, ref in (inputs | refs).items() if c not in job.copies}
     old = [{c: _load(ref, w) for c, ref in read.items()} for w in windows]
     new = [work.results(scalars, blocks) for blocks in old]
     for name, how in job.reductions.items():
@@ -265,7 +236,7 @@ def _run_block(
 
     def store():
         for blocks, window in zip(new, windows, strict=True):
-            results = blocks | job.derived(refs, blocks)
+            results = blocks | job.copied(refs, blocks)
             for c, ref in out.items():
                 ref[window.index] = results[c].astype(ref.dtype)
 

@@ -9,12 +9,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from pallas_kernels._placement import Placement
-from pallas_kernels._xla import Job, Leaf, PartialResults, join, run_in_xla
-from pallas_kernels.mosaic.launch import fits, launch_all
+from pallas_kernels._xla import (
+    Job,
+    Leaf,
+    Results,
+    combined,
+    kinds,
+    run_in_xla,
+    size_of,
+)
+from pallas_kernels.mosaic.launch import Work, chunks, fits, launch
+
+_ACROSS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
 
 
 def run_in_mosaic(
@@ -22,37 +32,46 @@ def run_in_mosaic(
     names: tuple[str, ...],
     tags: Sequence[Any],
     interpret: bool,
-    placement: Placement,
+    mesh: Mesh | AbstractMesh | None,
+    specs: Sequence[PartitionSpec],
     leaves: Sequence[Leaf],
-    *numbers: Array,
-) -> PartialResults:
-    """Runs a job in kernels, and in XLA on leaves that no kernel fits.
+    *numbers: Array | None,
+) -> Results:
+    """Runs a job in as few launches as can be, and in XLA what no kernel fits.
 
     For the arguments see `launch.Work` and `run_in_xla`.
     """
 
-    def on_one_device(members, leaves, *numbers):
-        rest = [k for k in members if not fits(leaves[k])]
-        fitting = [k for k in members if k not in set(rest)]
-        parts = launch_all(job, names, tags, interpret, fitting, leaves, *numbers)
-        if rest:
+    def on_one_device(members, leaves, packed, table):
+        fitting = [k for k in members if fits(leaves[k])]
+        parts = []
+        for kind in kinds(fitting, leaves, tags):
+            work = Work(job, names, tags[kind[0]], interpret)
+            sizes = [size_of(leaves[k]) for k in kind]
+            for chunk in chunks(sizes, len(leaves[kind[0]])):
+                ks = [kind[c] for c in chunk]
+                rows = None if table is None else table[jnp.array(ks)]
+                given = [dict(leaves[k]) for k in ks]
+                blocks, values = launch(work, given, packed, rows)
+                parts.append(Results(dict(zip(ks, blocks, strict=True)), values))
+        if rest := [k for k in members if k not in set(fitting)]:
+            numbers = packed, table
             parts.append(run_in_xla(job, names, tags, True, rest, leaves, *numbers))
-        return join(job, parts)
+        return combined(job, parts)
 
-    if placement.mesh is None:
+    if mesh is None:
         return on_one_device(range(len(leaves)), leaves, *numbers)
-    mesh, specs = placement.mesh, placement.specs
     return _on_each_device(on_one_device, job, mesh, specs, leaves, *numbers)
 
 
 def _on_each_device(
-    local: Callable[..., PartialResults],
+    local: Callable[..., Results],
     job: Job,
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec],
     leaves: Sequence[Leaf],
-    *numbers: Array,
-) -> PartialResults:
+    *numbers: Array | None,
+) -> Results:
     """Runs `local(members, leaves, *numbers)` under `shard_map`.
 
     Reductions are completed over the axes that split a leaf; nothing else is sent.
@@ -65,12 +84,13 @@ def _on_each_device(
         parts = []
         for axes, members in groups.items():
             done, values = local(members, leaves, *numbers)
-            values = {
-                name: _complete(x, job.reductions[name], axes)
-                for name, x in values.items()
-            }
-            parts.append(PartialResults(done, values))
-        return join(job, parts)
+            if axes:
+                values = {
+                    name: _ACROSS[job.reductions[name]](x, axes)
+                    for name, x in values.items()
+                }
+            parts.append(Results(done, values))
+        return combined(job, parts)
 
     replicated: Any = PartitionSpec()
     leaf_specs: Any = dict(enumerate(specs))
@@ -83,15 +103,9 @@ def _on_each_device(
         body,
         mesh=mesh,
         in_specs=(list(specs), *[replicated] * len(numbers)),
-        out_specs=PartialResults(leaf_specs, replicated),
+        out_specs=Results(leaf_specs, replicated),
         check_vma=False,
     )(leaves, *numbers)
-
-
-def _complete(x: Array, how: str, axes: tuple[str, ...]) -> Array:
-    if not axes:
-        return x
-    return jax.lax.psum(x, axes) if how == "sum" else jax.lax.pmax(x, axes)
 
 
 def _resharded(x: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Array:

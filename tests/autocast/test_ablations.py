@@ -14,7 +14,7 @@ from jax import lax, nn
 
 from benchmarks import ablations, lean
 from benchmarks.mechanisms import MECHANISMS, without
-from jamp._autocast import model, transform
+from jamp._autocast import marks, transform
 
 
 class Example(NamedTuple):
@@ -119,7 +119,7 @@ def program(name: str) -> str:
 
     def fn(first, *rest):
         if example.of_model:
-            first = model.shown_params(first.astype(jnp.bfloat16), jnp.bfloat16)
+            first = marks.shown_params(first.astype(jnp.bfloat16), jnp.bfloat16)
         return example.fn(first, *rest)
 
     written = transform.autocast_in(scope, fn)

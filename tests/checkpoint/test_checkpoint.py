@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 
 import jamp
 from tests.bits import assert_same_bits, copy
+from tests.optimizers.fused import OPTIMIZERS, first, fresh
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -48,6 +49,12 @@ def gradients():
     return jamp.scaled_grad(lambda p: jnp.float32(p["w"]).sum())(state)
 
 
+def fused():
+    """A state of each fused optimizer, after a step."""
+    params = {"kernel": jnp.asarray([[0.1, 1 + 2.0**-8, -0.3]]), "gain": jnp.ones(())}
+    return {name: first(fresh(name), params)[1] for name in OPTIMIZERS}
+
+
 STATES = {
     "O2": trained,
     "remainders": lambda: trained("O5", store_remainder=True),
@@ -55,6 +62,7 @@ STATES = {
     "LossScaleState": lambda: jamp.DynamicLossScale(init_scale=8.0).init(),
     "MasterWeightsState": lambda: jamp.master_weights(TX).init(HALF),
     "gradients": gradients,
+    "fused": fused,
 }
 
 

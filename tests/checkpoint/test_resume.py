@@ -25,7 +25,7 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.subprocesses import ROOT
+from tests.pages import ROOT, SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the process
 
@@ -174,12 +174,9 @@ def test_orbax_keeps_the_last_complete_checkpoint(runs):
         assert checkpoints.latest_step() == 8
 
 
-PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
-
-
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_file_written_as_the_page_says_is_never_in_part(moment, tmp_path):
-    (recipe,) = re.findall(r"```python\n([^`]*?\bdef write\([^`]*?)```", PAGE)
+    (recipe,) = re.findall(r"```python\n([^`]*?\bdef write\([^`]*?)```", SHOWN)
     page, path = {}, tmp_path / "state.msgpack"
     exec(recipe, page)
     page["write"](path, b"old")

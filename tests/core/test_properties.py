@@ -1,10 +1,9 @@
 """Properties that hold for arbitrary trees, bits and expressions.
 
-Loss scales: test_loss_scale.py. Autocast: test_autocast_fuzz.py. `make fuzz` runs many.
+Loss scales: test_loss_scale.py. Autocast: test_fuzz.py. `make fuzz` runs many.
 """
 
 import collections
-import operator
 import os
 
 import jax
@@ -139,58 +138,3 @@ def test_masters_and_checkpoints_keep_every_bit(x, tree, level, seed):
     assert_same_bits(again, state)
     if level == "O0":  # at the others params are rounded from the masters
         assert_same_bits(jamp.from_checkpoint(blank, jamp.to_checkpoint(state)), state)
-
-
-# Gradients
-
-
-PARAMS = {"w": jnp.ones(3), "b": jnp.ones(())}
-RULE = jamp.DynamicLossScale(init_scale=2.0**7)
-STATE = jamp.initialize(PARAMS, optax.sgd(1.0), "O2", loss_scale=RULE, verbosity=0)
-NUMBERS = st.integers(-8, 8).map(float)
-VALUES = st.lists(NUMBERS, min_size=4, max_size=4).map(np.array)
-OVERFLOWED = VALUES.map(lambda x: np.where(np.arange(4) == 2, np.inf, x))
-# Pairs of gradients of jamp and what they are in float64; all is exact in float32.
-LEAVES = (VALUES | VALUES | VALUES | OVERFLOWED).map(
-    lambda x: (GRAD(STATE, jnp.float32(x)), x if np.isfinite(x).all() else x * np.nan)
-)
-# Of numbers and of leaves alike.
-OPERATIONS = {
-    "add": operator.add,
-    "mean of four": lambda a, b: (a + b + a + b) / 4,
-    "double": lambda a, b: 2 * a,
-    "negate": lambda a, b: -a,
-    "clip": lambda a, b: a.clip(-4, 4),
-}
-
-
-def apply(name, a, b):
-    return tuple(jax.tree.map(OPERATIONS[name], *x) for x in zip(a, b, strict=True))
-
-
-def _loss(params, x):
-    return (jnp.float32(params["w"]) * x[:3]).sum() + jnp.float32(params["b"]) * x[3]
-
-
-GRAD = jax.jit(jamp.scaled_grad(_loss))
-EXPRESSIONS = st.recursive(
-    LEAVES,
-    lambda inner: st.builds(apply, st.sampled_from(list(OPERATIONS)), inner, inner),
-    max_leaves=5,
-)
-
-
-@few
-@given(EXPRESSIONS)
-def test_expressions_of_gradients_are_those_of_float64(pair):
-    grads, wanted = pair
-    np.testing.assert_array_equal([*grads["w"], grads["b"]], wanted)
-    norm, overflows = optax.tree.norm(grads), np.isnan(wanted).any()
-    np.testing.assert_allclose(norm, np.linalg.norm(wanted), rtol=1e-6)
-    after = STATE.apply_gradients(grads=grads)
-    assert after.last_step_skipped == overflows
-    assert after.loss_scale == 2.0 ** (7 - overflows)
-    if overflows:
-        assert_same_bits(after.params, STATE.params)
-    else:
-        np.testing.assert_array_equal(jamp.master_params(after)["b"], 1 - wanted[3])

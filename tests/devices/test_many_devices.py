@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 import jamp
 from jamp import optimizers as jo
-from tests.eight_devices import (
+from tests.devices.eight_devices import (
     AXES,
     F32,
     LAYOUTS,

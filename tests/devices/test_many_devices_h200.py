@@ -19,8 +19,17 @@ import jamp
 from benchmarks.optimizer_steps import fused_step
 from jamp import optimizers as jo
 from pallas_kernels import BackendError
-from tests import eight_devices, h200
-from tests.eight_devices import F32, LAYOUTS, LEAVES, ROWS, SPECS, loss_fn, start
+from tests import h200
+from tests.devices import eight_devices
+from tests.devices.eight_devices import (
+    F32,
+    LAYOUTS,
+    LEAVES,
+    ROWS,
+    SPECS,
+    loss_fn,
+    start,
+)
 from tests.hlo import Program, shape_bytes
 
 # optax.adam promotes half params as it likes.

@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
-from tests.eight_devices import misplaced
+from tests.devices.eight_devices import misplaced
 from tests.subprocesses import ROOT, cpu_devices
 
 SGD, ADAM = optax.sgd(0.5, momentum=0.5), jamp.optimizers.fused_adam(0.125)

@@ -14,7 +14,7 @@ from flax import serialization
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
-from tests.eight_devices import mesh_of, misplaced
+from tests.devices.eight_devices import mesh_of, misplaced
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam

@@ -14,7 +14,7 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
-from tests.eight_devices import LEVELS, collectives
+from tests.devices.eight_devices import LEVELS, collectives
 from tests.states import assert_skipped
 from tests.subprocesses import on_eight_devices
 

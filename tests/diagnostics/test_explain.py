@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 import jamp
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
-from tests.constructs import repeat
+from tests.autocast.constructs import repeat
 from tests.programs import products
 
 LISTS = jamp.AutocastLists()
@@ -274,9 +274,9 @@ def test_markdown():
         "| line | module | operation | operands | runs in | why | FLOPs | reason |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         f"| {line} | head | dot_general | float32 float32 "
-        "| float32 | float32 (region) | 256 | `lists.with_region('a\\|head', ...)`. |",
+        "| float32 | region | 256 | `lists.with_region('a\\|head', ...)`. |",
         f"| {line} | head | tanh | float32 | float32 "
-        "| float32 (region) |  | `lists.with_region('a\\|head', ...)`. |",
+        "| region |  | `lists.with_region('a\\|head', ...)`. |",
     ]
     assert totals.startswith("autocast, widest: 1 matmuls and convolutions, 256 FLOPs")
     assert warning.startswith(f"- {__file__}:{line.split(':')[1]}: dot_general runs")

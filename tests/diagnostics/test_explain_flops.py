@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.constructs import repeat
+from tests.autocast.constructs import repeat
 
 
 def shape(*sizes, dtype=jnp.float32):

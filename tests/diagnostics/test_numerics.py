@@ -10,7 +10,7 @@ import pytest
 
 import jamp
 from jamp.diagnostics import numerics, recommend_scale
-from jamp.diagnostics._formats import FORMATS, counts_of
+from jamp.diagnostics._numerics import FORMATS, counts_of
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
 

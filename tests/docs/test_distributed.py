@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.scripts import EXAMPLES, ROOT, load, needs_extra, png_size
+from tests.docs.scripts import EXAMPLES, ROOT, load, needs_extra, png_size
 
 pytestmark = [needs_extra, pytest.mark.standard_promotion]
 

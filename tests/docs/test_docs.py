@@ -4,7 +4,6 @@ A text block right after a Python block is what that block prints.
 """
 
 import importlib
-import pathlib
 import re
 import runpy
 import sys
@@ -14,16 +13,8 @@ import numpy as np
 import pytest
 
 from tests import surface
+from tests.pages import PAGES, ROOT, SHOWN
 
-ROOT = pathlib.Path(__file__).parents[2]
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in (
-        ROOT / "README.md",
-        *ROOT.glob("pallas_kernels/README.md"),  # which `make dist` has taken away
-        *sorted((ROOT / "docs").rglob("*.md")),
-    )
-}
 FENCED = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<output>.*?)^```$)?",
     re.DOTALL | re.MULTILINE,
@@ -61,8 +52,7 @@ PINNED = sorted(
 def test_tests_that_pages_name_exist():
     assert len(PINNED) > 40
     for page, file, test in PINNED:
-        (path,) = ROOT.glob(f"tests/*/{file}")
-        source = path.read_text()
+        source = "".join(p.read_text() for p in ROOT.glob(f"tests/*/{file}"))
         assert f"\ndef {test}(" in source, f"{page} names {file}::{test}"
 
 
@@ -101,9 +91,8 @@ def test_links_outside_of_the_site_lead_somewhere(page):
 def test_the_page_shows_what_the_cases_give():
     pytest.importorskip("jmp")  # which a lent machine may not have
     peers = importlib.import_module("benchmarks.peers")
-    page = (DOCS / "peers.md").read_text()
     for name, row in peers.table().items():
-        assert f"| {name} | {' | '.join(row.values())} |" in page, name
+        assert f"| {name} | {' | '.join(row.values())} |" in SHOWN, name
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.bits import assert_same_bits
-from tests.scripts import EXAMPLES, load, needs_extra, png_size
+from tests.docs.scripts import EXAMPLES, load, needs_extra, png_size
 
 pytestmark = [needs_extra, pytest.mark.standard_promotion]
 

@@ -12,8 +12,8 @@ import pytest
 
 import pallas_kernels
 from jamp import optimizers as jo
-from pallas_kernels import _backend
-from tests.fused import BARE, assert_close, fresh, update
+from pallas_kernels import _run
+from tests.optimizers.fused import BARE, assert_close, fresh, update
 
 REFUSED = (TypeError, ValueError)
 PLAIN = jo.fused_sgd(0.1)
@@ -226,11 +226,11 @@ DEVICES = {
 def test_the_device_is_asked_before_the_compiler(kind, monkeypatch):
     platform, capability = DEVICES[kind]
     supported = capability in ("9.0", "10.0")
-    assert _backend._is_supported_kind(kind) == supported  # by its name alone
+    assert _run._is_supported_kind(kind) == supported  # by its name alone
     fake = SimpleNamespace(device_kind=kind, platform=platform)
     if capability is not None:
         fake.compute_capability = capability
-    monkeypatch.setattr(_backend.jax, "local_devices", lambda *a, **k: [fake])
+    monkeypatch.setattr(_run.jax, "local_devices", lambda *a, **k: [fake])
     for backend in ("xla", "interpret"):
         assert pallas_kernels.resolve(backend) == backend
     assert pallas_kernels.resolve("auto") == "xla"  # nothing is measured yet
@@ -240,7 +240,7 @@ def test_the_device_is_asked_before_the_compiler(kind, monkeypatch):
         with pytest.raises(pallas_kernels.BackendError, match=kind):
             pallas_kernels.resolve("mosaic")
     # Not even a measurement brings an old device to the compiler.
-    monkeypatch.setattr(_backend, "MEASURED_FASTER", frozenset([kind]))
+    monkeypatch.setattr(_run, "MEASURED_FASTER", frozenset([kind]))
     assert pallas_kernels.resolve("auto") == ("mosaic" if supported else "xla")
 
 

@@ -1,20 +1,17 @@
 """One contract for all fused optimizers: what optax and JAX may do with any of them."""
 
-import functools
 import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from flax import serialization
 
 import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.fused import (
+from tests.optimizers.fused import (
     FIELDS,
     OPTIMIZERS,
     assert_close,
@@ -216,33 +213,11 @@ def test_a_norm_type_that_optax_traces_is_an_error_with_the_way_out():
         first(tx, {"w": jnp.ones(2)})
 
 
-# Saved
-
-
-@functools.cache
-def stepped():
-    """By name: a state after one step."""
-    with jax.numpy_dtype_promotion("standard"):
-        return {name: first(make(name), tree(), gradients())[1] for name in OPTIMIZERS}
+# Pickled; test_checkpoint.py saves their states
 
 
 @each
-def test_a_state_comes_back_through_flax(name):
-    target, state = make(name).init(tree()), stepped()[name]
-    saved = serialization.to_state_dict(state)
-    assert_same_bits(serialization.from_state_dict(target, saved), state)
-    saved = serialization.to_bytes(state)
-    assert_same_bits(serialization.from_bytes(target, saved), state)
-    assert_same_bits(pickle.loads(pickle.dumps(state)), state)
+def test_a_transformation_comes_back_from_pickle(name):
     tx = make(name)
     again = pickle.loads(pickle.dumps(tx))
     assert again == tx and hash(again) == hash(tx)
-
-
-def test_all_states_come_back_through_orbax(tmp_path):
-    target = {name: make(name).init(tree()) for name in OPTIMIZERS}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "states", stepped())
-        checkpointer.wait_until_finished()
-        again = checkpointer.restore(tmp_path / "states", target)
-    assert_same_bits(again, stepped())

@@ -9,9 +9,15 @@ import pytest
 
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.fused import assert_close, first, update
-from tests.fused_steps import SKIPPED, TOLERANCE, check, problem, update as run
-from tests.mixed_leaves import KINDS
+from tests.optimizers.fused import assert_close, first, update
+from tests.optimizers.fused_steps import (
+    SKIPPED,
+    TOLERANCE,
+    check,
+    problem,
+    update as run,
+)
+from tests.optimizers.mixed_leaves import KINDS
 from tests.oracles import fused as oracles
 
 # optax's inner transformations promote as they like.

@@ -1,7 +1,7 @@
 """`jamp.master_weights` as a transformation of optax, without the rest of the library.
 
-`tests/masters.py` has the invariant, and what runs a transformation with masters of
-both kinds and without.
+`masters.py` has the invariant, and what runs a transformation with masters of both
+kinds and without.
 """
 
 import functools
@@ -15,8 +15,8 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.fused import OPTIMIZERS, fresh
-from tests.masters import BF16, F16, F32, assert_it_holds, is_hole, tree
+from tests.optimizers.fused import OPTIMIZERS, fresh
+from tests.optimizers.masters import BF16, F16, F32, assert_it_holds, is_hole, tree
 
 HALVES = [F16, BF16]
 # optax.apply_updates adds fp32 to half.

@@ -17,20 +17,18 @@ import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join
 from tests.bits import assert_same_bits, bits
-from tests.fused import assert_close
-from tests.one_pass import (
+from tests.optimizers.fused import assert_close
+from tests.optimizers.one_pass import (
     BAD,
     CASES,
     F32,
     HALF,
     STEPS,
-    dot,
     each_backend,
     gradients,
     inner,
     run,
     start,
-    step,
 )
 
 RUNS = [
@@ -114,59 +112,12 @@ def test_params_are_their_rounded_masters(name, kept, backend):
                 assert bits(p) == master.astype(p.dtype).tobytes()
 
 
-# What is checked
-
-GOOD = 2.0**-6
-
-
-def small():
-    """A leaf that kernels take, and one that they do not."""
-    return {"v": jnp.full(130, 1.0), "w": jnp.full(2, 2.0)}
-
-
-def like(value, place=None):
-    """Gradients of one value; `value` at one place of the first leaf, else GOOD."""
-    v = np.full(130, value if place is None else GOOD, np.float32)
-    if place is not None:
-        v[place] = value
-    return {"v": v, "w": np.full(2, v[1], np.float32)}
-
-
-def started(backend, level="O2", **options):
-    return start(jo.fused_sgd(1.0, backend=backend), level, small(), **options)
-
-
-def assert_skipped(after, before):
-    assert_same_bits(after.params, before.params)
-    assert_same_bits(after.opt_state, before.opt_state)
-    assert after.step == before.step
+# Beyond half
 
 
 @jax.jit
 def plain_step(state, x):
     return state.apply_gradients(grads=x)
-
-
-@each_backend
-def test_what_is_checked(backend):
-    # A static scale checks nothing,
-    state = started(backend, loss_scale=4.0)
-    after = step(state, like(np.nan, place=3))
-    assert (after.step, after.skipped_steps, after.loss_scale) == (1, 0, 4.0)
-    v = np.asarray(jamp.master_params(after)["v"])
-    assert np.isnan(v[3]) and (np.delete(v, 3) == 1 - GOOD).all()
-    # unless it is told to, and stays;
-    state = started(backend, loss_scale=jamp.StaticLossScale(4.0, check=True))
-    after = step(state, like(np.nan, place=129))
-    assert_skipped(after, state)
-    assert (after.skipped_steps, after.loss_scale) == (1, 4.0)
-    # plain gradients are taken as unscaled, and checked.
-    state = started(backend, "O0")
-    masters = jamp.master_params(plain_step(state, like(GOOD)))
-    assert_same_bits(masters, jax.tree.map(lambda p: p - GOOD, small()))
-    after = plain_step(state, like(np.inf, place=0))
-    assert_skipped(after, state)
-    assert after.loss_scale == state.loss_scale / 2
 
 
 # Start, step, and the largest number.
@@ -196,48 +147,3 @@ def test_params_beyond_half_are_clamped(row, backend):
         assert np.isnan(v[7])
         np.testing.assert_allclose(np.delete(v, 7), np.float32(at), 1e-6)
         np.testing.assert_allclose(w, -np.float32(at), 1e-6)
-
-
-# Groups
-
-
-@functools.cache
-def three():
-    """Two fused optimizers, of two backends, and one of optax's."""
-    sgd, emulated = jo.fused_sgd(1.0, 0.5), jo.fused_sgd(1.0, backend="interpret")
-    txs = {"d": sgd, "g": emulated, "o": optax.sgd(1.0)}
-    trees = {key: small() for key in txs}
-    return jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
-
-
-@jax.jit
-def losses_of_groups(state, x, y):
-    """Loss 0 is of the groups d and o, loss 1 of g."""
-
-    def first(p):
-        return dot(p["d"], x) + dot(p["o"], x)
-
-    grads = [
-        jamp.scaled_grad(first, wrt=("d", "o"), loss_id=0)(state),
-        {"g": jamp.scaled_grad(lambda p: dot(p["g"], y), wrt="g", loss_id=1)(state)},
-    ]
-    return state.apply_gradients(grads=grads, loss_id=(0, 1))
-
-
-@pytest.mark.parametrize("bad", ["", "do", "g"])
-def test_an_overflow_in_one_loss_skips_its_groups_alone(bad):
-    state = three()
-    x, y = (like(np.inf if key in bad else GOOD, place=64) for key in "dg")
-    after = losses_of_groups(state, x, y)
-    masters = jamp.master_params(after)
-    for key in "dgo":
-        assert after.skipped_steps[key] == int(key in bad)
-        if key in bad:
-            assert_same_bits(after.params[key], state.params[key])
-            assert_same_bits(after.opt_state[key], state.opt_state[key])
-        else:
-            np.testing.assert_array_equal(masters[key]["v"], np.float32(1 - GOOD))
-            np.testing.assert_array_equal(masters[key]["w"], np.float32(2 - GOOD))
-    halves = [2.0**16 / (1 + (key in bad)) for key in "dg"]
-    assert list(map(float, after.loss_scale)) == halves
-    assert after.step == 1

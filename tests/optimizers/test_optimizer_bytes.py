@@ -1,7 +1,6 @@
 """What optimizer steps move and launch on an H200: the tables of docs/optimizers.md."""
 
 import functools
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,10 +14,9 @@ from benchmarks import optimizer_steps as timed, specs
 from jamp import optimizers as jo
 from tests import h200
 from tests.hlo import Program
+from tests.pages import SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # optax promotes
-
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 
 
 class Compiled(NamedTuple):
@@ -83,7 +81,7 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_bytes_per_parameter(name, backend):
     row, spec = ROWS[name], specs.single_leaf(2**22)
-    assert f"| {name} | {row.xla} | {row.mosaic} |\n" in PAGE
+    assert f"| {name} | {row.xla} | {row.mosaic} |\n" in SHOWN
     tx = row.make(backend=backend)
     program, _ = compiled(spec, initialize(spec, tx, **row.options))
     moved = program.traffic - unread(spec, row.options) * (backend == "mosaic")
@@ -107,15 +105,12 @@ def launched(name: str) -> Compiled:
     return compiled(MANY, it.init, it.step)
 
 
-BY_XLA, BY_MOSAIC = [*LAUNCHES][:2], [*LAUNCHES][2]
-LONG = [pytest.param(name, marks=pytest.mark.budgets) for name in BY_XLA]  # 10 s each
-
-
+@pytest.mark.budgets  # 10 s each
 @pytest.mark.h200
-@pytest.mark.parametrize("name", [*LONG, BY_MOSAIC])
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_launches_on_300_leaves(name):
     launches = LAUNCHES[name][1]
-    assert f"| {name} | {launches} |\n" in PAGE
+    assert f"| {name} | {launches} |\n" in SHOWN
     assert launched(name).program.kernels == pytest.approx(launches, rel=0.03)
 
 
@@ -151,9 +146,17 @@ IN_FULL = {spec.name: Tree(spec) for spec in DEEP}
 IN_FULL |= {f"{x.name}, remainder": Tree(x, 28, options=SPLIT) for x in DEEP[:3]}
 
 
+IN_CI = [name for name in TREES if name != "300 leaves"]  # of which 40 are like
+
+
 @pytest.mark.h200
 @pytest.mark.parametrize(
-    "name", [*TREES, *(pytest.param(x, marks=pytest.mark.gpu) for x in IN_FULL)]
+    "name",
+    [
+        *IN_CI,
+        pytest.param("300 leaves", marks=pytest.mark.budgets),
+        *(pytest.param(name, marks=pytest.mark.gpu) for name in IN_FULL),
+    ],
 )
 def test_trees_in_few_launches_and_in_place(name, record_property):
     tree = (TREES | IN_FULL)[name]

@@ -16,7 +16,7 @@ import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join, split
 from tests.bits import assert_same_bits
-from tests.one_pass import normal, one_step, params, start, step
+from tests.optimizers.one_pass import normal, one_step, params, start, step
 
 BF16 = ml_dtypes.bfloat16
 LARGEST = 0x7F7F7FFF  # of the float32 numbers that do not round to infinity

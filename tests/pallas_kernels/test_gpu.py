@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from tests import kernels
 from tests.bits import assert_same_bits
+from tests.pallas_kernels import kernels
 
 REHEARSES = os.environ.get("JAMP_GPU") == "rehearse"
 KERNELS = pk.Options(backend="interpret" if REHEARSES else "mosaic")

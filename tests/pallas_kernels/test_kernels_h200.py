@@ -11,9 +11,10 @@ import pytest
 
 import pallas_kernels as pk
 from pallas_kernels.mosaic import launch as launcher
-from tests import emulator, everything, kernels, ptx, subprocesses
+from tests import subprocesses
 from tests.bits import assert_same_bits
-from tests.mixed_leaves import FAST
+from tests.optimizers.mixed_leaves import FAST
+from tests.pallas_kernels import emulator, everything, kernels, ptx
 
 pytestmark = pytest.mark.h200
 
@@ -33,7 +34,9 @@ on_both = pytest.mark.parametrize("target", TARGETS)
 @functools.cache
 def compiled(target: str) -> dict[str, list[ptx.Kernel]]:
     """The kernels of each case."""
-    output = subprocesses.run("tests.kernels", target, **dict.fromkeys(DUMP, "1"))
+    output = subprocesses.run(
+        "tests.pallas_kernels.kernels", target, **dict.fromkeys(DUMP, "1")
+    )
     parts = (part.partition("\n") for part in output.split(kernels.MARK)[1:])
     return {name: ptx.kernels(text) for name, _, text in parts}
 

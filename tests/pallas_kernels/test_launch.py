@@ -1,5 +1,6 @@
 """The launcher on the CPU, where Pallas' emulator looks for races and bad accesses."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels._run import Options, Results, run
-from pallas_kernels._xla import Job
+from pallas_kernels import Job, Options, Results, run
 from pallas_kernels.mosaic import launch as launcher
-from tests import everything
-from tests.everything import BF16, F16, F32, integers
+from tests.pallas_kernels import everything
+from tests.pallas_kernels.everything import BF16, F16, F32, integers
 
 INTERPRET = Options(backend="interpret")
 # Around a warpgroup, and around one, two and four blocks.
@@ -52,7 +52,7 @@ def run_everything(shapes, skip=False):
 def test_everything_on_leaves_of_all_sizes(shapes):
     leaves, results = run_everything(shapes)
     everything.assert_ran(leaves, results)
-    assert [x["new"].shape for x in results.leaves] == shapes
+    assert [x["new"].shape for x in results.leaves.values()] == shapes
 
 
 def test_a_skip_keeps_every_bit_and_reduces_all_the_same():
@@ -93,7 +93,7 @@ def test_reductions_of_each_leaf(dtype):
     np.testing.assert_array_equal(reductions["sum"], sums)
     np.testing.assert_array_equal(reductions["max"], largest)
     if dtype == BF16:
-        totals = launch(READS._replace(totals=True), leaves).reductions
+        totals = launch(dataclasses.replace(READS, totals=True), leaves).reductions
         assert totals["sum"].shape == totals["max"].shape == ()
         assert totals["sum"] == sum(sums) and totals["max"] == max(largest)
 
@@ -101,7 +101,7 @@ def test_reductions_of_each_leaf(dtype):
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 @pytest.mark.parametrize("size", [128, 4097, 8192 + 255])
 def test_one_element_is_found_wherever_it_is(size, backend):
-    job = READS._replace(totals=True)
+    job = dataclasses.replace(READS, totals=True)
     options = Options(backend=backend)
     measure = jax.jit(lambda x: run(job, [{"x": x}], options).reductions)
     places = {0, 1, 127, 128, 4095, 4096, size // 2, size - 128, size - 127, size - 1}

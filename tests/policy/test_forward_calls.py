@@ -14,7 +14,7 @@ from flax.core import FrozenDict
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.forward_models import (
+from tests.policy.forward_models import (
     TOKENS,
     Tied,
     dtypes,

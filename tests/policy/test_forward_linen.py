@@ -7,7 +7,8 @@ import pytest
 
 import jamp
 from tests import programs
-from tests.forward_models import (
+from tests.models import Transformer
+from tests.policy.forward_models import (
     CASES,
     HALF,
     SMALL,
@@ -22,7 +23,6 @@ from tests.forward_models import (
     state_of,
     variables_of,
 )
-from tests.models import Transformer
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
 pytestmark = pytest.mark.standard_promotion

@@ -9,7 +9,8 @@ import pytest
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.forward_models import (
+from tests.models import CNN
+from tests.policy.forward_models import (
     IMAGES,
     Headed,
     Normed,
@@ -22,7 +23,6 @@ from tests.forward_models import (
     under_policy,
     variables_of,
 )
-from tests.models import CNN
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -100,6 +100,24 @@ def test_a_float32_teacher_inside_a_student_stays_float32():
     assert own == 2
     assert_same_bits(target, teacher.apply(frozen, X, train=False))
     assert_same_bits(made, init())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_inside_of_a_model_gives_float32(level):
+    teacher, seen = nn.Dense(2), []
+    frozen = variables_of(teacher, X)
+
+    class Student(nn.Module):
+        @nn.compact
+        def __call__(self, x, frozen):
+            seen.append(teacher.apply(frozen, x).dtype)
+            return nn.Dense(1)(x)
+
+    options = {"level": level, "cast_model_outputs": jnp.float16}
+    state = state_of(Student(), X, frozen, **options)
+    seen.clear()
+    assert forward(state, X, frozen).dtype == jnp.float16
+    assert seen == [jnp.float32]
 
 
 def test_the_innermost_policy_wins():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 import jamp.nnx
-from tests.forward_models import dtypes, normal, products
+from tests.policy.forward_models import dtypes, normal, products
 
 pytestmark = pytest.mark.standard_promotion
 

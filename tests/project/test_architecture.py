@@ -2,12 +2,11 @@
 
 import ast
 import graphlib
-import pathlib
 import re
 
 from tests import surface
+from tests.pages import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("pallas_kernels", "jamp")
 
 # The ground first. A room covers the files inside of it.
@@ -42,7 +41,6 @@ UNDOCUMENTED = (
 ).split()
 INTERNALS = {
     "pallas_kernels._compat",
-    "jamp._core.compat",
     "jamp._autocast.jax_internals",
     "jamp._autocast.derivatives",
     "jamp._autocast.frames",

@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]
 
 TX = optax.adam(1e-3)
 
-both = pytest.mark.parametrize("case", ["cnn", "transformer"])
-# XLA takes six seconds for a transformer: in CI its O2, and by `make budgets` all.
+# XLA takes six seconds for a transformer: by `make budgets`. CI has those of test_lean.
 LONG = pytest.param("transformer", marks=pytest.mark.budgets)
 cnn_first = pytest.mark.parametrize("case", ["cnn", LONG])
 
@@ -106,7 +105,7 @@ def test_o0_adds_no_traffic_and_two_scalar_kernels(case):
     assert amp.temp <= 1.02 * plain.temp
 
 
-@both
+@cnn_first
 def test_o2_costs_what_it_costs_by_hand(case):
     amp, mixed = amp_program(case, "O2"), mixed_program(case)
     # Behind a BatchNorm XLA keeps relu's mask, which it computes again by hand: 1.12.

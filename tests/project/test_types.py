@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.pages import ROOT
 
 # After "# ->" the type that pyright must reveal of the line's expression; after "# !!"
 # the rule that it must say the line breaks. On other lines it must find nothing.

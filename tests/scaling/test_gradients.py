@@ -219,6 +219,9 @@ HABITS = {
 }
 
 
+OF_MICROBATCHES = ("mean of microbatches", "sum in a scan", "pmean", "psum")
+
+
 def begin(level, tx=SGD, **kwargs):
     kwargs = {"loss_scale": RULE, "verbosity": 0} | kwargs
     return jamp.initialize(START, tx, level, **kwargs)
@@ -251,9 +254,11 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
     # The half params of a perturbed state are rounded.
     tolerance = 2e-2 if name == "sharpness-aware" else 2e-6
     assert_stepped(step(state, XS), habit.expected(np.float64(XS)), tolerance)
-    bad = XS.copy()
-    bad[0] = OVERFLOWS
-    assert_skipped_and_lowered(step(state, bad), state)
+    # One overflow, however many microbatches there are, and whichever it is in.
+    for place in range(4) if name in OF_MICROBATCHES else (0,):
+        bad = XS.copy()
+        bad[place] = OVERFLOWS
+        assert_skipped_and_lowered(step(state, bad), state)
 
 
 # Gradients that leave the program they were made in.
@@ -292,22 +297,18 @@ def test_gradients_that_leave_their_program(name, level):
             assert_stepped(after, gradient)
 
 
-# Transformations inside of the optimizer, and fields, that remember gradients.
+# Transformations inside of the optimizer that remember gradients.
 
 
-def several_steps(level, tx, xs, update_args=lambda *_: {}, **fields):
+def several_steps(level, tx, xs, update_args=lambda *_: {}):
     """The states before and after each step."""
-    state = begin(level, tx, **fields)
+    state = begin(level, tx)
 
     @jax.jit
     def step(state, x):
         loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
         args = update_args(state, x, loss, grads)
-        kept = {}
-        if fields:
-            blend = mapped(lambda a, g: 0.5 * a + 0.5 * g)
-            kept = {"average": blend(state.average, grads)}
-        return state.apply_gradients(grads=grads, update_args=args, **kept)
+        return state.apply_gradients(grads=grads, update_args=args)
 
     states = [state]
     for x in xs:
@@ -335,16 +336,6 @@ def test_apply_if_finite_inside_sees_no_overflow(level):
     assert (count, states[2].step) == (0, 1)
 
 
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_average_of_gradients_keeps_its_bits(level):
-    average = jax.tree.map(np.zeros_like, START)
-    states = several_steps(level, SGD, [0.5, OVERFLOWS, 1.0], average=average)
-    assert_skipped_and_lowered(states[2], states[1])
-    for leaf in jax.tree.leaves(states[3].average):
-        np.testing.assert_array_equal(leaf, np.float32(0.625))
-
-
 SEARCHES = {
     "backtracking": lambda: optax.chain(
         optax.scale(-1.0), optax.scale_by_backtracking_linesearch(3)
@@ -364,24 +355,6 @@ def test_a_line_search_skips_too(search, level):
     states = several_steps(level, SEARCHES[search](), [0.5, OVERFLOWS], args)
     assert states[1].step == 1 and (states[1].params["w"] < START["w"]).all()
     assert_skipped(states[2], states[1])
-
-
-# What a rule that does not check lets through, as apex.
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_static_scale_lets_inf_through(level):
-    state = begin(level, loss_scale=jamp.StaticLossScale(128.0))
-    x = {"w": jnp.float32([1.0, np.inf, 1.0]), "b": jnp.ones(2, jnp.float32)}
-    product = lambda p: sum((wide(p[k]) * x[k]).sum() for k in p)  # noqa: E731
-    grads = jax.jit(jamp.scaled_grad(product))(state)
-    np.testing.assert_array_equal(grads["w"], x["w"])
-    after = state.apply_gradients(grads=grads)
-    assert (after.step, after.skipped_steps) == (1, 0)
-    checked = begin(level, loss_scale=jamp.StaticLossScale(128.0, check=True))
-    grads = jamp.scaled_grad(product)(checked)
-    assert all(np.isnan(g).all() for g in jax.tree.leaves(grads))
-    assert_skipped(checked.apply_gradients(grads=grads), checked)
 
 
 @pytest.mark.parametrize("tx", [SGD, jo.fused_sgd(1.0)], ids=["optax", "fused"])
@@ -514,9 +487,10 @@ def test_who_computes_with_gradients_reads_them_once_more():
         return h200.compile_step(update, state, state.params, donate=(0,)).traffic
 
     clip = lambda g: optax.clip_by_global_norm(1.0).update(g, None)[0]  # noqa: E731
-    edits = (mapped(lambda g: g / 2), mapped(jnp.negative))
-    for tx in (optax.adam(1e-3), jo.fused_adam(1e-3)):
-        plain = traffic(lambda g: g, tx)
-        for edit in edits:
-            assert traffic(edit, tx) - plain <= 1.01 * one_read
-        assert traffic(clip, tx) - plain <= 2.02 * one_read  # the norm is the user's
+    # By how many reads; the norm is the user's.
+    adam, fused = optax.adam(1e-3), jo.fused_adam(1e-3)
+    rows = [(adam, mapped(lambda g: g / 2), 1), (adam, clip, 2)]
+    rows += [(fused, mapped(jnp.negative), 1)]
+    plain = {tx: traffic(lambda g: g, tx) for tx, *_ in rows}
+    for tx, edit, reads in rows:
+        assert traffic(edit, tx) - plain[tx] <= 1.01 * reads * one_read

@@ -1,7 +1,7 @@
 """Derivatives of derivatives: WGAN-GP's penalty on slopes, and MAML, against float64.
 
 The inner gradient of the penalty is taken by jax.grad in the loss, so it is scaled and
-unscaled by hand, as docs/gradient_penalty.md has it. That of MAML is `scaled_grad`'s.
+unscaled by hand, as docs/recipes.md has it. That of MAML is `scaled_grad`'s.
 """
 
 import functools

@@ -330,7 +330,8 @@ def test_losses_with_different_scales_are_summed_in_fp32(tx):
 
 def pair(**kwargs):
     trees = {k: {"w": jnp.full(2, v, jnp.float32)} for k, v in (("d", 1.0), ("g", 2.0))}
-    return make(tree=trees, tx=dict.fromkeys("dg", optax.sgd(1.0, 0.5)), **kwargs)
+    txs = {"d": fused_sgd(1.0, 0.5), "g": optax.sgd(1.0, 0.5)}
+    return make(tree=trees, tx=txs, **kwargs)
 
 
 def grads_of(state, key, slope, loss_id=0):

@@ -11,7 +11,7 @@ from jax import lax
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.forward_models import products
+from tests.policy.forward_models import products
 from tests.states import assert_skipped, make, wide, with_scales
 
 # The same objects each time: jit compares them. Zoom takes twice as long to compile.

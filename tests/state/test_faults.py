@@ -1,12 +1,10 @@
-"""Faults: what a run meets when things go wrong. docs/faults.md has a line for each.
+"""Faults: what a run meets when things go wrong.
 
-What each asserts is that training goes on as if nothing had been, or that the error is
-the one on the page.
+What each asserts is that training goes on as if nothing had been, or which error is
+raised.
 """
 
 import multiprocessing
-import pathlib
-import re
 import threading
 
 import jax
@@ -25,7 +23,6 @@ from tests.oracles import loss_scale as oracle
 
 pytestmark = pytest.mark.standard_promotion  # as in a user's program
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "faults.md").read_text()
 PARAMS = {"w": jnp.asarray([0.5, -0.25, 2.0]), "b": jnp.zeros(())}
 SGD = optax.sgd(0.125, momentum=0.5)
 X = np.float32([1.0, -2.0, 0.5])
@@ -265,8 +262,3 @@ def test_a_program_grows_with_the_leaves_alone():
     states = [shape_of({str(i): (3,) for i in range(n)}, SGD) for n in (40, 80)]
     sizes = [len(jax.jit(ones_step).lower(s).compile().as_text()) for s in states]
     assert sizes[1] < 2.2 * sizes[0]
-
-
-def test_the_page_has_a_line_for_each():
-    rows = re.findall(r"^\| ([^*].*?) \| .+ \| \|$", PAGE, re.MULTILINE)
-    assert sorted(rows) == sorted(["fault", *FAULTS])

@@ -1,7 +1,7 @@
 """The habits of plain Flax, optax and pmap, as published scripts have them, at O2.
 
-The table of docs/habits.md has a line for each, and lines that other tests hold. What
-is right ends, by linear regression and gradient descent, where float64 does.
+The table of docs/what_happens.md has a line for each, and lines that other tests hold.
+What is right ends, by linear regression and gradient descent, where float64 does.
 """
 
 import functools

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jamp
-from tests import several
+from tests.state import several
 from tests.states import like, make, wide
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jamp.diagnostics import cost
-from jamp.tools import _gpus
+from jamp.tools import _cost
 from jamp.tools._command import main
 
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]
@@ -46,7 +46,7 @@ def test_states_side_by_side(capsys):
     assert abs(narrow.traffic - 1.5 * BYTES) <= 16
     head, first, second, *rest = str(both).splitlines()
     assert head.startswith("on B200") and "2.62 MB (100%)" in first
-    assert "1.57 MB  (60%)" in second
+    assert "1.57 MB (60%)" in second
     assert f"head tests/tools/test_cost.py:{add.__code__.co_firstlineno + 2}" in rest[1]
     assert main(["cost", "tests.tools.test_cost:costs", "--gpu", "B200"]) == 0
     assert capsys.readouterr().out == f"{both}\n"
@@ -58,7 +58,7 @@ def test_what_is_missing(monkeypatch):
     monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
     words = "Set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before"
     with pytest.raises(ImportError, match=words):
-        _gpus.check_compiler()
+        _cost.check_compiler()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'jax\[cuda13-local\]=="):
         cost(add, X, X)

@@ -1,0 +1,260 @@
+"""Marks in a program of what is to run how: the user's, and those of a half model.
+
+    float_function(jnp.matmul)(x, w)    y:f32 = dot_general x w        # jamp_float32
+    half_kernel(attention)(q)           p:f16 = ... convert q          # jamp_kernel
+    shown_params(p)                     w:f32 = name[name=jamp_half_param] p
+
+Name scopes say how the operations in them run; names of values, what these depend on.
+Either is part of the program, so jit's caches neither lose nor leak it. Without
+autocast it does nothing.
+"""
+
+import contextlib
+import enum
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jc
+
+from jamp._autocast import jax_internals
+from jamp._autocast.lists import AutocastLists, What
+from jamp._autocast.primitives import Rule
+from jamp._autocast.tracing import (
+    Attribute,
+    Itself,
+    Replaced,
+    casting,
+    disabled,
+    tracing,
+    tracing_for,
+)
+from jamp._core.dtypes import FLOAT32
+from jamp._core.tree import widen_tree
+
+MARKERS = {
+    Rule.HALF: "jamp_half",
+    Rule.FLOAT32: "jamp_float32",
+    Rule.PROMOTE: "jamp_promote",
+    Rule.RECORDED: "jamp_recorded",
+}
+KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
+
+
+# ---- how a function runs
+
+
+def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function: under autocast all of it runs in half, whatever the lists say.
+
+    >>> import jamp, jax, jax.numpy as jnp
+    >>> square = jamp.half_function(lambda x: x * x)
+    >>> print(square(jnp.float32(300.0)), jamp.autocast(square)(jnp.float32(300.0)))
+    90000.0 inf
+    """
+    return _marked(fn, Rule.HALF)
+
+
+def float_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function: under autocast all of it runs in float32, matmuls too.
+
+    >>> import jamp, jax, jax.numpy as jnp
+    >>> x = jnp.full((1, 1), 1.0001)  # rounds to 1 in half
+    >>> exact = jamp.float_function(jnp.matmul)
+    >>> print(jamp.autocast(jnp.matmul)(x, x), jamp.autocast(exact)(x, x))
+    [[1.]] [[1.0002]]
+    """
+    return _marked(fn, Rule.FLOAT32)
+
+
+def promote_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
+    """Marks a function: each operation runs in the widest dtype among its operands."""
+    return _marked(fn, Rule.PROMOTE)
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Leaves what is traced inside as the program has it: in float32.
+
+    Inside, `autocast` does nothing either. May be nested, and ends with an exception
+    too.
+
+    >>> import jamp, jax, jax.numpy as jnp
+    >>> def f(x):
+    ...     with jamp.disable_casts():
+    ...         return x @ x
+    >>> print(jamp.autocast(f)(jnp.full((1, 1), 1.0001)))
+    [[1.0002]]
+    """
+    with jax.named_scope(MARKERS[Rule.RECORDED]), casting(False), disabled(True):
+        yield
+
+
+def _marked[**P, R](fn: Callable[P, R], rule: Rule) -> Callable[P, R]:
+    @functools.wraps(fn)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.named_scope(MARKERS[rule]), casting(rule is not Rule.FLOAT32):
+            return fn(*args, **kwargs)
+
+    return marked
+
+
+# ---- functions that only run in half: cuDNN's attention, kernels of Pallas and FFI
+
+
+def half_kernel[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
+    """Calls a function with half operands under autocast, for it runs in nothing else.
+
+    Its float32 arrays are cast to the half dtype, and what it gives in half is cast
+    back. Inside, nothing is cast, nor in its derivative. Without autocast, and inside
+    of `disable_casts` or a `float_function`, it is called as it is.
+
+    Args:
+        fn: a function of arrays, in any trees.
+
+    Returns:
+        The same function, for autocast to call so.
+
+    >>> import jamp, jax.numpy as jnp
+    >>> @jamp.half_kernel
+    ... def kernel(x):
+    ...     print(x.dtype)
+    ...     return x
+    >>> print(jamp.autocast(kernel)(jnp.ones(2)).dtype)
+    float16
+    float32
+    """
+
+    @functools.wraps(fn)
+    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
+        return _call_in_half(fn, args, kwargs)
+
+    return kernel
+
+
+def _call_in_half(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    half = _kernel_dtype()
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    if half is None or not any(map(_is_float32_array, leaves)):
+        return fn(*args, **kwargs)
+    with jax.named_scope(KERNEL):
+        leaves = [
+            jnp.asarray(x).astype(half) if _is_float32_array(x) else x for x in leaves
+        ]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return widen_tree(fn(*args, **kwargs))
+
+
+def _attention(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention whose fourth argument is a bias, often a mask of -1e30.
+
+    Beyond half's range that would be -inf, and a row of nothing else nan.
+    """
+
+    def kernel(query, key, value, bias: Any = None, *args, **kwargs):
+        half = _kernel_dtype()
+        if half is not None and _is_float32_array(bias):
+            bias = jnp.maximum(bias, float(jnp.finfo(half).min))
+        return _call_in_half(fn, (query, key, value, bias, *args), kwargs)
+
+    return kernel
+
+
+def _kernel_dtype() -> Any:
+    """The dtype that kernels are to get; None where they get what they are given."""
+    here = tracing.value
+    return here.half if here is not None and here.casts else None
+
+
+def _is_float32_array(x: Any) -> bool:
+    # Numbers, NumPy's too, may be a kernel's options.
+    return isinstance(x, jax.Array | np.ndarray) and x.dtype == FLOAT32
+
+
+# ---- functions that are marked, or called with half, where programs look them up
+
+
+def traced_for(
+    half: Any, lists: AutocastLists, casts: bool = True
+) -> AbstractContextManager[None]:
+    """In what to trace a function: with its marks, and half for kernels if `casts`."""
+    return tracing_for(half, list(_replaced(lists)), casts)
+
+
+def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
+    """The attentions of cuDNN and of tokamax, and what the lists have."""
+    tokamax = sys.modules.get("tokamax"), "dot_product_attention"
+    for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):
+        if hasattr(module, name):
+            yield Replaced(Attribute(Itself(module), name), _attention)
+    hows = {
+        Rule.HALF: half_function,
+        Rule.FLOAT32: float_function,
+        Rule.PROMOTE: promote_function,
+        None: half_kernel,
+    }
+    for (module, name), rule in [
+        *lists.rules_for(What.KERNEL),
+        *lists.rules_for(What.ATTRIBUTE),
+    ]:
+        yield Replaced(Attribute(Itself(module), name), hows[rule])
+
+
+# ---- a model of half params, at O2, O3 and O5: its products are cast, and no others
+
+
+class Source(enum.Flag):
+    """What a value depends on."""
+
+    HALF = enum.auto()  # params in half
+    KEPT = enum.auto()  # params that stay float32
+    DATA = enum.auto()  # all else that is not known while tracing
+
+
+class Mark(NamedTuple):
+    """What a name says of a value."""
+
+    source: Source  # what it depends on from here on
+    is_half: bool  # whether it asks for half, or for float32
+
+
+_HALF_PARAM, _KEPT_PARAM = "jamp_half_param", "jamp_kept_param"
+_BOUNDARY = "jamp_model_boundary"
+_MARKS = {
+    _HALF_PARAM: Mark(Source.HALF, is_half=True),
+    _KEPT_PARAM: Mark(Source.KEPT, is_half=False),
+    _BOUNDARY: Mark(Source.DATA, is_half=False),
+}
+
+
+def mark_of(eqn: jc.JaxprEqn) -> Mark | None:
+    """The mark that an equation sets, if it does."""
+    is_name = eqn.primitive.name == "name"
+    return _MARKS.get(eqn.params["name"]) if is_name else None
+
+
+def shown_params[T](tree: T, half: Any) -> T:
+    """Params as the user's program sees them: those in half as float32."""
+
+    def leaf(x):
+        dtype = getattr(x, "dtype", None)
+        if dtype == half:
+            return checkpoint_name(x.astype(FLOAT32), _HALF_PARAM)
+        return checkpoint_name(x, _KEPT_PARAM) if dtype == FLOAT32 else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def at_boundary[T](tree: T) -> T:
+    """Marks the float32 arrays of a tree as inputs or outputs of a model."""
+
+    def leaf(x):
+        return checkpoint_name(x, _BOUNDARY) if _is_float32_array(x) else x
+
+    return jax.tree.map(leaf, tree)

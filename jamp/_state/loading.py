@@ -1,0 +1,142 @@
+"""What a state takes from elsewhere: params, and what Flax restores.
+
+`state.load_params`, `state.replace(params=...)` and `flax.serialization`. Flax itself
+puts whatever it finds into a target: a float16 state's params into one of bfloat16.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import serialization
+from flax.training.train_state import TrainState
+from jaxtyping import PyTree
+
+from jamp._core import groups
+from jamp._core.devices import moves_constants, placed_like
+from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
+from jamp._core.names import check_same, filled, named
+from jamp._core.tree import check_like, strong_array, trained_params, unshared
+from jamp._scaling.incoming import check_counters, check_scale_state
+from jamp._state.incoming import ARRAY_LIKE
+from jamp._state.new_state import begun_from
+from jamp._state.step import Group, groups_of, packed
+from pallas_kernels import Weight, split
+
+_REMEDY = (
+    "load a tree like `state.params`. New layers come by `state.add_params`, other "
+    "shapes by a new `jamp.initialize`; `replace(params=..., opt_state=...)` sets both "
+    "as they are."
+)
+
+
+@moves_constants
+def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
+    """What `AmpState.load_params` replaces in the state, by name."""
+    given = jax.tree.map(strong_array, params)
+    check_like(named(given), named(state.params), "params", _REMEDY)
+    params = filled(state.params, named(given))
+    _check_dtypes(params, state.params)
+    entered = {
+        key: _entered(group, groups.get(params, key), reset_optimizer)
+        for key, group in groups_of(state).items()
+    }
+    changes = packed(entered, state.params)
+    before = {name: getattr(state, name) for name in changes}
+    own = {id(x) for x in jax.tree.leaves(state.params)}
+    theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
+    return unshared(jax.tree.map(placed_like, changes, before), theirs)
+
+
+def has_values(*trees: PyTree) -> bool:
+    """Whether trees hold arrays, and not their shapes or shardings."""
+    return all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(trees))
+
+
+def _entered(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
+    """A group with other params."""
+    is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
+    trained = trained_params(params)
+    weights = jax.tree.map(_loaded, old.weights(), trained, is_leaf=is_weight)
+    group = old._replace(params=params)
+    if reset_optimizer and group.tx is not None:
+        return begun_from(group, weights)
+    return group.with_weights(weights, old.inner_state)
+
+
+def _loaded(old: Weight, new: jax.Array) -> Weight:
+    """A param that is now `new`, and its master.
+
+    Half values that are those of before say nothing of the digits that a master has
+    beyond them: what clips weights, or changes some of them, leaves the others alone.
+    """
+    if new is old.param:
+        return old
+    if old.master is None:
+        castable = is_castable(old.param)
+        return Weight(cast(new, old.param.dtype) if castable else new)
+    if new.dtype == old.param.dtype:
+        if old.kind == "split":
+            fresh = jnp.zeros_like(old.master)
+            return Weight(new, jnp.where(new == old.param, old.master, fresh))
+        return Weight(new, _widened(new, *old))
+    new = new.astype(FLOAT32)
+    if old.kind == "split":
+        return Weight(*split(new))
+    return Weight(cast(new, old.param.dtype), jnp.array(new, copy=True))
+
+
+@jax.custom_jvp
+def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
+    """`new` in float32, with the digits of the master where it is `param`."""
+    return jnp.where(new == param, master, widen(new))
+
+
+@_widened.defjvp
+def _widened_jvp(primals: PyTree, tangents: PyTree) -> Any:
+    return _widened(*primals), widen(tangents[0])
+
+
+def _check_dtypes(params: PyTree, old: PyTree) -> None:
+    """Raises for what is not a float on one side; floats are cast."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, new), like in zip(leaves, jax.tree.leaves(old), strict=True):
+        both = is_castable(new) and is_castable(like)
+        if not both and new.dtype != like.dtype:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has dtype {new.dtype}, expected "
+                f"{like.dtype}: {_REMEDY}"
+            )
+
+
+def register(state_class: type) -> None:
+    """Makes Flax check what it restores into states of a class."""
+    serialization.register_serialization_state(
+        state_class, _to_state_dict, _from_state_dict, override=True
+    )
+
+
+def _to_state_dict(state: TrainState) -> dict[str, Any]:
+    return {name: named(getattr(state, name)) for name in array_fields(state)}
+
+
+def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
+    check_same(
+        state_dict,
+        _to_state_dict(state),
+        "The checkpoint",
+        "Restore into a state that jamp.initialize made with the same options; a "
+        "checkpoint for any opt level is made by jamp.to_checkpoint.",
+    )
+    for i, rule in enumerate(state.loss_scale_rules):
+        scale_state = state_dict["loss_scales"][str(i)]
+        check_scale_state(f"loss_scales/{i}", scale_state, rule)
+    check_counters(state_dict)
+    fields = {k: filled(getattr(state, k), state_dict[k]) for k in array_fields(state)}
+    return state.replace(**fields)
+
+
+def array_fields(state: TrainState) -> list[str]:
+    """The names of the fields that hold arrays; the others are static."""
+    fields = state.__dataclass_fields__.values()
+    return [f.name for f in fields if f.metadata.get("pytree_node", True)]

@@ -1,0 +1,89 @@
+"""Norms of many arrays at once, and whether any element is not finite.
+
+After apex's csrc/multi_tensor_l2norm_kernel.cu and multi_tensor_scale_kernel.cu.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels._run import DEFAULTS, Options, run
+from pallas_kernels._xla import Blocks, Job, Numbers
+
+
+def norm(
+    leaves: Sequence[Array],
+    order: float = 2,
+    *,
+    per_leaf: bool = False,
+    options: Options = DEFAULTS,
+) -> Float[Array, "..."]:
+    r"""$\sqrt{\sum x^2}$ or $\max |x|$ over all leaves, or for each, in float32.
+
+    Squares of float32 and bfloat16 elements can overflow where these are finite: then
+    the norm is infinite.
+
+    Args:
+        leaves: arrays of floats; an empty one has norm 0.
+        order: 2, or `math.inf` for the maximum.
+        per_leaf: whether to return one norm per leaf.
+        options: how to run; `unscale` multiplies what is measured.
+
+    >>> import jax.numpy as jnp
+    >>> leaves = [jnp.array([3.0]), jnp.array([-4.0, 0.0]), jnp.zeros(0)]
+    >>> print(norm(leaves), norm(leaves, jnp.inf, per_leaf=True))
+    5.0 [3. 4. 0.]
+    """
+    found = run(
+        _NORMS[order, per_leaf],
+        [{"x": x} for x in leaves],
+        options._replace(unscale=None),  # the norm is multiplied, not the elements
+        tags=[order] * len(leaves),
+    ).reductions["norm"]
+    found = jnp.sqrt(found) if order == 2 else found
+    return found if options.unscale is None else found * options.unscale
+
+
+def found_inf(
+    leaves: Sequence[Array], *, options: Options = DEFAULTS
+) -> Bool[Array, ""]:
+    """Whether any element is inf or NaN, once multiplied by `options.unscale`.
+
+    >>> import jax.numpy as jnp
+    >>> print(found_inf([jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
+    True
+    """
+    found = run(_FOUND_INF, [{"x": x} for x in leaves], options).reductions
+    return found["defects"] != 0
+
+
+def defects(x: Array) -> Array:
+    """0 where finite; NaN, which differs from 0 and stays so in a sum, where not."""
+    return x - x
+
+
+def _measured(numbers: Numbers, order: float, columns: Blocks) -> Blocks:
+    del numbers
+    x = columns["x"].astype(jnp.float32)
+    return {"norm": x * x if order == 2 else jnp.abs(x)}
+
+
+def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
+    del tag
+    x = columns["x"].astype(jnp.float32)
+    if "unscale" not in numbers:
+        return {"defects": defects(x)}
+    # Not the defects of the product: a compiler may contract it with the difference,
+    # of which its rounding error is left.
+    fits = jnp.abs(x * numbers["unscale"]) < jnp.inf
+    return {"defects": jnp.where(fits, 0.0, 1.0)}
+
+
+_FOUND_INF = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)
+_NORMS = {
+    (order, per_leaf): Job(_measured, reductions={"norm": how}, totals=not per_leaf)
+    for order, how in ((2, "sum"), (math.inf, "max"))
+    for per_leaf in (True, False)
+}

@@ -1,0 +1,319 @@
+"""How the user steers autocast: marks, lists, regions, the front end's options, and
+functions that are replaced while it traces: for its thread, no longer."""
+
+import functools
+import pickle
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import jamp
+from tests.autocast.constructs import repeat
+from tests.policy.forward_models import products
+
+X = jnp.eye(4)
+HALF, FLOAT = "float16,float16", "float32,float32"
+LISTS = jamp.AutocastLists()
+INSIDE = 5  # seconds that one thread waits for the other, at most
+
+
+def found(fn, **options):
+    return products(jamp.autocast(fn, **options), X)
+
+
+def product(x):
+    return x @ x
+
+
+WRAPS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: repeat(lambda c, _: f(c), x, length=2),
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda y: y, x),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_marks_reach_into_whatever_is_called_there(wrap):
+    inner = wrap(product)
+    marked = jamp.float_function(inner)
+    assert found(lambda x: marked(x) @ x) == [FLOAT, HALF]
+
+    def disabled(x):
+        with jamp.disable_casts():
+            y = inner(x)
+        return y @ x
+
+    assert found(disabled) == [FLOAT, HALF]
+    # The same jitted function, outside again: the mark does not stick to it.
+    assert found(lambda x: inner(x)) == [HALF]
+
+
+def test_disable_casts_nests_and_survives_exceptions():
+    def fn(x):
+        with jamp.disable_casts():
+            with jamp.disable_casts():
+                y = x @ x
+            y = y @ x
+        with pytest.raises(KeyError), jamp.disable_casts():
+            raise KeyError
+        return y @ x
+
+    assert found(fn) == [FLOAT, FLOAT, HALF]
+
+
+def test_a_half_function_runs_in_half_what_the_lists_keep_in_float32():
+    exponential = jamp.half_function(jnp.exp)
+    # exp(12) = 162754.79 is inf in float16, and the result says so.
+    fns = jamp.autocast(exponential), jamp.autocast(jnp.exp), exponential
+    assert [bool(jnp.isinf(fn(jnp.float32(12)))) for fn in fns] == [True, False, False]
+    softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])  # in a list by name
+    in_half = jamp.autocast(jamp.half_function(softmax))(logits)
+    assert in_half[0] != jamp.autocast(softmax)(logits)[0]
+
+
+def test_a_promote_function_multiplies_in_its_operands_dtype():
+    promoted = jamp.promote_function(product)
+    assert promoted.__name__ == "product"
+    assert found(promoted) == [FLOAT]
+    assert found(lambda x: promoted(x @ x)) == [HALF, HALF]
+
+
+def algorithm(dtype, count=1):
+    return lax.DotAlgorithm(dtype, dtype, jnp.float32, count, count, count)
+
+
+PRESETS = lax.DotAlgorithmPreset
+PRECISIONS = {
+    FLOAT: [
+        *("highest", "float32", lax.Precision.HIGHEST, ("default", "highest")),
+        *("F32_F32_F32", "TF32_TF32_F32", PRESETS.BF16_BF16_F32_X6),
+        *(algorithm(jnp.float32), algorithm(jnp.bfloat16, 3)),
+    ],
+    HALF: [
+        *(None, "default", "high", "tensorfloat32", lax.Precision.DEFAULT),
+        *(PRESETS.DEFAULT, PRESETS.F16_F16_F32, algorithm(jnp.float16)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [(p, expected) for expected, ps in PRECISIONS.items() for p in ps],
+    ids=lambda p: None if p in PRECISIONS else str(p).replace(" ", ""),
+)
+def test_a_precision_is_a_wish(precision, expected):
+    wish = functools.partial(jnp.matmul, precision=precision)
+    assert found(lambda x: wish(x, x) @ x) == [expected, HALF]
+    if isinstance(precision, str):
+        with jax.default_matmul_precision(precision):
+            assert found(product) == [expected]
+
+
+def test_a_precision_of_other_products():
+    for fn in (
+        lambda x: lax.conv(x[None, None], x[None, None], (1, 1), "SAME", "highest"),
+        lambda x: lax.ragged_dot(x, x[None], jnp.array([4]), precision="highest"),
+        jax.grad(lambda x: jnp.matmul(x, x, precision="highest").sum()),
+    ):
+        operations = [op for op in jamp.explain(fn)(X).operations if op.flops]
+        assert {(op.dtype, op.why) for op in operations} == {("float32", "precision")}
+
+
+def test_a_product_of_half_and_float32_is_in_half():
+    assert found(lambda x: lax.dot(x.astype("float16"), x)) == [HALF]
+
+
+def test_a_float64_result_is_a_wish_and_marks_come_before():
+    with jax.enable_x64(True):
+        wide = functools.partial(jnp.matmul, X, preferred_element_type="float64")
+        assert found(lambda x: wide(x).astype("float32")) == [FLOAT]
+    highest = functools.partial(jnp.matmul, X, precision="highest")
+    assert found(jamp.half_function(highest)) == [HALF]
+    assert found(highest, lists=LISTS.with_region("", "half")) == [HALF]
+
+
+NET = LISTS.with_region("net", "float32")
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
+        (NET, [FLOAT, FLOAT]),
+        # The last that matches; and it may return to the table.
+        (NET.with_region("head", "half"), [HALF, FLOAT]),
+        (NET.with_region("net/head", "default"), [HALF, FLOAT]),
+        (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
+        # Of all kinds, the last.
+        (NET.with_primitive("dot_general", "half"), [HALF, HALF]),
+        (NET.with_function("product", "half"), [HALF, FLOAT]),
+        (
+            LISTS.with_function("product", "half").with_region("", "float32"),
+            [FLOAT] * 2,
+        ),
+        (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
+    ],
+    ids=[
+        "scope",
+        "outer",
+        "last",
+        "default",
+        "primitive",
+        "primitive last",
+        "function last",
+        "region last",
+        "function",
+    ],
+)
+def test_lists_decide(lists, expected):
+    def fn(x):
+        with jax.named_scope("net"):
+            with jax.named_scope("head"):
+                y = jax.jit(product)(x)
+            return y @ x
+
+    assert found(fn, lists=lists) == expected
+
+
+def test_lists_are_values():
+    lists = LISTS.with_region("a", "half").with_primitive("exp", "half")
+    assert lists == pickle.loads(pickle.dumps(lists)) and hash(lists) == hash(lists)
+    assert jamp.AutocastLists() == LISTS != lists
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: LISTS.with_region("a", "quarter"), "'quarter'"),
+        (lambda: LISTS.register_half_function(jnp, "none"), "named 'none' in module"),
+        (lambda: LISTS.register_half_kernel(jnp, "none"), "named 'none' in module"),
+        (lambda: jamp.autocast(product, dtype="float32"), "must be.*float32"),
+        (lambda: jamp.autocast(product, promote="wide"), "must be.*wide"),
+    ],
+)
+def test_bad_options_are_named(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_o1_takes_lists_and_promotion():
+    lists = LISTS.with_primitive("dot_general", "float32")
+    state = jamp.initialize(X, optax.sgd(0.1), lists=lists, verbosity=0)
+    assert products(jamp.scaled_grad(lambda w: (w @ w).mean()), state)[0] == FLOAT
+    properties = jamp.Properties.from_opt_level("O4", promote="narrowest")
+    assert properties.promote == "narrowest"
+
+
+# ---- functions that are replaced while autocast traces
+
+
+@pytest.fixture
+def module():
+    return types.SimpleNamespace(product=product)
+
+
+def calls(module):
+    """What looks a function up where the lists have it."""
+    return lambda x: module.product(x) @ x
+
+
+@pytest.fixture
+def lists(module):
+    return LISTS.register_float_function(module, "product")
+
+
+def test_of_one_function_registered_twice_the_last_decides(module, lists):
+    half = LISTS.register_half_function(module, "product")
+    last = half.register_float_function(module, "product")
+    assert found(calls(module), lists=last) == [FLOAT, HALF]
+    last = lists.register_half_function(module, "product")
+    assert found(calls(module), lists=last) == [HALF, HALF]
+    assert module.product is product
+
+
+def test_the_original_is_back_after_the_last_of_two_threads(module, lists):
+    """The first to begin is the first to end, while the other is still tracing."""
+    entered = {name: threading.Event() for name in ("first", "second")}
+    left, results = threading.Event(), {}
+
+    def trace(name, wait):
+        def fn(x):
+            entered[name].set()
+            assert wait.wait(INSIDE)
+            return calls(module)(x)
+
+        results[name] = found(fn, lists=lists)
+        left.set()
+
+    first = threading.Thread(target=trace, args=("first", entered["second"]))
+    second = threading.Thread(target=trace, args=("second", left))
+    first.start()
+    assert entered["first"].wait(INSIDE)
+    assert module.product is not product
+    second.start()
+    # A thread that does not trace gets what does nothing, in its programs neither.
+    assert "jamp" not in str(
+        jax.make_jaxpr(calls(module))(X).pretty_print(name_stack=True)
+    )
+    for thread in (first, second):
+        thread.join(INSIDE)
+    assert results == {"first": [FLOAT, HALF], "second": [FLOAT, HALF]}
+    assert module.product is product
+
+
+def test_an_exception_in_one_of_two_traces_leaves_the_other_its_marks(module, lists):
+
+    def fails(x):
+        raise KeyError
+
+    def fn(x):
+        with pytest.raises(KeyError):
+            jamp.autocast(fails, lists=lists)(x)
+        return calls(module)(x)
+
+    assert found(fn, lists=lists) == [FLOAT, HALF]
+    with pytest.raises(KeyError):
+        jamp.autocast(fails, lists=lists)(X)
+    assert module.product is product
+
+
+def test_traces_of_jitted_functions_are_kept_apart(module, lists):
+    """JAX keeps the trace of a jitted function: one without marks, and one with."""
+    traced = []
+
+    @jax.jit
+    def jitted(x):
+        traced.append(x)
+        return calls(module)(x)
+
+    for _ in range(2):
+        assert found(lambda x: jitted(x)) == [HALF, HALF]
+        assert found(lambda x: jitted(x), lists=lists) == [FLOAT, HALF]
+        jitted(X)
+    assert len(traced) == 3  # the third is that without autocast
+
+
+class Base:
+    def method(self, x):
+        return x @ x
+
+    static = staticmethod(product)
+
+
+class Derived(Base):
+    pass
+
+
+@pytest.mark.parametrize("owner", [Base, Derived])
+@pytest.mark.parametrize("name", ["method", "static"])
+def test_methods_are_replaced_and_put_back_as_they_were(owner, name):
+    before = dict(vars(owner))
+    lists = LISTS.register_float_function(owner, name)
+    assert found(lambda x: getattr(owner(), name)(x), lists=lists) == [FLOAT]
+    assert dict(vars(owner)) == before

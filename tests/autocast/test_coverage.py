@@ -1,0 +1,73 @@
+"""The coverage table: every construct, forward and backward, in both halves.
+
+Values are those of float16: in bfloat16 the program is the same, but for the dtype.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.autocast.constructs import FORWARD_ONLY, TABLE, N
+from tests.programs import evaluate, products
+
+TOLERANCE = 8 * 2.0**-10  # several roundings in a row
+W, X = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32)
+W /= 4
+
+
+def both_passes(name, cast):
+    """A construct, and its gradients in both arguments, with cotangents for all floats.
+
+    In one program, jitted: compiling takes all the time, then tracing.
+    """
+    fn = TABLE[name](cast)
+
+    def loss(w, x):
+        leaves = [y for y in jax.tree.leaves(fn(w, x)) if y.dtype == jnp.float32]
+        return sum((jnp.cos(jnp.arange(y.size)) * y.ravel()).sum() for y in leaves)
+
+    def both(w, x):
+        if name in FORWARD_ONLY:
+            return fn(w, x)
+        with jax.numpy_dtype_promotion("standard"):
+            grads = jax.grad(loss, (0, 1))(w, x)
+        return fn(w, x), grads
+
+    return jax.jit(both)
+
+
+def distance(got, expected):
+    """The relative error of a leaf as a whole."""
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+    return np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-3)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_coverage(name):
+    plain = both_passes(name, lambda fn: fn)
+    count = len(products(plain, W, X))
+    for half in ("bfloat16", "float16"):
+        fn = both_passes(name, functools.partial(jamp.autocast, dtype=half))
+        with jax.enable_checks(True):
+            found = products(fn, W, X)
+        assert len(found) >= count > 0
+        assert [p for p in found if (p.lhs, p.rhs) != (half, half)] == []
+    errors = jax.tree.map(distance, evaluate(fn, W, X), evaluate(plain, W, X))
+    assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
+
+
+# ---- the walk of tests.programs must see a product in every kind of sub-program
+
+
+COUNTS = dict(matmul=1, nested_jit=3, scan=2, while_loop=2, switch=2, remat=2)
+COUNTS |= dict(shard_map=3, ragged_dot=1, custom_vjp=3)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_products_are_found_everywhere(name):
+    assert len(products(TABLE[name](lambda fn: fn), X, X)) == COUNTS[name]

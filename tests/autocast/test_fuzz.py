@@ -1,0 +1,108 @@
+"""Random programs: autocast raises on none, keeps types, integers and gradients.
+
+`make fuzz` runs 10,000, from the seed JAMP_FUZZ on. A seed that found a defect is in
+data/fuzz_seeds.txt from then on, and CI replays it.
+"""
+
+import os
+import pathlib
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.autocast.random_programs import EVERY, is_smooth, program, run
+from tests.programs import evaluate
+
+ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
+LINES = (pathlib.Path(__file__).parents[1] / "data" / "fuzz_seeds.txt").read_text()
+FOUND = [int(line.split()[0]) for line in LINES.splitlines() if line[0] != "#"]
+SAMPLE, CHUNK, CHUNKS = 12, 100, 100
+
+pytestmark = pytest.mark.standard_promotion
+
+
+def case(seed):
+    """Floats, a half dtype and a mode."""
+    rng, normal = random.Random(f"case {seed}"), np.random.default_rng(seed).normal
+    dtypes = ["float32", "float32", "float32", "bfloat16", "float16"]
+    shapes = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(rng.randint(1, 3))]
+    floats = [jnp.asarray(normal(size=shape), rng.choice(dtypes)) for shape in shapes]
+    return floats, rng.choice(list(ERROR)), rng.choice(["widest", "narrowest"])
+
+
+def check(steps, floats, half, promote):
+    """Holds the cast program to the plain one; None where JAX refuses that."""
+
+    def fn(floats):
+        return run(steps, floats, [jnp.array([2, 0, 3]), jnp.array([1])])
+
+    def with_grads(fn):
+        """The gradients of all floats, and all values."""
+
+        def loss(floats):
+            values = fn(floats)
+            wide = (y.astype(jnp.float32) for y in values[0])
+            return sum(jnp.sin(y).sum() for y in wide), values
+
+        return jax.grad(loss, has_aux=True)
+
+    def close(got, expected, is_grad):
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+        exact = jnp.issubdtype(got.dtype, jnp.integer)
+        got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+        rtol = atol = 0 if exact else ERROR[half]
+        if is_grad:
+            assert np.isfinite(got).all()
+            rtol, atol = 0, atol * (1 + np.abs(expected).max())
+        if not is_grad or is_smooth(steps):
+            np.testing.assert_allclose(got, expected, rtol=rtol, atol=atol)
+
+    plain, cast = with_grads(fn), with_grads(jamp.autocast(fn, half, promote=promote))
+    try:
+        results = evaluate(lambda floats: (plain(floats), cast(floats)), floats)
+    except Exception:
+        if raises(plain, floats):
+            return None
+        raise
+    (grads, values), (got_grads, got_values) = results
+    jax.tree.map(lambda *x: close(*x, is_grad=False), got_values, values)
+    jax.tree.map(lambda *x: close(*x, is_grad=True), got_grads, grads)
+    return True
+
+
+def raises(fn, *args):
+    try:
+        evaluate(fn, *args)
+    except Exception:
+        return True
+    return False
+
+
+def test_every_operation():
+    floats = [jnp.asarray(np.random.default_rng(2).normal(size=(4, 4)), jnp.float32)]
+    assert check(EVERY, 2 * floats, "float16", "widest")
+
+
+@pytest.mark.parametrize("seed", [*FOUND, *range(SAMPLE)])
+def test_random_programs(seed):
+    check(program(seed), *case(seed))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_many_random_programs(chunk):
+    start = int(os.environ["JAMP_FUZZ"]) + chunk * CHUNK
+    jax.clear_caches()
+    failed, refused = [], 0
+    for seed in range(start, start + CHUNK):
+        try:
+            refused += check(program(seed), *case(seed)) is None
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            failed.append(seed)
+    assert failed == []
+    assert refused < CHUNK / 10

@@ -1,0 +1,215 @@
+"""Autocast within autocast and jit, beside other policies, and effects."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from jamp._autocast import facts, rewrite, values
+from tests.autocast.constructs import repeat
+from tests.programs import products, results, walk
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
+
+half = jamp.autocast
+bf16 = functools.partial(jamp.autocast, dtype=jnp.bfloat16)
+
+
+def layer(x):
+    return jnp.tanh(x @ W)
+
+
+def dtypes(fn, *args):
+    """The dtypes of the left factors, in the order of the program."""
+    return [p.lhs for p in products(fn, *args)]
+
+
+def disabled(x):
+    with jamp.disable_casts():
+        return layer(bf16(layer)(x))
+
+
+def disabling(fn):
+    def call(x):
+        with jamp.disable_casts():
+            return fn(x)
+
+    return call
+
+
+# ---- nesting: the innermost policy wins, but where casts are disabled
+
+
+FLOAT32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
+BOTH = ["float16", "bfloat16"]
+JITTED = jax.jit(half(layer))
+NESTED = {
+    "inner": (half(lambda x: bf16(layer)(layer(x))), BOTH),
+    "jit": (jax.jit(half(lambda x: jax.jit(bf16(jax.jit(layer)))(layer(x)))), BOTH),
+    "remat": (half(lambda x: jax.checkpoint(bf16(layer))(layer(x))), BOTH),
+    "scan": (
+        half(lambda x: repeat(lambda c, _: bf16(layer)(layer(c)), x, length=2)),
+        BOTH,
+    ),
+    "twice": (half(half(layer)), ["float16"]),
+    "disabled": (half(disabled), ["float32", "float32"]),
+    "disabled_outside": (disabling(JITTED), ["float32"]),
+    "marked": (half(jamp.float_function(bf16(layer))), ["bfloat16"]),
+    "beside": (
+        jax.jit(lambda x: half(layer)(x) - bf16(layer)(x) + layer(x)),
+        [*BOTH, "float32"],
+    ),
+    "lists": (
+        jamp.autocast(lambda x: half(layer)(layer(x)), lists=FLOAT32),
+        ["float32", "float16"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_innermost_policy_wins(name):
+    fn, expected = NESTED[name]
+    assert dtypes(fn, W) == expected
+    grads = dtypes(jax.grad(lambda x: fn(x).sum()), W)
+    assert set(grads) == set(expected) and len(grads) >= 2 * len(expected)
+
+
+def test_a_jitted_function_is_decided_on_anew_where_it_is_called():
+    """Its program is one, and is rewritten once for each that comes in and around."""
+    twice, product = (
+        jax.jit(lambda x: jnp.concatenate([x, x])),
+        jax.jit(lambda x: x @ W),
+    )
+
+    def fn(x):
+        with jax.named_scope("trunk"):
+            y = product(x)
+        return y, product(x), jamp.float_function(product)(x)
+
+    lists = jamp.AutocastLists().with_region("trunk", "float32")
+    assert dtypes(half(fn), W) == ["float16", "float16", "float32"]
+    assert dtypes(half(fn, lists=lists), W) == ["float32", "float16", "float32"]
+    found = results(half(lambda x: (twice(x @ W), twice(x))), ["concatenate"], W)
+    assert found == ["float16", "float32"]
+
+
+def test_it_adds_nothing_to_what_it_has_nothing_to_do_with():
+    def fn(i, mask):
+        return jnp.where(mask, i * 2, i).sum(), jnp.cumsum(i)
+
+    args = jnp.arange(8), jnp.arange(8) > 3
+    assert str(jax.make_jaxpr(half(fn))(*args)) == str(jax.make_jaxpr(fn)(*args))
+
+
+def test_a_function_that_is_compiled_is_traced_once():
+    traces = []
+
+    @jax.jit
+    @half
+    def fn(x):
+        traces.append(x.shape)
+        return layer(x)
+
+    for _ in range(3):
+        fn(W)
+    assert len(traces) == 1
+
+
+# ---- constants and effects
+
+
+def test_constants_stay_float32_outside_and_are_cast_at_their_use():
+    weights = np.asarray(W)
+    fn = half(jax.jit(lambda x: x @ weights + weights))
+    assert {str(c.dtype) for c in jax.make_jaxpr(fn)(W).consts} <= {"float32"}
+    assert dtypes(fn, W) == ["float16"]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_effects_stay_where_they_were_and_see_the_programs_dtype(wrap, capfd):
+    seen = []
+
+    def fn(x):
+        def body(i, c):
+            jax.debug.print("step {}", i, ordered=True)
+            return jnp.tanh(c @ W)
+
+        y = x @ W
+        jax.debug.print("sum {}", (y * 0 + 1.5).sum(), ordered=True)
+        jax.debug.callback(lambda y: seen.append(y.dtype), y, ordered=True)
+        y = lax.fori_loop(0, 2, body, y)
+        return lax.cond(y[0, 0] < 9, lambda: jax.debug.print("yes"), lambda: None)
+
+    wrap(half(fn))(W)
+    jax.effects_barrier()
+    assert seen == [np.float32]
+    assert capfd.readouterr().out == "sum 96.0\nstep 0\nstep 1\nyes\n"
+
+
+# ---- opaque calls
+
+
+def calls_back(x):
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return jax.pure_callback(lambda y: np.float32(y), shape, x @ W) @ W
+
+
+def test_an_opaque_call_is_named_once():
+    rewrite._warn_once.cache_clear()
+    with pytest.warns(jamp.AutocastWarning, match="'pure_callback'") as caught:
+        found = [dtypes(half(lambda x: calls_back(x)), W) for _ in range(2)]
+    assert len(caught) == 1 and found == [["float16"] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"), [("half", "float16"), ("recorded", "float32")]
+)
+def test_the_advice_of_the_warning_works(rule, dtype):
+    lists = jamp.AutocastLists().with_primitive("pure_callback", rule)
+    cast = jamp.autocast(calls_back, lists=lists)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxpr = jax.make_jaxpr(cast)(W).jaxpr
+    (call,) = (e for e in walk(jaxpr) if e.primitive.name == "pure_callback")
+    assert [str(v.aval.dtype) for v in call.invars] == [dtype]
+    np.testing.assert_allclose(cast(W), calls_back(W), atol=1e-2)
+
+
+# ---- each pass reads each equation once, however deep it is
+
+
+NESTS = {
+    "jit": lambda fn: jax.jit(lambda x: fn(x)),
+    "checkpoint": jax.checkpoint,
+    "cond": lambda fn: lambda x: lax.cond(x[0, 0] > 0, fn, lambda x: x, x),
+    "scan": lambda fn: lambda x: repeat(lambda c, _: fn(c), x, length=2),
+    "while": lambda fn: lambda x: lax.while_loop(lambda c: c[0, 0] < 3, fn, x),
+}
+PASSES = {
+    "forward": (facts.Facts, "_result_facts"),
+    "backward": (values, "wants_of_operands"),
+}
+
+
+@pytest.mark.parametrize("name", NESTS)
+@pytest.mark.parametrize("read", PASSES)
+def test_an_equation_is_read_once(name, read, monkeypatch):
+    def deeper(fn):
+        return NESTS[name](lambda x: layer(fn(x)))
+
+    fn = functools.reduce(lambda fn, _: deeper(fn), range(8), layer)
+    place, function = PASSES[read]
+    original, times = getattr(place, function), []
+
+    def counting(*args):
+        times.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(place, function, counting)
+    jax.make_jaxpr(half(fn))(W)
+    assert len(times) == len(list(walk(jax.make_jaxpr(fn)(W))))

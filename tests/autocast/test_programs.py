@@ -1,0 +1,292 @@
+"""Ordinary programs under autocast: none raises, or changes its types or its lines."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.autocast.constructs import repeat
+from tests.programs import evaluate, products, results, walk
+
+HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
+MASK = jnp.asarray(np.tri(8, k=-1, dtype=bool))  # its first row is all false
+KEY = jax.random.key(0)
+
+
+ORDINARY = {
+    "masked softmax": lambda w: jax.nn.softmax(
+        jnp.where(MASK, w @ w, jnp.finfo(jnp.float32).min)
+    ),
+    "zeros_like in carry": lambda w: lax.scan(
+        lambda c, x: (c + x @ w, c), jnp.zeros_like(w[0] @ w), w
+    ),
+    "while on half": lambda w: lax.while_loop(
+        lambda c: jnp.abs(c).max() > 0.1, lambda c: 0.1 * (c @ w), w @ w
+    ),
+    "preferred": lambda w: jnp.matmul(w, w, preferred_element_type=jnp.float32),
+    "scatter max": lambda w: (w @ w).at[jnp.array([0, 1])].max(w[:2]),
+    "reduce": lambda w: lax.reduce(
+        w @ w, jnp.float32(0), lambda a, b: jnp.maximum(a, b), (0,)
+    ),
+    "complex": lambda w: (lax.complex(w, w @ w) @ jnp.fft.fft(w @ w)).real,
+    "solve": lambda w: jnp.linalg.solve(w @ w.T + 4 * jnp.eye(8), w @ w),
+    "linear solve": lambda w: jax.scipy.sparse.linalg.cg(
+        w @ w.T + 4 * jnp.eye(8), w[0]
+    )[0],
+    "platform": lambda w: lax.platform_dependent(
+        w, cpu=lambda w: w @ w, default=lambda w: w + 1
+    ),
+    "empty": lambda w: (jnp.zeros((0, 8)) @ w, lax.scan(lambda c, x: (c, x), w, w[:0])),
+}
+# Linear algebra is all in float32.
+WITH_WIDE_PRODUCTS = ("solve", "linear solve")
+WITH_GRADIENTS = ("masked softmax", "zeros_like in carry", "solve")
+
+
+def close(got, expected, eps):
+    def assert_close(path, a, b):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        norm = max(np.linalg.norm(b), 1e-3)
+        assert np.linalg.norm(a - b) <= 10 * eps * norm, (path, a, b)
+
+    jax.tree_util.tree_map_with_path(assert_close, got, expected)
+
+
+def ordinary(name, cast):
+    """The program, in one with its gradients if they are looked at."""
+    fn = cast(ORDINARY[name])
+    if name not in WITH_GRADIENTS:
+        return fn
+    loss = lambda w: sum((y * y).sum() for y in jax.tree.leaves(fn(w)))  # noqa: E731
+    return lambda w: (fn(w), jax.grad(loss)(w))
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_ordinary_code(name):
+    expected = evaluate(ordinary(name, lambda fn: fn), W)
+    for half, eps in HALVES.items():
+        fn = ordinary(name, functools.partial(jamp.autocast, dtype=half))
+        close(evaluate(fn, W), expected, eps)
+        if name not in WITH_WIDE_PRODUCTS:
+            assert [p for p in products(fn, W) if p.is_wide] == []
+
+
+# ---- literals
+
+
+def test_scalars_do_not_vote():
+    def fn(w):
+        y = jnp.where(MASK, w @ w, 0.0)
+        y = jnp.clip(y, -1.0, 1.0) * 2.0 + jnp.sqrt(3.0)
+        return (y - w @ w) @ w
+
+    assert results(jamp.autocast(fn), ["select_n", "sub"], W) == ["float16"] * 2
+
+
+HARD_CONSTANTS = {
+    "floor": lambda w: jnp.maximum(w @ w, -1e30),
+    "comparison": lambda w: (w @ w > -1e9).astype(jnp.float32),
+    "tiny": lambda w: (w * 1e-12 > 0).astype(jnp.float32),
+    "epsilon": lambda w: (lambda y: y / (jnp.abs(y).max() + 1e-8))(0 * w @ w),
+    "large": lambda w: jnp.minimum(w @ w + 1e6, 2e6),
+    "small array": lambda w: (w @ w) / jnp.full((8, 8), 1e-6),
+    "masked": lambda w: jnp.where(MASK, w @ w, 1e6) * 1e-6,
+    "branch": lambda w: (
+        lax.cond(w[0, 0] < 9, lambda: jnp.full((8, 8), 1e30), lambda: w @ w) + w @ w
+    ),
+}
+HARD = [("widest", name) for name in HARD_CONSTANTS]
+HARD += [("narrowest", name) for name in "floor comparison epsilon branch".split()]
+
+
+@pytest.mark.parametrize(("promote", "name"), HARD)
+def test_constants_that_half_cannot_hold_keep_their_value(promote, name):
+    fn = HARD_CONSTANTS[name]
+    close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
+
+
+# ---- dtypes that autocast has nothing to do with
+
+
+def test_float64_stays():
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)))
+        fn = lambda x, w: (x @ x) + (w @ w).astype(jnp.float64)  # noqa: E731
+        found = products(jamp.autocast(fn), x, x.astype(jnp.float32))
+        assert [(p.lhs, p.rhs) for p in found] == [("float64",) * 2, ("float16",) * 2]
+        np.testing.assert_array_equal(jamp.autocast(lambda x: x @ x)(x), x @ x)
+
+
+def test_integers_bools_complex_and_keys_pass_untouched():
+    def fn(i, b, c, key):
+        drawn = jax.random.key_data(jax.random.split(key)), jax.random.uniform(key)
+        return i @ i, b ^ True, c @ c, key, *drawn
+
+    args = jnp.arange(8)[:, None] * jnp.arange(8), MASK, lax.complex(W, 2 * W), KEY
+    got, expected = jamp.autocast(fn)(*args), fn(*args)
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, expected)
+    for g, e in zip(got[:3] + got[4:], expected[:3] + expected[4:], strict=True):
+        np.testing.assert_array_equal(g, e)
+
+
+@pytest.mark.parametrize(
+    ("fn", "value"),
+    [
+        (lambda x, n: x @ x if n > 2 else x, np.int64(3)),
+        (lambda x, n: jnp.ones(n) @ x, np.array([3, 8])),
+        (lambda x, n: x @ x if n[0] == "a" else x, np.array(["a"])),
+    ],
+    ids=["int", "shape", "strings"],
+)
+def test_numpy_values_that_are_no_floats_stay_concrete(fn, value):
+    close(jamp.autocast(fn)(W, value), fn(W, value), HALVES["float16"])
+
+
+# ---- lines
+
+
+def layers(w):
+    with jax.named_scope("outer"):
+        y = jnp.exp(w @ w)
+
+    def body(c, _):
+        with jax.named_scope("inner"):
+            return jnp.tanh(c @ w)
+
+    return jax.checkpoint(lambda y: repeat(body, y, length=2))(y)
+
+
+def places(fn):
+    """By primitive, the name stack of each equation, and its line in this file."""
+    eqns = list(walk(jax.make_jaxpr(fn)(W).jaxpr))
+    # `with_weight`, which stands where the product did.
+    calls = [e for e in eqns if e.primitive.name == "custom_jvp_call"]
+    inside = [id(e) for call in calls for e in walk(call.params["call_jaxpr"])]
+    for eqn in (e for e in eqns if id(e) not in inside):
+        lines = [
+            frame.line_num
+            for frame in eqn.source_info.traceback.frames
+            if frame.file_name == __file__
+        ]
+        name = "dot_general" if eqn in calls else eqn.primitive.name
+        yield name, (str(eqn.source_info.name_stack), *lines[:1])
+
+
+def test_equations_and_casts_point_at_the_lines_of_the_user():
+    found = list(places(jamp.autocast(layers)))
+    others = [found for found in found if found[0] != "convert_element_type"]
+    assert others == list(places(layers)) and all(len(at) == 2 for _, at in others)
+    casts = [at for name, at in found if name == "convert_element_type"]
+    assert casts and set(casts) <= {at for _, at in others}
+
+
+def test_the_names_of_a_derivative_are_those_of_the_plain_derivative():
+    def stacks(fn):
+        text = jax.jit(jax.grad(lambda w: fn(w).sum())).lower(W).compile().as_text()
+        names = re.findall(r'op_name="([^"]*)/dot_general"', text)
+        return {re.sub(r"/cond/branch_\d_fun", "", name) for name in names}
+
+    assert stacks(jamp.autocast(layers)) == stacks(layers)
+    assert any("outer" in where for where in stacks(layers))
+    grads = (
+        jax.grad(lambda w, f=f: f(w).sum()) for f in (layers, jamp.autocast(layers))
+    )
+    plain, ours = (len(products(grad, W)) for grad in grads)
+    assert ours == plain > 0
+
+
+# ---- what is returned: arrays of the plain function's dtypes and weak types
+
+
+X = jnp.arange(4.0)
+WEAK = jnp.asarray(2.0)
+WEAK_ROW = jnp.full((4,), 2.0)
+TABLE = np.arange(3.0)  # float64
+RETURNED = {
+    "literal": (lambda x: jnp.asarray(3.0), X),
+    "array": (lambda x: jnp.array([1, 2]), X),
+    "closed over": (lambda x: (WEAK_ROW, jnp.asarray(TABLE), X), X),
+    "key": (lambda x: jax.random.key(0), X),
+    "passed through": (lambda x: (x, x), WEAK),
+    "a weak product": (lambda y: (jnp.dot(y, y), y @ X), WEAK_ROW),
+    "a product of constants": (lambda x: jnp.dot(WEAK_ROW, WEAK_ROW), X),
+    "elementwise": (lambda w: (jnp.exp(w), w * 2, w + X, w > 1), WEAK),
+    "scan": (lambda w: lax.scan(lambda c, _: (c * w, c), w, length=2), WEAK),
+    "cond": (lambda w: lax.cond(w > 1, lambda: w * 2.0, lambda: w), WEAK),
+    "jit": (jax.jit(lambda w: (w, w * 2, 3.0, TABLE)), WEAK),
+    "grad": (jax.grad(lambda w: jnp.dot(w, w)), WEAK_ROW),
+    "half": (lambda x: x.astype("float16") * 2, X),
+}
+
+
+def types(tree):
+    def of(leaf):
+        assert isinstance(leaf, jax.Array)
+        return leaf.shape, str(leaf.dtype), jax.typeof(leaf).weak_type
+
+    return jax.tree.map(of, tree)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_types_are_those_of_the_plain_function(name, dtype):
+    fn, x = RETURNED[name]
+    cast, expected = jamp.autocast(fn, dtype), fn(x)
+    assert types(cast(x)) == types(jax.jit(cast)(x)) == types(expected)
+    assert types(jax.vmap(cast)(jnp.stack([x, x]))) == types(
+        jax.vmap(fn)(jnp.stack([x, x]))
+    )
+    if name != "key":
+        jax.tree.map(np.testing.assert_array_equal, cast(x), expected)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, jnp.bfloat16])
+def test_numpy_comes_back_as_an_array_of_its_own(kind):
+    for x in (TABLE.astype(kind), kind(1.5)):
+        y = jamp.autocast(lambda x: x)(x)
+        assert types(y) == types(jnp.asarray(x))
+        np.testing.assert_array_equal(y.at[...].get(), x)
+    x = TABLE.astype(kind)
+    y = jamp.autocast(lambda x: x)(x)
+    x[:] = 7
+    np.testing.assert_array_equal(y, TABLE)
+
+
+def test_what_is_no_array_is_untouched():
+    other = object()
+    fn = lambda x: (x.shape[0], 2.0, "name", None, other, TABLE)  # noqa: E731
+    got = jamp.autocast(fn)(X)
+    assert got[:5] == (4, 2.0, "name", None, other) and type(got[0]) is int
+    assert got[5] is TABLE
+
+
+# ---- what narrowest does otherwise
+
+
+def carries(fn, *args):
+    """The dtypes of the carries of a scan."""
+    (scan,) = [e for e in walk(jax.make_jaxpr(fn)(*args)) if e.primitive.name == "scan"]
+    _, carry, _ = (list(part) for part in scan.params["ft_in"].unpack())
+    return [str(v.aval.dtype) for v in scan.outvars[: len(carry)]]
+
+
+@pytest.mark.parametrize(("promote", "stream"), [("widest", 32), ("narrowest", 16)])
+def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, stream):
+    def layers(w, x):
+        def layer(carry, _):
+            x, total, mean = carry
+            y = x @ w
+            return (x + y, total + y.sum(), 0.9 * mean + 0.1 * w[0]), None
+
+        return jax.lax.scan(layer, (x, 0.0, w[0]), length=3)[0]
+
+    x = jnp.ones((8, 8))
+    found = carries(jamp.autocast(layers, promote=promote), x / 8, x)
+    assert found == [f"float{stream}", "float32", "float32"]

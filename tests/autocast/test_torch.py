@@ -1,0 +1,130 @@
+"""Autocast beside torch's rules: the sentence of `promote="widest"`, on programs."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.torch_table import HALVES, measure
+from tests.autocast import random_programs
+from tests.autocast.small_programs import PROGRAMS, Program, normal
+from tests.oracles.torch_autocast import torch_autocast
+
+# Less accurate than torch's rules, by a factor of 3.5 at most.
+EXCEPTIONS = {
+    "a norm of half values gives half": "group_norm_after_conv "
+    "batch_norm_with_statistics",
+    "cotangents of what two products read are added in half": "embeddings",
+}
+EXCEPT = " ".join(EXCEPTIONS.values()).split()
+
+X = jnp.linspace(0.1, 1.9, 12).reshape(3, 4)
+W = jnp.linspace(-1.1, 1.3, 20).reshape(4, 5)
+B = jnp.linspace(3.3, 4.1, 5)
+S = jnp.float32(0.3)
+
+
+def half(x):
+    """Rounded to bfloat16, for formulas in float64."""
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+
+def product():
+    return half(half(X) @ half(W))
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda: X @ W, product),
+        (lambda: X @ W + B, lambda: half(product() + half(B))),
+        (lambda: X @ W * B, lambda: product() * np.float64(B)),
+        (lambda: X @ W + X[:, :1], lambda: product() + np.float64(X[:, :1])),
+        (lambda: X @ W - S, lambda: half(product() - half(S))),
+        (lambda: X @ W * 0.3, lambda: half(product() * np.float32(0.3))),
+        (lambda: jnp.exp(X @ W), lambda: np.exp(product())),
+        (lambda: 1.0 / (X @ W), lambda: 1 / product()),
+        (lambda: jnp.tanh(X @ W), lambda: half(np.tanh(product()))),
+        (lambda: (X @ W).sum(0), lambda: product().sum(0)),
+        (
+            lambda: jax.nn.silu(X @ W),
+            lambda: half(product() / (1 + np.exp(-product()))),
+        ),
+        (lambda: jnp.tanh(X), lambda: np.tanh(np.float64(X))),
+        (
+            lambda: jax.lax.scan(lambda c, _: (c @ W[:, :4], c[0]), X, length=2)[1],
+            lambda: [np.float64(X[0]), half(half(X) @ half(W[:, :4]))[0]],
+        ),
+        (
+            lambda: jax.grad(lambda w: jnp.exp(X @ w).sum())(W),
+            lambda: half(half(X).T @ half(np.exp(product()))),
+        ),
+    ],
+    ids="product bias scale column 0-d python exp reciprocal tanh sum silu alone "
+    "scan grad".split(),
+)
+def test_the_oracle_follows_torch(fn, expected):
+    got = torch_autocast(fn, "bfloat16")()
+    np.testing.assert_allclose(got, expected(), rtol=2e-6)
+
+
+# The programs are written as users write them.
+pytestmark = pytest.mark.standard_promotion
+
+
+def check(name, *halves):
+    """Holds a program to 1.1 x, or an exception to 3.5 x."""
+    for row in measure(name, PROGRAMS[name], *halves):
+        assert row.is_fine(3.5 if name in EXCEPT else 1.1), row
+
+
+@pytest.mark.parametrize(
+    ("name", "half"), list(zip(PROGRAMS, itertools.cycle(HALVES), strict=False))
+)
+def test_no_less_accurate_than_torch(name, half):
+    check(name, half)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_less_accurate_in_either_dtype(name):
+    check(name, *HALVES)
+
+
+# ---- random programs
+
+
+# In float64 these are other programs: they name a dtype, or draw by it.
+OTHERS = {"bfloat16", "float32", "noise"}
+# Torch's programs have no loops but those that are unrolled, and Python's branches.
+OTHERS |= {"while", "cond", "cond_else", "switch", "cond_of_rows"}
+OTHERS |= {"custom_vjp", "closed_vjp", *random_programs.DERIVATIVES}
+OPS = [op for op in random_programs.ALL if op not in OTHERS]
+
+
+def check_random(seed):
+    rng = random.Random(f"case {seed}")
+    shapes = [(rng.randint(2, 4), rng.randint(2, 4)) for _ in range(2)]
+    steps = random_programs.program(seed, OPS, most=4, depth=1)
+
+    def fn(*floats):
+        values, _ = random_programs.run(steps, list(floats), [jnp.array([2, 0, 3])])
+        return values[len(floats) :]
+
+    program = Program(fn, {f"x{i}": normal(*shape) for i, shape in enumerate(shapes)})
+    (row,) = measure("random", program, rng.choice(HALVES))
+    assert row.is_fine(), f"{row}\n{steps}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_random_programs(seed):
+    check_random(seed)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(4, 100))
+def test_many_random_programs(seed):
+    check_random(seed)

@@ -1,0 +1,193 @@
+"""optimizers.FP16_Optimizer, the cut-down one, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp import optimizers as jo
+from jamp.optimizers import FP16_Optimizer, fused_adam
+from tests.bits import assert_same_bits
+from tests.fp16_utils.fp16 import (
+    BF16,
+    F32,
+    cut_down,
+    data,
+    dot,
+    group,
+    host,
+    like,
+    steps,
+)
+from tests.oracles import fp16_optimizer as oracle
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+# What a step computes
+
+
+def assert_run(trees, rules, xs, keys=None, where="jit"):
+    """A run with an optimizer per group; bit by bit where masters are rounded."""
+    pick = lambda tree: [tree] if keys is None else [tree[k] for k in keys]  # noqa: E731
+    txs = [getattr(jo, name)(**options) for name, options in rules]
+    if keys is not None:
+        txs = [dict(zip(keys, txs, strict=True))]
+    optimizer = cut_down(txs[0])
+    start = optimizer.zero_grad(optimizer.init(trees))
+    _, seen = steps(optimizer, start, xs, where)
+    first, *hosts = ([host(tree) for tree in pick(x)] for x in (trees, *xs))
+    expected = oracle.cut_down(first, rules, hosts)
+    for state, (masters, scaler) in zip(seen, expected, strict=True):
+        assert tuple(map(float, state.loss_scaler)) == scaler
+        fields = map(pick, (state.params, state.fp16_flat, state.fp32_flat))
+        for tree, half, master, wanted in zip(*fields, masters, strict=True):
+            np.testing.assert_allclose(master, wanted, rtol=1e-6, atol=1e-6)
+            assert_same_bits(np.asarray(master).astype(half.dtype), np.asarray(half))
+            assert_same_bits(flat(tree), np.asarray(half))
+    assert jax.tree.structure(state.params) == jax.tree.structure(trees)
+    return state
+
+
+def adam(**options):
+    return "fused_adam", {"learning_rate": 1e-2, "legacy": True} | options
+
+
+def test_a_group_is_one_half_and_one_fp32_vector():
+    optimizer, tree = cut_down(), group(dtype=BF16)
+    state, xs = optimizer.init(tree), data(1, tree=group())
+    _, pending = optimizer.backward(state, dot, xs[0])
+    vectors = (state.fp16_flat, state.fp32_flat, state.opt_state, pending.grads)
+    described = [(v.dtype, v.shape) for v in jax.tree.leaves(vectors) if v.ndim]
+    assert described == [(d, (11,)) for d in (BF16, F32, F32, F32, BF16)]
+    assert_same_bits(jax.jit(optimizer.init)(tree), state)
+    assert_same_bits(state.params, tree)
+    assert_run(tree, [adam()], xs)
+
+
+@pytest.mark.parametrize(
+    "where, rule",
+    [
+        ("eager", adam()),
+        ("jit", adam(weight_decay=0.1, bias_correction=False)),
+        ("scan", adam(max_grad_norm=6.5e-3, eps=1e-4)),
+        ("jit", ("fused_sgd", {"learning_rate": 0.5, "momentum": 0.9})),
+    ],
+)
+def test_steps_are_those_of_8_1_and_skips_are_in_silence(where, rule, capsys):
+    tree, overflows = group(), (3, 4, 8)
+    xs = data(12, overflows, tree=tree)
+    state = assert_run(tree, [rule], xs, where=where)
+    assert int(state.last_overflow_iter) == 8
+    norms = [np.linalg.norm(flat(x)) for i, x in enumerate(xs) if i not in overflows]
+    assert min(norms) < rule[1].get("max_grad_norm", 6.5e-3) < max(norms)
+    assert np.abs(state.fp32_flat - np.float32(flat(tree))).max() > 1e-3
+    assert capsys.readouterr().out == ""
+
+
+def test_norms_and_clipping_are_per_group():
+    rules = [
+        adam(learning_rate=0.1, max_grad_norm=2.0**-9, eps=1e-4),
+        adam(max_grad_norm=1.0, weight_decay=0.1, eps=1e-4),
+    ]
+    trees = {"head": group(0), "body": group(1)}
+    # The first overflow is in one leaf of one group.
+    assert_run(trees, rules, data(6, (0, 4), tree=trees), tuple(trees))
+
+
+def test_backward_accumulates_in_half():
+    optimizer = cut_down(dynamic_loss_scale=False, static_loss_scale=4.0)
+    tree, loss_fn = group(), lambda p, x: (dot(p, x), 7)
+    state, sums = optimizer.init(tree), host(jax.tree.map(jnp.zeros_like, tree))
+    for x in data(3, tree=tree):
+        (loss, aux), state = optimizer.backward(state, loss_fn, x, has_aux=True)
+        assert (loss.dtype, aux) == (F32, 7)
+        np.testing.assert_allclose(loss, dot(tree, x), rtol=1e-6)
+        sums = oracle.added(sums, oracle.scaled(host(x), sums, 4.0))
+    assert_same_bits(np.asarray(state.grads), flat(sums))
+
+
+# Skips, and the scale
+
+
+@pytest.mark.parametrize(
+    "where, dynamic, bad", [("eager", True, 0), ("eager", False, 1), ("jit", True, 1)]
+)
+def test_a_skip_leaves_every_bit_with_a_static_scale_too(where, dynamic, bad, capsys):
+    kind, scale = ("dynamic", 2.0**16) if dynamic else ("static", 128.0)
+    optimizer = cut_down(
+        [fused_adam(1e-2, legacy=True)] * 2,
+        dynamic_loss_scale=dynamic,
+        static_loss_scale=1.0 if dynamic else scale,
+        verbose=dynamic,  # a static scale prints anyway
+    )
+    trees = [group(0), group(1)]
+    good, x = like(2.0**-9, trees), like(2.0**-9, trees)
+    x[bad]["layer"]["bias"] = x[bad]["layer"]["bias"].at[2].set(np.nan)
+    before, _ = steps(optimizer, optimizer.init(trees), [good])
+    step = jax.jit(optimizer.step) if where == "jit" else optimizer.step
+    after = step(optimizer.backward(before, dot, x)[1])
+    for field in ("fp16_flat", "fp32_flat", "opt_state", "params"):
+        assert_same_bits(getattr(after, field), getattr(before, field))
+    assert after.overflow
+    assert after.cur_iter == 2
+    assert optimizer.loss_scale(after) == after.cur_scale == scale / (1 + dynamic)
+    message = f"Grad overflow on iteration 1\nUsing {kind} loss scale of {scale}\n"
+    assert capsys.readouterr().out == (message if where == "eager" else "")
+    clean = step(optimizer.backward(optimizer.zero_grad(after), dot, good)[1])
+    assert not clean.overflow
+
+
+def test_a_norm_beyond_float32_is_an_overflow():
+    # Finite gradients, but their squares are not; 8.2 looks at the norm.
+    optimizer, tree = cut_down(dynamic_loss_scale=False), group(dtype=BF16)
+    _, state = optimizer.backward(optimizer.init(tree), dot, like(1e20, tree))
+    assert np.isfinite(np.float32(state.grads)).all()
+    after = optimizer.step(state)
+    assert after.overflow
+    assert_same_bits(after.params, tree)
+
+
+# What is refused
+
+
+UNUSED = jamp.UnusedOptionWarning
+REFUSED = [
+    (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
+    (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
+    (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
+    (lambda o, s: o.step(s), ValueError, "backward"),
+    (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
+    (
+        lambda *_: cut_down({"a": fused_adam()}).init({"b": group()}),
+        *(ValueError, r"same container.* keys \['b'\] of params.* keys \['a'\]"),
+    ),
+]
+
+
+@pytest.mark.parametrize("call, error, words", REFUSED)
+def test_what_is_refused(call, error, words):
+    optimizer = cut_down()
+    with pytest.raises(error, match=words):
+        call(optimizer, optimizer.init(group()))
+
+
+def test_what_does_not_fit_is_refused():
+    optimizer, tree = cut_down(), group()
+    state = optimizer.init(tree)
+    good, before = optimizer.state_dict(state), jax.tree.map(np.array, state)
+    for key in good:
+        saved = {name: value for name, value in good.items() if name != key}
+        with pytest.raises(ValueError, match=key):
+            optimizer.load_state_dict(state, saved)
+    for key, value in {"cur_scale": np.float32(np.nan), "cur_iter": -1}.items():
+        with pytest.raises(ValueError, match=f"{key} must be a"):
+            optimizer.load_state_dict(state, good | {key: value})
+    static = cut_down(dynamic_loss_scale=False)
+    with pytest.raises(ValueError, match="scale_window is unexpected"):
+        static.load_state_dict(static.init(tree), good)
+    assert_same_bits(state, before)

@@ -1,0 +1,189 @@
+"""fp16_utils: casts, masters by hand, clipping, FP16Model, and the scalers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jamp import fp16_utils as fu
+from tests.bits import assert_same_bits
+from tests.fp16_utils.fp16 import BF16, F16, F32, host
+from tests.oracles import fp16_optimizer as oracle
+
+# Casting
+
+
+def tree(dtype=F32):
+    """Params of a model with every kind of layer that matters, and a counter."""
+    return {
+        "conv": {"kernel": jnp.full((2, 3), 0.1, dtype)},
+        "bn": {"scale": jnp.full(3, 1.1, dtype), "bias": jnp.full(3, 0.2, dtype)},
+        "LayerNorm_0": {"scale": jnp.full(3, 1.2, dtype)},
+        "block": {"BatchNorm_0": {"scale": jnp.full(3, 1.3, dtype)}},
+        "gain": jnp.asarray(0.3, dtype),
+        "steps": jnp.asarray(7, jnp.int32),
+    }
+
+
+STATS = {"mean": jnp.zeros(3, F32), "var": jnp.ones(3, F32)}
+NAMED = ("bn", "block/BatchNorm_0")
+# The call, the dtype before, the dtype after, and paths that are in float32.
+CASTS = [
+    (fu.network_to_half, F32, F16, NAMED),
+    # Statistics know better than names.
+    (lambda p: fu.network_to_half(p, {"conv": STATS}), F32, F16, ("conv",)),
+    (fu.BN_convert_float, F16, F16, NAMED),
+    (lambda p: fu.convert_network(p, BF16), F32, BF16, NAMED),
+    (lambda p: fu.convert_network(p, F32, {"bn": STATS}), F16, F32, NAMED),
+    # The leaves at the top only.
+    (lambda p: fu.convert_module(p, BF16), F32, BF16, ("conv", "LayerNorm", *NAMED)),
+]
+
+
+@pytest.mark.parametrize("call, given, half, fp32", CASTS)
+def test_casts_leave_batchnorm_in_fp32(call, given, half, fp32):
+    def expected(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        dtype = F32 if name.startswith(fp32) else half
+        return leaf if name == "steps" else leaf.astype(dtype)
+
+    before = tree(given)
+    wanted = jax.tree.map_with_path(expected, before)
+    assert_same_bits(jax.jit(call)(before), wanted)
+
+
+# Lists of parameters
+
+
+def floats(dtype=F32):
+    return {"w": jnp.asarray([[1.5, -2.0]], dtype), "b": jnp.asarray([0.1], dtype)}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
+    def as_masters(tree):
+        """A tree; or a list of one vector, leaf after leaf."""
+        wide = jax.tree.map(lambda x: x.astype(F32), tree)
+        leaves = [x.ravel() for x in jax.tree.leaves(wide)]
+        return [jnp.concatenate(leaves)] if flat else wide
+
+    given = floats(dtype)
+    model, masters = fu.prep_param_lists(given, flat_master=flat)
+    assert_same_bits(model, given)
+    assert_same_bits(masters, as_masters(given))
+    # Copies, so that either may be donated.
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((given, masters))]
+    assert len(set(pointers)) == len(pointers)
+    grads = jax.tree.map(lambda p: p * 512, given)  # not unscaled
+    copied = fu.model_grads_to_master_grads(grads, masters, flat_master=flat)
+    assert_same_bits(copied, as_masters(grads))
+    if not flat:  # a missing gradient stays None
+        copied = fu.model_grads_to_master_grads(grads | {"b": None}, masters)
+        assert_same_bits(copied, as_masters(grads) | {"b": None})
+    masters = jax.tree.map(lambda m: m + jnp.float32(1 / 3), masters)
+    after = fu.master_params_to_model_params(model, masters, flat_master=flat)
+    third = jax.tree.map(lambda p: p.astype(F32) + jnp.float32(1 / 3), given)
+    assert_same_bits(after, jax.tree.map(lambda p: p.astype(dtype), third))
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 2.5, np.inf, "inf"])
+def test_clip_grad_norm_is_that_of_torch(norm_type):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=10) / 4, F32)  # less than 1
+    grads = {"w": x[:6].reshape(3, 2), "b": x[6:]}
+    clip = jax.jit(fu.clip_grad_norm, static_argnums=2)
+    for max_norm in (0.1, 1e3):
+        norm, clipped = clip(grads, max_norm, norm_type)
+        before, expected = oracle.clip(host(grads), max_norm, float(norm_type))
+        np.testing.assert_allclose(norm, before, rtol=1e-6)
+        for got, wanted in zip(host(clipped), expected, strict=True):
+            assert got.dtype == np.float32
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert_same_bits(clipped, grads)
+
+
+def test_clip_grad_norm_takes_half_and_none():
+    half = {"w": jnp.full(4096, 8.0, F16), "b": None}
+    norm, clipped = fu.clip_grad_norm(half, 1.0)
+    assert norm == 512  # in float16 the sum of squares would be inf
+    assert_same_bits(clipped, {"w": jnp.full(4096, 1 / 64, F16), "b": None})
+
+
+def test_clip_grad_norm_loses_no_nan():
+    """As XLA's maximum on a CPU does, from 4,096 elements on."""
+    norm = jax.jit(lambda g: fu.clip_grad_norm(g, 1.0, "inf")[0])
+    grads = jnp.ones(5000)
+    for value in (jnp.nan, jnp.inf, 7.0):
+        found = norm({"w": grads.at[7].set(value), "b": grads})
+        np.testing.assert_array_equal(found, value)
+
+
+# LossScaler and DynamicLossScaler
+
+
+@pytest.mark.parametrize(
+    "kwargs, steps, rate",
+    [
+        ({}, 6000, 0.001),
+        ({"init_scale": 8.0, "scale_window": 3}, 2000, 0.3),
+        ({"init_scale": 2.0**16, "scale_factor": 4.0, "scale_window": 5}, 2000, 0.15),
+        ({"init_scale": 0.25, "scale_window": 1}, 40, 0.4),
+    ],
+)
+def test_a_dynamic_scaler_follows_apex_through_random_overflows(kwargs, steps, rate):
+    scaler, model = fu.DynamicLossScaler(**kwargs), oracle.DynamicLossScaler(**kwargs)
+    flags = np.random.default_rng(1).random(steps) < rate
+
+    def step(state, flag):
+        return scaler.update_scale(state, flag), state
+
+    last, before = jax.jit(lambda s, f: lax.scan(step, s, f))(scaler.init(), flags)
+    expected = [model.state]
+    for flag in flags:
+        model.update_scale(bool(flag))
+        expected.append(model.state)
+    for i, (seen, at_the_end) in enumerate(zip(before, last, strict=True)):
+        wanted = [state[i] for state in expected]
+        np.testing.assert_array_equal(np.append(seen, at_the_end), wanted)
+    assert [x.dtype for x in last] == [F32, jnp.int32, jnp.int32]
+    assert len({scale for scale, *_ in expected}) > 2
+
+
+@pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
+def test_has_overflow_looks_at_every_element(bad):
+    scaler = fu.DynamicLossScaler()
+    # The sum of the clean ones is beyond float16, and beyond float32.
+    grads = {
+        "h": jnp.full(8, 60000.0, F16),
+        "w": jnp.full((2, 2), 3e38, F32).at[1, 0].set(3e38 if bad is None else bad),
+        "none": None,
+    }
+    found = jax.jit(scaler.has_overflow)(grads)
+    assert_same_bits(found, jnp.asarray(bad is not None))
+    assert not scaler.has_overflow({})
+
+
+# Errors
+
+HALF = floats(F16)
+MIXED = HALF | {"w": floats()["w"]}
+to_masters, to_model = fu.model_grads_to_master_grads, fu.master_params_to_model_params
+REFUSED = [
+    (lambda: fu.convert_module([1], F16), TypeError, "mapping of .* got list"),
+    (lambda: fu.prep_param_lists(MIXED, True), ValueError, "flat_master"),
+    (lambda: to_masters({"w": None}, [jnp.ones(3)], True), ValueError, "0 elem.* 3"),
+    (lambda: to_model(HALF, {"w": HALF["w"]}), ValueError, "must be like the params"),
+    (lambda: fu.to_python_float(jnp.ones(2)), ValueError, "one number, got 2"),
+    (lambda: fu.clip_grad_norm(HALF, 1.0, 0), ValueError, "must be positive, got 0"),
+    (lambda: fu.DynamicLossScaler(scale_window=0), ValueError, "scale_window"),
+]
+
+
+@pytest.mark.parametrize("call, error, words", REFUSED)
+def test_what_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()

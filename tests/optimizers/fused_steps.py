@@ -1,0 +1,154 @@
+"""Steps of a transformation on weights of all kinds, beside those of an oracle."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import Weight
+from tests.bits import assert_same_bits
+from tests.optimizers.mixed_leaves import (
+    BF16,
+    F16,
+    F32,
+    FAST,
+    Kind,
+    Leaves,
+    assert_rounded,
+    grouped,
+    params_of,
+    value,
+    weight,
+    weights_of,
+)
+from tests.oracles.steps import Result
+
+STEPS = 20
+# Steps that find inf, the first and the last one among them: rules for the first step
+# are for the first that is taken.
+SKIPPED = (0, 1, 7, 19)
+
+# Each of 20 steps may lose a unit in the last place of a float32 of about one.
+TOLERANCE = STEPS * 2.0**-23
+# A half parameter without a master is rounded at each step, by half a unit at most.
+ROUNDING = {F16: STEPS * 2.0**-11, BF16: STEPS * 2.0**-8}
+
+
+class Problem(NamedTuple):
+    """Leaves with their start and the gradients of each step, times `grad_scale`."""
+
+    kinds: list[Kind]
+    weights: list[Weight]
+    grads: list[list[np.ndarray]]
+    grad_scale: float | None = None
+    skip: list[bool] | None = None
+
+
+def problem(
+    leaves: Leaves,
+    grad_scale: float | None = None,
+    skips: tuple[int, ...] = (),
+    steps: int = STEPS,
+) -> Problem:
+    """Gradients are normal, and a tenth of that at odd steps: too small to be clipped.
+
+    Of eleven leaves the second never has a gradient, and the third starts at zero.
+    """
+    rng = np.random.default_rng(len(leaves))
+    weights = [
+        weight(np.where(k % 11 == 2, 0, rng.normal(size=shape)), kind)
+        for k, (shape, kind) in enumerate(leaves)
+    ]
+    grads = []
+    for t in range(steps):
+        size = (0.1 if t % 2 else 1.0) * (1.0 if grad_scale is None else grad_scale)
+        now = []
+        for k, (shape, kind) in enumerate(leaves):
+            g = rng.normal(size=shape) * size * (k % 11 != 1)
+            now.append(np.asarray(g, np.float32).astype(kind.grads))
+        if t in skips:
+            now = [np.full_like(g, np.nan if t % 2 else np.inf) for g in now]
+        grads.append(now)
+    skip = [t in skips for t in range(steps)] if skips else None
+    return Problem([kind for _, kind in leaves], weights, grads, grad_scale, skip)
+
+
+# One program, where each array of zeros would be one.
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def init(tx, params):
+    return tx.init(params)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def apply(tx, grads, state, weights, **kwargs):
+    return tx.apply(grads, state, weights, **kwargs)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def update(tx, grads, state, weights, **kwargs):
+    """By optax's contract: updates, in float32, are what to add."""
+    params = params_of(weights)
+    updates, state = tx.update(grads, state, params, **kwargs)
+
+    def add(p, u):
+        assert (u.dtype, u.shape) == (F32, p.shape)
+        return Weight((p.astype(F32) + u).astype(p.dtype))
+
+    return jax.tree.map(add, params, updates), state
+
+
+def largest_error(got: Any, want: Any) -> float:
+    """In units of one, or of what is expected if that is more."""
+    got, want = np.float64(got), np.float64(want)
+    assert got.shape == want.shape
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0, np.abs(got - want) / (1 + np.abs(want)))
+    return np.max(error, initial=0)
+
+
+def assert_close(
+    weights: Any, state: Any, want: Result, kinds: list[Kind], tolerance: float
+) -> None:
+    found = weights_of(weights)
+    trees = {"params": ([value(w) for w in found], want.params)}
+    assert set(state._fields) == set(want.state)
+    for name, expected in want.state.items():
+        got = getattr(state, name)
+        if name == "count" or expected is None:
+            assert got == expected
+        elif name != "inner_state":  # of LARC; its parameters tell
+            got = jax.tree.leaves(got)
+            assert all(x.dtype == F32 for x in got)
+            trees[name] = got, expected
+    for name, (got, expected) in trees.items():
+        for k, (x, y, kind) in enumerate(zip(got, expected, kinds, strict=True)):
+            half = kind.weights == "half"
+            error, limit = largest_error(x, y), ROUNDING[kind.dtype] if half else 0
+            assert error <= tolerance + limit, (name, k, kind, np.shape(y))
+    for w in found:
+        assert_rounded(w)
+
+
+def check(
+    tx: Any, oracle: Any, given: Problem, step: Any = apply, tolerance=TOLERANCE
+) -> None:
+    """`tx` does at each step what the oracle does; a skipped one keeps every bit."""
+    weights = grouped(given.weights)
+    state = init(tx, params_of(weights))
+    scale, skip = given.grad_scale, given.skip or [False] * len(given.grads)
+    kwargs: dict[str, Any] = {} if scale is None else {"grad_scale": jnp.float32(scale)}
+    start = [value(w) for w in given.weights]
+    with np.errstate(invalid="ignore"):
+        steps = oracle(start, given.grads, grad_scale=scale or 1.0, skip=skip)
+        results = list(steps)
+    for grads, skips, want in zip(given.grads, skip, results, strict=True):
+        if given.skip:
+            kwargs["found_inf"] = np.array(skips)
+        before = weights, state
+        weights, state = step(tx, grouped(grads), state, weights, **kwargs)
+        if skips:
+            assert_same_bits((weights, state), before)
+        assert_close(weights, state, want, given.kinds, tolerance)

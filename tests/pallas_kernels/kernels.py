@@ -1,0 +1,208 @@
+"""Every kernel, as a case that a test compiles for a GPU, and runs.
+
+Run as a module it compiles all of them. Mosaic compiles a kernel once per process,
+whatever the target, and prints what it made of it: hence a process for each target.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from jamp import multi_tensor, optimizers as jo
+from tests import h200
+from tests.pallas_kernels import everything
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+MARK = "==== "
+# A remainder behind blocks of 1024 and of 4096; whole blocks of both; less than one.
+SIZES = (4096 + 1024 + 256 + 44, 4096, 200)
+RTOL = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+class Case(NamedTuple):
+    """A call of a kernel, `(options, *args) -> results`.
+
+    `make` makes the args for leaves of some sizes, of which `donate` are donated.
+    """
+
+    call: Callable[..., Any]
+    make: Callable[[tuple[int, ...]], tuple[Any, ...]]
+    donate: tuple[int, ...] = ()
+    kernels: int = 1
+
+
+BETAS = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+# By name the moments, and the optimizer.
+OPTIMIZERS = {
+    "adam": (["mu", "nu"], jo.fused_adam(0.01, **BETAS)),
+    "sgd": (["trace"], jo.fused_sgd(0.01, 0.9, weight_decay=0.1)),
+    "adagrad": (["sum_of_squares"], jo.fused_adagrad(0.01, 1e-6)),
+    "lamb": (["mu", "nu"], jo.fused_lamb(0.01, **BETAS)),
+    "novograd": (["mu"], jo.fused_novograd(0.01, **BETAS)),
+}
+
+
+def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
+    """An optimizer on weights of a kind, with gradients of a dtype."""
+    names, tx = OPTIMIZERS[optimizer]
+    rule, only_updates = tx.rule, kind == "update"
+
+    def call(options, weights, moments, grads, unscale, skip):
+        options = pk.Options(unscale, skip, options.backend)
+        decays = [rule.weight_decay != 0] * len(weights)
+        leaves, count = pk.Leaves(weights, grads, moments, decays), jnp.int32(0)
+        if optimizer == "novograd":  # whose norms are a kernel of its own
+            norms = jnp.arange(1, len(grads) + 1, dtype=F32)
+            numbers = rule.numbers(count) | {"norm": norms}
+        else:
+            numbers = rule.measured(count, leaves, options)
+        how = {"only_updates": only_updates}
+        return pk.step(rule.static, leaves, numbers, options, **how)
+
+    def make(sizes):
+        weights = [weight(kind, dtype, n) for n in sizes]
+        states = {
+            name: [abs(noise(n, F32, 5 + k)) for n in sizes]
+            for k, name in enumerate(names)
+        }
+        grads = [8 * noise(n, dtype, 3) for n in sizes]
+        return weights, states, grads, F32(0.125), jnp.bool_(False)
+
+    return Case(call, make, (0, 1), 2 if optimizer == "lamb" else 1)
+
+
+def weight(kind: str, dtype: Any, n: int) -> pk.Weight:
+    x = noise(n, F32, 1)
+    if kind == "split":
+        return pk.Weight(*pk.split(x))
+    if kind == "copied":
+        return pk.Weight(noise(n, dtype, 2), x)
+    return pk.Weight(x.astype(dtype))
+
+
+def noise(n: int, dtype: Any, seed: int) -> jax.Array:
+    x = np.random.default_rng(seed).standard_normal(n, np.float32)
+    return jnp.asarray(x, dtype)
+
+
+def reading(call: Callable, columns: int, dtype: Any) -> Case:
+    """A call on lists of arrays of a dtype."""
+
+    def make(sizes):
+        return tuple([noise(n, dtype, k) for n in sizes] for k in range(columns))
+
+    return Case(call, make)
+
+
+def scale(options, xs):
+    return multi_tensor.scale(xs, 0.3, backend=options.backend)
+
+
+def axpby(options, xs, ys):
+    return multi_tensor.axpby(0.3, xs, 7, ys, backend=options.backend)
+
+
+def found_inf_unscaled(options, xs):
+    return pk.found_inf(xs, options=options._replace(unscale=F32(8)))
+
+
+# By name a call, and how many lists of arrays it takes.
+READING = {
+    "l2norm": (lambda options, xs: pk.norm(xs, per_leaf=True, options=options), 1),
+    "max_norm": (lambda options, xs: pk.norm(xs, jnp.inf, options=options), 1),
+    "found_inf": (lambda options, xs: pk.found_inf(xs, options=options), 1),
+    "found_inf, unscaled": (found_inf_unscaled, 1),
+    "scale": (scale, 1),
+    "axpby": (axpby, 2),
+}
+
+
+def everything_at_once(options, leaves, skip):
+    return everything.call(leaves, skip, options.backend)
+
+
+def _everything_args(sizes):
+    return everything.leaves([(n,) for n in sizes]), jnp.bool_(False)
+
+
+DTYPES = {"f16": F16, "bf16": BF16, "f32": F32}
+CASES = {
+    f"{optimizer}, {kind}, {name}": stepped(optimizer, kind, dtype)
+    for optimizer in OPTIMIZERS
+    for name, dtype in DTYPES.items()
+    for kind in ("own", "copied", "split", "update")
+    if (kind != "copied" or name != "f32") and (kind != "split" or name == "bf16")
+    if optimizer == "adam" or kind == ("own" if name == "f32" else "copied")
+}
+CASES |= {
+    f"{call}, {name}": reading(*READING[call], dtype)
+    for call in READING
+    for name, dtype in DTYPES.items()
+}
+# Two tags, so two kernels.
+CASES["everything"] = Case(everything_at_once, _everything_args, (0,), 2)
+
+
+def cases(target: str) -> list[str]:
+    """What is compiled for a target: all for one, one of a kind for the other."""
+    few = [name for name in CASES if name.endswith(("bf16", "everything"))]
+    return list(CASES) if target == "H200" else few
+
+
+# Past 2^31 elements a leaf is indexed by row, just before it by element.
+LARGE = {"rows": 2**31 + 4096, "elements": 2**31 - 1}
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Asserts that two kernels computed the same, but for a rounding."""
+    jax.tree.map(_assert_close, _joined(found), _joined(expected))
+
+
+def _joined(results: Any) -> Any:
+    """Weights in halves as float32: their lower halves may differ by a rounding."""
+
+    def is_split(x):
+        return isinstance(x, pk.Weight) and x.kind == "split"
+
+    return jax.tree.map(
+        lambda x: x.value if is_split(x) else x, results, is_leaf=is_split
+    )
+
+
+def _assert_close(x, y):
+    assert x.dtype == y.dtype and x.shape == y.shape
+    rtol = RTOL.get(x.dtype.name, 0)
+    x, y = (np.asarray(z, np.float64) for z in (x, y))
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
+
+
+def compile_all(target: str) -> None:
+    """Compiles all cases, each after a line with its name."""
+    for name in cases(target):
+        args = jax.eval_shape(lambda name=name: CASES[name].make(SIZES))
+        compile_case(name, CASES[name], args, target)
+    for name, size in LARGE.items():
+        args = ([jax.ShapeDtypeStruct((size,), BF16)],)
+        for case in ("found_inf, bf16", "scale, bf16"):
+            compile_case(f"{case}, {name}", CASES[case], args, target)
+
+
+def compile_case(name: str, case: Case, args: Any, target: str) -> None:
+    print(MARK + name, flush=True)
+    config = {"H200": h200.H200, "B200": h200.B200}[target]
+    options = pk.Options(backend="mosaic")
+    h200.compile_step(
+        lambda *args: case.call(options, *args),
+        *args,
+        donate=case.donate,
+        target=config,
+    )
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])
