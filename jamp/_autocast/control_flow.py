@@ -14,9 +14,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
+from jax.extend.core.primitives import stop_gradient_p
 
-from jamp._autocast import derivatives, jax_internals
-from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, with_programs
+from jamp._autocast import derivatives
+from jamp._autocast.facts import Facts
+from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, Kind, with_programs
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule
@@ -27,123 +29,103 @@ from jamp._autocast.program import (
     recorded,
     region_rule,
 )
-from jamp._autocast.rewrite import Boundary, Rewriter, unchanged
-from jamp._autocast.values import wants_of_operands, wants_of_results
+from jamp._autocast.rewrite import Rewriter, rewrite
+from jamp._autocast.values import wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
-def _call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """A program that is called once: values pass in whatever dtype they are in."""
-    boundary, values = _open_boundary(rewriter, eqn, frames[0]), rewriter.values
-    if rewriter.facts.only_moves(eqn):
-        ins = [
-            FLOAT32 if values.meets_float32(v) else dtype
-            for v, dtype in zip(eqn.invars, boundary.in_dtypes, strict=True)
-        ]
-        boundary = boundary._replace(in_dtypes=ins)
-    _write(rewriter, eqn, frames[0], boundary)
+def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+    """A call, or branches: values pass in whatever dtype they are in.
 
-
-def _branches(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Branches agree on what goes out: the program's dtypes where theirs differ."""
-    boundary = _open_boundary(rewriter, eqn, frames[0])
-
-    def branches():
-        return [rewriter.program(eqn, f.program, boundary) for f in frames]
-
+    Branches agree on what goes out: the program's dtypes where theirs differ.
+    """
+    values, ins = rewriter.values, rewriter.values.outgoing_dtypes(eqn)
+    if frames[0].kind is Kind.CALL and rewriter.facts.only_moves(eqn):
+        pairs = zip(eqn.invars, ins, strict=True)
+        ins = [FLOAT32 if values.meets_float32(v) else dtype for v, dtype in pairs]
+    pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
+    given = ins[len(eqn.invars) - len(frames[0].operands) :]  # without an index
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
-    written = branches()
-    outs = recorded(written[0].outvars)
-    if any(recorded(branch.outvars) != outs for branch in written):
+    written = [_program(rewriter, f, given, None, frame) for frame, f in pairs]
+    if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
         outs = recorded(eqn.outvars)
-        boundary = boundary._replace(out_dtypes=outs)
-        written = branches()
-    ins = [dtype_of(eqn.invars[0]), *boundary.in_dtypes]
-    rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
+        written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
+    _emit(rewriter, eqn, ins, written)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
-    (frame,), values = frames, rewriter.values
-    consts, carry, facts = frame.consts, frame.carries, rewriter.facts
+    (frame,), facts = frames, rewriter.facts
+    consts, carry = frame.consts, frame.carries
     # A carry must come out as it went in, and one that sums over the trips would lose
     # digits in half; the backward pass sums the gradients of constants in the same way.
     votes = [facts[v].vote for v in eqn.outvars[:carry]]
     carries = [vote or dtype_of(v) for vote, v in zip(votes, eqn.outvars, strict=False)]
-    slices = [values.outgoing_dtype(v) for v in eqn.invars[consts + carry :]]
+    slices = map(rewriter.values.outgoing_dtype, eqn.invars[consts + carry :])
     ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
     outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
     given = facts.trip_facts(frame)
     for i, vote in enumerate(votes, consts):
         given[i] = given[i]._replace(vote=vote)
-    wants = wants_of_results(frame, values)
-    _write(rewriter, eqn, frame, Boundary(ins, outs, wants, given))
+    body = facts.program(eqn, frame.program, given)
+    _emit(rewriter, eqn, ins, [_program(rewriter, body, ins, outs, frame)])
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Constants pass as they are: no gradient of theirs is summed over the trips."""
-    cond, body = frames
-    outs, consts, facts = (
-        recorded(eqn.outvars),
-        cond.consts + body.consts,
-        rewriter.facts,
-    )
-    fixed = map(rewriter.values.computed_dtype, eqn.invars[:consts])
-    ins = [*fixed, *recorded(eqn.invars[consts:])]
+    (cond, body), facts = frames, rewriter.facts
+    consts, outs = cond.consts + body.consts, recorded(eqn.outvars)
+    ins = [*map(rewriter.values.computed_dtype, eqn.invars[:consts]), *outs]
     known = facts.operand_facts(eqn.invars, range(consts, len(ins)))
     for i, v in enumerate(eqn.invars[:consts]):
         known[i] = known[i]._replace(vote=facts[v].vote)
-    test = [*range(cond.consts), *range(consts, len(ins))]
-    going = Boundary(
-        [ins[i] for i in test], [jnp.dtype(bool)], facts=[known[i] for i in test]
-    )
-    trip = Boundary(
-        ins[cond.consts :],
-        outs,
-        wants_of_results(body, rewriter.values),
-        known[cond.consts :],
-    )
-    pairs = zip(frames, (going, trip), strict=True)
-    written = [rewriter.program(eqn, f.program, boundary) for f, boundary in pairs]
-    rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
+    places = [*range(cond.consts), *range(consts, len(ins))]
+    test = facts.program(eqn, cond.program, [known[i] for i in places])
+    trip = facts.program(eqn, body.program, known[cond.consts :])
+    written = [
+        _program(rewriter, test, [ins[i] for i in places], [jnp.dtype(bool)]),
+        _program(rewriter, trip, ins[cond.consts :], outs, body),
+    ]
+    _emit(rewriter, eqn, ins, written)
 
 
 def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
-    facts = rewriter.facts.operand_facts(eqn.invars)
-    boundary = Boundary(recorded(eqn.invars), recorded(eqn.outvars), facts=facts)
-    _write(rewriter, eqn, frames[0], boundary)
+    given = rewriter.facts.operand_facts(eqn.invars)
+    facts = rewriter.facts.program(eqn, frames[0].program, given)
+    ins = recorded(eqn.invars)
+    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, recorded(eqn.outvars))])
 
 
-def _open_boundary(rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame) -> Boundary:
-    """Of a program whose values may be in any dtype: known is who reads them."""
-    values = rewriter.values
-    wants = wants_of_operands(eqn, values)[-len(frame.operands) :]
-    return Boundary(
-        list(map(values.outgoing_dtype, frame.operands, wants)),
-        [None] * len(frame.results),
-        wants_of_results(frame, values),
-        [rewriter.facts[v] for v in frame.operands],
-    )
+def _program(
+    rewriter: Rewriter,
+    facts: Facts,
+    ins: Sequence[Any],
+    outs: Sequence[Any] | None = None,
+    frame: Frame | None = None,
+) -> jc.Jaxpr:
+    """A program, rewritten. Of one in a frame it is known who reads its results."""
+    outs = [None] * len(facts.jaxpr.outvars) if outs is None else outs
+    wants = wants_of_results(frame, rewriter.values) if frame else ()
+    return rewrite(facts, ins, outs, wants, rewriter.rules)
 
 
-def _write(
-    rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, boundary: Boundary
+def _emit(
+    rewriter: Rewriter, eqn: jc.JaxprEqn, ins: Sequence[Any], written: list[jc.Jaxpr]
 ) -> None:
-    """Writes an equation that holds one program, and that program."""
-    inner = rewriter.program(eqn, frame.program, boundary)
-    params = with_programs(eqn, [inner])
-    rewriter.emit(eqn, boundary.in_dtypes, recorded(inner.outvars), params)
+    """Writes an equation with rewritten programs; the last gives its results."""
+    outs = recorded(written[-1].outvars)
+    rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
 
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    boundary = _open_boundary(rewriter, eqn, frames[0])
-    ins = boundary.in_dtypes
-    inner = rewriter.program(eqn, frames[0].program, boundary)
+    ins = rewriter.values.outgoing_dtypes(eqn)
+    (facts,) = rewriter.facts.programs(eqn)
+    inner = _program(rewriter, facts, ins, None, frames[0])
     outs = recorded(inner.outvars)
     consts = derivatives.custom_consts(eqn)
-    args, known = ins[consts:], boundary.facts[consts:]
+    args, known = ins[consts:], facts.given[consts:]
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -151,13 +133,14 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # integer's tangent is a float0, and stays one.
         # Half operands ask for half, as in the function: relu's derivative then reads
         # what relu reads, and nothing else is kept.
-        given = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
-        boundary = Boundary(
+        pairs = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
+        given = [fact._replace(origin=origin_of_unknown(v)) for fact, v in pairs]
+        return _program(
+            rewriter,
+            rewriter.facts.program(eqn, jaxpr, given),
             _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
             _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
-            facts=[fact._replace(origin=origin_of_unknown(v)) for fact, v in given],
         )
-        return rewriter.program(eqn, jaxpr, boundary)
 
     tracing = _tracing(rewriter, eqn)
     params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
@@ -182,12 +165,13 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     The user's `bwd` takes what the user's `fwd` gives, and returns gradients of
     operands in the program's dtypes: both keep what goes in and out of them.
     """
-    ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    inner = rewriter.program(eqn, frames[0].program, Boundary(ins, outs))
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-        return rewriter.program(eqn, jaxpr, unchanged(jaxpr))
+        facts = rewriter.facts.program(eqn, jaxpr, ())
+        ins, outs = recorded(jaxpr.invars), recorded(jaxpr.outvars)
+        return _program(rewriter, facts, ins, outs)
 
+    inner = write(frames[0].program)
     # Values of an outer program come in as those that the function closes over do; and
     # as there, they have no derivative.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
@@ -197,14 +181,15 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     place = derivatives.custom_consts(eqn)
     passed = [_stopped(rewriter, v) for v in free]
     invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
-    rewriter.emit(eqn.replace(invars=invars), recorded(invars), outs, params)
+    eqn = eqn.replace(invars=invars)
+    rewriter.emit(eqn, recorded(invars), recorded(eqn.outvars), params)
 
 
 def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
     """A variable without its derivative."""
     if not is_float(var):
         return var
-    eqn = jax_internals.stopped(var)
+    eqn = jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], stop_gradient_p, {}, set())
     rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
     return eqn.outvars[0]
 
@@ -219,8 +204,7 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
 
 # Of those with one program that values pass through; or that they do not.
 RULES = dict.fromkeys(HOLDERS, _closed) | {
-    **dict.fromkeys(OPEN_CALLS, _call),
-    "cond": _branches,
+    **dict.fromkeys((*OPEN_CALLS, "cond"), _open),
     "scan": _scan,
     "while": _while,
     "custom_jvp_call": _custom_jvp,

@@ -45,12 +45,8 @@ def with_custom_jvp(
     there then: it is a program from all primals and these tangents to all primals and
     the tangents that are not symbolic zeros.
 
-    Args:
-        eqn: the call.
-        program: the function, rewritten.
-        write: rewrites the rule, from the program, and for each argument and for
-            each result whether its tangent is a symbolic zero.
-        tracing: in what to trace the rule.
+    `write` rewrites the rule, from the program, and for each argument and for each
+    result whether its tangent is a symbolic zero; it is traced in `tracing`.
     """
     rule = eqn.params["jvp_jaxpr_fun"]
 
@@ -77,13 +73,9 @@ def with_custom_vjp(
     is taken of. It gives the residuals first, but for those that are operands as they
     came, and the outputs after them; `out_trees` knows which.
 
-    Args:
-        eqn: the call.
-        program: the function, rewritten.
-        write: rewrites `fwd` and `bwd`, with the same inputs and outputs.
-        tracing: in what to trace them.
-        free: what `fwd` and `bwd` may close over. These become operands, after those of
-            the closure of the function, and residuals, after the user's.
+    `write` rewrites `fwd` and `bwd`, with the same inputs and outputs. What they may
+    close over is `free`: it becomes operands, after those of the closure of the
+    function, and residuals, after the user's.
     """
     forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
     consts, count = custom_consts(eqn), len(free)

@@ -22,7 +22,7 @@ from jax.extend import core as jc
 from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
-from jamp._autocast.marks import Source, mark_of
+from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import (
@@ -50,10 +50,6 @@ class Fact(NamedTuple):
     # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
     shared: bool = False  # whether all trips of a loop read it as it is
-
-    def numbered(self, numbers: dict[Any, int]) -> "Fact":
-        """The same with numbers in the place of arrays."""
-        return self._replace(origin=self.origin.numbered(numbers))
 
 
 # Of a product with no wish of the user's.
@@ -93,9 +89,7 @@ class Facts:
 
     def source(self, atoms: Iterable[Atom]) -> Source:
         """What values depend on, together."""
-        return functools.reduce(
-            operator.or_, (self[v].source for v in atoms), Source(0)
-        )
+        return _joint_source(self[v] for v in atoms)
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
@@ -109,11 +103,10 @@ class Facts:
             return rule, region
         sources = [self[v].source for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
-        kept = Source.KEPT in sources and Source.HALF not in sources
-        of_model = Source.HALF in functools.reduce(operator.or_, sources)
-        if of_model and not kept:
-            return rule, region
-        return Rule.FLOAT32, KEPT if kept else NO_MODEL
+        if Source.KEPT in sources and Source.HALF not in sources:
+            return Rule.FLOAT32, KEPT
+        of_model = any(Source.HALF in source for source in sources)
+        return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)
 
     def _unknown(self, atom: Atom) -> Fact:
         source = self.scope.within
@@ -172,10 +165,9 @@ class Facts:
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
             return None
         for product, bias in (eqn.invars, eqn.invars[::-1]):
-            if isinstance(bias, jc.Literal) or not is_float32(bias):
-                continue
-            if not self[bias].asks:
-                if origins.is_bias(bias, self[bias].origin, self[product].origin):
+            fact, of_product = self[bias], self[product].origin
+            if isinstance(bias, jc.Var) and is_float32(bias) and not fact.asks:
+                if origins.is_bias(bias, fact.origin, of_product):
                     return bias
         return None
 
@@ -201,9 +193,25 @@ class Facts:
         too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
         return bool((too_large | too_small).any())
 
+    @property
+    def key(self) -> Any:
+        """Equal for programs that are rewritten to the same, wherever they stand."""
+        numbers: dict[Any, int] = {}
+        given = [f._replace(origin=f.origin.numbered(numbers)) for f in self.given]
+        return id(self.jaxpr), self.scope.key, tuple(given)
+
     def programs(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
         return self._programs.get(id(eqn), [])
+
+    def program(
+        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
+    ) -> "Facts":
+        """The same of a program that an equation holds, by what is known going in."""
+        for facts in self.programs(eqn):
+            if facts.jaxpr is jaxpr and list(facts.given) == list(given):
+                return facts
+        return Facts(jaxpr, given, self.scope_of_programs(eqn))
 
     def only_moves(self, eqn: jc.JaxprEqn) -> bool:
         """Whether a program that is called rearranges its floats, and no more."""
@@ -231,12 +239,12 @@ class Facts:
         frames = frames_of(eqn)
         if frames and frames[0].is_open:
             found = [self._frame_facts(eqn, frame) for frame in frames]
-            return [_either(facts) for facts in zip(*found, strict=True)]
-        mark = mark_of(eqn)
-        if mark is not None:
-            vote = self.half if mark.is_half else FLOAT32
+            return [_fact_of_one_of(facts) for facts in zip(*found, strict=True)]
+        source = marked_source(eqn)
+        if source is not None:
+            vote = self.half if source is Source.HALF else FLOAT32
             asks = self[eqn.invars[0]].asks
-            return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), mark.source)]
+            return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), source)]
         rule, region = self.ruling(eqn)
         # What is made of a kept weight stays float32, until it meets half again.
         ends = region in (KEPT, NO_MODEL)
@@ -247,11 +255,7 @@ class Facts:
     def _frame_facts(self, eqn: jc.JaxprEqn, frame: Frame) -> list[Fact]:
         """What is known of the results of a program that values pass through."""
         is_loop = frame.kind is Kind.LOOP
-        given = (
-            self.trip_facts(frame)
-            if is_loop
-            else list(map(self.__getitem__, frame.operands))
-        )
+        given = self.trip_facts(frame) if is_loop else [self[v] for v in frame.operands]
         found = Facts(frame.program, given, self.scope_of_programs(eqn))
         self._programs.setdefault(id(eqn), []).append(found)
         if is_loop:
@@ -294,9 +298,7 @@ class Facts:
     ) -> list[Fact]:
         """What is known of operands where they go in as the user's program has them.
 
-        Args:
-            operands: the operands of an equation.
-            carries: the places of those that may be made of all, after some trips.
+        At the places of `carries` are those that may be made of all, after some trips.
         """
         known = [self._unknown(v)._replace(source=self[v].source) for v in operands]
         for i in carries:
@@ -351,11 +353,15 @@ class Facts:
         )
 
 
-def _either(facts: Sequence[Fact]) -> Fact:
+def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
     """What is known of a value that is one of several."""
     if len(facts) == 1:
         return facts[0]
     votes = {fact.vote for fact in facts} - {None}
-    source = functools.reduce(operator.or_, (fact.source for fact in facts))
     vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)
-    return Fact(vote, any(fact.asks for fact in facts), source=source)
+    asks = any(fact.asks for fact in facts)
+    return Fact(vote, asks, source=_joint_source(facts))
+
+
+def _joint_source(facts: Iterable[Fact]) -> Source:
+    return functools.reduce(operator.or_, (f.source for f in facts), Source(0))

@@ -65,9 +65,8 @@ class Frame(NamedTuple):
     # Values pass in any dtype. Else the program must keep those it was traced with: the
     # user's derivative, a mesh or the next trip rely on them.
     is_open: bool
-    own_derivative: bool = (
-        False  # the user's, which JAX takes in place of the program's
-    )
+    # Whether JAX takes a derivative of the user's in the place of the program's.
+    own_derivative: bool = False
     own_residuals: bool = False  # the user has said what the backward pass keeps
     consts: int = 0  # how many operands of a loop are the same in all trips
     carries: int = 0  # how many come after them that a trip hands to the next
@@ -135,11 +134,8 @@ def with_fewer_consts(
 ) -> jc.JaxprEqn:
     """A scan of other equations, with as many constants or fewer.
 
-    Args:
-        eqn: the scan.
-        body: its program.
-        eqns: the new equations of that.
-        consts: by their variables in it, those outside.
+    `eqns` take the place of those of its `body`, and `consts` are, by their variables
+    in it, those outside.
     """
     before, _ = scan_counts(eqn)
     body = body.replace(

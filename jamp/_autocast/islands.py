@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
@@ -38,11 +38,8 @@ def checkpoint_islands(
 ) -> jc.Jaxpr:
     """Writes each island of a rewritten program as one checkpointed equation.
 
-    Args:
-        jaxpr: the program.
-        programs: of the islands so far: equal ones share theirs.
-        loop: whether it is the body of a scan. Its backward pass is another loop, where
-            XLA finds nothing that it could keep instead: no barrier is needed.
+    Equal islands share one of the `programs`. The backward pass of a `loop` is another
+    one, where XLA finds nothing that it could keep instead: no barrier is needed.
     """
     if not any(map(_is_costly, jaxpr.eqns)):
         return jaxpr
@@ -151,17 +148,10 @@ def _is_kept(primitive: str) -> bool:
     return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
 
 
-def _is_plain_call(frame: Frame) -> bool:
-    """Whether a program may be inside if all that it holds is."""
-    return frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
-
-
 def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
-    frames = frames_of(eqn)
-    if frames:
-        return all(map(_is_plain_call, frames)) and all(
-            map(_may_be_inside, frames[0].program.eqns)
-        )
+    for frame in frames_of(eqn):
+        is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
+        return is_plain and all(map(_may_be_inside, frame.program.eqns))
     traits = traits_of(eqn.primitive.name)
     return traits.shape in _INSIDE and not traits.slow and not _ends_island(eqn)
 

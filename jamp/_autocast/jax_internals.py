@@ -32,7 +32,7 @@ _LIBRARIES = tuple(
 # ---- programs
 
 
-def alone(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
+def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
     """A program of one equation of another, that takes all its operands."""
     invars = [jc.Var(v.aval) for v in eqn.invars]
     return program.replace(
@@ -148,9 +148,9 @@ def name_stack(eqn: jc.JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def in_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
+def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     """An equation in one more name scope."""
-    return _in_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
+    return _with_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
 def equation_before(
@@ -158,10 +158,10 @@ def equation_before(
 ) -> jc.JaxprEqn:
     """An equation of a program that another one holds, written before that one."""
     names = *eqn.source_info.name_stack.stack, *inner.source_info.name_stack.stack
-    return _in_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
+    return _with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
 
 
-def _in_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
+def _with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
     names = type(eqn.source_info.name_stack)(tuple(stack))
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
@@ -192,12 +192,6 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     if reader is None:
         return {}
     return {"source_info": reader.source_info, "ctx": reader.ctx}
-
-
-def stopped(var: jc.Var) -> jc.JaxprEqn:
-    """The equation of `jax.lax.stop_gradient` of a variable."""
-    primitive = primitives.stop_gradient_p
-    return jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], primitive, {}, set())
 
 
 def call(
@@ -234,17 +228,12 @@ def checkpointed(
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, around equations that exist already.
 
-    Its parameters are those of an example, and it stands where the last equation does,
-    in the name scopes that all are in.
+    The results of the last one come out. Its parameters are those of an example, which
+    keeps the results of primitives for the backward pass that `keep` says. It stands
+    where the last equation does, in the name scopes that all are in.
 
-    Args:
-        eqns: what is to be inside; the results of the last one come out.
-        invars: what comes in.
-        keep: whether the results of a primitive are kept for the backward pass.
-        prevent_cse: as in `jax.checkpoint`. It parts the island's backward pass from
-            what comes before it.
-        programs: those of earlier calls. Equations that differ in their variables alone
-            get one of these: JAX differentiates it once.
+    Equations that differ in their variables alone get one of the `programs` of earlier
+    calls: JAX differentiates it once.
     """
     last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
@@ -258,7 +247,9 @@ def checkpointed(
             constvars=[],
             invars=list(invars),
             outvars=last.outvars,
-            eqns=[_in_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
+            eqns=[
+                _with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)
+            ],
             debug_info=inner.debug_info.with_unknown_names(),
         )
         if key is not None:
@@ -267,7 +258,7 @@ def checkpointed(
         invars=list(invars),
         outvars=last.outvars,
         params=with_programs(example, [inner]),
-        **_reader_info(_in_scopes(last, common)),
+        **_reader_info(_with_scopes(last, common)),
     )
 
 

@@ -15,7 +15,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.primitives import Rule
 from jamp._autocast.tracing import (
-    Attribute,
     Itself,
     Replaced,
     casting,
@@ -192,7 +191,7 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
     tokamax = sys.modules.get("tokamax"), "dot_product_attention"
     for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):
         if hasattr(module, name):
-            yield Replaced(Attribute(Itself(module), name), _attention)
+            yield Replaced(Itself(module), name, _attention)
     hows = {
         Rule.HALF: half_function,
         Rule.FLOAT32: float_function,
@@ -203,7 +202,7 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
         *lists.rules_for(What.KERNEL),
         *lists.rules_for(What.ATTRIBUTE),
     ]:
-        yield Replaced(Attribute(Itself(module), name), hows[rule])
+        yield Replaced(Itself(module), name, hows[rule])
 
 
 # ---- a model of half params, at O2, O3 and O5: its products are cast, and no others
@@ -217,26 +216,18 @@ class Source(enum.Flag):
     DATA = enum.auto()  # all else that is not known while tracing
 
 
-class Mark(NamedTuple):
-    """What a name says of a value."""
-
-    source: Source  # what it depends on from here on
-    is_half: bool  # whether it asks for half, or for float32
-
-
-_HALF_PARAM, _KEPT_PARAM = "jamp_half_param", "jamp_kept_param"
-_BOUNDARY = "jamp_model_boundary"
-_MARKS = {
-    _HALF_PARAM: Mark(Source.HALF, is_half=True),
-    _KEPT_PARAM: Mark(Source.KEPT, is_half=False),
-    _BOUNDARY: Mark(Source.DATA, is_half=False),
+_NAMES = {
+    Source.HALF: "jamp_half_param",
+    Source.KEPT: "jamp_kept_param",
+    Source.DATA: "jamp_model_boundary",
 }
+_SOURCES = {name: source for source, name in _NAMES.items()}
 
 
-def mark_of(eqn: jc.JaxprEqn) -> Mark | None:
-    """The mark that an equation sets, if it does."""
+def marked_source(eqn: jc.JaxprEqn) -> Source | None:
+    """What a value depends on from an equation on, if that is a mark."""
     is_name = eqn.primitive.name == "name"
-    return _MARKS.get(eqn.params["name"]) if is_name else None
+    return _SOURCES.get(eqn.params["name"]) if is_name else None
 
 
 def shown_params[T](tree: T, half: Any) -> T:
@@ -245,8 +236,8 @@ def shown_params[T](tree: T, half: Any) -> T:
     def leaf(x):
         dtype = getattr(x, "dtype", None)
         if dtype == half:
-            return checkpoint_name(x.astype(FLOAT32), _HALF_PARAM)
-        return checkpoint_name(x, _KEPT_PARAM) if dtype == FLOAT32 else x
+            return checkpoint_name(x.astype(FLOAT32), _NAMES[Source.HALF])
+        return checkpoint_name(x, _NAMES[Source.KEPT]) if dtype == FLOAT32 else x
 
     return jax.tree.map(leaf, tree)
 
@@ -255,6 +246,7 @@ def at_boundary[T](tree: T) -> T:
     """Marks the float32 arrays of a tree as inputs or outputs of a model."""
 
     def leaf(x):
-        return checkpoint_name(x, _BOUNDARY) if _is_float32_array(x) else x
+        name = _NAMES[Source.DATA]
+        return checkpoint_name(x, name) if _is_float32_array(x) else x
 
     return jax.tree.map(leaf, tree)

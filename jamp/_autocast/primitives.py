@@ -61,12 +61,10 @@ class Row(NamedTuple):
 def _row(rule: Rule, reason: str, descends_from: str, *lines: str) -> Row:
     found: dict[str, Traits] = {}
     for words, names in (line.split(": ") for line in lines):
-        found |= dict.fromkeys(names.split(), _traits(*words.split()))
+        shape, *flags = words.split()
+        traits = Traits(Shape(shape), **dict.fromkeys(flags, True))
+        found |= dict.fromkeys(names.split(), traits)
     return Row(rule, tuple(found), reason, descends_from, tuple(found.values()))
-
-
-def _traits(shape: str, *words: str) -> Traits:
-    return Traits(Shape(shape), **dict.fromkeys(words, True))
 
 
 ROWS = (

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jc
-from jax.extend.core import primitives
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.marks import KERNEL, MARKERS, Source
 from jamp._autocast.primitives import Rule
@@ -62,8 +60,9 @@ class Scope(NamedTuple):
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
         if eqn.primitive.name != "jit":
-            loop = self.loop or any(map(_stacks_residuals, frames_of(eqn)))
-            return self._replace(names=names, loop=loop)
+            # JAX differentiates no other loop backward.
+            is_scan = eqn.primitive.name == "scan"
+            return self._replace(names=names, loop=self.loop or is_scan)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = lists.rule_of_function(name, is_jax=bool(path))
@@ -73,11 +72,6 @@ class Scope(NamedTuple):
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
         return self._replace(names=names, library=library)
-
-
-def _stacks_residuals(frame: Frame) -> bool:
-    """Whether it is the body of a scan: JAX differentiates no other loop backward."""
-    return frame.kind is Kind.LOOP and frame.is_open
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
@@ -91,8 +85,9 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     The rule is None for a primitive that no list has.
     """
     listed = scope.policy.lists.rule_of(jax_internals.primitive_name(eqn))
-    if _is_no_conversion(eqn):
-        listed = Rule.MOVE
+    is_cast = eqn.primitive.name == "convert_element_type"
+    if is_cast and is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0]):
+        listed = Rule.MOVE  # it only takes a weak type away
     found = region_rule(scope, eqn)
     region, where = found or (None, "")
     as_recorded = region is Rule.FLOAT32 and listed is None  # in float32, so it is
@@ -128,13 +123,6 @@ def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
         # of parts the result is made up.
         return re.search(r"^T?F(32|64)|_X\d$", precision.name) is not None
     return isinstance(precision, tuple) and lax.Precision.HIGHEST in precision
-
-
-def _is_no_conversion(eqn: jc.JaxprEqn) -> bool:
-    """Whether it only takes a weak type away."""
-    if eqn.primitive is not primitives.convert_element_type_p:
-        return False
-    return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
 
 
 def dtype_of(atom: Atom) -> Any:

@@ -39,7 +39,7 @@ class Note(NamedTuple):
 
 def noted(eqn: jc.JaxprEqn, note: Note) -> jc.JaxprEqn:
     """An equation with a note."""
-    return jax_internals.in_scope(eqn, ":".join(["jamp_why", *map(_quoted, note)]))
+    return jax_internals.with_scope(eqn, ":".join(["jamp_why", *map(_quoted, note)]))
 
 
 def notes_in(names: str) -> list[Note]:

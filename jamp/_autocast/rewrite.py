@@ -10,22 +10,20 @@ does with a program (derivatives, batching, jit) it does with this one.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.facts import Fact, Facts
+from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
-    Scope,
     dtype_of,
     dtypes_of,
     is_castable_eqn,
@@ -46,47 +44,27 @@ type ProgramRule = Callable[["Rewriter", jc.JaxprEqn, list[Frame]], None]
 _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
-class Boundary(NamedTuple):
-    """What a program takes and gives."""
-
-    in_dtypes: Sequence[Any]
-    out_dtypes: Sequence[Any]  # None is whatever is at hand
-    out_wants: Sequence[Want] = ()  # what is wanted of the outputs, if it is known
-    facts: Sequence[Fact] = ()  # what is known of the inputs, if anything is
-
-    @property
-    def key(self) -> Any:
-        """Equal for boundaries that differ in the variables outside alone."""
-        numbers: dict[Any, int] = {}
-        facts = tuple(fact.numbered(numbers) for fact in self.facts)
-        return (*map(tuple, self[:3]), facts)
-
-
-def unchanged(jaxpr: jc.Jaxpr) -> Boundary:
-    """The boundary that a program has already."""
-    return Boundary(recorded(jaxpr.invars), recorded(jaxpr.outvars))
-
-
 def rewrite(
-    jaxpr: jc.Jaxpr,
-    boundary: Boundary,
-    scope: Scope,
+    facts: Facts,
+    in_dtypes: Sequence[Any],
+    out_dtypes: Sequence[Any],
+    out_wants: Sequence[Want],
     rules: Mapping[str, ProgramRule],
-    facts: Facts | None = None,
 ) -> jc.Jaxpr:
-    """Rewrites a program.
+    """Rewrites a program of which the facts are known.
 
-    `rules` write the primitives that hold programs; `facts` are those of its values, if
-    they were read before.
+    It takes and gives the dtypes that are asked for; None is what is at hand. Nobody
+    knows what is wanted of the outputs if `out_wants` is empty. `rules` write the
+    primitives that hold programs.
     """
     # JAX has one program for all calls of a jitted function, and so have we: what it
     # makes of a program, such as its derivative, it makes once.
-    key = (id(jaxpr), scope.key, boundary.key)
-    if key in scope.written:
-        return scope.written[key][1]
-    written = Rewriter(jaxpr, boundary, scope, rules, facts).written()
-    scope.written[key] = jaxpr, written  # the former, so that its `id` stays its own
-    return written
+    key = (facts.key, tuple(in_dtypes), tuple(out_dtypes), tuple(out_wants))
+    programs = facts.scope.written
+    if key not in programs:
+        written = Rewriter(facts, in_dtypes, out_wants, rules).written(out_dtypes)
+        programs[key] = facts.jaxpr, written  # the former, so that its `id` is its own
+    return programs[key][1]
 
 
 class Rewriter:
@@ -94,17 +72,14 @@ class Rewriter:
 
     def __init__(
         self,
-        jaxpr: jc.Jaxpr,
-        boundary: Boundary,
-        scope: Scope,
+        facts: Facts,
+        in_dtypes: Sequence[Any],
+        out_wants: Sequence[Want],
         rules: Mapping[str, ProgramRule],
-        facts: Facts | None,
     ):
-        self.jaxpr, self.boundary = jaxpr, boundary
-        self.scope, self.rules = scope, rules
+        self.facts, self.scope, self.rules = facts, facts.scope, rules
         # Backward first: what to do with a value depends on those who will read it.
-        self.facts = facts or Facts(jaxpr, boundary.facts, scope)
-        self.values = values_of(self.facts, boundary.out_wants)
+        self.values = values_of(facts, out_wants)
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -112,21 +87,19 @@ class Rewriter:
         self.eqn: jc.JaxprEqn | None = None
         self.begin = 0  # the place of the first that is written for `eqn`
         self.products = 0  # by weights that all trips of a loop share
-        for var in jaxpr.constvars:
+        for var in facts.jaxpr.constvars:
             self._bind(var, dtype_of(var))
-        self.invars = [
-            self._bind(var, dtype)
-            for var, dtype in zip(jaxpr.invars, boundary.in_dtypes, strict=True)
-        ]
+        pairs = zip(facts.jaxpr.invars, in_dtypes, strict=True)
+        self.invars = [self._bind(var, dtype) for var, dtype in pairs]
 
-    def written(self) -> jc.Jaxpr:
+    def written(self, out_dtypes: Sequence[Any]) -> jc.Jaxpr:
         """The whole program, rewritten."""
-        jaxpr, values = self.jaxpr, self.values
+        jaxpr = self.facts.jaxpr
         for eqn in jaxpr.eqns:
             self.equation(eqn)
         outvars = [
-            self.read(v, values.outgoing_dtype(v) if dtype is None else dtype)
-            for v, dtype in zip(jaxpr.outvars, self.boundary.out_dtypes, strict=True)
+            self.read(v, self.values.outgoing_dtype(v) if dtype is None else dtype)
+            for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
         ]
         written = jaxpr.replace(invars=self.invars, outvars=outvars, eqns=self.eqns)
         # Last: where float32 begins and ends is known by the casts that were written.
@@ -177,11 +150,14 @@ class Rewriter:
         if self.facts.rounds_kept(eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
-            _warn_once(jax_internals.primitive_name(eqn))
+            _warn_of_unknown(jax_internals.primitive_name(eqn))
         castable = is_castable_eqn(eqn, rule, self.facts.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
-            self._note(eqn, _why_recorded(eqn, rule, region), rule, region=region)
+            why = "unknown primitive" if rule is None else "own dtype"
+            if rule is Rule.RECORDED:
+                why = "region" if region else "recorded"
+            self._note(eqn, why, rule, region=region)
             return
         choice = self.values.choose(eqn, rule)
         if choice.summed is not None:
@@ -260,20 +236,6 @@ class Rewriter:
             casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
         self.eqns[self.begin :] = [*casts, noted(last, note)]
 
-    # ---- for the rules of primitives that hold programs
-
-    def program(
-        self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, boundary: Boundary
-    ) -> jc.Jaxpr:
-        """Writes a program that an equation holds."""
-        scope = self.facts.scope_of_programs(eqn)
-        known = (
-            facts
-            for facts in self.facts.programs(eqn)
-            if facts.jaxpr is jaxpr and list(facts.given) == list(boundary.facts)
-        )
-        return rewrite(jaxpr, boundary, scope, self.rules, next(known, None))
-
 
 def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
     if dtype == FLOAT32:
@@ -285,13 +247,12 @@ def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
 
 
 @functools.cache
-def _warn_once(name: str) -> None:
-    warnings.warn(
+def _warn_of_unknown(name: str) -> None:
+    warn(
         f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
         "program. Cast its operands yourself to run it in half; to accept it, pass "
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
-        stacklevel=2,
     )
 
 
@@ -304,11 +265,3 @@ def _warn_of_kept(names: str) -> None:
         "Leave the cast out: the opt level says what runs in half.",
         PrecisionWarning,
     )
-
-
-def _why_recorded(eqn: jc.JaxprEqn, rule: Rule | None, region: str) -> str:
-    if rule is None:
-        return "unknown primitive"
-    if rule is Rule.RECORDED:
-        return "region" if region else "recorded"
-    return "own dtype"

@@ -42,9 +42,7 @@ def with_softmax(
 ) -> list[jc.JaxprEqn]:
     """The equations of an island, with one in the place of those of each softmax.
 
-    Args:
-        eqns: the island; the last is the cast to half that ends it.
-        users: the places of those who use a value, in the island and outside.
+    The last is the cast to half that ends it; `users` are in it and outside.
     """
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()

@@ -93,10 +93,8 @@ for _gpu in ("cuda", "rocm"):
 def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
     """What multiplies a half array by a float32 weight, given a half copy of that too.
 
-    Args:
-        numbers: the axes, as `jax.lax.dot_general` takes them.
-        first: whether the weight is the first operand there.
-        copies: how many copies of the cotangent other products read.
+    `jax.lax.dot_general` takes the `numbers`, and the weight as `first` or second. So
+    many `copies` of the cotangent are read by other products.
     """
 
     def dot(x: Array, weight: Array, dtype: DTypeLike, precision: Any = None) -> Array:
@@ -149,9 +147,7 @@ _REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
     """The same program, and itself where there is nothing to take out.
 
-    Args:
-        jaxpr: the program.
-        done: what became of programs by their `id`, for one may be called twice.
+    What became of programs is `done`, by their `id`, for one may be called twice.
     """
     if id(jaxpr) not in done:
         eqns: list[jc.JaxprEqn] = []

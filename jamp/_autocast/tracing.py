@@ -35,17 +35,14 @@ class Itself:
         return id(self.it)
 
 
-class Attribute(NamedTuple):
-    """Where programs look a function up."""
-
-    module: Itself  # or a class or an object
-    name: str
+type _Attribute = tuple[Itself, str]
 
 
 class Replaced(NamedTuple):
     """A function that is called otherwise while autocast traces."""
 
-    attribute: Attribute
+    module: Itself  # where programs look it up; or a class or an object
+    name: str
     how: Callable[[Function], Function]  # gives, of the original, what is called
 
 
@@ -74,22 +71,22 @@ def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
 def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterator[None]:
     """Traces for an autocast, in this thread."""
     with contextlib.ExitStack() as stack:
-        for attribute in {r.attribute for r in replaced}:
+        for attribute in {(r.module, r.name) for r in replaced}:
             stack.enter_context(_replacement(attribute))
         stack.enter_context(tracing(Tracing(half, tuple(replaced), casts)))
         yield
 
 
 _INHERITED = object()  # what an attribute held whose own namespace held nothing
-_installed: dict[Attribute, tuple[Any, Any]] = {}  # what it held before, and holds now
-_traces = collections.Counter[Attribute]()  # that want it so
+_installed: dict[_Attribute, tuple[Any, Any]] = {}  # what it held before, and holds now
+_traces = collections.Counter[_Attribute]()  # that want it so
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def _replacement(attribute: Attribute) -> Iterator[None]:
+def _replacement(attribute: _Attribute) -> Iterator[None]:
     """Replaces a function until the last trace ends that wants it, of any thread."""
-    module, name = attribute.module.it, attribute.name
+    module, name = attribute[0].it, attribute[1]
     with _lock:
         if not _traces[attribute]:
             now: Any = _steered(attribute, Itself(getattr(module, name)))
@@ -113,14 +110,14 @@ def _replacement(attribute: Attribute) -> Iterator[None]:
 
 # One for each function: JAX keeps traces by the functions that it was given.
 @functools.lru_cache(maxsize=256)
-def _steered(attribute: Attribute, function: Itself) -> Function:
+def _steered(attribute: _Attribute, function: Itself) -> Function:
     """What stands for a function."""
     original = function.it
 
     def call(*args, **kwargs):
         here = tracing.value
         replaced = here.replaced if here else ()
-        hows = [r.how for r in replaced if r.attribute == attribute]
+        hows = [r.how for r in replaced if (r.module, r.name) == attribute]
         # Of several, the last in the lists decides.
         return (hows[-1](original) if hows else original)(*args, **kwargs)
 

@@ -18,11 +18,12 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
+from jamp._autocast.facts import Facts
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.marks import MARKERS, traced_for
 from jamp._autocast.primitives import Rule
-from jamp._autocast.program import Policy, Scope
-from jamp._autocast.rewrite import rewrite, unchanged
+from jamp._autocast.program import Policy, Scope, recorded
+from jamp._autocast.rewrite import rewrite
 from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.tracing import disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
@@ -159,7 +160,8 @@ def _filled(static: list[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    return rewrite(jaxpr, unchanged(jaxpr), scope._replace(written={}), RULES)
+    facts = Facts(jaxpr, (), scope._replace(written={}))
+    return rewrite(facts, recorded(jaxpr.invars), recorded(jaxpr.outvars), (), RULES)
 
 
 def _is_array(x: object) -> bool:

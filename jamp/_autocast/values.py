@@ -106,6 +106,11 @@ class Values:
         wide = want.all or self.want_float32(atom) or self.is_carried(atom)
         return computed if wide else vote or computed
 
+    def outgoing_dtypes(self, eqn: jc.JaxprEqn) -> list[Any]:
+        """The dtypes in which operands go to the programs of an equation."""
+        wants = _wants_of_operands(eqn, self)
+        return list(map(self.outgoing_dtype, eqn.invars, wants))
+
     def choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         """What an equation runs in by a rule of the lists, and why."""
         facts = self.facts
@@ -188,7 +193,7 @@ def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> dict[jc.Var, Want
     note(facts.jaxpr.outvars, out_wants or [NOBODY] * len(facts.jaxpr.outvars))
     # From the last equation: the readers of its results are all known by then.
     for eqn in reversed(facts.jaxpr.eqns):
-        note(eqn.invars, wants_of_operands(eqn, values))
+        note(eqn.invars, _wants_of_operands(eqn, values))
     return values.wants
 
 
@@ -199,7 +204,7 @@ def _together(wants: Iterable[Want]) -> Want:
     return Want(agreed, any(somes), any(kept), any(carried))
 
 
-def wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
+def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
     """What an equation wants of each operand."""
     programs = values.facts.programs(eqn)
     if programs:

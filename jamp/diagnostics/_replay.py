@@ -191,7 +191,7 @@ def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     """The rule of what holds no program, or none that can be looked into."""
     replay.order += 1
     near = replay.near(site, read)
-    fn = jc.jaxpr_as_fun(jax_internals.alone(site.eqn, site.program))
+    fn = jc.jaxpr_as_fun(jax_internals.program_around(site.eqn, site.program))
     outs = site.context.evaluate(fn, [v.array for v in read])
     return [replay.seen(site, x, read, near) for x in outs]
 

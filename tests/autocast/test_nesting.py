@@ -160,7 +160,7 @@ def calls_back(x):
 
 
 def test_an_opaque_call_is_named_once():
-    rewrite._warn_once.cache_clear()
+    rewrite._warn_of_unknown.cache_clear()
     with pytest.warns(jamp.AutocastWarning, match="'pure_callback'") as caught:
         found = [dtypes(half(lambda x: calls_back(x)), W) for _ in range(2)]
     assert len(caught) == 1 and found == [["float16"] * 2] * 2
@@ -192,7 +192,7 @@ NESTS = {
 }
 PASSES = {
     "forward": (facts.Facts, "_result_facts"),
-    "backward": (values, "wants_of_operands"),
+    "backward": (values, "_wants_of_operands"),
 }
 
 

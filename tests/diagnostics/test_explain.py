@@ -44,7 +44,7 @@ def unknown():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", jamp.AutocastWarning)
         yield
-    rewrite._warn_once.cache_clear()
+    rewrite._warn_of_unknown.cache_clear()
 
 
 # ---- what runs in what, and why
