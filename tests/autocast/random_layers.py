@@ -4,8 +4,7 @@ A layer takes an activation, a second one and the data; it gives an activation o
 shape. It names no dtype: in float64 it is its own exact answer.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace as Data
 
 import jax
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, nn
 
-from tests.autocast.small_programs import Program, ints, normal, uniform
 from tests.autocast.random_programs import Step
+from tests.autocast.small_programs import Program, ints, normal, uniform
 
 ROWS, TIME, SIZE, WIDE = 3, 4, 8, 16
 ACTIVATION = ROWS, TIME, SIZE
@@ -24,7 +23,10 @@ PERIODS = 50 * 2.0 ** np.arange(SIZE)
 
 def offset(rng: np.random.Generator) -> np.ndarray:
     """Small differences on top of a large number, as of temperatures in kelvin."""
-    mean, scale = 10 ** rng.uniform(2, 4) * rng.choice([-1, 1]), 10 ** rng.uniform(-1, 1)
+    mean, scale = (
+        10 ** rng.uniform(2, 4) * rng.choice([-1, 1]),
+        10 ** rng.uniform(-1, 1),
+    )
     return (rng.normal(size=ACTIVATION) * scale + mean).astype(np.float32)
 
 
@@ -32,7 +34,9 @@ def log_uniform(low: float, high: float, *shape: int):
     """Of normal numbers times a power of ten."""
 
     def maker(rng):
-        return (rng.normal(size=shape) * 10 ** rng.uniform(low, high)).astype(np.float32)
+        return (rng.normal(size=shape) * 10 ** rng.uniform(low, high)).astype(
+            np.float32
+        )
 
     return maker
 
@@ -96,7 +100,7 @@ def conv(a: Array, kernel: Array, **options: int | tuple[int, ...]) -> Array:
     )
 
 
-def pooled(a: Array, start: float, reduce: jax.typing.ArrayLike) -> Array:
+def pooled(a: Array, start: float, reduce: Callable) -> Array:
     return lax.reduce_window(a, start, reduce, (1, 2, 1), (1, 1, 1), "SAME")
 
 
@@ -268,9 +272,7 @@ LAYERS = {
     "small_weight": lambda a, c, d: (a @ d.w_small) @ d.w * 1e2,
     "offset": lambda a, c, d: a + d.offset * 1e-3,
     "norm_of_offset": lambda a, c, d: layer_norm(d.offset) @ d.w + a,
-    "centred": lambda a, c, d: (
-        (a @ d.w + d.offset) - d.offset.mean(-1, keepdims=True)
-    ),
+    "centred": lambda a, c, d: (a @ d.w + d.offset) - d.offset.mean(-1, keepdims=True),
     "variance": variance,
     "cosine": lambda a, c, d: a + unit(a @ d.w) * unit(c),
     "logsumexp": lambda a, c, d: a - nn.logsumexp(a @ d.w, -1, keepdims=True),
