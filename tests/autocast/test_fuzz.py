@@ -2,8 +2,8 @@
 
 And digits: programs of whole layers are held to the errors of torch's rules.
 
-`make fuzz` runs 10,000 of both, from the seed JAMP_FUZZ on. A seed that found a defect is in
-data/fuzz_seeds.txt from then on, and CI replays it.
+`make fuzz` runs 10,000 of both, from the seed JAMP_FUZZ on. A seed of the former that
+found a defect is in data/fuzz_seeds.txt from then on, and CI replays it.
 """
 
 import contextlib
@@ -168,7 +168,7 @@ def check_layers(seed):
         assert (errors(jamp.autocast) <= bounds).all(), [step.op for step in steps]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_layers_are_as_accurate_as_by_torchs_rules(seed):
     check_layers(seed)
 
