@@ -6,6 +6,7 @@ shape. It names no dtype: in float64 it is its own exact answer.
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace as Data
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def masked(scores: Array, fill: float) -> Array:
     return nn.softmax(jnp.where(CAUSAL, scores, fill))
 
 
-def conv(a: Array, kernel: Array, **options: int | tuple[int, ...]) -> Array:
+def conv(a: Array, kernel: Array, **options: Any) -> Array:
     names = ("NWC", "WIO", "NWC")
     return lax.conv_general_dilated(
         a, kernel, (1,), "SAME", dimension_numbers=names, **options

@@ -129,7 +129,7 @@ DRAWS = 64  # of data: in one, torch's error may be small by luck
 EXCEPTIONS = ("norms", "one cast", "softmax")
 
 
-def values_and_gradients(fn, program, dtype=np.float32):
+def values_and_gradients(fn, program, dtype="float32"):
     """For each result and each gradient a row of its values in each draw of data."""
     args = [
         np.stack(draws) for draws in zip(*map(program.args, range(DRAWS)), strict=True)
@@ -153,7 +153,7 @@ def check_layers(seed):
     steps = program(seed, tuple(LAYERS), most=6, depth=0)
     layers, half = layer_program(seed, steps), HALVES[seed % 2]
     with jax.enable_x64(True):
-        exact = values_and_gradients(layers.fn, layers, np.float64)
+        exact = values_and_gradients(layers.fn, layers, "float64")
 
     def errors(cast):
         found = values_and_gradients(cast(layers.fn, half), layers)
