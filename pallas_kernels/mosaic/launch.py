@@ -71,7 +71,7 @@ class Work(NamedTuple):
         block = {
             c: jax.ShapeDtypeStruct((WARPGROUP,), x.dtype) for c, x in leaf.items()
         }
-        number = jax.ShapeDtypeStruct((WARPGROUP,), jnp.uint32)
+        number: Any = jax.ShapeDtypeStruct((WARPGROUP,), jnp.uint32)
         noise = Noise(number, number) if rounds else None
         results = jax.eval_shape(self.results, scalars, block, noise)
         return {c: x.dtype for c, x in results.items() if c not in self.job.reductions}

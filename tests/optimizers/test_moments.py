@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 import jamp
 import pallas_kernels as pk
 from jamp import optimizers as jo
+from pallas_kernels._rounding import numbers_of_flat, strides_of
 from tests.bits import assert_same_bits
 from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
 from tests.optimizers.fused import FIELDS, each_bare, fresh
@@ -20,7 +22,7 @@ from tests.oracles import rounding
 from tests.subprocesses import on_eight_devices
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-# Zeros, what bfloat16 holds, what it nearly holds, denormals, the largest, what is none.
+# Zeros, what bfloat16 holds and nearly holds, denormals, the largest, and no numbers.
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-133, 1e-40, 1.1754944e-38, 3e38, 3.4e38, -3.4e38]
 SPECIAL += [np.inf, -np.inf, np.nan, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 2.0**-149]
 
@@ -29,7 +31,7 @@ SPECIAL += [np.inf, -np.inf, np.nan, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 2.0**-149]
 class Copying:
     """A rule whose new moments are the gradient."""
 
-    def formula(self, s, decays, g, w, moments):
+    def formula(self, s, decays, g, w, moments) -> Any:
         return jnp.zeros_like(w), dict.fromkeys(moments, g)
 
 
@@ -87,7 +89,27 @@ def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding():
             call = jax.jit(functools.partial(written, backend="xla"))
             found = call([on_mesh[name] for name in LEAVES], 3)
         assert_same_bits(found, wanted)
-    # What a kernel does on each device, without its emulator.
+
+
+@on_eight_devices
+def test_what_each_device_steps_is_numbered_in_the_whole_leaf():
+    # Less than a kernel takes, which XLA steps under `shard_map`.
+    shapes = {"both": (16, 20), "combined": (16, 7), "fsdp": (40,), "tensor": (5, 8)}
+    tree = {name: values(np.prod(s), 4).reshape(s) for name, s in shapes.items()}
+    wanted = written([jnp.asarray(x) for x in tree.values()], 3, "xla")
+    with jax.set_mesh(mesh_of("Explicit")):
+        on_mesh = placed(tree, mesh_of("Explicit"), SPECS)
+        call = jax.jit(functools.partial(written, backend="interpret"))
+        assert_same_bits(call([*on_mesh.values()], 3), wanted)
+
+
+@pytest.mark.parametrize("whole", [(6, 8, 10), (6, 4, 10), (3, 8, 20), (6, 8, 20)])
+def test_a_place_in_a_part_is_numbered_in_the_whole(whole):
+    part = (3, 4, 10)
+    flat = jnp.arange(np.prod(part), dtype=jnp.uint32)
+    found = numbers_of_flat(flat, part, strides_of(whole))
+    wanted = np.arange(np.prod(whole)).reshape(whole)[:3, :4, :10]
+    np.testing.assert_array_equal(found, wanted.ravel())
 
 
 @each_bare
@@ -121,19 +143,18 @@ def test_other_dtypes_are_refused(dtype):
 def test_float64_moments_stay_float64():
     with jax.enable_x64(True):
         params = {"wide": jnp.ones(3, jnp.float64), "w": jnp.ones(3, F32)}
-        state = jo.fused_adam(moment_dtype="bfloat16").init(params)
+        state: Any = jo.fused_adam(moment_dtype="bfloat16").init(params)
         assert [x.dtype.itemsize for x in jax.tree.leaves(state.mu)] == [2, 8]
 
 
 def test_zero_gradients_move_nothing_and_second_moments_decay_at_the_right_rate():
     params = jnp.ones(4096)
     tx = jo.fused_adam(1e-3, moment_dtype="bfloat16")
-    state = tx.init(params)._replace(nu=jnp.ones(4096, BF16))
+    state: Any = tx.init(params)
+    state = state._replace(nu=jnp.ones(4096, BF16))
     step = jax.jit(functools.partial(tx.update, jnp.zeros(4096)))
-    nearest = state.nu
     for _ in range(400):
         updates, state = step(state, params)
-        nearest = (nearest * jnp.bfloat16(0.999)).astype(BF16)
     assert not updates.any() and not state.mu.any()
     wanted = 0.999**400
     assert float(state.nu.astype(F32).mean()) == pytest.approx(wanted, rel=0.03)

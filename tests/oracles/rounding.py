@@ -5,12 +5,14 @@ hash-prospector) of numbers that are added one after the other; the rounding is 
 float64, by the distances to the bfloat16 below and above.
 """
 
+from typing import Any
+
 import numpy as np
 
 TWO_32 = 2**32
 
 
-def lowbias32(x: np.ndarray) -> np.ndarray:
+def lowbias32(x: Any) -> np.ndarray:
     """In 64 bits, so that no product wraps unseen."""
     x = (np.asarray(x, np.uint64) + np.uint64(0x9E3779B9)) % TWO_32
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -41,4 +43,6 @@ def rounded(x: np.ndarray, random: np.ndarray) -> np.ndarray:
     below = np.floor(size / unit) * unit
     gone = (size - below) / unit * 65536
     near = below + np.where(gone + random >= 65536, unit, 0)
-    return np.copysign(np.where(np.isfinite(x), np.minimum(near, largest), np.abs(x)), x)
+    return np.copysign(
+        np.where(np.isfinite(x), np.minimum(near, largest), np.abs(x)), x
+    )
