@@ -11,7 +11,7 @@ demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
 
 # In the order of their names: with the files of many tests first, long ones came last.
-test: $(VENV)/.test ## run the tests and the doctests
+test: $(VENV)/h200 ## run the tests and the doctests
 	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
@@ -23,13 +23,13 @@ fuzz: $(VENV)/.test ## hold autocast to 10,000 random programs, from SEED on; ot
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
 	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/state/test_soak.py $(ARGS)
 
-budgets: $(VENV)/.test ## hold fourteen architectures to the bytes of half by hand
+budgets: $(VENV)/h200 ## hold fourteen architectures to the bytes of half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
 
-mutate: $(VENV)/.test ## change modules at random: do their tests see it?
+mutate: $(VENV)/h200 ## change modules at random: do their tests see it?
 	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
 
-tpu: $(VENV)/.tpu ## the same for a TPU v5e, compiled without one
+tpu: $(VENV)/tpu ## the same for a TPU v5e, compiled without one
 	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/project/test_lean.py $(ARGS)
 
 lint: $(VENV)/.test ## check format, style and types
@@ -48,7 +48,8 @@ RESULTS ?= benchmarks/results
 
 # benchmarks/README.md has the calls for a machine that is lent.
 gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
-	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
+	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test \
+		$(VENV)/$(if $(findstring --rehearse,$(ARGS)),h200,.cuda)
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
 	$$python -m benchmarks.gpu --results $(RESULTS) $(ARGS)
 
@@ -62,6 +63,17 @@ docs: $(VENV)/.docs ## build the documentation into site/
 # One stamp file per extra: it is installed once, and again when pyproject.toml changes.
 $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
 	$(PYTHON) -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+# XLA's compilers for devices that are not here lie in folders that tests/compilers.py
+# knows: beside JAX, each program would look for a GPU and say that cuDNN is missing.
+ON_LINUX = ; sys_platform == "linux"
+JAX = $(shell $(PYTHON) -c 'import jax; print(jax.__version__)')
+$(VENV)/h200: NEEDS = 'jax-cuda13-plugin==$(JAX) $(ON_LINUX)' 'nvidia-cuda-nvcc $(ON_LINUX)'
+$(VENV)/tpu: NEEDS = 'libtpu $(ON_LINUX)'
+$(VENV)/h200 $(VENV)/tpu: $(VENV)/.test
+	rm -rf $@ && mkdir $@
+	$(PYTHON) -m pip install --quiet --upgrade --target $@ $(NEEDS)
 	@touch $@
 
 # Made again where its Python has gone, as after an upgrade.

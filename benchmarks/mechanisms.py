@@ -135,7 +135,7 @@ MECHANISMS = {
         _first,
     ),
     "one copy": Mechanism(
-        "What all read in float32 is cast once, for those that move it too.",
+        "What all read in float32 is cast once: labels keep their digits.",
         "values.Values.meets_float32",
         _gives(False),
     ),
@@ -185,7 +185,7 @@ MECHANISMS = {
         _gives(False),
     ),
     "moving calls": Mechanism(
-        "A call that only moves values takes float32 where only float32 reads them.",
+        "A call that only moves values is such a reader: `take_along_axis` of labels.",
         "facts.Facts.only_moves",
         _gives(False),
     ),

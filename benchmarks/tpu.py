@@ -1,4 +1,4 @@
-"""Compile a program for a TPU v5e on a machine without one: `pip install libtpu`.
+"""Compile a program for a TPU v5e on a machine without one: `make tpu` installs libtpu.
 
 One process at a time holds the library.
 """
@@ -16,6 +16,8 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+
+from tests import compilers as compilers
 
 
 class Compiled:

@@ -1,4 +1,4 @@
-"""For the site: README is its first page, and pages that moved redirect."""
+"""For the site: pages that lie outside of docs/, and redirects of those that moved."""
 
 import pathlib
 import re
@@ -7,8 +7,13 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-_README = pathlib.Path(__file__).parents[1] / "README.md"
-_ON_SITE = re.compile(r"\]\(docs/(\S+\.(?:md|svg)\S*)\)")
+_ROOT = pathlib.Path(__file__).parents[1]
+_OUTSIDE = {  # what the repository's readers find where it belongs
+    "index.md": "README.md",
+    "deviations.md": "tests/docs/deviations.md",
+    "results_in_full.md": "benchmarks/results/README.md",
+}
+_TO_DOCS = re.compile(r"\]\((?:\.\./)*docs/(\S+\.(?:md|svg)\S*)\)")
 _ELSEWHERE = re.compile(r"\[([^]]+)\]\((?:docs|examples)?/?\w+\.(?:py|md)\)")
 _REDIRECT = """\
 <!doctype html>
@@ -19,11 +24,23 @@ _REDIRECT = """\
 
 
 def on_files(files: Files, config: MkDocsConfig, **kwargs: Any) -> Files:
-    """Adds README as index.md: links lead to the site's pages, or are words."""
+    """Adds the pages from outside: links lead to the site's pages, or are words."""
     del kwargs
-    text = _ELSEWHERE.sub(r"\1", _ON_SITE.sub(r"](./\1)", _README.read_text()))
-    files.append(File.generated(config, "index.md", content=text))
+    for page, path in _OUTSIDE.items():
+        text = _TO_DOCS.sub(r"](./\1)", (_ROOT / path).read_text())
+        for other, file in _OUTSIDE.items():
+            text = text.replace(f"]({file}", f"](./{other}")
+        text = _ELSEWHERE.sub(r"\1", text)
+        files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Links from docs/ to the pages outside lead to them."""
+    del kwargs
+    for page, path in _OUTSIDE.items():
+        markdown = markdown.replace(f"](../{path}", f"]({page}")
+    return markdown
 
 
 def on_post_build(config: MkDocsConfig, **kwargs: Any) -> None:

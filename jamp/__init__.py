@@ -50,6 +50,7 @@ from jamp._scaling.value_and_grad import (
     scaled_value_and_grad as scaled_value_and_grad,
 )
 from jamp._state.amp_state import AmpState as AmpState, master_params as master_params
+from jamp._state.average import incremental_update as incremental_update
 from jamp._state.check import check as check
 from jamp._state.closure import closure as closure
 from jamp._state.initialize import initialize as initialize
@@ -60,11 +61,18 @@ from jamp.optimizers._masters import (
 
 __version__ = "0.1.0"
 
+
+def _is_ours(name: str) -> bool:
+    return getattr(globals()[name], "__module__", "").startswith("jamp.")
+
+
 if TYPE_CHECKING:
     from jamp import fp16_utils as fp16_utils, nnx as nnx
     from jamp.diagnostics import explain as explain
 
 _LATE = ("diagnostics", "fp16_utils", "nnx")
+# What `help(jamp)` shows, and `import *` takes: NNX is loaded by neither.
+__all__ = [*filter(_is_ours, globals()), "explain"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests import compilers as compilers
+
 # Compiling takes longer than any deadline, and CI must not depend on luck.
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jamp")
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("gpu") and "JAMP_GPU" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
         if item.get_closest_marker("h200") and not CUDA_COMPILER:
-            reason = "needs jax-cuda13-plugin, which the extra `test` installs"
+            reason = "needs XLA's compiler for GPUs: make test"
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

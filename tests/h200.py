@@ -1,6 +1,6 @@
 """Compile a program for an H200 on a machine without a GPU.
 
-XLA's GPU compiler runs on the CPU: `pip install jax-cuda13-plugin`. Set
+XLA's GPU compiler runs on the CPU; `make test` installs it (tests/compilers.py). Set
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN. Nothing
 runs and nothing is allocated; `tests.hlo` says what can be read off the result.
 """
@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jamp.tools._cost import CHEAP as CHEAP, TARGETS, compiled, topology
+from tests import compilers as compilers
 from tests.hlo import Program
 
 H200, B200 = TARGETS["H200"], TARGETS["B200"]

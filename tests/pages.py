@@ -8,7 +8,8 @@ PAGES = {
     for path in (
         ROOT / "README.md",
         *ROOT.glob("pallas_kernels/README.md"),  # which `make dist` has taken away
-        *ROOT.glob("benchmarks/results/README.md"),
+        ROOT / "benchmarks" / "results" / "README.md",
+        ROOT / "tests" / "docs" / "deviations.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }

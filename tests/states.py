@@ -9,6 +9,7 @@ import optax
 import jamp
 from tests.bits import assert_same_bits
 
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 RUNNING = ("O0", "O2", "O3", "O5")  # the levels without autocast
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 SGD = optax.sgd(0.5, momentum=0.5)  # one object, or jit would trace again
@@ -32,6 +33,12 @@ def make(level: str = "O2", tree: Any = None, tx: Any = SGD, **kwargs) -> Any:
 
 def wide(x: Any) -> jax.Array:
     return x.astype(jnp.float32)
+
+
+def dot(p: Any, x: Any) -> Any:
+    """A loss whose gradient is `x`, in the dtypes of the params."""
+    products = jax.tree.map(lambda p, x: (wide(p) * x).sum(), p, x)
+    return sum(jax.tree.leaves(products))
 
 
 def like(tree: Any, value: float) -> Any:

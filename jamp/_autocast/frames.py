@@ -33,7 +33,6 @@ class _Held(NamedTuple):
     kind: Kind
     params: tuple[str, ...]  # the parameters with the programs
     is_open: bool
-    own_derivative: bool = False
     own_residuals: bool = False
 
 
@@ -42,8 +41,8 @@ _HELD = {
     "closed_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),  # of JAX 0.11.0
     CHECKPOINT: _Held(Kind.CALL, ("jaxpr",), is_open=True, own_residuals=True),
     OPTIMIZED_VJP: _Held(Kind.CALL, ("fwd_jaxpr",), is_open=False),
-    "custom_jvp_call": _Held(Kind.CALL, ("call_jaxpr",), True, own_derivative=True),
-    "custom_vjp_call": _Held(Kind.CALL, ("call_jaxpr",), False, own_derivative=True),
+    "custom_jvp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
+    "custom_vjp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
     "shard_map": _Held(Kind.MAP, ("jaxpr",), is_open=False),
     "cond": _Held(Kind.BRANCH, ("branches",), is_open=True),
     "scan": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
@@ -65,8 +64,6 @@ class Frame(NamedTuple):
     # Values pass in any dtype. Else the program must keep those it was traced with: the
     # user's derivative, a mesh or the next trip rely on them.
     is_open: bool
-    # Whether JAX takes a derivative of the user's in the place of the program's.
-    own_derivative: bool = False
     own_residuals: bool = False  # the user has said what the backward pass keeps
     consts: int = 0  # how many operands of a loop are the same in all trips
     carries: int = 0  # how many come after them that a trip hands to the next

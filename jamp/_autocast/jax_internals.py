@@ -55,6 +55,14 @@ def conv_features(eqn: jc.JaxprEqn) -> int:
     return kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
 
 
+def equation_of(x: object) -> Any:
+    """The equation by which the program that is being traced makes `x`.
+
+    None of its inputs, and of what is not a value of such a program.
+    """
+    return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+
+
 # ---- functions
 
 

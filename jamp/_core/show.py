@@ -23,6 +23,21 @@ def shown(tree: PyTree) -> str:
     return str(jax.tree.map(leaf, tree)).replace("'", "")
 
 
+def brief(thing: object) -> str:
+    """What `repr` says; of a module, where that takes twenty lines, its class."""
+    text = repr(thing)
+    return text if "\n" not in text else f"{type(thing).__name__}(...)"
+
+
+def shapes(tree: PyTree) -> str:
+    """Arguments by dtype and shape: `"float32[8, 4], {'w': float32[4]}"`."""
+
+    def leaf(x):
+        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else brief(x)
+
+    return str(jax.tree.map(leaf, tree)).replace("'", "")[1:-1]
+
+
 def counted(tree: PyTree) -> str:
     """How many numbers a tree holds, by dtype: `"1,024 float16, 64 float32"`."""
     counts: Counter[str] = Counter()

@@ -115,7 +115,7 @@ def find_loss_scale(
     return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
 
 
-def checked_loss(out: object, has_aux: bool = False) -> tuple[Array, Any]:
+def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:
     """The loss in float32, if it is a float scalar; and aux."""
     loss, aux = out, None
     if has_aux:

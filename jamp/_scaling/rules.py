@@ -247,17 +247,13 @@ def loss_scale_rule(
 
 def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
     """Multiplies float leaves, in float32, by `1 / scale`, as apex's kernel does."""
-    return multiplied(tree, 1.0 / jnp.asarray(scale, jnp.float32))
-
-
-def multiplied(tree: PyTree, factor: Float[Array, ""]) -> PyTree:
-    """Float leaves in float32, times a factor; other leaves as they are."""
+    inverse = 1.0 / jnp.asarray(scale, jnp.float32)
 
     def leaf(x):
         if not is_differentiable(x):
             return x
         x = widen(jnp.asarray(x))
-        return lax.mul(x, lax.convert_element_type(factor, x.dtype))
+        return lax.mul(x, lax.convert_element_type(inverse, x.dtype))
 
     return jax.tree.map(leaf, tree)
 

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jamp._core.dtypes import is_differentiable
 from jamp._core.tree import is_traced
-from jamp._scaling.rules import multiplied
 
 
 class Raw(NamedTuple):
@@ -57,14 +57,16 @@ def nan_unless(
         scale: what they were divided by.
         loss_id: of which loss they are.
     """
+    factor = None
     if finite is not None:
         factor = lax.select(finite, np.float32(1), np.float32(np.nan))
-        divided = multiplied(divided, factor)
-    leaves = jax.tree.leaves(divided), jax.tree.leaves(grads)
-    for leaf, grad in zip(*leaves, strict=True):
+    leaves, structure = jax.tree.flatten(divided)
+    for i, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
+        if factor is not None and is_differentiable(leaf):
+            leaves[i] = lax.mul(leaf, lax.convert_element_type(factor, leaf.dtype))
         if isinstance(grad, jax.Array):
-            _remember(leaf, Raw(loss_id, grad, scale, finite))
-    return divided
+            _remember(leaves[i], Raw(loss_id, grad, scale, finite))
+    return structure.unflatten(leaves)
 
 
 def raw_of(leaf: object) -> Raw | None:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key, Wrt
+from jamp._core.show import shapes
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -30,6 +31,27 @@ from jamp._scaling.unscaled import nan_unless
 from jamp.optimizers._masters import fused_inside
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
+_CALLED = (
+    "jamp called loss_fn({}). The params of the state come first: after the state, "
+    "pass the arguments that follow them."
+)
+
+
+def no_argnums[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
+    """Says what to write in place of an option of `jax.value_and_grad`."""
+
+    @functools.wraps(fn)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "argnums" in kwargs:
+            raise TypeError(
+                f"{fn.__name__} has no argnums: the first argument of loss_fn is the "
+                "params of the state, and the gradients are theirs; leave it out. "
+                "wrt= picks groups; what else is trained goes into the params, and "
+                "`jamp.scale_loss` goes into a jax.grad of your own."
+            )
+        return fn(*args, **kwargs)
+
+    return checked
 
 
 class GradOptions(TypedDict, total=False):
@@ -55,6 +77,7 @@ def scaled_value_and_grad[**P, Aux](
     has_aux: Literal[True],
     **options: Unpack[GradOptions],
 ) -> Callable[Concatenate[HasLossScales, P], tuple[tuple[Array, Aux], Any]]: ...
+@no_argnums
 def scaled_value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -175,7 +198,12 @@ class ScaledGrad:
 
         def run(trained):
             merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
-            return run_loss(groups.pack(merged, state.params), *args, **kwargs)
+            params = groups.pack(merged, state.params)
+            try:
+                return run_loss(params, *args, **kwargs)
+            except (TypeError, IndexError, AttributeError) as error:
+                error.add_note(_CALLED.format(shapes((params, *args))))
+                raise
 
         with forward_policy(state.properties):
             scale = rule.current(scale_state)

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import flax.struct
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
@@ -19,6 +21,7 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
 from jamp._state.loading import has_values, loaded, register
+from jamp._state.rounded import warn_of_half_edit, warn_of_half_field
 from jamp._state.step import (
     GroupGrads,
     LossGrads,
@@ -36,20 +39,39 @@ _FIELD_REMEDY = (
 )
 
 
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# Numbers and strings are left out, so that a misspelt keyword is a type error.
+type Field = (
+    jax.Array
+    | np.ndarray
+    | Mapping[Any, Any]
+    | tuple[Any, ...]
+    | list[Any]
+    | _Dataclass
+)
+
+
 class _Replace:
     """`replace`, in a base class: Flax writes its own into every class of states."""
 
-    def replace(self: Any, **changes: Any) -> Any:
+    def replace(self, **changes: Any) -> Self:
         """The state with other values of some fields.
 
         New `params` without an `opt_state` are loaded: `state.load_params(params)`. All
         else, and params beside an `opt_state`, is set as it is given.
         """
-        params = changes.get("params", self.params)
-        loads = params is not self.params and "opt_state" not in changes
-        if loads and has_values(params, self.params):
-            changes |= loaded(self, params, False)
-        return dataclasses.replace(self, **changes)
+        state: Any = self
+        params = changes.get("params", state.params)
+        for name in set(changes).intersection(extra_fields(state)):
+            _check_field(state, name, changes[name])
+        loads = params is not state.params and "opt_state" not in changes
+        if loads and has_values(params, state.params):
+            warn_of_half_edit(state, params)
+            changes |= loaded(state, params, False)
+        return dataclasses.replace(state, **changes)
 
 
 class AmpState(_Replace, TrainState, kw_only=True):
@@ -98,6 +120,17 @@ class AmpState(_Replace, TrainState, kw_only=True):
             f"state_class={cls.__name__}, ...)`."
         )
 
+    def __len__(self) -> NoReturn:
+        """What optax asks of a state that is not one of its own."""
+        raise TypeError(
+            "An AmpState is not the state of an optax transformation. Write "
+            "`state = state.apply_gradients(grads=grads)`, which calls `tx.update`; "
+            "of the transformation itself, `tx.update(grads, state.opt_state, params)`."
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
     @property
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
@@ -111,7 +144,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         grads: PyTree,
         loss_id: int | Sequence[int] = 0,
         update_args: Mapping[str, Any] | None = None,
-        **fields: Any,
+        **fields: Field,
     ) -> Self:
         """Steps; or skips, if the gradients are not finite.
 
@@ -211,7 +244,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         tx: Any = None,
         *,
         allow_incoming_model_not_fp32: bool = False,
-        **fields: Any,
+        **fields: Field,
     ) -> Self:
         """The state with more params, as after apex's `add_param_group`.
 
@@ -291,11 +324,17 @@ def _next_field(
         )
     old, keys = getattr(state, name), groups.group_keys(state.tx)
     check_like(new, old, name, _FIELD_REMEDY)
+    _check_field(state, name, new)
     if groups.is_container(old, keys):
         chosen = {k: select(x.clean, new[k], old[k]) for k, x in given.items()}
         return groups.pack(groups.split(old, keys) | chosen, old)
     clean = functools.reduce(jnp.logical_and, [x.clean for x in given.values()])
     return select(clean, new, old)
+
+
+def _check_field(state: AmpState, name: str, new: PyTree) -> None:
+    keys, old = groups.group_keys(state.tx), getattr(state, name)
+    warn_of_half_field(name, new, state.params, keys, old)
 
 
 def extra_fields(state: AmpState) -> list[str]:
@@ -305,7 +344,7 @@ def extra_fields(state: AmpState) -> list[str]:
 
 
 @moves_constants
-def master_params(state: AmpState) -> Any:
+def master_params(state: AmpState) -> PyTree:
     """The params in float32: the masters where there are any.
 
     Args:

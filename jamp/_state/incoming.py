@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
+from jamp._core.show import brief
 from jamp._core.tree import is_overwritten, path_parts
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
@@ -38,7 +39,7 @@ def check_containers(params: PyTree, tx: Any) -> None:
                 "state.params, or jamp.master_params(state) of an AmpState."
             )
         raise TypeError(
-            f"{where} is {leaf!r}, which is not an array. Pass the params, "
+            f"{where} is {brief(leaf)}, which is not an array. Pass the params, "
             '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
         )
     if isinstance(tx, MasterWeights):
@@ -48,12 +49,12 @@ def check_containers(params: PyTree, tx: Any) -> None:
     if not isinstance(tx, list | tuple | Mapping):
         raise TypeError(
             "tx must be an optax transformation, or a list, tuple or dict of them, "
-            f"got {tx!r}."
+            f"got {brief(tx)}."
         )
     for entry in _entries(tx):
         if not groups.is_transformation(entry):
             raise TypeError(
-                f"tx holds {entry!r}, which is not an optax transformation."
+                f"tx holds {brief(entry)}, which is not an optax transformation."
             )
         if isinstance(entry, MasterWeights):
             raise ValueError(ALREADY_WRAPPED)

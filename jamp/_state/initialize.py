@@ -8,10 +8,9 @@ import functools
 import inspect
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 from typing_extensions import TypeVar
@@ -25,27 +24,13 @@ from jamp._policy.casting import cast_to_level, check_keep_fp32
 from jamp._policy.forward import cast_forward, no_forward
 from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
-from jamp._state.amp_state import AmpState
+from jamp._state.amp_state import AmpState, Field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.new_state import new_state, settled
+from jamp._state.rounded import warn_of_half_field
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 _NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
-
-
-class _Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-# Numbers and strings are left out, so that a misspelt keyword is a type error.
-type Field = (
-    jax.Array
-    | np.ndarray
-    | Mapping[Any, Any]
-    | tuple[Any, ...]
-    | list[Any]
-    | _Dataclass
-)
 
 
 @moves_constants
@@ -144,6 +129,8 @@ def initialize(
     _print(opt_level, properties, verbosity)
 
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
+    for name, value in fields.items():
+        warn_of_half_field(name, value, params, groups.group_keys(tx))
     check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:

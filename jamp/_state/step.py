@@ -34,8 +34,15 @@ from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
 _REMEDY = (
-    "pass the `grads` of jamp.scaled_value_and_grad, or a tree like `state.params`; of "
-    "several losses `grads=(g0, g1), loss_id=(0, 1)`."
+    "pass the `grads` of `loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, "
+    "...)`, or a tree like `state.params`; of several losses `grads=(g0, g1), "
+    "loss_id=(0, 1)`."
+)
+
+_NO_UPDATE_ARGS = (
+    "{}: pass them by `state.apply_gradients(grads=grads, update_args=...)`. A line "
+    'search takes `{{"value": loss, "grad": grads, "value_fn": '
+    "jamp.closure(loss_fn)(state, ...)}}`."
 )
 
 _NO_MASTERS = (
@@ -305,9 +312,14 @@ def step(
             grads, state, weights, grad_scale=scale, found_inf=skip
         )
     else:
-        weights, state, _ = masters.step_weights(
-            inner, grads, state, weights, clean, **update_args
-        )
+        try:
+            weights, state, _ = masters.step_weights(
+                inner, grads, state, weights, clean, **update_args
+            )
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise TypeError(_NO_UPDATE_ARGS.format(error)) from error
     if overwrite is not None and clean is not None:
         overwrite = select(clean, overwrite, split_overwrite(group.params)[1])
     return group.with_weights(weights, state, overwrite)

@@ -24,7 +24,8 @@ from jamp.diagnostics._source import is_backward, module_path, user_line
 
 _ARITHMETIC = ("add", "div", "mul", "sub")
 _CONSTANT = "a constant"
-_MOVES = (Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT, Shape.MOVE)
+# Of one operand each: of several, a result is made of all of them.
+_MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
 
 class Value(NamedTuple):

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
-from jamp._scaling.value_and_grad import GradOptions, ScaledGrad
+from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, no_argnums
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
     Models,
@@ -37,6 +37,7 @@ def scaled_value_and_grad(
 ) -> Fn[tuple[tuple[Array, Any], Any]]: ...
 
 
+@no_argnums
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Any, Any]]:

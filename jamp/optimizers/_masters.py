@@ -148,10 +148,6 @@ class _MasterRule:
         return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))
 
     def update(self, updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "master_weights needs the params: call `update(grads, state, params)`."
-            )
         _check_update(updates, state, params)
         weights = joined(params, state.masters)
         new, inner_state, updates = step_weights(
@@ -286,7 +282,12 @@ def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
     if not isinstance(state, MasterWeightsState):
         raise TypeError(
             f"master_weights got a state of type {type(state).__name__}, expected the "
-            "MasterWeightsState that its `init` returned."
+            "MasterWeightsState that its `init` returned; of an AmpState that is "
+            "`state.opt_state`, and `state.apply_gradients(grads=grads)` calls this."
+        )
+    if params is None:
+        raise ValueError(
+            "master_weights needs the params: call `update(grads, state, params)`."
         )
     check_like(updates, params, "updates", "they must match the params.")
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)

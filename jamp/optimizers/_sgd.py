@@ -80,10 +80,10 @@ def fused_sgd(
             without momentum.
 
     >>> import jax.numpy as jnp, optax
-    >>> tx, params = fused_sgd(0.1, 0.5, nesterov=True), jnp.ones(2)
+    >>> tx, params = fused_sgd(0.25, 0.5, nesterov=True), jnp.ones(2)
     >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
     >>> print(optax.apply_updates(params, updates))
-    [0.85 0.85]
+    [0.625 0.625]
     """
     if nesterov and (is_zero(momentum) or (is_number(dampening) and dampening)):
         raise ValueError(

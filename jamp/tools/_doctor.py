@@ -40,7 +40,7 @@ def report() -> str:
 
 def _versions() -> Iterator[str]:
     yield f"Python {platform.python_version()}, {platform.platform()}"
-    found = {name: _version(name) for name in ("jamp", *_PACKAGES)}
+    found = {name: _version(name) for name in ("jamp-jax", *_PACKAGES)}
     yield ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 

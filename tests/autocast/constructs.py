@@ -42,8 +42,8 @@ def squared(fn):
     return lambda *args: (fn(*args) ** 2).sum()
 
 
-def custom_vjp(fn, fwd, bwd, **options):
-    function = jax.custom_vjp(fn)
+def custom_vjp(fn, fwd, bwd, nondiff_argnums=(), **options):
+    function = jax.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
     function.defvjp(fwd, bwd, **options)
     return function
 

@@ -12,17 +12,12 @@ import pytest
 from jax import lax
 
 import jamp
+from tests.autocast.constructs import custom_vjp
 
 ORDER = np.array([2, 0, 1])
 BACK = np.argsort(ORDER)
 SCALE = jnp.array([3.0, 1.0, 2.0])
 X, Y = jnp.array([1.0, 2.0, 3.0]), jnp.array([2.0, 4.0, 5.0])
-
-
-def custom_vjp(fn, fwd, bwd, nondiff_argnums=(), **options):
-    function = jax.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
-    function.defvjp(fwd, bwd, **options)
-    return function
 
 
 def permuted(order=ORDER, **options):

@@ -30,6 +30,18 @@ def evaluate(eqns, invars, *args):
     return jc.jaxpr_as_fun(jaxpr)(*args)
 
 
+def test_the_equation_of_a_value_that_is_being_traced():
+    def fn(x):
+        assert jax_internals.equation_of(x) is None
+        eqn = jax_internals.equation_of(x + 1)
+        assert eqn.primitive.name == "add" and eqn.invars[0] is x
+        return x
+
+    jax.jit(fn)(X)
+    jax.jit(jax.vmap(lambda x: jax_internals.equation_of(x + 1) or x))(X)
+    assert jax_internals.equation_of(X) is None
+
+
 # ---- programs in the parameters of equations
 
 
@@ -106,8 +118,8 @@ FRAMES = {
     "scan": "loop open 1 1 5",
     "shard_map": "map",
     frames.OPTIMIZED_VJP: "call",
-    "custom_jvp_call": "call open derivative",
-    "custom_vjp_call": "call derivative",
+    "custom_jvp_call": "call open",
+    "custom_vjp_call": "call",
     "cond": "branch open",
     "while": "loop 2 1 None",
 }
@@ -130,8 +142,7 @@ def test_what_a_frame_says(name):
     (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == name)
     *_, frame = found = frames.frames_of(eqn)
     words = [frame.kind.value]
-    flags = {"open": "is_open", "derivative": "own_derivative"}
-    flags |= {"residuals": "own_residuals"}
+    flags = {"open": "is_open", "residuals": "own_residuals"}
     words += [word for word, field in flags.items() if getattr(frame, field)]
     if frame.kind is frames.Kind.LOOP:
         words += map(str, (frame.consts, frame.carries, frame.trips))

@@ -17,10 +17,10 @@ import jamp
 from jamp import optimizers as jo
 from tests import subprocesses
 from tests.bits import assert_same_bits, bits, copy
+from tests.states import LEVELS
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam on half trees
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 EXACT = tuple(level for level in LEVELS if level != "O3")  # the params are in fp32
 ADAM = optax.adam(1e-2)
 

@@ -11,7 +11,6 @@ import jamp
 
 F32 = jnp.float32
 AXES = ("data", "model")
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # How each param of `mlp` lies, whole where it is not named.
 FSDP = dict.fromkeys(("in", "bias", "norm", "out"), P("data"))
 TENSOR = dict.fromkeys(("bias", "norm", "out"), P("model")) | {"in": P(None, "model")}

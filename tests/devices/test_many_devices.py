@@ -21,7 +21,6 @@ from tests.devices.eight_devices import (
     F32,
     LAYOUTS,
     LEAVES,
-    LEVELS,
     ROWS,
     SPECS,
     collectives,
@@ -33,6 +32,7 @@ from tests.devices.eight_devices import (
     shardings,
     start,
 )
+from tests.states import LEVELS
 from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
@@ -62,6 +62,7 @@ STATES = {level: (level, ADAM) for level in LEVELS} | {
 BY_HAND = {"O1": (True, 8.0), "O2": (False, None), "O5": (True, 3.0)}
 BY_HAND |= {"lamb": (True, None), "sgd": (False, 8.0)}
 NAMES = {
+    "replicated": ("O3", "O4", "O5"),
     "fsdp": ("O0", "O2", "O3", "O4", "fused adam", "sgd", "adagrad"),
     "tensor": ("O1", "O2", "O5", "lamb", "larc"),
     "Explicit axes": ["O1"],
@@ -142,7 +143,7 @@ def moved(state):
 def test_a_mesh_trains_as_one_device_does(layout):
     mesh = mesh_of("Explicit" if layout == "Explicit axes" else "Auto")
     specs = LAYOUTS.get(layout, {})
-    names = NAMES.get(layout, LEVELS)
+    names = NAMES[layout]
     states = {name: begin(name, placed(mlp_params(), mesh, specs)) for name in names}
     stepping = step_all_by_hand if layout == "shard_map" else step_all
     rows = NamedSharding(mesh, ROWS.get(layout, P(AXES)))

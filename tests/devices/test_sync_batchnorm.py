@@ -14,8 +14,8 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
-from tests.devices.eight_devices import LEVELS, collectives
-from tests.states import assert_skipped
+from tests.devices.eight_devices import collectives
+from tests.states import LEVELS, assert_skipped
 from tests.subprocesses import on_eight_devices
 
 # Flax's layers compute in the promotion of what they are given.

@@ -308,6 +308,9 @@ def test_what_is_shown_of_a_model():
     assert len(repr(explanation).splitlines()) == 1
     assert len(explanation.show(filter="products").splitlines()) == 1 + 12 * 2
     assert "dot_general" not in explanation.show(filter="float32")
+    folded = explanation.show(filter="products", depth=1)
+    assert "1.97 M     100%" in folded and "(by the lists)" not in folded
+    assert "(by the lists)" in explanation.show(filter="float32", depth=1)
     with pytest.raises(ValueError, match="`depth` must be at least 1, got 0"):
         explanation.show(depth=0)
     with pytest.raises(ValueError, match=r"a regex, got '\('"):

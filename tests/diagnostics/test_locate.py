@@ -204,11 +204,16 @@ def test_inside_of_what_holds_programs(fn):
 
 
 @on_eight_devices
-def test_on_one_device_of_eight():
+@pytest.mark.parametrize("loops", [(), ("iteration 1 of 3 of a scan",)])
+def test_on_one_device_of_eight(loops):
     def local(w, x):
-        device = lax.axis_index("data")
-        w = w * jnp.where(device == 5, 300, 1).astype(w.dtype)
-        c = step(x - lax.pmean(x, "data") + 1, w)
+        def body(c, i):
+            there = (lax.axis_index("data") == 5) & (i == 1)
+            return step(c, w * jnp.where(there, 300, 1).astype(w.dtype)), i
+
+        x = (x - lax.pmean(x, "data") + 1).astype(w.dtype)
+        scan = lambda: lax.scan(body, x, jnp.arange(3), reverse=True)  # noqa: E731
+        c, _ = scan() if loops else body(x, 1)
         return lax.psum(c.astype(jnp.float32).mean(), "data")
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -220,7 +225,7 @@ def test_on_one_device_of_eight():
         EYE,
         np.tile(ONES, (8, 1)),
     )
-    assert found.loops == ("a shard_map over data",)
+    assert found.loops == ("a shard_map over data", *loops)
     assert found.source in lines_of(step) and found.primitive == "dot_general"
     assert found.result.infs == 32 and found.shape == (4, 8)
 

@@ -1,6 +1,6 @@
 """What apex does and jamp does otherwise, or alike, that no other test pins.
 
-The numbers are those of the tables of docs/from_apex.md.
+The numbers are those of the tables of deviations.md.
 """
 
 import functools

@@ -9,6 +9,7 @@ from jax import lax
 from jamp import fp16_utils, optimizers
 from tests.oracles import fp16_optimizer as oracle
 from tests.oracles.loss_scale import Rule
+from tests.states import dot
 
 RULE = Rule(window=4)
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -30,12 +31,6 @@ def group(seed=0, dtype=F16):
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=11), F32).astype(dtype)
     return {"kernel": x[:6].reshape(3, 2), "layer": {"bias": x[6:10]}, "scale": x[10]}
-
-
-def dot(p, x):
-    """A loss whose gradient is `x`, in the dtypes of the params."""
-    products = jax.tree.map(lambda p, x: (p.astype(F32) * x).sum(), p, x)
-    return sum(jax.tree.leaves(products))
 
 
 def like(value, tree=None):

@@ -15,13 +15,13 @@ from tests.fp16_utils.fp16 import (
     F32,
     cut_down,
     data,
-    dot,
     group,
     host,
     like,
     steps,
 )
 from tests.oracles import fp16_optimizer as oracle
+from tests.states import dot
 
 
 def flat(tree):

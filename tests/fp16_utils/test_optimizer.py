@@ -23,7 +23,6 @@ from tests.fp16_utils.fp16 import (
     F32,
     cut_down,
     data,
-    dot,
     group,
     host,
     like,
@@ -34,6 +33,7 @@ from tests.fp16_utils.fp16 import (
     steps,
 )
 from tests.oracles.loss_scale import Rule
+from tests.states import dot
 
 # What a step computes
 

@@ -12,9 +12,9 @@ import jamp
 from jamp import optimizers as jo
 from tests.optimizers.fused import larc_sgd
 from tests.optimizers.mixed_leaves import BACKENDS, FAST
+from tests.states import HALF, dot
 
 F32 = jnp.float32
-HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 STEPS = 6
 # Where a step overflows: in the first and the last leaf, which are half, and in one
 # that stays float32. Two such steps follow each other.
@@ -73,12 +73,6 @@ def gradients(step):
         leaf, place, value = BAD[step]
         tree[leaf].flat[place] = value
     return tree
-
-
-def dot(p, x):
-    """A loss whose gradient is `x`, in the dtypes of the params."""
-    products = jax.tree.map(lambda p, x: (p.astype(F32) * x).sum(), p, x)
-    return sum(jax.tree.leaves(products))
 
 
 def start(tx, level, tree=None, **kwargs):

@@ -22,7 +22,6 @@ from tests.optimizers.one_pass import (
     BAD,
     CASES,
     F32,
-    HALF,
     STEPS,
     each_backend,
     gradients,
@@ -30,6 +29,7 @@ from tests.optimizers.one_pass import (
     run,
     start,
 )
+from tests.states import HALF
 
 RUNS = [
     *((name, "masters", "xla") for name in CASES),

@@ -18,8 +18,6 @@ import jamp
 from tests import programs
 from tests.models import CNN, Transformer
 
-HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
-
 
 class Recurrent(nn.Module):
     """A cell of Flax unrolled by nn.RNN; its first carry is float32, from Flax."""

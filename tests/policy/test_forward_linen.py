@@ -10,7 +10,6 @@ from tests import programs
 from tests.models import Transformer
 from tests.policy.forward_models import (
     CASES,
-    HALF,
     SMALL,
     TOKENS,
     Headed,
@@ -23,6 +22,7 @@ from tests.policy.forward_models import (
     state_of,
     variables_of,
 )
+from tests.states import HALF
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
 pytestmark = pytest.mark.standard_promotion

@@ -2,8 +2,11 @@
 
 import ast
 import graphlib
+import inspect
+import pydoc
 import re
 
+import jamp
 from tests import surface
 from tests.pages import ROOT
 
@@ -141,6 +144,19 @@ def test_nothing_unpickles_or_evaluates():
     for module, path in MODULES.items():
         found = re.findall(r"pickle\.loads?|\b(?:eval|exec)\(", path.read_text())
         assert found == [], module
+
+
+def test_help_lists_the_public_functions():
+    wanted = {
+        name
+        for name in surface.public(jamp)
+        if not inspect.ismodule(getattr(jamp, name))
+    }
+    assert set(jamp.__all__) == wanted
+    text = pydoc.plain(pydoc.render_doc(jamp))
+    listed = text.partition("\nFUNCTIONS")[2]
+    for name in filter(str.islower, wanted):  # classes have their own part
+        assert f"\n    {name}(" in listed, name
 
 
 def test_public_names_and_their_parameters_are_those_on_file():

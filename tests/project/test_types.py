@@ -42,6 +42,7 @@ reveal_type(state)  # -> AmpState
 mine = jamp.initialize(params, tx, state_class=Mine, batch_stats={"a": jnp.ones(1)})
 reveal_type(mine)  # -> Mine
 reveal_type(mine.apply_gradients(grads=params))  # -> Mine
+reveal_type(mine.replace(step=0))  # -> Mine
 loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batch)
 reveal_type(loss)  # -> Array
 reveal_type(grads)  # -> Any
@@ -72,6 +73,8 @@ jamp.scaled_value_and_grad(loss_fn, hasaux=True)  # !! reportCallIssue
 jamp.scaled_grad(loss_fn, los_id=1)  # !! reportCallIssue
 jamp.scaled_value_and_grad(loss_fn)(state, batch, batch)  # !! reportCallIssue
 state.apply_gradients(grads=grads, loss_id=(0.0, 1.0))  # !! reportArgumentType
+state.apply_gradients(grads=grads, los_id=1)  # !! reportArgumentType
+state.add_params(params, allow_incoming_model=True)  # !! reportArgumentType
 jamp.nnx.initialize(linear, tx, "O2", verbose=0)  # !! reportCallIssue
 """
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -12,8 +11,8 @@ from flax.traverse_util import flatten_dict
 import jamp
 from jamp.optimizers import fused_adam
 from tests.bits import assert_same_bits, bits, copy
+from tests.states import HALF
 
-HALF = {"O2": np.float16, "O3": np.float16, "O5": ml_dtypes.bfloat16}
 LR = 2.0**-6
 
 

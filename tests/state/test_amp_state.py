@@ -19,17 +19,13 @@ from tests.states import (
     RUNNING,
     SGD,
     assert_skipped,
+    dot,
     like,
     make,
     params,
     wide,
     with_scales,
 )
-
-
-def dot(p, x):
-    """A loss whose gradient is `x`, in the dtypes of the params."""
-    return sum(jax.tree.leaves(jax.tree.map(lambda p, x: (wide(p) * x).sum(), p, x)))
 
 
 def random_like(tree, seed, scale=2.0**-9):

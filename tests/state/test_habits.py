@@ -191,6 +191,40 @@ RAISES = {
         nnx_split,
         r"TypeError.*nnx\.merge\(graphdef",
     ),
+    "`tx.update(grads, state)`": (
+        lambda: make().tx.update({"kernel": W}, make()),
+        r"TypeError.*`state\.apply_gradients\(grads=grads\)`",
+    ),
+    "`tx.update(grads, state)` at O0": (
+        lambda: optax.adam(0.1).update({"kernel": W}, make()),
+        r"TypeError.*`state = state\.apply_gradients\(grads=grads\)`",
+    ),
+    "`argnums=`": (
+        lambda: jamp.scaled_grad(loss_fn, argnums=0),
+        r"TypeError.*no argnums.*first argument",
+    ),
+    "`argnums=` of NNX": (
+        lambda: jamp.nnx.scaled_grad(loss_fn, argnums=0),
+        r"TypeError.*no argnums.*first argument",
+    ),
+    "`(loss, grads)` swapped": (
+        lambda: make().apply_gradients(
+            grads=jamp.scaled_value_and_grad(loss_fn)(make())[0]
+        ),
+        r"ValueError.*`loss, grads = jamp\.scaled_value_and_grad",
+    ),
+    "`optax.lbfgs` without `update_args`": (
+        lambda: step(make(tx=optax.lbfgs())),
+        r"TypeError.*'value_fn'.*update_args.*jamp\.closure\(loss_fn\)\(state",
+    ),
+    "`initialize(model)`": (
+        lambda: jamp.initialize(MODEL, SGD),
+        r"TypeError: params is Dense\(\.\.\.\), which.*`model\.init\(key, x\)",
+    ),
+    "`scaled_grad(loss_fn)(state, state.params, ...)`": (
+        lambda: jamp.scaled_grad(loss_fn)(make(), make().params, X),
+        r"IndexError.*loss_fn\(\{kernel: float16\[2, 1\]\}, \{kernel.*come first",
+    ),
     "an `nnx.Optimizer` as `tx`": (
         lambda: make_nnx(tx=nnx.Optimizer(make_nnx()[0], SGD, wrt=nnx.Param)),
         r"TypeError.*optimizer\.tx",
@@ -198,12 +232,15 @@ RAISES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the shape of a dict
 @pytest.mark.parametrize("habit", RAISES)
 def test_what_raises(habit):
     call, message = RAISES[habit]
-    with pytest.raises((TypeError, ValueError, AttributeError)) as error:
+    errors = TypeError, ValueError, AttributeError, IndexError
+    with pytest.raises(errors) as error:
         call()
-    assert re.search(message, f"{error.type.__name__}: {error.value}", re.DOTALL)
+    said = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert re.search(message, f"{error.type.__name__}: {said}", re.DOTALL)
 
 
 def nnx_grad_left_in():

@@ -17,9 +17,8 @@ from flax.training.train_state import TrainState
 
 import jamp
 from tests.bits import assert_same_bits
-from tests.states import HALF, RUNNING
+from tests.states import HALF, LEVELS, RUNNING
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 LISTS = jamp.AutocastLists()
 SGD = optax.sgd(0.5, momentum=0.9)
 W = {"w": np.ones(2, np.float32)}

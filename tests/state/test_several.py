@@ -12,9 +12,8 @@ import pytest
 
 import jamp
 from tests.state import several
-from tests.states import like, make, wide
+from tests.states import LEVELS, like, make, wide
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # So that each model has a half and a float32 weight, where the level casts.
 KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O3", "O5")}
 

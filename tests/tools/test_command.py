@@ -37,6 +37,12 @@ def test_levels_are_those_of_initialize():
             assert words.get(str(value), value) == cell, (name, level)
 
 
+def test_without_a_command_it_prints_help(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("levels", "doctor", "explain", "cost"))
+
+
 def test_doctor(capsys, monkeypatch):
     monkeypatch.setattr(_doctor, "_version", lambda name: {"jax": "0.11.0"}.get(name))
     with jax.default_matmul_precision("highest"):

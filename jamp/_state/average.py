@@ -1,0 +1,94 @@
+"""`incremental_update`: averages and target networks, which move by little, in float32.
+
+A half that moves by less than its unit stands still: at a decay of 0.999 an average in
+bfloat16 covers a hundredth of its way.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from jamp._core import groups
+from jamp._core.devices import moves_constants
+from jamp._core.dtypes import is_castable, is_half
+from jamp._core.tree import check_like, select
+from jamp._state.amp_state import AmpState, master_params
+
+_REMEDY = "it moves like `jamp.master_params(new)`; begin with that."
+_STANDS_STILL = (
+    "old{} is {}, and would stand still. Begin an average with `jamp.master_params("
+    "state)`; a target state keeps masters at O2 and O5, with `optax.set_to_zero()` if "
+    "nothing trains it."
+)
+
+
+@moves_constants
+def incremental_update[T](
+    new: PyTree, old: T, step_size: float | Float[Array, ""]
+) -> T:
+    r"""`optax.incremental_update` of a state's masters: an average, a target network.
+
+    $$m_\mathrm{old}' = s\,m_\mathrm{new} + (1 - s)\,m_\mathrm{old}$$
+
+    in float32, at every level. If the last step of `new` was skipped, `old` keeps its
+    bits.
+
+    Args:
+        new: what to move towards: an AmpState, or a tree in float32.
+        old: what moves: a tree in float32, begun as `jamp.master_params(state)`; or an
+            AmpState, whose masters move, and whose params are their cast.
+        step_size: $s$, the share of the way, shape (): 1 - decay of an average, tau of
+            a target network.
+
+    Returns:
+        `old`, moved. Leaves that are not floats are those of `new`.
+
+    Raises:
+        ValueError: `old` is half, without masters; or differs from `new` in structure
+            or shape.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> make = lambda w: jamp.initialize(w, optax.sgd(0.1), "O2", verbosity=0)
+    >>> state, target = make(jnp.ones(1)), make(jnp.zeros(1))
+    >>> print(incremental_update(state, jnp.zeros(1), 0.25))
+    [0.25]
+    >>> print(incremental_update(state, target, 0.25).params)
+    [0.25]
+    """
+    if isinstance(old, AmpState):
+        moved = incremental_update(new, _masters_of(old), step_size)
+        return old.replace(params=moved)
+    towards = master_params(new) if isinstance(new, AmpState) else new
+    check_like(towards, old, "new", _REMEDY)
+    _check_wide(old)
+
+    def leaf(n, o):
+        return optax.incremental_update(n, o, step_size) if is_castable(o) else n
+
+    moved = jax.tree.map(leaf, towards, old)
+    if not isinstance(new, AmpState):
+        return moved
+    keys = groups.group_keys(new.tx)
+    parts = (groups.split(x, keys) for x in (new.last_step_skipped, moved, old))
+    skipped, moved, old_parts = parts
+    chosen = {k: select(~skipped[k], moved[k], old_parts[k]) for k in keys}
+    return groups.pack(chosen, old)
+
+
+def _masters_of(state: AmpState) -> Any:
+    """The masters of a state that has some where its params are half."""
+    keys = groups.group_keys(state.tx)
+    for key in keys:
+        if not state.properties.master_weights or groups.get(state.tx, key) is None:
+            _check_wide(groups.get(state.params, key))
+    return master_params(state)
+
+
+def _check_wide(tree: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if is_half(leaf):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(_STANDS_STILL.format(where, jnp.result_type(leaf)))

@@ -1,0 +1,244 @@
+"""Averages and target networks: they cover their way at every level, or warn.
+
+The oracle is float64: after n steps of share s, an average of what stands still is
+1 - (1 - s)^n of the way there.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+import jamp.nnx
+from tests.bits import assert_same_bits
+from tests.states import SGD, make, params, wide
+
+STEP, STEPS = 1e-3, 3000
+START = {"w": jnp.linspace(0.5, 2.0, 16), "b": jnp.full(3, -0.75)}
+END = jax.tree.map(lambda x: 1.25 * x, START)
+
+
+def begin(level, tree, **kwargs):
+    return jamp.initialize(tree, SGD, level, verbosity=0, **kwargs)
+
+
+def share(average):
+    """How much of the way from START to END it has come."""
+    ratios = [(np.float64(average[k]) / START[k] - 1) / 0.25 for k in START]
+    return np.concatenate([np.ravel(r) for r in ratios])
+
+
+MOVED = 1 - (1 - STEP) ** STEPS
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", ["tree", "state"])
+def test_it_covers_its_way(kind, level):
+    if kind == "state" and level == "O3":
+        pytest.skip("O3 keeps no masters: see test_what_would_stand_still_is_an_error")
+    state = begin(level, END)
+    old = begin(level, START) if kind == "state" else START
+
+    def body(old, _):
+        return jamp.incremental_update(state, old, STEP), None
+
+    after, _ = jax.jit(lambda old: jax.lax.scan(body, old, None, STEPS))(old)
+    average = jamp.master_params(after) if kind == "state" else after
+    # 3,000 roundings of a float32, and END rounded at O3.
+    np.testing.assert_allclose(share(average), MOVED, 2e-3 if level == "O3" else 5e-4)
+    if kind == "state":
+        assert after.params["w"].dtype == state.params["w"].dtype
+        cast = jax.tree.map(lambda m, p: m.astype(p.dtype), average, after.params)
+        assert_same_bits(after.params, cast)
+
+
+def test_halves_would_not():
+    """The trap: what is below is what people write."""
+    for level, most in (("O2", 0.2), ("O5", 0.01)):
+        state, target = begin(level, END), begin(level, START)
+
+        def body(target, _, new=state.params):
+            moved = optax.incremental_update(new, target.params, STEP)
+            return target.replace(params=moved), None
+
+        run = jax.jit(lambda target, body=body: jax.lax.scan(body, target, None, STEPS))
+        with pytest.warns(jamp.PrecisionWarning, match="incremental_update"):
+            after, _ = run(target)
+        assert share(jamp.master_params(after)).mean() < most
+
+
+def test_a_skip_leaves_it_as_it_was():
+    state = make("O2", ema=params())
+    bad = jax.tree.map(lambda x: jnp.full_like(x, np.inf), jamp.master_params(state))
+    good = jax.tree.map(jnp.ones_like, bad)
+    for grads, moves in ((bad, False), (good, True)):
+        after = state.apply_gradients(grads=grads)
+        ema = jamp.incremental_update(after, state.ema, 0.5)
+        if not moves:
+            assert_same_bits(ema, state.ema)
+        else:
+            middle = (jamp.master_params(after)["w"] + state.ema["w"]) / 2
+            np.testing.assert_allclose(ema["w"], middle, 1e-6)
+
+
+def test_several_groups_skip_each_for_itself():
+    trees = {"a": params(), "b": params()}
+    state = jamp.initialize(trees, {"a": SGD, "b": SGD}, "O2", verbosity=0)
+    skipped = {"a": jnp.bool_(True), "b": jnp.bool_(False)}
+    zeros = jax.tree.map(jnp.zeros_like, trees)
+    ema = jamp.incremental_update(state.replace(last_step_skipped=skipped), zeros, 1.0)
+    assert_same_bits(ema["a"], zeros["a"])
+    assert_same_bits(ema["b"], jamp.master_params(state)["b"])
+
+
+def test_leaves_that_are_not_floats_are_the_new_ones():
+    tree = {"w": jnp.ones(2), "seen": jnp.int32(3)}
+    old = {"w": jnp.zeros(2), "seen": jnp.int32(0)}
+    moved = jamp.incremental_update(begin("O2", tree), old, jnp.float32(0.5))
+    assert moved["seen"] == 3 and (moved["w"] == 0.5).all()
+
+
+def test_of_an_nnx_model():
+    from flax import nnx
+
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    model, optimizer = jamp.nnx.initialize(model, SGD, "O5", verbosity=0)
+    zeros = jax.tree.map(jnp.zeros_like, optimizer.master_params(model))
+    moved = jamp.incremental_update(optimizer.amp_state(model), zeros, 0.5)
+    wanted = optimizer.master_params(model)["kernel"] / 2
+    np.testing.assert_array_equal(moved["kernel"], wanted)
+
+
+WRONG = {
+    r"old\['b'\] is float16": (lambda s: s.params, "O2"),
+    r"old\['b'\] is bfloat16": (
+        lambda s: jamp.initialize(START, None, "O5", verbosity=0),
+        "O5",
+    ),
+    "old.* is float16.*set_to_zero": (lambda s: s, "O3"),
+    r"new have an unexpected leaf at \['b'\].*begin": (
+        lambda s: {"w": s.params["w"]},
+        "O0",
+    ),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_would_stand_still_is_an_error(words):
+    old, level = WRONG[words]
+    state = begin(level, START)
+    with pytest.raises(ValueError, match=words):
+        jamp.incremental_update(state, old(state), 0.5)
+
+
+# What is warned of.
+
+
+def soft(new, old, step_size=STEP):
+    return optax.incremental_update(new, old, step_size)
+
+
+FIELDS = {
+    "initialize": lambda s: begin("O2", START, ema=s.params),
+    "a copy": lambda s: begin("O2", START, ema=jax.tree.map(jnp.copy, s.params)),
+    "optax.ema": lambda s: begin("O2", START, ema=optax.ema(0.9).init(s.params)),
+    "replace": lambda s: s.replace(ema=s.params),
+    "apply_gradients": lambda s: s.apply_gradients(grads=START, ema=s.params),
+}
+
+
+@pytest.mark.parametrize("how", FIELDS)
+def test_a_field_begun_in_half(how):
+    state = begin("O2", START, ema=START)
+    with pytest.warns(jamp.PrecisionWarning, match="field ema is float16.*master_par"):
+        FIELDS[how](state)
+
+
+@pytest.mark.standard_promotion
+def test_fields_that_are_not_averages():
+    cache = {"key": jnp.ones(3, jnp.float16)}
+    ema = optax.ema(0.9, accumulator_dtype=jnp.float32).init(START)
+    state = begin("O2", START, cache=cache, ema=START, debiased=ema)
+    state = state.replace(cache=cache, ema=jamp.master_params(state))
+    state.apply_gradients(grads=START, cache=cache, ema=soft(state.params, state.ema))
+
+
+def nearly(state):
+    """A state that has stepped, by little."""
+    grads = jax.tree.map(lambda x: 0.02 * x, START)
+    return state.apply_gradients(grads=grads)
+
+
+def clipped(s, _):
+    return jax.tree.map(lambda p: jnp.clip(p, -1, 1), s.params)
+
+
+def masked(s, _):
+    return jax.tree.map(lambda p: jnp.where(p > 1, p, 0), s.params)
+
+
+def rounded_masters(s, on):
+    moved = soft(jamp.master_params(on), jamp.master_params(s))
+    return jax.tree.map(lambda m, p: m.astype(p.dtype), moved, s.params)
+
+
+def climbed(s, _):
+    """As SAM does, for one evaluation."""
+    grads = jamp.scaled_grad(lambda p: (wide(p["w"]) ** 2).sum())(s)
+    return jax.tree.map(lambda p, g: (p + 0.01 * g).astype(p.dtype), s.params, grads)
+
+
+TRAPS = {
+    "soft": lambda s, on: soft(on.params, s.params),
+    "soft, of a stepped state": lambda s, on: soft(nearly(on).params, s.params),
+    "soft, by a float32": lambda s, on: soft(on.params, s.params, jnp.float32(STEP)),
+    "by hand": lambda s, on: jax.tree.map(
+        lambda p, q: 0.99 * wide(p) + 0.01 * wide(q), s.params, on.params
+    ),
+    "decay": lambda s, on: jax.tree.map(lambda p: p * 0.999, s.params),
+}
+RIGHT = {
+    "a hard copy": lambda s, on: on.params,
+    "a hard copy of a stepped state": lambda s, on: nearly(on).params,
+    "masters": lambda s, on: soft(jamp.master_params(on), jamp.master_params(s)),
+    "rounded masters": rounded_masters,
+    "clip": clipped,
+    "a mask": masked,
+    "a gradient": climbed,
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", TRAPS)
+def test_params_computed_of_halves_warn_in_jit(name, level):
+    state, online = begin(level, START), begin(level, END)
+    step = jax.jit(lambda s, on: s.replace(params=TRAPS[name](s, on)))
+    with pytest.warns(jamp.PrecisionWarning, match=r"computed of.*jamp.master_params"):
+        step(state, online)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_and_others_do_not(name, level):
+    state, online = begin(level, START), nearly(begin(level, START))
+    replaced = lambda s, on: s.replace(params=RIGHT[name](s, on))  # noqa: E731
+    jax.jit(replaced)(state, online)
+    if name not in ("a hard copy of a stepped state", "rounded masters", "a gradient"):
+        replaced(state, online)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_params_computed_of_halves_warn_without_jit(level):
+    state, online = begin(level, START), nearly(nearly(begin(level, START)))
+    with pytest.warns(jamp.PrecisionWarning, match="computed of params in"):
+        state.replace(params=soft(online.params, state.params, 0.3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.load_params(soft(online.params, state.params, 0.3))
