@@ -52,19 +52,18 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
     Branches agree on what goes out: the program's dtypes where theirs differ.
     """
-    operands, values = frames[0].operands, rewriter.values
-    ins = list(map(values.outgoing_dtype, operands))
+    values, ins = rewriter.values, rewriter.values.outgoing_dtypes(eqn)
     if frames[0].kind is Kind.CALL and rewriter.facts.only_moves(eqn):
-        pairs = zip(operands, ins, strict=True)
+        pairs = zip(eqn.invars, ins, strict=True)
         ins = [FLOAT32 if values.meets_float32(v) else dtype for v, dtype in pairs]
     pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
+    given = ins[len(eqn.invars) - len(frames[0].operands) :]  # without an index
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
-    written = [_program(rewriter, f, ins, None, frame) for frame, f in pairs]
+    written = [_program(rewriter, f, given, None, frame) for frame, f in pairs]
     if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
         outs = recorded(eqn.outvars)
-        written = [_program(rewriter, f, ins, outs, frame) for frame, f in pairs]
-    index = recorded(eqn.invars[: len(eqn.invars) - len(operands)])
-    _emit(rewriter, eqn, [*index, *ins], written)
+        written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
+    _emit(rewriter, eqn, ins, written)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
@@ -134,7 +133,7 @@ def _emit(
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    ins = list(map(rewriter.values.outgoing_dtype, eqn.invars))
+    ins = rewriter.values.outgoing_dtypes(eqn)
     (facts,) = rewriter.facts.programs(eqn)
     inner = _program(rewriter, facts, ins, None, frames[0])
     outs = recorded(inner.outvars)
