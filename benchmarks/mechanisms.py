@@ -16,7 +16,6 @@ from unittest import mock
 
 import jax
 
-from jamp._autocast import jax_internals
 from jamp._autocast.values import Want
 
 type Function = Callable[..., Any]
@@ -50,6 +49,10 @@ def _never_apart(original: Function) -> Function:
     return lambda *args: original(*args)._replace(apart=False)
 
 
+def _each_apart(original: Function) -> Function:
+    return lambda rewriter, atom, dtype, *apart: original(rewriter, atom, dtype, True)
+
+
 def _sums_only_weights(original: Function) -> Function:
     def write(rewriter, eqn, var):
         is_weight = eqn.primitive.name == "dot_general"
@@ -64,7 +67,7 @@ def _without_copies(original: Function) -> Function:
 
 
 def _without_barrier(original: Function) -> Function:
-    return lambda *args: original(*args[:4], False, args[5])
+    return lambda *args: original(*args[:4], False, *args[5:])
 
 
 def _keeps_names(original: Function) -> Function:
@@ -142,6 +145,11 @@ MECHANISMS = {
         "transform.moves_taken_out",
         _first,
     ),
+    "one cast": Mechanism(
+        "A float32 value is cast to half once, for all who read it so.",
+        "rewrite.Rewriter.read",
+        _each_apart,
+    ),
     "one copy": Mechanism(
         "What all read in float32 is cast once: labels keep their digits.",
         "values.Values.meets_float32",
@@ -206,12 +214,6 @@ def without(name: str) -> Iterator[None]:
     row = MECHANISMS[name]
     place = f"jamp._autocast.{row.place}"
     with mock.patch(place, row.off(pkgutil.resolve_name(place))):
-        _forget()
+        jax.clear_caches()  # of what was traced before, nothing may be used again
         yield
-    _forget()
-
-
-def _forget() -> None:
-    """Of what was traced before, nothing may be used again."""
-    jax_internals._equation.cache_clear()
     jax.clear_caches()

@@ -15,6 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
+from jamp._autocast.frames import with_equations
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.islands import (
     Graph,
     holds,
@@ -49,7 +51,7 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
 
 def _begins_head(eqn: jc.JaxprEqn) -> bool:
     """Whether it is a cast from half to float32."""
-    if eqn.primitive.name != "convert_element_type":
+    if primitive_name(eqn) != "convert_element_type":
         return False
     (source,), (result,) = eqn.invars, eqn.outvars
     return dtype_of(source) in HALF_DTYPES and dtype_of(result) == FLOAT32
@@ -140,6 +142,7 @@ def _written(
         is_kept,
         barrier,
         programs,
+        jaxpr,
     )
     before, after, made = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -151,4 +154,4 @@ def _written(
         (after if late else before).append(eqn)
         if late:
             made.update(eqn.outvars)
-    return jaxpr.replace(eqns=[*before, head, *after])
+    return with_equations(jaxpr, [*before, head, *after])

@@ -17,7 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import Kind, frames_of
+from jamp._autocast.frames import Kind, frames_of, with_equations
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
@@ -65,8 +66,9 @@ def checkpoint_islands(
                 is_kept,
                 barrier,
                 programs,
+                jaxpr,
             )
-    return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
+    return with_equations(jaxpr, [eqn for eqn in eqns if eqn is not None])
 
 
 class Graph:
@@ -144,7 +146,7 @@ def _ends_island(eqn: jc.JaxprEqn) -> bool:
 
 
 def _shape_of(eqn: jc.JaxprEqn) -> Shape:
-    return traits_of(eqn.primitive.name).shape
+    return traits_of(primitive_name(eqn)).shape
 
 
 def is_kept(primitive: str) -> bool:
@@ -158,9 +160,9 @@ def may_be_inside(eqn: jc.JaxprEqn, labels: Mapping[int, int] = {}) -> bool:
     for frame in frames_of(eqn):
         is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
         return is_plain and all(may_be_inside(e, labels) for e in frame.program.eqns)
-    traits = traits_of(eqn.primitive.name)
     if id(eqn) in labels:
         return True
+    traits = traits_of(primitive_name(eqn))
     return traits.shape in _INSIDE and not traits.slow and not _ends_island(eqn)
 
 
@@ -168,7 +170,7 @@ def is_costly(eqn: jc.JaxprEqn) -> bool:
     frames = frames_of(eqn)
     if frames:
         return any(map(is_costly, frames[0].program.eqns))
-    return traits_of(eqn.primitive.name).costly
+    return traits_of(primitive_name(eqn)).costly
 
 
 def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:

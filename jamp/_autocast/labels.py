@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend import core as jc
 
-from jamp._autocast.frames import frames_of, with_programs
+from jamp._autocast.frames import frames_of, with_equations, with_programs
 from jamp._autocast.jax_internals import call
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
@@ -57,7 +57,7 @@ def _with_label(eqn: jc.JaxprEqn, labels: Mapping[int, int]) -> jc.JaxprEqn:
     programs = [frame.program for frame in frames_of(eqn)]
     if not any(labels.keys() & labels_in(program).keys() for program in programs):
         return eqn
-    programs = [p.replace(eqns=with_labels(p.eqns, labels)) for p in programs]
+    programs = [with_equations(p, with_labels(p.eqns, labels)) for p in programs]
     return eqn.replace(params=with_programs(eqn, programs))
 
 
