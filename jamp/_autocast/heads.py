@@ -9,7 +9,7 @@ sums and maxima. The cotangents of all that read the logits meet inside, in floa
 are rounded once: a label's -1 and a softmax's 0.999 would lose their digits in half.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jamp._autocast.frames import with_equations
 from jamp._autocast.hijax import primitive_name
 from jamp._autocast.islands import (
     Graph,
-    holds,
     inputs_of,
     is_costly,
     is_kept,
@@ -28,7 +27,7 @@ from jamp._autocast.islands import (
 )
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.labels import labels_in, with_labels
-from jamp._autocast.program import dtype_of, size_of
+from jamp._autocast.program import dtype_of, is_float, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 
@@ -37,87 +36,101 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
 
     `programs` and `loop` are as for islands.
     """
-    begins = [eqn for eqn in jaxpr.eqns if _begins_head(eqn)]
-    if not begins or not any(map(is_costly, jaxpr.eqns)):
+    sources = dict.fromkeys(
+        v for eqn in jaxpr.eqns if _begins_head(eqn) for v in _halves(eqn)
+    )
+    if not sources or not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
     labels, graph = labels_in(jaxpr), Graph(jaxpr)
-    for eqn in begins:
-        begin = graph.makers.get(eqn.outvars[0])  # None if it went into another head
-        if begin is not None and (members := _head(graph, begin, labels)):
+    for source in sources:
+        if members := _head(graph, source, labels):
             jaxpr = _written(graph, jaxpr, members, labels, programs, not loop)
             graph = Graph(jaxpr)
     return jaxpr
 
 
+def _halves(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    return [v for v in variables_in(eqn.invars) if dtype_of(v) in HALF_DTYPES]
+
+
 def _begins_head(eqn: jc.JaxprEqn) -> bool:
-    """Whether it is a cast from half to float32."""
-    if primitive_name(eqn) != "convert_element_type":
-        return False
-    (source,), (result,) = eqn.invars, eqn.outvars
-    return dtype_of(source) in HALF_DTYPES and dtype_of(result) == FLOAT32
+    """Whether it makes float32 of half: a cast, or a call that begins with one."""
+    wide = any(dtype_of(v) == FLOAT32 for v in eqn.outvars)
+    return wide and bool(_halves(eqn))
 
 
-def _head(graph: Graph, begin: int, labels: Mapping[int, int]) -> set[int]:
-    """The equations of the head that a cast begins; none if it is none.
+def _is_free(eqn: jc.JaxprEqn) -> bool:
+    """Whether it may be inside and outside: a cast that begins a head, or a mask."""
+    is_cast = primitive_name(eqn) == "convert_element_type" and _begins_head(eqn)
+    return is_cast or all(dtype_of(v) == jnp.bool_ for v in eqn.outvars)
+
+
+def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
+    """The places of the equations of the head of a half array; none if it has none.
 
     It is none if something large leaves it, which would be kept anyway, or if it reads
-    something large in float32.
+    something large in float32 that is not made inside.
     """
-    eqns = graph.eqns
-    size = size_of(eqns[begin].outvars[0])
-    members, waiting = {begin}, [begin]
+    eqns, size = graph.eqns, size_of(source)
+
+    def is_inside(place: int) -> bool:
+        return place < len(eqns) and may_be_inside(eqns[place], labels)
+
+    # What gives no gradient may stay outside: a metric, and what is returned.
+    apart = {i for i, eqn in enumerate(eqns) if not any(map(is_float, eqn.outvars))}
+    apart.add(len(eqns))
+    begins = (i for i in graph.users_of(source) - {len(eqns)} if _begins_head(eqns[i]))
+    members, waiting = set[int](), set(begins)
     while waiting:
-        while waiting:
-            near = _near(graph, waiting.pop(), size, begin)
-            if near is None or not all(
-                i < len(eqns) and may_be_inside(eqns[i], labels) for i in near - members
-            ):
-                return set()
-            waiting += near - members
-            members |= near
-        # What is small on the way from one of them to another one is inside as well.
-        waiting = list(_between(graph, members))
-        if not all(may_be_inside(eqns[i], labels) for i in waiting):
+        if not all(map(is_inside, waiting)):
             return set()
-        members.update(waiting)
-    costly = (i for i in members if is_costly(eqns[i]))
-    reads_large = any(holds(variables_in(eqns[i].invars), size) for i in costly)
-    return members if reads_large else set()
+        members |= waiting
+        near: set[int] = set()
+        for eqn in [eqns[place] for place in waiting]:
+            read = _large(eqn.invars, size)
+            floats = {graph.makers.get(v) for v in read if dtype_of(v) == FLOAT32}
+            if None in floats:
+                return set()
+            masks = {
+                graph.makers[v] for v in read if _is_mask_of_labels(v, graph, size)
+            }
+            users = {i for v in _large(eqn.outvars, size) for i in graph.users_of(v)}
+            near |= floats | masks | (users - apart if _is_free(eqn) else users)
+        # What is small on a way from one of them to another one is inside as well.
+        waiting = near - members or _between(graph, members)
+    costly = [eqns[place] for place in members if is_costly(eqns[place])]
+    return members if any(_large(eqn.invars, size) for eqn in costly) else set()
 
 
-def _near(graph: Graph, place: int, size: int, begin: int) -> set[int] | None:
-    """The equations that make and use the large values of one; None if it is an input.
+def _large(atoms: Iterable[Any], size: int) -> list[jc.Var]:
+    return [v for v in variables_in(atoms) if size_of(v) >= size]
 
-    Beside what uses the cast that begins a head, and may not be inside: that casts
-    for itself.
-    """
-    eqn, found = graph.eqns[place], set[int]()
-    for v in variables_in(eqn.invars):
-        if size_of(v) >= size and dtype_of(v) in (FLOAT32, jnp.bool_):
-            if v in graph.makers:
-                found.add(graph.makers[v])
-            elif dtype_of(v) == FLOAT32:
-                return None
-    for v in eqn.outvars:
-        if size_of(v) >= size:
-            found |= graph.users.get(v, set())
-    return found
+
+def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
+    """Whether a mask is made of nothing large: inside, it need not be kept."""
+    if dtype_of(value) != jnp.bool_ or value not in graph.makers:
+        return False
+    maker = graph.eqns[graph.makers[value]]
+    return may_be_inside(maker) and not _large(maker.invars, size)
 
 
 def _between(graph: Graph, members: set[int]) -> set[int]:
     """The equations that are no members, on a way from one of them to another one."""
-    first, last = min(members), max(members)
-    after: set[int] = set()
-    for i in range(first, last):
-        makers = (graph.makers.get(v) for v in variables_in(graph.eqns[i].invars))
-        if i not in members and any(m in members or m in after for m in makers):
+    reads = [variables_in(eqn.invars) for eqn in graph.eqns[: max(members) + 1]]
+    makers = [{graph.makers[v] for v in read if v in graph.makers} for read in reads]
+    after, before = set(members), set(members)
+    for i in range(min(members), len(makers)):
+        if makers[i] & after:
             after.add(i)
-    before: set[int] = set()
-    for i in range(last, first, -1):
-        if i in members or i in before:
-            read = variables_in(graph.eqns[i].invars)
-            before |= {graph.makers[v] for v in read if v in graph.makers}
-    return after & before
+    for i in reversed(range(len(makers))):
+        if i in before:
+            before |= makers[i]
+    return (after & before) - members
+
+
+def _leaves(graph: Graph, place: int, members: set[int]) -> bool:
+    """Whether something outside reads the results of an equation inside."""
+    return any(graph.users_of(v) - members for v in graph.eqns[place].outvars)
 
 
 def _written(
@@ -130,11 +143,16 @@ def _written(
 ) -> jc.Jaxpr:
     """The program with a head as one equation, in the place of its last one."""
     inside = [jaxpr.eqns[i] for i in sorted(members)]
+    both: set[int] = set()
+    for i in sorted(members, reverse=True):
+        if _is_free(jaxpr.eqns[i]) and _leaves(graph, i, members - both):
+            both.add(i)
     outvars = [
-        v for e in inside for v in e.outvars if graph.users.get(v, set()) - members
+        v
+        for i in sorted(members - both)
+        for v in jaxpr.eqns[i].outvars
+        if graph.users_of(v) - (members - both)
     ]
-    begins = {i for i in members if _begins_head(jaxpr.eqns[i])}
-    outvars = [v for v in outvars if graph.makers[v] not in begins]
     head = checkpointed(
         with_labels(inside, labels),
         inputs_of(inside),
@@ -144,14 +162,13 @@ def _written(
         programs,
         jaxpr,
     )
-    before, after, made = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
+    before, after, late = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
     for i, eqn in enumerate(jaxpr.eqns):
-        # Free to compute, a cast that others read too is in both.
-        used = any(graph.users.get(v, set()) - members for v in eqn.outvars)
-        if i in members and not (i in begins and used):
+        if i in members - both:
             continue
-        late = i > max(members) or made & set(variables_in(eqn.invars))
-        (after if late else before).append(eqn)
-        if late:
-            made.update(eqn.outvars)
+        if i > max(members) or late & set(variables_in(eqn.invars)):
+            after.append(eqn)
+            late.update(eqn.outvars)
+        else:
+            before.append(eqn)
     return with_equations(jaxpr, [*before, head, *after])

@@ -85,6 +85,10 @@ class Graph:
         for v in variables_in(jaxpr.outvars):
             self.users.setdefault(v, set()).add(len(jaxpr.eqns))
 
+    def users_of(self, var: jc.Var) -> set[int]:
+        """The places of the equations that read a value."""
+        return self.users.get(var, set())
+
     def island(self, end: int) -> set[int]:
         """The equations of the island that a cast to half ends; none if it is none.
 
@@ -117,7 +121,7 @@ class Graph:
         leaks: set[int] = set()
         # Backward, for what a leak reads is then read outside as well.
         for i in sorted(members - {end}, reverse=True):
-            users = set().union(*(self.users.get(v, ()) for v in self.eqns[i].outvars))
+            users = set().union(*map(self.users_of, self.eqns[i].outvars))
             if users - members or users & leaks:
                 leaks.add(i)
         return leaks

@@ -95,17 +95,17 @@ def _axis_of(eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> int | None:
     given = [int(axis) for axis in numbers.start_index_map]
     batch = map(int, numbers.operand_batching_dims)
     rows = dict(zip(batch, numbers.start_indices_batching_dims, strict=True))
-    whole = set(range(len(shape))) == {*given, *rows}
-    if not whole or set(eqn.params["slice_sizes"]) - {1}:
+    if set(eqn.params["slice_sizes"]) - {1}:
         return None
     if len(given) > 1:
         # `z[arange(n), labels]`: the index along an axis is that of the row.
         rows |= _own_places(eqn.invars[1], given, jaxpr)
     for axis in given:
-        others = [i for i in range(len(shape)) if i != axis]
-        if [rows.get(i) for i in others] == list(range(len(others))):
-            of_rows = math.prod(shape[i] for i in others)
-            return axis if size_of(eqn.outvars[0]) == of_rows else None
+        others = [i for i, n in enumerate(shape) if i != axis and n > 1]
+        places = [rows.get(i, -1) for i in others]
+        in_order = places == sorted(set(places)) and -1 not in places
+        if in_order and size_of(eqn.outvars[0]) == math.prod(shape[i] for i in others):
+            return axis
     return None
 
 
