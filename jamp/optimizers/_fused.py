@@ -230,6 +230,7 @@ class FusedRule(Hyperparameters, Rule):
         *,
         grad_scale: ArrayLike | None = None,
         found_inf: ArrayLike | None = None,
+        rounds: bool = False,
         only_updates: bool = False,
     ) -> tuple[PyTree, Any]:
         """Steps weights in place, in one pass over each leaf.
@@ -240,6 +241,7 @@ class FusedRule(Hyperparameters, Rule):
             weights: a tree like `grads` of `pallas_kernels.Weight`.
             grad_scale: what to divide the gradients by, shape ().
             found_inf: if not zero, all bits stay, shape ().
+            rounds: whether to round bfloat16 weights without masters stochastically.
             only_updates: whether to return what to add to the weights, not them.
 
         Returns:
@@ -262,7 +264,7 @@ class FusedRule(Hyperparameters, Rule):
         numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
         new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
-        how = {"count": state.count, "only_updates": only_updates}
+        how = {"count": state.count, "rounds": rounds, "only_updates": only_updates}
         stepped, moments = step(self.static, leaves, numbers, options, **how)
         new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)
