@@ -252,8 +252,9 @@ def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
         results["weight"], results["low"] = split_wide(results["weight"])
     if tag.storage == "own" and not tag.only_updates:
         results["weight"] = saturate(results["weight"], tag.dtype)
-    for name, place in tag.rounded if noise is not None else ():
-        results[name] = rounded(results[name], noise.bits(place))
+    if noise is not None:
+        for name, place in tag.rounded:
+            results[name] = rounded(results[name], noise.bits(place))
     return results
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import is_half
@@ -283,7 +283,7 @@ def step(
     *,
     overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
-    count: Int[Array, ""] | None = None,
+    count: ArrayLike | None = None,
     update_args: Mapping[str, Any],
 ) -> Group:
     """Steps the masters, or where there are none the params, widened for the step.

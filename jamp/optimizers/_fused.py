@@ -219,8 +219,14 @@ class FusedRule(Hyperparameters, Rule):
         _check_leaves(updates, "gradients")
         check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
-        return self.apply(updates, state, weights, **scaling, only_updates=True)
+        return self.apply(
+            updates,
+            state,
+            weights,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            only_updates=True,
+        )
 
     def apply(
         self,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
 from jamp._core.tree import check_like, copied, select
@@ -223,7 +223,7 @@ def step_weights(
     state: PyTree,
     weights: PyTree,
     clean: Bool[Array, ""] | None = None,
-    count: Int[Array, ""] | None = None,
+    count: ArrayLike | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Steps a tree of `Weight` with an optax transformation.

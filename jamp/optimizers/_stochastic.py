@@ -85,5 +85,6 @@ class _Rule:
         new, inner_state, updates = step_weights(
             self.tx, updates, state.inner_state, weights, count=count, **extra_args
         )
-        state = StochasticRoundingState(optax.safe_increment(count), inner_state)
+        count = optax.safe_increment(count)
+        state = state._replace(count=count, inner_state=inner_state)
         return landing(updates, parted(new)[0], params), state
