@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
+from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.tree import check_like, copied, select
 from jamp.optimizers._fused import FusedTransformation, Transformation
 from pallas_kernels import Weight, split
@@ -254,7 +254,7 @@ def _written(old: Weight, value: jax.Array, clean: jax.Array | None) -> Weight:
     if old.kind == "split":
         new = Weight(*split(value))
     else:
-        new = Weight(cast(value, old.param.dtype) if is_castable(old.param) else value)
+        new = Weight(cast(value, old.param.dtype))
     return new if clean is None else select(clean, new, old)
 
 
