@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, UInt32
 
 from pallas_kernels._compat import varying_axes
 from pallas_kernels._xla import Job, Leaf, Results, run_in_xla
@@ -64,6 +64,7 @@ def run(
     options: Options = DEFAULTS,
     numbers: Mapping[str, ArrayLike] | None = None,
     tags: Sequence[Any] | None = None,
+    keys: UInt32[Array, " n"] | None = None,
 ) -> Results:
     """Runs `job` over leaves, each a dict of arrays of one shape.
 
@@ -75,6 +76,7 @@ def run(
         numbers: further ones by name, as float32: of shape (), or (n,) for one per
             leaf.
         tags: per leaf, something static for the formula.
+        keys: one per leaf, where `job.stored` rounds stochastically.
     """
     given = {"skip": options.skip, "unscale": options.unscale, **(numbers or {})}
     given = {name: x for name, x in given.items() if x is not None}
@@ -98,11 +100,11 @@ def run(
         )
     if backend == "xla" or placement.unknown:
         whole, every = placement == Placement(None), range(len(leaves))
-        return run_in_xla(job, names, tags, whole, every, leaves, packed, table)
+        return run_in_xla(job, names, tags, whole, every, leaves, packed, table, keys)
     from pallas_kernels import mosaic  # takes a third of a second to load
 
     how = backend == "interpret", placement.mesh, placement.specs
-    return mosaic.run_in_mosaic(job, names, tags, *how, leaves, packed, table)
+    return mosaic.run_in_mosaic(job, names, tags, *how, leaves, packed, table, keys)
 
 
 def check_backend(backend: str) -> None:

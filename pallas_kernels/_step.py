@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, UInt16
 
+from pallas_kernels._rounding import Noise, keys_of, rounded
 from pallas_kernels._run import Options, run
 from pallas_kernels._xla import (
     Blocks,
@@ -132,7 +133,8 @@ class Leaves(NamedTuple):
     Attributes:
         weights: what to step.
         grads: one per weight, of its shape.
-        moments: by name, one per weight, of its shape.
+        moments: by name, one per weight, of its shape; what is bfloat16 is rounded
+            stochastically.
         decays: whether each weight decays.
     """
 
@@ -148,6 +150,7 @@ class _Tag(NamedTuple):
     storage: Kind
     dtype: DTypeLike  # of the param
     only_updates: bool
+    rounded: tuple[tuple[str, int], ...]  # what is stochastically, and by which bits
 
 
 def step(
@@ -156,6 +159,7 @@ def step(
     numbers: Mapping[str, ArrayLike],
     options: Options,
     *,
+    count: ArrayLike = 0,
     only_updates: bool = False,
 ) -> tuple[list[Any], dict[str, list[Array]]]:
     """Steps every leaf by a rule, in one pass.
@@ -165,6 +169,7 @@ def step(
         leaves: what to step.
         numbers: for the formula, each of shape (), or (n,) for one per leaf.
         options: how to run.
+        count: steps taken before, shape (), for stochastic rounding.
         only_updates: whether to return what to add to the weights, in float32, and
             leave the weights.
 
@@ -172,7 +177,9 @@ def step(
         The new weights, or the updates; and by name the new moments, per leaf.
     """
     columns, tags = _columns_and_tags(rule, leaves, only_updates)
-    results = run(_STEP, columns, options, numbers, tags).leaves.values()
+    is_rounded = any(tag.rounded for tag in tags)
+    keys = keys_of(count, len(tags)) if is_rounded else None
+    results = run(_STEP, columns, options, numbers, tags, keys).leaves.values()
     moments = {name: [leaf[name] for leaf in results] for name in leaves.moments}
     if only_updates:
         return [leaf["update"] for leaf in results], moments
@@ -211,8 +218,14 @@ def _columns_and_tags(
         leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
         if only_updates:
             leaf.pop("copy", None)
+        rounded = tuple(
+            (name, place)
+            for place, (name, xs) in enumerate(leaves.moments.items())
+            if xs[k].dtype == jnp.bfloat16
+        )
         columns.append(leaf)
-        tags.append(_Tag(rule, decays, weight.kind, weight.param.dtype, only_updates))
+        kept = weight.kind, weight.param.dtype
+        tags.append(_Tag(rule, decays, *kept, only_updates, rounded))
     return columns, tags
 
 
@@ -230,8 +243,13 @@ def _squares(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
     return {"weight": weight * weight, "added": delta * delta}
 
 
-def _stored(tag: _Tag, results: Blocks) -> Blocks:
-    """The new weights as they are kept."""
+def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
+    """The new weights and moments as they are kept."""
+    if noise is not None:
+        results = results | {
+            name: rounded(results[name], noise.bits(place))
+            for name, place in tag.rounded
+        }
     if tag.storage == "copied" or tag.only_updates:
         return results
     new = results["weight"]

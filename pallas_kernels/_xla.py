@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
+
+from pallas_kernels._rounding import Noise, numbers_like, strides_of
 
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
@@ -72,15 +74,15 @@ class Job:
         reductions: results to reduce over each leaf: "sum", or "max" of what is not
             negative.
         totals: whether to reduce over all leaves, and give nothing else.
-        stored: `(tag, results) -> results`: how results are stored, such as in two
-            halves, that must be of one value.
+        stored: `(tag, results, noise) -> results`: how results are stored, such as in
+            two halves, that must be of one value; `noise` is for stochastic rounding.
     """
 
     formula: Formula
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reductions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     totals: bool = False
-    stored: Callable[[Any, Blocks], Blocks] | None = None
+    stored: Callable[[Any, Blocks, Noise | None], Blocks] | None = None
 
     def read(self, leaf: Leaf) -> Blocks:
         """The columns that the formula takes, in float32 where they are half."""
@@ -145,11 +147,14 @@ def run_in_xla(
     leaves: Sequence[Leaf],
     packed: Float[Array, " s"],
     table: Float[Array, "n p"] | None,
+    keys: UInt32[Array, " n"] | None,
+    strides: Sequence[tuple[int, ...]] | None = None,
 ) -> Results:
     """Runs the leaves `members`, in order, so that XLA merges what it can.
 
     `names` are of the numbers: `packed` has those for all leaves, `table` a row of
-    further ones per leaf. `flattens` lets totals take leaves concatenated.
+    further ones per leaf. `flattens` lets totals take leaves concatenated. `keys` are
+    for stochastic rounding, of leaves with `strides`, if those are not their own.
     """
     groups = kinds(members, leaves, tags)
     if job.totals:
@@ -165,7 +170,9 @@ def run_in_xla(
         for k in group:
             row = () if table is None else table[k]
             numbers = dict(zip(names, [*shared, *row], strict=True))
-            done[k] = run_leaf(job, leaves[k], tags[k], numbers)
+            key = None if keys is None else keys[k]
+            whole = None if strides is None else strides[k]
+            done[k] = run_leaf(job, leaves[k], tags[k], whole, numbers, key)
     return Results(
         {k: done[k][0] for k in members},
         {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions},
@@ -201,14 +208,24 @@ def _groups_with_numbers(
     yield from (([k], scalars) for k in large)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def run_leaf(
-    job: Job, leaf: Leaf, tag: Hashable, numbers: Numbers
+    job: Job,
+    leaf: Leaf,
+    tag: Hashable,
+    strides: tuple[int, ...] | None,
+    numbers: Numbers,
+    key: UInt32[Array, ""] | None,
 ) -> tuple[Blocks, dict[str, Array]]:
     """A leaf's written columns and new arrays; its reductions."""
     results = job.formula(numbers, tag, job.read(leaf))
     if job.stored is not None:
-        results = job.stored(tag, computed_once(results))
+        noise = None
+        if key is not None:
+            x = next(iter(leaf.values()))
+            whole = strides_of(x.shape) if strides is None else strides
+            noise = Noise(key, numbers_like(x, whole))
+        results = job.stored(tag, computed_once(results), noise)
     skip = numbers["skip"] != 0 if "skip" in numbers else None
     reduced, written = {}, {}
     for name, x in results.items():

@@ -116,17 +116,19 @@ class Explanation:
 
         Args:
             depth: how many levels of modules to show; None for all.
-            filter: lists operations instead, each with its line: "products", "float32"
-                (those that do not run in half), "all", or a regex that is looked for in
-                "module operation file:line", as in " exp ".
+            filter: lists operations instead, each with its line; with `depth`, the tree
+                is of those alone: "products", "float32" (those that do not run in
+                half), "all", or a regex that is looked for in "module operation
+                file:line", as in " exp ".
             width: of the text. Lines of the source are never cut.
 
         Raises:
             ValueError: `depth` is less than 1, or `filter` is not a regex.
         """
-        if filter is not None:
-            return _table.text(_table.chosen(self.operations, filter))
-        tree = _table.tree(self.operations, depth, width)
+        shown = _table.chosen(self.operations, filter)
+        if filter is not None and depth is None:
+            return _table.text(shown)
+        tree = _table.tree(shown, depth, width)
         warnings = [f"! {warning}" for warning in self.warnings]
         more = len(warnings) - _SHOWN
         if more > 0:

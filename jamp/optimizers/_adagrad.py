@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
@@ -26,7 +27,7 @@ class FusedAdagradState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        sum_of_squares: of all gradients so far, float32, like the params.
+        sum_of_squares: of all gradients so far, like the params, in `moment_dtype`.
     """
 
     count: Int[Array, ""]
@@ -40,6 +41,7 @@ def fused_adagrad(
     weight_decay: ArrayLike = 0.0,
     adagrad_w_mode: bool = False,
     mask: Mask = None,
+    moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""Adagrad as apex's FusedAdagrad.
@@ -55,6 +57,7 @@ def fused_adagrad(
         weight_decay: $\lambda$; $\lambda w$ is added to $g$.
         adagrad_w_mode: whether to add $\lambda w$ to the fraction instead.
         mask: which leaves decay, see `fused_adam`.
+        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
         backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:

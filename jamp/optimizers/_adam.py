@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
@@ -26,8 +27,8 @@ class FusedAdamState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        mu: first moments, float32, like the params.
-        nu: second moments, float32, like the params.
+        mu: first moments, like the params, in `moment_dtype`.
+        nu: second moments, like the params, in `moment_dtype`.
     """
 
     count: Int[Array, ""]
@@ -49,6 +50,7 @@ def fused_adam(
     legacy: bool = False,
     eps_inside_sqrt: bool = False,
     mask: Mask = None,
+    moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""Adam and AdamW as apex's FusedAdam: moments, weights and copies in one pass.
@@ -81,6 +83,8 @@ def fused_adam(
         eps_inside_sqrt: with `legacy`, adds epsilon under the root.
         mask: which leaves decay: a tree of bools like the params or a prefix of it, or
             a function from params to that.
+        moment_dtype: "bfloat16" stores moments in half the bytes, rounded
+            stochastically. Arithmetic is in float32.
         backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:

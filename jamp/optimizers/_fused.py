@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
@@ -29,6 +30,8 @@ from pallas_kernels import (
     norm as norm_of,
     step,
 )
+
+_MOMENTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 type Count = Int[Array, ""]
 # By name, of shape (), or (n,) for one per leaf.
@@ -97,6 +100,7 @@ class FusedRule(Hyperparameters, Rule):
         shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
         bias_correction: whether `correction` is not 1.
         max_grad_norm: the largest norm of all gradients together; None for any.
+        moment_dtype: of moments, float32 or bfloat16.
     """
 
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
@@ -104,6 +108,7 @@ class FusedRule(Hyperparameters, Rule):
     shardings: Any = None
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(default=None)
+    moment_dtype: DTypeLike = "float32"
     amsgrad: dataclasses.InitVar[bool] = False
 
     def __post_init__(self, amsgrad: bool):
@@ -111,6 +116,12 @@ class FusedRule(Hyperparameters, Rule):
             name = type(self).__name__
             raise RuntimeError(f"{name} does not support the AMSGrad variant.")
         super().__post_init__()
+        if self.moment_dtype not in _MOMENTS:
+            raise ValueError(
+                f"{self.name}: moment_dtype must be 'float32' or 'bfloat16', got "
+                f"{self.moment_dtype!r}."
+            )
+        object.__setattr__(self, "moment_dtype", jnp.dtype(self.moment_dtype))
 
     @property
     def static(self) -> Self:
@@ -129,11 +140,12 @@ class FusedRule(Hyperparameters, Rule):
         return tuple(self.zeros(params) for _ in self.state._fields[1:])
 
     def zeros(self, params: PyTree) -> PyTree:
-        """A moment of zeros: float32, like the params; float64 for float64."""
+        """A moment of zeros, like the params; float64 for float64."""
 
         def leaf(p):
             p = p if hasattr(p, "dtype") else jnp.asarray(p)
-            return jnp.zeros_like(p, p.dtype if p.dtype == jnp.float64 else jnp.float32)
+            is_wide = p.dtype == jnp.float64
+            return jnp.zeros_like(p, p.dtype if is_wide else self.moment_dtype)
 
         return jax.tree.map(leaf, params)
 
@@ -250,9 +262,8 @@ class FusedRule(Hyperparameters, Rule):
         numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
         new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
-        stepped, moments = step(
-            self.static, leaves, numbers, options, only_updates=only_updates
-        )
+        how = {"count": state.count, "only_updates": only_updates}
+        stepped, moments = step(self.static, leaves, numbers, options, **how)
         new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)
         if skip is not None:

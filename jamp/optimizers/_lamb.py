@@ -8,6 +8,7 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
@@ -27,8 +28,8 @@ class FusedLAMBState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        mu: first moments, float32, like the params.
-        nu: second moments, float32, like the params.
+        mu: first moments, like the params, in `moment_dtype`.
+        nu: second moments, like the params, in `moment_dtype`.
     """
 
     count: Int[Array, ""]
@@ -50,6 +51,7 @@ def fused_lamb(
     use_nvlamb: bool = False,
     amsgrad: bool = False,
     mask: Mask = None,
+    moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
@@ -78,6 +80,7 @@ def fused_lamb(
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
         amsgrad: refused, as by apex.
         mask: which leaves decay, see `fused_adam`.
+        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
         backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
@@ -29,7 +30,7 @@ class FusedNovoGradState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        mu: first moments, float32, like the params.
+        mu: first moments, like the params, in `moment_dtype`.
         nu: the blended norm of each leaf's gradient, not squared; shape (), float32.
     """
 
@@ -52,6 +53,7 @@ def fused_novograd(
     init_zero: bool = False,
     amsgrad: bool = False,
     mask: Mask = None,
+    moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.
@@ -79,6 +81,7 @@ def fused_novograd(
         init_zero: whether $n$ begins at 0; else at the norm of the first gradient.
         amsgrad: refused, as by apex.
         mask: which leaves decay, see `fused_adam`.
+        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
         backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:

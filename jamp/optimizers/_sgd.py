@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers._fused import (
@@ -28,7 +29,8 @@ class FusedSGDState(NamedTuple):
 
     Attributes:
         count: steps taken, shape (), int32.
-        trace: momentum buffers, float32, like the params; None without momentum.
+        trace: momentum buffers, like the params, in `moment_dtype`; None without
+            momentum.
     """
 
     count: Int[Array, ""]
@@ -44,6 +46,7 @@ def fused_sgd(
     nesterov: bool = False,
     wd_after_momentum: bool = False,
     mask: Mask = None,
+    moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
 ) -> FusedTransformation:
     r"""SGD as apex's FusedSGD, and torch's.
@@ -66,6 +69,7 @@ def fused_sgd(
         nesterov: whether to look ahead.
         wd_after_momentum: whether to add $\lambda w$ after the momentum instead.
         mask: which leaves decay, see `fused_adam`.
+        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
         backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
@@ -76,10 +80,10 @@ def fused_sgd(
             without momentum.
 
     >>> import jax.numpy as jnp, optax
-    >>> tx, params = fused_sgd(0.1, 0.5, nesterov=True), jnp.ones(2)
+    >>> tx, params = fused_sgd(0.25, 0.5, nesterov=True), jnp.ones(2)
     >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
     >>> print(optax.apply_updates(params, updates))
-    [0.85 0.85]
+    [0.625 0.625]
     """
     if nesterov and (is_zero(momentum) or (is_number(dampening) and dampening)):
         raise ValueError(

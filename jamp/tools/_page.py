@@ -21,13 +21,16 @@ def page(explanation: Explanation) -> str:
     lines = {line: i for i, line in enumerate(dict.fromkeys(op.source for op in shown))}
     chips = (f'<span class="chip {kind}">{words}</span> ' for kind, words in _COLORS)
     warnings = "".join(f"<li>{escape(text)}</li>" for text in explanation.warnings)
+    products_first = sorted(
+        enumerate(shown), key=lambda row: not row[1].is_float_matmul
+    )
     template = importlib.resources.files("jamp.tools").joinpath("page.html")
     return string.Template(template.read_text("utf-8")).substitute(
         title=escape(explanation.title),
         legend="".join(chips),
         modules="".join(_modules(groups_of(shown), 1)),
         head="".join(f"<th>{name}</th>" for name in _COLUMNS),
-        rows="".join(_row(i, op, lines[op.source]) for i, op in enumerate(shown)),
+        rows="".join(_row(i, op, lines[op.source]) for i, op in products_first),
         sources="".join(_sources(shown, lines)),
         hidden="" if warnings else " hidden",
         warnings=warnings,

@@ -13,15 +13,16 @@ before its stores.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
+from pallas_kernels._rounding import Noise, numbers_of_flat
 from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, size_of
 
 WARPGROUP = 128
@@ -55,20 +56,24 @@ class Work(NamedTuple):
     tag: Any
     interpret: bool
 
-    def results(self, scalars: Sequence[Any], blocks: Blocks) -> Blocks:
+    def results(
+        self, scalars: Sequence[Any], blocks: Blocks, noise: Noise | None
+    ) -> Blocks:
         """What the formula gives, as it is stored."""
         numbers = dict(zip(self.names, scalars, strict=True))
         results = self.job.formula(numbers, self.tag, self.job.read(blocks))
         stored = self.job.stored
-        return results if stored is None else stored(self.tag, results)
+        return results if stored is None else stored(self.tag, results, noise)
 
-    def stored_dtypes(self, leaf: Leaf) -> dict[str, Any]:
+    def stored_dtypes(self, leaf: Leaf, rounds: bool) -> dict[str, Any]:
         """The dtypes of all results but reductions."""
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(self.names)
         block = {
             c: jax.ShapeDtypeStruct((WARPGROUP,), x.dtype) for c, x in leaf.items()
         }
-        results = jax.eval_shape(self.results, scalars, block)
+        number: Any = jax.ShapeDtypeStruct((WARPGROUP,), jnp.uint32)
+        noise = Noise(number, number) if rounds else None
+        results = jax.eval_shape(self.results, scalars, block, noise)
         return {c: x.dtype for c, x in results.items() if c not in self.job.reductions}
 
 
@@ -94,22 +99,27 @@ def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
     return launches + _batched(mixed, most)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def launch(
     work: Work,
+    strides: tuple[tuple[int, ...], ...],
     leaves: Sequence[Leaf],
     scalars: Float[Array, " s"],
     per_leaf: Float[Array, "n p"] | None,
+    keys: UInt32[Array, " n"] | None,
 ) -> tuple[list[Blocks], dict[str, Array]]:
     """Runs `work` in one launch, over leaves of one kind that `fits` accepts.
+
+    `strides` are those of what each leaf is a part of, for stochastic rounding.
 
     Returns:
         Per leaf the columns that were written; the reductions.
     """
-    job, stored = work.job, work.stored_dtypes(leaves[0])
+    job, stored = work.job, work.stored_dtypes(leaves[0], keys is not None)
     written = [c for c in leaves[0] if c in stored or c in job.copies]
     new = {c: dtype for c, dtype in stored.items() if c not in leaves[0]}
     block = BLOCK if len(leaves[0]) > 1 or stored else LONE_BLOCK
+    shapes = [next(iter(leaf.values())).shape for leaf in leaves]
     sizes = [size_of(leaf) for leaf in leaves]
     starts = [0, *itertools.accumulate(max(n // block, 1) for n in sizes)]
     inputs, refs, fresh = [], [], []
@@ -121,17 +131,16 @@ def launch(
         fresh.append({c: jax.ShapeDtypeStruct(shape, d) for c, d in new.items()})
     per_block = jax.ShapeDtypeStruct((starts[-1],), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_body, work, sizes, starts, block),
+        functools.partial(_body, work, shapes, strides, sizes, starts, block),
         out_type=(fresh, dict.fromkeys(job.reductions, per_block)),
         grid=(starts[-1],),
         grid_names=("block",),
         interpret=_INTERPRET if work.interpret else None,
         compiler_params=_PARAMS,
     )
-    fresh, partials = kernel(scalars, per_leaf, inputs, refs)
+    fresh, partials = kernel(scalars, per_leaf, keys, inputs, refs)
     results = []
-    for leaf, ref, x in zip(leaves, refs, fresh, strict=True):
-        shape = next(iter(leaf.values())).shape
+    for shape, ref, x in zip(shapes, refs, fresh, strict=True):
         columns = {c: jax.freeze(r) for c, r in ref.items()} | x
         results.append({c: x.reshape(shape) for c, x in columns.items()})
     return results, {
@@ -142,11 +151,14 @@ def launch(
 
 def _body(
     work: Work,
+    shapes: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
     sizes: Sequence[int],
     starts: Sequence[int],
     block: int,
     scalars: Any,
     rows: Any,
+    keys: Any,
     inputs: Sequence[Any],
     refs: Sequence[Any],
     fresh: Sequence[Any],
@@ -159,11 +171,16 @@ def _body(
     def visit(k: int) -> None:
         row = [] if rows is None else [rows[k, j] for j in range(rows.shape[1])]
         leaf = inputs[k], refs[k], fresh[k]
-        run = functools.partial(_run_block, work, [*shared, *row], leaf, partials, step)
+        key = None if keys is None else keys[k]
+        noise = functools.partial(_noise, key, shapes[k], strides[k])
+        run = functools.partial(
+            _run_block, work, [*shared, *row], noise, leaf, partials, step
+        )
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
         narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
         vec = 8 if narrow else 4
-        whole = Window(_block_index(sizes[k], block, number), block, vec, 0)
+        index = _block_index(sizes[k], block, number)
+        whole = Window(index, number.astype(jnp.uint32) * block, block, vec, 0)
         if sizes[k] % block == 0:
             run([whole])
             return
@@ -195,6 +212,7 @@ class Window(NamedTuple):
     """Part of a leaf: where, how long, elements per access, and how many were seen."""
 
     index: Any
+    start: Any
     size: int
     vec: int
     seen: int
@@ -203,19 +221,21 @@ class Window(NamedTuple):
 def _last_windows(n: int, block: int, vec: int) -> list[Window]:
     """What the last block covers: a whole block if there is one, and the remainder."""
     start, end = max(n // block - 1, 0) * block, n // block * block
-    windows = [Window(pl.ds(start, block), block, vec, 0)] if end else []
+    windows = [Window(pl.ds(start, block), start, block, vec, 0)] if end else []
     if aligned := (n - end) // WARPGROUP * WARPGROUP:
         vec = next(v for v in (vec, 4, 2, 1) if aligned % (WARPGROUP * v) == 0)
-        windows.append(Window(pl.ds(end, aligned), aligned, vec, 0))
+        windows.append(Window(pl.ds(end, aligned), end, aligned, vec, 0))
     if rest := n % WARPGROUP:
-        window = pl.ds(n - WARPGROUP, WARPGROUP)
-        windows.append(Window(window, WARPGROUP, 1, WARPGROUP - rest))
+        start = n - WARPGROUP
+        window = Window(pl.ds(start, WARPGROUP), start, WARPGROUP, 1, WARPGROUP - rest)
+        windows.append(window)
     return windows
 
 
 def _run_block(
     work: Work,
     scalars: list[Any],
+    noise: Callable[[Window], Noise | None],
     leaf: tuple[Blocks, Blocks, Blocks],
     partials: dict[str, Any],
     step: Array,
@@ -226,7 +246,10 @@ def _run_block(
     out = refs | fresh
     read = {c: ref for c, ref in (inputs | refs).items() if c not in job.copies}
     old = [{c: _load(ref, w) for c, ref in read.items()} for w in windows]
-    new = [work.results(scalars, blocks) for blocks in old]
+    new = [
+        work.results(scalars, blocks, noise(window))
+        for blocks, window in zip(old, windows, strict=True)
+    ]
     for name, how in job.reductions.items():
         values = [
             _reduce(blocks[name], w, how)
@@ -253,17 +276,35 @@ def _run_block(
         pl.when(scalars[0] != 0)(store_zeros)
 
 
+def _layout(window: Window) -> Any:
+    return plgpu.Layout.WG_STRIDED((window.size,), vec_size=window.vec)
+
+
 def _load(ref: Any, window: Window) -> Array:
-    layout = plgpu.Layout.WG_STRIDED((window.size,), vec_size=window.vec)
-    return plgpu.load(ref.at[window.index], layout=layout)
+    return plgpu.load(ref.at[window.index], layout=_layout(window))
+
+
+def _places(window: Window) -> Array:
+    """The places of its elements within it."""
+    layout = _layout(window)
+    return plgpu.broadcasted_iota(jnp.int32, (window.size,), 0, layout=layout)
+
+
+def _noise(
+    key: Any, shape: tuple[int, ...], strides: tuple[int, ...], window: Window
+) -> Noise | None:
+    if key is None:
+        return None
+    flat = jnp.uint32(window.start) + _places(window).astype(jnp.uint32)
+    return Noise(key, numbers_of_flat(flat, shape, strides))
 
 
 def _reduce(x: Array, window: Window, how: str) -> Array:
     """One number for a window, from the elements that no window before it covers."""
     if window.seen:
-        layout = plgpu.Layout.WG_STRIDED((window.size,), vec_size=window.vec)
-        place = plgpu.broadcasted_iota(jnp.int32, (window.size,), 0, layout=layout)
-        x = jnp.where(place >= window.seen, x, 0.0)  # of |x| too: maxima are of those
+        x = jnp.where(
+            _places(window) >= window.seen, x, 0.0
+        )  # of |x| too: maxima are of those
     return jnp.sum(x) if how == "sum" else jnp.max(x)
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, UInt32
 
+from pallas_kernels._rounding import strides_of
 from pallas_kernels._xla import (
     Job,
     Leaf,
@@ -42,7 +44,9 @@ def run_in_mosaic(
     For the arguments see `launch.Work` and `run_in_xla`.
     """
 
-    def on_one_device(members, leaves, packed, table):
+    strides = [strides_of(next(iter(leaf.values())).shape) for leaf in leaves]
+
+    def on_one_device(members, leaves, packed, table, keys):
         fitting = [k for k in members if fits(leaves[k])]
         parts = []
         for kind in kinds(fitting, leaves, tags):
@@ -50,18 +54,19 @@ def run_in_mosaic(
             sizes = [size_of(leaves[k]) for k in kind]
             for chunk in chunks(sizes, len(leaves[kind[0]])):
                 ks = [kind[c] for c in chunk]
-                rows = None if table is None else table[jnp.array(ks)]
-                given = [dict(leaves[k]) for k in ks]
-                blocks, values = launch(work, given, packed, rows)
+                per_leaf = [x if x is None else x[jnp.array(ks)] for x in (table, keys)]
+                given, of = [dict(leaves[k]) for k in ks], tuple(strides[k] for k in ks)
+                blocks, values = launch(work, of, given, packed, *per_leaf)
                 parts.append(Results(dict(zip(ks, blocks, strict=True)), values))
         if rest := [k for k in members if k not in set(fitting)]:
-            numbers = packed, table
-            parts.append(run_in_xla(job, names, tags, True, rest, leaves, *numbers))
+            how = job, names, tags, True, rest, leaves
+            parts.append(run_in_xla(*how, packed, table, keys, strides))
         return combined(job, parts)
 
     if mesh is None:
         return on_one_device(range(len(leaves)), leaves, *numbers)
-    return _on_each_device(on_one_device, job, mesh, specs, leaves, *numbers)
+    where = mesh, specs, strides
+    return _on_each_device(on_one_device, job, *where, leaves, *numbers)
 
 
 def _on_each_device(
@@ -69,6 +74,7 @@ def _on_each_device(
     job: Job,
     mesh: Mesh | AbstractMesh,
     specs: Sequence[PartitionSpec],
+    strides: Sequence[tuple[int, ...]],
     leaves: Sequence[Leaf],
     *numbers: Array | None,
 ) -> Results:
@@ -80,10 +86,12 @@ def _on_each_device(
     for k, spec in enumerate(specs):
         groups.setdefault(_axes(spec), []).append(k)
 
-    def body(leaves, *numbers):
+    def body(leaves, packed, table, keys):
+        if keys is not None:
+            keys += jnp.stack([*map(_first_number, leaves, strides, specs)])
         parts = []
         for axes, members in groups.items():
-            done, values = local(members, leaves, *numbers)
+            done, values = local(members, leaves, packed, table, keys)
             if axes:
                 values = {
                     name: _ACROSS[job.reductions[name]](x, axes)
@@ -106,6 +114,19 @@ def _on_each_device(
         out_specs=Results(leaf_specs, replicated),
         check_vma=False,
     )(leaves, *numbers)
+
+
+def _first_number(
+    leaf: Leaf, strides: Sequence[int], spec: PartitionSpec
+) -> UInt32[Array, ""]:
+    """The number in the whole leaf of the first element that a device has."""
+    number = jnp.uint32(0)
+    shape = next(iter(leaf.values())).shape
+    for size, stride, axes in zip(shape, strides, spec, strict=False):
+        if axes is not None:
+            place = jax.lax.axis_index(axes).astype(jnp.uint32)
+            number += place * np.uint32(size * stride % 2**32)
+    return number
 
 
 def _resharded(x: Array, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Array:

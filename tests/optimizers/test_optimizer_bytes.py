@@ -61,12 +61,14 @@ class Row(NamedTuple):
 
 ADAM = functools.partial(jo.fused_adam, weight_decay=1e-2)
 CLIPPED = functools.partial(ADAM, max_grad_norm=1.0)
+NARROW = functools.partial(ADAM, moment_dtype="bfloat16")
 SGD = functools.partial(jo.fused_sgd, 0.1)
 SPLIT = {"store_remainder": True}
 ROWS = {
     "`fused_adam`": Row(ADAM, {}, 30, 30),
     "`fused_adam`, static scale": Row(ADAM, {"loss_scale": 1.0}, 28, 28),
     "`fused_adam`, `store_remainder=True`": Row(ADAM, SPLIT, 28, 28),
+    "the same, moments in bfloat16": Row(NARROW, SPLIT, 20, 20),
     "`fused_adam`, `max_grad_norm=1`": Row(CLIPPED, {}, 30, 32),
     "`fused_sgd`": Row(SGD, {}, 14, 14),
     "`fused_sgd`, momentum": Row(functools.partial(SGD, momentum=0.9), {}, 22, 22),
@@ -112,6 +114,28 @@ def test_launches_on_300_leaves(name):
     launches = LAUNCHES[name][1]
     assert f"| {name} | {launches} |\n" in SHOWN
     assert launched(name).program.kernels == pytest.approx(launches, rel=0.03)
+
+
+# Bytes per parameter: params, masters, moments. And counters, the scale, a flag.
+COUNTERS = 29
+HELD = {
+    "float32 masters": (ADAM, {}, 2, 4, 8),
+    "`store_remainder=True`": (ADAM, SPLIT, 2, 2, 8),
+    "the same, moments in bfloat16": (NARROW, SPLIT, 2, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_bytes_held_per_parameter(name):
+    tx, options, *parts = HELD[name]
+    assert f"| {name} | {' | '.join(map(str, parts))} | {sum(parts)} |" in SHOWN
+    for spec in (specs.single_leaf(2**24), FORTY):
+        params = {
+            k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in enumerate(spec.shapes)
+        }
+        state = jax.eval_shape(initialize(spec, tx(), **options), params)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        assert held == sum(parts) * spec.total + COUNTERS
 
 
 # Trees of many leaves

@@ -40,6 +40,7 @@ BETAS = {"b1": 0.9, "b2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 # By name the moments, and the optimizer.
 OPTIMIZERS = {
     "adam": (["mu", "nu"], jo.fused_adam(0.01, **BETAS)),
+    "narrow adam": (["mu", "nu"], jo.fused_adam(0.01, **BETAS, moment_dtype=BF16)),
     "sgd": (["trace"], jo.fused_sgd(0.01, 0.9, weight_decay=0.1)),
     "adagrad": (["sum_of_squares"], jo.fused_adagrad(0.01, 1e-6)),
     "lamb": (["mu", "nu"], jo.fused_lamb(0.01, **BETAS)),
@@ -62,12 +63,12 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
         else:
             numbers = rule.measured(count, leaves, options)
         how = {"only_updates": only_updates}
-        return pk.step(rule.static, leaves, numbers, options, **how)
+        return pk.step(rule.static, leaves, numbers, options, count=count, **how)
 
     def make(sizes):
         weights = [weight(kind, dtype, n) for n in sizes]
         states = {
-            name: [abs(noise(n, F32, 5 + k)) for n in sizes]
+            name: [abs(noise(n, rule.moment_dtype, 5 + k)) for n in sizes]
             for k, name in enumerate(names)
         }
         grads = [8 * noise(n, dtype, 3) for n in sizes]
@@ -130,6 +131,7 @@ def _everything_args(sizes):
     return everything.leaves([(n,) for n in sizes]), jnp.bool_(False)
 
 
+NARROW = "narrow adam, split, bf16"  # whose moments are bfloat16
 DTYPES = {"f16": F16, "bf16": BF16, "f32": F32}
 CASES = {
     f"{optimizer}, {kind}, {name}": stepped(optimizer, kind, dtype)
@@ -138,7 +140,9 @@ CASES = {
     for kind in ("own", "copied", "split", "update")
     if (kind != "copied" or name != "f32") and (kind != "split" or name == "bf16")
     if optimizer == "adam" or kind == ("own" if name == "f32" else "copied")
+    if optimizer != "narrow adam"
 }
+CASES[NARROW] = stepped("narrow adam", "split", BF16)
 CASES |= {
     f"{call}, {name}": reading(*READING[call], dtype)
     for call in READING

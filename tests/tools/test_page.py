@@ -38,6 +38,9 @@ def test_the_page_holds_all_and_asks_for_nothing():
     assert places and set(places) <= set(ids)
     matter = [op for op in EXPLANATION.operations if op.matters]
     assert sum(i.startswith("op") for i in ids) == len(matter) == 5
+    rows = re.findall(r'<tr id="(op\d)"', page)
+    first, second, *_ = [matter[int(row[2:])].primitive for row in rows]
+    assert first == second == "dot_general"
     assert "first&lt;&amp;" in page and "first<&" not in page
     # A product in half and an exponential in float32, on one line of this file; twice.
     assert re.findall(r'"(line\d)" class="both"', page) == ["line0", "line1"]

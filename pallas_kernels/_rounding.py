@@ -1,0 +1,98 @@
+"""Stochastic rounding to bfloat16, by a hash in place of a random generator.
+
+Rounding to nearest loses every change below half a unit for ever; rounded up as often
+as the rest is large, the mean is right. The bits are a hash of step, leaf and element:
+no state holds them, and they are the same on any backend, under any sharding and after
+a resume.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, UInt32
+
+# As bits of a float32 without its sign: the largest finite bfloat16, inf and NaN.
+_LARGEST, _INFINITY = np.uint32(0x7F7F0000), np.uint32(0x7F800000)
+_NAN, _SIGN = np.uint32(0x7FC00000), np.uint32(0x80000000)
+
+
+def mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
+    """A permutation of all 32-bit numbers without a pattern: Wellons' lowbias32.
+
+    What is added first keeps 0 from being mapped to itself.
+    """
+    x = x + np.uint32(0x9E3779B9)
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def keys_of(count: ArrayLike, leaves: int) -> UInt32[Array, " n"]:
+    """What the hash takes of the step after `count` steps, and of each leaf."""
+    step = mix(jnp.asarray(count).astype(jnp.uint32))
+    return mix(step + jnp.arange(leaves, dtype=jnp.uint32))
+
+
+class Noise(NamedTuple):
+    """Random bits for the elements of a leaf.
+
+    Attributes:
+        key: of `keys_of`, shape ().
+        elements: their numbers in the whole leaf, row by row.
+    """
+
+    key: UInt32[Array, ""]
+    elements: UInt32[Array, "*s"]
+
+    def bits(self, place: int) -> UInt32[Array, "*s"]:
+        """Sixteen bits for one of the arrays that are rounded: 0, 1, or 2."""
+        hashed = mix(self.key + self.elements)
+        if place == 2:
+            hashed = mix(hashed)
+        return hashed >> 16 if place == 1 else hashed & np.uint32(0xFFFF)
+
+
+def rounded(x: Float[Array, "*s"], bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
+    """A float32 that bfloat16 holds: `x`, or one of the two around it.
+
+    The one away from zero, as often as `x` is nearer to it. Infinity stays, NaNs become
+    one NaN of either sign, and what is finite stays finite.
+    """
+    # On bits: arithmetic would flush denormals on a CPU.
+    raw = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    size = raw & np.uint32(0x7FFFFFFF)
+    finite = jnp.minimum((size + bits) & np.uint32(0xFFFF0000), _LARGEST)
+    special = jnp.where(size > _INFINITY, _NAN, _INFINITY)
+    size = jnp.where(size < _INFINITY, finite, special)
+    return jax.lax.bitcast_convert_type((raw & _SIGN) | size, jnp.float32)
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """How far apart elements are along each dimension, row by row."""
+    return tuple(int(np.prod(shape[d + 1 :])) for d in range(len(shape)))
+
+
+def numbers_like(x: Array, strides: Sequence[int]) -> UInt32[Array, "*s"]:
+    """The number of each element of `x`, of strides in a whole that it is a part of."""
+    sharding = jax.typeof(x).sharding
+    number = jnp.zeros_like(x, jnp.uint32)
+    for d, stride in enumerate(strides):
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, d, out_sharding=sharding)
+        number += place * np.uint32(stride % 2**32)
+    return number
+
+
+def numbers_of_flat(
+    flat: UInt32[Array, "*s"], shape: Sequence[int], strides: Sequence[int]
+) -> UInt32[Array, "*s"]:
+    """The same of elements by their place in an array of a shape, row by row."""
+    number, inner, reached = flat, 1, 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if stride != reached:  # the whole is wider than the part
+            further = np.uint32((stride - reached) % 2**32)
+            number += flat // np.uint32(inner) * further
+        inner, reached = inner * size, stride * size
+    return number

@@ -1,0 +1,184 @@
+"""Moments in bfloat16, rounded stochastically: what is written, and what it keeps."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+import pallas_kernels as pk
+from jamp import optimizers as jo
+from pallas_kernels._rounding import numbers_of_flat, strides_of
+from tests.bits import assert_same_bits
+from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
+from tests.optimizers.fused import FIELDS, each_bare, fresh
+from tests.optimizers.mixed_leaves import FAST
+from tests.oracles import rounding
+from tests.subprocesses import on_eight_devices
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+# Zeros, what bfloat16 holds and nearly holds, denormals, the largest, and no numbers.
+SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-133, 1e-40, 1.1754944e-38, 3e38, 3.4e38, -3.4e38]
+SPECIAL += [np.inf, -np.inf, np.nan, 1.0 + 2.0**-23, 1.0 - 2.0**-24, 2.0**-149]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copying:
+    """A rule whose new moments are the gradient."""
+
+    def formula(self, s, decays, g, w, moments) -> Any:
+        return jnp.zeros_like(w), dict.fromkeys(moments, g)
+
+
+def written(values, count, backend):
+    """What leaves of values are rounded to, as first and as second moments."""
+    weights = [pk.Weight(x) for x in values]
+    old = [jnp.zeros(x.shape, BF16) for x in values]
+    leaves = pk.Leaves(weights, values, {"mu": old, "nu": old}, [False] * len(values))
+    options = pk.Options(backend=backend)
+    return pk.step(Copying(), leaves, {"one": 1.0}, options, count=count)[1]
+
+
+def values(n, seed=0):
+    """Of all sizes; the first are special."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=n) * 2.0 ** rng.integers(-120, 120, n)
+    x[: len(SPECIAL)] = SPECIAL[:n]
+    return np.float32(x)
+
+
+@pytest.mark.parametrize("backend, n", [("xla", 200_000), ("interpret", 4000)])
+def test_moments_are_rounded_by_a_hash_of_step_leaf_and_element(backend, n):
+    leaves = [values(n), values(n // 4, 1).reshape(10, -1), values(7, 2)]
+    for count in (0, 41):
+        call = jax.jit(functools.partial(written, backend=backend))
+        moments = call([jnp.asarray(x) for x in leaves], jnp.int32(count))
+        for place, name in enumerate(("mu", "nu")):
+            for k, (x, found) in enumerate(zip(leaves, moments[name], strict=True)):
+                random = rounding.random_16(count, k, np.arange(x.size), place)
+                expected = rounding.rounded(x, random.reshape(x.shape))
+                assert found.dtype == BF16
+                np.testing.assert_array_equal(np.asarray(found, np.float64), expected)
+                assert (np.signbit(np.asarray(found, F32)) == np.signbit(x)).all()
+
+
+def test_the_bits_are_even_and_those_of_steps_leaves_and_moments_unrelated():
+    draws = [
+        rounding.random_16(step, leaf, np.arange(2**16), place)
+        for step, leaf, place in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 2))
+    ]
+    for x in draws:
+        counts = np.bincount(x.astype(int) // 256, minlength=256)
+        assert ((counts - 256) ** 2 / 256).sum() < 340  # chi^2 of 255: p = 3e-4
+    related = np.corrcoef([x - 32767.5 for x in draws])
+    assert abs(related - np.eye(len(draws))).max() < 4 / 256
+
+
+@on_eight_devices
+def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding():
+    tree = {name: values(np.prod(s), 3).reshape(s) for name, (s, _) in LEAVES.items()}
+    wanted = written([jnp.asarray(tree[name]) for name in LEAVES], 3, "xla")
+    for kind in ("Auto", "Explicit"):
+        on_mesh = placed(tree, mesh_of(kind), SPECS)
+        with jax.set_mesh(mesh_of(kind)):
+            call = jax.jit(functools.partial(written, backend="xla"))
+            found = call([on_mesh[name] for name in LEAVES], 3)
+        assert_same_bits(found, wanted)
+
+
+@on_eight_devices
+def test_what_each_device_steps_is_numbered_in_the_whole_leaf():
+    # Less than a kernel takes, which XLA steps under `shard_map`.
+    shapes = {"both": (16, 20), "combined": (16, 7), "fsdp": (40,), "tensor": (5, 8)}
+    tree = {name: values(np.prod(s), 4).reshape(s) for name, s in shapes.items()}
+    wanted = written([jnp.asarray(x) for x in tree.values()], 3, "xla")
+    with jax.set_mesh(mesh_of("Explicit")):
+        on_mesh = placed(tree, mesh_of("Explicit"), SPECS)
+        call = jax.jit(functools.partial(written, backend="interpret"))
+        assert_same_bits(call([*on_mesh.values()], 3), wanted)
+
+
+@pytest.mark.parametrize("whole", [(6, 8, 10), (6, 4, 10), (3, 8, 20), (6, 8, 20)])
+def test_a_place_in_a_part_is_numbered_in_the_whole(whole):
+    part = (3, 4, 10)
+    flat = jnp.arange(np.prod(part), dtype=jnp.uint32)
+    found = numbers_of_flat(flat, part, strides_of(whole))
+    wanted = np.arange(np.prod(whole)).reshape(whole)[:3, :4, :10]
+    np.testing.assert_array_equal(found, wanted.ravel())
+
+
+@each_bare
+def test_moments_and_nothing_else_are_in_moment_dtype(name):
+    params = {"w": jnp.ones((3, 50)), "b": jnp.ones(())}
+    tx = fresh(name, moment_dtype="bfloat16")
+    state = tx.init(params)
+    updates, new = jax.jit(tx.update)(params, state, params)
+    for kept in (state, new):
+        for field in FIELDS[name]:
+            is_norm = name == "novograd" and field == "nu"
+            for x in jax.tree.leaves(optax.tree.get(kept, field)):
+                assert x.dtype == (F32 if is_norm else BF16)
+    # The first step reads moments of zero: it is float32's.
+    plain = fresh(name)
+    expected, _ = jax.jit(plain.update)(params, plain.init(params), params)
+    assert_same_bits(updates, expected)
+    bad = jax.tree.map(lambda x: x + jnp.nan, params)
+    _, after = jax.jit(tx.update)(bad, new, params, found_inf=jnp.bool_(True))
+    assert_same_bits(after, new)
+    assert tx == fresh(name, moment_dtype=BF16) != plain
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "nonsense", None, jnp.float64])
+@pytest.mark.message
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match="fused_adam: moment_dtype must be 'float32'"):
+        jo.fused_adam(moment_dtype=dtype)
+
+
+def test_float64_moments_stay_float64():
+    with jax.enable_x64(True):
+        params = {"wide": jnp.ones(3, jnp.float64), "w": jnp.ones(3, F32)}
+        state: Any = jo.fused_adam(moment_dtype="bfloat16").init(params)
+        assert [x.dtype.itemsize for x in jax.tree.leaves(state.mu)] == [2, 8]
+
+
+def test_zero_gradients_move_nothing_and_second_moments_decay_at_the_right_rate():
+    params = jnp.ones(4096)
+    tx = jo.fused_adam(1e-3, moment_dtype="bfloat16")
+    state: Any = tx.init(params)
+    state = state._replace(nu=jnp.ones(4096, BF16))
+    step = jax.jit(functools.partial(tx.update, jnp.zeros(4096)))
+    for _ in range(400):
+        updates, state = step(state, params)
+    assert not updates.any() and not state.mu.any()
+    wanted = 0.999**400
+    assert float(state.nu.astype(F32).mean()) == pytest.approx(wanted, rel=0.03)
+    nearest = (jnp.ones(4096, BF16).astype(F32) * 0.999).astype(BF16)
+    assert (nearest == 1).all()  # for ever: what stochastic rounding is for
+
+
+@pytest.mark.standard_promotion
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits():
+    params = {"w": jnp.linspace(-1, 1, 600).reshape(3, 200)}
+    tx = jo.fused_adam(1e-2, moment_dtype="bfloat16", max_grad_norm=1.0)
+
+    @functools.partial(jax.jit, compiler_options=FAST)
+    def step(state, x):
+        loss = lambda p: (p["w"].astype(F32) * x).sum()  # noqa: E731
+        return state.apply_gradients(grads=jamp.scaled_grad(lambda p: loss(p))(state))
+
+    fresh = functools.partial(
+        jamp.initialize, params, tx, "O5", store_remainder=True, verbosity=0
+    )
+    state = fresh()
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) <= 8 * 600 + 64
+    for x in (1.0, -0.3, 2.0):
+        state = step(state, x)
+    again = jamp.from_checkpoint(fresh(), jamp.to_checkpoint(state))
+    assert_same_bits(again, state)
+    assert_same_bits(step(again, 0.7), step(state, 0.7))

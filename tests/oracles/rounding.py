@@ -1,0 +1,48 @@
+"""The hash of step, leaf and element, and stochastic rounding, in NumPy.
+
+Imports neither JAX nor the library. The hash is lowbias32 (github.com/skeeto/
+hash-prospector) of numbers that are added one after the other; the rounding is in
+float64, by the distances to the bfloat16 below and above.
+"""
+
+from typing import Any
+
+import numpy as np
+
+TWO_32 = 2**32
+
+
+def lowbias32(x: Any) -> np.ndarray:
+    """In 64 bits, so that no product wraps unseen."""
+    x = (np.asarray(x, np.uint64) + np.uint64(0x9E3779B9)) % TWO_32
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = x ^ x // np.uint64(2**shift)
+        x = x * np.uint64(factor) % TWO_32
+    return x ^ x // np.uint64(2**16)
+
+
+def random_16(step: int, leaf: int, elements: np.ndarray, place: int) -> np.ndarray:
+    """What is rounded in `place`: a first moment 0, a second 1, a weight 2."""
+    hashed = lowbias32(lowbias32(step) + np.uint64(leaf))
+    hashed = lowbias32(hashed + np.asarray(elements, np.uint64))
+    if place == 2:
+        hashed = lowbias32(hashed)
+    return hashed // 2**16 if place == 1 else hashed % 2**16
+
+
+def rounded(x: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """A float32 as a bfloat16, in float64: away from zero if `random` is large enough.
+
+    Of the way from the bfloat16 at or below to the next one it has gone f / 65536.
+    """
+    x = np.asarray(x, np.float32).astype(np.float64)
+    largest = float.fromhex("0x1.fep127")
+    size = np.abs(np.where(np.isfinite(x), x, 0))
+    exponent = np.maximum(np.frexp(size)[1] - 1, -126)
+    unit = np.ldexp(1.0, exponent - 7)
+    below = np.floor(size / unit) * unit
+    gone = (size - below) / unit * 65536
+    near = below + np.where(gone + random >= 65536, unit, 0)
+    return np.copysign(
+        np.where(np.isfinite(x), np.minimum(near, largest), np.abs(x)), x
+    )
