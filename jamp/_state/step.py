@@ -29,6 +29,7 @@ from jamp._core.tree import (
 )
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import HasLossScales, find_loss_scale
+from jamp._scaling.origin import warn_of_plain_gradients
 from jamp._scaling.unscaled import raw_of, still_scaled
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
@@ -144,6 +145,8 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     if any(map(is_half, leaves)):
         _warn_half(trees, state)
         trees = widen_tree(trees)
+    else:
+        warn_of_plain_gradients(leaves, state)
     return LossGrads(loss_id, finite, trees, overwrite)
 
 
