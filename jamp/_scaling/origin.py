@@ -24,9 +24,7 @@ _FLOAT32 = (
     "The gradients are computed of the params in float32 alone, and the level is {}. "
     "{}, or call `state.apply_fn` in place of `model.apply`."
 )
-_WRITE = (
-    "Write `jamp.scaled_value_and_grad(loss_fn)(state, ...)`, not jax.value_and_grad"
-)
+_WRITE = "Write `jamp.scaled_value_and_grad(loss_fn)(state, ...)`"
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 

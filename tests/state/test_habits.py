@@ -221,6 +221,10 @@ RAISES = {
         lambda: jamp.initialize(MODEL, SGD),
         r"TypeError: params is Dense\(\.\.\.\), which.*`model\.init\(key, x\)",
     ),
+    "`initialize(model)` of NNX": (
+        lambda: jamp.initialize(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), SGD),
+        r"TypeError: params is an nnx\.Module, a Linear\. .*jamp\.nnx\.initialize",
+    ),
     "params without arrays": (
         lambda: (
             [
