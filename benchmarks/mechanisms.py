@@ -50,6 +50,10 @@ def _never_apart(original: Function) -> Function:
     return lambda *args: original(*args)._replace(apart=False)
 
 
+def _each_apart(original: Function) -> Function:
+    return lambda rewriter, atom, dtype, *apart: original(rewriter, atom, dtype, True)
+
+
 def _sums_only_weights(original: Function) -> Function:
     def write(rewriter, eqn, var):
         is_weight = eqn.primitive.name == "dot_general"
@@ -133,6 +137,11 @@ MECHANISMS = {
         "What only rearranges the constants of a scan is done before it.",
         "transform.moves_taken_out",
         _first,
+    ),
+    "one cast": Mechanism(
+        "A float32 value is cast to half once, for all who read it so.",
+        "rewrite.Rewriter.read",
+        _each_apart,
     ),
     "one copy": Mechanism(
         "What all read in float32 is cast once: labels keep their digits.",

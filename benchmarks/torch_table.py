@@ -48,8 +48,8 @@ class Row(NamedTuple):
         return " | ".join([self.name, self.half, *errors, "OK" * self.is_fine()])
 
 
-def both_passes(fn: Callable, args: list) -> Callable:
-    """Results and gradients as lists, of the floats among them."""
+def both_passes(fn: Callable) -> Callable:
+    """Of arguments and a key: results and gradients as lists, of the floats there."""
 
     def run(args, seed):
         def of_floats(*floats):
@@ -67,8 +67,7 @@ def both_passes(fn: Callable, args: list) -> Callable:
         grads = pull([c.astype(y.dtype) for c, y in zip(cotangents, outs, strict=True)])
         return outs, list(grads)
 
-    with sums_in_float32():
-        return jax.jit(run).lower(args, jax.random.key(0)).compile(STRICTLY)
+    return run
 
 
 @contextlib.contextmanager
@@ -105,7 +104,9 @@ def runs(fn: Callable, program: Program, dtype: Any = np.float32) -> list:
     size = sum(x.size for x in program.args(0))
     drawn = [program.args(seed) for seed in range(min(SEEDS, 2**21 // size))]
     drawn = [[x.astype(dtype) if is_float(x) else x for x in xs] for xs in drawn]
-    compiled = both_passes(fn, drawn[0])
+    with sums_in_float32():
+        lowered = jax.jit(both_passes(fn)).lower(drawn[0], jax.random.key(0))
+        compiled = lowered.compile(STRICTLY)
     found = [compiled(xs, jax.random.key(i)) for i, xs in enumerate(drawn)]
     by_leaf = zip(*map(jax.tree.leaves, found), strict=True)
     return [np.stack(leaves).astype(np.float64) for leaves in by_leaf]

@@ -34,7 +34,7 @@ Their programs are read by the same lists: {names}.
 ## What is in no list
 
 It cannot be looked into, and runs as the program has it, with a warning that names it:
-kernels of Pallas, calls of foreign functions, callbacks. What only runs in half, such
+kernels of Pallas and calls of foreign functions. What only runs in half, such
 as cuDNN's attention, is [called so](autocast.md#what-only-runs-in-half).
 """
 

@@ -18,7 +18,20 @@ from jax.extend.core.primitives import stop_gradient_p
 
 from jamp._autocast import derivatives
 from jamp._autocast.facts import Facts
-from jamp._autocast.frames import HOLDERS, OPEN_CALLS, Frame, Kind, with_programs
+from jamp._autocast.frames import (
+    HOLDERS,
+    OBJECT,
+    OPEN_CALLS,
+    Frame,
+    Kind,
+    with_programs,
+)
+from jamp._autocast.hijax import (
+    fwd_consts,
+    hi_primitive,
+    with_jvp_rule,
+    with_vjp_rules,
+)
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule
@@ -39,19 +52,18 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
     Branches agree on what goes out: the program's dtypes where theirs differ.
     """
-    operands, values = frames[0].operands, rewriter.values
-    ins = list(map(values.outgoing_dtype, operands))
+    values, ins = rewriter.values, rewriter.values.outgoing_dtypes(eqn)
     if frames[0].kind is Kind.CALL and rewriter.facts.only_moves(eqn):
-        pairs = zip(operands, ins, strict=True)
+        pairs = zip(eqn.invars, ins, strict=True)
         ins = [FLOAT32 if values.meets_float32(v) else dtype for v, dtype in pairs]
     pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
+    given = ins[len(eqn.invars) - len(frames[0].operands) :]  # without an index
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
-    written = [_program(rewriter, f, ins, None, frame) for frame, f in pairs]
+    written = [_program(rewriter, f, given, None, frame) for frame, f in pairs]
     if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
         outs = recorded(eqn.outvars)
-        written = [_program(rewriter, f, ins, outs, frame) for frame, f in pairs]
-    index = recorded(eqn.invars[: len(eqn.invars) - len(operands)])
-    _emit(rewriter, eqn, [*index, *ins], written)
+        written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
+    _emit(rewriter, eqn, ins, written)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
@@ -121,11 +133,12 @@ def _emit(
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    ins = list(map(rewriter.values.outgoing_dtype, eqn.invars))
+    ins = rewriter.values.outgoing_dtypes(eqn)
     (facts,) = rewriter.facts.programs(eqn)
     inner = _program(rewriter, facts, ins, None, frames[0])
     outs = recorded(inner.outvars)
-    consts = derivatives.custom_consts(eqn)
+    prim = hi_primitive(eqn)
+    consts = 0 if prim is not None else derivatives.custom_consts(eqn)
     args, known = ins[consts:], facts.given[consts:]
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
@@ -144,7 +157,10 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         )
 
     tracing = _tracing(rewriter, eqn)
-    params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
+    if prim is not None:
+        params = {"_prim": with_jvp_rule(prim, inner, write, tracing)}
+    else:
+        params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
     rewriter.emit(eqn, ins, outs, params)
 
 
@@ -177,9 +193,14 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     # as there, they have no derivative.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
     free = free if not eqn.effects else []  # which name operands by their places
-    tracing = _tracing(rewriter, eqn)
-    params = derivatives.with_custom_vjp(eqn, inner, write, tracing, free)
-    place = derivatives.custom_consts(eqn)
+    tracing, prim = _tracing(rewriter, eqn), hi_primitive(eqn)
+    if prim is not None:
+        run = functools.partial(derivatives.run_rule, write, tracing, free)
+        params = {"_prim": with_vjp_rules(prim, inner, run, free)}
+        _, place = fwd_consts(prim)
+    else:
+        params = derivatives.with_custom_vjp(eqn, inner, write, tracing, free)
+        place = derivatives.custom_consts(eqn)
     passed = [_stopped(rewriter, v) for v in free]
     invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
     eqn = eqn.replace(invars=invars)
@@ -203,6 +224,29 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     return functools.partial(traced_for, policy.dtype, policy.lists, casts)
 
 
+def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+    """A linear function and its transpose, which JAX traces when it is asked for."""
+
+    def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
+        facts = rewriter.facts.program(eqn, jaxpr, ())
+        return _program(
+            rewriter, facts, recorded(jaxpr.invars), recorded(jaxpr.outvars)
+        )
+
+    tracing = _tracing(rewriter, eqn)
+    params = derivatives.with_linear_call(eqn, write(frames[0].program), write, tracing)
+    rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars), params)
+
+
+def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
+    """An object of which nothing is known but what it does, unless the user says."""
+    rule, _ = rewriter.facts.ruling(eqn)
+    if rule is not None:
+        rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+    else:
+        _closed(rewriter, eqn, frames)
+
+
 # Of those with one program that values pass through; or that they do not.
 RULES = dict.fromkeys(HOLDERS, _closed) | {
     **dict.fromkeys((*OPEN_CALLS, "cond"), _open),
@@ -210,4 +254,9 @@ RULES = dict.fromkeys(HOLDERS, _closed) | {
     "while": _while,
     "custom_jvp_call": _custom_jvp,
     "custom_vjp_call": _custom_vjp,
+    "linear_call": _linear_call,
+    "Scan3": _scan,
+    "CustomJVPTraced": _custom_jvp,
+    "CustomVJPTraced": _custom_vjp,
+    OBJECT: _object,
 }

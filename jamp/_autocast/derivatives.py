@@ -23,6 +23,7 @@ from jax.extend import core as jc, linear_util
 from jaxtyping import PyTree
 
 from jamp._autocast.frames import with_programs
+from jamp._autocast.hijax import hi_primitive, is_zero
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
@@ -108,7 +109,7 @@ def with_custom_vjp(
             # JAX has wrapped the user's `bwd`: it gives leaves, with a `Zero` of a
             # private type where there is no gradient, and what is to be logged.
             returned[:], logs = backward.call_wrapped(*filled)
-            return [g for g in returned if not _is_zero(g)], logs
+            return [g for g in returned if not is_zero(g)], logs
 
         with tracing():
             jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
@@ -116,7 +117,7 @@ def with_custom_vjp(
         outs = jc.jaxpr_as_fun(jaxpr)(*closed_over, *values)
         grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
         left = iter(grads)
-        grads = [g if _is_zero(g) else next(left) for g in returned]
+        grads = [g if is_zero(g) else next(left) for g in returned]
         none = [SymbolicZero(v.aval.to_tangent_aval()) for v in free]
         return [*none, *grads], logs
 
@@ -128,13 +129,64 @@ def with_custom_vjp(
     }
 
 
+def with_linear_call(
+    eqn: jc.JaxprEqn,
+    program: jc.Jaxpr,
+    write: Callable[[jc.Jaxpr], jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]],
+) -> dict[str, Any]:
+    """The parameters of a `linear_call`, with its function and transpose rewritten."""
+    thunk = eqn.params["transpose_thunk"]
+
+    def transpose():
+        with tracing():
+            jaxpr, consts = thunk()
+        return write(jaxpr), consts
+
+    return {**with_programs(eqn, [program]), "transpose_thunk": transpose}
+
+
+def run_rule(
+    write: Callable[[jc.Jaxpr], jc.Jaxpr],
+    tracing: Callable[[], AbstractContextManager[None]],
+    free: Sequence[jc.Var],
+    rule: Callable[..., Any],
+    closed_over: Sequence[Any],
+    *args: Any,
+) -> Any:
+    """What a rule of the user's gives, traced and rewritten.
+
+    What it may close over is `free`, with the values `closed_over`. What is known stays
+    so: only tracers are arguments of the program.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    values = [x for x in leaves if isinstance(x, Tracer)]
+    result: dict[str, Any] = {}
+
+    def flat(*values):
+        left = iter(values)
+        filled = [next(left) if isinstance(x, Tracer) else x for x in leaves]
+        outs, result["tree"] = jax.tree.flatten(rule(*tree.unflatten(filled)))
+        result["known"] = [None if isinstance(x, jax.Array) else x for x in outs]
+        return [x for x in outs if isinstance(x, jax.Array)]
+
+    with tracing():
+        jaxpr = jax.make_jaxpr(flat)(*values)
+    jaxpr = write(_with_inputs(jaxpr, free))
+    left = iter(jc.jaxpr_as_fun(jaxpr)(*closed_over, *values))
+    outs = [next(left) if x is None else x for x in result["known"]]
+    return result["tree"].unflatten(outs)
+
+
 def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
     """The variables whose tracers the rules of a `custom_vjp_call` may close over.
 
     Where JAX differentiates a function without tracing it first, they close over
     values; here over tracers of a trace that has ended. These keep their variables.
     """
-    rules = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+    prim, names = hi_primitive(eqn), ("fwd_jaxpr_thunk", "fwd", "bwd", "remat_rules")
+    params = eqn.params if prim is None else prim.params
+    rules = [params.get(name) for name in names]
     return list(dict.fromkeys(filter(None, map(_variable_of, _tracers_in(rules)))))
 
 
@@ -165,11 +217,6 @@ def _with_inputs(
     invars = [*jaxpr.invars[:place], *new.values(), *jaxpr.invars[place:]]
     jaxpr = jaxpr.replace(constvars=[var for var, _ in kept], invars=invars)
     return _closed(jaxpr, [const for _, const in kept])
-
-
-def _is_zero(x: object) -> bool:
-    """Whether it is a symbolic zero, of JAX's public type or of its private one."""
-    return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
 
 
 def _wrapped(fn: Callable[..., Any], old: Any) -> Any:

@@ -14,7 +14,17 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
+from jamp._autocast.hijax import (
+    fwd_consts,
+    hi_primitive,
+    primitive_name,
+    program_of_hi,
+    with_program,
+)
+from jamp._autocast.primitives import is_listed
+
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
+OBJECT = "HiPrim"  # any other of the newer kind that says what it does
 OPTIMIZED_VJP = "remat_opt"  # of a custom_vjp's fwd, with `optimize_remat=True`
 
 
@@ -43,10 +53,20 @@ _HELD = {
     OPTIMIZED_VJP: _Held(Kind.CALL, ("fwd_jaxpr",), is_open=False),
     "custom_jvp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
     "custom_vjp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
+    "eval_jaxpr": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
+    # A kernel may stand for it, or another program for its derivative.
+    "composite": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
+    "linear_call": _Held(Kind.CALL, ("callee",), is_open=False),
     "shard_map": _Held(Kind.MAP, ("jaxpr",), is_open=False),
     "cond": _Held(Kind.BRANCH, ("branches",), is_open=True),
     "scan": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
     "while": _Held(Kind.LOOP, ("cond_jaxpr", "body_jaxpr"), is_open=False),
+    # Objects, of which `hijax` says where their programs are.
+    "RematTraced": _Held(Kind.CALL, (), is_open=True, own_residuals=True),
+    "CustomJVPTraced": _Held(Kind.CALL, (), is_open=True),
+    "CustomVJPTraced": _Held(Kind.CALL, (), is_open=False),
+    "Scan3": _Held(Kind.LOOP, (), is_open=True),
+    OBJECT: _Held(Kind.CALL, (), is_open=False),
 }
 HOLDERS = tuple(_HELD)
 OPEN_CALLS = tuple(
@@ -73,12 +93,25 @@ class Frame(NamedTuple):
 
 def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
     """The programs that an equation holds and that can be looked into."""
-    held = _HELD.get(eqn.primitive.name)
-    return list(_frames_of(eqn, held)) if held is not None else []
+    holder = holder_of(eqn)
+    return list(_frames_of(eqn, _HELD[holder])) if holder else []
+
+
+def holder_of(eqn: jc.JaxprEqn) -> str:
+    """The name by which it is known how an equation holds programs; "" if it does not.
+
+    An object that is listed is known otherwise.
+    """
+    name, prim = primitive_name(eqn), hi_primitive(eqn)
+    of_older = prim is not None and "static_argnums" in prim.params  # than JAX 0.12
+    if name in _HELD and not of_older:
+        return name
+    unlisted = prim is not None and not is_listed(name)
+    return OBJECT if unlisted and program_of_hi(prim) is not None else ""
 
 
 def _frames_of(eqn: jc.JaxprEqn, held: _Held) -> Iterator[Frame]:
-    name, invars, outvars = eqn.primitive.name, eqn.invars, eqn.outvars
+    name, invars, outvars = primitive_name(eqn), eqn.invars, eqn.outvars
     frame = Frame(program_of(eqn), held.kind, invars, outvars, *held[2:])
     if name == "cond":
         # The first operand is the index.
@@ -97,17 +130,44 @@ def _frames_of(eqn: jc.JaxprEqn, held: _Held) -> Iterator[Frame]:
         yield frame._replace(operands=test, results=[], consts=first, label=label)
         frame = frame._replace(program=body, operands=invars[first:])
         yield frame._replace(consts=second, label="body")
+    elif name == "Scan3":
+        # Without carries: these are references among its constants.
+        sliced = list(hi_primitive(eqn).extensives)
+        consts, trips = sliced.count(False), hi_primitive(eqn).length
+        yield frame._replace(consts=consts, trips=trips)
+    elif name == "CustomVJPTraced":
+        begin, end = fwd_consts(hi_primitive(eqn))
+        yield frame._replace(operands=[*invars[:begin], *invars[end:]])
     else:
         yield frame
 
 
 def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     """The program of an equation that holds one."""
+    prim: Any = hi_primitive(eqn)
+    if prim is not None:
+        return program_of_hi(prim)  # type: ignore[return-value]
     return eqn.params[_HELD[eqn.primitive.name].params[0]]
+
+
+def with_equations(
+    program: jc.Jaxpr, eqns: Sequence[jc.JaxprEqn], **changes: Any
+) -> jc.Jaxpr:
+    """A program with other equations, and other parts that are named.
+
+    JAX lowers objects of the newer kind first, where a program says that it has some.
+    """
+    is_high = program.is_high or any(
+        e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns
+    )
+    return program.replace(eqns=list(eqns), is_high=is_high, **changes)
 
 
 def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
     """The parameters of an equation, with other programs in the place of its own."""
+    prim = hi_primitive(eqn)
+    if prim is not None:
+        return {"_prim": with_program(prim, *programs)}
     names = _HELD[eqn.primitive.name].params
     if names == ("branches",):
         return {**eqn.params, "branches": tuple(programs)}

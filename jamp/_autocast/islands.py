@@ -17,7 +17,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import Kind, frames_of
+from jamp._autocast.frames import Kind, frames_of, with_equations
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
@@ -59,9 +60,9 @@ def checkpoint_islands(
             # its own.
             barrier = len(inside) == len(members) and not loop
             eqns[end] = checkpointed(
-                inside, _inputs(inside), _is_kept, barrier, programs
+                inside, _inputs(inside), _is_kept, barrier, programs, jaxpr
             )
-    return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
+    return with_equations(jaxpr, [eqn for eqn in eqns if eqn is not None])
 
 
 class _Graph:
@@ -139,7 +140,7 @@ def _ends_island(eqn: jc.JaxprEqn) -> bool:
 
 
 def _shape_of(eqn: jc.JaxprEqn) -> Shape:
-    return traits_of(eqn.primitive.name).shape
+    return traits_of(primitive_name(eqn)).shape
 
 
 def _is_kept(primitive: str) -> bool:
@@ -152,7 +153,7 @@ def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
     for frame in frames_of(eqn):
         is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
         return is_plain and all(map(_may_be_inside, frame.program.eqns))
-    traits = traits_of(eqn.primitive.name)
+    traits = traits_of(primitive_name(eqn))
     return traits.shape in _INSIDE and not traits.slow and not _ends_island(eqn)
 
 
@@ -160,7 +161,7 @@ def _is_costly(eqn: jc.JaxprEqn) -> bool:
     frames = frames_of(eqn)
     if frames:
         return any(map(_is_costly, frames[0].program.eqns))
-    return traits_of(eqn.primitive.name).costly
+    return traits_of(primitive_name(eqn)).costly
 
 
 def _inputs(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:

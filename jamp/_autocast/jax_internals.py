@@ -20,7 +20,7 @@ from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
 
-from jamp._autocast.frames import program_of, with_programs
+from jamp._autocast.frames import program_of, with_equations
 
 # Folders whose lines are not the user's.
 _LIBRARIES = tuple(
@@ -61,6 +61,15 @@ def equation_of(x: object) -> Any:
     None of its inputs, and of what is not a value of such a program.
     """
     return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+
+
+def depends_on(x: object, inputs: Sequence[Any]) -> bool:
+    """Whether the value of a function depends on its inputs, while `jax.grad` runs it.
+
+    Values that do belong to its trace, as the inputs do; others do not.
+    """
+    trace = getattr(x, "_trace", None)
+    return any(getattr(y, "_trace", object) is trace for y in inputs)
 
 
 # ---- functions
@@ -141,16 +150,6 @@ def array_of_type(value: Any, aval: Any) -> Any:
     return primitives.convert_element_type_p.bind(value, **params)
 
 
-def primitive_name(eqn: jc.JaxprEqn) -> str:
-    """The name of what an equation does.
-
-    JAX 0.12 has one primitive, `call_hi_primitive`, for all of a newer kind, such as
-    `SearchSorted`.
-    """
-    kind = eqn.params.get("_prim")
-    return eqn.primitive.name if kind is None else type(kind).__name__
-
-
 def name_stack(eqn: jc.JaxprEqn) -> str:
     """The name scopes in which an equation was traced, in its own program."""
     return str(eqn.source_info.name_stack)
@@ -202,6 +201,34 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
+def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
+    """An equation in a `jit` of its own, where JAX differentiates it nowhere else.
+
+    Outside of `jit`, the derivative of a maximum on an explicit mesh makes arrays of
+    ones and zeros with no sharding, and JAX refuses to choose among them.
+    """
+    explicit = any(_is_sharded(v.aval) for v in eqn.outvars)
+    if eqn.primitive.name not in _UNSHARDED or not explicit:
+        return eqn
+    function = _jitted(eqn.primitive, tuple(eqn.params.items()))
+    (call,) = jax.make_jaxpr(function)(*(v.aval for v in eqn.invars)).eqns
+    names = {"invars": eqn.invars, "outvars": eqn.outvars}
+    return call.replace(**names, source_info=eqn.source_info, ctx=eqn.ctx)
+
+
+_UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
+
+
+def _is_sharded(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    return sharding is not None and any(sharding.spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(primitive: jc.Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
 def call(
     function: Callable[..., Any],
     operands: Sequence[Any],
@@ -210,21 +237,15 @@ def call(
 ) -> jc.JaxprEqn | None:
     """The one equation that a function is traced to, in the place of another one.
 
-    A function is traced once for operands of the same types.
+    JAX traces a function once for operands of the same types and under the same flags.
 
     None if its result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    eqn = _equation(function, tuple(v.aval for v in operands))
+    (eqn,) = jax.jit(function).trace(*(v.aval for v in operands)).jaxpr.eqns
     if eqn.outvars[0].aval != result.aval:
         return None
     return eqn.replace(invars=list(operands), outvars=[result], **_reader_info(place))
-
-
-@functools.lru_cache(maxsize=256)
-def _equation(function: Callable[..., Any], avals: tuple[Any, ...]) -> jc.JaxprEqn:
-    (eqn,) = jax.make_jaxpr(function)(*avals).eqns
-    return eqn
 
 
 def checkpointed(
@@ -233,41 +254,56 @@ def checkpointed(
     keep: Callable[[str], bool],
     prevent_cse: bool,
     programs: dict[Any, jc.Jaxpr],
+    around: jc.Jaxpr,
 ) -> jc.JaxprEqn:
-    """The equation that `jax.checkpoint` makes, around equations that exist already.
+    """The equation that `jax.checkpoint` makes, of equations of the program `around`.
 
-    The results of the last one come out. Its parameters are those of an example, which
-    keeps the results of primitives for the backward pass that `keep` says. It stands
-    where the last equation does, in the name scopes that all are in.
+    The results of the last one come out. It keeps the results of primitives for the
+    backward pass that `keep` says, and stands where the last equation does, in the name
+    scopes that all are in.
+
+    It is one of `remat2` whatever the flag `jax_remat3` says: what that puts in its
+    place asks `keep` of few primitives, and of no sums.
 
     Equations that differ in their variables alone get one of the `programs` of earlier
     calls: JAX differentiates it once.
     """
-    last, example = eqns[-1], _example_of_checkpoint(keep, prevent_cse)
+    last = eqns[-1]
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     common = os.path.commonprefix(stacks)
     scopes = len(common)
     key = _structure(eqns, invars, scopes)
     inner = programs.get(key)
     if inner is None:
-        inner = program_of(example)
-        inner = inner.replace(
+        inner = with_equations(
+            around,
+            [_with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
             constvars=[],
             invars=list(invars),
             outvars=last.outvars,
-            eqns=[
-                _with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)
-            ],
-            debug_info=inner.debug_info.with_unknown_names(),
+            effects=set(),
+            debug_info=around.debug_info.with_unknown_names(),
         )
         if key is not None:
             programs[key] = inner
-    return example.replace(
-        invars=list(invars),
-        outvars=last.outvars,
-        params=with_programs(example, [inner]),
+    return jc.new_jaxpr_eqn(
+        list(invars),
+        last.outvars,
+        primitives.remat_p,
+        {
+            "jaxpr": inner,
+            "prevent_cse": prevent_cse,
+            "differentiated": False,
+            "policy": _policy(keep),
+        },
+        set(),
         **_reader_info(_with_scopes(last, common)),
     )
+
+
+@functools.cache
+def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
+    return lambda primitive, *_, **__: keep(primitive.name)
 
 
 def _structure(
@@ -295,15 +331,3 @@ def _structure(
     except TypeError:
         return None
     return structure
-
-
-@functools.cache
-def _example_of_checkpoint(
-    keep: Callable[[str], bool], prevent_cse: bool
-) -> jc.JaxprEqn:
-    def policy(primitive: Any, *_: object, **__: object) -> bool:
-        return keep(primitive.name)
-
-    example = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=prevent_cse)
-    (eqn,) = jax.make_jaxpr(example)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    return eqn

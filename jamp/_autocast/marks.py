@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jc
+from jax.extend.core.primitives import name_p
 
 from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists, What
@@ -230,14 +230,22 @@ def marked_source(eqn: jc.JaxprEqn) -> Source | None:
     return _SOURCES.get(eqn.params["name"]) if is_name else None
 
 
+def _named(x: Any, source: Source) -> Any:
+    """A value with the mark of what it depends on, as `checkpoint_name` gives names.
+
+    That gives them otherwise where the flag `jax_remat3` is set.
+    """
+    return name_p.bind(jnp.asarray(x), name=_NAMES[source])
+
+
 def shown_params[T](tree: T, half: Any) -> T:
     """Params as the user's program sees them: those in half as float32."""
 
     def leaf(x):
         dtype = getattr(x, "dtype", None)
         if dtype == half:
-            return checkpoint_name(x.astype(FLOAT32), _NAMES[Source.HALF])
-        return checkpoint_name(x, _NAMES[Source.KEPT]) if dtype == FLOAT32 else x
+            return _named(x.astype(FLOAT32), Source.HALF)
+        return _named(x, Source.KEPT) if dtype == FLOAT32 else x
 
     return jax.tree.map(leaf, tree)
 
@@ -246,7 +254,6 @@ def at_boundary[T](tree: T) -> T:
     """Marks the float32 arrays of a tree as inputs or outputs of a model."""
 
     def leaf(x):
-        name = _NAMES[Source.DATA]
-        return checkpoint_name(x, name) if _is_float32_array(x) else x
+        return _named(x, Source.DATA) if _is_float32_array(x) else x
 
     return jax.tree.map(leaf, tree)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.jax_internals import conv_features
 from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
@@ -108,7 +109,7 @@ def origin_of_result(
     varies = _varies(eqn, out, given)
     if varies is not None:
         return Origin(varies=varies, statistic_of=statistics)
-    shape = traits_of(eqn.primitive.name).shape
+    shape = traits_of(primitive_name(eqn)).shape
     if shape not in _IN_PLACE or len(eqn.outvars) > 1:
         return origin_of_unknown(out)._replace(statistic_of=statistics)
     full, small = [], []

@@ -143,12 +143,12 @@ ROWS = (
         "move: slice dynamic_slice gather unstack split pad dynamic_update_slice "
         "scatter all_gather all_gather_invariant all_gather_reduced all_to_all "
         "ragged_all_to_all ppermute",
-        "elementwise: select_n",
+        "elementwise: select_n PrimalLeftTangentRight",
         "same: stop_gradient",
-        "mark: name optimization_barrier apart sharding_constraint layout_constraint "
-        "with_memory_space_constraint reshard device_put pbroadcast pvary "
-        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
-        "vary_unreduced_cast_p",
+        "mark: name CheckpointName CheckpointNameFwd optimization_barrier apart "
+        "sharding_constraint layout_constraint with_memory_space_constraint reshard "
+        "device_put pbroadcast pvary reduced_vary_cast reduced_vary_cast_p "
+        "vary_unreduced_cast vary_unreduced_cast_p",
     ),
     _row(
         Rule.RECORDED,
@@ -168,15 +168,16 @@ ROWS = (
         "shift_right_logical shift_right_arithmetic reduce_and reduce_or reduce_xor "
         "axis_index create_token after_all empty empty2 debug_print "
         "debug_callback get swap addupdate new_ref freeze platform_index SearchSorted "
-        "Nonzero Frexp Ldexp",
+        "Nonzero Frexp Ldexp pure_callback io_callback scaled_matmul "
+        "scaled_matmul_wrapper call_hi_primitive_linearized",
     ),
     _row(
         Rule.RECORDED,
         "Solvers, which need their digits, and what Equinox's loops are made of.",
         "torch: not in any list",
-        "opaque: CustomRoot linear_solve maybe_set nonbatchable "
+        "opaque: CustomRoot _RootLinearMap linear_solve maybe_set nonbatchable "
         "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
-        "unvmap_max",
+        "unvmap_max vprim",
     ),
 )
 
@@ -185,6 +186,11 @@ _TRAITS = {
     for row in ROWS
     for name, traits in zip(row.primitives, row.traits, strict=True)
 }
+
+
+def is_listed(primitive: str) -> bool:
+    """Whether a row has a primitive."""
+    return primitive in _TRAITS
 
 
 def traits_of(primitive: str) -> Traits:

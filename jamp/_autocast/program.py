@@ -12,6 +12,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.marks import KERNEL, MARKERS, Source
 from jamp._autocast.primitives import Rule
@@ -84,7 +85,7 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
 
     The rule is None for a primitive that no list has.
     """
-    listed = scope.policy.lists.rule_of(jax_internals.primitive_name(eqn))
+    listed = scope.policy.lists.rule_of(primitive_name(eqn))
     is_cast = eqn.primitive.name == "convert_element_type"
     if is_cast and is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0]):
         listed = Rule.MOVE  # it only takes a weak type away
@@ -184,7 +185,7 @@ def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | Non
     if marks:
         return _RULES[marks[-1]], marks[-1]
     marker, function = markers[-1] if markers else ("", "")
-    primitive = jax_internals.primitive_name(eqn)
+    primitive = primitive_name(eqn)
     last = scope.policy.lists.last_of(primitive, function, names)
     if last is not None and last[0] is What.PRIMITIVE:
         return None, ""

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.facts import Facts
-from jamp._autocast.frames import Frame, frames_of
+from jamp._autocast.frames import Frame, frames_of, holder_of, with_equations
+from jamp._autocast.hijax import hi_primitive, primitive_name, with_dtypes
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
@@ -101,7 +102,7 @@ class Rewriter:
             self.read(v, self.values.outgoing_dtype(v) if dtype is None else dtype)
             for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
         ]
-        written = jaxpr.replace(invars=self.invars, outvars=outvars, eqns=self.eqns)
+        written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
         # Last: where float32 begins and ends is known by the casts that were written.
         return checkpoint_islands(written, self.scope.written, self.scope.loop)
 
@@ -143,14 +144,14 @@ class Rewriter:
         """Writes one equation."""
         self.eqn, self.begin = eqn, len(self.eqns)
         if frames := frames_of(eqn):
-            self.rules[eqn.primitive.name](self, eqn, frames)
+            self.rules[holder_of(eqn)](self, eqn, frames)
             self._note(eqn, "program")
             return
         rule, region = self.facts.ruling(eqn)
         if self.facts.rounds_kept(eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
-            _warn_of_unknown(jax_internals.primitive_name(eqn))
+            _warn_of_unknown(primitive_name(eqn))
         castable = is_castable_eqn(eqn, rule, self.facts.half)
         if rule is Rule.RECORDED or rule is None or not castable:
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
@@ -187,7 +188,8 @@ class Rewriter:
             (operand,) = invars
             if isinstance(operand, jc.Var):
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
-        self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        new = eqn.replace(invars=invars, outvars=outvars, params=params)
+        self.eqns.append(jax_internals.apart_if_sharded(new))
 
     def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
@@ -197,8 +199,14 @@ class Rewriter:
             # float32 in memory, and each reader in half would round it again.
             if params.get(name) == FLOAT32:
                 params[name] = dtype
-        outs = [dtype if is_float32(v) else dtype_of(v) for v in eqn.outvars]
-        self.emit(eqn, [dtype] * len(eqn.invars), outs, params, apart)
+        ins, outs = (
+            [dtype if is_float32(v) else dtype_of(v) for v in atoms]
+            for atoms in (eqn.invars, eqn.outvars)
+        )
+        prim = hi_primitive(eqn)
+        if prim is not None:
+            params["_prim"] = with_dtypes(prim, ins, outs)
+        self.emit(eqn, ins, outs, params, apart)
 
     def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
         """Writes a product, or its sum with a bias, where gradients of `var` add up."""

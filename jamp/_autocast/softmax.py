@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jc
+from jax.extend.core.primitives import name_p
 from jax.typing import DTypeLike
 
 from jamp._autocast.jax_internals import call
@@ -102,7 +102,7 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]
     @softmax.defjvp
     def derivative(primals, tangents):
         y, (t,) = softmax(*primals), tangents
-        kept = checkpoint_name(y.astype(half), "softmax")
+        kept = name_p.bind(y.astype(half), name="softmax")
         x = jax.lax.platform_dependent(kept, y, tpu=lambda _, y: y, default=read)
         return y, linear(x, t)
 

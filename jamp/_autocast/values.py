@@ -100,11 +100,16 @@ class Values:
         """The dtype that a value is in, without a cast."""
         return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
 
-    def outgoing_dtype(self, atom: Atom) -> Any:
-        """The dtype in which a value goes to readers of which nothing is known."""
+    def outgoing_dtype(self, atom: Atom, want: Want = NOBODY) -> Any:
+        """The dtype in which a value goes to a reader that wants so much of it."""
         vote, computed = self.facts[atom].vote, self.computed_dtype(atom)
-        wide = self.want_float32(atom) or self.is_carried(atom)
+        wide = want.all or self.want_float32(atom) or self.is_carried(atom)
         return computed if wide else vote or computed
+
+    def outgoing_dtypes(self, eqn: jc.JaxprEqn) -> list[Any]:
+        """The dtypes in which operands go to the programs of an equation."""
+        wants = _wants_of_programs(eqn, self)
+        return list(map(self.outgoing_dtype, eqn.invars, wants))
 
     def choose(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         """What an equation runs in by a rule of the lists, and why."""
@@ -201,17 +206,21 @@ def _together(wants: Iterable[Want]) -> Want:
 
 def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
     """What an equation wants of each operand."""
-    programs = values.facts.programs(eqn)
-    if programs:
-        frames = frames_of(eqn)
-        pairs = zip(frames, programs, strict=True)
-        wants = [_wants_of_inputs(*pair, values) for pair in pairs]
-        # What the programs do not take is the index of a branch.
-        others = [NOBODY] * (len(eqn.invars) - len(frames[0].operands))
-        return [*others, *map(_together, zip(*wants, strict=True))]
+    if values.facts.programs(eqn):
+        return _wants_of_programs(eqn, values)
     rule, _ = values.facts.ruling(eqn)
     want = _wants_by_rule(eqn, rule, values)
     return [want if is_float32(v) else NOBODY for v in eqn.invars]
+
+
+def _wants_of_programs(eqn: jc.JaxprEqn, values: Values) -> list[Want]:
+    """What the programs of an equation want of each operand."""
+    frames = frames_of(eqn)
+    pairs = zip(frames, values.facts.programs(eqn), strict=True)
+    wants = [_wants_of_inputs(*pair, values) for pair in pairs]
+    # What the programs do not take is the index of a branch.
+    others = [NOBODY] * (len(eqn.invars) - len(frames[0].operands))
+    return [*others, *map(_together, zip(*wants, strict=True))]
 
 
 def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:

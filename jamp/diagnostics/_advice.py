@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast import jax_internals
+from jamp._autocast.hijax import primitive_name
 from jamp.diagnostics._location import Location
 
 _WORDS = {
@@ -46,7 +46,7 @@ _LARGE_PARAM = 1e3
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
     """An operation in words, with a result in a dtype; that of a cast says to what."""
-    name = jax_internals.primitive_name(eqn)
+    name = primitive_name(eqn)
     if name not in _CASTS:
         return _WORDS.get(name, f"`{name}`")
     in_half = name == "reduce_precision" and eqn.params["exponent_bits"] == 5

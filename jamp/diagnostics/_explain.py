@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
@@ -237,7 +238,7 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
     name = eqn.primitive.name
     if note.primitive == name:
         return note
-    rule = around.lists.rule_of(jax_internals.primitive_name(eqn))
+    rule = around.lists.rule_of(primitive_name(eqn))
     if rule is None or name == "convert_element_type":
         return None
     why = "list" if rule is Rule.FLOAT32 else "operands"
@@ -249,7 +250,7 @@ def _decision_in_step(
 ) -> tuple[Note, str]:
     """The same of an equation of a program that JAX has differentiated."""
     name, names = eqn.primitive.name, f"{around.names}/{own}"
-    listed = around.lists.rule_of(jax_internals.primitive_name(eqn))
+    listed = around.lists.rule_of(primitive_name(eqn))
     rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
     written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
     note = note_in(names)

@@ -15,6 +15,7 @@ from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
+from jamp._autocast.hijax import primitive_name
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom
 from jamp.diagnostics._advice import words_of
@@ -228,11 +229,11 @@ def _location_of(
     floats, context = [v for v in read if is_float(v.array)], site.context
     made_by, maker = ("", ""), floats[0].maker if site.moves and floats else None
     if maker is not None:
-        made_by = f"`{jax_internals.primitive_name(maker.eqn)}`", maker.line
+        made_by = f"`{primitive_name(maker.eqn)}`", maker.line
     result = context.range_of(array)
     return _location(
         operation=words_of(site.eqn, result.dtype),
-        primitive=jax_internals.primitive_name(site.eqn),
+        primitive=primitive_name(site.eqn),
         phase="backward" if is_backward(site.names) else "forward",
         source=site.line,
         module=module_path(site.names),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
-from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
+from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.tree import check_like, copied, select
 from jamp.optimizers._fused import FusedTransformation, Transformation
 from pallas_kernels import Weight, keys_of, split, stochastic
@@ -269,7 +269,7 @@ def _written(
     elif key is not None and old.param.dtype == jnp.bfloat16:
         new = Weight(stochastic(value, key))
     else:
-        new = Weight(cast(value, old.param.dtype) if is_castable(old.param) else value)
+        new = Weight(cast(value, old.param.dtype))
     return new if clean is None else select(clean, new, old)
 
 

@@ -258,7 +258,7 @@ def _steps(rng, ops, count, depth):
 def _step(rng, ops, depth):
     holding = [op for op in ops if op in FLOW or op in DERIVATIVES]
     nested = depth and holding and rng.random() < 0.4
-    op = rng.choice(holding if nested else [op for op in ops if op in SIMPLE])
+    op = rng.choice(holding if nested else [op for op in ops if op not in holding])
     left, right = rng.randrange(10), rng.randrange(10)
     if not nested:
         return Step(op, left, right)

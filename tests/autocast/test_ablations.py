@@ -79,6 +79,12 @@ def residual(w, x):
     return y + standardised(y)
 
 
+def twice_read(w, x):
+    """Two products read what is float32, as an array beside them makes it."""
+    h = jnp.tanh(x @ w + x)
+    return h @ w + h @ x
+
+
 MATRIX, MATRICES = (4, 4), (3, 4, 4)
 EXAMPLES = {
     "bias sums": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
@@ -91,6 +97,7 @@ EXAMPLES = {
     "biases": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "weights": Example(rnn, (MATRIX, MATRIX, MATRICES)),
     "loops": Example(lstm, (MATRIX, MATRIX, MATRICES)),
+    "one cast": Example(twice_read, (MATRIX, MATRIX)),
     "one copy": Example(
         lambda w, x: nn.logsumexp(x @ w, -1) - (x @ w)[:, 0], (MATRIX, MATRIX)
     ),

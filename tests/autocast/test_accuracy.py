@@ -173,6 +173,26 @@ def test_norms_of_large_activations(name):
         assert error(grads, expected) <= 16 * eps * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("half", HALVES)
+def test_a_call_reads_the_digits_that_its_caller_does(half):
+    """A norm's result, which a product reads too: `var` is a call, the mean is none."""
+
+    def norms(np, y):
+        spread = np.exp(np.arange(32.0) / 8)  # so that one layer differs from the next
+        normal = batch_norm(np, y) * spread
+        mean, var = normal.mean(-1, keepdims=True), normal.var(-1, keepdims=True)
+        return (normal - mean) / np.sqrt(var + 1e-5), normal
+
+    def fn(mix, x):
+        y, normal = norms(jnp, x @ mix)
+        return y, normal @ mix.T
+
+    got, _ = evaluate(jamp.autocast(fn, half), MIX, IMAGES)
+    x, mix = (a.astype(HALVES[half]).astype(float) for a in (IMAGES, MIX))
+    exact, _ = norms(np, (x @ mix).astype(HALVES[half]).astype(float))
+    assert error(got, exact) <= 1e-5 * np.linalg.norm(exact)
+
+
 # ---- sums over the trips of a loop, which in bfloat16 stop growing at 256 terms
 
 TERMS, TRIPS = jnp.full((1000, 2, 2), 0.25), 1000

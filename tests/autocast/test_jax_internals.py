@@ -10,6 +10,7 @@ from jax.extend import core as jc
 from jax.sharding import PartitionSpec as P
 
 from jamp._autocast import frames, jax_internals
+from jamp._autocast.hijax import primitive_name
 from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
@@ -230,7 +231,7 @@ def test_a_function_that_jax_jits_is_known_by_its_file(fn, path):
 
 def test_primitives_that_share_one_have_names():
     names = {
-        jax_internals.primitive_name(eqn)
+        primitive_name(eqn)
         for eqn in walk(jax.make_jaxpr(jnp.searchsorted)(X[0], X[1]).jaxpr)
     }
     assert "call_hi_primitive" not in names

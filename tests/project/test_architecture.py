@@ -47,6 +47,7 @@ INTERNALS = {
     "jamp._autocast.jax_internals",
     "jamp._autocast.derivatives",
     "jamp._autocast.frames",
+    "jamp._autocast.hijax",
 }
 ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}
 
