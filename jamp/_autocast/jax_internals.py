@@ -63,6 +63,15 @@ def equation_of(x: object) -> Any:
     return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
 
 
+def depends_on(x: object, inputs: Sequence[Any]) -> bool:
+    """Whether the value of a function depends on its inputs, while `jax.grad` runs it.
+
+    Values that do belong to its trace, as the inputs do; others do not.
+    """
+    trace = getattr(x, "_trace", None)
+    return any(getattr(y, "_trace", object) is trace for y in inputs)
+
+
 # ---- functions
 
 
