@@ -41,7 +41,7 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
     )
     if not sources or not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
-    labels, graph = labels_in(jaxpr), Graph(jaxpr)
+    labels, graph = labels_in(jaxpr, programs), Graph(jaxpr)
     for source in sources:
         if members := _head(graph, source, labels):
             jaxpr = _written(graph, jaxpr, members, labels, programs, not loop)

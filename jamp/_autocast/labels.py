@@ -26,20 +26,22 @@ from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 _LARGEST = 2**22  # numbers of indices that are looked at: of longer ones, none
 
 
-def labels_in(jaxpr: jc.Jaxpr) -> dict[int, int]:
+def labels_in(jaxpr: jc.Jaxpr, known: dict[Any, Any]) -> dict[int, int]:
     """The axes of classes, by the `id` of each equation that takes one of each row.
 
-    Those in programs that the equations hold are among them.
+    Those in programs that the equations hold are among them. What was found of a
+    program is `known` afterwards, with the program, so that its `id` stays its own.
     """
-    found: dict[int, int] = {}
-    for eqn in jaxpr.eqns:
-        for frame in frames_of(eqn):
-            found |= labels_in(frame.program)
-        if eqn.primitive.name == "gather" and is_float32(eqn.outvars[0]):
-            axis = _axis_of(eqn, jaxpr)
-            if axis is not None:
-                found[id(eqn)] = axis
-    return found
+    if id(jaxpr) not in known:
+        found: dict[int, int] = {}
+        known[id(jaxpr)] = jaxpr, found
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "gather" and is_float32(eqn.outvars[0]):
+                axis = _axis_of(eqn, jaxpr)
+                found |= {} if axis is None else {id(eqn): axis}
+            for frame in frames_of(eqn):
+                found |= labels_in(frame.program, known)
+    return known[id(jaxpr)][1]
 
 
 def with_labels(
@@ -54,10 +56,12 @@ def _with_label(eqn: jc.JaxprEqn, labels: Mapping[int, int]) -> jc.JaxprEqn:
         params = tuple(sorted(eqn.params.items()))
         function = _label(labels[id(eqn)], params)
         return call(function, eqn.invars, eqn.outvars[0], eqn) or eqn
-    programs = [frame.program for frame in frames_of(eqn)]
-    if not any(labels.keys() & labels_in(program).keys() for program in programs):
+    inside = [(f.program, with_labels(f.program.eqns, labels)) for f in frames_of(eqn)]
+    if all(
+        new is old for p, eqns in inside for new, old in zip(eqns, p.eqns, strict=True)
+    ):
         return eqn
-    programs = [with_equations(p, with_labels(p.eqns, labels)) for p in programs]
+    programs = [with_equations(*pair) for pair in inside]
     return eqn.replace(params=with_programs(eqn, programs))
 
 
