@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import is_half
@@ -319,6 +319,7 @@ def step(
     *,
     overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
+    count: ArrayLike | None = None,
     update_args: Mapping[str, Any],
 ) -> Group:
     """Steps the masters, or where there are none the params, widened for the step.
@@ -335,6 +336,8 @@ def step(
         clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
             would spare the work of a rare skip, and cost 40 % more traffic always. None
             for always.
+        count: steps taken before, where params without masters are rounded
+            stochastically.
         update_args: extra arguments for `tx.update`.
 
     Returns:
@@ -345,12 +348,17 @@ def step(
         skip = None if clean is None else ~clean
         grads, scale = still_scaled(grads, skips=skip is not None)
         weights, state = inner.rule.apply(
-            grads, state, weights, grad_scale=scale, found_inf=skip
+            grads,
+            state,
+            weights,
+            grad_scale=scale,
+            found_inf=skip,
+            rounds=count is not None,
         )
     else:
         try:
             weights, state, _ = masters.step_weights(
-                inner, grads, state, weights, clean, **update_args
+                inner, grads, state, weights, clean, count, **update_args
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
