@@ -88,9 +88,10 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
         near: set[int] = set()
         for eqn in [eqns[place] for place in waiting]:
             read = _large(eqn.invars, size)
-            floats = {graph.makers.get(v) for v in read if dtype_of(v) == FLOAT32}
-            if None in floats:
+            wide = [v for v in read if dtype_of(v) == FLOAT32]
+            if not graph.makers.keys() >= set(wide):
                 return set()
+            floats = {graph.makers[v] for v in wide}
             masks = {
                 graph.makers[v] for v in read if _is_mask_of_labels(v, graph, size)
             }

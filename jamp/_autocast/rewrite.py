@@ -166,10 +166,10 @@ class Rewriter:
         choice = self.values.choose(eqn, rule)
         if marked_source(eqn) is not None:
             # It has said what it is there for, and would keep a loss out of a head.
-            ((value,), (same,)), dtype = (eqn.invars, eqn.outvars), choice.computed
-            self.read(value, dtype)
-            self.values.computed[same] = dtype
-            self.versions[same] = self.versions[value]
+            value, same = eqn.invars[0], eqn.outvars[0]
+            self.read(value, choice.computed)
+            self.values.computed[same] = choice.computed
+            self.versions[same] = self.versions[value]  # pyright: ignore[reportArgumentType]
             return
         if choice.summed is not None:
             self._write_summed(eqn, choice.summed)
