@@ -28,6 +28,9 @@ fuzz: $(VENV)/.test ## hold autocast to 20,000 random programs, from SEED on; ot
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
 	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/state/test_soak.py $(ARGS)
 
+noise: $(VENV)/.test ## do pages and doctests print digits that rounding moves?
+	JAMP_NOISE=1 $(PYTHON) -m pytest -n 2 tests/docs/test_docs.py jamp pallas_kernels $(ARGS)
+
 budgets: $(VENV)/h200 ## hold fourteen architectures to the bytes of half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
 
@@ -86,6 +89,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test test-next sweep fuzz soak budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test test-next sweep fuzz soak noise budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -5,6 +5,10 @@ Pallas the same function block by block. Nothing here keeps state, and every fun
 takes lists of arrays, so that the package is of use without jamp.
 """
 
+from pallas_kernels._rounding import (
+    keys_of as keys_of,
+    stochastic as stochastic,
+)
 from pallas_kernels._run import (
     BackendError as BackendError,
     Options as Options,

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, UInt32
+from jaxtyping import Array, ArrayLike, BFloat16, Float, UInt32
+
+WEIGHT = 2
 
 # As bits of a float32 without its sign: the largest finite bfloat16, inf and NaN.
 _LARGEST, _INFINITY = np.uint32(0x7F7F0000), np.uint32(0x7F800000)
@@ -48,9 +50,9 @@ class Noise(NamedTuple):
     elements: UInt32[Array, "*s"]
 
     def bits(self, place: int) -> UInt32[Array, "*s"]:
-        """Sixteen bits for one of the arrays that are rounded: 0, 1, or 2."""
+        """Sixteen bits for the first or second moment, 0 or 1, or for `WEIGHT`."""
         hashed = mix(self.key + self.elements)
-        if place == 2:
+        if place == WEIGHT:
             hashed = mix(hashed)
         return hashed >> 16 if place == 1 else hashed & np.uint32(0xFFFF)
 
@@ -68,6 +70,17 @@ def rounded(x: Float[Array, "*s"], bits: UInt32[Array, "*s"]) -> Float[Array, "*
     special = jnp.where(size > _INFINITY, _NAN, _INFINITY)
     size = jnp.where(size < _INFINITY, finite, special)
     return jax.lax.bitcast_convert_type((raw & _SIGN) | size, jnp.float32)
+
+
+def stochastic(x: Float[Array, "*s"], key: UInt32[Array, ""]) -> BFloat16[Array, "*s"]:
+    """A weight of a leaf as a bfloat16, rounded by the bits of a key of `keys_of`.
+
+    What is out of range becomes the largest finite, as in `saturate`.
+    """
+    limit = float(jnp.finfo(jnp.bfloat16).max)
+    noise = Noise(key, numbers_like(x, strides_of(x.shape)))
+    x = rounded(jnp.clip(x, -limit, limit), noise.bits(WEIGHT))
+    return x.astype(jnp.bfloat16)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ A formula sees float32 weights and returns what to add to them. Here is what tha
 for each way to keep a weight.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, UInt16
 
-from pallas_kernels._rounding import Noise, keys_of, rounded
+from pallas_kernels._rounding import WEIGHT, Noise, keys_of, rounded
 from pallas_kernels._run import Options, run
 from pallas_kernels._xla import (
     Blocks,
@@ -160,6 +161,7 @@ def step(
     options: Options,
     *,
     count: ArrayLike = 0,
+    rounds: bool = False,
     only_updates: bool = False,
 ) -> tuple[list[Any], dict[str, list[Array]]]:
     """Steps every leaf by a rule, in one pass.
@@ -170,13 +172,14 @@ def step(
         numbers: for the formula, each of shape (), or (n,) for one per leaf.
         options: how to run.
         count: steps taken before, shape (), for stochastic rounding.
+        rounds: whether to round bfloat16 weights without masters stochastically.
         only_updates: whether to return what to add to the weights, in float32, and
             leave the weights.
 
     Returns:
         The new weights, or the updates; and by name the new moments, per leaf.
     """
-    columns, tags = _columns_and_tags(rule, leaves, only_updates)
+    columns, tags = _columns_and_tags(rule, leaves, only_updates, rounds)
     is_rounded = any(tag.rounded for tag in tags)
     keys = keys_of(count, len(tags)) if is_rounded else None
     results = run(_STEP, columns, options, numbers, tags, keys).leaves.values()
@@ -208,7 +211,7 @@ def step_norms(
 
 
 def _columns_and_tags(
-    rule: Rule, leaves: Leaves, only_updates: bool
+    rule: Rule, leaves: Leaves, only_updates: bool, rounds: bool = False
 ) -> tuple[list[Leaf], list[_Tag]]:
     """Per leaf, its arrays by the names that kernels know, and what is static."""
     columns, tags = [], []
@@ -218,11 +221,10 @@ def _columns_and_tags(
         leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
         if only_updates:
             leaf.pop("copy", None)
-        rounded = tuple(
-            (name, place)
-            for place, (name, xs) in enumerate(leaves.moments.items())
-            if xs[k].dtype == jnp.bfloat16
-        )
+        places = list(zip(leaves.moments, itertools.count()))
+        if rounds and weight.kind == "own" and not only_updates:
+            places.append(("weight", WEIGHT))
+        rounded = tuple((c, at) for c, at in places if leaf[c].dtype == jnp.bfloat16)
         columns.append(leaf)
         kept = weight.kind, weight.param.dtype
         tags.append(_Tag(rule, decays, *kept, only_updates, rounded))
@@ -245,18 +247,15 @@ def _squares(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
 
 def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
     """The new weights and moments as they are kept."""
+    results = dict(results)
+    if tag.storage == "split" and not tag.only_updates:
+        results["weight"], results["low"] = split_wide(results["weight"])
+    if tag.storage == "own" and not tag.only_updates:
+        results["weight"] = saturate(results["weight"], tag.dtype)
     if noise is not None:
-        results = results | {
-            name: rounded(results[name], noise.bits(place))
-            for name, place in tag.rounded
-        }
-    if tag.storage == "copied" or tag.only_updates:
-        return results
-    new = results["weight"]
-    if tag.storage == "split":
-        high, low = split_wide(new)
-        return results | {"weight": high, "low": low}
-    return results | {"weight": saturate(new, tag.dtype)}
+        for name, place in tag.rounded:
+            results[name] = rounded(results[name], noise.bits(place))
+    return results
 
 
 def _read(

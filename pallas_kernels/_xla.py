@@ -30,9 +30,15 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
 
 def widen(x: Array) -> Array:
-    """Half as float32; all else as it is."""
-    half = getattr(x, "dtype", None) in (jnp.float16, jnp.bfloat16)
-    return x.astype(jnp.float32) if half else x
+    """Floats of less than 32 bits as float32; all else as it is."""
+    return x.astype(jnp.float32) if _is_narrow(getattr(x, "dtype", None)) else x
+
+
+@functools.cache
+def _is_narrow(dtype: DTypeLike | None) -> bool:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return jnp.finfo(dtype).bits < 32
 
 
 def saturate(x: Array, dtype: DTypeLike) -> Array:

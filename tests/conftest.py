@@ -47,6 +47,10 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
+    if "JAMP_NOISE" in os.environ:
+        from tests import noise
+
+        noise.install()
     for marker in ("fuzz", "sweep", "budgets", "tpu"):
         if f"JAMP_{marker.upper()}" not in os.environ:
             items[:] = [i for i in items if not i.get_closest_marker(marker)]

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
-from jamp._core.dtypes import cast, is_castable
+from jamp._core.dtypes import cast, is_float
 from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
 from jamp._scaling.incoming import check_counters, check_scale_state, number
@@ -246,7 +246,7 @@ def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
     """One group at this level, from float32 params."""
 
     def leaf(original, param):
-        return cast(original, param.dtype) if is_castable(param) else original
+        return cast(original, param.dtype) if is_float(param) else original
 
     group = group._replace(params=jax.tree.map(leaf, originals, group.params))
     if group.tx is None:

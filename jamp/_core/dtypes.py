@@ -22,6 +22,11 @@ def is_castable(x: Any) -> bool:
     return hasattr(x, "dtype") and x.dtype in CASTABLE_DTYPES
 
 
+def is_float(x: Any) -> bool:
+    """Whether `x` is an array (or its shape) of floats, float8 included."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def is_half(x: Any) -> bool:
     """Whether `x` is an array (or its shape) in float16 or bfloat16."""
     return hasattr(x, "dtype") and x.dtype in HALF_DTYPES
@@ -50,14 +55,14 @@ def names_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Rounds `x` to `dtype`; to half, values out of range become its largest finite.
+    """Rounds `x` to `dtype`; below float32, what is out of range is its largest finite.
 
     A half parameter at infinity would stay NaN for ever, a clamped one comes back.
     Jitted, since a model has a thousand leaves: operation by operation takes five times
     as long.
     """
     x = jnp.asarray(x)
-    if jnp.dtype(dtype) in HALF_DTYPES and x.dtype != dtype:
+    if x.dtype != dtype and jnp.finfo(dtype).bits < 32:
         limit = float(jnp.finfo(dtype).max)
         x = jnp.clip(widen(x), -limit, limit)
     return x.astype(dtype)

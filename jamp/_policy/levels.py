@@ -48,6 +48,8 @@ class Properties:
         patch_functions_type: half dtype of autocast; None where there is none.
         keep_batchnorm_fp32: whether affine BatchNorm keeps float32 params.
         master_weights: whether the optimizer steps float32 copies of half params.
+        stochastic_rounding: whether bfloat16 params without masters are rounded
+            stochastically after a step.
         loss_scale: "dynamic", a number, or a rule such as `jamp.DynamicLossScale()`.
         cast_model_outputs: dtype of the model's outputs; None is float32 where the
             model is cast, and otherwise leaves them alone.
@@ -66,6 +68,7 @@ class Properties:
     patch_functions_type: Any = None
     keep_batchnorm_fp32: bool | None = None
     master_weights: bool | None = None
+    stochastic_rounding: bool = False
     loss_scale: Any = 1.0
     cast_model_outputs: Any = None
     keep_fp32: tuple[Any, ...] = ()
@@ -82,6 +85,7 @@ class Properties:
         patch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | None = None,
+        stochastic_rounding: bool | None = None,
         loss_scale: Any = None,
         cast_model_outputs: DTypeLike | None = None,
         keep_fp32: KeepFp32 | list[Any] | None = None,
@@ -97,6 +101,7 @@ class Properties:
             patch_functions: True only at O1 and O4.
             keep_batchnorm_fp32: also as the string "True" or "False".
             master_weights: not for O1 and O4.
+            stochastic_rounding: with bfloat16 params and without masters.
             loss_scale: a number also as a string ("128.0").
             cast_model_outputs: at any level.
             keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
@@ -130,9 +135,17 @@ class Properties:
             except (ValueError, TypeError) as error:
                 complaints.append(str(error))
         complaints += _contradictions(opt_level, values)
+        properties = dataclasses.replace(LEVELS[opt_level], **values)
+        if properties.stochastic_rounding and (
+            properties.master_weights or properties.cast_model_type != _BF16
+        ):
+            complaints.append(
+                "stochastic_rounding is for bfloat16 params without masters: write "
+                "opt_level='O5', master_weights=False."
+            )
         if complaints:
             raise OptLevelError("\n".join(complaints))
-        return dataclasses.replace(LEVELS[opt_level], **values)
+        return properties
 
     @property
     def half_dtype(self) -> Any:
@@ -148,7 +161,7 @@ class Properties:
 
     def describe(self) -> list[str]:
         """One line per property, as apex prints them."""
-        quiet = (None, (), LEVELS.get(self.opt_level, self).promote)
+        quiet = (None, (), False, LEVELS.get(self.opt_level, self).promote)
         shown = [
             field.name
             for field in dataclasses.fields(self)
@@ -158,6 +171,7 @@ class Properties:
 
 
 _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
+_QUIET += ("stochastic_rounding",)
 _FP16, _BF16 = HALF_DTYPES
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
 _AUTOCAST = Properties(opt_level="O1", patch_functions=True)
@@ -312,6 +326,7 @@ _PARSERS = {
         _BOOLS | {"True": True, "False": False},
     ),
     "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
+    "stochastic_rounding": _one_of("stochastic_rounding", "a boolean or None", _BOOLS),
     "loss_scale": _parse_loss_scale,
     "cast_model_outputs": _parse_outputs,
     "keep_fp32": parse_keep_fp32,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PyTree
 
+from jamp._autocast.jax_internals import depends_on
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.tree import (
@@ -25,6 +26,12 @@ from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, unscale_tree
 from jamp._scaling.unscaled import nan_unless
 
+_CONSTANT = (
+    "The loss does not depend on the params that loss_fn was called with: all "
+    "gradients are zero. Let it read its first argument, and not `state.params` or a "
+    "model from outside."
+)
+
 
 class HasLossScales(Protocol):
     """What this room needs of an `AmpState`."""
@@ -33,6 +40,8 @@ class HasLossScales(Protocol):
     def params(self) -> Any: ...
     @property
     def tx(self) -> Any: ...
+    @property
+    def opt_state(self) -> Any: ...
     @property
     def loss_scales(self) -> Any: ...
     @property
@@ -180,6 +189,9 @@ def grad_of_product(
 
     def scaled_loss(trained):
         loss, aux = checked_loss(loss_fn(trained), has_aux)
+        leaves = jax.tree.leaves(trained)
+        if leaves and not depends_on(loss, leaves):
+            warn(_CONSTANT, UserWarning)
         return loss * scale, (loss, aux)
 
     grads, value = jax.grad(scaled_loss, has_aux=True)(trained)

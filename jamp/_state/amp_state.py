@@ -184,12 +184,14 @@ class AmpState(_Replace, TrainState, kw_only=True):
         counts = groups.split(self.skipped_steps, keys)
         skipped = groups.split(self.last_step_skipped, keys)
         given = by_group(losses)
+        count = self.step if self.properties.stochastic_rounding else None
         for key, (total, overwrite, clean) in given.items():
             stepped[key] = step(
                 stepped[key],
                 total,
                 overwrite=overwrite,
                 clean=None if clean is True else clean,
+                count=count,
                 update_args=update_args or {},
             )
             skipped[key] = jnp.logical_not(clean)

@@ -20,6 +20,16 @@ ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 def check_containers(params: PyTree, tx: Any) -> None:
     """Raises unless `params` are arrays, and `tx` is in the same container."""
+    if any(cls.__module__ == "flax.nnx.module" for cls in type(params).__mro__):
+        raise TypeError(
+            f"params is an nnx.Module, a {type(params).__name__}. Write "
+            "`model, optimizer = jamp.nnx.initialize(model, tx, opt_level)`."
+        )
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"params hold no arrays: got {brief(params)}. Pass the params, "
+            '`model.init(key, x)["params"]`.'
+        )
     for variables in (params, *_entries(params)):
         names = set(variables) if isinstance(variables, Mapping) else set()
         if {"params", "batch_stats"} <= names:

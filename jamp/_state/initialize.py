@@ -44,6 +44,7 @@ def initialize(
     patch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
+    stochastic_rounding: bool | None = None,
     loss_scale: float | str | LossScaleRule | None = None,
     cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
@@ -85,6 +86,9 @@ def initialize(
         keep_batchnorm_fp32: also as "True" or "False". `batch_stats=` makes the
             recognition of BatchNorm exact, see `cast_model`.
         master_weights: whether to keep float32 masters of half params.
+        stochastic_rounding: whether to round bfloat16 params without masters
+            stochastically, see `jamp.optimizers.stochastic_rounding`: O5 with
+            `master_weights=False`.
         loss_scale: "dynamic", a number (also as a string), or a rule such as
             `jamp.DynamicLossScale(window=500)`.
         cast_model_outputs: dtype of the model's outputs.

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
-from jamp._core.dtypes import FLOAT32, cast, is_castable, widen
+from jamp._core.dtypes import FLOAT32, cast, is_float, widen
 from jamp._core.names import check_same, filled, named
 from jamp._core.tree import check_like, strong_array, trained_params, unshared
 from jamp._scaling.incoming import check_counters, check_scale_state
@@ -73,8 +73,7 @@ def _loaded(old: Weight, new: jax.Array) -> Weight:
     if new is old.param:
         return old
     if old.master is None:
-        castable = is_castable(old.param)
-        return Weight(cast(new, old.param.dtype) if castable else new)
+        return Weight(cast(new, old.param.dtype) if is_float(new) else new)
     if new.dtype == old.param.dtype:
         if old.kind == "split":
             fresh = jnp.zeros_like(old.master)
@@ -101,7 +100,7 @@ def _check_dtypes(params: PyTree, old: PyTree) -> None:
     """Raises for what is not a float on one side; floats are cast."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, new), like in zip(leaves, jax.tree.leaves(old), strict=True):
-        both = is_castable(new) and is_castable(like)
+        both = is_float(new) and is_float(like)
         if not both and new.dtype != like.dtype:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has dtype {new.dtype}, expected "

@@ -19,7 +19,11 @@ from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
 from jamp._state.step import Group, packed
-from jamp.optimizers import FusedTransformation, _masters as masters
+from jamp.optimizers import (
+    FusedTransformation,
+    StochasticRoundingState,
+    _masters as masters,
+)
 from pallas_kernels import Weight
 
 
@@ -82,10 +86,17 @@ def begun_group(
 def begun_from(group: Group, weights: PyTree) -> Group:
     """A group with a fresh optimizer state, from a tree of `Weight`."""
     opt_state = masters.inside(group.tx).init(masters.values(weights))
-    is_masters = lambda x: isinstance(x, masters.MasterWeightsState)  # noqa: E731
-    if any(map(is_masters, jax.tree.leaves(opt_state, is_leaf=is_masters))):
-        raise ValueError(masters.ALREADY_WRAPPED)
+    is_wrapped = lambda x: type(x) in _WRAPPED  # noqa: E731
+    for x in filter(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped)):
+        raise ValueError(_WRAPPED[type(x)])
     return group.with_weights(weights, _moments_like_params(opt_state, group.params))
+
+
+_WRAPPED = {
+    masters.MasterWeightsState: masters.ALREADY_WRAPPED,
+    StochasticRoundingState: "The transformation rounds stochastically already. Pass "
+    "the bare one, and at O5 `master_weights=False, stochastic_rounding=True`.",
+}
 
 
 def first_weights(group: Group, originals: PyTree) -> PyTree:

@@ -6,13 +6,13 @@ is in float32, and is rounded to the dtypes of the params.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import is_half
@@ -29,6 +29,7 @@ from jamp._core.tree import (
 )
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import HasLossScales, find_loss_scale
+from jamp._scaling.origin import warn_of_plain_gradients
 from jamp._scaling.unscaled import raw_of, still_scaled
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
@@ -136,13 +137,16 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
         expected = differentiable(groups.get(state.params, key))
-        check_like(entry, expected, what, _REMEDY)
+        if not _takes_examples(entry, groups_of(state)[key]):
+            check_like(entry, expected, what, _REMEDY)
         trees[key], overwrite[key] = split_overwrite(entry)
     leaves = jax.tree.leaves(trees)
     finite = _finite(leaves, loss_id) if rule.checks else True
     if any(map(is_half, leaves)):
         _warn_half(trees, state)
         trees = widen_tree(trees)
+    else:
+        warn_of_plain_gradients(leaves, state)
     return LossGrads(loss_id, finite, trees, overwrite)
 
 
@@ -210,6 +214,17 @@ def _warn_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
             return
 
 
+class HasGroups(Protocol):
+    """What a state has of each group, in one tree or in containers."""
+
+    @property
+    def params(self) -> Any: ...
+    @property
+    def tx(self) -> Any: ...
+    @property
+    def opt_state(self) -> Any: ...
+
+
 class Group(NamedTuple):
     """Params with an optimizer of their own.
 
@@ -251,11 +266,32 @@ class Group(NamedTuple):
         return self._replace(opt_state=inner_state, params=params)
 
 
-def groups_of(state: TrainState) -> dict[Key, Group]:
+def groups_of(state: HasGroups) -> dict[Key, Group]:
     """The groups of a state, by key."""
     keys = groups.group_keys(state.tx)
     parts = [groups.split(x, keys) for x in (state.tx, state.opt_state, state.params)]
     return {key: Group(*(part[key] for part in parts)) for key in keys}
+
+
+def _takes_examples(grads: PyTree, group: Group) -> bool:
+    """Whether gradients have an axis of examples in front, which `tx` takes away.
+
+    As of DP-SGD, which clips the gradients of each example before it averages them.
+    """
+    shape = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
+    trained, tx = trained_params(group.params), masters.inside(group.tx)
+    sizes = {jnp.shape(g)[:1] for g in jax.tree.leaves(grads)}
+    rows = jax.tree.map(lambda g: jnp.shape(g)[1:], grads)
+    if rows != shape(trained) or len(sizes) != 1 or shape(grads) == shape(trained):
+        return False
+    weights = masters.values(group.weights())
+    try:
+        updates, _ = jax.eval_shape(
+            tx.update, widen_tree(grads), group.inner_state, weights
+        )
+    except (TypeError, ValueError):
+        return False
+    return shape(updates) == shape(trained)
 
 
 def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
@@ -283,6 +319,7 @@ def step(
     *,
     overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
+    count: ArrayLike | None = None,
     update_args: Mapping[str, Any],
 ) -> Group:
     """Steps the masters, or where there are none the params, widened for the step.
@@ -299,6 +336,8 @@ def step(
         clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
             would spare the work of a rare skip, and cost 40 % more traffic always. None
             for always.
+        count: steps taken before, where params without masters are rounded
+            stochastically.
         update_args: extra arguments for `tx.update`.
 
     Returns:
@@ -309,12 +348,17 @@ def step(
         skip = None if clean is None else ~clean
         grads, scale = still_scaled(grads, skips=skip is not None)
         weights, state = inner.rule.apply(
-            grads, state, weights, grad_scale=scale, found_inf=skip
+            grads,
+            state,
+            weights,
+            grad_scale=scale,
+            found_inf=skip,
+            rounds=count is not None,
         )
     else:
         try:
             weights, state, _ = masters.step_weights(
-                inner, grads, state, weights, clean, **update_args
+                inner, grads, state, weights, clean, count, **update_args
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -263,8 +263,8 @@ def clip_grad_norm(
         ValueError: `norm_type` is not positive.
 
     >>> norm, grads = clip_grad_norm({"w": jnp.array([3.0, 4.0])}, 1.0)
-    >>> print(norm, grads["w"].round(3))
-    5.0 [0.6 0.8]
+    >>> print(norm, [f"{g:.3f}" for g in grads["w"]])
+    5.0 ['0.600', '0.800']
     """
     order = float(norm_type)
     if not order > 0:

@@ -35,6 +35,7 @@ class InitOptions(TypedDict, total=False):
     patch_functions: bool | None
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | None
+    stochastic_rounding: bool | None
     loss_scale: float | str | LossScaleRule | None
     cast_model_outputs: DTypeLike | None
     num_losses: int

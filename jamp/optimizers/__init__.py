@@ -2,7 +2,7 @@
 
 May import `_core`, and `pallas_kernels`. An optimizer is one file: its docstring, its
 hyperparameters, its step; what all share is in `_fused`. How a master is kept beside
-its param, and how optax steps it, is in `_masters`.
+its param, and how optax steps it, is in `_masters`; without masters, in `_stochastic`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,10 @@ from jamp.optimizers._novograd import (
     fused_novograd as fused_novograd,
 )
 from jamp.optimizers._sgd import FusedSGDState as FusedSGDState, fused_sgd as fused_sgd
+from jamp.optimizers._stochastic import (
+    StochasticRoundingState as StochasticRoundingState,
+    stochastic_rounding as stochastic_rounding,
+)
 
 if TYPE_CHECKING:
     from jamp.fp16_utils._cut_down import (

@@ -219,8 +219,14 @@ class FusedRule(Hyperparameters, Rule):
         _check_leaves(updates, "gradients")
         check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
-        return self.apply(updates, state, weights, **scaling, only_updates=True)
+        return self.apply(
+            updates,
+            state,
+            weights,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            only_updates=True,
+        )
 
     def apply(
         self,
@@ -230,6 +236,7 @@ class FusedRule(Hyperparameters, Rule):
         *,
         grad_scale: ArrayLike | None = None,
         found_inf: ArrayLike | None = None,
+        rounds: bool = False,
         only_updates: bool = False,
     ) -> tuple[PyTree, Any]:
         """Steps weights in place, in one pass over each leaf.
@@ -240,6 +247,7 @@ class FusedRule(Hyperparameters, Rule):
             weights: a tree like `grads` of `pallas_kernels.Weight`.
             grad_scale: what to divide the gradients by, shape ().
             found_inf: if not zero, all bits stay, shape ().
+            rounds: whether to round bfloat16 weights without masters stochastically.
             only_updates: whether to return what to add to the weights, not them.
 
         Returns:
@@ -262,7 +270,7 @@ class FusedRule(Hyperparameters, Rule):
         numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
         new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
-        how = {"count": state.count, "only_updates": only_updates}
+        how = {"count": state.count, "rounds": rounds, "only_updates": only_updates}
         stepped, moments = step(self.static, leaves, numbers, options, **how)
         new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)

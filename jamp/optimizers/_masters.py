@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
-from jamp._core.dtypes import FLOAT32, cast, is_castable, is_half, widen
+from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.tree import check_like, copied, select
 from jamp.optimizers._fused import FusedTransformation, Transformation
-from pallas_kernels import Weight, split
+from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
 
@@ -114,6 +114,16 @@ def master_weights(
     return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
 
 
+def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
+    """What makes `optax.apply_updates` land on half params; else the update itself."""
+    return jax.tree.map(
+        lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
+        updates,
+        new,
+        params,
+    )
+
+
 def inside(tx: optax.GradientTransformation | None) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
@@ -154,13 +164,8 @@ class _MasterRule:
             self.tx, updates, state.inner_state, weights, **extra_args
         )
         new, masters = parted(new)
-        landing = jax.tree.map(
-            lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
-            updates,
-            new,
-            params,
-        )
-        return landing, MasterWeightsState(masters, inner_state)
+        state = MasterWeightsState(masters, inner_state)
+        return landing(updates, new, params), state
 
 
 def with_masters(
@@ -218,6 +223,7 @@ def step_weights(
     state: PyTree,
     weights: PyTree,
     clean: Bool[Array, ""] | None = None,
+    count: ArrayLike | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Steps a tree of `Weight` with an optax transformation.
@@ -228,6 +234,8 @@ def step_weights(
         state: of `tx`.
         weights: what to step.
         clean: whether to take the step, shape (), bool; None for always.
+        count: steps taken before, to round bfloat16 weights without masters
+            stochastically; None to round them to nearest.
         **extra_args: for `tx.update`.
 
     Returns:
@@ -241,11 +249,16 @@ def step_weights(
     stepped = optax.apply_updates(masters, updates)
     if clean is not None:
         new_state = select(clean, new_state, state)
-    written = lambda old, new: _written(old, new, clean)  # noqa: E731
-    return _map_weights(written, weights, stepped), new_state, updates
+    leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
+    keys = [None] * len(leaves) if count is None else [*keys_of(count, len(leaves))]
+    each = zip(leaves, structure.flatten_up_to(stepped), keys, strict=True)
+    new = structure.unflatten([_written(*leaf, clean) for leaf in each])
+    return new, new_state, updates
 
 
-def _written(old: Weight, value: jax.Array, clean: jax.Array | None) -> Weight:
+def _written(
+    old: Weight, value: Array, key: Array | None, clean: Array | None
+) -> Weight:
     """A weight of a new value, if `clean`; else its bits stay."""
     if old.kind == "copied":
         # Select, then round: the other way round would read the old half param too.
@@ -253,8 +266,10 @@ def _written(old: Weight, value: jax.Array, clean: jax.Array | None) -> Weight:
         return Weight(cast(master, old.param.dtype), master)
     if old.kind == "split":
         new = Weight(*split(value))
+    elif key is not None and old.param.dtype == jnp.bfloat16:
+        new = Weight(stochastic(value, key))
     else:
-        new = Weight(cast(value, old.param.dtype) if is_castable(old.param) else value)
+        new = Weight(cast(value, old.param.dtype))
     return new if clean is None else select(clean, new, old)
 
 

@@ -47,7 +47,11 @@ def initialize(spec: specs.Spec, tx: Any, **options: Any) -> Callable[..., Any]:
 # A kernel gets the half params to write them, and reads nothing of them, unless they
 # are masters' upper bits.
 def unread(spec: specs.Spec, options: dict[str, Any]) -> int:
-    return 0 if "store_remainder" in options else 2 * (spec.total - spec.total_fp32)
+    return (
+        0
+        if "store_remainder" in options or options == BARE
+        else 2 * (spec.total - spec.total_fp32)
+    )
 
 
 class Row(NamedTuple):
@@ -64,11 +68,13 @@ CLIPPED = functools.partial(ADAM, max_grad_norm=1.0)
 NARROW = functools.partial(ADAM, moment_dtype="bfloat16")
 SGD = functools.partial(jo.fused_sgd, 0.1)
 SPLIT = {"store_remainder": True}
+BARE = {"master_weights": False, "stochastic_rounding": True}
 ROWS = {
     "`fused_adam`": Row(ADAM, {}, 30, 30),
     "`fused_adam`, static scale": Row(ADAM, {"loss_scale": 1.0}, 28, 28),
     "`fused_adam`, `store_remainder=True`": Row(ADAM, SPLIT, 28, 28),
     "the same, moments in bfloat16": Row(NARROW, SPLIT, 20, 20),
+    "no masters, moments in bfloat16": Row(NARROW, BARE, 16, 16),
     "`fused_adam`, `max_grad_norm=1`": Row(CLIPPED, {}, 30, 32),
     "`fused_sgd`": Row(SGD, {}, 14, 14),
     "`fused_sgd`, momentum": Row(functools.partial(SGD, momentum=0.9), {}, 22, 22),
@@ -122,6 +128,7 @@ HELD = {
     "float32 masters": (ADAM, {}, 2, 4, 8),
     "`store_remainder=True`": (ADAM, SPLIT, 2, 2, 8),
     "the same, moments in bfloat16": (NARROW, SPLIT, 2, 2, 4),
+    "no masters, moments in bfloat16": (NARROW, BARE, 2, 0, 4),
 }
 
 

@@ -62,7 +62,7 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
             numbers = rule.numbers(count) | {"norm": norms}
         else:
             numbers = rule.measured(count, leaves, options)
-        how = {"only_updates": only_updates}
+        how = {"rounds": optimizer == "narrow adam", "only_updates": only_updates}
         return pk.step(rule.static, leaves, numbers, options, count=count, **how)
 
     def make(sizes):
@@ -131,7 +131,6 @@ def _everything_args(sizes):
     return everything.leaves([(n,) for n in sizes]), jnp.bool_(False)
 
 
-NARROW = "narrow adam, split, bf16"  # whose moments are bfloat16
 DTYPES = {"f16": F16, "bf16": BF16, "f32": F32}
 CASES = {
     f"{optimizer}, {kind}, {name}": stepped(optimizer, kind, dtype)
@@ -142,7 +141,8 @@ CASES = {
     if optimizer == "adam" or kind == ("own" if name == "f32" else "copied")
     if optimizer != "narrow adam"
 }
-CASES[NARROW] = stepped("narrow adam", "split", BF16)
+NARROW = {f"narrow adam, {kind}, bf16": kind for kind in ("split", "own")}
+CASES |= {name: stepped("narrow adam", kind, BF16) for name, kind in NARROW.items()}
 CASES |= {
     f"{call}, {name}": reading(*READING[call], dtype)
     for call in READING

@@ -23,7 +23,10 @@ DUMP = ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_HOST_LL
 INTERPRET, XLA = pk.Options(backend="interpret"), pk.Options(backend="xla")
 WRITE_ONLY = ("['copy']", "['new']", "['out']", "['update']")
 # Bytes per parameter that it moves.
-ADAM = {"adam, copied, bf16": 28, "adam, split, bf16": 26, kernels.NARROW: 18}
+ADAM = {"adam, copied, bf16": 28, "adam, split, bf16": 26}
+# With moments, or weights too, that are rounded stochastically.
+NARROW = {"narrow adam, split, bf16": 18, "narrow adam, own, bf16": 14}
+BYTES = ADAM | NARROW
 
 of_all = pytest.mark.parametrize(
     "target, name", [(t, name) for t in TARGETS for name in kernels.cases(t)]
@@ -125,10 +128,12 @@ def test_kernels_compute_what_xla_does(target, name):
 
 
 @on_both
-def test_kernels_round_moments_by_the_bits_that_xla_takes(target):
-    (_, found), (_, expected) = run(target, kernels.NARROW)[1], by_xla(kernels.NARROW)
+@pytest.mark.parametrize("name", NARROW)
+def test_kernels_round_by_the_bits_that_xla_takes(target, name):
+    found, expected = run(target, name)[1], by_xla(name)
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert (np.asarray(x) == np.asarray(y)).mean() > 0.99  # other bits: 0.67
+        if x.dtype == jnp.bfloat16:
+            assert (np.asarray(x) == np.asarray(y)).mean() > 0.99  # other bits: 0.67
 
 
 @of_all
@@ -163,12 +168,12 @@ def test_kernels_read_and_write_each_column_once(target, name):
             columns += 1
             moved += (read + written) * x.itemsize * (x.size == 4096)
     assert columns >= len(kernels.SIZES)
-    if name in ADAM:
-        assert moved == 4096 * ADAM[name]
+    if name in BYTES:
+        assert moved == 4096 * BYTES[name]
 
 
 @on_both
-@pytest.mark.parametrize("name", [*ADAM, "everything"])
+@pytest.mark.parametrize("name", [*BYTES, "everything"])
 def test_a_skip_writes_nothing(target, name):
     args, results, launches = run(target, name, skip=True)
     for launch in launches:

@@ -53,6 +53,7 @@ def test_defaults_of_each_level(level):
         "patch_functions_type": autocast,
         "keep_batchnorm_fp32": batchnorm,
         "master_weights": masters,
+        "stochastic_rounding": False,
         "loss_scale": scale,
         "cast_model_outputs": None,
         "keep_fp32": (),

@@ -326,3 +326,42 @@ def test_a_wrt_that_names_no_groups_is_refused():
             jamp.scaled_grad(of_groups, wrt=wrt)(groups(pack))
     with pytest.raises(ValueError, match="wrt='w', but the state has one group"):
         jamp.scaled_grad(loss_fn, wrt="w")(make(), X)
+
+
+def not_the_argument(state):
+    return lambda params: wide(state.params["w"]).sum()
+
+
+def stopped(state):
+    return lambda params: wide(jax.lax.stop_gradient(params["w"])).sum()
+
+
+CONSTANT = {"read from outside": not_the_argument, "stopped": stopped}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("name", CONSTANT)
+def test_a_loss_that_does_not_depend_on_its_params_warns(name, level):
+    state = jamp.initialize({"w": jnp.ones((2, 2))}, optax.sgd(1.0), level, verbosity=0)
+    for run in (lambda f: f, jax.jit):
+        grads_of = run(lambda s: jamp.scaled_grad(CONSTANT[name](s))(s))
+        with pytest.warns(UserWarning, match="does not depend on the params that"):
+            grads = grads_of(state)
+        assert (grads["w"] == 0).all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_loss_that_depends_on_some_does_not_warn(level):
+    tree = {"w": jnp.ones((2, 2)), "unused": jnp.ones(2)}
+    state = jamp.initialize(tree, optax.sgd(1.0), level, verbosity=0)
+
+    @jax.checkpoint
+    def forward(w):
+        return lax.scan(lambda x, _: (x @ w, None), jnp.ones(2), None, 2)[0]
+
+    def loss_fn(params):
+        outside = wide(state.params["w"]).sum()
+        w = wide(params["w"])
+        return outside + lax.cond(outside > 0, forward, lambda w: w[0], w).sum()
+
+    assert (jax.jit(jamp.scaled_grad(loss_fn))(state)["w"] != 0).any()

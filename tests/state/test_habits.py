@@ -221,6 +221,20 @@ RAISES = {
         lambda: jamp.initialize(MODEL, SGD),
         r"TypeError: params is Dense\(\.\.\.\), which.*`model\.init\(key, x\)",
     ),
+    "`initialize(model)` of NNX": (
+        lambda: jamp.initialize(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), SGD),
+        r"TypeError: params is an nnx\.Module, a Linear\. .*jamp\.nnx\.initialize",
+    ),
+    "params without arrays": (
+        lambda: (
+            [
+                pytest.raises(ValueError, jamp.initialize, tree, SGD)
+                for tree in (None, ())
+            ]
+            and jamp.initialize({}, SGD)
+        ),
+        r"ValueError: params hold no arrays: got \{\}\. Pass the params, `model\.init",
+    ),
     "`scaled_grad(loss_fn)(state, state.params, ...)`": (
         lambda: jamp.scaled_grad(loss_fn)(make(), make().params, X),
         r"IndexError.*loss_fn\(\{kernel: float16\[2, 1\]\}, \{kernel.*come first",
@@ -255,13 +269,31 @@ def nnx_merged():
     optimizer.update(model, grads)
 
 
+def reads_from_outside():
+    state = make()
+    jamp.scaled_grad(lambda params: loss_fn(state.params))(state)
+
+
+def reads_a_model_from_outside():
+    model, optimizer = make_nnx()
+    jamp.nnx.scaled_grad(lambda _: nnx_loss(model))(model, optimizer)
+
+
+# What to write is in the message.
+SCALED, CONSTANT = "jamp.scaled_grad", "does not depend on the params"
 WARNS = {
-    "`nnx.value_and_grad` left in": nnx_grad_left_in,
-    "`nnx.split`, then `jax.value_and_grad`": nnx_merged,
+    "`nnx.value_and_grad` left in": (nnx_grad_left_in, SCALED),
+    "`nnx.split`, then `jax.value_and_grad`": (nnx_merged, SCALED),
+    "a loss that reads `state.params` from outside": (reads_from_outside, CONSTANT),
+    "a loss that reads an NNX model from outside": (
+        reads_a_model_from_outside,
+        CONSTANT,
+    ),
 }
 
 
 @pytest.mark.parametrize("habit", WARNS)
 def test_what_warns(habit):
-    with pytest.warns(jamp.PrecisionWarning, match="jamp.scaled_grad"):
-        WARNS[habit]()
+    call, message = WARNS[habit]
+    with pytest.warns(UserWarning, match=message):
+        call()

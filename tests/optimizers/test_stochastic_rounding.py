@@ -1,0 +1,221 @@
+"""Half params without masters, rounded stochastically, and what that is worth."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp import optimizers as jo
+from tests.bits import assert_same_bits
+from tests.models import Transformer
+from tests.optimizers.mixed_leaves import FAST
+from tests.oracles import rounding
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+BARE = {"master_weights": False, "stochastic_rounding": True, "verbosity": 0}
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (3, 200), "b": (7,), "kept": (150,)}
+    return {k: np.float32(rng.normal(size=s)) for k, s in shapes.items()}
+
+
+def loss_fn(p, x):
+    return sum((p[k].astype(F32) * x[k]).sum() for k in p)
+
+
+@functools.partial(jax.jit, compiler_options=FAST)
+def step(state, x):
+    return state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state, x))
+
+
+def oracle(params, grads, steps, rate):
+    """SGD with float32 steps, rounded by NumPy; the last leaf stays float32."""
+    p = {k: x.astype(BF16).astype(np.float32) for k, x in params.items()}
+    p["kept"] = params["kept"]
+    for t in range(steps):
+        for k, name in enumerate(("a", "b", "kept")):
+            p[name] = p[name] - np.float32(rate) * grads[name]
+            if name != "kept":
+                elements = np.arange(p[name].size).reshape(p[name].shape)
+                random = rounding.random_16(t, k, elements, 2)
+                p[name] = np.float32(rounding.rounded(p[name], random))
+    return p
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(2.0**-9),
+        jo.fused_sgd(2.0**-9),
+        jo.fused_sgd(2.0**-9, backend="interpret"),
+    ],
+    ids=["optax", "fused", "kernels"],
+)
+def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(tx):
+    params = weights()
+    # What bfloat16 holds times a power of two: the same in any order, and fused.
+    grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
+    wanted = oracle(params, grads, 3, 2.0**-9)
+    state = jamp.initialize(params, tx, "O5", keep_fp32="kept", **BARE)
+    for _ in range(3):
+        state = step(state, grads)
+    assert jax.tree.map(lambda x: x.dtype.name, state.params) == {
+        "a": "bfloat16",
+        "b": "bfloat16",
+        "kept": "float32",
+    }
+    for name, x in jamp.master_params(state).items():
+        np.testing.assert_array_equal(x, wanted[name])
+
+
+@pytest.mark.standard_promotion  # of what is added to the params
+def test_the_wrapper_lands_on_the_same_params_in_a_loop_of_ones_own():
+    params, tx = weights(), jo.stochastic_rounding(optax.sgd(2.0**-9))
+    grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
+    wanted = oracle(params, grads, 3, 2.0**-9)
+    p = {k: jnp.asarray(x, F32 if k == "kept" else BF16) for k, x in params.items()}
+    state = tx.init(p)
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    assert state.count == 3
+    for name, x in p.items():
+        np.testing.assert_array_equal(x.astype(F32), wanted[name])
+    sgd = optax.sgd(0.1)
+    assert jo.stochastic_rounding(sgd) == jo.stochastic_rounding(sgd) != tx
+    again = jo.stochastic_rounding(jo.fused_adam(0.1))
+    assert pickle.loads(pickle.dumps(again)) == again
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1.0), jo.fused_sgd(1.0)])
+def test_small_steps_add_up_in_the_mean(tx):
+    start = functools.partial(jamp.initialize, {"w": jnp.ones(4096)}, tx, "O5")
+    state = start(**BARE)
+    nearest = start(master_weights=False, verbosity=0)
+    x = {"w": jnp.full(4096, 1e-3)}
+    for _ in range(300):
+        state = step(state, x)
+    moved = 1 - float(state.params["w"].astype(F32).mean())
+    assert moved == pytest.approx(0.3, rel=4e-3)
+    assert (step(nearest, x).params["w"] == 1).all()
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), jo.fused_adam(0.1)])
+@pytest.mark.standard_promotion
+def test_a_skip_keeps_every_bit_and_infinity_is_out_of_reach(tx):
+    rule = jamp.DynamicLossScale(init_scale=4.0)
+    params = {"a": np.float32([1.0, 3.38e38])}
+    state = jamp.initialize(params, tx, "O5", loss_scale=rule, **BARE)
+    skipped = step(state, {"a": np.float32([1.0, np.nan])})
+    assert skipped.skipped_steps == 1
+    assert_same_bits(
+        (skipped.params, skipped.opt_state, skipped.step),
+        (state.params, state.opt_state, state.step),
+    )
+    grown = jamp.initialize(params, optax.sgd(1.0), "O5", loss_scale=1.0, **BARE)
+    grown = step(grown, {"a": np.float32([0.0, -3e38])})
+    assert np.isfinite(np.float32(grown.params["a"])).all()
+
+
+def test_checkpoints_pass_between_levels_with_masters_and_without():
+    tx = jo.fused_adam(1e-2, moment_dtype="bfloat16")
+    start = functools.partial(jamp.initialize, weights(), tx, "O5")
+    whole = step(start(store_remainder=True, verbosity=0), weights(1))
+    bare = jamp.from_checkpoint(start(**BARE), jamp.to_checkpoint(whole))
+    rounded = jax.tree.map(lambda x: x.astype(BF16), jamp.master_params(whole))
+    assert_same_bits(bare.params, rounded)
+    assert_same_bits(bare.opt_state, whole.opt_state.inner_state)
+    bare = step(bare, weights(2))
+    again = jamp.from_checkpoint(start(**BARE), jamp.to_checkpoint(bare))
+    assert_same_bits(step(again, weights(3)), step(bare, weights(3)))
+    back = jamp.from_checkpoint(start(verbosity=0), jamp.to_checkpoint(bare))
+    assert_same_bits(back.params, bare.params)
+    wide = jax.tree.map(lambda x: x.astype(F32), bare.params)
+    assert_same_bits(back.opt_state.masters, wide)
+
+
+@pytest.mark.parametrize(
+    "level, options",
+    [
+        ("O5", {"master_weights": None}),
+        ("O2", {}),
+        ("O3", {"master_weights": None}),
+        ("O4", {"master_weights": None}),
+        ("O5", {"cast_model_type": False}),
+    ],
+)
+@pytest.mark.message
+def test_it_is_for_bfloat16_params_without_masters(level, options):
+    with pytest.raises(jamp.OptLevelError, match="stochastic_rounding.*'O5', master"):
+        jamp.initialize(weights(), optax.sgd(0.1), level, **(BARE | options))
+
+
+@pytest.mark.message
+def test_initialize_takes_the_bare_transformation():
+    tx = optax.chain(optax.trace(0.9), jo.stochastic_rounding(optax.sgd(0.1)))
+    with pytest.raises(ValueError, match="stochastic_rounding=True"):
+        jamp.initialize(weights(), tx, "O5", master_weights=False, verbosity=0)
+    with pytest.raises(TypeError, match="optax transformation"):
+        jo.stochastic_rounding(0.1)
+    with pytest.raises(ValueError, match=r"update\(grads, state, params\)"):
+        jo.stochastic_rounding(optax.sgd(0.1)).update(jnp.ones(2), None)
+
+
+# What it is worth
+
+MODEL = Transformer(vocabulary=32, width=16, heads=2, depth=1, length=12)
+STEPS = 150
+
+
+def losses(tx, **options):
+    """The last losses of five seeds, on chains of tokens of one random matrix."""
+    logits = 2 * jnp.asarray(np.random.default_rng(0).normal(size=(32, 32)), F32)
+
+    def batch(key):
+        def follow(token, key):
+            token = jax.random.categorical(key, logits[token])
+            return token, token
+
+        first, rest = jax.random.split(key)
+        tokens = jax.random.randint(first, (16,), 0, 32)
+        return jax.lax.scan(follow, tokens, jax.random.split(rest, 13))[1].T
+
+    def loss_fn(params, state, tokens):
+        found = state.apply_fn({"params": params}, tokens[:, :-1])
+        labels = tokens[:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean()
+
+    def one_step(state, key):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, state, batch(key))
+        return state.apply_gradients(grads=grads), loss
+
+    @jax.jit
+    @jax.vmap
+    def train(seed):
+        params = MODEL.init(jax.random.key(seed), jnp.zeros((1, 12), int))["params"]
+        options_ = {"apply_fn": MODEL.apply, "verbosity": 0} | options
+        state = jamp.initialize(params, tx, "O5", **options_)
+        keys = jax.random.split(jax.random.key(7), STEPS)
+        return jax.lax.scan(one_step, state, keys)[1][-STEPS // 5 :].mean()
+
+    return np.asarray(train(jnp.arange(5)))
+
+
+@pytest.mark.standard_promotion
+def test_losses_are_within_the_spread_of_those_with_masters():
+    adam = functools.partial(jo.fused_adam, 3e-4)
+    narrow = adam(moment_dtype="bfloat16")
+    expected = losses(adam())
+    spread = expected.std()
+    assert abs(losses(narrow, store_remainder=True) - expected).max() < spread
+    rounded = losses(narrow, master_weights=False, stochastic_rounding=True)
+    assert abs(rounded - expected).max() < spread
+    nearest = losses(adam(), master_weights=False)
+    assert (nearest - expected).min() > 3 * spread

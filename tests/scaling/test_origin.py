@@ -1,0 +1,129 @@
+"""Gradients that no loss scale, or no level, had part in: seen where one trace has all.
+
+At O2 and O5 a half gradient tells. At O1 and O4 all is float32.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jamp
+
+pytestmark = pytest.mark.standard_promotion
+
+MODEL = nn.Dense(2)
+X, Y = jnp.ones((4, 3)), jnp.zeros((4, 2))
+PARAMS = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
+SGD = optax.sgd(0.1)
+
+
+def make(level, **kwargs):
+    options = {"apply_fn": MODEL.apply, "verbosity": 0} | kwargs
+    return jamp.initialize(PARAMS, SGD, level, **options)
+
+
+def by(apply_fn, x=X):
+    return lambda params: ((apply_fn({"params": params}, x) - Y) ** 2).mean()
+
+
+def plain(state):
+    return jax.grad(by(state.apply_fn))(state.params)
+
+
+def plain_model(state):
+    return jax.grad(by(MODEL.apply))(state.params)
+
+
+def clipped(grads):
+    return optax.clip_by_global_norm(0.5).update(grads, None)[0]
+
+
+def summed(grads_of):
+    def scanned(state):
+        zeros = jax.tree.map(jnp.zeros_like, jamp.master_params(state))
+        add = lambda total, _: (jax.tree.map(jnp.add, total, grads_of(state)), None)  # noqa: E731
+        return jax.lax.scan(add, zeros, None, 2)[0]
+
+    return scanned
+
+
+def jitted(state):
+    return jax.jit(lambda p: jax.grad(by(MODEL.apply))(p))(state.params)
+
+
+SCALED = "loss scale, which is dynamic, has no part.*jamp.scaled_value_and_grad"
+HALF = "float32 alone, and the level is O.*`state.apply_fn` in place of `model.apply`"
+# Gradients, level, options, what is said.
+PLAIN = {
+    "O1": (plain, "O1", {}, SCALED),
+    "O1, model.apply": (plain_model, "O1", {}, SCALED),
+    "O1, clipped": (lambda s: clipped(plain(s)), "O1", {}, SCALED),
+    "O1, summed": (summed(plain), "O1", {}, SCALED),
+    "O1, jitted": (jitted, "O1", {}, SCALED),
+    "O4, model.apply": (plain_model, "O4", {}, HALF),
+    "O4, jitted": (jitted, "O4", {}, HALF),
+    "O1, static, summed": (summed(plain_model), "O1", {"loss_scale": 1}, HALF),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_was_left_in_warns(name):
+    grads_of, level, options, says = PLAIN[name]
+    step = jax.jit(lambda state: state.apply_gradients(grads=grads_of(state)))
+    with pytest.warns(jamp.PrecisionWarning, match=says):
+        step(make(level, **options))
+
+
+def scaled(state):
+    return jamp.scaled_grad(by(state.apply_fn))(state)
+
+
+def by_hand(state):
+    loss = lambda p: jamp.scale_loss(by(state.apply_fn)(p), state)  # noqa: E731
+    return jamp.unscale(jax.grad(loss)(state.params), state)
+
+
+def all_by_hand(state):
+    loss = lambda p: by(state.apply_fn)(p) * state.loss_scale  # noqa: E731
+    grads = jax.grad(loss)(state.params)
+    return jax.tree.map(lambda g: g / state.loss_scale, grads)
+
+
+def frozen(state):
+    return scaled(state) | {"bias": jnp.zeros(2)}
+
+
+def of_the_state_before(state):
+    """For a state whose scale has moved since, in the same program."""
+    grads = clipped(summed(scaled)(state))
+    return state.apply_gradients(grads=scaled(state)).apply_gradients(grads=grads)
+
+
+RIGHT = {
+    "scaled": scaled,
+    "scaled, model.apply": lambda s: jamp.scaled_grad(by(MODEL.apply))(s),
+    "clipped": lambda s: clipped(scaled(s)),
+    "summed": summed(scaled),
+    "summed, clipped": lambda s: clipped(summed(scaled)(s)),
+    "by hand": by_hand,
+    "all by hand": lambda s: clipped(all_by_hand(s)),
+    "frozen": frozen,
+    "of nothing": lambda s: jax.tree.map(jnp.ones_like, jamp.master_params(s)),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_does_not(name, level):
+    jax.jit(lambda s: s.apply_gradients(grads=RIGHT[name](s)))(make(level))
+
+
+def test_nor_do_gradients_of_the_state_before():
+    jax.jit(of_the_state_before)(make("O1"))
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_nor_do_plain_gradients_where_they_are_right(level):
+    jax.jit(lambda s: s.apply_gradients(grads=plain(s)))(make(level))
