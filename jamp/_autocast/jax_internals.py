@@ -251,6 +251,7 @@ def call(
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
+    outvars: Sequence[jc.Var],
     keep: Callable[[str], bool],
     prevent_cse: bool,
     programs: dict[Any, jc.Jaxpr],
@@ -258,9 +259,8 @@ def checkpointed(
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, of equations of the program `around`.
 
-    The results of the last one come out. It keeps the results of primitives for the
-    backward pass that `keep` says, and stands where the last equation does, in the name
-    scopes that all are in.
+    It keeps the results of primitives for the backward pass that `keep` says, and
+    stands where the last equation does, in the name scopes that all are in.
 
     It is one of `remat2` whatever the flag `jax_remat3` says: what that puts in its
     place asks `keep` of few primitives, and of no sums.
@@ -272,7 +272,7 @@ def checkpointed(
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     common = os.path.commonprefix(stacks)
     scopes = len(common)
-    key = _structure(eqns, invars, scopes)
+    key = _structure(eqns, [*invars, *outvars], scopes)
     inner = programs.get(key)
     if inner is None:
         inner = with_equations(
@@ -280,7 +280,7 @@ def checkpointed(
             [_with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
             constvars=[],
             invars=list(invars),
-            outvars=last.outvars,
+            outvars=list(outvars),
             effects=set(),
             debug_info=around.debug_info.with_unknown_names(),
         )
@@ -288,7 +288,7 @@ def checkpointed(
             programs[key] = inner
     return jc.new_jaxpr_eqn(
         list(invars),
-        last.outvars,
+        list(outvars),
         primitives.remat_p,
         {
             "jaxpr": inner,
@@ -307,9 +307,9 @@ def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
 
 
 def _structure(
-    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], scopes: int
+    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
 ) -> Any:
-    """What equations are but for their variables and outer name scopes.
+    """What equations are but for the names of their variables and outer scopes.
 
     None if that is unknown, because a parameter has no hash.
     """
@@ -320,7 +320,7 @@ def _structure(
             return atom.aval, np.asarray(atom.val).tobytes()
         return atom.aval, numbers.setdefault(atom, len(numbers))
 
-    parts: list[Any] = [tuple(map(key_of, invars))]
+    parts: list[Any] = [tuple(map(key_of, variables))]
     for eqn in eqns:
         atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
         place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]

@@ -156,8 +156,8 @@ ROWS = (
         "torch: not in any list; random numbers are drawn as the program says",
         "same: convert_element_type",
         "mark: reduce_precision",
-        "elementwise: and or not",
-        "opaque: bitcast_convert_type nextafter iota rng_uniform rng_bit_generator "
+        "elementwise: and or not iota",
+        "opaque: bitcast_convert_type nextafter rng_uniform rng_bit_generator "
         "random_bits random_seed random_split random_fold_in random_wrap random_unwrap "
         "random_gamma random_clone threefry2x32 threefry4x32 philox2x32 philox4x32 "
         "iota_2x32_shape mulhi dimension_size dim_as_value shape_assertion check "

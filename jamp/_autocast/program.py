@@ -1,6 +1,7 @@
 """The words that the other files of this folder share: policies, scopes, variables."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -153,12 +154,16 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 
 def is_float32(atom: Atom) -> bool:
     """Whether the user's program has it in float32: only such values are ever cast."""
-    return dtype_of(atom) == FLOAT32
+    return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
 def is_float(atom: Atom) -> bool:
     """Whether it is a float of any width."""
-    dtype = dtype_of(atom)
+    return _is_floating(dtype_of(atom))
+
+
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 

@@ -20,8 +20,10 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of, holder_of, with_equations
+from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import hi_primitive, primitive_name, with_dtypes
 from jamp._autocast.islands import checkpoint_islands
+from jamp._autocast.marks import marked_source
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import (
     Atom,
@@ -104,7 +106,8 @@ class Rewriter:
         ]
         written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
         # Last: where float32 begins and ends is known by the casts that were written.
-        return checkpoint_islands(written, self.scope.written, self.scope.loop)
+        options = self.scope.written, self.scope.loop
+        return checkpoint_heads(checkpoint_islands(written, *options), *options)
 
     # ---- values
 
@@ -161,6 +164,13 @@ class Rewriter:
             self._note(eqn, why, rule, region=region)
             return
         choice = self.values.choose(eqn, rule)
+        if marked_source(eqn) is not None:
+            # It has said what it is there for, and would keep a loss out of a head.
+            ((value,), (same,)), dtype = (eqn.invars, eqn.outvars), choice.computed
+            self.read(value, dtype)
+            self.values.computed[same] = dtype
+            self.versions[same] = self.versions[value]
+            return
         if choice.summed is not None:
             self._write_summed(eqn, choice.summed)
         else:
