@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import with_equations
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.islands import (
     Graph,
     inputs_of,
@@ -27,6 +26,7 @@ from jamp._autocast.islands import (
 )
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.labels import labels_in, with_labels
+from jamp._autocast.primitives import primitive_name
 from jamp._autocast.program import dtype_of, is_float, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 

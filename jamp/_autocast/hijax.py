@@ -27,18 +27,11 @@ from jaxtyping import PyTree
 type Write = Callable[..., jc.Jaxpr]
 type Trace = Callable[[], AbstractContextManager[None]]
 
-_OF_OBJECTS = "call_hi_primitive"
-
 
 def hi_primitive(eqn: jc.JaxprEqn) -> Any:
     """The object that an equation of the newer kind applies; None for any other."""
-    return eqn.params["_prim"] if eqn.primitive.name == _OF_OBJECTS else None
-
-
-def primitive_name(eqn: jc.JaxprEqn) -> str:
-    """The name of what an equation does: of the newer kind, of the object's class."""
-    name = eqn.primitive.name
-    return type(eqn.params["_prim"]).__name__ if name == _OF_OBJECTS else name
+    is_hi = eqn.primitive.name == "call_hi_primitive"
+    return eqn.params["_prim"] if is_hi else None
 
 
 def program_of_hi(prim: Any) -> jc.Jaxpr | None:

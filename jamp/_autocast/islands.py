@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Kind, frames_of, with_equations
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.jax_internals import checkpointed
-from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES

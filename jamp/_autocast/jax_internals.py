@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
@@ -60,7 +61,7 @@ def equation_of(x: object) -> Any:
 
     None of its inputs, and of what is not a value of such a program.
     """
-    return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+    return getattr(x, "parent", None) if isinstance(x, Tracer) else None
 
 
 def depends_on(x: object, inputs: Sequence[Any]) -> bool:
@@ -201,27 +202,23 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
+UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
+
+
 def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
-    """An equation in a `jit` of its own, where JAX differentiates it nowhere else.
+    """One of these in a `jit` of its own, where JAX differentiates it nowhere else.
 
     Outside of `jit`, the derivative of a maximum on an explicit mesh makes arrays of
     ones and zeros with no sharding, and JAX refuses to choose among them.
     """
-    explicit = any(_is_sharded(v.aval) for v in eqn.outvars)
-    if eqn.primitive.name not in _UNSHARDED or not explicit:
+    (aval,) = (v.aval for v in eqn.outvars)
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not any(sharding.spec):
         return eqn
     function = _jitted(eqn.primitive, tuple(eqn.params.items()))
     (call,) = jax.make_jaxpr(function)(*(v.aval for v in eqn.invars)).eqns
     names = {"invars": eqn.invars, "outvars": eqn.outvars}
     return call.replace(**names, source_info=eqn.source_info, ctx=eqn.ctx)
-
-
-_UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
-
-
-def _is_sharded(aval: Any) -> bool:
-    sharding = getattr(aval, "sharding", None)
-    return sharding is not None and any(sharding.spec)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is mad
 """
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Rule(enum.Enum):
@@ -186,6 +186,13 @@ _TRAITS = {
     for row in ROWS
     for name, traits in zip(row.primitives, row.traits, strict=True)
 }
+
+
+def primitive_name(eqn: Any) -> str:
+    """The name of what an equation does: of the newer kind, of the object's class."""
+    name = eqn.primitive.name
+    is_hi = name == "call_hi_primitive"
+    return type(eqn.params["_prim"]).__name__ if is_hi else name
 
 
 def is_listed(primitive: str) -> bool:

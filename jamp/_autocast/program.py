@@ -13,10 +13,9 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.marks import KERNEL, MARKERS, Source
-from jamp._autocast.primitives import Rule
+from jamp._autocast.primitives import Rule, primitive_name
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
