@@ -196,9 +196,9 @@ def test_what_a_step_of_a_head_costs_an_h200(head, promote):
 
         def step(state, x, labels):
             w, opt_state = state
-            grads = jax.grad(loss)(w, x, labels)
+            value, grads = jax.value_and_grad(loss)(w, x, labels)
             updates, opt_state = tx.update(grads, opt_state, w)
-            return optax.apply_updates(w, updates), opt_state
+            return (optax.apply_updates(w, updates), opt_state), value
 
         def shape(*sizes, dtype=jnp.float32):
             return jax.ShapeDtypeStruct(sizes, dtype)
