@@ -5,7 +5,7 @@ PYTHON := $(VENV)/bin/python
 ON_CPU := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
 help: ## print this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
 demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
@@ -13,6 +13,11 @@ demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 # In the order of their names: with the files of many tests first, long ones came last.
 test: $(VENV)/h200 ## run the tests and the doctests
 	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-next: ## the same for autocast on JAX's newest pre-release, in .venv-next
+	$(MAKE) --no-print-directory VENV=$(VENV)-next $(VENV)-next/.suite
+	$(VENV)-next/bin/python -m pip install --quiet --upgrade --pre jax
+	$(VENV)-next/bin/python -m pytest -n 2 --dist loadfile tests/autocast $(ARGS)
 
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
@@ -84,6 +89,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test sweep fuzz soak noise budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test test-next sweep fuzz soak noise budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

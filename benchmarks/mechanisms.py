@@ -16,7 +16,6 @@ from unittest import mock
 
 import jax
 
-from jamp._autocast import jax_internals
 from jamp._autocast.values import Want
 
 type Function = Callable[..., Any]
@@ -68,9 +67,7 @@ def _without_copies(original: Function) -> Function:
 
 
 def _without_barrier(original: Function) -> Function:
-    return lambda eqns, invars, keep, barrier, done: original(
-        eqns, invars, keep, False, done
-    )
+    return lambda *args: original(*args[:4], False, *args[5:])
 
 
 def _keeps_names(original: Function) -> Function:
@@ -101,6 +98,16 @@ MECHANISMS = {
     "islands": Mechanism(
         "Float32 between two halves is computed again in the backward pass.",
         "rewrite.checkpoint_islands",
+        _first,
+    ),
+    "heads": Mechanism(
+        "Float32 from large half down to small is computed again in the backward pass.",
+        "rewrite.checkpoint_heads",
+        _first,
+    ),
+    "labels": Mechanism(
+        "The derivative of a label's logit is a comparison in the softmax's kernel.",
+        "heads.with_labels",
         _first,
     ),
     "chains": Mechanism(
@@ -155,7 +162,7 @@ MECHANISMS = {
     ),
     "sums kept": Mechanism(
         "The sums and maxima of an island are kept for the backward pass.",
-        "islands._is_kept",
+        "islands.is_kept",
         _keeps_names,
     ),
     "island barrier": Mechanism(
@@ -207,12 +214,6 @@ def without(name: str) -> Iterator[None]:
     row = MECHANISMS[name]
     place = f"jamp._autocast.{row.place}"
     with mock.patch(place, row.off(pkgutil.resolve_name(place))):
-        _forget()
+        jax.clear_caches()  # of what was traced before, nothing may be used again
         yield
-    _forget()
-
-
-def _forget() -> None:
-    """Of what was traced before, nothing may be used again."""
-    jax_internals._equation.cache_clear()
     jax.clear_caches()

@@ -2,8 +2,9 @@
 
     c d = scan[jaxpr={ w b x. ... in e y }] w a xs
 
-    frames_of(scan) == [Frame(program, Kind.LOOP, operands=[w, a, xs], results=[c, d],
-                              consts=1, carries=1, is_open=True, trips=3)]
+    frames_of(scan) == [Frame(program, "scan", Kind.LOOP, operands=[w, a, xs],
+                              results=[c, d], is_open=True, consts=1, carries=1,
+                              trips=3)]
 
 JAX documents none of it. A new primitive with one program is one line of `_HELD`.
 """
@@ -17,11 +18,10 @@ from jax.extend import core as jc
 from jamp._autocast.hijax import (
     fwd_consts,
     hi_primitive,
-    primitive_name,
     program_of_hi,
     with_program,
 )
-from jamp._autocast.primitives import is_listed
+from jamp._autocast.primitives import is_listed, primitive_name
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
 OBJECT = "HiPrim"  # any other of the newer kind that says what it does
@@ -78,6 +78,7 @@ class Frame(NamedTuple):
     """A program that an equation holds, and how it is run there."""
 
     program: jc.Jaxpr
+    holder: str  # the name that the equation is known by
     kind: Kind
     operands: Sequence[Any]  # of the equation, those that the program takes
     results: Sequence[Any]  # and those that it gives
@@ -92,27 +93,21 @@ class Frame(NamedTuple):
 
 
 def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
-    """The programs that an equation holds and that can be looked into."""
-    holder = holder_of(eqn)
-    return list(_frames_of(eqn, _HELD[holder])) if holder else []
+    """The programs that an equation holds and that can be looked into.
 
-
-def holder_of(eqn: jc.JaxprEqn) -> str:
-    """The name by which it is known how an equation holds programs; "" if it does not.
-
-    An object that is listed is known otherwise.
+    Objects that are listed are known otherwise.
     """
-    name, prim = primitive_name(eqn), hi_primitive(eqn)
-    of_older = prim is not None and "static_argnums" in prim.params  # than JAX 0.12
-    if name in _HELD and not of_older:
-        return name
-    unlisted = prim is not None and not is_listed(name)
-    return OBJECT if unlisted and program_of_hi(prim) is not None else ""
+    name, prim = primitive_name(eqn), eqn.params.get("_prim")
+    if prim is not None:
+        of_older = "static_argnums" in prim.params  # than JAX 0.12
+        if (name not in _HELD or of_older) and not is_listed(name):
+            name = OBJECT if program_of_hi(prim) is not None else ""
+    return list(_frames_of(eqn, name)) if name in _HELD else []
 
 
-def _frames_of(eqn: jc.JaxprEqn, held: _Held) -> Iterator[Frame]:
-    name, invars, outvars = primitive_name(eqn), eqn.invars, eqn.outvars
-    frame = Frame(program_of(eqn), held.kind, invars, outvars, *held[2:])
+def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
+    held, invars, outvars = _HELD[name], eqn.invars, eqn.outvars
+    frame = Frame(program_of(eqn), name, held.kind, invars, outvars, *held[2:])
     if name == "cond":
         # The first operand is the index.
         for i, branch in enumerate(eqn.params["branches"]):
@@ -144,9 +139,8 @@ def _frames_of(eqn: jc.JaxprEqn, held: _Held) -> Iterator[Frame]:
 
 def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
     """The program of an equation that holds one."""
-    prim: Any = hi_primitive(eqn)
-    if prim is not None:
-        return program_of_hi(prim)  # type: ignore[return-value]
+    if "_prim" in eqn.params:
+        return program_of_hi(eqn.params["_prim"])  # type: ignore[return-value]
     return eqn.params[_HELD[eqn.primitive.name].params[0]]
 
 
@@ -165,9 +159,8 @@ def with_equations(
 
 def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
     """The parameters of an equation, with other programs in the place of its own."""
-    prim = hi_primitive(eqn)
-    if prim is not None:
-        return {"_prim": with_program(prim, *programs)}
+    if "_prim" in eqn.params:
+        return {"_prim": with_program(eqn.params["_prim"], *programs)}
     names = _HELD[eqn.primitive.name].params
     if names == ("branches",):
         return {**eqn.params, "branches": tuple(programs)}

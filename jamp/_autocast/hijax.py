@@ -34,12 +34,6 @@ def hi_primitive(eqn: jc.JaxprEqn) -> Any:
     return eqn.params["_prim"] if is_hi else None
 
 
-def primitive_name(eqn: jc.JaxprEqn) -> str:
-    """The name of what an equation does: of the newer kind, of the object's class."""
-    prim = hi_primitive(eqn)
-    return eqn.primitive.name if prim is None else type(prim).__name__
-
-
 def program_of_hi(prim: Any) -> jc.Jaxpr | None:
     """The program that an object stands for; None if it has none to look into."""
     if "jaxpr" in prim.params:

@@ -11,16 +11,15 @@ the rest is computed again, from the same bits. XLA computes what is cheap again
 itself: only islands with a costly operation are written so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Kind, frames_of, with_equations
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.jax_internals import checkpointed
-from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
@@ -42,9 +41,9 @@ def checkpoint_islands(
     Equal islands share one of the `programs`. The backward pass of a `loop` is another
     one, where XLA finds nothing that it could keep instead: no barrier is needed.
     """
-    if not any(map(_is_costly, jaxpr.eqns)):
+    if not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
-    program = _Graph(jaxpr)
+    program = Graph(jaxpr)
     islands = [program.island(i) for i in range(len(jaxpr.eqns))]
     eqns: list[jc.JaxprEqn | None] = list(jaxpr.eqns)
     for end, members in enumerate(islands):
@@ -60,12 +59,18 @@ def checkpoint_islands(
             # its own.
             barrier = len(inside) == len(members) and not loop
             eqns[end] = checkpointed(
-                inside, _inputs(inside), _is_kept, barrier, programs, jaxpr
+                inside,
+                inputs_of(inside),
+                jaxpr.eqns[end].outvars,
+                is_kept,
+                barrier,
+                programs,
+                jaxpr,
             )
     return with_equations(jaxpr, [eqn for eqn in eqns if eqn is not None])
 
 
-class _Graph:
+class Graph:
     """A program, and which equations make and use its values, by their places."""
 
     def __init__(self, jaxpr: jc.Jaxpr):
@@ -73,11 +78,15 @@ class _Graph:
         self.makers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
         self.users: dict[jc.Var, set[int]] = {}
         for i, eqn in enumerate(jaxpr.eqns):
-            for v in _variables(eqn.invars):
+            for v in variables_in(eqn.invars):
                 self.users.setdefault(v, set()).add(i)
         # Outputs are used by a last equation that is not there, outside of all islands.
-        for v in _variables(jaxpr.outvars):
+        for v in variables_in(jaxpr.outvars):
             self.users.setdefault(v, set()).add(len(jaxpr.eqns))
+
+    def users_of(self, var: jc.Var) -> set[int]:
+        """The places of the equations that read a value."""
+        return self.users.get(var, set())
 
     def island(self, end: int) -> set[int]:
         """The equations of the island that a cast to half ends; none if it is none.
@@ -96,22 +105,22 @@ class _Graph:
             leaks = {i for i in leaks if _shape_of(self.eqns[i]) not in _FREE}
             if not leaks:
                 break
-            if any(_holds(self.eqns[i].outvars, size) for i in leaks):
+            if any(holds(self.eqns[i].outvars, size) for i in leaks):
                 return set()
             outside |= leaks
         eqns = [self.eqns[i] for i in members]
         # A costly statistic, such as a norm's `rsqrt`, is small: it may be kept.
-        costly = any(_is_costly(e) and _holds(e.outvars, size) for e in eqns)
+        costly = any(is_costly(e) and holds(e.outvars, size) for e in eqns)
         if len(shape_of(self.eqns[end].outvars[0])) > 4:
             return set()  # XLA transposes the cotangents of grouped scores in float32
-        return members if costly and not _holds(_inputs(eqns), size) else set()
+        return members if costly and not holds(inputs_of(eqns), size) else set()
 
     def leaks(self, end: int, members: set[int]) -> set[int]:
         """The equations inside an island whose results are used outside of it too."""
         leaks: set[int] = set()
         # Backward, for what a leak reads is then read outside as well.
         for i in sorted(members - {end}, reverse=True):
-            users = set().union(*(self.users.get(v, ()) for v in self.eqns[i].outvars))
+            users = set().union(*map(self.users_of, self.eqns[i].outvars))
             if users - members or users & leaks:
                 leaks.add(i)
         return leaks
@@ -120,12 +129,12 @@ class _Graph:
         """The equations before an end that float32 values and masks lead back to."""
         members, waiting = {end}, [end]
         while waiting:
-            for v in _variables(self.eqns[waiting.pop()].invars):
+            for v in variables_in(self.eqns[waiting.pop()].invars):
                 i = self.makers.get(v)
                 if i is None or i in members or i in outside:
                     continue
                 is_inside = dtype_of(v) in (FLOAT32, jnp.bool_)
-                if is_inside and _may_be_inside(self.eqns[i]):
+                if is_inside and may_be_inside(self.eqns[i]):
                     members.add(i)
                     waiting.append(i)
         return members
@@ -143,38 +152,41 @@ def _shape_of(eqn: jc.JaxprEqn) -> Shape:
     return traits_of(primitive_name(eqn)).shape
 
 
-def _is_kept(primitive: str) -> bool:
+def is_kept(primitive: str) -> bool:
     """Whether a result is kept: it is small, and to sum again is to read all again."""
     # A name is that of what `softmax` keeps.
     return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
 
 
-def _may_be_inside(eqn: jc.JaxprEqn) -> bool:
+def may_be_inside(eqn: jc.JaxprEqn, labels: Mapping[int, int] = {}) -> bool:
+    """Whether it may be computed again: it, or all that is in the program it calls."""
     for frame in frames_of(eqn):
         is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
-        return is_plain and all(map(_may_be_inside, frame.program.eqns))
+        return is_plain and all(may_be_inside(e, labels) for e in frame.program.eqns)
+    if id(eqn) in labels:
+        return True
     traits = traits_of(primitive_name(eqn))
     return traits.shape in _INSIDE and not traits.slow and not _ends_island(eqn)
 
 
-def _is_costly(eqn: jc.JaxprEqn) -> bool:
+def is_costly(eqn: jc.JaxprEqn) -> bool:
     frames = frames_of(eqn)
     if frames:
-        return any(map(_is_costly, frames[0].program.eqns))
+        return any(map(is_costly, frames[0].program.eqns))
     return traits_of(primitive_name(eqn)).costly
 
 
-def _inputs(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
+def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
     """What equations read and do not make, in the order of the reading."""
     made = {v for eqn in eqns for v in eqn.outvars}
-    read = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+    read = dict.fromkeys(v for eqn in eqns for v in variables_in(eqn.invars))
     return [v for v in read if v not in made]
 
 
-def _holds(variables: Iterable[jc.Var], size: int) -> bool:
+def holds(variables: Iterable[jc.Var], size: int) -> bool:
     """Whether a float32 among them is as large as what leaves the island."""
     return any(dtype_of(v) == FLOAT32 and size_of(v) >= size for v in variables)
 
 
-def _variables(atoms: Iterable[Atom]) -> list[jc.Var]:
+def variables_in(atoms: Iterable[Atom]) -> list[jc.Var]:
     return [v for v in atoms if not isinstance(v, jc.Literal)]

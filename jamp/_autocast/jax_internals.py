@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core as jc
 from jax.extend.core import primitives
 from jax.typing import DTypeLike
@@ -60,7 +61,7 @@ def equation_of(x: object) -> Any:
 
     None of its inputs, and of what is not a value of such a program.
     """
-    return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+    return getattr(x, "parent", None) if isinstance(x, Tracer) else None
 
 
 def depends_on(x: object, inputs: Sequence[Any]) -> bool:
@@ -201,27 +202,23 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
+UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
+
+
 def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
-    """An equation in a `jit` of its own, where JAX differentiates it nowhere else.
+    """One of these in a `jit` of its own, where JAX differentiates it nowhere else.
 
     Outside of `jit`, the derivative of a maximum on an explicit mesh makes arrays of
     ones and zeros with no sharding, and JAX refuses to choose among them.
     """
-    explicit = any(_is_sharded(v.aval) for v in eqn.outvars)
-    if eqn.primitive.name not in _UNSHARDED or not explicit:
+    (aval,) = (v.aval for v in eqn.outvars)
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not any(sharding.spec):
         return eqn
     function = _jitted(eqn.primitive, tuple(eqn.params.items()))
     (call,) = jax.make_jaxpr(function)(*(v.aval for v in eqn.invars)).eqns
     names = {"invars": eqn.invars, "outvars": eqn.outvars}
     return call.replace(**names, source_info=eqn.source_info, ctx=eqn.ctx)
-
-
-_UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
-
-
-def _is_sharded(aval: Any) -> bool:
-    sharding = getattr(aval, "sharding", None)
-    return sharding is not None and any(sharding.spec)
 
 
 @functools.lru_cache(maxsize=256)
@@ -251,6 +248,7 @@ def call(
 def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
+    outvars: Sequence[jc.Var],
     keep: Callable[[str], bool],
     prevent_cse: bool,
     programs: dict[Any, jc.Jaxpr],
@@ -258,9 +256,8 @@ def checkpointed(
 ) -> jc.JaxprEqn:
     """The equation that `jax.checkpoint` makes, of equations of the program `around`.
 
-    The results of the last one come out. It keeps the results of primitives for the
-    backward pass that `keep` says, and stands where the last equation does, in the name
-    scopes that all are in.
+    It keeps the results of primitives for the backward pass that `keep` says, and
+    stands where the last equation does, in the name scopes that all are in.
 
     It is one of `remat2` whatever the flag `jax_remat3` says: what that puts in its
     place asks `keep` of few primitives, and of no sums.
@@ -272,7 +269,7 @@ def checkpointed(
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
     common = os.path.commonprefix(stacks)
     scopes = len(common)
-    key = _structure(eqns, invars, scopes)
+    key = _structure(eqns, [*invars, *outvars], scopes)
     inner = programs.get(key)
     if inner is None:
         inner = with_equations(
@@ -280,7 +277,7 @@ def checkpointed(
             [_with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
             constvars=[],
             invars=list(invars),
-            outvars=last.outvars,
+            outvars=list(outvars),
             effects=set(),
             debug_info=around.debug_info.with_unknown_names(),
         )
@@ -288,7 +285,7 @@ def checkpointed(
             programs[key] = inner
     return jc.new_jaxpr_eqn(
         list(invars),
-        last.outvars,
+        list(outvars),
         primitives.remat_p,
         {
             "jaxpr": inner,
@@ -307,9 +304,9 @@ def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
 
 
 def _structure(
-    eqns: Sequence[jc.JaxprEqn], invars: Sequence[jc.Var], scopes: int
+    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
 ) -> Any:
-    """What equations are but for their variables and outer name scopes.
+    """What equations are but for the names of their variables and outer scopes.
 
     None if that is unknown, because a parameter has no hash.
     """
@@ -320,7 +317,7 @@ def _structure(
             return atom.aval, np.asarray(atom.val).tobytes()
         return atom.aval, numbers.setdefault(atom, len(numbers))
 
-    parts: list[Any] = [tuple(map(key_of, invars))]
+    parts: list[Any] = [tuple(map(key_of, variables))]
     for eqn in eqns:
         atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
         place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]

@@ -216,6 +216,7 @@ class Source(enum.Flag):
     DATA = enum.auto()  # all else that is not known while tracing
 
 
+# As `checkpoint_name` gives them: that uses another primitive under `jax_remat3`.
 _NAMES = {
     Source.HALF: "jamp_half_param",
     Source.KEPT: "jamp_kept_param",
@@ -230,22 +231,14 @@ def marked_source(eqn: jc.JaxprEqn) -> Source | None:
     return _SOURCES.get(eqn.params["name"]) if is_name else None
 
 
-def _named(x: Any, source: Source) -> Any:
-    """A value with the mark of what it depends on, as `checkpoint_name` gives names.
-
-    That gives them otherwise where the flag `jax_remat3` is set.
-    """
-    return name_p.bind(jnp.asarray(x), name=_NAMES[source])
-
-
 def shown_params[T](tree: T, half: Any) -> T:
     """Params as the user's program sees them: those in half as float32."""
 
     def leaf(x):
         dtype = getattr(x, "dtype", None)
         if dtype == half:
-            return _named(x.astype(FLOAT32), Source.HALF)
-        return _named(x, Source.KEPT) if dtype == FLOAT32 else x
+            return name_p.bind(x.astype(FLOAT32), name=_NAMES[Source.HALF])
+        return name_p.bind(x, name=_NAMES[Source.KEPT]) if dtype == FLOAT32 else x
 
     return jax.tree.map(leaf, tree)
 
@@ -254,6 +247,7 @@ def at_boundary[T](tree: T) -> T:
     """Marks the float32 arrays of a tree as inputs or outputs of a model."""
 
     def leaf(x):
-        return _named(x, Source.DATA) if _is_float32_array(x) else x
+        name = _NAMES[Source.DATA]
+        return name_p.bind(x, name=name) if _is_float32_array(x) else x
 
     return jax.tree.map(leaf, tree)

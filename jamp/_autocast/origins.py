@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.jax_internals import conv_features
-from jamp._autocast.primitives import Rule, Shape, traits_of
+from jamp._autocast.primitives import Rule, Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 

@@ -8,7 +8,7 @@ After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is mad
 """
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Rule(enum.Enum):
@@ -156,8 +156,8 @@ ROWS = (
         "torch: not in any list; random numbers are drawn as the program says",
         "same: convert_element_type",
         "mark: reduce_precision",
-        "elementwise: and or not",
-        "opaque: bitcast_convert_type nextafter iota rng_uniform rng_bit_generator "
+        "elementwise: and or not iota",
+        "opaque: bitcast_convert_type nextafter rng_uniform rng_bit_generator "
         "random_bits random_seed random_split random_fold_in random_wrap random_unwrap "
         "random_gamma random_clone threefry2x32 threefry4x32 philox2x32 philox4x32 "
         "iota_2x32_shape mulhi dimension_size dim_as_value shape_assertion check "
@@ -186,6 +186,13 @@ _TRAITS = {
     for row in ROWS
     for name, traits in zip(row.primitives, row.traits, strict=True)
 }
+
+
+def primitive_name(eqn: Any) -> str:
+    """The name of what an equation does: of the newer kind, of the object's class."""
+    name = eqn.primitive.name
+    is_hi = name == "call_hi_primitive"
+    return type(eqn.params["_prim"]).__name__ if is_hi else name
 
 
 def is_listed(primitive: str) -> bool:

@@ -1,6 +1,7 @@
 """The words that the other files of this folder share: policies, scopes, variables."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -12,10 +13,9 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.marks import KERNEL, MARKERS, Source
-from jamp._autocast.primitives import Rule
+from jamp._autocast.primitives import Rule, primitive_name
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
@@ -153,12 +153,16 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 
 def is_float32(atom: Atom) -> bool:
     """Whether the user's program has it in float32: only such values are ever cast."""
-    return dtype_of(atom) == FLOAT32
+    return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
 def is_float(atom: Atom) -> bool:
     """Whether it is a float of any width."""
-    dtype = dtype_of(atom)
+    return _is_floating(dtype_of(atom))
+
+
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 

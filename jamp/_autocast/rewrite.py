@@ -19,10 +19,12 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.facts import Facts
-from jamp._autocast.frames import Frame, frames_of, holder_of, with_equations
-from jamp._autocast.hijax import hi_primitive, primitive_name, with_dtypes
+from jamp._autocast.frames import Frame, frames_of, with_equations
+from jamp._autocast.heads import checkpoint_heads
+from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
-from jamp._autocast.primitives import Rule
+from jamp._autocast.marks import marked_source
+from jamp._autocast.primitives import Rule, primitive_name
 from jamp._autocast.program import (
     Atom,
     dtype_of,
@@ -104,7 +106,8 @@ class Rewriter:
         ]
         written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
         # Last: where float32 begins and ends is known by the casts that were written.
-        return checkpoint_islands(written, self.scope.written, self.scope.loop)
+        options = self.scope.written, self.scope.loop
+        return checkpoint_heads(checkpoint_islands(written, *options), *options)
 
     # ---- values
 
@@ -144,7 +147,7 @@ class Rewriter:
         """Writes one equation."""
         self.eqn, self.begin = eqn, len(self.eqns)
         if frames := frames_of(eqn):
-            self.rules[holder_of(eqn)](self, eqn, frames)
+            self.rules[frames[0].holder](self, eqn, frames)
             self._note(eqn, "program")
             return
         rule, region = self.facts.ruling(eqn)
@@ -161,6 +164,13 @@ class Rewriter:
             self._note(eqn, why, rule, region=region)
             return
         choice = self.values.choose(eqn, rule)
+        if marked_source(eqn) is not None:
+            # It has said what it is there for, and would keep a loss out of a head.
+            value, same = eqn.invars[0], eqn.outvars[0]
+            self.read(value, choice.computed)
+            self.values.computed[same] = choice.computed
+            self.versions[same] = self.versions[value]  # pyright: ignore[reportArgumentType]
+            return
         if choice.summed is not None:
             self._write_summed(eqn, choice.summed)
         else:
@@ -189,7 +199,9 @@ class Rewriter:
             if isinstance(operand, jc.Var):
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         new = eqn.replace(invars=invars, outvars=outvars, params=params)
-        self.eqns.append(jax_internals.apart_if_sharded(new))
+        if eqn.primitive.name in jax_internals.UNSHARDED:
+            new = jax_internals.apart_if_sharded(new)
+        self.eqns.append(new)
 
     def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
         """Writes an equation with all that is float32 in it in another dtype."""
@@ -203,9 +215,8 @@ class Rewriter:
             [dtype if is_float32(v) else dtype_of(v) for v in atoms]
             for atoms in (eqn.invars, eqn.outvars)
         )
-        prim = hi_primitive(eqn)
-        if prim is not None:
-            params["_prim"] = with_dtypes(prim, ins, outs)
+        if "_prim" in params:
+            params["_prim"] = with_dtypes(params["_prim"], ins, outs)
         self.emit(eqn, ins, outs, params, apart)
 
     def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:

@@ -104,7 +104,9 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]
         y, (t,) = softmax(*primals), tangents
         kept = name_p.bind(y.astype(half), name="softmax")
         x = jax.lax.platform_dependent(kept, y, tpu=lambda _, y: y, default=read)
-        return y, linear(x, t)
+        # Rounded, a row has another sum than 1: what is the same all along a row of `t`
+        # would not cancel.
+        return y, linear(x / x.sum(axes, keepdims=True), t)
 
     def read(kept, y):
         # Behind a barrier, or XLA would keep what it was rounded from, in float32.

@@ -37,6 +37,8 @@ def warn_of_plain_gradients(grads: Sequence[Any], state: HasLossScales) -> None:
         state: that they are for.
     """
     unknown = [x for x in grads if raw_of(x) is None]
+    if not unknown:
+        return
     scales = {id(x) for x in _before(_scales(state), _is_scalar)}
     values = _before(unknown, lambda x: id(x) not in scales and raw_of(x) is None)
     params = set(map(id, jax.tree.leaves(state.params)))

@@ -278,11 +278,9 @@ def _takes_examples(grads: PyTree, group: Group) -> bool:
 
     As of DP-SGD, which clips the gradients of each example before it averages them.
     """
-    shape = lambda tree: jax.tree.map(jnp.shape, tree)  # noqa: E731
     trained, tx = trained_params(group.params), masters.inside(group.tx)
-    sizes = {jnp.shape(g)[:1] for g in jax.tree.leaves(grads)}
-    rows = jax.tree.map(lambda g: jnp.shape(g)[1:], grads)
-    if rows != shape(trained) or len(sizes) != 1 or shape(grads) == shape(trained):
+    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(trained), strict=False))
+    if not pairs or any(jnp.ndim(g) != p.ndim + 1 for g, p in pairs):
         return False
     weights = masters.values(group.weights())
     try:
@@ -291,7 +289,8 @@ def _takes_examples(grads: PyTree, group: Group) -> bool:
         )
     except (TypeError, ValueError):
         return False
-    return shape(updates) == shape(trained)
+    same = jax.tree.structure(grads) == jax.tree.structure(trained)
+    return same and jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, trained)
 
 
 def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.hijax import primitive_name
+from jamp._autocast.primitives import primitive_name
 from jamp.diagnostics._location import Location
 
 _WORDS = {

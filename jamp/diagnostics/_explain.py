@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
-from jamp._autocast.hijax import primitive_name
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
@@ -22,7 +21,7 @@ from jamp._autocast.lists import (
     library_place,
 )
 from jamp._autocast.marks import KERNEL, MARKERS
-from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,

@@ -15,8 +15,7 @@ from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
-from jamp._autocast.hijax import primitive_name
-from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom
 from jamp.diagnostics._advice import words_of
 from jamp.diagnostics._location import Cause, Location, names_of, parents_of

@@ -30,6 +30,11 @@ def attention(w, x):
     return nn.softmax(x @ w) @ w
 
 
+def label_loss(w, x):
+    logits, labels = x @ w, jnp.arange(4)[:, None]
+    return nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels, -1)[:, 0]
+
+
 def standardised(x):
     return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
@@ -90,6 +95,8 @@ EXAMPLES = {
     "bias sums": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "softmax": Example(attention, (MATRIX, MATRIX)),
     "islands": Example(lambda w, x: jnp.tanh(x @ w) @ w, (MATRIX, MATRIX)),
+    "heads": Example(lambda w, x: nn.logsumexp(x @ w, -1), (MATRIX, MATRIX)),
+    "labels": Example(label_loss, (MATRIX, MATRIX)),
     "chains": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, (MATRIX, MATRIX)),
     "norms": Example(residual, (MATRIX, MATRIX)),
     "smaller": Example(lambda w, x: standardised(x @ w) @ w, (MATRIX, MATRIX)),

@@ -110,6 +110,20 @@ def test_gradients_of_labels_that_are_nearly_certain(loss, half):
         assert error(of_got, of_exact) <= 2 * error(of_best, of_exact)
 
 
+def test_what_is_the_same_along_a_row_of_a_softmax_cancels():
+    """Rounded probabilities do not sum to 1: all of `64 * (1 - sum)` was left."""
+    scores = RNG.integers(-2, 3, (CLASSES, CLASSES)).astype(np.float64)
+    values = 64 + RNG.integers(-1, 2, (CLASSES, 1)) / 2  # exact in bfloat16
+
+    def fn(w):
+        return (jax.nn.softmax(jnp.eye(CLASSES) @ w) @ jnp.float32(values)).sum()
+
+    p, g = softmax(np, scores), values.T
+    exact = p * (g - (p * g).sum(-1, keepdims=True))
+    got = jax.jit(jax.grad(jamp.autocast(fn, "bfloat16")))(jnp.float32(scores))
+    assert error(np.asarray(got, float), exact) < 0.02
+
+
 # ---- norms of activations around 300, whose squares overflow float16
 
 IMAGES = RNG.normal(size=(32, FEATURES)).astype(np.float32)

@@ -10,7 +10,7 @@ from jax.extend import core as jc
 from jax.sharding import PartitionSpec as P
 
 from jamp._autocast import frames, jax_internals
-from jamp._autocast.hijax import primitive_name
+from jamp._autocast.primitives import primitive_name
 from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4

@@ -248,3 +248,33 @@ def test_mosaic_under_a_shard_map_takes_averages_and_refuses_what_varies():
     refused = "'mosaic' cannot.*check_vma=False.*'auto'"
     with pytest.raises(BackendError, match=refused):
         lowered(None, check_vma=True)
+
+
+def label_by_hand(logits, labels):
+    taken = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return jax.nn.logsumexp(logits, -1) - taken
+
+
+@pytest.mark.parametrize(
+    "loss", [optax.softmax_cross_entropy_with_integer_labels, label_by_hand]
+)
+def test_a_vocabulary_on_all_devices_is_gathered_by_no_loss(loss):
+    tokens, width, words = 512, 256, 8192
+
+    def step(w, x, labels):
+        fn = lambda w: loss(x @ w, labels).mean()  # noqa: E731
+        return jax.grad(jamp.autocast(fn, "bfloat16"))(w)
+
+    labels = jax.ShapeDtypeStruct(
+        (tokens,), jnp.int32, sharding=NamedSharding(mesh_of(), P())
+    )
+    args = (
+        shape((width, words), P(None, ("data", "model"))),
+        shape((tokens, width), P()),
+        labels,
+    )
+    program = h200.compile_placed(step, *args)
+    # The maximum, the sum and the label of each token; no logits, and no gradients.
+    found = sent(program)
+    assert {opcode for opcode, _ in found} == {"all-reduce"}
+    assert sum(found.values()) <= 4 * 4 * tokens

@@ -354,7 +354,7 @@ def with_kept(params, x):
 X_VALUES = jnp.ones((8, 8))
 # Of each operation of the forward pass in order, what it runs in and why.
 OF_A_STEP = {
-    "O1": "float16 list, float32 list, float16 list, float32 region, float16 list, "
+    "O1": "float16 list, float32 list, float16 list, float16 list, float32 region, "
     "float32 widest, float32 list",
     "O2": "float16 list, float32 list, float32 kept, float32 region, "
     "float32 no half param, float32 operands, float32 list",

@@ -30,7 +30,7 @@ BOUNDS = {
     "O2": Bound(1.02, 1.02, 1.02),
     "O5": Bound(1.02, 1.02, 1.02),
 }
-# More, each for its cause; at its end what was measured.
+# Others, each for its cause; at its end what was measured.
 EXCEPTIONS = {
     # The float32 class token joins the patches: the stream is float32 by torch's rules.
     ("vit", "widest"): Bound(1.15, 1.15),
@@ -41,10 +41,10 @@ EXCEPTIONS = {
     ("mixer", "widest"): Bound(1.13, 1.05),
     # The first carry is float32, as the model says, so all are stacked so: 1.60.
     ("lstm", "widest"): Bound(1.05, 1.62),
-    # The label's logit is gathered from a float32 copy, where its cotangent meets that
-    # of the softmax: 1.08, and 1.02.
-    ("words", "widest"): Bound(1.09, 1.02),
-    ("words", "narrowest"): Bound(1.03, 1.02),
+    # Less: by hand the label's logit is scattered into float32 logits.
+    ("words", "widest"): Bound(0.80, 0.70),  # 0.79 and 0.69
+    ("words", "narrowest"): Bound(0.65, 0.70),  # 0.64 and 0.69
+    ("words", "O5"): Bound(0.62, 0.69),  # 0.61 and 0.68
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
 }

@@ -1,0 +1,175 @@
+"""Keeps the float32 of a loss out of memory between the forward and the backward pass.
+
+    x:f32 = convert z; e = exp x; s = reduce_sum e; l = gather x y
+    s l = checkpoint[jaxpr={ z y. x = convert z; ...; l = label x y }] z y
+
+A *head* is what a rewritten program computes in float32 from a large half array down to
+what is small: the loss of logits. As for an island, its half inputs are kept, and its
+sums and maxima. The cotangents of all that read the logits meet inside, in float32, and
+are rounded once: a label's -1 and a softmax's 0.999 would lose their digits in half.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jc
+
+from jamp._autocast.frames import with_equations
+from jamp._autocast.islands import (
+    Graph,
+    inputs_of,
+    is_costly,
+    is_kept,
+    may_be_inside,
+    variables_in,
+)
+from jamp._autocast.jax_internals import checkpointed
+from jamp._autocast.labels import labels_in, with_labels
+from jamp._autocast.primitives import primitive_name
+from jamp._autocast.program import dtype_of, is_float, size_of
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+
+
+def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
+    """Writes each head of a rewritten program as one checkpointed equation.
+
+    `programs` and `loop` are as for islands.
+    """
+    sources = dict.fromkeys(
+        v for eqn in jaxpr.eqns if _begins_head(eqn) for v in _halves(eqn)
+    )
+    if not sources or not any(map(is_costly, jaxpr.eqns)):
+        return jaxpr
+    labels, graph = labels_in(jaxpr, programs), Graph(jaxpr)
+    for source in sources:
+        if members := _head(graph, source, labels):
+            jaxpr = _written(graph, jaxpr, members, labels, programs, not loop)
+            graph = Graph(jaxpr)
+    return jaxpr
+
+
+def _halves(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    return [v for v in variables_in(eqn.invars) if dtype_of(v) in HALF_DTYPES]
+
+
+def _begins_head(eqn: jc.JaxprEqn) -> bool:
+    """Whether it makes float32 of half: a cast, or a call that begins with one."""
+    wide = any(dtype_of(v) == FLOAT32 for v in eqn.outvars)
+    return wide and bool(_halves(eqn))
+
+
+def _is_free(eqn: jc.JaxprEqn) -> bool:
+    """Whether it may be inside and outside: a cast that begins a head, or a mask."""
+    is_cast = primitive_name(eqn) == "convert_element_type" and _begins_head(eqn)
+    return is_cast or all(dtype_of(v) == jnp.bool_ for v in eqn.outvars)
+
+
+def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
+    """The places of the equations of the head of a half array; none if it has none.
+
+    It is none if something large leaves it, which would be kept anyway, or if it reads
+    something large in float32 that is not made inside.
+    """
+    eqns, size = graph.eqns, size_of(source)
+
+    def is_inside(place: int) -> bool:
+        return place < len(eqns) and may_be_inside(eqns[place], labels)
+
+    # What gives no gradient may stay outside: a metric, and what is returned.
+    apart = {i for i, eqn in enumerate(eqns) if not any(map(is_float, eqn.outvars))}
+    apart.add(len(eqns))
+    begins = (i for i in graph.users_of(source) - {len(eqns)} if _begins_head(eqns[i]))
+    members, waiting = set[int](), set(begins)
+    while waiting:
+        if not all(map(is_inside, waiting)):
+            return set()
+        members |= waiting
+        near: set[int] = set()
+        for eqn in [eqns[place] for place in waiting]:
+            read = _large(eqn.invars, size)
+            wide = [v for v in read if dtype_of(v) == FLOAT32]
+            if not graph.makers.keys() >= set(wide):
+                return set()
+            floats = {graph.makers[v] for v in wide}
+            masks = {
+                graph.makers[v] for v in read if _is_mask_of_labels(v, graph, size)
+            }
+            users = {i for v in _large(eqn.outvars, size) for i in graph.users_of(v)}
+            near |= floats | masks | (users - apart if _is_free(eqn) else users)
+        # What is small on a way from one of them to another one is inside as well.
+        waiting = near - members or _between(graph, members)
+    costly = [eqns[place] for place in members if is_costly(eqns[place])]
+    return members if any(_large(eqn.invars, size) for eqn in costly) else set()
+
+
+def _large(atoms: Iterable[Any], size: int) -> list[jc.Var]:
+    return [v for v in variables_in(atoms) if size_of(v) >= size]
+
+
+def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
+    """Whether a mask is made of nothing large: inside, it need not be kept."""
+    if dtype_of(value) != jnp.bool_ or value not in graph.makers:
+        return False
+    maker = graph.eqns[graph.makers[value]]
+    return may_be_inside(maker) and not _large(maker.invars, size)
+
+
+def _between(graph: Graph, members: set[int]) -> set[int]:
+    """The equations that are no members, on a way from one of them to another one."""
+    reads = [variables_in(eqn.invars) for eqn in graph.eqns[: max(members) + 1]]
+    makers = [{graph.makers[v] for v in read if v in graph.makers} for read in reads]
+    after, before = set(members), set(members)
+    for i in range(min(members), len(makers)):
+        if makers[i] & after:
+            after.add(i)
+    for i in reversed(range(len(makers))):
+        if i in before:
+            before |= makers[i]
+    return (after & before) - members
+
+
+def _leaves(graph: Graph, place: int, members: set[int]) -> bool:
+    """Whether something outside reads the results of an equation inside."""
+    return any(graph.users_of(v) - members for v in graph.eqns[place].outvars)
+
+
+def _written(
+    graph: Graph,
+    jaxpr: jc.Jaxpr,
+    members: set[int],
+    labels: Mapping[int, int],
+    programs: dict[Any, Any],
+    barrier: bool,
+) -> jc.Jaxpr:
+    """The program with a head as one equation, in the place of its last one."""
+    inside = [jaxpr.eqns[i] for i in sorted(members)]
+    both: set[int] = set()
+    for i in sorted(members, reverse=True):
+        if _is_free(jaxpr.eqns[i]) and _leaves(graph, i, members - both):
+            both.add(i)
+    outvars = [
+        v
+        for i in sorted(members - both)
+        for v in jaxpr.eqns[i].outvars
+        if graph.users_of(v) - (members - both)
+    ]
+    head = checkpointed(
+        with_labels(inside, labels),
+        inputs_of(inside),
+        outvars,
+        is_kept,
+        barrier,
+        programs,
+        jaxpr,
+    )
+    before, after, late = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
+    for i, eqn in enumerate(jaxpr.eqns):
+        if i in members - both:
+            continue
+        if i > max(members) or late & set(variables_in(eqn.invars)):
+            after.append(eqn)
+            late.update(eqn.outvars)
+        else:
+            before.append(eqn)
+    return with_equations(jaxpr, [*before, head, *after])

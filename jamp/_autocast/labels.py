@@ -1,0 +1,150 @@
+"""Gives what takes one element of each row a derivative that scatters nothing.
+
+    l = gather[axis 1] z y                      l = custom_jvp_call[name=label] z y
+
+A loss takes the logit of each row's label. JAX differentiates that by a scatter into
+zeros as large as the logits, which XLA writes by a kernel of its own, and reads again.
+As a comparison, `where(iota == y, t, 0)`, it is one more operation of the kernel that
+computes the softmax's derivative.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend import core as jc
+
+from jamp._autocast.frames import frames_of, with_equations, with_programs
+from jamp._autocast.jax_internals import call
+from jamp._autocast.program import Atom, is_float32, shape_of, size_of
+
+_LARGEST = 2**22  # numbers of indices that are looked at: of longer ones, none
+
+
+def labels_in(jaxpr: jc.Jaxpr, known: dict[Any, Any]) -> dict[int, int]:
+    """The axes of classes, by the `id` of each equation that takes one of each row.
+
+    Those in programs that the equations hold are among them. What was found of a
+    program is `known` afterwards, with the program, so that its `id` stays its own.
+    """
+    if id(jaxpr) not in known:
+        found: dict[int, int] = {}
+        known[id(jaxpr)] = jaxpr, found
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "gather" and is_float32(eqn.outvars[0]):
+                axis = _axis_of(eqn, jaxpr)
+                found |= {} if axis is None else {id(eqn): axis}
+            for frame in frames_of(eqn):
+                found |= labels_in(frame.program, known)
+    return known[id(jaxpr)][1]
+
+
+def with_labels(
+    eqns: Sequence[jc.JaxprEqn], labels: Mapping[int, int]
+) -> list[jc.JaxprEqn]:
+    """The equations, with one that has such a derivative for each of the `labels`."""
+    return [_with_label(eqn, labels) for eqn in eqns]
+
+
+def _with_label(eqn: jc.JaxprEqn, labels: Mapping[int, int]) -> jc.JaxprEqn:
+    if id(eqn) in labels:
+        params = tuple(sorted(eqn.params.items()))
+        function = _label(labels[id(eqn)], params)
+        return call(function, eqn.invars, eqn.outvars[0], eqn) or eqn
+    inside = [(f.program, with_labels(f.program.eqns, labels)) for f in frames_of(eqn)]
+    if all(
+        new is old for p, eqns in inside for new, old in zip(eqns, p.eqns, strict=True)
+    ):
+        return eqn
+    programs = [with_equations(*pair) for pair in inside]
+    return eqn.replace(params=with_programs(eqn, programs))
+
+
+@functools.cache
+def _label(
+    axis: int, params: tuple[tuple[str, Any], ...]
+) -> Callable[[Array, Array], Array]:
+    options = dict(params)
+
+    @jax.custom_jvp
+    def label(x, indices):
+        return lax.gather_p.bind(x, indices, **options)
+
+    @label.defjvp
+    def derivative(primals, tangents):
+        (x, indices), taken = primals, label(*primals)
+        places = indices[..., options["dimension_numbers"].start_index_map.index(axis)]
+        rows = [1 if i == axis else n for i, n in enumerate(x.shape)]
+        places = places.astype(jnp.promote_types(places.dtype, jnp.int32)).reshape(rows)
+        if options["mode"] is lax.GatherScatterMode.CLIP:
+            places = jnp.clip(places, 0, x.shape[axis] - 1)
+        is_label = lax.broadcasted_iota(places.dtype, x.shape, axis) == places
+        tangent = jnp.where(is_label, tangents[0], 0).sum(axis)
+        return taken, tangent.reshape(taken.shape)
+
+    return label
+
+
+# ---- which gathers do so
+
+
+def _axis_of(eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> int | None:
+    """The axis of which a gather takes one number for each place on the others."""
+    numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    given = [int(axis) for axis in numbers.start_index_map]
+    batch = map(int, numbers.operand_batching_dims)
+    rows = dict(zip(batch, numbers.start_indices_batching_dims, strict=True))
+    if set(eqn.params["slice_sizes"]) - {1}:
+        return None
+    if len(given) > 1:
+        # `z[arange(n), labels]`: the index along an axis is that of the row.
+        rows |= _own_places(eqn.invars[1], given, jaxpr)
+    for axis in given:
+        others = [i for i, n in enumerate(shape) if i != axis and n > 1]
+        places = [rows.get(i, -1) for i in others]
+        in_order = places == sorted(set(places)) and -1 not in places
+        if in_order and size_of(eqn.outvars[0]) == math.prod(shape[i] for i in others):
+            return axis
+    return None
+
+
+def _own_places(indices: Atom, axes: list[int], jaxpr: jc.Jaxpr) -> dict[int, int]:
+    """Of indices that count the places along an axis of theirs: which one."""
+    found: dict[int, int] = {}
+    parts = [eqn for eqn in jaxpr.eqns if indices in eqn.outvars]
+    if not parts or len(parts[0].invars) != len(axes):
+        return found
+    for axis, column in zip(axes, parts[0].invars, strict=True):
+        value = _constant(column, jaxpr) if size_of(column) < _LARGEST else None
+        if value is not None:
+            counts = np.indices(value.shape[:-1], sparse=True)
+            fits = [i for i, n in enumerate(counts) if (value[..., 0] == n).all()]
+            if fits:
+                found[axis] = fits[0]
+    return found
+
+
+def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
+    """A value that depends on no input of a program; None of another one."""
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    needed, waiting = dict[int, jc.JaxprEqn](), [atom]
+    while waiting:
+        read = waiting.pop()
+        if isinstance(read, jc.Literal) or read in jaxpr.constvars:
+            continue
+        if read not in makers:
+            return None
+        if id(makers[read]) not in needed:
+            needed[id(makers[read])] = makers[read]
+            waiting += makers[read].invars
+    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
+    with jax.ensure_compile_time_eval():
+        (value,) = jc.jaxpr_as_fun(
+            jaxpr.replace(invars=[], outvars=[atom], eqns=eqns)
+        )()
+    return np.asarray(value)

@@ -1,0 +1,122 @@
+"""Autocast on a mesh of explicit axes, as `jax.make_mesh` gives it, jitted and not.
+
+What plain JAX can do there, autocast can: with the same dtypes and shardings, and its
+values. What JAX has no sharding rule for, such as a ragged product, is left out.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jamp
+from tests.autocast.constructs import FORWARD_ONLY, TABLE
+from tests.autocast.test_coverage import TOLERANCE, W, X, distance
+from tests.subprocesses import on_eight_devices
+
+half = functools.partial(jamp.autocast, dtype="float16")
+NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_map")
+# Their rules have products that sum over a sharded axis.
+NOT_OF_JAX += ("custom_vjp", "custom_vjp_with_symbolic_zeros")
+CONSTRUCTS = [name for name in TABLE if name not in NOT_OF_JAX]
+
+
+def labels():
+    return jax.device_put(jnp.arange(8) % 8, P("data"))
+
+
+LOSSES = {
+    "softmax": lambda w, x: jax.nn.softmax(x @ w) @ w,
+    "log_softmax": lambda w, x: jax.nn.log_softmax(x @ w),
+    "one_hot": lambda w, x: jax.nn.log_softmax(x @ w) * jax.nn.one_hot(labels(), 8),
+    "labels": lambda w, x: optax.softmax_cross_entropy_with_integer_labels(
+        x @ w, labels()
+    ),
+    "norm": lambda w, x: jax.nn.standardize(x @ w) @ w,
+    "bias": lambda w, x: jnp.maximum(x @ w + w[0], 0.1),
+    "relu": lambda w, x: jax.nn.relu(x @ w) @ w,
+}
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    if jax.device_count() < 8:
+        return (yield)  # the test runs in another process
+    axes = (AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=axes)):
+        yield
+
+
+def both_passes(name, cast):
+    fn = TABLE[name](cast) if name in TABLE else cast(LOSSES[name])
+
+    def loss(w, x):
+        leaves = [y for y in jax.tree.leaves(fn(w, x)) if y.dtype == jnp.float32]
+        factors = [jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in leaves]
+        return sum((c * y).sum() for c, y in zip(factors, leaves, strict=True))
+
+    def both(w, x):
+        if name in FORWARD_ONLY:
+            return fn(w, x)
+        return fn(w, x), jax.grad(loss, (0, 1))(w, x)
+
+    return both
+
+
+def assert_as_plain(name, place, specs):
+    operands = [jax.device_put(x, spec) for x, spec in zip((W, X), specs, strict=True)]
+    cast, plain = (place(both_passes(name, f))(*operands) for f in (half, lambda f: f))
+    assert jax.tree.map(jax.typeof, cast) == jax.tree.map(jax.typeof, plain)
+    errors = jax.tree.map(distance, cast, plain)
+    assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("name", [*CONSTRUCTS, *LOSSES])
+@on_eight_devices
+def test_in_jit(name):
+    assert_as_plain(name, jax.jit, (P(), P("data")))
+
+
+@pytest.mark.parametrize("name", ["matmul", "remat", "vmap_out", "nested_jit"])
+@on_eight_devices
+def test_weights_by_columns(name):
+    assert_as_plain(name, jax.jit, (P(None, "model"), P("data")))
+
+
+EAGER = ["matmul", "scan", "remat", "custom_jvp", "switch", *LOSSES]
+
+
+@pytest.mark.parametrize("name", EAGER)
+@on_eight_devices
+def test_outside_of_jit(name):
+    assert_as_plain(name, lambda fn: fn, (P(), P("data")))
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+@on_eight_devices
+def test_a_step_outside_of_jit(opt_level):
+    def loss(params, x):
+        logits = jax.nn.relu(x @ params["first"]) @ params["second"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels())
+        return losses.mean()
+
+    def step(state, x):
+        value, grads = jamp.scaled_value_and_grad(loss)(state, x)
+        return value, grads, state.apply_gradients(grads=grads).params
+
+    params = {"first": jax.device_put(W, P()), "second": jax.device_put(W.T, P())}
+    state = jamp.initialize(params, optax.sgd(0.1), opt_level, verbosity=0)
+    x = jax.device_put(X, P("data"))
+    (value, grads, new), jitted = step(state, x), jax.jit(step)(state, x)
+    expected = jax.value_and_grad(loss)(params, x)
+    assert distance(value, expected[0]) <= TOLERANCE
+    tolerance = TOLERANCE if opt_level in ("O1", "O2") else 8 * TOLERANCE
+    errors = jax.tree.map(distance, grads, expected[1])
+    assert max(jax.tree.leaves(errors)) <= tolerance
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(jitted[2]), strict=True):
+        assert jax.typeof(a) == jax.typeof(b)
+        np.testing.assert_allclose(*(np.float32(x) for x in (a, b)), rtol=2**-7)

@@ -1,0 +1,215 @@
+"""Losses of half logits: nothing is scattered, kept in float32, or gathered."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax, nn
+
+import jamp
+from tests import h200
+
+N, CLASSES = 6, 10
+ROWS = jnp.arange(N)
+
+
+def of_class(logits, labels):
+    return jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+
+def smoothed(logits, labels):
+    logp = nn.log_softmax(logits)
+    return -0.9 * of_class(logp, labels) - 0.1 * logp.mean(-1)
+
+
+def ignoring(logits, labels):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.where(labels == 3, 0.0, losses)
+
+
+def with_z_loss(logits, labels):
+    z = nn.logsumexp(logits, -1)
+    return z - of_class(logits, labels) + 1e-2 * z**2
+
+
+# Each a loss of each row, of logits of shape (..., classes).
+LOSSES = {
+    "optax": optax.softmax_cross_entropy_with_integer_labels,
+    "take_along_axis": lambda z, y: nn.logsumexp(z, -1) - of_class(z, y),
+    "log_softmax": lambda z, y: -of_class(nn.log_softmax(z), y),
+    "one_hot": lambda z, y: -(nn.one_hot(y, CLASSES) * nn.log_softmax(z)).sum(-1),
+    "rows": lambda z, y: nn.logsumexp(z, -1) - z[ROWS, y],
+    "vmap": jax.vmap(lambda z, y: nn.logsumexp(z) - z[y]),
+    "dynamic_index": jax.vmap(
+        lambda z, y: nn.logsumexp(z) - lax.dynamic_index_in_dim(z, y, 0, False)
+    ),
+    "smoothed": smoothed,
+    "ignoring": ignoring,
+    "z_loss": with_z_loss,
+    "masked": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(
+        z, y, where=jnp.broadcast_to(jnp.arange(CLASSES) < 9, (N, CLASSES))
+    ),
+    "jitted": jax.jit(lambda z, y: nn.logsumexp(z, -1) - of_class(z, y)),
+}
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(N, 4)), jnp.float32)
+W = jnp.asarray(RNG.normal(size=(4, CLASSES)), jnp.float32)
+LABELS = jnp.asarray(RNG.integers(0, 9, N))
+
+
+def operations(jaxpr):
+    """The equations of a program and of those in it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if isinstance(getattr(inner, "jaxpr", inner), jax.extend.core.Jaxpr):
+                yield from operations(getattr(inner, "jaxpr", inner))
+
+
+def scattered(program):
+    """The shapes of what is as large as the logits, and scattered into."""
+    found = [e for e in operations(program) if e.primitive.name.startswith("scatter")]
+    shapes = (e.outvars[0].aval.shape for e in found)
+    return [shape for shape in shapes if shape and shape[-1] == CLASSES]
+
+
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_keeps_half_logits_and_scatters_nothing(loss, promote):
+    mean = lambda w: loss(X @ w, LABELS).mean()  # noqa: E731
+    cast = jamp.autocast(mean, "bfloat16", promote=promote)
+    program = jax.make_jaxpr(jax.grad(cast))(W)
+    assert scattered(program) == []
+    kept = jax.eval_shape(lambda w: jax.vjp(cast, w)[1], W)
+    large = [x.dtype for x in jax.tree.leaves(kept) if x.shape == (N, CLASSES)]
+    assert jnp.bfloat16 in large and jnp.float32 not in large
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_values_and_gradients_are_those_of_float32_logits(loss):
+    def gradients(product):
+        """Of the logits too: what is added to them."""
+        mean = lambda w, z: loss(product(w) + z, LABELS).mean()  # noqa: E731
+        return jax.value_and_grad(mean, (0, 1))
+
+    half = lambda w: (X.astype("bfloat16") @ w.astype("bfloat16")).astype("float32")  # noqa: E731
+    zero = jnp.zeros((N, CLASSES))
+    wanted = gradients(half)(W, zero)
+    got = jax.value_and_grad(
+        jamp.autocast(lambda w, z: loss(X @ w + z, LABELS).mean(), "bfloat16"), (0, 1)
+    )(W, zero)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-2, 2e-3), got, wanted)
+
+
+def test_a_batch_of_sequences():
+    logits = jnp.stack([X, -X])
+    labels = jnp.stack([LABELS, LABELS[::-1]])
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    rows = lambda z, y: nn.logsumexp(z, -1) - z[jnp.arange(2)[:, None], ROWS[None], y]  # noqa: E731
+    for fn in (loss, rows):
+        cast = jamp.autocast(lambda w, fn=fn: fn(logits @ w, labels).mean(), "bfloat16")
+        program = jax.make_jaxpr(jax.grad(cast))(W)
+        assert scattered(program) == []
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+def test_labels_out_of_bounds_are_as_in_jax(mode):
+    labels = jnp.array([0, -1, 9, 3, 10, -11])
+    if mode == "promise_in_bounds":
+        labels = labels % CLASSES
+
+    def loss(z):
+        taken = jnp.take_along_axis(z, labels[:, None], -1, mode=mode)[:, 0]
+        return nn.logsumexp(z, -1) - taken
+
+    grad = jax.vjp(lambda w: loss(X @ w), W)[1](jnp.ones(N))[0]
+    cast = jamp.autocast(lambda w: loss(X @ w), "bfloat16")
+    got = jax.vjp(cast, W)[1](jnp.ones(N))[0]
+    np.testing.assert_allclose(got, grad, 2e-2, 4e-2)
+    np.testing.assert_array_equal(np.isnan(cast(W)), np.isnan(loss(X @ W)))
+
+
+@pytest.mark.parametrize("p", [0.5, 0.99, 0.999, 0.99999])
+def test_a_label_as_certain_as_this_keeps_its_digits(p):
+    """The cotangent is rounded once, so at most by half a unit of bfloat16."""
+    logit = np.log(p / (1 - p)).astype(jnp.bfloat16).astype(np.float64)
+    w = jnp.array([[logit, 0.0]], jnp.float32)
+    labels = jnp.zeros(1, jnp.int32)
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    cast = jamp.autocast(lambda w: loss(jnp.ones((1, 1)) @ w, labels).sum(), "bfloat16")
+    exact = -1 / (1 + np.exp(logit))  # of the label, p - 1
+    np.testing.assert_allclose(jax.grad(cast)(w)[0], [exact, -exact], 2**-8)
+
+
+def test_a_metric_that_reads_the_logits_does_not_break_the_head():
+    def fn(w):
+        logits = X @ w
+        right = (logits.argmax(-1) == LABELS).mean()
+        return LOSSES["optax"](logits, LABELS).mean(), (right, logits)
+
+    cast = jamp.autocast(fn, "bfloat16")
+    program = jax.make_jaxpr(jax.grad(cast, has_aux=True))(W)
+    assert scattered(program) == []
+
+
+def test_of_two_models_both_losses_are_heads():
+    def distilled(w, v):
+        teacher, student = nn.log_softmax(X @ v), nn.log_softmax(X @ w)
+        return -(jnp.exp(lax.stop_gradient(teacher)) * student).sum(-1).mean()
+
+    cast = jamp.autocast(distilled, "bfloat16")
+    kept = jax.eval_shape(lambda w: jax.vjp(lambda w: cast(w, W), w)[1], W)
+    assert all(
+        x.dtype != jnp.float32 for x in jax.tree.leaves(kept) if x.shape == (N, CLASSES)
+    )
+
+
+# Words, width, tokens, whether the embedding is the head; at most so much traffic and
+# temporary memory as by hand. Rows of a tied embedding are read in float32, and their
+# gradients added up so: 0.67 and 0.38; the others 0.67 and 0.51.
+HEADS = {
+    "tied": (50_257, 768, 4096, True, 0.68, 0.40),
+    "32k": (32_000, 2048, 4096, False, 0.69, 0.53),
+    "128k": (128_256, 1024, 2048, False, 0.69, 0.53),
+}
+
+
+@pytest.mark.h200
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_what_a_step_of_a_head_costs_an_h200(head, promote):
+    words, width, tokens, tied, traffic, temp = head
+    tx = optax.adam(1e-3)
+
+    def logits(w, x):
+        return w[x] @ w.T if tied else x @ w
+
+    def by_hand(w, x):
+        x = x if tied else x.astype("bfloat16")
+        return logits(w.astype("bfloat16"), x).astype("float32")
+
+    def cost(of_logits, cast=lambda fn: fn):
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        loss = cast(lambda w, x, labels: losses(of_logits(w, x), labels).mean())
+
+        def step(state, x, labels):
+            w, opt_state = state
+            value, grads = jax.value_and_grad(loss)(w, x, labels)
+            updates, opt_state = tx.update(grads, opt_state, w)
+            return (optax.apply_updates(w, updates), opt_state), value
+
+        def shape(*sizes, dtype=jnp.float32):
+            return jax.ShapeDtypeStruct(sizes, dtype)
+
+        w = shape(words, width) if tied else shape(width, words)
+        labels = shape(tokens, dtype=jnp.int32)
+        state = w, jax.eval_shape(tx.init, w)
+        x = labels if tied else shape(tokens, width)
+        return h200.compile_step(step, state, x, labels, donate=(0,))
+
+    ours = cost(logits, lambda fn: jamp.autocast(fn, "bfloat16", promote=promote))
+    hand = cost(by_hand)
+    assert ours.traffic <= traffic * hand.traffic
+    assert ours.temp <= temp * hand.temp
