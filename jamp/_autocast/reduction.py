@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core as jc
+from jaxtyping import PyTree
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import CHECKPOINT, Frame, frames_of, with_programs
@@ -31,33 +32,31 @@ _SCALARS = [jax.ShapeDtypeStruct((), FLOAT32)] * 2
 _CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
 
 
-def summed_in_float32[**P](fn: Callable[P, Any]) -> Callable[P, Any]:
-    """A function `(...) -> (grads, rest)`, with half gradients in float32.
+def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+    """A function `params -> (grads, rest)`, with half gradients in float32.
 
     Args:
-        fn: of arrays, such as `jax.grad(loss_fn, has_aux=True)`.
+        fn: such a function, such as `jax.grad(loss_fn, has_aux=True)`.
     """
 
     @functools.wraps(fn)
-    def summed(*args: P.args, **kwargs: P.kwargs) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
+    def summed(params: PyTree) -> Any:
+        leaves, structure = jax.tree.flatten(params)
         result: dict[str, Any] = {}
 
         def flat(*leaves):
-            args, kwargs = structure.unflatten(leaves)
-            grads, rest = fn(*args, **kwargs)
+            grads, rest = fn(structure.unflatten(leaves))
             result["grads"] = len(jax.tree.leaves(grads))
-            result["all"], result["tree"] = jax.tree.flatten((grads, rest))
-            return [x for x in result["all"] if isinstance(x, jax.Array)]
+            outs, result["tree"] = jax.tree.flatten((grads, rest))
+            result["static"] = [None if isinstance(x, jax.Array) else x for x in outs]
+            return [x for x in outs if isinstance(x, jax.Array)]
 
         program = jax.make_jaxpr(flat)(*leaves)
         written = _Widening({}).program(program, frozenset(range(result["grads"])))
         outs = jc.jaxpr_as_fun(written)(*leaves)
         pairs = zip(outs, written.outvars, strict=True)
         arrays = iter([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
-        filled = [
-            next(arrays) if isinstance(x, jax.Array) else x for x in result["all"]
-        ]
+        filled = [next(arrays) if x is None else x for x in result["static"]]
         return result["tree"].unflatten(filled)
 
     return summed
@@ -136,12 +135,8 @@ class _Widening:
             if not wanted or not self._write(eqn, asked, wide, read, eqns):
                 eqns.append(eqn)
         outvars = [read(v) if i in outs else v for i, v in enumerate(program.outvars)]
-        return program.replace(
-            invars=invars,
-            outvars=outvars,
-            eqns=eqns,
-            debug_info=program.debug_info.with_unknown_names(),
-        )
+        program = jax_internals.unnamed(program)
+        return program.replace(invars=invars, outvars=outvars, eqns=eqns)
 
     def _write(
         self,
