@@ -142,42 +142,50 @@ def _with_jaxpr(traced: Any, program: jc.Jaxpr) -> Any:
 
 def with_jvp_rule(prim: Any, program: jc.Jaxpr, write: Write, tracing: Trace) -> Any:
     """A `CustomJVPTraced` with its programs rewritten; as `with_custom_jvp`."""
-    old = prim.jvp_rule
 
     def rule(primals: PyTree, tangents: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten(tangents, is_leaf=is_zero)
-        absent = tuple(map(is_zero, leaves))
-        there = [t for t in leaves if not is_zero(t)]
-        # In the user's dtypes: in those of the operands the rule is only evaluated.
-        types = list(prim.in_avals_flat)
-        pairs = zip(types, absent, strict=True)
-        types += [aval.to_tangent_aval() for aval, zero in pairs if not zero]
-        result: dict[str, Any] = {}
-
-        def flat(*values):
-            given = iter(values[len(absent) :])
-            filled = [t if is_zero(t) else next(given) for t in leaves]
-            firsts = jax.tree.unflatten(tree, values[: len(absent)])
-            out, dots = old(firsts, jax.tree.unflatten(tree, filled))
-            out, result["tree"] = jax.tree.flatten(out)
-            result["dots"] = jax.tree.leaves(dots, is_leaf=is_zero)
-            return [*out, *(t for t in result["dots"] if not is_zero(t))]
-
+        dots, tree = jax.tree.flatten(tangents, is_leaf=is_zero)
         with tracing():
-            jaxpr = jax.make_jaxpr(flat)(*types)
-        zeros = tuple(map(is_zero, result["dots"]))
-        outs = jc.jaxpr_as_fun(write(jaxpr, absent, zeros))(
-            *jax.tree.leaves(primals), *there
-        )
-        out, given = outs[: len(zeros)], iter(outs[len(zeros) :])
-        dots = [
-            type(t)(jax.typeof(y).to_tangent_aval()) if is_zero(t) else next(given)
-            for y, t in zip(out, result["dots"], strict=True)
-        ]
-        unflatten = result["tree"].unflatten
-        return unflatten(out), unflatten(dots)
+            jaxpr, out_dots, out_tree = _traced_rule(prim, dots, tree)
+        absent, zeros = (list(map(is_zero, ts)) for ts in (dots, out_dots))
+        values = [*jax.tree.leaves(primals), *(t for t in dots if not is_zero(t))]
+        outs = jc.jaxpr_as_fun(write(jaxpr, absent, zeros))(*values)
+        out, there = outs[: len(zeros)], outs[len(zeros) :]
+        # A zero has the dtype of what it is the tangent of.
+        types = [jax.typeof(x).to_tangent_aval() for x in out]
+        pairs = zip(out_dots, types, strict=True)
+        out_dots = [type(t)(aval) if is_zero(t) else t for t, aval in pairs]
+        return out_tree.unflatten(out), out_tree.unflatten(_filled(out_dots, there))
 
-    return with_program(prim, program, jvp_rule=_named_as(rule, old))
+    return with_program(prim, program, jvp_rule=_named_as(rule, prim.jvp_rule))
+
+
+def _traced_rule(prim: Any, dots: Sequence[Any], tree: Any) -> tuple[Any, Any, Any]:
+    """The program of a rule for these tangents, in the dtypes of the user's program.
+
+    Returns:
+        The program, from primals and the tangents that are there to the same of the
+        results; the tangents of the results, with zeros among them; and their tree.
+    """
+    primals = prim.in_avals_flat
+    pairs = zip(primals, dots, strict=True)
+    tangents = [aval.to_tangent_aval() for aval, t in pairs if not is_zero(t)]
+    result: list[Any] = []
+
+    def flat(*values):
+        given = tree.unflatten(_filled(dots, values[len(primals) :]))
+        out, out_dots = prim.jvp_rule(tree.unflatten(values[: len(primals)]), given)
+        out, out_tree = jax.tree.flatten(out)
+        result[:] = jax.tree.leaves(out_dots, is_leaf=is_zero), out_tree
+        return [*out, *(t for t in result[0] if not is_zero(t))]
+
+    return jax.make_jaxpr(flat)(*primals, *tangents), *result
+
+
+def _filled(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Tangents with values in the place of all that are no zeros."""
+    left = iter(values)
+    return [t if is_zero(t) else next(left) for t in tangents]
 
 
 def with_vjp_rules(
@@ -199,21 +207,23 @@ def with_vjp_rules(
         args = jax.tree.map(lambda x: jnp.asarray(x) if _is_number(x) else x, args)
         return forward(functools.partial(prim.fwd, present), *args)
 
-    def backward(rule: Callable[..., Any]) -> Callable[..., Any]:
-        new = lambda residuals, cts: run(rule, residuals[1], residuals[0], cts)  # noqa: E731
-        return _named_as(new, rule)
+    def again(residuals: Any, *args: Any) -> Any:
+        rule = functools.partial(prim.remat_rules[1], residuals[0])
+        return forward(rule, *args)
+
+    def backward(rule: Callable[..., Any], residuals: Any, cotangents: Any) -> Any:
+        return run(rule, residuals[1], residuals[0], cotangents)
+
+    def bound(new: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+        return _named_as(functools.partial(new, rule), rule)
 
     rules: dict[str, Any] = {"fwd": _named_as(fwd, prim.fwd)}
-    rules["bwd"] = backward(prim.bwd)
+    rules["bwd"] = bound(backward, prim.bwd)
     if prim.params.get("bwd_accums") is not None:
         rules["bwd_accums"] = None  # `bwd` gives what it adds up
     if prim.params.get("remat_rules"):
-        first, again, last = prim.remat_rules
-        rem = lambda residuals, *args: forward(  # noqa: E731
-            functools.partial(again, residuals[0]), *args
-        )
-        new = functools.partial(forward, first)
-        rules["remat_rules"] = _named_as(new, first), rem, backward(last)
+        first, _, last = prim.remat_rules
+        rules["remat_rules"] = bound(forward, first), again, bound(backward, last)
     consts, theirs, *args = prim.in_avals
     new = copy.copy(prim)
     new.in_avals = (consts, (theirs, [v.aval for v in free]), *args)

@@ -214,6 +214,46 @@ def test_a_checkpoint_keeps_what_its_policy_says(names, upgraded):
     assert_close(gradients(half(fn), W, X), gradients(fn, W, X))
 
 
+def with_reference(w, x):
+    """A checkpoint around a mutable array, which JAX has under `jax_remat3` alone."""
+
+    def body(x):
+        kept = jax.new_ref(jnp.zeros_like(x))
+        kept[...] = x @ w
+        return jax.nn.relu(kept[...]) @ w
+
+    return jax.checkpoint(body)(x)
+
+
+def normed(w, x):
+    return jax.nn.softmax(jax.nn.standardize(jax.nn.relu(x @ w)) @ w) @ w
+
+
+DERIVATIVES = {
+    "of each example": lambda fn: jax.vmap(
+        jax.grad(lambda w, row: fn(w, row[None]).sum()), (None, 0)
+    ),
+    "forward": lambda fn: lambda w, x: jax.jvp(lambda w: fn(w, x), (w,), (x,)),
+    "linear": lambda fn: lambda w, x: jax.linearize(lambda w: fn(w, x), w)[1](x),
+    "second": lambda fn: jax.hessian(lambda w, x: fn(w, x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_outside_and_inside_of_autocast(name, upgraded):
+    upgraded(*DIFFERENTIABLE)
+    derivative = DERIVATIVES[name]
+    expected = jax.jit(derivative(normed))(W, X)
+    for fn in (derivative(half(normed)), half(derivative(normed))):
+        assert_close(jax.jit(fn)(W, X), expected)
+
+
+def test_a_checkpoint_around_a_reference(upgraded):
+    upgraded(*DIFFERENTIABLE)
+    assert_half(half(with_reference), W, X, at_least=2)
+    assert_close(jax.jit(half(with_reference))(W, X), with_reference(W, X))
+
+
 # ---- objects that nobody knows
 
 
