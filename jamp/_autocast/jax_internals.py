@@ -46,6 +46,11 @@ def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
     )
 
 
+def unnamed(program: jc.Jaxpr) -> jc.Jaxpr:
+    """A program without the names of its inputs and results, which may be others."""
+    return program.replace(debug_info=program.debug_info.with_unknown_names())
+
+
 def conv_features(eqn: jc.JaxprEqn) -> int:
     """How many channels come out of a convolution.
 

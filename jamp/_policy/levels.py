@@ -50,6 +50,8 @@ class Properties:
         master_weights: whether the optimizer steps float32 copies of half params.
         stochastic_rounding: whether bfloat16 params without masters are rounded
             stochastically after a step.
+        reduce_dtype: float32 for gradients that are summed, over batch and devices, in
+            float32, and stay so; None for the dtype that they have.
         loss_scale: "dynamic", a number, or a rule such as `jamp.DynamicLossScale()`.
         cast_model_outputs: dtype of the model's outputs; None is float32 where the
             model is cast, and otherwise leaves them alone.
@@ -69,6 +71,7 @@ class Properties:
     keep_batchnorm_fp32: bool | None = None
     master_weights: bool | None = None
     stochastic_rounding: bool = False
+    reduce_dtype: Any = None
     loss_scale: Any = 1.0
     cast_model_outputs: Any = None
     keep_fp32: tuple[Any, ...] = ()
@@ -86,6 +89,7 @@ class Properties:
         keep_batchnorm_fp32: bool | str | None = None,
         master_weights: bool | None = None,
         stochastic_rounding: bool | None = None,
+        reduce_dtype: DTypeLike | None = None,
         loss_scale: Any = None,
         cast_model_outputs: DTypeLike | None = None,
         keep_fp32: KeepFp32 | list[Any] | None = None,
@@ -106,7 +110,7 @@ class Properties:
             cast_model_outputs: at any level.
             keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
                 paths are written "Dense_0/kernel".
-            lists, promote: not for O0.
+            reduce_dtype, lists, promote: not for O0.
 
         Returns:
             The properties.
@@ -171,7 +175,7 @@ class Properties:
 
 
 _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
-_QUIET += ("stochastic_rounding",)
+_QUIET += ("stochastic_rounding", "reduce_dtype")
 _FP16, _BF16 = HALF_DTYPES
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
 _AUTOCAST = Properties(opt_level="O1", patch_functions=True)
@@ -217,6 +221,8 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
         for name in ("lists", "promote"):
             if name in values and opt_level == "O0":
                 yield f"{name} says what runs in half, and at O0 nothing does."
+        if "reduce_dtype" in values and opt_level == "O0":
+            yield "reduce_dtype is for gradients in half, and at O0 there are none."
         return
     dtype = values.get("cast_model_type")
     if dtype and dtype != FLOAT32:
@@ -249,6 +255,10 @@ def parse_model_type(value: Any) -> Any:
 
 def _parse_outputs(value: Any) -> Any:
     return _parse_dtype("cast_model_outputs", value, CASTABLE_DTYPES, "")
+
+
+def _parse_reduction(value: Any) -> Any:
+    return _parse_dtype("reduce_dtype", value, (FLOAT32,), "")
 
 
 def _parse_dtype(name: str, value: Any, legal: tuple[Any, ...], also: str) -> Any:
@@ -327,6 +337,7 @@ _PARSERS = {
     ),
     "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
     "stochastic_rounding": _one_of("stochastic_rounding", "a boolean or None", _BOOLS),
+    "reduce_dtype": _parse_reduction,
     "loss_scale": _parse_loss_scale,
     "cast_model_outputs": _parse_outputs,
     "keep_fp32": parse_keep_fp32,

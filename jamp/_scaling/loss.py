@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PyTree
 
 from jamp._autocast.jax_internals import depends_on
+from jamp._autocast.reduction import summed_in_float32
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.tree import (
@@ -184,8 +185,12 @@ def grad_of_product(
     trained: PyTree,
     scale: Float[Array, ""],
     has_aux: bool,
+    in_float32: bool = False,
 ) -> tuple[tuple[Array, Any], PyTree]:
-    """`((loss, aux), grads)`: the gradients are of the loss times a scale."""
+    """`((loss, aux), grads)`: the gradients are of the loss times a scale.
+
+    In the dtypes of the params, or summed and left in float32.
+    """
 
     def scaled_loss(trained):
         loss, aux = checked_loss(loss_fn(trained), has_aux)
@@ -194,7 +199,8 @@ def grad_of_product(
             warn(_CONSTANT, UserWarning)
         return loss * scale, (loss, aux)
 
-    grads, value = jax.grad(scaled_loss, has_aux=True)(trained)
+    grad = jax.grad(scaled_loss, has_aux=True)
+    grads, value = (summed_in_float32(grad) if in_float32 else grad)(trained)
     return value, row_major_on_cuda(grads)
 
 

@@ -184,7 +184,8 @@ class ScaledGrad:
     ) -> tuple[tuple[Array, Any], dict[Key, PyTree]]:
         """`((loss, aux), grads)`: by group, times the scale, in the params' dtypes.
 
-        Over `axis_name` params are made to vary, and nothing is averaged.
+        With a `reduce_dtype`, in that. Over `axis_name` params are made to vary, and
+        nothing is averaged.
         """
         rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
         whole = groups.split(state.params, groups.group_keys(state.tx))
@@ -207,7 +208,8 @@ class ScaledGrad:
 
         with forward_policy(state.properties):
             scale = rule.current(scale_state)
-            return grad_of_product(run, trained, scale, self.has_aux)
+            in_float32 = state.properties.reduce_dtype is not None
+            return grad_of_product(run, trained, scale, self.has_aux, in_float32)
 
     def _finite(
         self,

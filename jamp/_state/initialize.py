@@ -45,6 +45,7 @@ def initialize(
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
     stochastic_rounding: bool | None = None,
+    reduce_dtype: DTypeLike | None = None,
     loss_scale: float | str | LossScaleRule | None = None,
     cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
@@ -89,6 +90,8 @@ def initialize(
         stochastic_rounding: whether to round bfloat16 params without masters
             stochastically, see `jamp.optimizers.stochastic_rounding`: O5 with
             `master_weights=False`.
+        reduce_dtype: "float32" to sum gradients, over batch and devices, in float32,
+            and leave them so; not at O0.
         loss_scale: "dynamic", a number (also as a string), or a rule such as
             `jamp.DynamicLossScale(window=500)`.
         cast_model_outputs: dtype of the model's outputs.

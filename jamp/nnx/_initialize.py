@@ -36,6 +36,7 @@ class InitOptions(TypedDict, total=False):
     keep_batchnorm_fp32: bool | str | None
     master_weights: bool | None
     stochastic_rounding: bool | None
+    reduce_dtype: DTypeLike | None
     loss_scale: float | str | LossScaleRule | None
     cast_model_outputs: DTypeLike | None
     num_losses: int

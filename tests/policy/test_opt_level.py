@@ -54,6 +54,7 @@ def test_defaults_of_each_level(level):
         "keep_batchnorm_fp32": batchnorm,
         "master_weights": masters,
         "stochastic_rounding": False,
+        "reduce_dtype": None,
         "loss_scale": scale,
         "cast_model_outputs": None,
         "keep_fp32": (),

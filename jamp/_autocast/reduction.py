@@ -1,0 +1,239 @@
+"""Gradients that are summed in float32: their program, with its sums in float32.
+
+    g:f16 = dot_general ct x           g':f32 = dot_general[float32] ct x
+    h:f16 = add_any g (transpose f)    h':f32 = add_any g' (transpose f')
+
+A gradient in half comes out of its product, or its sum over a batch, in half; and where
+arrays are sharded XLA sums that over devices, in half. So what leads from there to a
+gradient is written in float32, through loops and calls; operands of products stay half.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jc
+from jaxtyping import PyTree
+
+from jamp._autocast import jax_internals
+from jamp._autocast.frames import CHECKPOINT, Frame, frames_of, with_programs
+from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.program import Atom, dtype_of
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+
+# What comes out in float32 if all that goes in does.
+_PASS = (Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT, Shape.MOVE, Shape.MARK)
+_ALSO = "add add_any sub mul div neg select_n psum psum_invariant".split()
+# What goes in is as large as the activations, and stays half until it is read.
+_SUMS = ("reduce_sum", "scatter-add", "reduce_scatter")
+_SCALARS = [jax.ShapeDtypeStruct((), FLOAT32)] * 2
+_CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
+
+
+def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
+    """A function `params -> (grads, rest)`, with half gradients in float32.
+
+    Args:
+        fn: such a function, such as `jax.grad(loss_fn, has_aux=True)`.
+    """
+
+    @functools.wraps(fn)
+    def summed(params: PyTree) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        result: dict[str, Any] = {}
+
+        def flat(*leaves):
+            grads, rest = fn(structure.unflatten(leaves))
+            result["grads"] = len(jax.tree.leaves(grads))
+            outs, result["tree"] = jax.tree.flatten((grads, rest))
+            result["static"] = [None if isinstance(x, jax.Array) else x for x in outs]
+            return [x for x in outs if isinstance(x, jax.Array)]
+
+        program = jax.make_jaxpr(flat)(*leaves)
+        written = _Widening({}).program(program, frozenset(range(result["grads"])))
+        outs = jc.jaxpr_as_fun(written)(*leaves)
+        pairs = zip(outs, written.outvars, strict=True)
+        arrays = iter([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
+        filled = [next(arrays) if x is None else x for x in result["static"]]
+        return result["tree"].unflatten(filled)
+
+    return summed
+
+
+class _Widening:
+    """Writes programs whose results are in float32 where that is asked for."""
+
+    def __init__(self, known: dict[Any, set[jc.Var]]):
+        self.known = known  # by program and results, so that each is read once
+
+    # ---- what leads to a result, read backward
+
+    def asked(self, program: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
+        """The values that are wanted in float32, for results `outs` to be."""
+        key = id(program), outs
+        if key not in self.known:
+            asked = _vars(program.outvars[i] for i in outs)
+            made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+            for eqn in reversed(program.eqns):
+                if asked.intersection(eqn.outvars):
+                    asked |= _vars(self._operands(eqn, asked, made))
+            self.known[key] = asked
+        return self.known[key]
+
+    def _operands(
+        self, eqn: jc.JaxprEqn, asked: set[jc.Var], made: dict[Any, jc.JaxprEqn]
+    ) -> Iterable[Atom]:
+        """Which operands are wanted in float32, if some results are."""
+        if eqn.primitive.name in _CALLS:
+            for frame in frames_of(eqn):
+                outs = self._outs(frame, asked)
+                inside = self.asked(frame.program, outs)
+                pairs = zip(frame.program.invars, frame.operands, strict=True)
+                yield from (v for inner, v in pairs if inner in inside)
+        elif eqn.primitive.name == "scatter-add":
+            yield eqn.invars[0]
+        elif _passes(eqn) or _sums_a_sum(eqn, made):
+            yield from eqn.invars
+
+    def _outs(self, frame: Frame, asked: set[jc.Var]) -> frozenset[int]:
+        """Which results of a program are wanted; of a loop also what goes around."""
+        outs = frozenset(i for i, v in enumerate(frame.results) if v in asked)
+        if not frame.carries:
+            return outs
+        inside = self.asked(frame.program, outs)
+        carries = frame.program.invars[frame.consts :][: frame.carries]
+        more = outs | {i for i, v in enumerate(carries) if v in inside}
+        if more == outs:
+            return outs
+        return self._outs(frame, asked | _vars(frame.results[i] for i in more))
+
+    # ---- the program, written forward
+
+    def program(
+        self, program: jc.Jaxpr, outs: frozenset[int], is_inside: bool = False
+    ) -> jc.Jaxpr:
+        """A program with results `outs` in float32; inside of another, inputs too."""
+        asked, wide, eqns = self.asked(program, outs), {}, []
+        invars = list(program.invars)
+        for i, v in enumerate(invars):
+            if is_inside and v in asked and _is_half(v):
+                wide[v] = invars[i] = _new(v)
+                eqns.append(_converted(wide[v], v))
+
+        def read(atom: Atom) -> Atom:
+            if isinstance(atom, jc.Literal):
+                return _literal(atom) if _is_half(atom) else atom
+            if atom not in wide and _is_half(atom):
+                eqns.append(jax_internals.conversion(atom, FLOAT32, None))
+                wide[atom] = eqns[-1].outvars[0]
+            return wide.get(atom, atom)
+
+        for eqn in program.eqns:
+            wanted = [v for v in eqn.outvars if v in asked]
+            if not wanted or not self._write(eqn, asked, wide, read, eqns):
+                eqns.append(eqn)
+        outvars = [read(v) if i in outs else v for i, v in enumerate(program.outvars)]
+        program = jax_internals.unnamed(program)
+        return program.replace(invars=invars, outvars=outvars, eqns=eqns)
+
+    def _write(
+        self,
+        eqn: jc.JaxprEqn,
+        asked: set[jc.Var],
+        wide: dict[jc.Var, Any],
+        read: Callable[[Atom], Any],
+        eqns: list[jc.JaxprEqn],
+    ) -> bool:
+        """Writes an equation with the results that are asked for in float32, if it can.
+
+        In half they are there too, for others who read them.
+        """
+        name, params, invars = eqn.primitive.name, dict(eqn.params), list(eqn.invars)
+        results = [v for v in eqn.outvars if v in asked]
+        if name == "convert_element_type":
+            (operand,), (out,) = eqn.invars, eqn.outvars
+            if dtype_of(operand) in (FLOAT32, *HALF_DTYPES) and _is_float(out):
+                wide[out] = read(operand)
+            return False
+        if name in _CALLS:
+            params, invars = self._called(eqn, asked, read)
+        elif traits_of(name).shape is Shape.PRODUCT:
+            params["preferred_element_type"] = FLOAT32
+            results = [v for v in results if _is_half(v)]
+        elif _passes(eqn) or name in _SUMS:
+            invars = [read(v) if _is_float(v) else v for v in invars]
+            results = [v for v in eqn.outvars if _is_float(v)]
+            if name == "scatter-add":
+                params["update_jaxpr"] = jax.make_jaxpr(jax.lax.add)(*_SCALARS)
+        else:
+            return False
+        halves = [v for v in results if _is_half(v)]
+        wide |= {v: _new(v) for v in halves}
+        outvars = [wide[v] if v in halves else v for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+        eqns += [_converted(wide[v], v) for v in halves]
+        return True
+
+    def _called(
+        self, eqn: jc.JaxprEqn, asked: set[jc.Var], read: Callable[[Atom], Any]
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """The parameters and operands of an equation that holds programs."""
+        programs, invars = [], list(eqn.invars)
+        frames = frames_of(eqn)
+        taken = [self.asked(f.program, self._outs(f, asked)) for f in frames]
+        for frame in frames:
+            outs = self._outs(frame, asked)
+            programs.append(self.program(frame.program, outs, is_inside=True))
+            first = len(invars) - len(frame.operands)
+            for i, v in enumerate(frame.program.invars):
+                if v in taken[0]:
+                    invars[first + i] = read(eqn.invars[first + i])
+        return with_programs(eqn, programs), invars
+
+
+def _sums_a_sum(eqn: jc.JaxprEqn, made: dict[Any, jc.JaxprEqn]) -> bool:
+    """Whether a sum is over some axes of a sum over others, and not of activations."""
+    if eqn.primitive.name != "reduce_sum":
+        return False
+    name = "convert_element_type"
+    while name == "convert_element_type" or traits_of(name).shape is Shape.RESHAPE:
+        (operand,) = eqn.invars
+        if not isinstance(operand, jc.Var) or operand not in made:
+            return False
+        eqn = made[operand]
+        name = eqn.primitive.name
+    return name == "reduce_sum"
+
+
+def _passes(eqn: jc.JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    is_cast = name == "convert_element_type"
+    return is_cast or traits_of(name).shape in _PASS or name in _ALSO
+
+
+def _vars(atoms: Iterable[Atom]) -> set[jc.Var]:
+    return {v for v in atoms if isinstance(v, jc.Var) and _is_float(v)}
+
+
+def _is_float(atom: Atom) -> bool:
+    return dtype_of(atom) in (FLOAT32, *HALF_DTYPES)
+
+
+def _is_half(atom: Atom) -> bool:
+    return dtype_of(atom) in HALF_DTYPES
+
+
+def _new(var: jc.Var) -> jc.Var:
+    return jc.Var(jax_internals.in_dtype(var.aval, FLOAT32))
+
+
+def _converted(wide: jc.Var, var: jc.Var) -> jc.JaxprEqn:
+    """The equation by which a value is there in half as well."""
+    return jax_internals.conversion(wide, dtype_of(var), None).replace(outvars=[var])
+
+
+def _literal(literal: jc.Literal) -> jc.Literal:
+    value = np.asarray(literal.val, FLOAT32)
+    return jc.Literal(value, jax_internals.in_dtype(literal.aval, FLOAT32))

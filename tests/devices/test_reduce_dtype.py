@@ -1,0 +1,178 @@
+"""`reduce_dtype="float32"`: gradients are summed over batch and devices in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jamp
+from tests import h200
+from tests.devices import test_many_devices_h200 as steps
+from tests.devices.eight_devices import AXES, mesh_of
+from tests.optimizers.mixed_leaves import FAST
+from tests.subprocesses import on_eight_devices
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+LEVELS = ("O1", "O2", "O3", "O4", "O5")
+PARAMS = {"w": np.ones((16, 4), np.float32), "b": np.ones(4, np.float32)}
+ROW = P(AXES)
+
+
+def batch():
+    """Of eight devices, 8 rows each: integers whose gradients cancel to a percent."""
+    rng = np.random.default_rng(0)
+    x = np.tile(rng.integers(1, 9, (8, 16)), (8, 1))
+    c = np.tile(rng.integers(32, 120, (8, 4)), (8, 1))
+    c *= np.repeat([1, -1] * 4, 8)[:, None]
+    c[:8] += rng.integers(3, 8, (8, 4))  # with what half still holds
+    return np.float32(x), np.float32(c)
+
+
+def loss_fn(params, x, c):
+    return ((x @ params["w"] + params["b"]) * c).sum()
+
+
+def at_once(state, x, c):
+    return jamp.scaled_grad(loss_fn)(state, x, c)
+
+
+def in_a_scan(state, x, c):
+    """Four micro-batches, of which each two nearly cancel those before."""
+    parts = [a.reshape(4, 2, 8, -1).swapaxes(0, 1).reshape(4, 16, -1) for a in (x, c)]
+    where = NamedSharding(mesh_of(), P(None, AXES))
+    parts = jax.lax.with_sharding_constraint(parts, where)
+
+    def add(total, part):
+        grads = jamp.scaled_grad(loss_fn)(state, *part)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape), state.params)
+    return jax.lax.scan(add, zeros, parts)[0]
+
+
+def by_axis_name(state, x, c):
+    grad = jamp.scaled_grad(loss_fn, axis_name=AXES)
+    specs = {"in_specs": (P(), ROW, ROW), "out_specs": P()}
+    grads = jax.shard_map(grad, mesh=mesh_of(), **specs)(state, x, c)
+    return jax.tree.map(lambda g: 8 * g, grads)
+
+
+def error(level, how, **options):
+    """The largest error of a gradient, as a part of the largest gradient."""
+    x, c = batch()
+    wanted = {"w": np.float64(x).T @ c, "b": np.float64(c).sum(0)}
+    options = {"loss_scale": 1.0, "verbosity": 0} | options
+    state = jamp.initialize(PARAMS, optax.sgd(1.0), level, **options)
+    where = NamedSharding(mesh_of(), ROW)
+    state = jax.device_put(state, NamedSharding(mesh_of(), P()))
+    call = jax.jit(how, compiler_options=FAST)
+    grads = call(state, *jax.device_put((x, c), where))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
+    return max(
+        abs(np.float64(grads[k]) - wanted[k]).max() / abs(wanted[k]).max()
+        for k in wanted
+    )
+
+
+@on_eight_devices
+@pytest.mark.parametrize(
+    "level, how",
+    [
+        *((level, at_once) for level in LEVELS),
+        ("O2", in_a_scan),
+        ("O5", in_a_scan),
+        ("O4", by_axis_name),
+        ("O5", by_axis_name),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_gradients_that_nearly_cancel_over_devices_are_exact(level, how):
+    assert error(level, how, reduce_dtype="float32") < 1e-5
+    assert error(level, how) > 1e-4
+
+
+def constructs(p, x):
+    """A loop, a checkpoint, a branch, a table, a convolution; a weight that is tied."""
+
+    def body(h, _):
+        return jnp.tanh(h @ p["w"] + p["b"]), None
+
+    h, _ = jax.lax.scan(body, x @ p["w"], None, length=3)
+    h = jax.checkpoint(lambda h, w: jax.nn.relu(h @ w))(h, p["v"])
+    h = jax.lax.cond(h.sum() > 1e9, lambda h: h, lambda h: h @ p["w"].T, h)
+    image = h.reshape(1, 8, 16, 1)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    conv = jax.lax.conv_general_dilated
+    image = conv(image, p["k"], (1, 1), "SAME", dimension_numbers=numbers)
+    table = jax.jit(lambda e: e[jnp.array([0, 1, 1])])(p["e"])
+    return (image**2).mean() + (table**2 * x[:3]).sum() + (p["scale"] * h).mean()
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O5"])
+def test_what_leads_to_a_gradient_is_float32_through_loops_and_calls(level):
+    rng = np.random.default_rng(1)
+    shapes = {"w": (8, 8), "b": (8,), "v": (8, 8), "e": (4, 8), "k": (3, 3, 1, 2)}
+    shapes["scale"] = (1, 8)
+    params = {k: np.float32(rng.normal(size=s)) / 2 for k, s in shapes.items()}
+    x = np.float32(rng.normal(size=(16, 8)))
+
+    def grads(level, **options):
+        options = {"loss_scale": 1.0, "verbosity": 0} | options
+        state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+        call = jax.jit(jamp.scaled_value_and_grad(constructs), compiler_options=FAST)
+        return call(state, x)
+
+    loss, plain = grads(level)
+    same, wide = grads(level, reduce_dtype="float32")
+    assert same == loss
+    half = jnp.float16 if level == "O2" else BF16
+    rounded = lambda x: np.asarray(x).astype(half).astype(np.float32)  # noqa: E731
+    for name in params:
+        exact = rounded(wide[name])
+        assert (exact != np.asarray(wide[name])).any(), name  # it has more digits
+        spread = np.abs(exact).max()
+        assert np.abs(rounded(plain[name]) - exact).max() < 0.02 * spread, name
+
+
+def test_aux_and_a_loop_of_ones_own_go_through():
+    state = jamp.initialize(
+        PARAMS, optax.sgd(1.0), "O5", reduce_dtype="float32", verbosity=0
+    )
+
+    def with_aux(params, x, c):
+        return loss_fn(params, x, c), {"name": "aux", "x": x, "none": None}
+
+    call = jamp.scaled_value_and_grad(with_aux, has_aux=True)
+    (_, aux), grads = call(state, *batch())
+    assert aux["name"] == "aux" and aux["none"] is None
+    np.testing.assert_array_equal(aux["x"], batch()[0])
+    stepped = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+    assert stepped.params["w"].dtype == BF16
+
+
+@pytest.mark.h200
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("layout", ["replicated", "fsdp", "tensor"])
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_h200s_sum_gradients_in_float32(level, layout):
+    def sent(**options):
+        init = functools.partial(steps.start, tx=steps.ADAM(), level=level, **options)
+        state = steps.placed(jax.eval_shape(init, steps.params_on(layout)), layout)
+        batch = steps.batch_on(layout)
+        program = h200.compile_placed(steps.train_step, state, *batch, donate=(0,))
+        found = {"bf16": 0, "f32": 0}
+        for (opcode, dtype), size in steps.sent(program).items():
+            if opcode in ("all-reduce", "reduce-scatter"):
+                found[dtype] += size
+        return found
+
+    half, wide = sent(), sent(reduce_dtype="float32")
+    # Where a layer is split, devices that share rows add up its activations.
+    activations = 4096 if layout == "tensor" else 0
+    weights = (half["bf16"] - activations) // 2
+    assert weights >= (256 * 512 + 512 * 128) // (2 if layout == "tensor" else 1)
+    assert wide == {"bf16": activations, "f32": half["f32"] + 4 * weights}
