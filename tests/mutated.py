@@ -27,6 +27,7 @@ TESTS = {
     "jamp/_autocast/derivatives.py": f"{AUTOCAST} autocast/custom",
     "jamp/_autocast/facts.py": f"{AUTOCAST} autocast/accuracy explain forward_programs",
     "jamp/_autocast/frames.py": "jax_internals autocast/nesting",
+    "jamp/_autocast/hijax.py": "autocast/upgrades",
     "jamp/_autocast/islands.py": f"{AUTOCAST} autocast/accuracy",
     "jamp/_autocast/marks.py": "autocast/kernels",
     "jamp/_autocast/lists.py": "autocast/lists autocast/control autocast/functions",

@@ -24,6 +24,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 from jaxtyping import PyTree
 
+from jamp._autocast.tracing import Itself
+
 type Write = Callable[..., jc.Jaxpr]
 type Trace = Callable[[], AbstractContextManager[None]]
 
@@ -34,34 +36,25 @@ def hi_primitive(eqn: jc.JaxprEqn) -> Any:
     return eqn.params["_prim"] if is_hi else None
 
 
+# The parameter with the program; of other objects it may mean something else.
+_PLACES = {
+    "RematTraced": "jaxpr",
+    "Scan3": "jaxpr",
+    "CustomJVPTraced": "traced",  # as `jax.jit(f).trace(...)` gives it
+    "CustomVJPTraced": "traced",
+}
+
+
 def program_of_hi(prim: Any) -> jc.Jaxpr | None:
     """The program that an object stands for; None if it has none to look into."""
-    if "jaxpr" in prim.params:
-        return prim.params["jaxpr"]
-    traced = _traced_of(prim)
-    return _expanded(_Same(prim)) if traced is None else prim.params[traced].jaxpr
-
-
-def _traced_of(prim: Any) -> str | None:
-    """The parameter that holds a program as `jax.jit(f).trace(...)` gives it."""
-    return next((n for n in ("traced", "traced_fwd") if n in prim.params), None)
-
-
-class _Same:
-    """An object, equal to itself alone: its parameters may have no hash."""
-
-    def __init__(self, it: Any):
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.it is self.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
+    place = _PLACES.get(type(prim).__name__)
+    if place is None:
+        return _expanded(Itself(prim))
+    return getattr(prim.params[place], "jaxpr", prim.params[place])
 
 
 @functools.lru_cache(maxsize=256)
-def _expanded(same: _Same) -> jc.Jaxpr | None:
+def _expanded(same: Itself) -> jc.Jaxpr | None:
     """What an object says that it does; None if JAX cannot trace that by itself."""
     prim = same.it
 
@@ -89,11 +82,11 @@ def with_program(prim: Any, program: jc.Jaxpr, **params: Any) -> Any:
         begin, end = fwd_consts(prim)
         taken[begin:begin] = _dtypes_of(prim.in_avals_flat[begin:end])
     new = with_dtypes(prim, taken, _dtypes_of(program.out_avals))
-    traced = _traced_of(prim)
-    if "jaxpr" in prim.params:
+    place = _PLACES.get(type(prim).__name__)
+    if place == "jaxpr":
         params["jaxpr"] = program
-    elif traced is not None:
-        params[traced] = _with_jaxpr(prim.params[traced], program)
+    elif place == "traced":
+        params["traced"] = _with_jaxpr(prim.traced, program)
     else:
 
         def expand(*args):

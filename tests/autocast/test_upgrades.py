@@ -262,7 +262,7 @@ class Mystery(hijax.HiPrim):
 
     def __init__(self, aval, fails=False):
         self.in_avals, self.out_aval = (aval, aval), aval
-        self.params = {"fails": fails}
+        self.params = {"fails": fails, "jaxpr": "not a program"}
         super().__init__()
 
     def expand(self, w, x):
