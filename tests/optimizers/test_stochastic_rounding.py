@@ -208,6 +208,7 @@ def losses(tx, **options):
     return np.asarray(train(jnp.arange(5)))
 
 
+@pytest.mark.budgets  # five seeds of a transformer, five times: half a minute
 @pytest.mark.standard_promotion
 def test_losses_are_within_the_spread_of_those_with_masters():
     adam = functools.partial(jo.fused_adam, 3e-4)
