@@ -3,9 +3,11 @@
 import importlib
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import convergence, gpu, predict, report
+from tests.docs.scripts import needs_extra
 from tests.hlo import Program
 from tests.pages import SHOWN
 
@@ -48,6 +50,26 @@ def test_the_page_shows_what_was_trained():
     for task in {run["task"] for run in runs}:
         levels = [r["level"] for r in runs if r["task"] == task]
         assert levels == [*convergence.LEVELS] * (len(levels) // 6)  # of each seed, all
+
+
+@needs_extra
+def test_fewer_bytes_cost_less_than_the_spread_of_the_seeds():
+    rounding = importlib.import_module("benchmarks.rounding")
+    runs = rounding.read()
+    assert rounding.table(runs) in SHOWN
+    for model in rounding.MODELS:
+        losses = {
+            setting: np.array([r["loss"] for r in runs if key(r) == (model, setting)])
+            for setting in rounding.SETTINGS
+        }
+        masters, *narrow, nearest = losses.values()
+        spread = masters.std(ddof=1)
+        assert all(abs(x - masters).max() < spread / 5 for x in narrow)
+        assert (nearest - masters).min() > 5 * spread
+
+
+def key(run):
+    return run["model"], run["setting"]
 
 
 def test_the_page_shows_what_the_peers_did():
