@@ -5,7 +5,7 @@ is None, or several in a list, tuple or dict, with the keys of that container.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from flax.core import FrozenDict
 
@@ -16,6 +16,17 @@ type Key = Hashable | None
 type Wrt = Key | Sequence[Key]
 
 SINGLE: Key = None
+
+
+class HasGroups(Protocol):
+    """What a state has of each group, in one tree or in containers."""
+
+    @property
+    def params(self) -> Any: ...
+    @property
+    def tx(self) -> Any: ...
+    @property
+    def opt_state(self) -> Any: ...
 
 
 def is_transformation(tx: object) -> bool:

@@ -15,6 +15,7 @@ from jamp._autocast.jax_internals import depends_on
 from jamp._autocast.reduction import summed_in_float32
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
+from jamp._core.groups import HasGroups
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -34,15 +35,9 @@ _CONSTANT = (
 )
 
 
-class HasLossScales(Protocol):
+class HasLossScales(HasGroups, Protocol):
     """What this room needs of an `AmpState`."""
 
-    @property
-    def params(self) -> Any: ...
-    @property
-    def tx(self) -> Any: ...
-    @property
-    def opt_state(self) -> Any: ...
     @property
     def loss_scales(self) -> Any: ...
     @property

@@ -6,7 +6,7 @@ is in float32, and is rounded to the dtypes of the params.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import is_half
-from jamp._core.groups import Key
+from jamp._core.groups import HasGroups, Key
 from jamp._core.tree import (
     all_finite,
     check_like,
@@ -212,17 +212,6 @@ def _warn_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
                 PrecisionWarning,
             )
             return
-
-
-class HasGroups(Protocol):
-    """What a state has of each group, in one tree or in containers."""
-
-    @property
-    def params(self) -> Any: ...
-    @property
-    def tx(self) -> Any: ...
-    @property
-    def opt_state(self) -> Any: ...
 
 
 class Group(NamedTuple):
