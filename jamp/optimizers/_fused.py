@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
+from jamp._core.groups import is_transformation
 from jamp._core.tree import check_like
 from pallas_kernels import (
     Leaves,
@@ -212,12 +213,8 @@ class FusedRule(Hyperparameters, Rule):
     ) -> tuple[PyTree, Any]:
         """optax's `update`."""
         del extra_args
-        if params is None:
-            raise ValueError(
-                f"{self.name} needs the params: call `update(grads, state, params)`."
-            )
+        check_step(self.name, updates, params)
         _check_leaves(updates, "gradients")
-        check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
         return self.apply(
             updates,
@@ -335,6 +332,21 @@ class FusedTransformation(Transformation):
         return self.rule.apply
 
 
+def check_transformation(name: str, tx: object) -> None:
+    """Raises unless `tx`, which an optimizer of a name wraps, is optax's pair."""
+    if not is_transformation(tx):
+        raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
+
+
+def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:
+    """Raises unless `update` of an optimizer got params, and updates like them."""
+    if params is None:
+        raise ValueError(
+            f"{name} needs the params: call `update(grads, state, params)`."
+        )
+    check_like(updates, params, "updates", "they must match the params.")
+
+
 def unscale_by(grad_scale: ArrayLike | None) -> Float[Array, ""] | None:
     """What gradients are multiplied by, to divide them by a scale; None for 1."""
     return None if grad_scale is None else 1 / jnp.asarray(grad_scale, jnp.float32)
@@ -347,7 +359,7 @@ def is_number(x: object) -> bool:
 
 def is_zero(x: object) -> bool:
     """Whether it is Python's 0: what is traced is not."""
-    return isinstance(x, int | float | np.number) and bool(x == 0)
+    return is_number(x) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,15 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Leaves, Numbers, Options, step_norms
 
 
@@ -38,7 +30,7 @@ class FusedLAMBState(NamedTuple):
 
 
 def fused_lamb(
-    learning_rate: ScalarOrSchedule = 1e-3,
+    learning_rate: fused.ScalarOrSchedule = 1e-3,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-6,
@@ -50,10 +42,10 @@ def fused_lamb(
     max_grad_norm: ArrayLike | None = 1.0,
     use_nvlamb: bool = False,
     amsgrad: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
 
     $$u = \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
@@ -96,24 +88,24 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    return FusedTransformation.from_rule(FusedLAMB(**locals()))
+    return fused.FusedTransformation.from_rule(FusedLAMB(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedLAMB(FusedRule):
+class FusedLAMB(fused.FusedRule):
     """The hyperparameters of `fused_lamb`, and its step."""
 
     name: ClassVar[str] = "fused_lamb"
     state: ClassVar = FusedLAMBState
 
-    b1: ArrayLike = number(below=1)
-    b2: ArrayLike = number(below=1)
-    eps: ArrayLike = number()
+    b1: ArrayLike = fused.number(below=1)
+    b2: ArrayLike = fused.number(below=1)
+    eps: ArrayLike = fused.number()
     adam_w_mode: bool
     grad_averaging: bool
     use_nvlamb: bool
 
-    def numbers(self, count: Count) -> Scalars:
+    def numbers(self, count: fused.Count) -> fused.Scalars:
         """What the formula takes, but for the rate, which each leaf has of its own."""
         c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
         return {
@@ -127,7 +119,9 @@ class FusedLAMB(FusedRule):
             "root": 1 / jnp.sqrt(c2),
         }
 
-    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+    def measured(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
         """And the rate of each leaf, from the norms of its weight and its direction."""
         numbers = self.numbers(count)
         plain = numbers | {"rate": 1.0}

@@ -13,15 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Leaves, Numbers, Options, norm
 
 
@@ -40,7 +32,7 @@ class FusedNovoGradState(NamedTuple):
 
 
 def fused_novograd(
-    learning_rate: ScalarOrSchedule = 1e-3,
+    learning_rate: fused.ScalarOrSchedule = 1e-3,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
@@ -52,10 +44,10 @@ def fused_novograd(
     norm_type: Any = 2,
     init_zero: bool = False,
     amsgrad: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.
 
     $$n \leftarrow \sqrt{\beta_2 n^2 + (1 - \beta_2) \|g\|^2}, \quad
@@ -109,19 +101,19 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    return FusedTransformation.from_rule(FusedNovoGrad(**locals()))
+    return fused.FusedTransformation.from_rule(FusedNovoGrad(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedNovoGrad(FusedRule):
+class FusedNovoGrad(fused.FusedRule):
     """The hyperparameters of `fused_novograd`, and its step."""
 
     name: ClassVar[str] = "fused_novograd"
     state: ClassVar = FusedNovoGradState
 
-    b1: ArrayLike = number(below=1)
-    b2: ArrayLike = number(below=1)
-    eps: ArrayLike = number()
+    b1: ArrayLike = fused.number(below=1)
+    b2: ArrayLike = fused.number(below=1)
+    eps: ArrayLike = fused.number()
     reg_inside_moment: bool
     grad_averaging: bool
     norm_type: Any
@@ -132,7 +124,7 @@ class FusedNovoGrad(FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return self.zeros(params), norms
 
-    def numbers(self, count: Count) -> Scalars:
+    def numbers(self, count: fused.Count) -> fused.Scalars:
         """What the formula takes, beside the denominator of each leaf."""
         return {
             "rate": self.rate(count),
@@ -142,7 +134,9 @@ class FusedNovoGrad(FusedRule):
             "c1": self.correction(self.b1, count),
         }
 
-    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+    def measured(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
         """And the denominator d of each leaf, and its blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
