@@ -28,9 +28,9 @@ from jamp._core.tree import (
     with_trained,
 )
 from jamp._core.warnings import PrecisionWarning, warn
-from jamp._scaling.loss import HasLossScales, find_loss_scale
-from jamp._scaling.origin import warn_of_plain_gradients
-from jamp._scaling.unscaled import raw_of, still_scaled
+from jamp._scaling.loss import find_loss_scale
+from jamp._scaling.rules import HasLossScales
+from jamp._scaling.unscaled import raw_of, still_scaled, warn_of_plain_gradients
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 

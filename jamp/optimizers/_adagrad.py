@@ -77,7 +77,7 @@ class FusedAdagrad(fused.FusedRule):
     eps: ArrayLike = fused.number()
     adagrad_w_mode: bool
 
-    def numbers(self, count: fused.Count) -> fused.Scalars:
+    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         rate = self.rate(count)
         return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}
 

@@ -120,7 +120,7 @@ class FusedAdam(fused.FusedRule):
     legacy: bool
     eps_inside_sqrt: bool
 
-    def numbers(self, count: fused.Count) -> fused.Scalars:
+    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         eta, c2 = self.rate(count), self.correction(self.b2, count)
         rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)
         decay = eta if self.adam_w_mode else 1.0

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
-from jamp._core.groups import is_transformation
 from jamp._core.tree import check_like
 from pallas_kernels import (
     Leaves,
@@ -136,6 +135,10 @@ class FusedRule(Hyperparameters, Rule):
                 object.__setattr__(rule, field.name, None)
         return rule
 
+    def options(self, unscale: Any = None, skip: Any = None) -> Options:
+        """How its kernels run."""
+        return Options(unscale, skip, self.backend, self.shardings)
+
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
         """The trees of a new state."""
         return tuple(self.zeros(params) for _ in self.state._fields[1:])
@@ -150,17 +153,12 @@ class FusedRule(Hyperparameters, Rule):
 
         return jax.tree.map(leaf, params)
 
-    def numbers(self, count: Count) -> Scalars:
-        """What `formula` takes of the hyperparameters after `count` steps."""
-        raise NotImplementedError
-
-    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
-        """`numbers`, and what a step has to know of each leaf first.
+    def numbers(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+        """What `formula` takes: hyperparameters after `count` steps, norms of leaves.
 
         What is named as a tree of the state is no moment, but its new value.
         """
-        del leaves, options
-        return self.numbers(count)
+        raise NotImplementedError
 
     def correction(self, b: ArrayLike, count: Count) -> Array | float:
         """1 - b^t at step t = count + 1, to float32's precision.
@@ -259,12 +257,11 @@ class FusedRule(Hyperparameters, Rule):
             if tree is not None
         }
         skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
-        unscale = unscale_by(grad_scale)
-        options = Options(unscale, skip, self.backend, self.shardings)
+        options = self.options(unscale_by(grad_scale), skip)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
         leaves = Leaves(weights, grads, trees, self.decays(params))
-        numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
+        numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
         new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
         how = {"count": state.count, "rounds": rounds, "only_updates": only_updates}
@@ -321,21 +318,13 @@ class FusedTransformation(Transformation):
                 by it in float32: below 1 a finite one may overflow. Shape ().
         """
         rule = self.rule
-        options = Options(
-            unscale_by(grad_scale), backend=rule.backend, shardings=rule.shardings
-        )
+        options = rule.options(unscale_by(grad_scale))
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
     @property
     def apply(self) -> Callable[..., tuple[PyTree, Any]]:
         """Steps weights in place, in one pass over each leaf: `FusedRule.apply`."""
         return self.rule.apply
-
-
-def check_transformation(name: str, tx: object) -> None:
-    """Raises unless `tx`, which an optimizer of a name wraps, is optax's pair."""
-    if not is_transformation(tx):
-        raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
 
 
 def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:

@@ -105,10 +105,12 @@ class FusedLAMB(fused.FusedRule):
     grad_averaging: bool
     use_nvlamb: bool
 
-    def numbers(self, count: fused.Count) -> fused.Scalars:
-        """What the formula takes, but for the rate, which each leaf has of its own."""
+    def numbers(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
+        """The rate of each leaf is from the norms of its weight and its direction."""
         c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
-        return {
+        numbers = {
             "decay": self.weight_decay,
             "b1": self.b1,
             "b3": 1 - self.b1 if self.grad_averaging else 1.0,
@@ -118,12 +120,6 @@ class FusedLAMB(fused.FusedRule):
             "c1": self.correction(self.b1, count),
             "root": 1 / jnp.sqrt(c2),
         }
-
-    def measured(
-        self, count: fused.Count, leaves: Leaves, options: Options
-    ) -> fused.Scalars:
-        """And the rate of each leaf, from the norms of its weight and its direction."""
-        numbers = self.numbers(count)
         plain = numbers | {"rate": 1.0}
         weight, update = step_norms(self.static, leaves, plain, options)
         adapts = (weight != 0) & (update != 0)  # NaN too, as in apex

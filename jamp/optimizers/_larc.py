@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp._core.dtypes import widen
+from jamp._core.groups import check_transformation
 from jamp._core.tree import select
 from jamp.optimizers import _fused as fused
 from pallas_kernels import Options, norm
@@ -77,7 +78,7 @@ def larc(
     >>> print(optax.apply_updates(params, updates))  # a is 0.02 * 5 / 4 = 0.025
     [3.  3.9]
     """
-    fused.check_transformation("larc", inner)
+    check_transformation("larc", inner)
     fields: dict[str, Any] = {**locals(), "backend": "auto"}
     if isinstance(inner, fused.FusedTransformation):
         for name in ("learning_rate", "weight_decay", "mask"):

@@ -14,13 +14,9 @@ import optax
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
+from jamp._core.groups import check_transformation
 from jamp._core.tree import copied, select
-from jamp.optimizers._fused import (
-    FusedTransformation,
-    Transformation,
-    check_step,
-    check_transformation,
-)
+from jamp.optimizers._fused import FusedTransformation, Transformation, check_step
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()

@@ -124,20 +124,10 @@ class FusedNovoGrad(fused.FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return self.zeros(params), norms
 
-    def numbers(self, count: fused.Count) -> fused.Scalars:
-        """What the formula takes, beside the denominator of each leaf."""
-        return {
-            "rate": self.rate(count),
-            "b1": self.b1,
-            "b3": 1 - self.b1 if self.grad_averaging else 1.0,
-            "decay": self.weight_decay,
-            "c1": self.correction(self.b1, count),
-        }
-
-    def measured(
+    def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
-        """And the denominator d of each leaf, and its blended norm n."""
+        """Each leaf has a denominator d, and a blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
         order = 2 if self.norm_type == 2 else math.inf
@@ -151,7 +141,15 @@ class FusedNovoGrad(fused.FusedRule):
         denominators = blended / root + self.eps
         if options.skip is not None:
             blended = jnp.where(options.skip, old, blended)
-        return self.numbers(count) | {"norm": denominators, "nu": blended}
+        return {
+            "rate": self.rate(count),
+            "b1": self.b1,
+            "b3": 1 - self.b1 if self.grad_averaging else 1.0,
+            "decay": self.weight_decay,
+            "c1": self.correction(self.b1, count),
+            "norm": denominators,
+            "nu": blended,
+        }
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks

@@ -100,7 +100,7 @@ class FusedSGD(fused.FusedRule):
         """The buffers, where there is momentum."""
         return (None,) if fused.is_zero(self.momentum) else super().moments(params)
 
-    def numbers(self, count: fused.Count) -> fused.Scalars:
+    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         undampened = 1.0
         if not fused.is_zero(self.dampening):
             undampened = jnp.where(count == 0, 1, 1 - self.dampening)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from jamp.optimizers._fused import Transformation, check_step, check_transformation
+from jamp._core.groups import check_transformation
+from jamp.optimizers._fused import Transformation, check_step
 from jamp.optimizers._masters import landing, parted, step_weights, values
 from pallas_kernels import Weight
 
