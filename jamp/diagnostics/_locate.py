@@ -12,12 +12,11 @@ from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.groups import Wrt
-from jamp._core.tree import path_string
+from jamp._core.tree import differentiable, path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import advice_for, scale_advice
-from jamp.diagnostics._location import Location, first_location
+from jamp.diagnostics._location import Location, first_location, range_of
 from jamp.diagnostics._programs import replayed
-from jamp.diagnostics._ranges import is_float, range_of
 from jamp.diagnostics._step import Call, Step, call_of, scaled_step
 
 
@@ -114,7 +113,7 @@ def _location_at(step: Step, scale: float) -> Location:
 
 def _largest(params: PyTree) -> tuple[float, str]:
     """The largest absolute value of the params, and where it is."""
-    leaves = [(p, x) for p, x in jax.tree.leaves_with_path(params) if is_float(x)]
+    leaves = jax.tree.leaves_with_path(differentiable(params))
     with jax.debug_infs(False):
         found = [(range_of(x).magnitude, path_string(path)) for path, x in leaves]
     return max(found, default=(0.0, ""))

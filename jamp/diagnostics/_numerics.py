@@ -13,10 +13,11 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._core.devices import moves_constants
+from jamp._core.dtypes import is_differentiable, is_half
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
+from jamp.diagnostics._location import Array
 from jamp.diagnostics._programs import replayed
-from jamp.diagnostics._ranges import Array, is_float
 from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
 from jamp.diagnostics._step import Call, Step, call_of, scaled_step
@@ -194,7 +195,7 @@ def numerics_of_step(call: Call, scale: float | None) -> Numerics:
     values: dict[tuple[str, str], Counts] = {}
 
     def observe(site: Site, array: Array, near: str) -> None:
-        if is_float(array) and site.names.strip("/") and not site.moves:
+        if is_differentiable(array) and site.names.strip("/") and not site.moves:
             phase = "backward" if is_backward(site.names) else "forward"
             key = module_path(site.names) or _layer(near), phase
             values[key] = counts_of(array) + values.get(key)
@@ -204,7 +205,7 @@ def numerics_of_step(call: Call, scale: float | None) -> Numerics:
     tiny = (
         path_string(path)
         for path, x in jax.tree.leaves_with_path(call.state.params)
-        if is_float(x) and x.dtype.itemsize == 2 and x.size <= _TINY
+        if is_half(x) and x.size <= _TINY
     )
     return Numerics(scale, values, gradients, safe, tuple(tiny))
 

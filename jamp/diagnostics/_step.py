@@ -63,13 +63,22 @@ def call_of(
             f"jamp.nnx.{name}(loss_fn, model, optimizer, *args)."
         )
 
-    def both(state, arguments):
-        options = {"loss_id": loss_id, "wrt": wrt}
-        fn = ScaledGrad(with_aux(loss_fn), has_aux=True, **options).raw
-        (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
+    step = step_of(loss_fn, loss_id, wrt)
+    arguments = {"args": args, "kwargs": kwargs}
+    return Call(
+        lambda s, x: step(s, *x["args"], **x["kwargs"]), state, arguments, loss_id
+    )
+
+
+def step_of(loss_fn: Callable[..., Any], loss_id: int, wrt: Wrt) -> Callable[..., Any]:
+    """`(state, *args, **kwargs) -> (loss, gradients times the scale)`."""
+    fn = ScaledGrad(with_aux(loss_fn), has_aux=True, loss_id=loss_id, wrt=wrt).raw
+
+    def both(state, *args, **kwargs):
+        (loss, _), grads = fn(state, *args, **kwargs)
         return loss, groups.pack_wrt(grads, wrt, state.params)
 
-    return Call(both, state, {"args": args, "kwargs": kwargs}, loss_id)
+    return both
 
 
 def scaled_step(call: Call, name: str) -> Step:

@@ -3,15 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from jamp._core import groups
 from jamp._core.groups import Wrt
-from jamp._scaling.value_and_grad import ScaledGrad
 from jamp.diagnostics._explain import explain_step
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._locate import locate_step
 from jamp.diagnostics._location import Location
 from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
-from jamp.diagnostics._step import Call, with_aux
+from jamp.diagnostics._step import Call, step_of, with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._scaled_grad import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
@@ -103,11 +101,8 @@ def numerics(
     Models and optimizer stay as they are.
 
     Args:
-        loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)`.
-        models: the model, or the container of them, of `jamp.nnx.initialize`.
-        optimizer: its optimizer.
-        *args: the rest of what `loss_fn` takes.
-        scale, **kwargs: see `jamp.diagnostics.numerics`.
+        loss_fn, models, optimizer, *args, **kwargs: see `locate`.
+        scale: see `jamp.diagnostics.numerics`.
 
     Returns:
         A `jamp.diagnostics.Numerics`: print it.
@@ -163,11 +158,7 @@ def _call_of(
     """A step as a function of a state and of arguments, and these."""
     check_optimizer(optimizer, name, "(loss_fn, model, optimizer, ...)")
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
-
-    def both(state, arguments):
-        fn = ScaledGrad(loss, has_aux=True, loss_id=loss_id, wrt=wrt).raw
-        (value, _), grads = fn(state, arguments["variables"], arguments["args"])
-        return value, groups.pack_wrt(grads, wrt, state.params)
-
+    step, state = step_of(loss, loss_id, wrt), optimizer.amp_state(models)
     arguments = {"variables": loss.before, "args": loss.others}
-    return Call(both, optimizer.amp_state(models), arguments, loss_id)
+    call = lambda s, x: step(s, x["variables"], x["args"])  # noqa: E731
+    return Call(call, state, arguments, loss_id)
