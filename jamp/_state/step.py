@@ -137,8 +137,11 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
         expected = differentiable(groups.get(state.params, key))
-        if not _takes_examples(entry, groups_of(state)[key]):
+        try:
             check_like(entry, expected, what, _REMEDY)
+        except ValueError:
+            if not _takes_examples(entry, groups_of(state)[key]):
+                raise
         trees[key], overwrite[key] = split_overwrite(entry)
     leaves = jax.tree.leaves(trees)
     finite = _finite(leaves, loss_id) if rule.checks else True

@@ -44,13 +44,9 @@ def fused_adagrad(
     epsilon under the root.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
-        eps: $\epsilon$.
+        learning_rate, eps, mask, moment_dtype, backend: as of `fused_adam`.
         weight_decay: $\lambda$; $\lambda w$ is added to $g$.
         adagrad_w_mode: whether to add $\lambda w$ to the fraction instead.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`.

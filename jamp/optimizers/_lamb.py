@@ -59,21 +59,10 @@ def fused_lamb(
     the plain learning rate here, and a trust ratio in optax.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
-        b1: $\beta_1$.
-        b2: $\beta_2$.
-        eps: $\epsilon$.
-        weight_decay: $\lambda$.
-        bias_correction: whether to divide by $1 - \beta^t$.
-        adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
+        learning_rate, b1, b2, eps, weight_decay, bias_correction, adam_w_mode,
+            max_grad_norm, amsgrad, mask, moment_dtype, backend: as of `fused_adam`.
         grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
-        max_grad_norm: clips the norm of all gradients together; None or 0 for not at
-            all.
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
-        amsgrad: refused, as by apex.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`. Unlike apex's, it leaves gradients alone.

@@ -16,7 +16,7 @@ from jamp._core.dtypes import widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import select
 from jamp.optimizers import _fused as fused
-from pallas_kernels import Options, norm
+from pallas_kernels import norm
 
 
 class LARCState(NamedTuple):
@@ -148,10 +148,10 @@ class _LARC(fused.Hyperparameters):
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        unscale = fused.unscale_by(scale)
-        how = Options(backend=self.backend)
-        g = norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
-        w = norm(weights, per_leaf=True, options=how)
+        options = self.options(scale)
+        unscale = options.unscale
+        g = norm(leaves, per_leaf=True, options=options)
+        w = norm(weights, per_leaf=True, options=self.options())
         decays = jnp.array(self.decays(params), bool)
         decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)

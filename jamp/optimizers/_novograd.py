@@ -59,11 +59,8 @@ def fused_novograd(
     `bias_correction=False`, `init_zero=False`, and optax's b2 and eps.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
-        b1: $\beta_1$.
-        b2: $\beta_2$.
-        eps: $\epsilon$.
-        weight_decay: $\lambda$.
+        learning_rate, b1, b2, eps, weight_decay, amsgrad, mask, moment_dtype, backend:
+            as of `fused_adam`.
         bias_correction: whether to correct $m$ and $n$. apex corrects $n$ also where it
             does not begin at 0, so that first steps are small.
         reg_inside_moment: whether $m$ blends $g / d + \lambda w$, as in the paper.
@@ -71,10 +68,6 @@ def fused_novograd(
         norm_type: 2, or "inf" (also 0, as in apex, and `jnp.inf`), whose blend is
             $\beta_2 n + (1 - \beta_2) \max |g|$.
         init_zero: whether $n$ begins at 0; else at the norm of the first gradient.
-        amsgrad: refused, as by apex.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`.

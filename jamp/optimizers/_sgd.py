@@ -52,15 +52,11 @@ def fused_sgd(
     No transformation of optax has dampening.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
+        learning_rate, weight_decay, mask, moment_dtype, backend: as of `fused_adam`.
         momentum: $\mu$; 0 keeps no buffer.
         dampening: $\tau$.
-        weight_decay: $\lambda$.
         nesterov: whether to look ahead.
         wd_after_momentum: whether to add $\lambda w$ after the momentum instead.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`.
