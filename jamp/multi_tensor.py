@@ -1,6 +1,7 @@
 """apex's multi_tensor operations over pytrees: scale, axpby, l2norm."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -146,7 +147,7 @@ def _summed(
     structure: Any,
     columns: list[Blocks],
     factors: dict[str, ArrayLike],
-    tags: list[tuple[DTypeLike, str]],
+    tags: Sequence[tuple[DTypeLike, str]],
     backend: str,
 ) -> tuple[PyTree, Array]:
     """A tree of sums of columns times factors; whether a checked column is not finite.

@@ -20,7 +20,7 @@ from jamp.diagnostics._location import Array
 from jamp.diagnostics._programs import replayed
 from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import Call, Step, call_of, scaled_step
+from jamp.diagnostics._step import Step, scaled_step
 from jamp.diagnostics._table import columns
 
 FORMATS = {
@@ -114,6 +114,7 @@ class Numerics:
         return "\n".join(lines)
 
 
+@moves_constants
 def numerics(
     loss_fn: Callable[..., Any],
     state: AmpState,
@@ -146,7 +147,26 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    return numerics_of_step(call_of("numerics", loss_fn, state, args, kwargs), scale)
+    step = scaled_step("numerics", loss_fn, state, args, kwargs)
+    safe = _safe_scales(step)
+    if scale is None:
+        scale = _middle(safe) if safe else step.scale
+    values: dict[tuple[str, str], Counts] = {}
+
+    def observe(site: Site, array: Array, near: str) -> None:
+        if is_differentiable(array) and site.names.strip("/") and not site.moves:
+            phase = "backward" if is_backward(site.names) else "forward"
+            key = module_path(site.names) or _layer(near), phase
+            values[key] = counts_of(array) + values.get(key)
+
+    _, *grads = replayed(step, scale, observe)
+    gradients = {p: counts_of(g.array) for p, g in zip(step.paths, grads, strict=True)}
+    tiny = (
+        path_string(path)
+        for path, x in jax.tree.leaves_with_path(state.params)
+        if is_half(x) and x.size <= _TINY
+    )
+    return Numerics(scale, values, gradients, safe, tuple(tiny))
 
 
 def recommend_scale(
@@ -171,43 +191,14 @@ def recommend_scale(
     >>> recommend_scale(loss_fn, state)  # 100 * 512 < 65504
     64.0
     """
-    return scale_of_step(call_of("recommend_scale", loss_fn, state, args, kwargs))
-
-
-def scale_of_step(call: Call) -> float:
-    """`recommend_scale` of a step."""
-    safe = _safe_scales(scaled_step(call, "recommend_scale"))
+    step = scaled_step("recommend_scale", loss_fn, state, args, kwargs)
+    safe = _safe_scales(step)
     if safe is None:
         raise FloatingPointError(
             "The gradients are not finite at any loss scale from 1 to 2**24. "
             "`print(jamp.diagnostics.locate(loss_fn, state, ...))` says where."
         )
     return _middle(safe)
-
-
-@moves_constants
-def numerics_of_step(call: Call, scale: float | None) -> Numerics:
-    """`numerics` of a step."""
-    step = scaled_step(call, "numerics")
-    safe = _safe_scales(step)
-    if scale is None:
-        scale = _middle(safe) if safe else step.scale
-    values: dict[tuple[str, str], Counts] = {}
-
-    def observe(site: Site, array: Array, near: str) -> None:
-        if is_differentiable(array) and site.names.strip("/") and not site.moves:
-            phase = "backward" if is_backward(site.names) else "forward"
-            key = module_path(site.names) or _layer(near), phase
-            values[key] = counts_of(array) + values.get(key)
-
-    _, *grads = replayed(step, scale, observe)
-    gradients = {p: counts_of(g.array) for p, g in zip(step.paths, grads, strict=True)}
-    tiny = (
-        path_string(path)
-        for path, x in jax.tree.leaves_with_path(call.state.params)
-        if is_half(x) and x.size <= _TINY
-    )
-    return Numerics(scale, values, gradients, safe, tuple(tiny))
 
 
 @moves_constants
