@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
+from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import HasGroups, Key
 from jamp._core.tree import (
@@ -293,8 +294,22 @@ def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
     }
 
 
-def wide_params(state: TrainState) -> PyTree:
-    """The params in float32: the masters where there are some."""
+@moves_constants
+def master_params(state: TrainState) -> PyTree:
+    """The params in float32: the masters where there are any.
+
+    Args:
+        state: an AmpState.
+
+    Returns:
+        A tree like `state.params`. Without masters, half params are widened.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = jnp.full(1, 0.1)
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
+    0.099976 0.100000
+    """
     wide = {key: wide_group(group) for key, group in groups_of(state).items()}
     return groups.pack(wide, state.params)
 

@@ -128,11 +128,8 @@ def numerics(
     lost what half loses: of a state at O0 it says what other levels would.
 
     Args:
-        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
-        state: an AmpState with concrete arrays.
-        *args: the rest of what `loss_fn` takes.
+        loss_fn, state, *args, **kwargs: see `locate`.
         scale: the loss scale; None for the one of `recommend_scale`.
-        **kwargs: as `*args`.
 
     Returns:
         A `Numerics`: print it.

@@ -29,14 +29,10 @@ type Fn[T] = Callable[..., T]
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Array, Any]]: ...
-
-
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
 ) -> Fn[tuple[tuple[Array, Any], Any]]: ...
-
-
 @no_argnums
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
@@ -86,8 +82,6 @@ def scaled_value_and_grad(
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[Any]: ...
-
-
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
