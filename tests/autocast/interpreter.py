@@ -28,12 +28,13 @@ class Value(NamedTuple):
 
 def interpret(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Value]:
     """The results of a program; its arguments are drawn."""
-    consts = [Value(x, drawn=False) for x in closed.consts]
-    return _run(closed.jaxpr, [*consts, *map(Value, args)])
+    return _run(closed, list(map(Value, args)))
 
 
 def _run(jaxpr: Jaxpr, args: Sequence[Value]) -> list[Value]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+    consts = (Value(x, drawn=False) for x in jaxpr.consts)
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
 
     def read(atom):
         return _number(atom) if isinstance(atom, Literal) else values[atom]

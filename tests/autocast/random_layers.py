@@ -292,7 +292,11 @@ LAYERS = {
 }
 
 
-def layer_program(seed: int, steps: Sequence[Step]) -> Program:
+def layer_program(
+    seed: int,
+    steps: Sequence[Step],
+    apply: Callable = lambda op, *args: LAYERS[op](*args),
+) -> Program:
     """The program of some steps: its results are those of the last two."""
     start = STARTS[seed % len(STARTS)]
     read = {"x", start}.union(*(reads(step.op) for step in steps))
@@ -305,10 +309,20 @@ def layer_program(seed: int, steps: Sequence[Step]) -> Program:
             # Mostly on the last value: a program is deep, not wide.
             deep = step.left % 3
             a = values[-1] if deep else values[step.left % len(values)]
-            values.append(LAYERS[step.op](a, values[step.right % len(values)], data))
+            values.append(apply(step.op, a, values[step.right % len(values)], data))
         return values[-2:]
 
     return Program(fn, makers)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _jitted(op: str, a: Array, c: Array, data: dict[str, Array]) -> Array:
+    return LAYERS[op](a, c, Data(**data))
+
+
+def apply_jitted(op: str, a: Array, c: Array, d: Data) -> Array:
+    """A layer in a `jit`, which JAX traces and differentiates once for all programs."""
+    return _jitted(op, a, c, {name: getattr(d, name) for name in sorted(reads(op))})
 
 
 @functools.cache
