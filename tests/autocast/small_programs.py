@@ -107,6 +107,11 @@ def ids_among_features(x, w, i, v):
     ).sum(-1)
 
 
+@program(x=(16, 8), w=(8, 8), v=(8, 8))
+def ratio(x, w, v):
+    return 0.1 * (x @ w) / (0.01 * jnp.abs(x @ v) + 2e-3)
+
+
 # ---- masks and attention
 
 
