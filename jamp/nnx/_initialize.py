@@ -61,8 +61,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> M: ...
-
-
 @overload
 def initialize[M: Models](
     models: M,
@@ -72,8 +70,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
-
-
 @moves_constants
 def initialize(
     models: Models,
