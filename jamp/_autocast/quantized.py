@@ -187,7 +187,7 @@ def _of_tangent(tangent: Array, *kept: Array, numbers: Numbers, first: bool) -> 
 
 def _unpacked(kept: Sequence[Array]) -> tuple[Array, Array]:
     """The fp8 array and the exponent that were kept, or of the half array that was."""
-    return quantize(*kept, Of.WEIGHT) if len(kept) == 1 else (kept[0], kept[1])
+    return quantize(kept[0], Of.WEIGHT) if len(kept) == 1 else (kept[0], kept[1])
 
 
 def _transposed(
