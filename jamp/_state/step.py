@@ -89,14 +89,7 @@ class GroupGrads(NamedTuple):
 
 
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
-    """The gradients of each loss, checked.
-
-    Raises:
-        TypeError: `loss_id` is a sequence and `grads` is not.
-        IndexError: a `loss_id` is out of range.
-        ValueError: one for each loss is wanted, and there are more or fewer; a tree
-            differs from its params in structure or shape, or is of another loss.
-    """
+    """The gradients of each loss, checked as `apply_gradients` says."""
     if not isinstance(loss_id, Sequence):
         return [_of_loss(grads, loss_id, state)]
     if not isinstance(grads, Sequence):
