@@ -172,14 +172,14 @@ def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
     )
 
 
-def inside(tx: optax.GradientTransformation | None) -> Any:
+def bare(tx: optax.GradientTransformation | None) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
 
 
 def fused_inside(tx: optax.GradientTransformation | None) -> FusedTransformation | None:
     """The fused optimizer that `tx` is, or keeps masters for."""
-    tx = inside(tx)
+    tx = bare(tx)
     return tx if isinstance(tx, FusedTransformation) else None
 
 
