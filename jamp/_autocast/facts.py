@@ -24,7 +24,7 @@ from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule, traits_of
+from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -49,7 +49,9 @@ class Fact(NamedTuple):
     origin: Origin = Origin()  # what its numbers are made of
     # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
-    shared: bool = False  # whether all trips of a loop read it as it is
+    # Whether it is an input, in whatever shape: of the program, or of all trips of a
+    # loop.
+    shared: bool = False
 
 
 # Of a product with no wish of the user's.
@@ -74,7 +76,10 @@ class Facts:
         self._programs: dict[int, list[Facts]] = {}
         # What `values` found, by what the outputs are for.
         self.wants: dict[Any, Any] = {}
-        self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
+        # Tables in float32 whose rows are looked up.
+        self.tables: set[Atom] = set()
+        inputs = given or [self._unknown(v)._replace(shared=True) for v in jaxpr.invars]
+        self._facts.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._result_facts(eqn), strict=True))
 
@@ -172,11 +177,19 @@ class Facts:
         return None
 
     def weight(self, eqn: jc.JaxprEqn) -> jc.Var | None:
-        """The operand of a product that all trips of a loop share, if one is."""
+        """The operand of a product whose gradient is a sum of several, if one is.
+
+        All trips of a loop share it, or its rows are looked up as well.
+        """
         if eqn.primitive.name != "dot_general" or not _PLAIN <= eqn.params.items():
             return None
-        shared = [v for v in eqn.invars if is_float32(v) and self[v].shared]
+        shared = [v for v in eqn.invars if is_float32(v) and self._is_summed(v)]
         return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
+
+    def _is_summed(self, atom: Atom) -> bool:
+        fact = self[atom]
+        is_table = not fact.origin.roots.isdisjoint(self.tables)
+        return fact.shared and (self.scope.loop or is_table)
 
     def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
         """Whether the user's program casts a kept param to half by itself."""
@@ -258,6 +271,7 @@ class Facts:
         given = self.trip_facts(frame) if is_loop else [self[v] for v in frame.operands]
         found = Facts(frame.program, given, self.scope_of_programs(eqn))
         self._programs.setdefault(id(eqn), []).append(found)
+        self.tables |= found.tables
         if is_loop:
             return self._loop_facts(frame, found)
         known = frozenset().union(*(fact.origin.roots for fact in given))
@@ -319,10 +333,19 @@ class Facts:
         )
         if rule is Rule.HALF or rule is Rule.FLOAT32:
             return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
+        first = self[eqn.invars[0]] if eqn.invars else Fact(None)
+        if eqn.primitive.name == "gather" and first.shared and first.vote == FLOAT32:
+            self.tables |= first.origin.roots
         literal = all(self[v].asks or not self[v].vote for v in eqn.invars)
         keeps = rule is Rule.MOVE or traits_of(eqn.primitive.name).keeps_range
         asks = (keeps or literal) and self.asks(eqn)
-        return Fact(self._vote(eqn, out, rule, asks), asks, origin)
+        reshaped = traits_of(eqn.primitive.name).shape is Shape.RESHAPE
+        return Fact(
+            self._vote(eqn, out, rule, asks),
+            asks,
+            origin,
+            shared=reshaped and first.shared,
+        )
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
         """What the result of an operation that only takes what it gets asks for."""
