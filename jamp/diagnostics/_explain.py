@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
@@ -31,10 +32,12 @@ from jamp._autocast.program import (
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
+from jamp._state.step import groups_of
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._operation import Operation, bytes_of, product_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 from jamp.diagnostics._step import Call, call_of, traced
+from jamp.optimizers._masters import MasterWeights
 
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
@@ -135,7 +138,22 @@ def explain_step(call: Call) -> Explanation:
         dtype=str(half or jnp.dtype(jnp.float32)),
         level=properties.opt_level,
         operations=tuple(op for op in found if op.module or op.source),
+        memory=tuple(_memory_of(call.state)),
     )
+
+
+def _memory_of(state: AmpState) -> Iterator[str]:
+    """What a state keeps in fewer bits than by default, and what is summed in more."""
+    groups = groups_of(state).values()
+    moments = jax.tree.leaves([group.inner_state for group in groups])
+    if state.properties.stochastic_rounding:
+        yield "params without masters, rounded stochastically"
+    if any(isinstance(x.tx, MasterWeights) and x.tx.store_remainder for x in groups):
+        yield "masters as 16-bit remainders"
+    if any(x.dtype == jnp.bfloat16 for x in moments):
+        yield "moments in bfloat16"
+    if state.properties.reduce_dtype is not None:
+        yield "gradients summed in float32"
 
 
 class _Enclosing(NamedTuple):
