@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import origins
@@ -31,6 +30,7 @@ from jamp._autocast.program import (
     Atom,
     Scope,
     dtype_of,
+    exceeds_half,
     is_castable_eqn,
     is_float32,
     ruling,
@@ -54,6 +54,11 @@ class Fact(NamedTuple):
     shared: bool = False
 
 
+_NO_SOURCE = Source(0)
+# Of numbers in the program; and of those that half cannot hold.
+_LITERAL = Fact(None, source=_NO_SOURCE)
+_ASKING = Fact(FLOAT32, asks=True, source=_NO_SOURCE)
+
 # Of a product with no wish of the user's.
 _PLAIN = {"precision": None, "out_sharding": None}.items()
 
@@ -69,10 +74,10 @@ class Facts:
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
         self.given = given
         self.widest = policy.promote == "widest"
-        self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
-        # By the `id` of the equation, both.
+        # By the `id` of the equation, all three.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
+        self._castable: dict[int, bool] = {}
         self._programs: dict[int, list[Facts]] = {}
         # What `values` found, by what the outputs are for.
         self.wants: dict[Any, Any] = {}
@@ -88,9 +93,12 @@ class Facts:
     def __getitem__(self, atom: Atom) -> Fact:
         """What is known of a value."""
         if isinstance(atom, jc.Literal):
-            asks = is_float32(atom) and self._exceeds_half(atom.val)
-            return Fact(FLOAT32 if asks else None, asks, source=Source(0))
-        return self._facts.get(atom) or self._unknown(atom)
+            asks = is_float32(atom) and exceeds_half(atom.val, self.half)
+            return _ASKING if asks else _LITERAL
+        try:
+            return self._facts[atom]
+        except KeyError:
+            return self._unknown(atom)
 
     def source(self, atoms: Iterable[Atom]) -> Source:
         """What values depend on, together."""
@@ -98,9 +106,18 @@ class Facts:
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
-        if id(eqn) not in self._rules:
-            self._rules[id(eqn)] = self._ruling(eqn)
-        return self._rules[id(eqn)]
+        found = self._rules.get(id(eqn))
+        if found is None:
+            found = self._rules[id(eqn)] = self._ruling(eqn)
+        return found
+
+    def is_castable(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether an equation may be cast, as `program.is_castable_eqn` says."""
+        found = self._castable.get(id(eqn))
+        if found is None:
+            found = is_castable_eqn(eqn, self.ruling(eqn)[0], self.half)
+            self._castable[id(eqn)] = found
+        return found
 
     def _ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         rule, region = ruling(self.scope, eqn)
@@ -128,14 +145,16 @@ class Facts:
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
-        return {self[v].vote for v in atoms} - {None}
+        found = {self[v].vote for v in atoms}
+        found.discard(None)
+        return found
 
     def asks(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an operand of an equation asks for float32 by its number."""
         fill = eqn.params.get("fill_value")
-        return any(self[v].asks for v in eqn.invars) or (
-            fill is not None and is_float32(eqn.outvars[0]) and self._exceeds_half(fill)
-        )
+        fills = fill is not None and is_float32(eqn.outvars[0])
+        asks = any([self[v].asks for v in eqn.invars])
+        return asks or (fills and exceeds_half(fill, self.half))
 
     def full_size(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands that are as large as the result, and not by being broadcast."""
@@ -197,14 +216,6 @@ class Facts:
             return False
         kept = self[eqn.invars[0]].source == Source.KEPT
         return kept and dtype_of(eqn.outvars[0]) == self.half
-
-    def _exceeds_half(self, value: Any) -> bool:
-        """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
-        sizes = np.abs(np.asarray(value, np.float64))
-        # An infinity is the same in half, and so are zero and nan.
-        too_large = (sizes > float(self._limits.max)) & (sizes < np.inf)
-        too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
-        return bool((too_large | too_small).any())
 
     @property
     def key(self) -> Any:
@@ -322,30 +333,25 @@ class Facts:
     def _result_fact(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
         if not is_float32(out):
             return Fact(None)
-        castable = is_castable_eqn(eqn, rule, self.half)
-        if rule is Rule.RECORDED or rule is None or not castable:
+        if rule is Rule.RECORDED or rule is None or not self.is_castable(eqn):
             # A mask is exact in any dtype.
             mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
             exact = mask and eqn.primitive.name == "convert_element_type"
             return self._unknown(out)._replace(vote=None if exact else FLOAT32)
-        origin = origins.origin_of_result(
-            eqn, out, rule, [self[v].origin for v in eqn.invars]
-        )
+        given = [self[v] for v in eqn.invars]
+        origin = origins.origin_of_result(eqn, out, rule, [f.origin for f in given])
         if rule is Rule.HALF or rule is Rule.FLOAT32:
             return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
-        first = self[eqn.invars[0]] if eqn.invars else Fact(None)
+        first = given[0] if given else Fact(None)
         if eqn.primitive.name == "gather" and first.shared and first.vote == FLOAT32:
             self.tables |= first.origin.roots
-        literal = all(self[v].asks or not self[v].vote for v in eqn.invars)
-        keeps = rule is Rule.MOVE or traits_of(eqn.primitive.name).keeps_range
+        literal = all([fact.asks or not fact.vote for fact in given])
+        traits = traits_of(eqn.primitive.name)
+        keeps = rule is Rule.MOVE or traits.keeps_range
         asks = (keeps or literal) and self.asks(eqn)
-        reshaped = traits_of(eqn.primitive.name).shape is Shape.RESHAPE
-        return Fact(
-            self._vote(eqn, out, rule, asks),
-            asks,
-            origin,
-            shared=reshaped and first.shared,
-        )
+        vote = self._vote(eqn, out, rule, asks)
+        shared = first.shared and traits.shape is Shape.RESHAPE
+        return Fact(vote, asks, origin, shared=shared)
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
         """What the result of an operation that only takes what it gets asks for."""
@@ -387,4 +393,5 @@ def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
 
 
 def _joint_source(facts: Iterable[Fact]) -> Source:
-    return functools.reduce(operator.or_, (f.source for f in facts), Source(0))
+    sources = {fact.source for fact in facts}
+    return functools.reduce(operator.or_, sources, _NO_SOURCE)

@@ -236,15 +236,20 @@ def call(
     operands: Sequence[Any],
     result: jc.Var,
     place: jc.JaxprEqn,
+    known: dict[Any, Any],
 ) -> jc.JaxprEqn | None:
     """The one equation that a function is traced to, in the place of another one.
 
-    JAX traces a function once for operands of the same types and under the same flags.
+    What it is for operands of the same types is `known` afterwards.
 
     None if its result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    (eqn,) = jax.jit(function).trace(*(v.aval for v in operands)).jaxpr.eqns
+    avals = tuple([v.aval for v in operands])
+    eqn = known.get((function, avals))
+    if eqn is None:
+        (eqn,) = jax.jit(function).trace(*avals).jaxpr.eqns
+        known[function, avals] = eqn
     if eqn.outvars[0].aval != result.aval:
         return None
     return eqn.replace(invars=list(operands), outvars=[result], **_reader_info(place))
@@ -255,7 +260,7 @@ def checkpointed(
     invars: Sequence[jc.Var],
     outvars: Sequence[jc.Var],
     keep: Callable[[str], bool],
-    prevent_cse: bool,
+    prevent_cse: bool | tuple[bool, ...],
     programs: dict[Any, jc.Jaxpr],
     around: jc.Jaxpr,
 ) -> jc.JaxprEqn:

@@ -29,7 +29,6 @@ from jamp._autocast.program import (
     Atom,
     dtype_of,
     dtypes_of,
-    is_castable_eqn,
     is_float,
     is_float32,
     name_stack,
@@ -155,8 +154,7 @@ class Rewriter:
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_of_unknown(primitive_name(eqn))
-        castable = is_castable_eqn(eqn, rule, self.facts.half)
-        if rule is Rule.RECORDED or rule is None or not castable:
+        if rule is Rule.RECORDED or rule is None or not self.facts.is_castable(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             why = "unknown primitive" if rule is None else "own dtype"
             if rule is Rule.RECORDED:
@@ -176,7 +174,7 @@ class Rewriter:
         else:
             self._write(eqn, choice.computed, choice.apart)
         why = "region" if region else choice.why
-        self._note(eqn, why, rule, str(choice.computed), region)
+        self._note(eqn, why, rule, choice.computed, region)
 
     def emit(
         self,
@@ -229,7 +227,8 @@ class Rewriter:
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.products)
             self.products += 1
-        written = jax_internals.call(function, operands, self._bind(out, half), eqn)
+        result, known = self._bind(out, half), self.scope.written
+        written = jax_internals.call(function, operands, result, eqn, known)
         if written is None:
             self._write(eqn, half)
         else:
@@ -240,7 +239,7 @@ class Rewriter:
         eqn: jc.JaxprEqn,
         why: str,
         rule: Rule | None = None,
-        dtype: str = "",
+        dtype: Any = "",
         region: str = "",
     ) -> None:
         """For `jamp.explain`: in what was written for an equation, which comes last."""
@@ -249,7 +248,8 @@ class Rewriter:
         if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
             why, dtype, region = "no float32", "", ""
         name, operands = eqn.primitive.name, " ".join(dtypes_of(eqn.invars))
-        note = Note(name, why, rule.value if rule else "", dtype, region, operands)
+        rule_name = rule.value if rule else ""
+        note = Note(name, why, rule_name, str(dtype), region, operands)
         *casts, last = self.eqns[self.begin :]
         if why != "program":
             casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
