@@ -258,11 +258,7 @@ def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
 def _state_class_with[S: AmpState](
     state_class: type[S], fields: Collection[str]
 ) -> type[S]:
-    """`state_class`, with the fields that it does not declare.
-
-    Raises:
-        TypeError: a subclass of the user's does not declare a field.
-    """
+    """`state_class`, with the fields that it does not declare; a user's has all."""
     undeclared = sorted(set(fields) - set(state_class.__dataclass_fields__))
     if not undeclared:
         return state_class

@@ -16,8 +16,7 @@ from jax.extend import core as jc
 from jax.sharding import PartitionSpec
 
 from jamp._autocast.frames import Kind, frames_of, program_of, shard_map_options
-from jamp.diagnostics._location import Cause, parents_of
-from jamp.diagnostics._ranges import Array, not_finite
+from jamp.diagnostics._location import Array, Cause, not_finite, parents_of
 from jamp.diagnostics._replay import Context, Replay, Rule, Site, Value, operation
 from jamp.diagnostics._step import Step
 
