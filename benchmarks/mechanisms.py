@@ -216,7 +216,7 @@ MECHANISMS = {
     ),
     "moving calls": Mechanism(
         "A call that only moves values is such a reader: `take_along_axis` of labels.",
-        "facts.Facts.only_moves",
+        "control_flow.only_moves",
         _gives(False),
     ),
 }

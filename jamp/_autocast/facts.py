@@ -49,8 +49,7 @@ class Fact(NamedTuple):
     origin: Origin = Origin()  # what its numbers are made of
     # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
-    # Whether it is an input, in whatever shape: of the program, or of all trips of a
-    # loop.
+    # Whether it is the same in all trips of a loop, or an input of the whole program.
     shared: bool = False
 
 
@@ -60,7 +59,7 @@ _LITERAL = Fact(None, source=_NO_SOURCE)
 _ASKING = Fact(FLOAT32, asks=True, source=_NO_SOURCE)
 
 # Of a product with no wish of the user's.
-_PLAIN = {"precision": None, "out_sharding": None}.items()
+PLAIN = {"precision": None, "out_sharding": None}.items()
 
 
 class Facts:
@@ -113,17 +112,16 @@ class Facts:
 
     def is_castable(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an equation may be cast, as `program.is_castable_eqn` says."""
-        found = self._castable.get(id(eqn))
-        if found is None:
-            found = is_castable_eqn(eqn, self.ruling(eqn)[0], self.half)
-            self._castable[id(eqn)] = found
-        return found
+        if id(eqn) not in self._castable:
+            rule, _ = self.ruling(eqn)
+            self._castable[id(eqn)] = is_castable_eqn(eqn, rule, self.half)
+        return self._castable[id(eqn)]
 
     def _ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        sources = [self[v].source for v in eqn.invars]
+        sources = [self._params_in(v) for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
         if Source.KEPT in sources and Source.HALF not in sources:
             return Rule.FLOAT32, KEPT
@@ -141,7 +139,19 @@ class Facts:
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
-        return self[atom].source == Source.HALF
+        return self._params_in(atom) == Source.HALF
+
+    def is_weight(self, atom: Atom) -> bool:
+        """Whether a value is made of params alone: of a half model, of half ones."""
+        weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
+        return self._params_in(atom) == weights
+
+    def depends_on_params(self, atom: Atom) -> bool:
+        """Whether a value is made of some param, and maybe of data too."""
+        return bool(self[atom].source & (Source.HALF | Source.KEPT))
+
+    def _params_in(self, atom: Atom) -> Source:
+        return self[atom].source & ~Source.STAYS
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
@@ -200,7 +210,7 @@ class Facts:
 
         All trips of a loop share it, or its rows are looked up as well.
         """
-        if eqn.primitive.name != "dot_general" or not _PLAIN <= eqn.params.items():
+        if eqn.primitive.name != "dot_general" or not PLAIN <= eqn.params.items():
             return None
         shared = [v for v in eqn.invars if is_float32(v) and self._is_summed(v)]
         return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
@@ -214,8 +224,12 @@ class Facts:
         """Whether the user's program casts a kept param to half by itself."""
         if eqn.primitive.name != "convert_element_type":
             return False
-        kept = self[eqn.invars[0]].source == Source.KEPT
-        return kept and dtype_of(eqn.outvars[0]) == self.half
+        kept = self._params_in(eqn.invars[0]) == Source.KEPT
+        return (
+            self.scope.policy.of_model
+            and kept
+            and dtype_of(eqn.outvars[0]) == self.half
+        )
 
     @property
     def key(self) -> Any:
@@ -237,23 +251,12 @@ class Facts:
                 return facts
         return Facts(jaxpr, given, self.scope_of_programs(eqn))
 
-    def only_moves(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether a program that is called rearranges its floats, and no more."""
-        return all(
-            inner.only_moves(e)
-            if inner.programs(e)
-            else inner.ruling(e)[0] is Rule.MOVE
-            for inner in self.programs(eqn)
-            for e in inner.jaxpr.eqns
-            if any(map(is_float32, e.outvars))
-        )
-
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
 
         Of a derivative's operands nothing is known: it is in half as a product is.
         """
-        weighted = any(self[v].source == Source.KEPT for v in eqn.invars)
+        weighted = any(self._params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
         return self.scope.scope_of_programs(eqn)._replace(within=within or Source.DATA)
 
@@ -266,7 +269,7 @@ class Facts:
             return [_fact_of_one_of(facts) for facts in zip(*found, strict=True)]
         source = marked_source(eqn)
         if source is not None:
-            vote = self.half if source is Source.HALF else FLOAT32
+            vote = self.half if Source.HALF in source else FLOAT32
             asks = self[eqn.invars[0]].asks
             return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), source)]
         rule, region = self.ruling(eqn)

@@ -234,25 +234,30 @@ def _jitted(primitive: jc.Primitive, params: tuple[Any, ...]) -> Callable[..., A
 def call(
     function: Callable[..., Any],
     operands: Sequence[Any],
-    result: jc.Var,
+    results: Sequence[jc.Var] | None,
     place: jc.JaxprEqn,
-    known: dict[Any, Any],
-) -> jc.JaxprEqn | None:
+    known: dict[Any, Any] | None = None,
+) -> Any:
     """The one equation that a function is traced to, in the place of another one.
 
-    What it is for operands of the same types is `known` afterwards.
+    What it is for operands of the same types is `known` afterwards. Without `results`,
+    these are new variables.
 
-    None if its result is not traced without its mesh: varying over an axis of
+    None if a result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    avals = tuple([v.aval for v in operands])
-    eqn = known.get((function, avals))
-    if eqn is None:
-        (eqn,) = jax.jit(function).trace(*avals).jaxpr.eqns
-        known[function, avals] = eqn
-    if eqn.outvars[0].aval != result.aval:
+    known = {} if known is None else known
+    key = function, tuple([v.aval for v in operands]), place.ctx
+    if key not in known:
+        with place.ctx.manager:
+            (known[key],) = jax.jit(function).trace(*key[1]).jaxpr.eqns
+    eqn = known[key]
+    if results is None:
+        results = [jc.Var(v.aval) for v in eqn.outvars]
+    if [v.aval for v in eqn.outvars] != [v.aval for v in results]:
         return None
-    return eqn.replace(invars=list(operands), outvars=[result], **_reader_info(place))
+    outvars = list(results)
+    return eqn.replace(invars=list(operands), outvars=outvars, **_reader_info(place))
 
 
 def checkpointed(

@@ -135,7 +135,7 @@ def program(name: str) -> str:
 
     def fn(first, *rest):
         if example.of_model:
-            first = marks.shown_params(first.astype(jnp.bfloat16), jnp.bfloat16)
+            first = marks.shown_params(first.astype(jnp.bfloat16), scope.policy)
         return example.fn(first, *rest)
 
     written = transform.autocast_in(scope, fn)
