@@ -26,7 +26,9 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
                 continue
             devices = _devices(leaf.sharding)
             if devices not in first:
-                first[devices] = _at(name + jax.tree_util.keystr(path), leaf.sharding)
+                first[devices] = _in_words(
+                    name + jax.tree_util.keystr(path), leaf.sharding
+                )
     if len(first) > 1:
         one, other, *_ = first.values()
         raise ValueError(
@@ -130,7 +132,7 @@ def _devices(sharding: Sharding) -> tuple[Any, ...]:
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _at(name: str, sharding: Sharding) -> str:
+def _in_words(name: str, sharding: Sharding) -> str:
     ids = [device.id for device in _devices(sharding)]
     if not isinstance(sharding, NamedSharding):
         return f"{name} on devices {ids}"

@@ -195,18 +195,19 @@ _FP16, _BF16 = HALF_DTYPES
 _HALF_LEVELS = "'O2', 'O3', 'O5' or 'O6'"
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
 _AUTOCAST = Properties(opt_level="O1", patch_functions=True)
+_CAST = Properties(
+    promote="narrowest",
+    cast_model_type=_BF16,
+    keep_batchnorm_fp32=True,
+    master_weights=True,
+)
 LEVELS = {
     "O0": Properties(opt_level="O0", cast_model_type=FLOAT32, master_weights=False),
     "O1": dataclasses.replace(
         _AUTOCAST, patch_functions_type=_FP16, loss_scale="dynamic"
     ),
-    "O2": Properties(
-        promote="narrowest",
-        opt_level="O2",
-        cast_model_type=_FP16,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
+    "O2": dataclasses.replace(
+        _CAST, opt_level="O2", cast_model_type=_FP16, loss_scale="dynamic"
     ),
     "O3": Properties(
         promote="narrowest",
@@ -216,15 +217,9 @@ LEVELS = {
         master_weights=False,
     ),
     "O4": dataclasses.replace(_AUTOCAST, opt_level="O4", patch_functions_type=_BF16),
-    "O5": Properties(
-        promote="narrowest",
-        opt_level="O5",
-        cast_model_type=_BF16,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-    ),
+    "O5": dataclasses.replace(_CAST, opt_level="O5"),
+    "O6": dataclasses.replace(_CAST, opt_level="O6", fp8=Fp8()),
 }
-LEVELS["O6"] = dataclasses.replace(LEVELS["O5"], opt_level="O6", fp8=Fp8())
 
 
 def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
@@ -263,21 +258,6 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def parse_model_type(value: Any) -> Any:
-    """A dtype that a model can be cast to, or False."""
-    if value is False:
-        return False
-    return _parse_dtype("cast_model_type", value, MODEL_DTYPES, " or False")
-
-
-def _parse_outputs(value: Any) -> Any:
-    return _parse_dtype("cast_model_outputs", value, CASTABLE_DTYPES, "")
-
-
-def _parse_reduction(value: Any) -> Any:
-    return _parse_dtype("reduce_dtype", value, (FLOAT32,), "")
-
-
 def _parse_fp8(value: Any) -> Fp8 | None:
     if isinstance(value, Fp8):
         return value
@@ -286,15 +266,24 @@ def _parse_fp8(value: Any) -> Fp8 | None:
     return Fp8() if value else None
 
 
-def _parse_dtype(name: str, value: Any, legal: tuple[Any, ...], also: str) -> Any:
-    try:
-        dtype = None if isinstance(value, bool) else jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype not in legal:  # NumPy says None == float64
-        names = ", ".join(str(d) for d in legal)
-        raise ValueError(f"{name} must be one of {names}{also}, found {name}={value!r}")
-    return dtype
+def _dtype_among(
+    name: str, legal: tuple[Any, ...], or_false: bool = False
+) -> Callable[[Any], Any]:
+    """A parser of what names one of some dtypes."""
+
+    def parse(value):
+        if or_false and value is False:
+            return False
+        try:
+            dtype = None if isinstance(value, bool) else jnp.dtype(value)
+        except TypeError:
+            dtype = None
+        if dtype is None or dtype not in legal:  # NumPy says None == float64
+            names = ", ".join(map(str, legal)) + " or False" * or_false
+            raise ValueError(f"{name} must be one of {names}, found {name}={value!r}")
+        return dtype
+
+    return parse
 
 
 def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], Any]:
@@ -332,6 +321,7 @@ def _parse_lists(value: Any) -> Any:
     return value
 
 
+parse_model_type = _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True)
 _BOOLS = {True: True, False: False}
 _PARSERS = {
     "cast_model_type": parse_model_type,
@@ -343,10 +333,10 @@ _PARSERS = {
     ),
     "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
     "stochastic_rounding": _one_of("stochastic_rounding", "a boolean or None", _BOOLS),
-    "reduce_dtype": _parse_reduction,
+    "reduce_dtype": _dtype_among("reduce_dtype", (FLOAT32,)),
     "fp8": _parse_fp8,
     "loss_scale": _parse_loss_scale,
-    "cast_model_outputs": _parse_outputs,
+    "cast_model_outputs": _dtype_among("cast_model_outputs", CASTABLE_DTYPES),
     "keep_fp32": functools.partial(parse_rules, "keep_fp32"),
     "lists": _parse_lists,
     "promote": _one_of(

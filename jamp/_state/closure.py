@@ -67,7 +67,7 @@ def closure(
 
         def value_and_grad(params):
             loss: Any
-            loss, grads = both(_at(state, key, params), *args, **kwargs)
+            loss, grads = both(_state_at(state, key, params), *args, **kwargs)
             return (loss[0] if has_aux else loss), grads
 
         return with_gradient(value_and_grad)
@@ -100,7 +100,7 @@ def rounded(masters: PyTree, params: PyTree) -> PyTree:
     return with_trained(params, jax.tree.map(leaf, masters, trained_params(params)))
 
 
-def _at(state: Any, key: Key, masters: PyTree) -> Any:
+def _state_at(state: Any, key: Key, masters: PyTree) -> Any:
     """The state with one group's params rounded from `masters`."""
     params = rounded(masters, groups.get(state.params, key))
     keys = groups.group_keys(state.tx)

@@ -308,25 +308,25 @@ def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
 def _sentence(note: Note, lists: AutocastLists) -> str:
     name, region = note.primitive, note.region
     if note.why in ("list", "recorded"):
-        return _of_user(lists, What.PRIMITIVE, name) or _of_table(ROWS, name)
+        return _users_rule(lists, What.PRIMITIVE, name) or _reason_in(ROWS, name)
     if note.why != "region":
         return _REASONS[note.why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
     place = library_place(region)
     return (
-        _of_user(lists, What.REGION, region)
-        or _of_user(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
-        or f"`{region}`: {_of_table(_FUNCTION_ROWS, place or region)}"
+        _users_rule(lists, What.REGION, region)
+        or _users_rule(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
+        or f"`{region}`: {_reason_in(_FUNCTION_ROWS, place or region)}"
     )
 
 
-def _of_user(lists: AutocastLists, what: What, *names: str) -> str:
+def _users_rule(lists: AutocastLists, what: What, *names: str) -> str:
     """What the user has typed for one of some names; "" if for none."""
     users = dict(lists.rules_for(what))
     found = (name for name in names if name in users)
     return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
 
 
-def _of_table(rows: tuple[Row, ...], name: str) -> str:
+def _reason_in(rows: tuple[Row, ...], name: str) -> str:
     return next((row.reason for row in rows if name in row.primitives), "")

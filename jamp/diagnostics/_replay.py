@@ -104,7 +104,7 @@ class Site(NamedTuple):
         )
 
 
-type Rule = Callable[["Replay", Site, list[Value]], list[Value]]
+type ReplayRule = Callable[["Replay", Site, list[Value]], list[Value]]
 
 
 class Replay:
@@ -112,7 +112,7 @@ class Replay:
 
     def __init__(
         self,
-        rule_of: Callable[[jc.JaxprEqn], Rule],
+        rule_of: Callable[[jc.JaxprEqn], ReplayRule],
         observe: Callable[[Site, Array, str], None] | None = None,
     ):
         self.rule_of, self.observe = rule_of, observe

@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copied, select
-from jamp.optimizers._fused import FusedTransformation, Transformation, check_step
+from jamp.optimizers._fused import Transformation, check_step
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
@@ -172,15 +172,9 @@ def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
     )
 
 
-def inside(tx: optax.GradientTransformation | None) -> Any:
+def bare(tx: optax.GradientTransformation | None) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
-
-
-def fused_inside(tx: optax.GradientTransformation | None) -> FusedTransformation | None:
-    """The fused optimizer that `tx` is, or keeps masters for."""
-    tx = inside(tx)
-    return tx if isinstance(tx, FusedTransformation) else None
 
 
 ALREADY_WRAPPED = (
