@@ -121,7 +121,7 @@ class Facts:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        sources = [self._params_in(v) for v in eqn.invars]
+        sources = [self.params_in(v) for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
         if Source.KEPT in sources and Source.HALF not in sources:
             return Rule.FLOAT32, KEPT
@@ -139,18 +139,19 @@ class Facts:
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
-        return self._params_in(atom) == Source.HALF
+        return self.params_in(atom) == Source.HALF
 
     def is_weight(self, atom: Atom) -> bool:
         """Whether a value is made of params alone: of a half model, of half ones."""
         weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
-        return self._params_in(atom) == weights
+        return self.params_in(atom) == weights
 
     def depends_on_params(self, atom: Atom) -> bool:
         """Whether a value is made of some param, and maybe of data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))
 
-    def _params_in(self, atom: Atom) -> Source:
+    def params_in(self, atom: Atom) -> Source:
+        """The params that a value depends on, whatever fp8 does with them."""
         return self[atom].source & ~Source.STAYS
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
@@ -228,17 +229,6 @@ class Facts:
         is_table = not fact.origin.roots.isdisjoint(self.tables)
         return fact.shared and (self.scope.loop or is_table)
 
-    def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether the user's program casts a kept param to half by itself."""
-        if eqn.primitive.name != "convert_element_type":
-            return False
-        kept = self._params_in(eqn.invars[0]) == Source.KEPT
-        return (
-            self.scope.policy.of_model
-            and kept
-            and dtype_of(eqn.outvars[0]) == self.half
-        )
-
     @property
     def key(self) -> Any:
         """Equal for programs that are rewritten to the same, wherever they stand."""
@@ -264,7 +254,7 @@ class Facts:
 
         Of a derivative's operands nothing is known: it is in half as a product is.
         """
-        weighted = any(self._params_in(v) == Source.KEPT for v in eqn.invars)
+        weighted = any(self.params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
         return self.scope.scope_of_programs(eqn)._replace(within=within or Source.DATA)
 

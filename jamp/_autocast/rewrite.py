@@ -23,7 +23,7 @@ from jamp._autocast.frames import Frame, frames_of, with_equations
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
-from jamp._autocast.marks import marked_source
+from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.primitives import Rule, primitive_name
 from jamp._autocast.program import (
     Atom,
@@ -153,7 +153,7 @@ class Rewriter:
             self._note(eqn, "program")
             return
         rule, region = self.facts.ruling(eqn)
-        if self.facts.rounds_kept(eqn):
+        if _rounds_kept(self.facts, eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_of_unknown(primitive_name(eqn))
@@ -307,6 +307,14 @@ def _warn_of_unknown(name: str) -> None:
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
     )
+
+
+def _rounds_kept(facts: Facts, eqn: jc.JaxprEqn) -> bool:
+    """Whether the user's program casts a kept param to half by itself."""
+    if eqn.primitive.name != "convert_element_type" or not facts.scope.policy.of_model:
+        return False
+    kept = facts.params_in(eqn.invars[0]) == Source.KEPT
+    return kept and dtype_of(eqn.outvars[0]) == facts.half
 
 
 @functools.cache
