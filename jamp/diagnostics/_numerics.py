@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,14 @@ import ml_dtypes
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._autocast.frames import frames_of
 from jamp._core.devices import moves_constants
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
+from jamp.diagnostics._products import ProductLoss, loss_of_product, table
 from jamp.diagnostics._programs import replayed
 from jamp.diagnostics._ranges import Array, is_float
-from jamp.diagnostics._replay import Site
+from jamp.diagnostics._replay import Site, Value
 from jamp.diagnostics._source import is_backward, module_path
 from jamp.diagnostics._step import Call, Step, call_of, scaled_step
 from jamp.diagnostics._table import columns
@@ -69,6 +71,8 @@ class Numerics:
             Where the program names no modules, as with NNX, by the layer of the param
             that was read last.
         gradients: by param: of its gradient at that scale.
+        products: what fp8 would lose of each product of two matrices, in their order;
+            of a loop's, on each trip.
         safe_scales: the smallest scale at which float16 rounds at most 1 in 1,000
             gradients to zero, and the largest at which nothing overflows; None if there
             is none up to 2**24.
@@ -78,6 +82,7 @@ class Numerics:
     scale: float
     values: dict[tuple[str, str], Counts]
     gradients: dict[str, Counts]
+    products: tuple[ProductLoss, ...]
     safe_scales: tuple[float, float] | None
     tiny: tuple[str, ...]
 
@@ -98,6 +103,7 @@ class Numerics:
         ]
         if hidden := len(values) + len(grads) - len(rows):
             lines.append(f"and {hidden} more, better ones in `.values`, `.gradients`.")
+        lines += table(self.products, _ROWS)
         if self.safe_scales is None:
             lines.append("No loss scale up to 2**24 is safe.")
         else:
@@ -192,11 +198,16 @@ def numerics_of_step(call: Call, scale: float | None) -> Numerics:
     if scale is None:
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
+    products: list[ProductLoss] = []
 
-    def observe(site: Site, array: Array, near: str) -> None:
-        if is_float(array) and site.names.strip("/") and not site.moves:
+    def observe(site: Site, read: Sequence[Value], array: Array, near: str) -> None:
+        layer = _layer(near)
+        if lost := loss_of_product(site, read, layer):
+            products.append(lost)
+        holds = bool(frames_of(site.eqn))  # what it computes is seen by itself
+        if is_float(array) and site.names.strip("/") and not site.moves and not holds:
             phase = "backward" if is_backward(site.names) else "forward"
-            key = module_path(site.names) or _layer(near), phase
+            key = module_path(site.names) or layer, phase
             values[key] = counts_of(array) + values.get(key)
 
     _, *grads = replayed(step, scale, observe)
@@ -206,7 +217,7 @@ def numerics_of_step(call: Call, scale: float | None) -> Numerics:
         for path, x in jax.tree.leaves_with_path(call.state.params)
         if is_float(x) and x.dtype.itemsize == 2 and x.size <= _TINY
     )
-    return Numerics(scale, values, gradients, safe, tuple(tiny))
+    return Numerics(scale, values, gradients, tuple(products), safe, tuple(tiny))
 
 
 @moves_constants
