@@ -1,4 +1,6 @@
 import jax.numpy as jnp
+
+
 def dequantized(x, dtype):
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x))

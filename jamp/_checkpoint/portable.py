@@ -17,10 +17,10 @@ from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
 from jamp._scaling.incoming import check_counters, check_scale_state, number
 from jamp._scaling.rules import LossScaleRule, LossScaleState
-from jamp._state.amp_state import AmpState, extra_fields, master_params
+from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields
 from jamp._state.new_state import first_weights
-from jamp._state.step import Group, groups_of, packed
+from jamp._state.step import Group, groups_of, master_params, packed
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")

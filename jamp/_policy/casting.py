@@ -102,7 +102,11 @@ def keep_rule(
     def keep(parts, leaf):
         if keep_batchnorm_fp32 and is_batchnorm(parts[:-1]):
             return True
-        return any(_matches(rule, "/".join(parts), leaf) for rule in keep_fp32)
+        path = "/".join(parts)
+        return any(
+            rule(path, leaf) if callable(rule) else re.search(rule, path)
+            for rule in keep_fp32
+        )
 
     return keep
 
@@ -154,7 +158,3 @@ def _batchnorm_test(batch_stats: PyTree) -> Callable[[tuple[str, ...]], bool]:
     exact = {m for m in modules if {(*m, "mean"), (*m, "var")} <= paths}
     # Params may come as {"params": params}, which statistics never do.
     return lambda module: tuple(x for x in module if x != "params") in exact
-
-
-def _matches(rule: Any, path: str, leaf: Any) -> bool:
-    return bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))

@@ -25,8 +25,8 @@ from jamp._core.tree import (
 )
 from jamp._policy.forward import forward_policy, under_policy
 from jamp._scaling import mapped_axis
-from jamp._scaling.loss import HasLossScales, find_loss_scale, grad_of_product
-from jamp._scaling.rules import unscale_tree
+from jamp._scaling.loss import find_loss_scale, grad_of_product
+from jamp._scaling.rules import HasLossScales, unscale_tree
 from jamp._scaling.unscaled import nan_unless
 from jamp.optimizers._masters import fused_inside
 

@@ -17,7 +17,7 @@ from jamp._core.tree import mapping_like, path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
-from jamp._state.step import groups_of, wide_params
+from jamp._state.step import groups_of, master_params
 from jamp.optimizers._masters import MasterWeights, inside
 
 
@@ -54,7 +54,7 @@ def grown[S](
     wrapped = [x.tx for x in by_key.values() if isinstance(x.tx, MasterWeights)]
     new = new_state(
         type(old),
-        put(wide_params(old), params, "params"),
+        put(master_params(old), params, "params"),
         put(old.params, cast, "params"),
         txs,
         store_remainder=any(tx.store_remainder for tx in wrapped),

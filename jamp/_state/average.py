@@ -15,7 +15,8 @@ from jamp._core import groups
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable, is_half
 from jamp._core.tree import check_like, select
-from jamp._state.amp_state import AmpState, master_params
+from jamp._state.amp_state import AmpState
+from jamp._state.step import master_params
 
 _REMEDY = "it moves like `jamp.master_params(new)`; begin with that."
 _STANDS_STILL = (

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
+from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import HasGroups, Key
 from jamp._core.tree import (
@@ -28,9 +29,9 @@ from jamp._core.tree import (
     with_trained,
 )
 from jamp._core.warnings import PrecisionWarning, warn
-from jamp._scaling.loss import HasLossScales, find_loss_scale
-from jamp._scaling.origin import warn_of_plain_gradients
-from jamp._scaling.unscaled import raw_of, still_scaled
+from jamp._scaling.loss import find_loss_scale
+from jamp._scaling.rules import HasLossScales
+from jamp._scaling.unscaled import raw_of, still_scaled, warn_of_plain_gradients
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
@@ -137,8 +138,11 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
         expected = differentiable(groups.get(state.params, key))
-        if not _takes_examples(entry, groups_of(state)[key]):
+        try:
             check_like(entry, expected, what, _REMEDY)
+        except ValueError:
+            if not _takes_examples(entry, groups_of(state)[key]):
+                raise
         trees[key], overwrite[key] = split_overwrite(entry)
     leaves = jax.tree.leaves(trees)
     finite = _finite(leaves, loss_id) if rule.checks else True
@@ -290,8 +294,22 @@ def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
     }
 
 
-def wide_params(state: TrainState) -> PyTree:
-    """The params in float32: the masters where there are some."""
+@moves_constants
+def master_params(state: TrainState) -> PyTree:
+    """The params in float32: the masters where there are any.
+
+    Args:
+        state: an AmpState.
+
+    Returns:
+        A tree like `state.params`. Without masters, half params are widened.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = jnp.full(1, 0.1)
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
+    0.099976 0.100000
+    """
     wide = {key: wide_group(group) for key, group in groups_of(state).items()}
     return groups.pack(wide, state.params)
 

@@ -36,7 +36,7 @@ from jamp._state.step import groups_of
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._operation import Operation, bytes_of, product_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
-from jamp.diagnostics._step import Call, call_of, traced
+from jamp.diagnostics._step import traced
 from jamp.optimizers._masters import MasterWeights
 
 _REASONS = {
@@ -115,7 +115,7 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
-            return explain_step(call_of("explain", fn, args[0], args[1:], kwargs))
+            return _explained_step(fn, args[0], args[1:], kwargs)
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
         found = _operations(program, _Enclosing(scope.policy.lists))
@@ -124,11 +124,15 @@ def explain(
     return explained
 
 
-def explain_step(call: Call) -> Explanation:
-    """Explains a step, forward and backward."""
+def _explained_step(
+    loss_fn: Callable[..., Any],
+    state: AmpState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Explanation:
     with noting(True):
-        program = traced(call).program
-    properties = call.state.properties
+        program = traced("explain", loss_fn, state, args, kwargs).program
+    properties = state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
@@ -138,7 +142,7 @@ def explain_step(call: Call) -> Explanation:
         dtype=str(half or jnp.dtype(jnp.float32)),
         level=properties.opt_level,
         operations=tuple(op for op in found if op.module or op.source),
-        memory=tuple(_memory_of(call.state)),
+        memory=tuple(_memory_of(state)),
     )
 
 

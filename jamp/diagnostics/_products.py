@@ -1,7 +1,7 @@
 """What fp8 would lose of each product of a step, on the numbers of one batch.
 
-    y = dot_general x w      x8, w8 in e4m3fn; of a gradient, the cotangent in e5m2
-                             |x8 w8 - x w| / |x w|, in float32
+y = dot_general x w      x8, w8 in e4m3fn; of a gradient, the cotangent in e5m2
+                         |x8 w8 - x w| / |x w|, in float32
 """
 
 import functools
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jamp._autocast.fp8 import dequantized
-from jamp.diagnostics._ranges import is_float
+from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._replay import Site, Value
-from jamp.diagnostics._source import is_backward, module_path
+from jamp.diagnostics._source import is_backward
 from jamp.diagnostics._table import columns, short
 
 
@@ -38,14 +38,16 @@ class ProductLoss(NamedTuple):
 
 
 def loss_of_product(
-    site: Site, read: Sequence[Value], layer: str
+    site: Site, read: Sequence[Value], module: str
 ) -> ProductLoss | None:
     """What fp8 would lose of an operation; None of what is no product for it."""
     if site.eqn.primitive.name != "dot_general" or site.context.devices:
         return None
     numbers = site.eqn.params["dimension_numbers"]
     batched = any(numbers[1])  # attention's: these stay in half
-    if batched or not all(is_float(v.array) and v.array.ndim > 1 for v in read):
+    if batched or not all(
+        is_differentiable(v.array) and v.array.ndim > 1 for v in read
+    ):
         return None
     backward = is_backward(site.names)
     cotangents = [
@@ -54,7 +56,7 @@ def loss_of_product(
     arrays = [v.array for v in read]
     error, underflow = map(float, _lost(*arrays, numbers, *cotangents))
     return ProductLoss(
-        module_path(site.names) or layer,
+        module,
         "backward" if backward else "forward",
         site.line,
         error,

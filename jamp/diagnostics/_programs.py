@@ -1,13 +1,13 @@
 """How a replay goes into the operations that hold programs.
 
 A call's program is run in its place. A loop is run as a whole first, and then, if it
-gave what is not finite or somebody looks on, trip by trip; a `shard_map` likewise, with all
-devices' values side by side.
+gave what is not finite or somebody looks on, trip by trip; a `shard_map` only in the
+former case, with all devices' values side by side.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,16 @@ from jax.extend import core as jc
 from jax.sharding import PartitionSpec
 
 from jamp._autocast.frames import Kind, frames_of, program_of, shard_map_options
-from jamp.diagnostics._location import Cause, parents_of
-from jamp.diagnostics._ranges import Array, not_finite
-from jamp.diagnostics._replay import Context, Observe, Replay, Rule, Site, Value, operation
+from jamp.diagnostics._location import Array, Cause, not_finite, parents_of
+from jamp.diagnostics._replay import (
+    Context,
+    Observe,
+    Replay,
+    Rule,
+    Site,
+    Value,
+    operation,
+)
 from jamp.diagnostics._step import Step
 
 # A loop that runs longer is looked at as a whole: on rounded values it may never end.
@@ -27,9 +34,7 @@ _MOST_TRIPS = 100_000
 _MARKS = ("optimization_barrier", "apart", "pvary", "pcast")
 
 
-def replayed(
-    step: Step, scale: float, observe: Observe | None = None
-) -> list[Value]:
+def replayed(step: Step, scale: float, observe: Observe | None = None) -> list[Value]:
     """The loss and the gradients of a step at a loss scale.
 
     Args:

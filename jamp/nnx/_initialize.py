@@ -59,8 +59,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> M: ...
-
-
 @overload
 def initialize[M: Models](
     models: M,
@@ -70,8 +68,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
-
-
 @moves_constants
 def initialize(
     models: Models,

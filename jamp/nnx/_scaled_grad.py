@@ -29,14 +29,10 @@ type Fn[T] = Callable[..., T]
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Array, Any]]: ...
-
-
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
 ) -> Fn[tuple[tuple[Array, Any], Any]]: ...
-
-
 @no_argnums
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
@@ -71,7 +67,9 @@ def scaled_value_and_grad(
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
         compute = ScaledGrad(loss, has_aux=True, **options).checked
         state = optimizer.amp_state(models)
-        (value, (aux, after)), grads, finite = compute(state, loss.before, loss.others)
+        (value, (aux, after)), grads, finite = compute(
+            state, *loss.others, variables=loss.before
+        )
         if finite is not None:
             after = select(finite, after, loss.before)
         loss.write_back(after)
@@ -84,8 +82,6 @@ def scaled_value_and_grad(
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[Any]: ...
-
-
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
@@ -119,7 +115,7 @@ def check_optimizer(
 
 
 class PureLoss:
-    """`(params, before, others) -> (loss, (aux, after))`, of one call of a loss.
+    """`(params, *others, variables) -> (loss, (aux, after))`, of one call of a loss.
 
     Attributes:
         before: the arrays of what is not trained: in the models, and in NNX objects
@@ -145,18 +141,18 @@ class PureLoss:
         self.nodes_def, self.nodes_state = nnx.split(self.nodes)
         self.before = nnx.as_pure(self.rest), nnx.as_pure(self.nodes_state)
 
-    def __call__(self, params: PyTree, before: PyTree, others: list[Any]) -> Any:
+    def __call__(self, params: PyTree, *others: Any, variables: PyTree) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
         # Params that are not trained; `params` are shown so already.
-        frozen = from_pure(self.rest, shown(self.rest, before[0], self.half))
+        frozen = from_pure(self.rest, shown(self.rest, variables[0], self.half))
         there = nnx.merge(self.graphdef, by_path(params), frozen)
-        nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, before[1]))
+        nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, variables[1]))
         args, kwargs = self.put_back(nodes, others)
         out = self.loss_fn(there, *args, **kwargs)
         loss, aux = out if self.has_aux else (out, None)
         left = nnx.state(there, nnx.Not(self.wrt)), nnx.state(nodes)
         after = nnx.as_pure(left)
-        _check_structure(before, after)
+        _check_structure(variables, after)
         return loss, (aux, (written_back(self.rest, after[0]), after[1]))
 
     def write_back(self, after: PyTree) -> None:

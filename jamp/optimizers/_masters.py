@@ -6,7 +6,6 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -15,8 +14,9 @@ import optax
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
-from jamp._core.tree import check_like, copied, select
-from jamp.optimizers._fused import FusedTransformation, Transformation
+from jamp._core.groups import check_transformation
+from jamp._core.tree import copied, select
+from jamp.optimizers._fused import FusedTransformation, Transformation, check_step
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
@@ -107,8 +107,7 @@ def master_weights(
     >>> print(params)  # without masters it would stay at 1: half of its spacing is 2e-3
     [0.898438]
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"master_weights takes an optax transformation, got {tx!r}.")
+    check_transformation("master_weights", tx)
     if isinstance(tx, MasterWeights):
         raise ValueError(ALREADY_WRAPPED)
     return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
@@ -214,7 +213,7 @@ def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
 
 def values(weights: PyTree) -> PyTree:
     """What an optimizer steps: the masters, and float32 params in place of holes."""
-    return _map_weights(lambda w: w.value, weights)
+    return jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight)
 
 
 def step_weights(
@@ -273,10 +272,6 @@ def _written(
     return new if clean is None else select(clean, new, old)
 
 
-def _map_weights(fn: Callable[..., Any], weights: PyTree, *rest: PyTree) -> PyTree:
-    return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
-
-
 def _check_bfloat16(params: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
@@ -300,11 +295,7 @@ def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
             "MasterWeightsState that its `init` returned; of an AmpState that is "
             "`state.opt_state`, and `state.apply_gradients(grads=grads)` calls this."
         )
-    if params is None:
-        raise ValueError(
-            "master_weights needs the params: call `update(grads, state, params)`."
-        )
-    check_like(updates, params, "updates", "they must match the params.")
+    check_step("master_weights", updates, params)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     masters = structure.flatten_up_to(state.masters)
     for (path, param), master in zip(leaves, masters, strict=True):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-from jamp._core.tree import check_like
-from jamp.optimizers._fused import Transformation
+from jamp._core.groups import check_transformation
+from jamp.optimizers._fused import Transformation, check_step
 from jamp.optimizers._masters import landing, parted, step_weights, values
 from pallas_kernels import Weight
 
@@ -59,10 +59,7 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> StochasticRounding:
     >>> print(f"{params.astype(jnp.float32).mean():.2f}")  # to nearest it would stay 1
     0.90
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"stochastic_rounding takes an optax transformation, got {tx!r}."
-        )
+    check_transformation("stochastic_rounding", tx)
     return StochasticRounding.from_rule(_Rule(tx))
 
 
@@ -75,12 +72,7 @@ class _Rule:
         return StochasticRoundingState(jnp.int32(0), self.tx.init(wide))
 
     def update(self, updates, state, params=None, **extra_args):
-        if params is None:
-            raise ValueError(
-                "stochastic_rounding needs the params: call "
-                "`update(grads, state, params)`."
-            )
-        check_like(updates, params, "updates", "they must match the params.")
+        check_step("stochastic_rounding", updates, params)
         weights, count = jax.tree.map(Weight, params), state.count
         new, inner_state, updates = step_weights(
             self.tx, updates, state.inner_state, weights, count=count, **extra_args
