@@ -14,9 +14,11 @@ from jamp import (
     multi_tensor as multi_tensor,
     optimizers as optimizers,
 )
+from jamp._autocast.fp8 import Fp8 as Fp8
 from jamp._autocast.lists import AutocastLists as AutocastLists
 from jamp._autocast.marks import (
     disable_casts as disable_casts,
+    disable_fp8 as disable_fp8,
     float_function as float_function,
     half_function as half_function,
     half_kernel as half_kernel,

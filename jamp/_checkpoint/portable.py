@@ -110,8 +110,7 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
         )
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
-    _check_found(found, expected)
-    _check_values(found, state)
+    _check_found(found, expected, state)
     originals = filled(state.params, found["params"])
     inner = filled(_inner_states(state), found["opt_state"])
     read = {
@@ -212,7 +211,10 @@ def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_found(
+    found: dict[str, Any], expected: dict[str, Any], state: AmpState
+) -> None:
+    """Raises for what is not of this state, or no training comes to."""
     scalers = [
         sorted(name for name in tree if _SCALER.fullmatch(str(name)))
         for tree in (found, expected)
@@ -231,10 +233,6 @@ def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
         "that saved it; the opt level may be another, and half params must be cast to "
         "float32 first.",
     )
-
-
-def _check_values(found: dict[str, Any], state: AmpState) -> None:
-    """Raises for scales and counters that no training comes to."""
     for i, rule in enumerate(state.loss_scale_rules):
         name = f"loss_scaler{i}"
         same_kind = bool(found[name]["dynamic"]) == rule.moves

@@ -207,17 +207,17 @@ def _is_float32_alone(values: Sequence[Any]) -> bool:
     if any(map(is_half, values)):
         return False
     made = [eqn for x in values if (eqn := equation_of(x)) is not None]
-    inside = list(_inside(made))
+    inside = list(_equations_in(made))
     results = (v.aval for eqn in inside for v in eqn.outvars)
     is_product = any(e.primitive.name in _PRODUCTS for e in (*made, *inside))
     return is_product and not any(map(is_half, results))
 
 
-def _inside(eqns: Iterable[Any]) -> Iterable[Any]:
+def _equations_in(eqns: Iterable[Any]) -> Iterable[Any]:
     """The equations of the programs in equations."""
     for eqn in eqns:
         is_program = lambda x: hasattr(x, "eqns")  # noqa: E731
         for part in jax.tree.leaves(eqn.params, is_leaf=is_program):
             if is_program(part):
                 yield from part.eqns
-                yield from _inside(part.eqns)
+                yield from _equations_in(part.eqns)

@@ -89,16 +89,9 @@ class GroupGrads(NamedTuple):
 
 
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
-    """The gradients of each loss, checked.
-
-    Raises:
-        TypeError: `loss_id` is a sequence and `grads` is not.
-        IndexError: a `loss_id` is out of range.
-        ValueError: one for each loss is wanted, and there are more or fewer; a tree
-            differs from its params in structure or shape, or is of another loss.
-    """
+    """The gradients of each loss, checked as `apply_gradients` says."""
     if not isinstance(loss_id, Sequence):
-        return [_of_loss(grads, loss_id, state)]
+        return [_loss_grads(grads, loss_id, state)]
     if not isinstance(grads, Sequence):
         raise TypeError(
             f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
@@ -110,7 +103,7 @@ def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads
             f"{len(loss_id)} losses: pass one tree for each, as in "
             "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
         )
-    return [_of_loss(*pair, state) for pair in zip(grads, loss_id, strict=True)]
+    return [_loss_grads(*pair, state) for pair in zip(grads, loss_id, strict=True)]
 
 
 def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
@@ -128,7 +121,7 @@ def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
     return total
 
 
-def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
+def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
     trees, overwrite = {}, {}
     keys = groups.group_keys(state.tx)
@@ -271,7 +264,7 @@ def _takes_examples(grads: PyTree, group: Group) -> bool:
 
     As of DP-SGD, which clips the gradients of each example before it averages them.
     """
-    trained, tx = trained_params(group.params), masters.inside(group.tx)
+    trained, tx = trained_params(group.params), masters.bare(group.tx)
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(trained), strict=False))
     if not pairs or any(jnp.ndim(g) != p.ndim + 1 for g, p in pairs):
         return False
@@ -349,7 +342,7 @@ def step(
     Returns:
         The group with new params and optimizer state.
     """
-    inner, weights, state = masters.inside(group.tx), group.weights(), group.inner_state
+    inner, weights, state = masters.bare(group.tx), group.weights(), group.inner_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
         grads, scale = still_scaled(grads, skips=skip is not None)

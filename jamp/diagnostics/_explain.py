@@ -34,7 +34,7 @@ from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
 from jamp._state.step import groups_of
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._operation import Operation, bytes_of, product_of
+from jamp.diagnostics._operation import Operation, bytes_of, is_fp8, product_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 from jamp.diagnostics._step import traced
 from jamp.optimizers._masters import MasterWeights
@@ -58,6 +58,15 @@ _REASONS = {
     "program": "It holds a program: see inside.",
     "kept": "Its weight is a param that this level keeps in float32.",
     "no half param": "None of its operands depends on a param in half.",
+    "fp8": "It is a large product of an activation by a weight.",
+    "fp8 weight": "Half, not fp8: neither operand, or each, is made of params alone.",
+    "fp8 input": "Half, not fp8: it reads what the model is given.",
+    "fp8 last": "Half, not fp8: no product reads what is made of it, as of logits.",
+    "fp8 kept": "Half, not fp8: `Fp8(keep=)` names its weight.",
+    "fp8 loop": "Half, not fp8: all trips of a loop share its weight.",
+    "fp8 derivative": "Half, not fp8: a function has a derivative of its own.",
+    "fp8 disabled": "Half, not fp8: `disable_fp8`.",
+    "fp8 small": "Half, not fp8: too small to gain, see `Fp8(smallest=)`.",
     "level": "O0 casts nothing.",
     "gradient": "It is of a gradient, which has the dtype of its value.",
 }
@@ -283,7 +292,7 @@ def _decision_in_step(
         note, reason = _with_reason(note, around)
         if name == note.primitive and not is_backward(names):
             return written._replace(why=note.why), reason
-        if note.dtype in ("", written.dtype):
+        if note.dtype in ("", written.dtype) or is_fp8(note.dtype, written.dtype):
             reason = f"It is of the derivative of `{note.primitive}`: {reason}"
             return written._replace(why="derivative"), reason
         written = written._replace(why="gradient")
@@ -299,25 +308,25 @@ def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
 def _sentence(note: Note, lists: AutocastLists) -> str:
     name, region = note.primitive, note.region
     if note.why in ("list", "recorded"):
-        return _of_user(lists, What.PRIMITIVE, name) or _of_table(ROWS, name)
+        return _users_rule(lists, What.PRIMITIVE, name) or _reason_in(ROWS, name)
     if note.why != "region":
         return _REASONS[note.why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
     place = library_place(region)
     return (
-        _of_user(lists, What.REGION, region)
-        or _of_user(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
-        or f"`{region}`: {_of_table(_FUNCTION_ROWS, place or region)}"
+        _users_rule(lists, What.REGION, region)
+        or _users_rule(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
+        or f"`{region}`: {_reason_in(_FUNCTION_ROWS, place or region)}"
     )
 
 
-def _of_user(lists: AutocastLists, what: What, *names: str) -> str:
+def _users_rule(lists: AutocastLists, what: What, *names: str) -> str:
     """What the user has typed for one of some names; "" if for none."""
     users = dict(lists.rules_for(what))
     found = (name for name in names if name in users)
     return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
 
 
-def _of_table(rows: tuple[Row, ...], name: str) -> str:
+def _reason_in(rows: tuple[Row, ...], name: str) -> str:
     return next((row.reason for row in rows if name in row.primitives), "")

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from jamp.diagnostics import _table
-from jamp.diagnostics._operation import Operation, product_flops, warnings_of
+from jamp.diagnostics._operation import Operation, is_fp8, product_flops, warnings_of
 
 _SHOWN = 6  # warnings below the tree
 
@@ -62,6 +62,8 @@ class Explanation:
         """The totals, in a line; of a step, what is special about its memory too."""
         matmuls = sum(op.is_float_matmul for op in self.operations)
         share = "" if self.half_share is None else f", {self.half_share:.1%} in half"
+        fp8, _ = product_flops([op for op in self.operations if is_fp8(op.dtype)])
+        share += f", {fp8 / self.matmul_flops:.1%} in fp8" if fp8 else ""
         of = f"A step at {self.level}" if self.level else f"autocast, {self.promote}"
         memory = "".join(f"; {words}" for words in self.memory)
         return (

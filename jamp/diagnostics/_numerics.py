@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast.frames import frames_of
+from jamp._autocast.tracing import fp8_disabled
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_differentiable, is_half
 from jamp._core.tree import all_finite, path_string
@@ -130,8 +131,9 @@ def numerics(
 ) -> Numerics:
     """Counts what float16, bfloat16 and two formats of 8 bits would lose of a batch.
 
-    Runs the step operation by operation, as `locate` does. What is in half already has
-    lost what half loses: of a state at O0 it says what other levels would.
+    Runs the step operation by operation, as `locate` does, and what is in fp8 in half.
+    What is in half already has lost what half loses: of a state at O0 it says what
+    other levels would.
 
     Args:
         loss_fn, state, *args, **kwargs: see `locate`.
@@ -150,7 +152,8 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    step = scaled_step("numerics", loss_fn, state, args, kwargs)
+    with fp8_disabled(True):
+        step = scaled_step("numerics", loss_fn, state, args, kwargs)
     safe = _safe_scales(step)
     if scale is None:
         scale = _middle(safe) if safe else step.scale

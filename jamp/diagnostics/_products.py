@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jamp._autocast.fp8 import dequantized
+from jamp._autocast.quantized import Of, quantize
 from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._replay import Site, Value
 from jamp.diagnostics._source import is_backward
@@ -53,27 +53,28 @@ def loss_of_product(
     cotangents = [
         v.maker is not None and backward and is_backward(v.maker.names) for v in read
     ]
-    arrays = [v.array for v in read]
-    error, underflow = map(float, _lost(*arrays, numbers, *cotangents))
+    roles = [Of.COTANGENT if is_cotangent else Of.INPUT for is_cotangent in cotangents]
+    error, underflow = _lost(*(v.array for v in read), numbers, *roles)
     return ProductLoss(
         module,
         "backward" if backward else "forward",
         site.line,
-        error,
-        underflow,
+        float(error),
+        float(underflow),
     )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _lost(x: Array, y: Array, numbers: Any, *cotangents: bool) -> tuple[Array, Array]:
-    dtypes = [jnp.float8_e5m2 if c else jnp.float8_e4m3fn for c in cotangents]
-    exact = [a.astype(jnp.float32) for a in (x, y)]
-    rounded = [dequantized(a, dtype) for a, dtype in zip(exact, dtypes, strict=True)]
+def _lost(x: Array, y: Array, numbers: Any, *roles: Of) -> tuple[Array, Array]:
+    """The error of a product, and the underflow of its operands."""
     product = functools.partial(
         jax.lax.dot_general, dimension_numbers=numbers, precision="highest"
     )
-    difference = jnp.linalg.norm(product(*rounded) - product(*exact))
+    exact = [a.astype(jnp.float32) for a in (x, y)]
+    pairs = [quantize(a, of) for a, of in zip(exact, roles, strict=True)]
+    rounded = [jnp.ldexp(a8.astype(jnp.float32), exponent) for a8, exponent in pairs]
     norm = jnp.linalg.norm(product(*exact))
+    difference = jnp.linalg.norm(product(*rounded) - product(*exact))
     lost = [
         jnp.sum((q == 0) & (a != 0)) / jnp.maximum(1, jnp.sum(a != 0))
         for q, a in zip(rounded, exact, strict=True)

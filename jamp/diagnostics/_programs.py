@@ -21,7 +21,7 @@ from jamp.diagnostics._replay import (
     Context,
     Observe,
     Replay,
-    Rule,
+    ReplayRule,
     Site,
     Value,
     operation,
@@ -48,7 +48,7 @@ def replayed(step: Step, scale: float, observe: Observe | None = None) -> list[V
         return replay.run(step.program, given, Context())
 
 
-def _rule_of(eqn: jc.JaxprEqn) -> Rule:
+def _rule_of(eqn: jc.JaxprEqn) -> ReplayRule:
     if eqn.primitive.name in _MARKS:
         return lambda replay, site, read: read
     kinds = {frame.kind for frame in frames_of(eqn)} or {None}
@@ -169,7 +169,7 @@ def _number(array: Array) -> int:
     return int(first)
 
 
-_RULES: dict[Kind | None, Rule] = {
+_RULES: dict[Kind | None, ReplayRule] = {
     Kind.CALL: _call,
     Kind.BRANCH: _call,
     Kind.LOOP: _loop,

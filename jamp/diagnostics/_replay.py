@@ -104,7 +104,7 @@ class Site(NamedTuple):
         )
 
 
-type Rule = Callable[["Replay", Site, list[Value]], list[Value]]
+type ReplayRule = Callable[["Replay", Site, list[Value]], list[Value]]
 # Is called with an operation, what it reads, each result, and the param before it.
 type Observe = Callable[[Site, Sequence[Value], Array, str], None]
 
@@ -114,7 +114,7 @@ class Replay:
 
     def __init__(
         self,
-        rule_of: Callable[[jc.JaxprEqn], Rule],
+        rule_of: Callable[[jc.JaxprEqn], ReplayRule],
         observe: Observe | None = None,
     ):
         self.rule_of, self.observe = rule_of, observe

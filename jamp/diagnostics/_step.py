@@ -44,9 +44,6 @@ def traced(
 
     Shapes do for arrays. Paths are those in the state, or in the arguments. Python's
     numbers are not traced, as they are not in a step's code.
-
-    Raises:
-        TypeError: the state is not an AmpState.
     """
     _check_state(name, state)
     given = state, {"args": args, "kwargs": kwargs}
@@ -81,11 +78,7 @@ def scaled_step(
     loss_id: int = 0,
     wrt: Wrt = None,
 ) -> Step:
-    """`traced`, of values, with the loss scale among what it takes, at any level.
-
-    Raises:
-        TypeError: the state is not an AmpState; something is traced.
-    """
+    """`traced`, of values, with the loss scale among what it takes, at any level."""
     _check_state(name, state)
     if any(map(is_traced, jax.tree.leaves((state, args, kwargs)))):
         raise TypeError(

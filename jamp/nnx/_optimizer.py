@@ -69,13 +69,13 @@ class Optimizer(nnx.Optimizer):
         Raises:
             ValueError: trained Variables of other paths, shapes or dtypes.
         """
-        return self._with(arrays_of(models, self.wrt))
+        return self._state_with(arrays_of(models, self.wrt))
 
     @property
     def _like(self) -> dict[str, Any]:
         return {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
 
-    def _with(self, params: PyTree) -> AmpState:
+    def _state_with(self, params: PyTree) -> AmpState:
         check_same(_by_keystr(params), self._like, _NOT_THE_ONE, _REMEDY)
         return AmpState(
             apply_fn=no_forward,
@@ -127,9 +127,9 @@ class Optimizer(nnx.Optimizer):
             wanted = like.get(jax.tree_util.keystr(path), x)
             return cast(x, wanted.dtype) if is_castable(x) else x
 
-        state = self._with(jax.tree_util.tree_map_with_path(leaf, there))
+        state = self._state_with(jax.tree_util.tree_map_with_path(leaf, there))
         # As they were before something was put into the model.
-        state = self._with(rounded(master_params(state), state.params))
+        state = self._state_with(rounded(master_params(state), state.params))
         self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
 
     def update(

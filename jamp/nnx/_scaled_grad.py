@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
+from jamp._policy.forward import scope_by
 from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, no_argnums
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
@@ -134,7 +135,7 @@ class PureLoss:
     ):
         self.loss_fn, self.has_aux = loss_fn, has_aux
         self.models, self.wrt = models, optimizer.wrt
-        self.half = optimizer.properties.half_dtype
+        self.scope = scope_by(optimizer.properties)
         self.graphdef, _, self.rest = nnx.split(models, self.wrt, ...)
         self.nodes, self.others, self.put_back = take_out((args, kwargs))
         check_arguments_apart(models, self.nodes)
@@ -144,7 +145,7 @@ class PureLoss:
     def __call__(self, params: PyTree, *others: Any, variables: PyTree) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
         # Params that are not trained; `params` are shown so already.
-        frozen = from_pure(self.rest, shown(self.rest, variables[0], self.half))
+        frozen = from_pure(self.rest, shown(self.rest, variables[0], self.scope))
         there = nnx.merge(self.graphdef, by_path(params), frozen)
         nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, variables[1]))
         args, kwargs = self.put_back(nodes, others)

@@ -1,4 +1,4 @@
-"""Float32 master weights: kept beside half params, and stepped by optax.
+"""Half params stepped by optax: float32 masters beside them, or stochastic rounding.
 
 After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341). A
 param with its master is a `pallas_kernels.Weight`. States keep the masters as a tree
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Bool, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copied, select
-from jamp.optimizers._fused import FusedTransformation, Transformation, check_step
+from jamp.optimizers._fused import Transformation, check_step
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
@@ -113,6 +113,55 @@ def master_weights(
     return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
 
 
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        inner_state: the state of the wrapped transformation.
+    """
+
+    count: Int[Array, ""]
+    inner_state: Any
+
+
+class StochasticRounding(Transformation):
+    """What `stochastic_rounding` returns: optax's pair."""
+
+
+def stochastic_rounding(tx: optax.GradientTransformation) -> StochasticRounding:
+    r"""Steps bfloat16 params with `tx` and no masters, rounding them stochastically.
+
+    The step is in float32; the param becomes one of the two bfloat16 around it, the
+    upper one as often as it is nearer, so that small steps add up in the mean. The bits
+    are a hash of step, leaf and element: nothing is kept but a count, and they are the
+    same under any sharding and after a resume. Other params are stepped as `tx` does.
+
+    Place it last in a chain: `update` returns what makes `optax.apply_updates` land on
+    the rounded params. Under `jamp.initialize` write `stochastic_rounding=True` there.
+
+    Args:
+        tx: any optax transformation; it sees float32 gradients and params only.
+
+    Returns:
+        A transformation that is equal to, and hashes as, any other of the same `tx`.
+
+    Raises:
+        TypeError: `tx` is not a transformation.
+
+    >>> import jax.numpy as jnp, optax
+    >>> params, tx = jnp.ones(1000, jnp.bfloat16), stochastic_rounding(optax.sgd(1e-3))
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...     updates, state = tx.update(jnp.ones(1000), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> print(f"{params.astype(jnp.float32).mean():.2f}")  # to nearest it would stay 1
+    0.90
+    """
+    check_transformation("stochastic_rounding", tx)
+    return StochasticRounding.from_rule(_StochasticRule(tx))
+
+
 def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
     """What makes `optax.apply_updates` land on half params; else the update itself."""
     return jax.tree.map(
@@ -123,15 +172,9 @@ def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
     )
 
 
-def inside(tx: optax.GradientTransformation | None) -> Any:
+def bare(tx: optax.GradientTransformation | None) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
-
-
-def fused_inside(tx: optax.GradientTransformation | None) -> FusedTransformation | None:
-    """The fused optimizer that `tx` is, or keeps masters for."""
-    tx = inside(tx)
-    return tx if isinstance(tx, FusedTransformation) else None
 
 
 ALREADY_WRAPPED = (
@@ -165,6 +208,25 @@ class _MasterRule:
         new, masters = parted(new)
         state = MasterWeightsState(masters, inner_state)
         return landing(updates, new, params), state
+
+
+@dataclasses.dataclass(frozen=True)
+class _StochasticRule:
+    tx: optax.GradientTransformation
+
+    def init(self, params: PyTree) -> StochasticRoundingState:
+        wide = values(jax.tree.map(Weight, params))
+        return StochasticRoundingState(jnp.int32(0), self.tx.init(wide))
+
+    def update(self, updates, state, params=None, **extra_args):
+        check_step("stochastic_rounding", updates, params)
+        weights, count = jax.tree.map(Weight, params), state.count
+        new, inner_state, updates = step_weights(
+            self.tx, updates, state.inner_state, weights, count=count, **extra_args
+        )
+        count = optax.safe_increment(count)
+        state = state._replace(count=count, inner_state=inner_state)
+        return landing(updates, parted(new)[0], params), state
 
 
 def with_masters(
