@@ -172,6 +172,14 @@ class Facts:
         origin = self[eqn.outvars[0]].origin
         return not (origin.joins or origin.normalised) and origin.varies is None
 
+    def is_ratio(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether an operation divides by a float16 value.
+
+        JAX's derivative squares that, and 1 / x ** 2 is infinite below x = 0.004.
+        """
+        in_half = self.votes(eqn.invars[1:]) == {self.half}
+        return eqn.primitive.name == "div" and in_half and self.half == jnp.float16
+
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The bias that an equation adds to a product in half, if it does."""
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):

@@ -174,6 +174,8 @@ class Values:
             return Choice(FLOAT32, "smaller operand", apart=True)
         if self.is_chained(eqn, rule):
             return Choice(FLOAT32, "fusion")
+        if facts.widest and facts.is_ratio(eqn):
+            return Choice(FLOAT32, "ratio")
         return Choice(facts.half, "operands" if len(votes) == 1 else "narrowest")
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:

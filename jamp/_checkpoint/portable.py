@@ -259,10 +259,15 @@ def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):
-        scaler, scale = found[f"loss_scaler{i}"], rule.init()
+        scaler, like = found[f"loss_scaler{i}"], state.loss_scales[i]
+        # Of an ensemble's members each has its own.
+        first = (
+            jnp.broadcast_to(x, y.shape) for x, y in zip(rule.init(), like, strict=True)
+        )
+        scale = LossScaleState(*first)
         if bool(scaler["dynamic"]) == rule.moves:
             counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
-            first = scaler["loss_scale"] if rule.moves else scale.scale
-            scale = LossScaleState(first, **counts)
+            value = scaler["loss_scale"] if rule.moves else scale.scale
+            scale = LossScaleState(value, **counts)
         scales.append(scale)
     return tuple(scales)

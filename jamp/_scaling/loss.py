@@ -30,7 +30,7 @@ from jamp._scaling.rules import (
     LossScaleState,
     unscale_tree,
 )
-from jamp._scaling.unscaled import nan_unless
+from jamp._scaling.unscaled import nan_unless, warn_of_float32_gradients
 
 _CONSTANT = (
     "The loss does not depend on the params that loss_fn was called with: all "
@@ -89,6 +89,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         IndexError: `loss_id` is out of range.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
+    warn_of_float32_gradients(grads, state)
     raw, scale = split_overwrite(grads)[0], rule.current(scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.checks else None

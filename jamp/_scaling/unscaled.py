@@ -177,7 +177,17 @@ def warn_of_plain_gradients(grads: Sequence[Any], state: HasLossScales) -> None:
         return
     if any(rule.moves for rule in state.loss_scale_rules):
         warn(_UNSCALED.format(_WRITE), PrecisionWarning)
-    elif state.properties.patch_functions and _is_float32_alone(values):
+    else:
+        warn_of_float32_gradients(unknown, state)
+
+
+def warn_of_float32_gradients(grads: PyTree, state: HasLossScales) -> None:
+    """Warns of gradients of the params, at a level that casts, of which nothing is
+    half."""
+    params = set(map(id, jax.tree.leaves(state.params)))
+    values = computed_of(jax.tree.leaves(grads), lambda x: id(x) not in params)
+    of_params = any(id(x) in params for x in values)
+    if state.properties.patch_functions and of_params and _is_float32_alone(values):
         level = state.properties.opt_level
         warn(_FLOAT32.format(level, _WRITE), PrecisionWarning)
 

@@ -43,6 +43,7 @@ _REASONS = {
     "feeder": "What reads its result runs in float32.",
     "bias": "It is the bias of a product, which is part of the product.",
     "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
+    "ratio": "It divides by a value in float16, whose square its derivative reads.",
     "norm": "It is part of a norm: computed in float32, it goes out in half.",
     "carry": "A loop carries its result in float32: a sum keeps its digits.",
     "operands": "Its operands are in this dtype.",

@@ -37,10 +37,10 @@ class Operation:
         rule: of the lists or of the region: "half", "float32", "promote", "move" or
             "recorded".
         why: what decided: "list", "region", "precision", "feeder", "fusion", "bias",
-            "carry", "norm", "operands", "widest", "narrowest", "smaller operand",
-            "literal", "no vote", "recorded", "own dtype", "no float32", "unknown
-            primitive" or "program"; of a step also "kept" and "no half param" at O2,
-            O3 and O5, "derivative", "gradient", and at O0 "level".
+            "carry", "norm", "ratio", "operands", "widest", "narrowest", "smaller
+            operand", "literal", "no vote", "recorded", "own dtype", "no float32",
+            "unknown primitive" or "program"; of a step also "kept" and "no half param"
+            at O2, O3 and O5, "derivative", "gradient", and at O0 "level".
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
         sizes: of a matmul, M, N and K; of a convolution, its features.
