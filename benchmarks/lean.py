@@ -96,6 +96,7 @@ CASES = {
     "efficientnet": images(lean_images.EfficientNet()),
     "moe": text(lean_text.MoE(), 8, 1024),
     "words": text(lean_text.Words(), 8, 1024),
+    "tied": text(lean_text.Tied(), 4, 1024),
     "linen": text(lean_text.LinenStack(), 8, 512),
 }
 

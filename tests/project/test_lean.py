@@ -1,4 +1,4 @@
-"""Autocast and O2 to O5 are as lean as models written in half: fourteen architectures.
+"""Autocast and O2 to O5 are as lean as models written in half: 15 architectures.
 
 O6 is little more than O5, of five of them.
 
@@ -46,9 +46,12 @@ EXCEPTIONS = {
     # The first carry is float32, as the model says, so all are stacked so: 1.60.
     ("lstm", "widest"): Bound(1.05, 1.62),
     # Less: by hand the label's logit is scattered into float32 logits.
-    ("words", "widest"): Bound(0.80, 0.70),  # 0.79 and 0.69
-    ("words", "narrowest"): Bound(0.65, 0.70),  # 0.64 and 0.69
-    ("words", "O5"): Bound(0.62, 0.69),  # 0.61 and 0.68
+    ("words", "widest"): Bound(0.71, 0.44),  # 0.697 and 0.424
+    ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
+    ("words", "O5"): Bound(0.63, 0.39),  # 0.614 and 0.372
+    ("tied", "widest"): Bound(0.65, 0.45),  # 0.639 and 0.439
+    ("tied", "narrowest"): Bound(0.65, 0.45),  # 0.639 and 0.439
+    ("tied", "O5"): Bound(0.61, 0.36),  # 0.597 and 0.342
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
 }
