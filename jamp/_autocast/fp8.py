@@ -66,7 +66,7 @@ class Fp8:
     grad_weight: bool = True
     smallest: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "keep", self.rules)
         if not isinstance(self.grad_weight, bool):
             raise TypeError(

@@ -59,8 +59,9 @@ def fused_lamb(
     the plain learning rate here, and a trust ratio in optax.
 
     Args:
-        learning_rate, b1, b2, eps, weight_decay, bias_correction, adam_w_mode,
-            max_grad_norm, amsgrad, mask, moment_dtype, backend: as of `fused_adam`.
+        learning_rate, b1, b2, eps, weight_decay, adam_w_mode: as of `fused_adam`.
+        bias_correction, max_grad_norm, amsgrad: as of `fused_adam`.
+        mask, moment_dtype, backend: as of `fused_adam`.
         grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
 

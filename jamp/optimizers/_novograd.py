@@ -59,8 +59,8 @@ def fused_novograd(
     `bias_correction=False`, `init_zero=False`, and optax's b2 and eps.
 
     Args:
-        learning_rate, b1, b2, eps, weight_decay, amsgrad, mask, moment_dtype, backend:
-            as of `fused_adam`.
+        learning_rate, b1, b2, eps, weight_decay, amsgrad: as of `fused_adam`.
+        mask, moment_dtype, backend: as of `fused_adam`.
         bias_correction: whether to correct $m$ and $n$. apex corrects $n$ also where it
             does not begin at 0, so that first steps are small.
         reg_inside_moment: whether $m$ blends $g / d + \lambda w$, as in the paper.
