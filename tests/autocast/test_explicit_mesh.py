@@ -133,3 +133,50 @@ def test_a_step_outside_of_jit(opt_level):
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(jitted[2]), strict=True):
         assert jax.typeof(a) == jax.typeof(b)
         np.testing.assert_allclose(*(np.float32(x) for x in (a, b)), rtol=2**-7)
+
+
+def in_fp8(params, x):
+    h = x * params["one"]
+    h = jnp.tanh(h @ params["first"]) @ params["second"]
+    return jnp.square(h @ params["third"]).mean()
+
+
+@pytest.mark.parametrize("how", ["jit", "eager", "shard_map", "auto"])
+@on_eight_devices
+def test_products_in_fp8(how):
+    square = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32)
+    params = dict(zip(("first", "second", "third"), square / 4, strict=True))
+    params["one"] = np.float32(1)
+    x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+    fp8 = jamp.Fp8(smallest=1)
+
+    def step(state, x, **options):
+        return jamp.scaled_value_and_grad(in_fp8, **options)(state, x)
+
+    def both(place, mesh_kind, **options):
+        axes = (mesh_kind,) * 2
+        with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=axes)):
+            on_all = jax.device_put(params, P())
+            options |= {"fp8": fp8, "opt_level": "O6", "verbosity": 0}
+            state = jamp.initialize(on_all, optax.sgd(0.1), **options)
+            placed = jax.device_put(x, P("data"))
+            products = str(jax.make_jaxpr(place)(state, placed)).count("f8_e5m2[")
+            assert products >= 2
+            return jax.tree.map(np.asarray, place(state, placed))
+
+    kind = AxisType.Auto if how == "auto" else AxisType.Explicit
+    places = {
+        "eager": step,
+        "shard_map": lambda *args: jax.jit(
+            jax.shard_map(
+                functools.partial(step, axis_name="data"),
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+            )
+        )(*args),
+    }
+    loss, grads = both(places.get(how, jax.jit(step)), kind)
+    expected, plain = jax.value_and_grad(in_fp8)(params, jnp.asarray(x))
+    assert distance(loss, expected) <= 0.05
+    for name in ("first", "second", "third"):
+        assert distance(grads[name], plain[name]) <= 0.2, name
