@@ -115,6 +115,11 @@ MECHANISMS = {
         "facts.Facts.is_chained",
         _gives(False),
     ),
+    "ratios": Mechanism(
+        "A division by a float16 value is computed in float32.",
+        "facts.Facts.is_ratio",
+        _gives(False),
+    ),
     "norms": Mechanism(
         "A half value that meets its own statistics stays half.",
         "origins.is_normalised",

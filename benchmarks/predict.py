@@ -79,11 +79,10 @@ def _kernels(program: Any) -> Iterator[Kernel]:
 def _products(instruction: Any, outer: Any, program: Any) -> Iterator[tuple]:
     """FLOPs and dtype of each matmul of an instruction, and of what it calls."""
     from jamp.tools import _hlo
-    from tests.hlo import is_product
 
-    if is_product(instruction):
+    if instruction.is_product:
         yield _flops(instruction, outer)
-    times = int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
+    times = _hlo._trips(instruction)
     for name in _hlo._called(instruction):
         body = program.computations[name]
         for inner in body.values():

@@ -48,8 +48,18 @@ class Row(NamedTuple):
         return " | ".join([self.name, self.half, *errors, "OK" * self.is_fine()])
 
 
-def both_passes(fn: Callable) -> Callable:
-    """Of arguments and a key: results and gradients as lists, of the floats there."""
+def drawn(seed: Any, outs: list) -> list:
+    """A cotangent for each result, in float32."""
+    return [
+        jax.random.normal(jax.random.fold_in(seed, i), y.shape, np.float32) / 64
+        if y.ndim
+        else jnp.ones_like(y)
+        for i, y in enumerate(outs)
+    ]
+
+
+def both_passes(fn: Callable, cotangents: Callable = drawn) -> Callable:
+    """Of arguments and a seed: results and gradients as lists, of the floats there."""
 
     def run(args, seed):
         def of_floats(*floats):
@@ -58,14 +68,8 @@ def both_passes(fn: Callable) -> Callable:
             return [y for y in jax.tree.leaves(outs) if is_float(y)]
 
         outs, pull = jax.vjp(of_floats, *filter(is_float, args))
-        cotangents = [
-            jax.random.normal(jax.random.fold_in(seed, i), y.shape, np.float32) / 64
-            if y.ndim
-            else jnp.ones_like(y)
-            for i, y in enumerate(outs)
-        ]
-        grads = pull([c.astype(y.dtype) for c, y in zip(cotangents, outs, strict=True)])
-        return outs, list(grads)
+        pairs = zip(cotangents(seed, outs), outs, strict=True)
+        return outs, list(pull([c.astype(y.dtype) for c, y in pairs]))
 
     return run
 

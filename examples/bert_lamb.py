@@ -20,7 +20,7 @@ from flags import Flags, run_script
 def parse(argv=None):
     parser = Flags(__doc__)
     add = parser.add_argument
-    add("--opt-level", default="O2", help="O0 to O5")
+    add("--opt-level", default="O2", help="O0 to O6")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
     add("--init-scale", type=float, help="a dynamic scale that starts here")
     add("--steps", type=int, default=2000)

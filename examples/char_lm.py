@@ -20,7 +20,7 @@ from flags import Flags, run_script
 def parse(argv=None):
     parser = Flags(__doc__)
     add = parser.add_argument
-    add("--opt-level", default="O2", help="O0 to O5")
+    add("--opt-level", default="O2", help="O0 to O6")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
     add("--compare", action="store_true", help="train at O0, O1, O2, O4 and O5")
     add("--lr", type=float, default=3e-3, help="after the warm-up; a cosine ends at 0")

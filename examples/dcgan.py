@@ -23,7 +23,7 @@ from flags import Flags, run_script
 def parse(argv=None):
     parser = Flags(__doc__)
     add = parser.add_argument
-    add("--opt_level", "--opt-level", default="O1", help="O0 to O5")
+    add("--opt_level", "--opt-level", default="O1", help="O0 to O6")
     add("--niter", type=int, default=60, help="epochs")
     add("--steps", type=int, help="instead of --niter")
     add("--batchSize", type=int, default=64)

@@ -32,7 +32,7 @@ def parse(argv=None):
     add = parser.add_argument
     add("--processes", type=int, default=1, help="to start on this machine's CPU")
     add("--launched", action="store_true", help=argparse.SUPPRESS)
-    add("--opt-level", default="O2", help="O0 to O5")
+    add("--opt-level", default="O2", help="O0 to O6")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
     add("--fsdp", action="store_true", help="split params, masters and moments, too")
     add("--overflow-at", type=int, metavar="STEP", help="inf on one process (O1, O2)")

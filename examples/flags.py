@@ -21,7 +21,7 @@ if not os.path.exists("/dev/nvidiactl"):
 if sys.version_info < (3, 12):  # noqa: UP036
     sys.exit(f"jamp needs Python 3.12 or newer; this is {sys.version.split()[0]}.")
 
-LEVELS = "O0", "O1", "O2", "O3", "O4", "O5"
+LEVELS = "O0", "O1", "O2", "O3", "O4", "O5", "O6"
 FROM_ZERO = "seed", "manualSeed", "start_epoch", "layers", "sample", "workers", "prof"
 
 
@@ -66,7 +66,7 @@ def picture(text):
 
 
 HELP = {
-    "opt_level": "O0 to O5",
+    "opt_level": "O0 to O6",
     "keep_batchnorm_fp32": "True or False",
     "loss_scale": "dynamic, or a number such as 128.0",
     "init_scale": "a dynamic scale that starts here",

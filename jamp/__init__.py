@@ -14,9 +14,11 @@ from jamp import (
     multi_tensor as multi_tensor,
     optimizers as optimizers,
 )
+from jamp._autocast.fp8 import Fp8 as Fp8
 from jamp._autocast.lists import AutocastLists as AutocastLists
 from jamp._autocast.marks import (
     disable_casts as disable_casts,
+    disable_fp8 as disable_fp8,
     float_function as float_function,
     half_function as half_function,
     half_kernel as half_kernel,
@@ -49,11 +51,12 @@ from jamp._scaling.value_and_grad import (
     scaled_grad as scaled_grad,
     scaled_value_and_grad as scaled_value_and_grad,
 )
-from jamp._state.amp_state import AmpState as AmpState, master_params as master_params
+from jamp._state.amp_state import AmpState as AmpState
 from jamp._state.average import incremental_update as incremental_update
 from jamp._state.check import check as check
 from jamp._state.closure import closure as closure
 from jamp._state.initialize import initialize as initialize
+from jamp._state.step import master_params as master_params
 from jamp.optimizers._masters import (
     MasterWeightsState as MasterWeightsState,
     master_weights as master_weights,

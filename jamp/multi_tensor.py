@@ -1,5 +1,7 @@
 """apex's multi_tensor operations over pytrees: scale, axpby, l2norm."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import check_like
-from pallas_kernels import Blocks, Job, Numbers, Options, Results, defects, norm, run
+from pallas_kernels import Blocks, Job, Numbers, Options, defects, norm, run
 
 
 def scale(
@@ -42,10 +44,9 @@ def scale(
     [0.5 inf] True
     """
     leaves, structure = _flatten(tree, "tree")
-    tags = [jnp.dtype(x.dtype if dtype is None else dtype) for x in leaves]
     columns = [{"x": x} for x in leaves]
-    how = Options(backend=backend), {"factor": factor}, tags
-    return _tree_and_flag(structure, run(_SCALE, columns, *how))
+    tags = [(jnp.dtype(x.dtype if dtype is None else dtype), "x") for x in leaves]
+    return _summed(structure, columns, {"x": factor}, tags, backend)
 
 
 def axpby(
@@ -88,10 +89,10 @@ def axpby(
     check_like(y, x, "y", "pass two trees of one structure.")
     xs, structure = _flatten(x, "x")
     ys, _ = _flatten(y, "y")
-    tags = [(jnp.dtype(y.dtype if dtype is None else dtype), check) for y in ys]
     columns = [{"x": u, "y": v} for u, v in zip(xs, ys, strict=True)]
-    how = Options(backend=backend), {"a": a, "b": b}, tags
-    return _tree_and_flag(structure, run(_AXPBY, columns, *how))
+    checked = "xy" if check == "both" else check
+    tags = [(jnp.dtype(y.dtype if dtype is None else dtype), checked) for y in ys]
+    return _summed(structure, columns, {"x": a, "y": b}, tags, backend)
 
 
 def l2norm(
@@ -142,21 +143,27 @@ def _flatten(tree: PyTree, what: str) -> tuple[list[Array], Any]:
     return [jnp.asarray(x) for x in leaves], structure
 
 
-def _tree_and_flag(structure: Any, results: Results) -> tuple[PyTree, Array]:
+def _summed(
+    structure: Any,
+    columns: list[Blocks],
+    factors: dict[str, ArrayLike],
+    tags: Sequence[tuple[DTypeLike, str]],
+    backend: str,
+) -> tuple[PyTree, Array]:
+    """A tree of sums of columns times factors; whether a checked column is not finite.
+
+    A tag is the dtype of the sum, and the columns to check.
+    """
+    results = run(_SUM, columns, Options(backend=backend), factors, tags)
     out = [leaf["out"] for leaf in results.leaves.values()]
     return structure.unflatten(out), jnp.any(results.reductions["defects"] != 0)
 
 
-def _scaled(s: Numbers, dtype: DTypeLike, columns: Blocks) -> Blocks:
-    x = columns["x"]
-    return {"out": (s["factor"] * x).astype(dtype), "defects": defects(x)}
-
-
 def _weighted_sum(s: Numbers, tag: tuple[DTypeLike, str], columns: Blocks) -> Blocks:
-    (dtype, check), x, y = tag, columns["x"], columns["y"]
-    bad = {"x": defects(x), "y": defects(y), "both": defects(x) + defects(y)}
-    return {"out": (s["a"] * x + s["b"] * y).astype(dtype), "defects": bad[check]}
+    dtype, checked = tag
+    total = functools.reduce(jnp.add, [s[c] * x for c, x in columns.items()])
+    bad = functools.reduce(jnp.add, [defects(columns[c]) for c in checked])
+    return {"out": total.astype(dtype), "defects": bad}
 
 
-_SCALE = Job(_scaled, reductions={"defects": "sum"})
-_AXPBY = Job(_weighted_sum, reductions={"defects": "sum"})
+_SUM = Job(_weighted_sum, reductions={"defects": "sum"})

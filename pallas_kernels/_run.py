@@ -108,11 +108,7 @@ def run(
 
 
 def check_backend(backend: str) -> None:
-    """Raises for what is not a backend.
-
-    Raises:
-        ValueError: it is none of `BACKENDS`.
-    """
+    """Raises a ValueError for what is none of `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}.")
 

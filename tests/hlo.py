@@ -1,4 +1,4 @@
-"""Compiled programs as `jamp.diagnostics` counts them, and the products in them."""
+"""Compiled programs as `jamp.diagnostics` counts them, and what tests ask beside."""
 
 import dataclasses
 import functools
@@ -14,9 +14,6 @@ from jamp.tools._hlo import (
     parse as parse,
     shape_bytes as shape_bytes,
 )
-
-PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
-LIBRARIES = ("__cublas$", "__cudnn$")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +35,6 @@ class Program(_hlo.Program):
         return Cost(kernels, traffic - sum(spared))
 
     @functools.cached_property
-    def products(self) -> list[list[str]]:
-        """The types of both factors of each: in fusions and loops, and of libraries."""
-        return [
-            [computation[n].shape.lstrip("(").partition("[")[0] for n in i.operands[:2]]
-            for computation in self.computations.values()
-            for i in computation.values()
-            if is_product(i)
-        ]
-
-    @functools.cached_property
     def aliased_bytes(self) -> int:
         """Bytes of the parameters whose buffers outputs take over."""
         header = self.text[: self.text.index("entry_computation_layout")]
@@ -67,8 +54,3 @@ def aliased_operands(instruction: Instruction) -> list[int]:
     aliasing = r"output_to_operand_aliasing=(\{(?:[^{}]|\{[^{}]*\})*\})"
     pairs = instruction.attribute(aliasing) or ""
     return [int(n) for n in re.findall(r": \((\d+), \{", pairs)]
-
-
-def is_product(instruction: Instruction) -> bool:
-    target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
-    return instruction.opcode in PRODUCTS or target.startswith(LIBRARIES)

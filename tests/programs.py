@@ -4,10 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-
-from jamp._autocast.frames import Frame, Kind, frames_of
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
 WIDE = frozenset(("float32", "float64", "f32", "f64"))  # as XLA writes them, too
@@ -49,50 +46,6 @@ def evaluate(fn: Callable, *args: Any) -> Any:
     """Calls `fn` compiled without optimisation: in tests compiling takes the time."""
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
-
-
-def interpret(fn: Callable, *args: Any) -> Any:
-    """Calls `fn` operation by operation: of many programs, none but these compile."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    outs = _interpret(closed.jaxpr, [*closed.consts, *jax.tree.leaves(args)])
-    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
-
-
-def _interpret(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        outs = _results(eqn, list(map(read, eqn.invars)))
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
-
-
-def _results(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-    frames = frames_of(eqn)
-    if frames and frames[0].kind is Kind.CALL:
-        return _interpret(frames[0].program, operands)
-    if eqn.primitive.name == "scan":
-        return _loop(frames[0], operands, eqn.params["reverse"])
-    params = eqn.primitive.get_bind_params(eqn.params)
-    outs = eqn.primitive.bind(*operands, **params)
-    return outs if eqn.primitive.multiple_results else [outs]
-
-
-def _loop(frame: Frame, operands: list[Any], reverse: bool) -> list[Any]:
-    fixed = frame.consts + frame.carries
-    consts, carry = operands[: frame.consts], operands[frame.consts : fixed]
-    slices, trips = list(map(np.asarray, operands[fixed:])), range(frame.trips or 0)
-    rows = []
-    for i in reversed(trips) if reverse else trips:
-        given = [*consts, *carry, *(x[i] for x in slices)]
-        outs = _interpret(frame.program, given)
-        carry = outs[: frame.carries]
-        rows.append(outs[frame.carries :])
-    rows = rows[::-1] if reverse else rows
-    return [*carry, *(np.stack(row) for row in zip(*rows, strict=True))]
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

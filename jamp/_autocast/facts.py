@@ -53,7 +53,7 @@ class Fact(NamedTuple):
 
 
 # Of a product with no wish of the user's.
-_PLAIN = {"precision": None, "out_sharding": None}.items()
+PLAIN = {"precision": None, "out_sharding": None}.items()
 
 
 class Facts:
@@ -101,7 +101,7 @@ class Facts:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        sources = [self[v].source for v in eqn.invars]
+        sources = [self._params_in(v) for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
         if Source.KEPT in sources and Source.HALF not in sources:
             return Rule.FLOAT32, KEPT
@@ -119,7 +119,19 @@ class Facts:
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
-        return self[atom].source == Source.HALF
+        return self._params_in(atom) == Source.HALF
+
+    def is_weight(self, atom: Atom) -> bool:
+        """Whether a value is made of params alone: of a half model, of half ones."""
+        weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
+        return self._params_in(atom) == weights
+
+    def depends_on_params(self, atom: Atom) -> bool:
+        """Whether a value is made of some param, and maybe of data too."""
+        return bool(self[atom].source & (Source.HALF | Source.KEPT))
+
+    def _params_in(self, atom: Atom) -> Source:
+        return self[atom].source & ~Source.STAYS
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
@@ -160,6 +172,14 @@ class Facts:
         origin = self[eqn.outvars[0]].origin
         return not (origin.joins or origin.normalised) and origin.varies is None
 
+    def is_ratio(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether an operation divides by a float16 value.
+
+        JAX's derivative squares that, and 1 / x ** 2 is infinite below x = 0.004.
+        """
+        in_half = self.votes(eqn.invars[1:]) == {self.half}
+        return eqn.primitive.name == "div" and in_half and self.half == jnp.float16
+
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The bias that an equation adds to a product in half, if it does."""
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
@@ -173,7 +193,7 @@ class Facts:
 
     def weight(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The operand of a product that all trips of a loop share, if one is."""
-        if eqn.primitive.name != "dot_general" or not _PLAIN <= eqn.params.items():
+        if eqn.primitive.name != "dot_general" or not PLAIN <= eqn.params.items():
             return None
         shared = [v for v in eqn.invars if is_float32(v) and self[v].shared]
         return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
@@ -182,8 +202,12 @@ class Facts:
         """Whether the user's program casts a kept param to half by itself."""
         if eqn.primitive.name != "convert_element_type":
             return False
-        kept = self[eqn.invars[0]].source == Source.KEPT
-        return kept and dtype_of(eqn.outvars[0]) == self.half
+        kept = self._params_in(eqn.invars[0]) == Source.KEPT
+        return (
+            self.scope.policy.of_model
+            and kept
+            and dtype_of(eqn.outvars[0]) == self.half
+        )
 
     def _exceeds_half(self, value: Any) -> bool:
         """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
@@ -229,7 +253,7 @@ class Facts:
 
         Of a derivative's operands nothing is known: it is in half as a product is.
         """
-        weighted = any(self[v].source == Source.KEPT for v in eqn.invars)
+        weighted = any(self._params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
         return self.scope.scope_of_programs(eqn)._replace(within=within or Source.DATA)
 
@@ -242,7 +266,7 @@ class Facts:
             return [_fact_of_one_of(facts) for facts in zip(*found, strict=True)]
         source = marked_source(eqn)
         if source is not None:
-            vote = self.half if source is Source.HALF else FLOAT32
+            vote = self.half if Source.HALF in source else FLOAT32
             asks = self[eqn.invars[0]].asks
             return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), source)]
         rule, region = self.ruling(eqn)

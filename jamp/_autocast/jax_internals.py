@@ -234,20 +234,25 @@ def _jitted(primitive: jc.Primitive, params: tuple[Any, ...]) -> Callable[..., A
 def call(
     function: Callable[..., Any],
     operands: Sequence[Any],
-    result: jc.Var,
+    results: Sequence[jc.Var] | None,
     place: jc.JaxprEqn,
-) -> jc.JaxprEqn | None:
+) -> Any:
     """The one equation that a function is traced to, in the place of another one.
 
     JAX traces a function once for operands of the same types and under the same flags.
+    Without `results`, these are new variables.
 
-    None if its result is not traced without its mesh: varying over an axis of
+    None if a result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    (eqn,) = jax.jit(function).trace(*(v.aval for v in operands)).jaxpr.eqns
-    if eqn.outvars[0].aval != result.aval:
+    with place.ctx.manager:
+        (eqn,) = jax.jit(function).trace(*(v.aval for v in operands)).jaxpr.eqns
+    if results is None:
+        results = [jc.Var(v.aval) for v in eqn.outvars]
+    if [v.aval for v in eqn.outvars] != [v.aval for v in results]:
         return None
-    return eqn.replace(invars=list(operands), outvars=[result], **_reader_info(place))
+    outvars = list(results)
+    return eqn.replace(invars=list(operands), outvars=outvars, **_reader_info(place))
 
 
 def checkpointed(

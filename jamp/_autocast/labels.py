@@ -55,7 +55,7 @@ def _with_label(eqn: jc.JaxprEqn, labels: Mapping[int, int]) -> jc.JaxprEqn:
     if id(eqn) in labels:
         params = tuple(sorted(eqn.params.items()))
         function = _label(labels[id(eqn)], params)
-        return call(function, eqn.invars, eqn.outvars[0], eqn) or eqn
+        return call(function, eqn.invars, eqn.outvars, eqn) or eqn
     inside = [(f.program, with_labels(f.program.eqns, labels)) for f in frames_of(eqn)]
     if all(
         new is old for p, eqns in inside for new, old in zip(eqns, p.eqns, strict=True)

@@ -31,11 +31,12 @@ from jamp._autocast.tracing import (
     Replaced,
     casting,
     disabled,
+    fp8_disabled,
     tracing,
     tracing_for,
 )
 from jamp._core.dtypes import FLOAT32
-from jamp._core.tree import widen_tree
+from jamp._core.tree import path_string, widen_tree
 
 MARKERS = {
     Rule.HALF: "jamp_half",
@@ -44,6 +45,7 @@ MARKERS = {
     Rule.RECORDED: "jamp_recorded",
 }
 KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
+NO_FP8 = "jamp_no_fp8"  # of `disable_fp8`
 
 
 # ---- how a function runs
@@ -92,6 +94,25 @@ def disable_casts() -> Iterator[None]:
     [[1.0002]]
     """
     with jax.named_scope(MARKERS[Rule.RECORDED]), casting(False), disabled(True):
+        yield
+
+
+def disable_fp8() -> AbstractContextManager[None]:
+    """Leaves fp8 out of what is traced inside: its products run in half.
+
+    A context manager and a decorator. May be nested, and ends with an exception too.
+
+    >>> import jamp
+    >>> @jamp.disable_fp8()
+    ... def evaluate(state, x):
+    ...     return state.apply_fn(state.params, x)
+    """
+    return _without_fp8()
+
+
+@contextlib.contextmanager
+def _without_fp8() -> Iterator[None]:
+    with jax.named_scope(NO_FP8), fp8_disabled(True):
         yield
 
 
@@ -214,6 +235,7 @@ class Source(enum.Flag):
     HALF = enum.auto()  # params in half
     KEPT = enum.auto()  # params that stay float32
     DATA = enum.auto()  # all else that is not known while tracing
+    STAYS = enum.auto()  # params that fp8 is to leave as they are
 
 
 # As `checkpoint_name` gives them: that uses another primitive under `jax_remat3`.
@@ -221,6 +243,8 @@ _NAMES = {
     Source.HALF: "jamp_half_param",
     Source.KEPT: "jamp_kept_param",
     Source.DATA: "jamp_model_boundary",
+    Source.HALF | Source.STAYS: "jamp_half_param_not_fp8",
+    Source.KEPT | Source.STAYS: "jamp_kept_param_not_fp8",
 }
 _SOURCES = {name: source for source, name in _NAMES.items()}
 
@@ -231,16 +255,24 @@ def marked_source(eqn: jc.JaxprEqn) -> Source | None:
     return _SOURCES.get(eqn.params["name"]) if is_name else None
 
 
-def shown_params[T](tree: T, half: Any) -> T:
-    """Params as the user's program sees them: those in half as float32."""
+def shown_params[T](tree: T, policy: Any) -> T:
+    """Params as the user's program sees them under a `Policy`: in float32.
 
-    def leaf(x):
+    Those of a half model are marked, and, for the weights of products to be known,
+    those under autocast with fp8.
+    """
+    half, fp8 = policy.dtype if policy.of_model else None, policy.fp8
+
+    def leaf(path, x):
         dtype = getattr(x, "dtype", None)
-        if dtype == half:
-            return name_p.bind(x.astype(FLOAT32), name=_NAMES[Source.HALF])
-        return name_p.bind(x, name=_NAMES[Source.KEPT]) if dtype == FLOAT32 else x
+        if dtype is None or (dtype != FLOAT32 and (half is None or dtype != half)):
+            return x
+        source = Source.KEPT if dtype == FLOAT32 else Source.HALF
+        if fp8 and fp8.keeps(path_string(path), x):
+            source |= Source.STAYS
+        return name_p.bind(x.astype(FLOAT32), name=_NAMES[source])
 
-    return jax.tree.map(leaf, tree)
+    return jax.tree.map_with_path(leaf, tree) if half or fp8 else tree
 
 
 def at_boundary[T](tree: T) -> T:

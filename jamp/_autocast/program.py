@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.lists import AutocastLists, What
-from jamp._autocast.marks import KERNEL, MARKERS, Source
+from jamp._autocast.marks import KERNEL, MARKERS, NO_FP8, Source
 from jamp._autocast.primitives import Rule, primitive_name
 from jamp._core.dtypes import FLOAT32
 
@@ -39,6 +39,7 @@ class Policy:
     promote: str  # "widest" or "narrowest", for operations whose operands differ
     # Whether only products of a half model are cast, at O2, O3 and O5.
     of_model: bool = False
+    fp8: Any = None  # an `Fp8` where products run in that
 
 
 class Scope(NamedTuple):
@@ -48,6 +49,7 @@ class Scope(NamedTuple):
     names: str = ""  # the name stack of the equations around it
     library: str = ""  # the function of JAX in the table that it is a part of, if any
     loop: bool = False  # whether it is in the body of a scan, which stacks what is kept
+    derived: bool = False  # whether it is in a function with a derivative of its own
     within: Source = Source.DATA  # what values depend on of which nothing is known
     written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
 
@@ -55,11 +57,14 @@ class Scope(NamedTuple):
     def key(self) -> Any:
         """Equal for places where the same programs are rewritten to the same."""
         names = self.names if self.policy.lists.rules_for(What.REGION) else None
-        return names or tuple(_MARKER.findall(self.names)), *self[2:5]
+        marks = tuple(_MARKER.findall(self.names)), NO_FP8 in self.names
+        return names or marks, *self[2:6]
 
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
+        if "custom" in primitive_name(eqn):
+            return self._replace(names=names, derived=True)
         if eqn.primitive.name != "jit":
             # JAX differentiates no other loop backward.
             is_scan = eqn.primitive.name == "scan"

@@ -35,6 +35,7 @@ from jamp._autocast.program import (
     name_stack,
     recorded,
 )
+from jamp._autocast.quantized import FORWARD, Of, product_of, quantize
 from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import with_bias, with_weight
 from jamp._autocast.values import Want, values_of
@@ -88,6 +89,8 @@ class Rewriter:
         # that somebody reads it in. A cast is written once, for the first reader.
         self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
         self.eqn: jc.JaxprEqn | None = None
+        # Values in fp8, and the exponents of their scales.
+        self.quantized: dict[Atom, list[jc.Var]] = {}
         self.begin = 0  # the place of the first that is written for `eqn`
         self.products = 0  # by weights that all trips of a loop share
         for var in facts.jaxpr.constvars:
@@ -171,12 +174,16 @@ class Rewriter:
             self.values.computed[same] = choice.computed
             self.versions[same] = self.versions[value]  # pyright: ignore[reportArgumentType]
             return
-        if choice.summed is not None:
+        dtype = str(choice.computed)
+        if choice.fp8 is not None:
+            self._write_in_fp8(eqn, choice.fp8)
+            dtype = np.dtype(FORWARD).name
+        elif choice.summed is not None:
             self._write_summed(eqn, choice.summed)
         else:
             self._write(eqn, choice.computed, choice.apart)
         why = "region" if region else choice.why
-        self._note(eqn, why, rule, str(choice.computed), region)
+        self._note(eqn, why, rule, dtype, region)
 
     def emit(
         self,
@@ -229,11 +236,34 @@ class Rewriter:
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.products)
             self.products += 1
-        written = jax_internals.call(function, operands, self._bind(out, half), eqn)
+        written = jax_internals.call(function, operands, [self._bind(out, half)], eqn)
         if written is None:
             self._write(eqn, half)
         else:
             self.eqns.append(written)
+
+    def _write_in_fp8(self, eqn: jc.JaxprEqn, weight: jc.Var) -> None:
+        """Writes a product by a weight, each quantized once for all products."""
+        half, first = self.scope.policy.dtype, eqn.invars[0] is weight
+        x = self.read(eqn.invars[1 if first else 0], half)
+        w = self.read(weight, half)
+        # A scan would stack the slices of its weights in fp8, beside those in half.
+        options = self.scope.policy.fp8.grad_weight, self.scope.loop
+        # Its program keeps the line of the user's that it was traced for.
+        make = product_of.__wrapped__ if noting.value else product_of
+        function = make(eqn.params["dimension_numbers"], first, *options)
+        operands = [
+            *(x, *self._quantized(x, Of.INPUT, eqn)),
+            *(w, *self._quantized(w, Of.WEIGHT, eqn)),
+        ]
+        results = [self._bind(eqn.outvars[0], half)]
+        self.eqns.append(jax_internals.call(function, operands, results, eqn))
+
+    def _quantized(self, half: Atom, of: Of, eqn: jc.JaxprEqn) -> list[jc.Var]:
+        if half not in self.quantized:
+            self.eqns.append(jax_internals.call(_QUANTIZE[of], [half], None, eqn))
+            self.quantized[half] = self.eqns[-1].outvars
+        return self.quantized[half]
 
     def _note(
         self,
@@ -254,6 +284,10 @@ class Rewriter:
         if why != "program":
             casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
         self.eqns[self.begin :] = [*casts, noted(last, note)]
+
+
+# JAX traces each once.
+_QUANTIZE = {of: functools.partial(quantize, of=of) for of in Of}
 
 
 def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:

@@ -49,7 +49,7 @@ def with_softmax(
     for eqn in eqns:
         found = _ending_in(eqn, makers, users)
         one = found and call(
-            _softmax(found.axes, half), found.exp.invars, eqn.outvars[0], eqn
+            _softmax(found.axes, half), found.exp.invars, eqn.outvars, eqn
         )
         if one is not None and found is not None:
             gone = set(map(id, [found.exp, *found.others]))

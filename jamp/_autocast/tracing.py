@@ -59,6 +59,8 @@ class Tracing(NamedTuple):
 tracing = jax.make_user_context(default_value=None)
 # Whether an autocast that is called does nothing: inside of `disable_casts`.
 disabled = jax.make_user_context(default_value=False)
+# Whether products of an autocast that is called run in half: inside of `disable_fp8`.
+fp8_disabled = jax.make_user_context(default_value=False)
 
 
 def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ autocast(lambda x, w: x @ w)(x, w)
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -25,7 +26,7 @@ from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Policy, Scope, recorded
 from jamp._autocast.rewrite import rewrite
 from jamp._autocast.sums import moves_taken_out
-from jamp._autocast.tracing import disabled, tracing
+from jamp._autocast.tracing import disabled, fp8_disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 
 type Promote = Literal["widest", "narrowest"]
@@ -100,6 +101,7 @@ def scope_of(
     lists: AutocastLists | None,
     promote: Promote,
     of_model: bool = False,
+    fp8: Any = None,
 ) -> Scope:
     """The scope of a whole program, from what `autocast` is given."""
     half = np.dtype(dtype)
@@ -107,7 +109,7 @@ def scope_of(
         raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
     if promote not in get_args(Promote.__value__):
         raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
-    return Scope(Policy(half, lists or AutocastLists(), promote, of_model))
+    return Scope(Policy(half, lists or AutocastLists(), promote, of_model, fp8))
 
 
 def written_program(
@@ -160,7 +162,10 @@ def _filled(static: list[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    facts = Facts(jaxpr, (), scope._replace(written={}))
+    policy = scope.policy
+    if fp8_disabled.value:
+        policy = dataclasses.replace(policy, fp8=None)
+    facts = Facts(jaxpr, (), scope._replace(written={}, policy=policy))
     return rewrite(facts, recorded(jaxpr.invars), recorded(jaxpr.outvars), (), RULES)
 
 

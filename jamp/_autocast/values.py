@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.facts import Facts
+from jamp._autocast.fp8 import feeds_itself, weight_of, why_half
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_castable_eqn, is_float32
@@ -31,6 +32,8 @@ class Want(NamedTuple):
     # Whether one of them keeps it for the backward pass of a loop, as it is computed.
     kept: bool = False
     carried: bool = False  # whether it goes to the next trip of a loop in float32
+    # Whether a product is made of it, one that comes later in the user's program.
+    feeds: bool = False
 
 
 _IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
@@ -45,6 +48,7 @@ class Choice(NamedTuple):
     # A bias, or a weight that the trips of a loop share: its gradient is a float32 sum.
     summed: jc.Var | None = None
     apart: bool = False  # whether it casts its operands for itself
+    fp8: jc.Var | None = None  # the weight of a product that runs in fp8
 
 
 class Values:
@@ -115,7 +119,7 @@ class Values:
         """What an equation runs in by a rule of the lists, and why."""
         facts = self.facts
         if rule is Rule.HALF:
-            return Choice(facts.half, "list", facts.weight(eqn))
+            return self._choice_of_product(eqn)
         if rule is Rule.FLOAT32:
             return Choice(FLOAT32, "list")
         if facts.asks(eqn):
@@ -132,6 +136,16 @@ class Values:
             in_half = dtypes == {facts.half}
             return Choice(facts.half if in_half else FLOAT32, "operands")
         return self._choice_by_votes(eqn, rule)
+
+    def _choice_of_product(self, eqn: jc.JaxprEqn) -> Choice:
+        facts = self.facts
+        half = Choice(facts.half, "list", facts.weight(eqn))
+        if not facts.scope.policy.fp8 or facts.ruling(eqn)[1]:
+            return half
+        why = why_half(facts, eqn, self.want_of(eqn.outvars[0]).feeds)
+        if why:
+            return half._replace(why=why)
+        return Choice(facts.half, "fp8", fp8=weight_of(facts, eqn))
 
     def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         facts = self.facts
@@ -160,6 +174,8 @@ class Values:
             return Choice(FLOAT32, "smaller operand", apart=True)
         if self.is_chained(eqn, rule):
             return Choice(FLOAT32, "fusion")
+        if facts.widest and facts.is_ratio(eqn):
+            return Choice(FLOAT32, "ratio")
         return Choice(facts.half, "operands" if len(votes) == 1 else "narrowest")
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
@@ -199,9 +215,9 @@ def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> dict[jc.Var, Want
 
 def _together(wants: Iterable[Want]) -> Want:
     """What several readers want."""
-    alls, somes, kept, carried = zip(*wants, strict=True)
+    alls, *rest = zip(*wants, strict=True)
     agreed = False if False in alls else True if True in alls else None
-    return Want(agreed, any(somes), any(kept), any(carried))
+    return Want(agreed, *map(any, rest))
 
 
 def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
@@ -210,7 +226,11 @@ def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
         return _wants_of_programs(eqn, values)
     rule, _ = values.facts.ruling(eqn)
     want = _wants_by_rule(eqn, rule, values)
-    return [want if is_float32(v) else NOBODY for v in eqn.invars]
+    feeds = values.facts.scope.policy.fp8 is not None and (
+        rule is Rule.HALF or any(values.want_of(v).feeds for v in eqn.outvars)
+    )
+    other = Want(feeds=feeds)
+    return [want._replace(feeds=feeds) if is_float32(v) else other for v in eqn.invars]
 
 
 def _wants_of_programs(eqn: jc.JaxprEqn, values: Values) -> list[Want]:
@@ -254,8 +274,8 @@ def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]
     """
     found = values_of(program, wants_of_results(frame, values))
     fixed = frame.consts + frame.carries
-    slices = map(found.want_of, frame.program.invars[fixed:])
-    return [*[NOBODY] * fixed, *slices]
+    wants = list(map(found.want_of, frame.program.invars))
+    return [*[Want(feeds=w.feeds) for w in wants[:fixed]], *wants[fixed:]]
 
 
 def wants_of_results(frame: Frame, values: Values) -> list[Want]:
@@ -263,4 +283,9 @@ def wants_of_results(frame: Frame, values: Values) -> list[Want]:
     carries = frame.results[: frame.carries]
     votes = [values.facts[v].vote for v in carries]
     carried = [Want(carried=vote == FLOAT32) for vote in votes]
+    if values.facts.scope.policy.fp8 and carries:
+        again = feeds_itself(frame.program, frame.consts, frame.carries)
+        feeds = [values.want_of(v).feeds for v in carries]
+        pairs = zip(carried, map(any, zip(again, feeds, strict=True)), strict=True)
+        carried = [want._replace(feeds=feeds) for want, feeds in pairs]
     return [*carried, *map(values.want_of, frame.results[frame.carries :])]

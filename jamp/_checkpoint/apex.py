@@ -107,12 +107,12 @@ def _checked(state_dict: Any, num_losses: int) -> list[tuple[float, int]]:
             f"{wanted}: the state has num_losses={num_losses}. Pass as many losses to "
             "jamp.initialize as the run that saved it."
         )
-    return [_entry(name, state_dict[name]) for name in wanted]
-
-
-def _entry(name: str, entry: Any) -> tuple[float, int]:
-    if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
-        raise ValueError(f"{name} must hold {list(_ENTRIES)}, got {entry!r}.")
-    check_scale_value(f"{name}['loss_scale']", entry["loss_scale"])
-    check_count(f"{name}['unskipped']", entry["unskipped"])
-    return number(entry["loss_scale"]), int(number(entry["unskipped"]))
+    found = []
+    for name in wanted:
+        entry = state_dict[name]
+        if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
+            raise ValueError(f"{name} must hold {list(_ENTRIES)}, got {entry!r}.")
+        check_scale_value(f"{name}['loss_scale']", entry["loss_scale"])
+        check_count(f"{name}['unskipped']", entry["unskipped"])
+        found.append((number(entry["loss_scale"]), int(number(entry["unskipped"]))))
+    return found

@@ -17,10 +17,10 @@ from jamp._core.names import check_same, filled, named
 from jamp._core.tree import unshared
 from jamp._scaling.incoming import check_counters, check_scale_state, number
 from jamp._scaling.rules import LossScaleRule, LossScaleState
-from jamp._state.amp_state import AmpState, extra_fields, master_params
+from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields
 from jamp._state.new_state import first_weights
-from jamp._state.step import Group, groups_of, packed
+from jamp._state.step import Group, groups_of, master_params, packed
 
 VERSION = 1
 _SCALER = re.compile(r"loss_scaler\d+")
@@ -110,8 +110,7 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
         )
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
-    _check_found(found, expected)
-    _check_values(found, state)
+    _check_found(found, expected, state)
     originals = filled(state.params, found["params"])
     inner = filled(_inner_states(state), found["opt_state"])
     read = {
@@ -212,7 +211,10 @@ def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check_found(
+    found: dict[str, Any], expected: dict[str, Any], state: AmpState
+) -> None:
+    """Raises for what is not of this state, or no training comes to."""
     scalers = [
         sorted(name for name in tree if _SCALER.fullmatch(str(name)))
         for tree in (found, expected)
@@ -231,10 +233,6 @@ def _check_found(found: dict[str, Any], expected: dict[str, Any]) -> None:
         "that saved it; the opt level may be another, and half params must be cast to "
         "float32 first.",
     )
-
-
-def _check_values(found: dict[str, Any], state: AmpState) -> None:
-    """Raises for scales and counters that no training comes to."""
     for i, rule in enumerate(state.loss_scale_rules):
         name = f"loss_scaler{i}"
         same_kind = bool(found[name]["dynamic"]) == rule.moves
@@ -261,10 +259,15 @@ def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):
-        scaler, scale = found[f"loss_scaler{i}"], rule.init()
+        scaler, like = found[f"loss_scaler{i}"], state.loss_scales[i]
+        # Of an ensemble's members each has its own.
+        first = (
+            jnp.broadcast_to(x, y.shape) for x, y in zip(rule.init(), like, strict=True)
+        )
+        scale = LossScaleState(*first)
         if bool(scaler["dynamic"]) == rule.moves:
             counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
-            first = scaler["loss_scale"] if rule.moves else scale.scale
-            scale = LossScaleState(first, **counts)
+            value = scaler["loss_scale"] if rule.moves else scale.scale
+            scale = LossScaleState(value, **counts)
         scales.append(scale)
     return tuple(scales)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jamp._core.tree import is_traced
+from jamp._core.warnings import UnusedOptionWarning, warn
 
 
 def check_same_devices(*named: tuple[str, Any]) -> None:
@@ -25,7 +26,9 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
                 continue
             devices = _devices(leaf.sharding)
             if devices not in first:
-                first[devices] = _at(name + jax.tree_util.keystr(path), leaf.sharding)
+                first[devices] = _in_words(
+                    name + jax.tree_util.keystr(path), leaf.sharding
+                )
     if len(first) > 1:
         one, other, *_ = first.values()
         raise ValueError(
@@ -76,6 +79,40 @@ def in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
 
 
+# The first compute capability of NVIDIA's whose matrix units multiply it.
+UNITS = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
+_TPUS_WITH_FP8 = ("TPU7", "TPU v7")
+
+
+def multiplied_by(device: Any) -> list[str] | None:
+    """The half dtypes that a GPU's matrix units multiply; None if nobody knows."""
+    found = str(getattr(device, "compute_capability", "")).split(".")
+    if len(found) != 2 or not all(map(str.isdigit, found)):
+        return None
+    capability = int(found[0]), int(found[1])
+    return [name for name, first in UNITS.items() if capability >= first]
+
+
+def warn_without_fp8() -> None:
+    """Warns once where fp8 is no faster: on a GPU or TPU without units for it."""
+    device = jax.local_devices()[0]
+    known = multiplied_by(device)
+    old_tpu = device.platform == "tpu" and not device.device_kind.startswith(
+        _TPUS_WITH_FP8
+    )
+    if old_tpu or (known is not None and "float8" not in known):
+        _warn_of_device(device.device_kind)
+
+
+@functools.cache
+def _warn_of_device(kind: str) -> None:
+    warn(
+        f"{kind} has no fp8 units: products in fp8 give the same numbers as elsewhere, "
+        "and take longer than in half. Write opt_level='O5', or fp8=False.",
+        UnusedOptionWarning,
+    )
+
+
 def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
     """Lets a function through `jax.transfer_guard`, which stops constants as well."""
 
@@ -95,7 +132,7 @@ def _devices(sharding: Sharding) -> tuple[Any, ...]:
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
 
 
-def _at(name: str, sharding: Sharding) -> str:
+def _in_words(name: str, sharding: Sharding) -> str:
     ids = [device.id for device in _devices(sharding)]
     if not isinstance(sharding, NamedSharding):
         return f"{name} on devices {ids}"

@@ -34,6 +34,12 @@ def is_transformation(tx: object) -> bool:
     return hasattr(tx, "init") and hasattr(tx, "update")
 
 
+def check_transformation(name: str, tx: object) -> None:
+    """Raises unless `tx`, which an optimizer of a name wraps, is optax's pair."""
+    if not is_transformation(tx):
+        raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
+
+
 def group_keys(tx: Any) -> tuple[Key, ...]:
     """The keys of the groups, given a state's `tx`."""
     if tx is None or is_transformation(tx):

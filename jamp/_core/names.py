@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._core.devices import placed_like
@@ -81,16 +80,12 @@ def _differ(path: str, x: Any, like: Any) -> list[str]:
         return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]
     dtype = getattr(x, "dtype", None)
     if dtype is None:  # a number of Python takes any dtype of its kind
-        return [] if _fits(x, like.dtype) else [f"{path} is {x!r}"]
+        is_number = isinstance(x, bool | int | float)
+        fits = is_number and np.can_cast(type(x), like.dtype, "same_kind")
+        return [] if fits else [f"{path} is {x!r}"]
     if dtype != like.dtype:
         return [f"{path} has dtype {dtype}, expected {like.dtype}"]
     return []
-
-
-def _fits(x: object, dtype: DTypeLike) -> bool:
-    if not isinstance(x, bool | int | float):
-        return False
-    return np.can_cast(type(x), dtype, "same_kind")
 
 
 def _leaves(names: PyTree, path: str = "") -> dict[str, Any]:

@@ -162,7 +162,9 @@ def in_one_program(
     places: dict[Any, list[int]] = {}
     for i, dtype in enumerate(dtypes):
         if dtype is not None:
-            places.setdefault(_place(leaves[i]), []).append(i)
+            x = leaves[i]
+            stays = not is_traced(x) and getattr(x, "committed", False)
+            places.setdefault(x.sharding if stays else None, []).append(i)
     results = list(leaves)
     for indices in places.values():
         of_place = [leaves[i] for i in indices]
@@ -170,11 +172,6 @@ def in_one_program(
         for i, x in zip(indices, done, strict=True):
             results[i] = x
     return results
-
-
-def _place(x: Any) -> Any:
-    """The sharding of an array that must not move."""
-    return None if is_traced(x) or not getattr(x, "committed", False) else x.sharding
 
 
 @functools.partial(jax.jit, static_argnames=("fn", "dtypes"), inline=True)

@@ -13,14 +13,14 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
+from jamp._core.path_rules import check_rules, matches, parse_rules
 from jamp._core.tree import (
     in_one_program,
     is_overwritten,
     mapping_like,
     path_parts,
-    path_string,
 )
-from jamp._policy.levels import Properties, parse_keep_fp32, parse_model_type
+from jamp._policy.levels import Properties, parse_model_type
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
@@ -65,13 +65,13 @@ def cast_model(
     >>> print(half["bn1"]["scale"].dtype, half["head"]["kernel"].dtype)
     float32 float16
     """
-    keep_fp32 = () if keep_fp32 is None else parse_keep_fp32(keep_fp32)
+    keep_fp32 = () if keep_fp32 is None else parse_rules("keep_fp32", keep_fp32)
     dtype = parse_model_type(dtype)
     is_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
     if is_variables:
         batch_stats = tree.get("batch_stats", batch_stats)
     keep = keep_rule(keep_batchnorm_fp32, batch_stats, keep_fp32)
-    check_keep_fp32(keep_fp32, tree["params"] if is_variables else tree)
+    check_rules("keep_fp32", keep_fp32, tree["params"] if is_variables else tree)
     if not is_variables:
         return cast_params(tree, dtype, keep)
 
@@ -102,23 +102,9 @@ def keep_rule(
     def keep(parts, leaf):
         if keep_batchnorm_fp32 and is_batchnorm(parts[:-1]):
             return True
-        return any(_matches(rule, "/".join(parts), leaf) for rule in keep_fp32)
+        return matches(keep_fp32, "/".join(parts), leaf)
 
     return keep
-
-
-def check_keep_fp32(keep_fp32: Collection[Any], tree: PyTree) -> None:
-    """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
-    regexes = [rule for rule in keep_fp32 if not callable(rule)]
-    leaves = jax.tree_util.tree_leaves_with_path(tree) if regexes else ()
-    paths = [path_string(path) for path, _ in leaves]
-    for rule in regexes:
-        if not any(re.search(rule, path) for path in paths):
-            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-            raise ValueError(
-                f"keep_fp32={rule!r} matches no leaf. It is searched as a regex in "
-                f"these paths: {shown}."
-            )
 
 
 def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
@@ -154,7 +140,3 @@ def _batchnorm_test(batch_stats: PyTree) -> Callable[[tuple[str, ...]], bool]:
     exact = {m for m in modules if {(*m, "mean"), (*m, "var")} <= paths}
     # Params may come as {"params": params}, which statistics never do.
     return lambda module: tuple(x for x in module if x != "params") in exact
-
-
-def _matches(rule: Any, path: str, leaf: Any) -> bool:
-    return bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))

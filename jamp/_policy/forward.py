@@ -61,12 +61,14 @@ def under_policy(
     it will be called with, or others of their dtypes. Call it in `forward_policy`,
     entered after this.
     """
-    scope, half = scope_under(properties, params), properties.half_dtype
+    scope = scope_under(properties, params)
+    if scope is None:
+        return fn
 
     def shown(params, *args, **kwargs):
-        return fn(shown_params(params, half), *args, **kwargs)
+        return fn(shown_params(params, scope.policy), *args, **kwargs)
 
-    return fn if scope is None else autocast_in(scope, shown if half else fn)
+    return autocast_in(scope, shown)
 
 
 def scope_under(properties: Properties, params: PyTree) -> Scope | None:
@@ -75,12 +77,22 @@ def scope_under(properties: Properties, params: PyTree) -> Scope | None:
     None where neither the policy nor half params are new: what is around the program
     is written already.
     """
-    half, lists, promote = properties.half_dtype, properties.lists, properties.promote
+    half = properties.half_dtype
     if half:
         is_new = any(getattr(x, "dtype", None) == half for x in jax.tree.leaves(params))
-        return scope_of(half, lists, promote, of_model=True) if is_new else None
-    is_new = properties.patch_functions and policy.value != properties
-    return scope_of(properties.patch_functions_type, lists, promote) if is_new else None
+    else:
+        is_new = policy.value != properties
+    return scope_by(properties) if is_new else None
+
+
+def scope_by(properties: Properties) -> Scope | None:
+    """In what a level writes a whole program; None where it leaves all as it is."""
+    half = properties.half_dtype
+    dtype = half or (properties.patch_functions and properties.patch_functions_type)
+    if not dtype:
+        return None
+    options = properties.lists, properties.promote
+    return scope_of(dtype, *options, of_model=bool(half), fp8=properties.fp8)
 
 
 @dataclasses.dataclass(frozen=True)

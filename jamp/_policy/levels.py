@@ -1,23 +1,24 @@
-"""Opt levels O0 to O5, and the properties that each of them sets.
+"""Opt levels O0 to O6, and the properties that each of them sets.
 
-After apex/amp/frontend.py; O4 and O5 are ROCm apex's bfloat16 levels.
+After apex/amp/frontend.py; O4 and O5 are ROCm apex's bfloat16 levels, O6 is ours.
 """
 
 import dataclasses
-import re
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jamp._autocast.fp8 import Fp8
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
+from jamp._core.path_rules import PathRule, parse_rules
 
-type KeepRule = str | re.Pattern[str] | Callable[[str, Any], bool]
-type KeepFp32 = KeepRule | tuple[KeepRule, ...]
-type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+type KeepFp32 = PathRule | tuple[PathRule, ...]
+type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5", "O6"]
 
 BRIEFS = {
     "O0": "O0:  Pure FP32 training.\n",
@@ -26,6 +27,7 @@ BRIEFS = {
     "O3": "O3:  Pure FP16 training.",
     "O4": "O4:  Insert automatic casts around JAX functions.\n",
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.\n",
+    "O6": "O6:  O5 with large products in FP8.\n",
 }
 
 
@@ -42,7 +44,7 @@ class Properties:
 
     Attributes:
         enabled: False turns everything off.
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O6".
         cast_model_type: dtype of params and inputs; None or False casts nothing.
         patch_functions: whether functions are autocast (apex's patch_torch_functions).
         patch_functions_type: half dtype of autocast; None where there is none.
@@ -52,6 +54,7 @@ class Properties:
             stochastically after a step.
         reduce_dtype: float32 for gradients that are summed, over batch and devices, in
             float32, and stay so; None for the dtype that they have.
+        fp8: a `jamp.Fp8` where large products of weights run in fp8, else None.
         loss_scale: "dynamic", a number, or a rule such as `jamp.DynamicLossScale()`.
         cast_model_outputs: dtype of the model's outputs; None is float32 where the
             model is cast, and otherwise leaves them alone.
@@ -72,6 +75,7 @@ class Properties:
     master_weights: bool | None = None
     stochastic_rounding: bool = False
     reduce_dtype: Any = None
+    fp8: Fp8 | None = None
     loss_scale: Any = 1.0
     cast_model_outputs: Any = None
     keep_fp32: tuple[Any, ...] = ()
@@ -90,6 +94,7 @@ class Properties:
         master_weights: bool | None = None,
         stochastic_rounding: bool | None = None,
         reduce_dtype: DTypeLike | None = None,
+        fp8: bool | Fp8 | None = None,
         loss_scale: Any = None,
         cast_model_outputs: DTypeLike | None = None,
         keep_fp32: KeepFp32 | list[Any] | None = None,
@@ -99,7 +104,7 @@ class Properties:
         """Takes a level's defaults and applies every override that is not None.
 
         Args:
-            opt_level: "O0" to "O5".
+            opt_level: "O0" to "O6".
             enabled: see the attributes of `Properties`, also for what follows.
             cast_model_type: False to cast nothing; not for O1 and O4.
             patch_functions: True only at O1 and O4.
@@ -110,6 +115,7 @@ class Properties:
             cast_model_outputs: at any level.
             keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
                 paths are written "Dense_0/kernel".
+            fp8: True for `jamp.Fp8()`, False for none; not True for O0.
             reduce_dtype, lists, promote: not for O0.
 
         Returns:
@@ -129,8 +135,8 @@ class Properties:
         if not isinstance(opt_level, str) or opt_level not in LEVELS:
             raise OptLevelError(
                 f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', "
-                "'O2', 'O3', 'O4', 'O5'. Note that in `O0`, `O1`, etc., the prefix O "
-                "is the letter O, not the number zero."
+                "'O2', 'O3', 'O4', 'O5', 'O6'. Note that in `O0`, `O1`, etc., the "
+                "prefix O is the letter O, not the number zero."
             )
         values, complaints = {}, []
         for name, value in overrides.items():
@@ -140,6 +146,10 @@ class Properties:
                 complaints.append(str(error))
         complaints += _contradictions(opt_level, values)
         properties = dataclasses.replace(LEVELS[opt_level], **values)
+        if properties.fp8 and not properties.computes_in_half:
+            complaints.append(
+                f"fp8 is for products that run in half; here, at {opt_level}, none do."
+            )
         if properties.stochastic_rounding and (
             properties.master_weights or properties.cast_model_type != _BF16
         ):
@@ -155,6 +165,11 @@ class Properties:
     def half_dtype(self) -> Any:
         """The half dtype that the model is cast to, or None."""
         return self.cast_model_type if self.cast_model_type in HALF_DTYPES else None
+
+    @property
+    def computes_in_half(self) -> bool:
+        """Whether products run in half: of a half model, or under autocast."""
+        return self.half_dtype is not None or self.patch_functions
 
     @property
     def output_dtype(self) -> Any:
@@ -175,22 +190,24 @@ class Properties:
 
 
 _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
-_QUIET += ("stochastic_rounding", "reduce_dtype")
+_QUIET += ("stochastic_rounding", "reduce_dtype", "fp8")
 _FP16, _BF16 = HALF_DTYPES
+_HALF_LEVELS = "'O2', 'O3', 'O5' or 'O6'"
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
 _AUTOCAST = Properties(opt_level="O1", patch_functions=True)
+_CAST = Properties(
+    promote="narrowest",
+    cast_model_type=_BF16,
+    keep_batchnorm_fp32=True,
+    master_weights=True,
+)
 LEVELS = {
     "O0": Properties(opt_level="O0", cast_model_type=FLOAT32, master_weights=False),
     "O1": dataclasses.replace(
         _AUTOCAST, patch_functions_type=_FP16, loss_scale="dynamic"
     ),
-    "O2": Properties(
-        promote="narrowest",
-        opt_level="O2",
-        cast_model_type=_FP16,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-        loss_scale="dynamic",
+    "O2": dataclasses.replace(
+        _CAST, opt_level="O2", cast_model_type=_FP16, loss_scale="dynamic"
     ),
     "O3": Properties(
         promote="narrowest",
@@ -200,13 +217,8 @@ LEVELS = {
         master_weights=False,
     ),
     "O4": dataclasses.replace(_AUTOCAST, opt_level="O4", patch_functions_type=_BF16),
-    "O5": Properties(
-        promote="narrowest",
-        opt_level="O5",
-        cast_model_type=_BF16,
-        keep_batchnorm_fp32=True,
-        master_weights=True,
-    ),
+    "O5": dataclasses.replace(_CAST, opt_level="O5"),
+    "O6": dataclasses.replace(_CAST, opt_level="O6", fp8=Fp8()),
 }
 
 
@@ -229,7 +241,7 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{opt_level} inserts casts around functions rather than model weights, so "
             "with it the model weights themselves should remain FP32. To cast the "
-            "model weights to half, use opt_level='O2', 'O3' or 'O5'. "
+            f"model weights to half, use opt_level={_HALF_LEVELS}. "
             f"cast_model_type was {dtype}."
         )
     if "keep_batchnorm_fp32" in values:
@@ -246,30 +258,32 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def parse_model_type(value: Any) -> Any:
-    """A dtype that a model can be cast to, or False."""
-    if value is False:
-        return False
-    return _parse_dtype("cast_model_type", value, MODEL_DTYPES, " or False")
+def _parse_fp8(value: Any) -> Fp8 | None:
+    if isinstance(value, Fp8):
+        return value
+    if not isinstance(value, bool):
+        raise TypeError(f"fp8 must be a boolean or a jamp.Fp8, found fp8={value!r}")
+    return Fp8() if value else None
 
 
-def _parse_outputs(value: Any) -> Any:
-    return _parse_dtype("cast_model_outputs", value, CASTABLE_DTYPES, "")
+def _dtype_among(
+    name: str, legal: tuple[Any, ...], or_false: bool = False
+) -> Callable[[Any], Any]:
+    """A parser of what names one of some dtypes."""
 
+    def parse(value):
+        if or_false and value is False:
+            return False
+        try:
+            dtype = None if isinstance(value, bool) else jnp.dtype(value)
+        except TypeError:
+            dtype = None
+        if dtype is None or dtype not in legal:  # NumPy says None == float64
+            names = ", ".join(map(str, legal)) + " or False" * or_false
+            raise ValueError(f"{name} must be one of {names}, found {name}={value!r}")
+        return dtype
 
-def _parse_reduction(value: Any) -> Any:
-    return _parse_dtype("reduce_dtype", value, (FLOAT32,), "")
-
-
-def _parse_dtype(name: str, value: Any, legal: tuple[Any, ...], also: str) -> Any:
-    try:
-        dtype = None if isinstance(value, bool) else jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype not in legal:  # NumPy says None == float64
-        names = ", ".join(str(d) for d in legal)
-        raise ValueError(f"{name} must be one of {names}{also}, found {name}={value!r}")
-    return dtype
+    return parse
 
 
 def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], Any]:
@@ -307,25 +321,7 @@ def _parse_lists(value: Any) -> Any:
     return value
 
 
-def parse_keep_fp32(value: Any) -> tuple[Any, ...]:
-    """The rules of `keep_fp32` as a tuple of regexes and predicates."""
-    rules = tuple(value) if isinstance(value, list | tuple) else (value,)
-    for rule in rules:
-        if isinstance(rule, str):
-            try:
-                re.compile(rule)
-            except re.error as error:
-                raise ValueError(
-                    f"keep_fp32={rule!r} is not a regex: {error}"
-                ) from None
-        elif not (isinstance(rule, re.Pattern) or callable(rule)):
-            raise TypeError(
-                "keep_fp32 must be a regex, a predicate (path, leaf) -> bool, or a "
-                f"list of them, found {rule!r}"
-            )
-    return rules
-
-
+parse_model_type = _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True)
 _BOOLS = {True: True, False: False}
 _PARSERS = {
     "cast_model_type": parse_model_type,
@@ -337,10 +333,11 @@ _PARSERS = {
     ),
     "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
     "stochastic_rounding": _one_of("stochastic_rounding", "a boolean or None", _BOOLS),
-    "reduce_dtype": _parse_reduction,
+    "reduce_dtype": _dtype_among("reduce_dtype", (FLOAT32,)),
+    "fp8": _parse_fp8,
     "loss_scale": _parse_loss_scale,
-    "cast_model_outputs": _parse_outputs,
-    "keep_fp32": parse_keep_fp32,
+    "cast_model_outputs": _dtype_among("cast_model_outputs", CASTABLE_DTYPES),
+    "keep_fp32": functools.partial(parse_rules, "keep_fp32"),
     "lists": _parse_lists,
     "promote": _one_of(
         "promote",

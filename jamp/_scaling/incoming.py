@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jamp._core.tree import is_traced, path_string
 from jamp._scaling.rules import LARGEST_SCALE, SMALLEST_SCALE, LossScaleRule
@@ -28,7 +29,7 @@ def check_scale_state(
             check_count(f"{where}/{name}", value)
     most = getattr(rule, "hysteresis", None)
     value = entry.get("hysteresis")
-    if most is not None and is_known(value) and number(value) > most:
+    if most is not None and is_known(value) and max(_numbers(value)) > most:
         raise ValueError(
             f"{where}/hysteresis is {value}, more than the {most} of the state's rule: "
             f"pass loss_scale=jamp.DynamicLossScale(hysteresis=...) to jamp.initialize "
@@ -45,7 +46,9 @@ def check_counters(names: Mapping[str, Any]) -> None:
 
 def check_scale_value(where: str, value: Any) -> None:
     """Raises unless `value` is a loss scale."""
-    if is_known(value) and not SMALLEST_SCALE <= number(value) <= LARGEST_SCALE:
+    if not is_known(value):
+        return
+    if not all(SMALLEST_SCALE <= x <= LARGEST_SCALE for x in _numbers(value)):
         raise ValueError(
             f"{where} must be a finite number between 2**-126 and 2**126, got "
             f"{value!r}."
@@ -54,13 +57,19 @@ def check_scale_value(where: str, value: Any) -> None:
 
 def check_count(where: str, value: Any) -> None:
     """Raises unless `value` is a whole number of at least 0."""
-    if is_known(value) and (number(value) < 0 or number(value) % 1):
+    if is_known(value) and any(x < 0 or x % 1 for x in _numbers(value)):
         raise ValueError(f"{where} must be a count, got {value!r}.")
 
 
 def is_known(value: object) -> bool:
     """Whether there is a value to look at, and not the shape of one alone."""
     return not is_traced(value) and not isinstance(value, jax.ShapeDtypeStruct)
+
+
+def _numbers(value: Any) -> list[float]:
+    """Those of an ensemble's members, whose states `jax.vmap` made; else one."""
+    members = np.ravel(value) if getattr(value, "ndim", 0) else [value]
+    return list(map(number, members))
 
 
 def number(value: Any) -> float:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jamp._autocast.jax_internals import depends_on
 from jamp._autocast.reduction import summed_in_float32
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
-from jamp._core.groups import HasGroups
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -25,25 +24,19 @@ from jamp._core.tree import (
 )
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._policy.levels import Properties
-from jamp._scaling.rules import LossScaleRule, LossScaleState, unscale_tree
-from jamp._scaling.unscaled import nan_unless
+from jamp._scaling.rules import (
+    HasLossScales,
+    LossScaleRule,
+    LossScaleState,
+    unscale_tree,
+)
+from jamp._scaling.unscaled import nan_unless, warn_of_float32_gradients
 
 _CONSTANT = (
     "The loss does not depend on the params that loss_fn was called with: all "
     "gradients are zero. Let it read its first argument, and not `state.params` or a "
     "model from outside."
 )
-
-
-class HasLossScales(HasGroups, Protocol):
-    """What this room needs of an `AmpState`."""
-
-    @property
-    def loss_scales(self) -> Any: ...
-    @property
-    def loss_scale_rules(self) -> Any: ...
-    @property
-    def properties(self) -> Any: ...
 
 
 @moves_constants
@@ -96,6 +89,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         IndexError: `loss_id` is out of range.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
+    warn_of_float32_gradients(grads, state)
     raw, scale = split_overwrite(grads)[0], rule.current(scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.checks else None

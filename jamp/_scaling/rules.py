@@ -4,7 +4,7 @@ After apex/amp/scaler.py, with the hysteresis of apex's update_scale_hysteresis 
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import FLOAT32, is_differentiable, widen
+from jamp._core.groups import HasGroups
 
 # Between these a scale and its reciprocal are normal numbers of float32. A scale of 0
 # never recovers (apex issues 834 and 930); a subnormal reciprocal is flushed to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
-
 
 _ZERO, _ONE = np.int32(0), np.int32(1)
 
@@ -39,6 +39,17 @@ class LossScaleState(NamedTuple):
     unskipped: Int[Array, ""]
     hysteresis: Int[Array, ""]
     consecutive_skips: Int[Array, ""]
+
+
+class HasLossScales(HasGroups, Protocol):
+    """What this room needs of an `AmpState`."""
+
+    @property
+    def loss_scales(self) -> Any: ...
+    @property
+    def loss_scale_rules(self) -> Any: ...
+    @property
+    def properties(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)

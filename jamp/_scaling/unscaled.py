@@ -8,11 +8,15 @@ and any optax chain, and `apply_gradients` finds it in whatever it gets.
 Of a leaf that comes to it unchanged, a table remembers the flag, so that nobody looks
 twice, and the half gradient, which a fused optimizer unscales on its way. Nothing but
 bytes depends on the table, and it keeps nothing alive.
+
+`jax.value_and_grad` left in place of `jamp.scaled_value_and_grad` gives gradients that
+look right: float32 ones at O1 and O4, of a loss that no scale and no level touched. Of
+those the program that is being traced says where they come from.
 """
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +24,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.dtypes import is_differentiable
+from jamp._autocast.jax_internals import equation_of
+from jamp._core.dtypes import FLOAT32, is_differentiable, is_half
 from jamp._core.tree import is_traced
+from jamp._core.warnings import PrecisionWarning, warn
+from jamp._scaling.rules import HasLossScales
 
 
 class Raw(NamedTuple):
@@ -132,3 +139,95 @@ def _remember(leaf: Array, raw: Raw) -> None:
         finite=finite,
         checks=raw.finite is not None,
     )
+
+
+# ---- gradients that jamp did not unscale
+
+_UNSCALED = (
+    "The gradients are computed of the params, and the loss scale, which is dynamic, "
+    "has no part in it: in half, small ones are lost. {}, or `jamp.scale_loss` before "
+    "`jax.grad` and `jamp.unscale` after it; loss_scale=1 if all of it is float32."
+)
+_FLOAT32 = (
+    "The gradients are computed of the params in float32 alone, and the level is {}. "
+    "{}, or call `state.apply_fn` in place of `model.apply`."
+)
+_WRITE = "Write `jamp.scaled_value_and_grad(loss_fn)(state, ...)`"
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def warn_of_plain_gradients(grads: Sequence[Any], state: HasLossScales) -> None:
+    """Warns of gradients of the params that were not scaled, or not computed in half.
+
+    Args:
+        grads: leaves. Those that jamp unscaled are known; the others are followed to
+            what they were computed of, if one program computes all of it.
+        state: that they are for.
+    """
+    unknown = [x for x in grads if raw_of(x) is None]
+    if not unknown:
+        return
+    scales = [scale_state.scale for scale_state in state.loss_scales]
+    scales = {id(x) for x in computed_of(scales, _is_scalar)}
+    values = computed_of(unknown, lambda x: id(x) not in scales and raw_of(x) is None)
+    params = set(map(id, jax.tree.leaves(state.params)))
+    if not any(id(x) in params for x in values):
+        return
+    if any(id(x) in scales or raw_of(x) is not None for x in values):
+        return
+    if any(rule.moves for rule in state.loss_scale_rules):
+        warn(_UNSCALED.format(_WRITE), PrecisionWarning)
+    else:
+        warn_of_float32_gradients(unknown, state)
+
+
+def warn_of_float32_gradients(grads: PyTree, state: HasLossScales) -> None:
+    """Warns of gradients of the params, at a level that casts, of which nothing is
+    half."""
+    params = set(map(id, jax.tree.leaves(state.params)))
+    values = computed_of(jax.tree.leaves(grads), lambda x: id(x) not in params)
+    of_params = any(id(x) in params for x in values)
+    if state.properties.patch_functions and of_params and _is_float32_alone(values):
+        level = state.properties.opt_level
+        warn(_FLOAT32.format(level, _WRITE), PrecisionWarning)
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether a scale may be what one before it became: by clean or bad steps."""
+    return getattr(x, "shape", None) == () and x.dtype == FLOAT32
+
+
+def computed_of(values: Iterable[Any], follows: Callable[[Any], bool]) -> list[Any]:
+    """Values, and what those were computed of that are to be followed."""
+    seen: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen[id(x)] = x
+        eqn = equation_of(x)
+        if eqn is not None and follows(x):
+            waiting += eqn.invars
+    return list(seen.values())
+
+
+def _is_float32_alone(values: Sequence[Any]) -> bool:
+    """Whether there are products among what made values, and nothing is half."""
+    if any(map(is_half, values)):
+        return False
+    made = [eqn for x in values if (eqn := equation_of(x)) is not None]
+    inside = list(_equations_in(made))
+    results = (v.aval for eqn in inside for v in eqn.outvars)
+    is_product = any(e.primitive.name in _PRODUCTS for e in (*made, *inside))
+    return is_product and not any(map(is_half, results))
+
+
+def _equations_in(eqns: Iterable[Any]) -> Iterable[Any]:
+    """The equations of the programs in equations."""
+    for eqn in eqns:
+        is_program = lambda x: hasattr(x, "eqns")  # noqa: E731
+        for part in jax.tree.leaves(eqn.params, is_leaf=is_program):
+            if is_program(part):
+                yield from part.eqns
+                yield from _equations_in(part.eqns)

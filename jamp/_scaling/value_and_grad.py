@@ -25,10 +25,11 @@ from jamp._core.tree import (
 )
 from jamp._policy.forward import forward_policy, under_policy
 from jamp._scaling import mapped_axis
-from jamp._scaling.loss import HasLossScales, find_loss_scale, grad_of_product
-from jamp._scaling.rules import unscale_tree
+from jamp._scaling.loss import find_loss_scale, grad_of_product
+from jamp._scaling.rules import HasLossScales, unscale_tree
 from jamp._scaling.unscaled import nan_unless
-from jamp.optimizers._masters import fused_inside
+from jamp.optimizers import FusedTransformation
+from jamp.optimizers._masters import bare
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 _CALLED = (
@@ -221,11 +222,11 @@ class ScaledGrad:
         """Whether all are finite; by the kernels of the optimizer that steps them."""
         finite = []
         for key in raw:
-            fused = fused_inside(groups.get(state.tx, key))
-            if fused is None:
-                finite.append(all_finite(divided[key]))
+            tx = bare(groups.get(state.tx, key))
+            if isinstance(tx, FusedTransformation):
+                finite.append(tx.all_finite(raw[key], scale))
             else:
-                finite.append(fused.all_finite(raw[key], scale))
+                finite.append(all_finite(divided[key]))
         flag = functools.reduce(jnp.logical_and, finite)
         if self.axis_name is None:
             return flag

@@ -17,8 +17,8 @@ from jamp._core.tree import mapping_like, path_string, strong_array, unshared
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
-from jamp._state.step import groups_of, wide_params
-from jamp.optimizers._masters import MasterWeights, inside
+from jamp._state.step import groups_of, master_params
+from jamp.optimizers._masters import MasterWeights, bare
 
 
 def grown[S](
@@ -44,7 +44,7 @@ def grown[S](
     if not allow_not_fp32:
         check_float32(params)
     cast = cast_to_level(params, old.properties, fields.get("batch_stats"))
-    txs = groups.pack({k: inside(group.tx) for k, group in by_key.items()}, old.params)
+    txs = groups.pack({k: bare(group.tx) for k, group in by_key.items()}, old.params)
     if keys == (SINGLE,):
         _check_leaves(params, tx, old.params)
         put = _merged
@@ -54,7 +54,7 @@ def grown[S](
     wrapped = [x.tx for x in by_key.values() if isinstance(x.tx, MasterWeights)]
     new = new_state(
         type(old),
-        put(wide_params(old), params, "params"),
+        put(master_params(old), params, "params"),
         put(old.params, cast, "params"),
         txs,
         store_remainder=any(tx.store_remainder for tx in wrapped),

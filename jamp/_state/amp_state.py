@@ -30,7 +30,6 @@ from jamp._state.step import (
     groups_of,
     packed,
     step,
-    wide_params,
 )
 
 _FIELD_REMEDY = (
@@ -343,22 +342,3 @@ def extra_fields(state: AmpState) -> list[str]:
     """The names of a state's fields beyond those of AmpState."""
     own = AmpState.__dataclass_fields__
     return [name for name in state.__dataclass_fields__ if name not in own]
-
-
-@moves_constants
-def master_params(state: AmpState) -> PyTree:
-    """The params in float32: the masters where there are any.
-
-    Args:
-        state: an AmpState.
-
-    Returns:
-        A tree like `state.params`. Without masters, half params are widened.
-
-    >>> import jamp, jax.numpy as jnp, optax
-    >>> params = jnp.full(1, 0.1)
-    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
-    >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
-    0.099976 0.100000
-    """
-    return wide_params(state)

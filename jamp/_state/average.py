@@ -4,8 +4,6 @@ A half that moves by less than its unit stands still: at a decay of 0.999 an ave
 bfloat16 covers a hundredth of its way.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +13,8 @@ from jamp._core import groups
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable, is_half
 from jamp._core.tree import check_like, select
-from jamp._state.amp_state import AmpState, master_params
+from jamp._state.amp_state import AmpState
+from jamp._state.step import groups_of, master_params
 
 _REMEDY = "it moves like `jamp.master_params(new)`; begin with that."
 _STANDS_STILL = (
@@ -59,7 +58,10 @@ def incremental_update[T](
     [0.25]
     """
     if isinstance(old, AmpState):
-        moved = incremental_update(new, _masters_of(old), step_size)
+        for group in groups_of(old).values():
+            if not old.properties.master_weights or group.tx is None:
+                _check_wide(group.params)  # it has no masters
+        moved = incremental_update(new, master_params(old), step_size)
         return old.replace(params=moved)
     towards = master_params(new) if isinstance(new, AmpState) else new
     check_like(towards, old, "new", _REMEDY)
@@ -76,15 +78,6 @@ def incremental_update[T](
     skipped, moved, old_parts = parts
     chosen = {k: select(~skipped[k], moved[k], old_parts[k]) for k in keys}
     return groups.pack(chosen, old)
-
-
-def _masters_of(state: AmpState) -> Any:
-    """The masters of a state that has some where its params are half."""
-    keys = groups.group_keys(state.tx)
-    for key in keys:
-        if not state.properties.master_weights or groups.get(state.tx, key) is None:
-            _check_wide(groups.get(state.params, key))
-    return master_params(state)
 
 
 def _check_wide(tree: PyTree) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from jamp._core.devices import moves_constants
 from jamp._scaling.incoming import check_scale_state
 from jamp._state.amp_state import AmpState
@@ -57,11 +59,12 @@ def check(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
         check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict(), rule)
-        skips, scale = int(scale_state.consecutive_skips), float(scale_state.scale)
-        at_floor = rule.moves and skips > 0 and scale <= rule.floor
-        if skips >= max_consecutive_skips or at_floor:
-            raise FloatingPointError(
-                f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
-                f"{scale:g}: the gradients are not finite at any scale. "
-                + (_ASK if locate is None else str(locate()))
-            )
+        members = scale_state.consecutive_skips, scale_state.scale
+        for skips, scale in zip(*map(np.ravel, members), strict=True):
+            at_floor = rule.moves and skips > 0 and scale <= rule.floor
+            if skips >= max_consecutive_skips or at_floor:
+                raise FloatingPointError(
+                    f"Loss {loss_id} skipped {skips} steps in a row, its scale is "
+                    f"{scale:g}: the gradients are not finite at any scale. "
+                    + (_ASK if locate is None else str(locate()))
+                )

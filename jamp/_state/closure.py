@@ -57,11 +57,17 @@ def closure(
 
     def bind(state, *args, **kwargs):
         find_loss_scale(state, loss_id, "jamp.closure(loss_fn)(state, ...)")
-        key = _group_of(wrt, groups.group_keys(state.tx))
+        keys = groups.group_keys(state.tx)
+        if isinstance(wrt, list | tuple) or (wrt is None and keys != (groups.SINGLE,)):
+            raise ValueError(
+                f"A closure is for the optimizer of one group: pass wrt=key, one of "
+                f"{list(keys)}; got wrt={wrt!r}."
+            )
+        (key,) = groups.resolve_wrt(wrt, keys)
 
         def value_and_grad(params):
             loss: Any
-            loss, grads = both(_at(state, key, params), *args, **kwargs)
+            loss, grads = both(_state_at(state, key, params), *args, **kwargs)
             return (loss[0] if has_aux else loss), grads
 
         return with_gradient(value_and_grad)
@@ -94,18 +100,7 @@ def rounded(masters: PyTree, params: PyTree) -> PyTree:
     return with_trained(params, jax.tree.map(leaf, masters, trained_params(params)))
 
 
-def _group_of(wrt: Wrt, keys: tuple[Any, ...]) -> Any:
-    if wrt is None and keys == (groups.SINGLE,):
-        return groups.SINGLE
-    if wrt is None or isinstance(wrt, list | tuple):
-        raise ValueError(
-            f"A closure is for the optimizer of one group: pass wrt=key, one of "
-            f"{list(keys)}; got wrt={wrt!r}."
-        )
-    return groups.resolve_wrt(wrt, keys)[0]
-
-
-def _at(state: Any, key: Key, masters: PyTree) -> Any:
+def _state_at(state: Any, key: Key, masters: PyTree) -> Any:
     """The state with one group's params rounded from `masters`."""
     params = rounded(masters, groups.get(state.params, key))
     keys = groups.group_keys(state.tx)

@@ -15,12 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 from typing_extensions import TypeVar
 
+from jamp._autocast.fp8 import Fp8
 from jamp._autocast.transform import Promote
 from jamp._core import groups
-from jamp._core.devices import check_same_devices, moves_constants
+from jamp._core.devices import check_same_devices, moves_constants, warn_without_fp8
+from jamp._core.path_rules import check_rules
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
-from jamp._policy.casting import cast_to_level, check_keep_fp32
+from jamp._policy.casting import cast_to_level
 from jamp._policy.forward import cast_forward, no_forward
 from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
@@ -46,6 +48,7 @@ def initialize(
     master_weights: bool | None = None,
     stochastic_rounding: bool | None = None,
     reduce_dtype: DTypeLike | None = None,
+    fp8: bool | Fp8 | None = None,
     loss_scale: float | str | LossScaleRule | None = None,
     cast_model_outputs: DTypeLike | None = None,
     num_losses: int = 1,
@@ -71,6 +74,7 @@ def initialize(
     | O3 | float16 | float32, no masters | 1 |
     | O4 | float32, autocast to bfloat16 | float32 | 1 |
     | O5 | bfloat16, BatchNorm float32 | float32 masters | 1 |
+    | O6 | as O5, large products in fp8 | float32 masters | 1 |
 
     Every override that is not None replaces the level's value. Arrays are copied, so
     donating the state never deletes yours. Works under `jit` and `eval_shape`.
@@ -80,7 +84,7 @@ def initialize(
             gradients and optimizer. Several models with an optimizer each: a list,
             tuple or dict of them, with `tx` in the same container.
         tx: an optax transformation, or the container of them; None for inference.
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O6".
         enabled: False leaves everything as it is.
         cast_model_type: dtype of params and inputs; False casts nothing.
         patch_functions: apex's `patch_torch_functions`.
@@ -92,6 +96,8 @@ def initialize(
             `master_weights=False`.
         reduce_dtype: "float32" to sum gradients, over batch and devices, in float32,
             and leave them so; not at O0.
+        fp8: whether large products of weights run in fp8, by default at O6 alone; a
+            `jamp.Fp8` says which. Not at O0.
         loss_scale: "dynamic", a number (also as a string), or a rule such as
             `jamp.DynamicLossScale(window=500)`.
         cast_model_outputs: dtype of the model's outputs.
@@ -104,7 +110,7 @@ def initialize(
         keep_fp32: more leaves to keep in float32: regex, predicate, or a list of them.
         lists: additions to autocast's table, a `jamp.AutocastLists`; not at O0.
         promote: what mixed operands become, "widest" (by default at O1 and O4) or
-            "narrowest" (at O2, O3 and O5).
+            "narrowest" (at O2, O3, O5 and O6).
         store_remainder: whether to keep 16 more bits beside bfloat16 params instead of
             float32 masters, see `master_weights`; O5 only.
         allow_incoming_model_not_fp32: whether half params are allowed.
@@ -142,7 +148,10 @@ def initialize(
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
         check_float32(params)
-    check_keep_fp32(properties.keep_fp32, params)
+    check_rules("keep_fp32", properties.keep_fp32, params)
+    if properties.fp8:
+        check_rules("Fp8(keep=)", properties.fp8.rules, params)
+        warn_without_fp8()
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
     if store_remainder and not (properties.master_weights and tx is not None):
         warn(
@@ -258,11 +267,7 @@ def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
 def _state_class_with[S: AmpState](
     state_class: type[S], fields: Collection[str]
 ) -> type[S]:
-    """`state_class`, with the fields that it does not declare.
-
-    Raises:
-        TypeError: a subclass of the user's does not declare a field.
-    """
+    """`state_class`, with the fields that it does not declare; a user's has all."""
     undeclared = sorted(set(fields) - set(state_class.__dataclass_fields__))
     if not undeclared:
         return state_class

@@ -85,7 +85,7 @@ def begun_group(
 
 def begun_from(group: Group, weights: PyTree) -> Group:
     """A group with a fresh optimizer state, from a tree of `Weight`."""
-    opt_state = masters.inside(group.tx).init(masters.values(weights))
+    opt_state = masters.bare(group.tx).init(masters.values(weights))
     is_wrapped = lambda x: type(x) in _WRAPPED  # noqa: E731
     for x in filter(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped)):
         raise ValueError(_WRAPPED[type(x)])

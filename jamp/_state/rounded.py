@@ -18,6 +18,7 @@ from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key
 from jamp._core.tree import is_traced
 from jamp._core.warnings import PrecisionWarning, warn
+from jamp._scaling.unscaled import computed_of
 
 _FIELD = (
     "The field {} is {}, and like the params: an average in half stands still. Begin "
@@ -87,21 +88,25 @@ def _is_moved(old: Any, new: Any) -> bool:
 
 def _is_computed_of(old: Any, new: Any) -> bool:
     """Whether a program computes `new` by arithmetic of halves, `old` among them."""
-    found, waiting, seen = False, [new], set()
-    while waiting:
-        x = waiting.pop()
-        eqn = equation_of(x)
-        name = eqn.primitive.name if eqn else ""
-        if x is old:
-            found = True
-        elif jnp.ndim(x) == 0 or id(x) in seen:
-            continue
-        elif name in _ARITHMETIC or name == _CAST and is_half(eqn.invars[0]):
-            waiting += eqn.invars
-        elif not is_half(x) or name not in _HANDED_ON:
-            return False  # a gradient, noise: a state of a moment, for one evaluation
-        seen.add(id(x))
-    return found
+    values = computed_of([new], lambda x: x is not old and _is_arithmetic(x))
+    others = (x for x in values if x is not old and jnp.ndim(x) > 0)
+    # Else a gradient, noise: a state of a moment, for one evaluation.
+    known = (_is_arithmetic(x) or is_half(x) and _name(x) in _HANDED_ON for x in others)
+    return any(x is old for x in values) and all(known)
+
+
+def _is_arithmetic(x: Any) -> bool:
+    """Whether an array is computed of others, by arithmetic or from half."""
+    if jnp.ndim(x) == 0:
+        return False
+    return _name(x) in _ARITHMETIC or (
+        _name(x) == _CAST and is_half(equation_of(x).invars[0])
+    )
+
+
+def _name(x: Any) -> str:
+    eqn = equation_of(x)
+    return eqn.primitive.name if eqn else ""
 
 
 @jax.jit

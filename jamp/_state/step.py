@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from jamp._core import groups
+from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import HasGroups, Key
 from jamp._core.tree import (
@@ -28,9 +29,9 @@ from jamp._core.tree import (
     with_trained,
 )
 from jamp._core.warnings import PrecisionWarning, warn
-from jamp._scaling.loss import HasLossScales, find_loss_scale
-from jamp._scaling.origin import warn_of_plain_gradients
-from jamp._scaling.unscaled import raw_of, still_scaled
+from jamp._scaling.loss import find_loss_scale
+from jamp._scaling.rules import HasLossScales
+from jamp._scaling.unscaled import raw_of, still_scaled, warn_of_plain_gradients
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
@@ -88,16 +89,9 @@ class GroupGrads(NamedTuple):
 
 
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
-    """The gradients of each loss, checked.
-
-    Raises:
-        TypeError: `loss_id` is a sequence and `grads` is not.
-        IndexError: a `loss_id` is out of range.
-        ValueError: one for each loss is wanted, and there are more or fewer; a tree
-            differs from its params in structure or shape, or is of another loss.
-    """
+    """The gradients of each loss, checked as `apply_gradients` says."""
     if not isinstance(loss_id, Sequence):
-        return [_of_loss(grads, loss_id, state)]
+        return [_loss_grads(grads, loss_id, state)]
     if not isinstance(grads, Sequence):
         raise TypeError(
             f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
@@ -109,7 +103,7 @@ def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads
             f"{len(loss_id)} losses: pass one tree for each, as in "
             "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
         )
-    return [_of_loss(*pair, state) for pair in zip(grads, loss_id, strict=True)]
+    return [_loss_grads(*pair, state) for pair in zip(grads, loss_id, strict=True)]
 
 
 def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
@@ -127,7 +121,7 @@ def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
     return total
 
 
-def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
+def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
     trees, overwrite = {}, {}
     keys = groups.group_keys(state.tx)
@@ -137,8 +131,11 @@ def _of_loss(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
         expected = differentiable(groups.get(state.params, key))
-        if not _takes_examples(entry, groups_of(state)[key]):
+        try:
             check_like(entry, expected, what, _REMEDY)
+        except ValueError:
+            if not _takes_examples(entry, groups_of(state)[key]):
+                raise
         trees[key], overwrite[key] = split_overwrite(entry)
     leaves = jax.tree.leaves(trees)
     finite = _finite(leaves, loss_id) if rule.checks else True
@@ -267,7 +264,7 @@ def _takes_examples(grads: PyTree, group: Group) -> bool:
 
     As of DP-SGD, which clips the gradients of each example before it averages them.
     """
-    trained, tx = trained_params(group.params), masters.inside(group.tx)
+    trained, tx = trained_params(group.params), masters.bare(group.tx)
     pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(trained), strict=False))
     if not pairs or any(jnp.ndim(g) != p.ndim + 1 for g, p in pairs):
         return False
@@ -290,8 +287,22 @@ def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:
     }
 
 
-def wide_params(state: TrainState) -> PyTree:
-    """The params in float32: the masters where there are some."""
+@moves_constants
+def master_params(state: TrainState) -> PyTree:
+    """The params in float32: the masters where there are any.
+
+    Args:
+        state: an AmpState.
+
+    Returns:
+        A tree like `state.params`. Without masters, half params are widened.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> params = jnp.full(1, 0.1)
+    >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
+    >>> print(f"{state.params.item():.6f} {master_params(state).item():.6f}")
+    0.099976 0.100000
+    """
     wide = {key: wide_group(group) for key, group in groups_of(state).items()}
     return groups.pack(wide, state.params)
 
@@ -331,7 +342,7 @@ def step(
     Returns:
         The group with new params and optimizer state.
     """
-    inner, weights, state = masters.inside(group.tx), group.weights(), group.inner_state
+    inner, weights, state = masters.bare(group.tx), group.weights(), group.inner_state
     if isinstance(inner, FusedTransformation):
         skip = None if clean is None else ~clean
         grads, scale = still_scaled(grads, skips=skip is not None)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
@@ -31,15 +32,18 @@ from jamp._autocast.program import (
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
+from jamp._state.step import groups_of
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._operation import Operation, bytes_of, product_of
+from jamp.diagnostics._operation import Operation, bytes_of, is_fp8, product_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
-from jamp.diagnostics._step import Call, call_of, traced
+from jamp.diagnostics._step import traced
+from jamp.optimizers._masters import MasterWeights
 
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
     "bias": "It is the bias of a product, which is part of the product.",
     "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
+    "ratio": "It divides by a value in float16, whose square its derivative reads.",
     "norm": "It is part of a norm: computed in float32, it goes out in half.",
     "carry": "A loop carries its result in float32: a sum keeps its digits.",
     "operands": "Its operands are in this dtype.",
@@ -55,6 +59,15 @@ _REASONS = {
     "program": "It holds a program: see inside.",
     "kept": "Its weight is a param that this level keeps in float32.",
     "no half param": "None of its operands depends on a param in half.",
+    "fp8": "It is a large product of an activation by a weight.",
+    "fp8 weight": "Half, not fp8: neither operand, or each, is made of params alone.",
+    "fp8 input": "Half, not fp8: it reads what the model is given.",
+    "fp8 last": "Half, not fp8: no product reads what is made of it, as of logits.",
+    "fp8 kept": "Half, not fp8: `Fp8(keep=)` names its weight.",
+    "fp8 loop": "Half, not fp8: all trips of a loop share its weight.",
+    "fp8 derivative": "Half, not fp8: a function has a derivative of its own.",
+    "fp8 disabled": "Half, not fp8: `disable_fp8`.",
+    "fp8 small": "Half, not fp8: too small to gain, see `Fp8(smallest=)`.",
     "level": "O0 casts nothing.",
     "gradient": "It is of a gradient, which has the dtype of its value.",
 }
@@ -112,7 +125,7 @@ def explain(
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
-            return explain_step(call_of("explain", fn, args[0], args[1:], kwargs))
+            return _explained_step(fn, args[0], args[1:], kwargs)
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
         found = _operations(program, _Enclosing(scope.policy.lists))
@@ -121,11 +134,15 @@ def explain(
     return explained
 
 
-def explain_step(call: Call) -> Explanation:
-    """Explains a step, forward and backward."""
+def _explained_step(
+    loss_fn: Callable[..., Any],
+    state: AmpState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Explanation:
     with noting(True):
-        program = traced(call).program
-    properties = call.state.properties
+        program = traced("explain", loss_fn, state, args, kwargs).program
+    properties = state.properties
     lists = properties.lists or AutocastLists()
     half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
@@ -135,7 +152,22 @@ def explain_step(call: Call) -> Explanation:
         dtype=str(half or jnp.dtype(jnp.float32)),
         level=properties.opt_level,
         operations=tuple(op for op in found if op.module or op.source),
+        memory=tuple(_memory_of(state)),
     )
+
+
+def _memory_of(state: AmpState) -> Iterator[str]:
+    """What a state keeps in fewer bits than by default, and what is summed in more."""
+    groups = groups_of(state).values()
+    moments = jax.tree.leaves([group.inner_state for group in groups])
+    if state.properties.stochastic_rounding:
+        yield "params without masters, rounded stochastically"
+    if any(isinstance(x.tx, MasterWeights) and x.tx.store_remainder for x in groups):
+        yield "masters as 16-bit remainders"
+    if any(x.dtype == jnp.bfloat16 for x in moments):
+        yield "moments in bfloat16"
+    if state.properties.reduce_dtype is not None:
+        yield "gradients summed in float32"
 
 
 class _Enclosing(NamedTuple):
@@ -261,7 +293,7 @@ def _decision_in_step(
         note, reason = _with_reason(note, around)
         if name == note.primitive and not is_backward(names):
             return written._replace(why=note.why), reason
-        if note.dtype in ("", written.dtype):
+        if note.dtype in ("", written.dtype) or is_fp8(note.dtype, written.dtype):
             reason = f"It is of the derivative of `{note.primitive}`: {reason}"
             return written._replace(why="derivative"), reason
         written = written._replace(why="gradient")
@@ -277,25 +309,25 @@ def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
 def _sentence(note: Note, lists: AutocastLists) -> str:
     name, region = note.primitive, note.region
     if note.why in ("list", "recorded"):
-        return _of_user(lists, What.PRIMITIVE, name) or _of_table(ROWS, name)
+        return _users_rule(lists, What.PRIMITIVE, name) or _reason_in(ROWS, name)
     if note.why != "region":
         return _REASONS[note.why]
     if region in _MARKED_BY:
         return _MARKED_BY[region]
     place = library_place(region)
     return (
-        _of_user(lists, What.REGION, region)
-        or _of_user(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
-        or f"`{region}`: {_of_table(_FUNCTION_ROWS, place or region)}"
+        _users_rule(lists, What.REGION, region)
+        or _users_rule(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
+        or f"`{region}`: {_reason_in(_FUNCTION_ROWS, place or region)}"
     )
 
 
-def _of_user(lists: AutocastLists, what: What, *names: str) -> str:
+def _users_rule(lists: AutocastLists, what: What, *names: str) -> str:
     """What the user has typed for one of some names; "" if for none."""
     users = dict(lists.rules_for(what))
     found = (name for name in names if name in users)
     return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
 
 
-def _of_table(rows: tuple[Row, ...], name: str) -> str:
+def _reason_in(rows: tuple[Row, ...], name: str) -> str:
     return next((row.reason for row in rows if name in row.primitives), "")

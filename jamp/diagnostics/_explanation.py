@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from jamp.diagnostics import _table
-from jamp.diagnostics._operation import Operation, product_flops, warnings_of
+from jamp.diagnostics._operation import Operation, is_fp8, product_flops, warnings_of
 
 _SHOWN = 6  # warnings below the tree
 
@@ -23,12 +23,15 @@ class Explanation:
         operations: in the order of the program; what one holds comes right after it.
         promote: "widest" or "narrowest", of a function under autocast.
         level: of a step; "" of a function.
+        memory: of a step, what its state keeps in fewer bits than by default, and what
+            is summed in more, in words.
     """
 
     dtype: str
     operations: tuple[Operation, ...]
     promote: str = ""
     level: str = ""
+    memory: tuple[str, ...] = ()
 
     @property
     def matmul_flops(self) -> int:
@@ -56,13 +59,16 @@ class Explanation:
 
     @property
     def title(self) -> str:
-        """The totals, in a line."""
+        """The totals, in a line; of a step, what is special about its memory too."""
         matmuls = sum(op.is_float_matmul for op in self.operations)
         share = "" if self.half_share is None else f", {self.half_share:.1%} in half"
+        fp8, _ = product_flops([op for op in self.operations if is_fp8(op.dtype)])
+        share += f", {fp8 / self.matmul_flops:.1%} in fp8" if fp8 else ""
         of = f"A step at {self.level}" if self.level else f"autocast, {self.promote}"
+        memory = "".join(f"; {words}" for words in self.memory)
         return (
             f"{of}: {matmuls} matmuls and convolutions, {self.matmul_flops:.3g} FLOPs"
-            f"{share} ({self.dtype})."
+            f"{share} ({self.dtype}){memory}."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,15 +12,15 @@ from jaxtyping import PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.groups import Wrt
-from jamp._core.tree import path_string
+from jamp._core.tree import differentiable, path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import advice_for, scale_advice
-from jamp.diagnostics._location import Location, first_location
+from jamp.diagnostics._location import Location, first_location, range_of
 from jamp.diagnostics._programs import replayed
-from jamp.diagnostics._ranges import is_float, range_of
-from jamp.diagnostics._step import Call, Step, call_of, scaled_step
+from jamp.diagnostics._step import Step, scaled_step
 
 
+@moves_constants
 def locate(
     loss_fn: Callable[..., Any],
     state: AmpState,
@@ -65,13 +65,7 @@ def locate(
     >>> print(found.operation, found.phase, found.operands[0], found.near)
     a matrix product forward float16[2, 2] in [300, 300] w
     """
-    return locate_step(call_of("locate", loss_fn, state, args, kwargs, loss_id, wrt))
-
-
-@moves_constants
-def locate_step(call: Call) -> Location:
-    """`locate` of a step."""
-    step, state = scaled_step(call, "locate"), call.state
+    step = scaled_step("locate", loss_fn, state, args, kwargs, loss_id, wrt)
     found = _location_at(step, step.scale)
     if found.finite:
         return found
@@ -84,7 +78,7 @@ def locate_step(call: Call) -> Location:
                 False,
                 key=lambda n: _location_at(step, step.scale / 2**n).finite,
             )
-            moves = state.loss_scale_rules[call.loss_id].moves
+            moves = state.loss_scale_rules[loss_id].moves
             advice = scale_advice(step.scale, step.scale / 2 ** (n + 1), moves)
             return dataclasses.replace(found, advice=advice)
         # What overflows at the least scale, too, does not for the scale.
@@ -114,7 +108,7 @@ def _location_at(step: Step, scale: float) -> Location:
 
 def _largest(params: PyTree) -> tuple[float, str]:
     """The largest absolute value of the params, and where it is."""
-    leaves = [(p, x) for p, x in jax.tree.leaves_with_path(params) if is_float(x)]
+    leaves = jax.tree.leaves_with_path(differentiable(params))
     with jax.debug_infs(False):
         found = [(range_of(x).magnitude, path_string(path)) for path, x in leaves]
     return max(found, default=(0.0, ""))

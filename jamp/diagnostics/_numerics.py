@@ -13,13 +13,14 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._core.devices import moves_constants
+from jamp._core.dtypes import is_differentiable, is_half
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
+from jamp.diagnostics._location import Array
 from jamp.diagnostics._programs import replayed
-from jamp.diagnostics._ranges import Array, is_float
 from jamp.diagnostics._replay import Site
 from jamp.diagnostics._source import is_backward, module_path
-from jamp.diagnostics._step import Call, Step, call_of, scaled_step
+from jamp.diagnostics._step import Step, scaled_step
 from jamp.diagnostics._table import columns
 
 FORMATS = {
@@ -113,6 +114,7 @@ class Numerics:
         return "\n".join(lines)
 
 
+@moves_constants
 def numerics(
     loss_fn: Callable[..., Any],
     state: AmpState,
@@ -126,11 +128,8 @@ def numerics(
     lost what half loses: of a state at O0 it says what other levels would.
 
     Args:
-        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
-        state: an AmpState with concrete arrays.
-        *args: the rest of what `loss_fn` takes.
+        loss_fn, state, *args, **kwargs: see `locate`.
         scale: the loss scale; None for the one of `recommend_scale`.
-        **kwargs: as `*args`.
 
     Returns:
         A `Numerics`: print it.
@@ -145,7 +144,26 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    return numerics_of_step(call_of("numerics", loss_fn, state, args, kwargs), scale)
+    step = scaled_step("numerics", loss_fn, state, args, kwargs)
+    safe = _safe_scales(step)
+    if scale is None:
+        scale = _middle(safe) if safe else step.scale
+    values: dict[tuple[str, str], Counts] = {}
+
+    def observe(site: Site, array: Array, near: str) -> None:
+        if is_differentiable(array) and site.names.strip("/") and not site.moves:
+            phase = "backward" if is_backward(site.names) else "forward"
+            key = module_path(site.names) or _layer(near), phase
+            values[key] = counts_of(array) + values.get(key)
+
+    _, *grads = replayed(step, scale, observe)
+    gradients = {p: counts_of(g.array) for p, g in zip(step.paths, grads, strict=True)}
+    tiny = (
+        path_string(path)
+        for path, x in jax.tree.leaves_with_path(state.params)
+        if is_half(x) and x.size <= _TINY
+    )
+    return Numerics(scale, values, gradients, safe, tuple(tiny))
 
 
 def recommend_scale(
@@ -170,43 +188,14 @@ def recommend_scale(
     >>> recommend_scale(loss_fn, state)  # 100 * 512 < 65504
     64.0
     """
-    return scale_of_step(call_of("recommend_scale", loss_fn, state, args, kwargs))
-
-
-def scale_of_step(call: Call) -> float:
-    """`recommend_scale` of a step."""
-    safe = _safe_scales(scaled_step(call, "recommend_scale"))
+    step = scaled_step("recommend_scale", loss_fn, state, args, kwargs)
+    safe = _safe_scales(step)
     if safe is None:
         raise FloatingPointError(
             "The gradients are not finite at any loss scale from 1 to 2**24. "
             "`print(jamp.diagnostics.locate(loss_fn, state, ...))` says where."
         )
     return _middle(safe)
-
-
-@moves_constants
-def numerics_of_step(call: Call, scale: float | None) -> Numerics:
-    """`numerics` of a step."""
-    step = scaled_step(call, "numerics")
-    safe = _safe_scales(step)
-    if scale is None:
-        scale = _middle(safe) if safe else step.scale
-    values: dict[tuple[str, str], Counts] = {}
-
-    def observe(site: Site, array: Array, near: str) -> None:
-        if is_float(array) and site.names.strip("/") and not site.moves:
-            phase = "backward" if is_backward(site.names) else "forward"
-            key = module_path(site.names) or _layer(near), phase
-            values[key] = counts_of(array) + values.get(key)
-
-    _, *grads = replayed(step, scale, observe)
-    gradients = {p: counts_of(g.array) for p, g in zip(step.paths, grads, strict=True)}
-    tiny = (
-        path_string(path)
-        for path, x in jax.tree.leaves_with_path(call.state.params)
-        if is_float(x) and x.dtype.itemsize == 2 and x.size <= _TINY
-    )
-    return Numerics(scale, values, gradients, safe, tuple(tiny))
 
 
 @moves_constants

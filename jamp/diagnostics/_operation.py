@@ -37,10 +37,10 @@ class Operation:
         rule: of the lists or of the region: "half", "float32", "promote", "move" or
             "recorded".
         why: what decided: "list", "region", "precision", "feeder", "fusion", "bias",
-            "carry", "norm", "operands", "widest", "narrowest", "smaller operand",
-            "literal", "no vote", "recorded", "own dtype", "no float32", "unknown
-            primitive" or "program"; of a step also "kept" and "no half param" at O2,
-            O3 and O5, "derivative", "gradient", and at O0 "level".
+            "carry", "norm", "ratio", "operands", "widest", "narrowest", "smaller
+            operand", "literal", "no vote", "recorded", "own dtype", "no float32",
+            "unknown primitive" or "program"; of a step also "kept" and "no half param"
+            at O2, O3 and O5, "derivative", "gradient", and at O0 "level".
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
         sizes: of a matmul, M, N and K; of a convolution, its features.
@@ -69,8 +69,8 @@ class Operation:
 
     @property
     def is_half(self) -> bool:
-        """Whether it runs in float16 or bfloat16."""
-        return self.dtype in HALF
+        """Whether it runs in float16, bfloat16 or fp8."""
+        return self.dtype in HALF or is_fp8(self.dtype)
 
     @property
     def is_backward(self) -> bool:
@@ -90,6 +90,11 @@ class Operation:
         return computes and "float" in str(self.dtype)
 
 
+def is_fp8(*dtypes: str | None) -> bool:
+    """Whether dtypes, by their names, are of 8 bits."""
+    return all(str(dtype).startswith("float8") for dtype in dtypes)
+
+
 def product_flops(operations: Iterable[Operation]) -> tuple[int, int]:
     """FLOPs of the matmuls and convolutions of floats, and of those in half."""
     matmuls = [op for op in operations if op.is_float_matmul]
@@ -106,9 +111,9 @@ def warnings_of(op: Operation, level: str) -> list[str]:
         return [f"{where}{op.primitive}: nobody can look inside. It runs as called."]
     if not op.is_float_matmul or op.is_backward or level == "O0":
         return []
-    if not op.is_half and not op.dtype.startswith("float8"):  # pyright: ignore[reportOptionalMemberAccess]
+    if not op.is_half:
         return [f"{where}{op.primitive} runs in {op.dtype} ({op.why}). {op.reason}"]
-    step = 8 if op.is_half else 16
+    step = 16 if is_fp8(op.dtype) else 8
     odd = [size for size in op.sizes or () if size > step and size % step]
     if not odd:
         return []

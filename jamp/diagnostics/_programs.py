@@ -16,9 +16,8 @@ from jax.extend import core as jc
 from jax.sharding import PartitionSpec
 
 from jamp._autocast.frames import Kind, frames_of, program_of, shard_map_options
-from jamp.diagnostics._location import Cause, parents_of
-from jamp.diagnostics._ranges import Array, not_finite
-from jamp.diagnostics._replay import Context, Replay, Rule, Site, Value, operation
+from jamp.diagnostics._location import Array, Cause, not_finite, parents_of
+from jamp.diagnostics._replay import Context, Replay, ReplayRule, Site, Value, operation
 from jamp.diagnostics._step import Step
 
 # A loop that runs longer is looked at as a whole: on rounded values it may never end.
@@ -43,7 +42,7 @@ def replayed(
         return replay.run(step.program, given, Context())
 
 
-def _rule_of(eqn: jc.JaxprEqn) -> Rule:
+def _rule_of(eqn: jc.JaxprEqn) -> ReplayRule:
     if eqn.primitive.name in _MARKS:
         return lambda replay, site, read: read
     kinds = {frame.kind for frame in frames_of(eqn)} or {None}
@@ -164,7 +163,7 @@ def _number(array: Array) -> int:
     return int(first)
 
 
-_RULES: dict[Kind | None, Rule] = {
+_RULES: dict[Kind | None, ReplayRule] = {
     Kind.CALL: _call,
     Kind.BRANCH: _call,
     Kind.LOOP: _loop,

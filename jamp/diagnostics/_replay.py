@@ -5,7 +5,6 @@ value can be looked at. Values are freed when they were read for the last time.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +16,18 @@ from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom
+from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._advice import words_of
-from jamp.diagnostics._location import Cause, Location, names_of, parents_of
-from jamp.diagnostics._ranges import Array, Range, is_float, not_finite, range_of
+from jamp.diagnostics._location import (
+    Array,
+    Cause,
+    Location,
+    Range,
+    names_of,
+    not_finite,
+    parents_of,
+    range_of,
+)
 from jamp.diagnostics._source import is_backward, module_path, user_line
 
 _ARITHMETIC = ("add", "div", "mul", "sub")
@@ -85,7 +93,7 @@ class Site(NamedTuple):
     @property
     def moves(self) -> bool:
         """Whether it hands on the very numbers of its one array of floats."""
-        floats = [v for v in self.eqn.invars if is_float(v.aval)]
+        floats = [v for v in self.eqn.invars if is_differentiable(v.aval)]
         return self.shape in _MOVES and len(floats) <= 1
 
     def context_inside(self, *loops: str) -> Context:
@@ -96,7 +104,7 @@ class Site(NamedTuple):
         )
 
 
-type Rule = Callable[["Replay", Site, list[Value]], list[Value]]
+type ReplayRule = Callable[["Replay", Site, list[Value]], list[Value]]
 
 
 class Replay:
@@ -104,7 +112,7 @@ class Replay:
 
     def __init__(
         self,
-        rule_of: Callable[[jc.JaxprEqn], Rule],
+        rule_of: Callable[[jc.JaxprEqn], ReplayRule],
         observe: Callable[[Site, Array, str], None] | None = None,
     ):
         self.rule_of, self.observe = rule_of, observe
@@ -138,7 +146,7 @@ class Replay:
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
-        found = _location(operation=name, phase="input", result=range_of(array))
+        found = Location(operation=name, phase="input", result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
         cause = Cause(self.order, nan, location=found, is_wish=not positive)
         return Value(array, cause, near)
@@ -209,12 +217,9 @@ def _last_readers(program: jc.Jaxpr) -> dict[jc.Var, int]:
 
 def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
     literals = [v.val for v in eqn.invars if isinstance(v, jc.Literal)]
-    return any(is_float(x) and bool(np.isinf(x)) for x in map(np.asarray, literals))
-
-
-def _location(**found: Any) -> Location:
-    """What is known before `locate` is over: not the loss, nor what to do."""
-    return Location(finite=False, loss=math.nan, scale=math.nan, **found)
+    return any(
+        is_differentiable(x) and bool(np.isinf(x)) for x in map(np.asarray, literals)
+    )
 
 
 def _location_of(
@@ -224,13 +229,13 @@ def _location_of(
     near: str,
     infinities: tuple[str, ...],
 ) -> Location:
-    """The report of an operation, if it turns out to be the first."""
-    floats, context = [v for v in read if is_float(v.array)], site.context
+    """The report of an operation, if it turns out to be the first: without the loss."""
+    floats, context = [v for v in read if is_differentiable(v.array)], site.context
     made_by, maker = ("", ""), floats[0].maker if site.moves and floats else None
     if maker is not None:
         made_by = f"`{primitive_name(maker.eqn)}`", maker.line
     result = context.range_of(array)
-    return _location(
+    return Location(
         operation=words_of(site.eqn, result.dtype),
         primitive=primitive_name(site.eqn),
         phase="backward" if is_backward(site.names) else "forward",

@@ -15,17 +15,6 @@ from jamp._scaling.rules import DynamicLossScale
 from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
-type StepFn = Callable[[AmpState, dict[str, Any]], tuple[Any, Any]]
-
-
-class Call(NamedTuple):
-    """A step, and what it is called with."""
-
-    fn: StepFn  # gives the loss, and the gradients times the scale
-    state: AmpState
-    arguments: dict[str, Any]
-    loss_id: int = 0
-
 
 class Step(NamedTuple):
     """A program that gives the loss and the gradients."""
@@ -42,7 +31,7 @@ class Step(NamedTuple):
         return [(given.get(path, x), path) for x, path in self.values]
 
 
-def call_of(
+def traced(
     name: str,
     loss_fn: Callable[..., Any],
     state: AmpState,
@@ -50,36 +39,48 @@ def call_of(
     kwargs: dict[str, Any],
     loss_id: int = 0,
     wrt: Wrt = None,
-) -> Call:
+) -> Step:
     """The step of a loss function, for the function of `jamp.diagnostics` of a name.
 
-    Raises:
-        TypeError: the state is not an AmpState.
+    Shapes do for arrays. Paths are those in the state, or in the arguments. Python's
+    numbers are not traced, as they are not in a step's code.
     """
-    if not isinstance(state, AmpState):
-        raise TypeError(
-            f"jamp.diagnostics.{name} takes `(loss_fn, state, *args)` with the "
-            f"AmpState of jamp.initialize, got {type(state).__name__}. For NNX, use "
-            f"jamp.nnx.{name}(loss_fn, model, optimizer, *args)."
-        )
+    _check_state(name, state)
+    given = state, {"args": args, "kwargs": kwargs}
+    step = ScaledGrad(with_aux(loss_fn), has_aux=True, loss_id=loss_id, wrt=wrt).raw
+    named, structure = jax.tree.flatten_with_path(given)
+    leaves = [x for _, x in named]
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    places = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
+    paths: list[str] = []
 
-    def both(state, arguments):
-        options = {"loss_id": loss_id, "wrt": wrt}
-        fn = ScaledGrad(with_aux(loss_fn), has_aux=True, **options).raw
-        (loss, _), grads = fn(state, *arguments["args"], **arguments["kwargs"])
-        return loss, groups.pack_wrt(grads, wrt, state.params)
+    def flat(*arrays):
+        found = dict(zip(places, arrays, strict=True))
+        filled = [found.get(i, x) for i, x in enumerate(leaves)]
+        state, given = jax.tree.unflatten(structure, filled)
+        (loss, _), grads = step(state, *given["args"], **given["kwargs"])
+        packed = groups.pack_wrt(grads, wrt, state.params)
+        of_grads = jax.tree.leaves_with_path(packed)
+        paths[:] = [path_string(path) for path, _ in of_grads]
+        return [loss, *(x for _, x in of_grads)]
 
-    return Call(both, state, {"args": args, "kwargs": kwargs}, loss_id)
+    program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
+    values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
+    return Step(program, values, paths)
 
 
-def scaled_step(call: Call, name: str) -> Step:
-    """The program of a step, with the loss scale among what it takes, at any level.
-
-    Raises:
-        TypeError: something is traced.
-    """
-    fn, state, arguments, loss_id = call
-    if any(map(is_traced, jax.tree.leaves((state, arguments)))):
+def scaled_step(
+    name: str,
+    loss_fn: Callable[..., Any],
+    state: AmpState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_id: int = 0,
+    wrt: Wrt = None,
+) -> Step:
+    """`traced`, of values, with the loss scale among what it takes, at any level."""
+    _check_state(name, state)
+    if any(map(is_traced, jax.tree.leaves((state, args, kwargs)))):
         raise TypeError(
             f"jamp.diagnostics.{name} looks at values, and got traced arrays: call it "
             "outside of jit, with the state and the batch that the step was given."
@@ -89,8 +90,18 @@ def scaled_step(call: Call, name: str) -> Step:
     rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
     state = state.replace(loss_scale_rules=tuple(rules))
     path, scale = f"loss_scales/{loss_id}/scale", float(rule.current(before))
-    step = traced(Call(fn, state, arguments))
+    step = traced(name, loss_fn, state, args, kwargs, loss_id, wrt)
     return step._replace(scale_path=path, scale=scale)
+
+
+def _check_state(name: str, state: object) -> None:
+    """Raises unless it is an AmpState."""
+    if not isinstance(state, AmpState):
+        raise TypeError(
+            f"jamp.diagnostics.{name} takes `(loss_fn, state, *args)` with the "
+            f"AmpState of jamp.initialize, got {type(state).__name__}. For NNX, use "
+            f"jamp.nnx.{name}(loss_fn, model, optimizer, *args)."
+        )
 
 
 def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,28 +112,3 @@ def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         return (out[0] if isinstance(out, tuple) else out), None
 
     return both
-
-
-def traced(call: Call) -> Step:
-    """The program of a step; shapes do for arrays.
-
-    Paths are those in the state, or in the arguments. Python's numbers are not traced,
-    as they are not in a step's code.
-    """
-    named, structure = jax.tree.flatten_with_path((call.state, call.arguments))
-    leaves = [x for _, x in named]
-    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    places = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
-    paths: list[str] = []
-
-    def flat(*arrays):
-        found = dict(zip(places, arrays, strict=True))
-        filled = [found.get(i, x) for i, x in enumerate(leaves)]
-        loss, grads = call.fn(*jax.tree.unflatten(structure, filled))
-        of_grads = jax.tree.leaves_with_path(grads)
-        paths[:] = [path_string(path) for path, _ in of_grads]
-        return [loss, *(x for _, x in of_grads)]
-
-    program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
-    values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
-    return Step(program, values, paths)

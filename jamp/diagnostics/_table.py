@@ -51,9 +51,6 @@ def chosen(operations: Sequence[Operation], filter: str | None) -> list[Operatio
     """Operations that compute floats: "products", "float32", a regex, or None for all.
 
     "all" is the rest, too.
-
-    Raises:
-        ValueError: `filter` is not a regex.
     """
     computing = [op for op in operations if op.matters]
     match filter:
@@ -220,11 +217,7 @@ def _names(op: Operation) -> tuple[str, ...]:
 
 
 def tree(operations: Sequence[Operation], depth: int | None, width: int) -> str:
-    """The tree, as `Explanation.show` gives it.
-
-    Raises:
-        ValueError: `depth` is less than 1.
-    """
+    """The tree, as `Explanation.show` gives it."""
     if depth is not None and depth < 1:
         raise ValueError(f"`depth` must be at least 1, got {depth}.")
     rows = [_HEAD, *_lines(groups_of(operations), depth or 99, "")]

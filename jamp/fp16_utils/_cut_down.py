@@ -34,7 +34,7 @@ from jamp.fp16_utils._scalers import (
 from jamp.fp16_utils._state import added, check_state, checked_parts, say
 from jamp.optimizers._fused import FusedTransformation
 from jamp.optimizers._masters import joined, parted
-from pallas_kernels import Options, norm
+from pallas_kernels import norm
 
 _DYNAMIC = DynamicLossScaler(2.0**16, scale_factor=2.0, scale_window=1000)
 
@@ -223,7 +223,8 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 "loss_fn, ...)` first."
             )
         norms = [
-            _norm(tx, groups.get(state.grads, key)) for key, tx in self._txs.items()
+            norm([groups.get(state.grads, key)], options=tx.rule.options())
+            for key, tx in self._txs.items()
         ]
         overflow = ~functools.reduce(jnp.logical_and, map(jnp.isfinite, norms))
         dynamic, scaler = self.dynamic_loss_scale, state.loss_scaler
@@ -312,11 +313,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
 
 _check = functools.partial(check_state, FP16OptimizerState)
-
-
-def _norm(tx: FusedTransformation, flat: Array) -> Float[Array, ""]:
-    options = Options(backend=tx.rule.backend, shardings=tx.rule.shardings)
-    return norm([flat], options=options)
 
 
 def _check_half(tree: PyTree, name: str) -> None:

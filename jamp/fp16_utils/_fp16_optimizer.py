@@ -43,12 +43,8 @@ from jamp.fp16_utils._state import (
     say,
     zeros,
 )
-from jamp.optimizers._masters import (
-    MasterWeights,
-    MasterWeightsState,
-    fused_inside,
-    master_weights,
-)
+from jamp.optimizers import FusedTransformation
+from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
 
 _check_state = functools.partial(_state.check_state, FP16_OptimizerState)
 
@@ -378,8 +374,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def _finite(self, grads: PyTree) -> Any:
         if not self.rule.checks:
             return jnp.asarray(True)
-        fused = fused_inside(self.optimizer)
-        return fused.all_finite(grads) if fused else all_finite(grads)
+        inner = self.optimizer.inner
+        if isinstance(inner, FusedTransformation):
+            return inner.all_finite(grads)
+        return all_finite(grads)
 
     def _say_groups(self, params: PyTree) -> None:
         lines = ["FP16_Optimizer processing param group 0:"]

@@ -59,8 +59,6 @@ def autocast[**P, R](
 def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
     """As `autocast`, in a scope: of a model's half params, `fn` sees float32."""
 
-    half = scope.policy.dtype if scope.policy.of_model else None
-
     @functools.wraps(fn)
     def autocast_fn(*args, **kwargs):
         nodes, others, put_back = take_out((args, kwargs))
@@ -68,7 +66,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         written: list[Any] = []
 
         def pure(values, others):
-            there = nnx.merge(graphdef, from_pure(state, shown(state, values, half)))
+            there = nnx.merge(graphdef, from_pure(state, shown(state, values, scope)))
             before = values_by_path(there)
             args, kwargs = put_back(there, others)
             out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -3,15 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from jamp._core import groups
+from jamp import diagnostics
 from jamp._core.groups import Wrt
-from jamp._scaling.value_and_grad import ScaledGrad
-from jamp.diagnostics._explain import explain_step
-from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._locate import locate_step
-from jamp.diagnostics._location import Location
-from jamp.diagnostics._numerics import Numerics, numerics_of_step, scale_of_step
-from jamp.diagnostics._step import Call, with_aux
+from jamp._state.amp_state import AmpState
+from jamp.diagnostics import Explanation, Location, Numerics
+from jamp.diagnostics._step import with_aux
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._scaled_grad import PureLoss, check_optimizer
 from jamp.nnx._variables import Models
@@ -54,8 +50,9 @@ def locate(
     >>> print(found.operation, found.phase, *found.operands)
     a logarithm forward float32[1, 2] in [0, 0]
     """
-    given = models, optimizer, args, kwargs
-    return locate_step(_call_of("locate", loss_fn, *given, loss_id, wrt))
+    loss, state = _pure("locate", loss_fn, models, optimizer, args, kwargs)
+    options: Any = {"loss_id": loss_id, "wrt": wrt, "variables": loss.before}
+    return diagnostics.locate(loss, state, *loss.others, **options)
 
 
 def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
@@ -83,9 +80,8 @@ def explain(loss_fn: Callable[..., Any]) -> Callable[..., Explanation]:
 
     def explained(models: Models, optimizer: Optimizer, *args: Any, **kwargs: Any):
         check_optimizer(optimizer, "explain(loss_fn)")
-        return explain_step(
-            _call_of("explain", loss_fn, models, optimizer, args, kwargs)
-        )
+        loss, state = _pure("explain", loss_fn, models, optimizer, args, kwargs)
+        return diagnostics.explain(loss)(state, *loss.others, variables=loss.before)
 
     return explained
 
@@ -103,11 +99,8 @@ def numerics(
     Models and optimizer stay as they are.
 
     Args:
-        loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)`.
-        models: the model, or the container of them, of `jamp.nnx.initialize`.
-        optimizer: its optimizer.
-        *args: the rest of what `loss_fn` takes.
-        scale, **kwargs: see `jamp.diagnostics.numerics`.
+        loss_fn, models, optimizer, *args, **kwargs: see `locate`.
+        scale: see `jamp.diagnostics.numerics`.
 
     Returns:
         A `jamp.diagnostics.Numerics`: print it.
@@ -124,8 +117,9 @@ def numerics(
     >>> report.gradients["bias"].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    call = _call_of("numerics", loss_fn, models, optimizer, args, kwargs)
-    return numerics_of_step(call, scale)
+    loss, state = _pure("numerics", loss_fn, models, optimizer, args, kwargs)
+    options: Any = {"scale": scale, "variables": loss.before}
+    return diagnostics.numerics(loss, state, *loss.others, **options)
 
 
 def recommend_scale(
@@ -146,28 +140,19 @@ def recommend_scale(
     >>> recommend_scale(lambda model: 100 * model.bias.sum(), *both)
     64.0
     """
-    call = _call_of("recommend_scale", loss_fn, models, optimizer, args, kwargs)
-    return scale_of_step(call)
+    loss, state = _pure("recommend_scale", loss_fn, models, optimizer, args, kwargs)
+    return diagnostics.recommend_scale(loss, state, *loss.others, variables=loss.before)
 
 
-def _call_of(
+def _pure(
     name: str,
     loss_fn: Callable[..., Any],
     models: Models,
     optimizer: Optimizer,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss_id: int = 0,
-    wrt: Wrt = None,
-) -> Call:
-    """A step as a function of a state and of arguments, and these."""
+) -> tuple[PureLoss, AmpState]:
+    """A loss as a function of params and arrays, and the state of these params."""
     check_optimizer(optimizer, name, "(loss_fn, model, optimizer, ...)")
     loss = PureLoss(with_aux(loss_fn), True, models, optimizer, args, kwargs)
-
-    def both(state, arguments):
-        fn = ScaledGrad(loss, has_aux=True, loss_id=loss_id, wrt=wrt).raw
-        (value, _), grads = fn(state, arguments["variables"], arguments["args"])
-        return value, groups.pack_wrt(grads, wrt, state.params)
-
-    arguments = {"variables": loss.before, "args": loss.others}
-    return Call(both, optimizer.amp_state(models), arguments, loss_id)
+    return loss, optimizer.amp_state(models)

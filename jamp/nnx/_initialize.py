@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx import filterlib
 from jax.typing import DTypeLike
 
+from jamp._autocast.fp8 import Fp8
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._core.devices import moves_constants
@@ -37,6 +38,7 @@ class InitOptions(TypedDict, total=False):
     master_weights: bool | None
     stochastic_rounding: bool | None
     reduce_dtype: DTypeLike | None
+    fp8: bool | Fp8 | None
     loss_scale: float | str | LossScaleRule | None
     cast_model_outputs: DTypeLike | None
     num_losses: int
@@ -59,8 +61,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> M: ...
-
-
 @overload
 def initialize[M: Models](
     models: M,
@@ -70,8 +70,6 @@ def initialize[M: Models](
     wrt: filterlib.Filter = nnx.Param,
     **options: Unpack[InitOptions],
 ) -> tuple[M, Optimizer]: ...
-
-
 @moves_constants
 def initialize(
     models: Models,
@@ -89,7 +87,7 @@ def initialize(
     Args:
         models: an nnx.Module in float32; or a list, tuple or dict of them.
         tx: an optax transformation; or as many, in the container of the models.
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O6".
         wrt: a filter of the Variables to train, such as `nnx.LoRAParam`; the other
             params are cast, and stay as they are.
         **options: of `jamp.initialize`: overrides, `num_losses`, `keep_fp32` and so on.

@@ -16,8 +16,9 @@ from jamp._core.names import check_same
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
 from jamp._policy.levels import Properties
-from jamp._state.amp_state import AmpState, master_params
+from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
+from jamp._state.step import master_params
 from jamp.nnx._variables import Models, arrays_of, by_path, map_variables
 
 # What an AmpState has beyond its params, and what is static.
@@ -30,16 +31,10 @@ class Optimizer(nnx.Optimizer):
     Made by `jamp.nnx.initialize`.
 
     Attributes:
-        step: steps that were not skipped, shape (), int32.
-        tx: the transformation. Static.
-        opt_state: its state, masters among it, as Variables.
-        loss_scales: one LossScaleState per loss, as Variables.
-        skipped_steps: skipped steps, shape (), int32; per model where there are
-            several optimizers.
-        last_step_skipped: whether the last step was skipped, shape (), bool; likewise.
+        step, opt_state, loss_scales, skipped_steps, last_step_skipped: as of
+            `jamp.AmpState`, as Variables.
+        tx, properties, loss_scale_rules: as of `jamp.AmpState`. Static.
         wrt: the filter of the Variables that are trained. Static.
-        properties: what the opt level means. Static.
-        loss_scale_rules: one rule per loss. Static.
     """
 
     def __init__(self, state: AmpState, wrt: filterlib.Filter):
@@ -74,13 +69,13 @@ class Optimizer(nnx.Optimizer):
         Raises:
             ValueError: trained Variables of other paths, shapes or dtypes.
         """
-        return self._with(arrays_of(models, self.wrt))
+        return self._state_with(arrays_of(models, self.wrt))
 
     @property
     def _like(self) -> dict[str, Any]:
         return {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
 
-    def _with(self, params: PyTree) -> AmpState:
+    def _state_with(self, params: PyTree) -> AmpState:
         check_same(_by_keystr(params), self._like, _NOT_THE_ONE, _REMEDY)
         return AmpState(
             apply_fn=no_forward,
@@ -132,9 +127,9 @@ class Optimizer(nnx.Optimizer):
             wanted = like.get(jax.tree_util.keystr(path), x)
             return cast(x, wanted.dtype) if is_castable(x) else x
 
-        state = self._with(jax.tree_util.tree_map_with_path(leaf, there))
+        state = self._state_with(jax.tree_util.tree_map_with_path(leaf, there))
         # As they were before something was put into the model.
-        state = self._with(rounded(master_params(state), state.params))
+        state = self._state_with(rounded(master_params(state), state.params))
         self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
 
     def update(

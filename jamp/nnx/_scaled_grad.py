@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
+from jamp._policy.forward import scope_by
 from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, no_argnums
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
@@ -29,14 +30,10 @@ type Fn[T] = Callable[..., T]
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Array, Any]]: ...
-
-
 @overload
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
 ) -> Fn[tuple[tuple[Array, Any], Any]]: ...
-
-
 @no_argnums
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
@@ -71,7 +68,9 @@ def scaled_value_and_grad(
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
         compute = ScaledGrad(loss, has_aux=True, **options).checked
         state = optimizer.amp_state(models)
-        (value, (aux, after)), grads, finite = compute(state, loss.before, loss.others)
+        (value, (aux, after)), grads, finite = compute(
+            state, *loss.others, variables=loss.before
+        )
         if finite is not None:
             after = select(finite, after, loss.before)
         loss.write_back(after)
@@ -84,8 +83,6 @@ def scaled_value_and_grad(
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[False] = False, **options: Unpack[GradOptions]
 ) -> Fn[Any]: ...
-
-
 @overload
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
@@ -119,7 +116,7 @@ def check_optimizer(
 
 
 class PureLoss:
-    """`(params, before, others) -> (loss, (aux, after))`, of one call of a loss.
+    """`(params, *others, variables) -> (loss, (aux, after))`, of one call of a loss.
 
     Attributes:
         before: the arrays of what is not trained: in the models, and in NNX objects
@@ -138,25 +135,25 @@ class PureLoss:
     ):
         self.loss_fn, self.has_aux = loss_fn, has_aux
         self.models, self.wrt = models, optimizer.wrt
-        self.half = optimizer.properties.half_dtype
+        self.scope = scope_by(optimizer.properties)
         self.graphdef, _, self.rest = nnx.split(models, self.wrt, ...)
         self.nodes, self.others, self.put_back = take_out((args, kwargs))
         check_arguments_apart(models, self.nodes)
         self.nodes_def, self.nodes_state = nnx.split(self.nodes)
         self.before = nnx.as_pure(self.rest), nnx.as_pure(self.nodes_state)
 
-    def __call__(self, params: PyTree, before: PyTree, others: list[Any]) -> Any:
+    def __call__(self, params: PyTree, *others: Any, variables: PyTree) -> Any:
         """The loss, its aux, and what it left in what is not trained."""
         # Params that are not trained; `params` are shown so already.
-        frozen = from_pure(self.rest, shown(self.rest, before[0], self.half))
+        frozen = from_pure(self.rest, shown(self.rest, variables[0], self.scope))
         there = nnx.merge(self.graphdef, by_path(params), frozen)
-        nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, before[1]))
+        nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, variables[1]))
         args, kwargs = self.put_back(nodes, others)
         out = self.loss_fn(there, *args, **kwargs)
         loss, aux = out if self.has_aux else (out, None)
         left = nnx.state(there, nnx.Not(self.wrt)), nnx.state(nodes)
         after = nnx.as_pure(left)
-        _check_structure(before, after)
+        _check_structure(variables, after)
         return loss, (aux, (written_back(self.rest, after[0]), after[1]))
 
     def write_back(self, after: PyTree) -> None:

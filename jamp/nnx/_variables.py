@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.nnx import filterlib
-from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jamp._autocast.marks import shown_params
+from jamp._autocast.program import Scope
 from jamp._core.dtypes import HALF_DTYPES
 
 type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
@@ -107,15 +107,14 @@ def from_pure[T](variables: T, values: PyTree) -> T:
     return map_variables(lambda v, x: v.replace(x), variables, values)
 
 
-def shown(variables: PyTree, values: PyTree, half: DTypeLike | None) -> PyTree:
-    """Variables' values as a user's program sees them: half params in float32.
-
-    None for `half` changes nothing.
-    """
-    if half is None:
+def shown(variables: PyTree, values: PyTree, scope: Scope | None) -> PyTree:
+    """Variables' values as a user's program sees them in a scope: as params are."""
+    if scope is None:
         return values
-    show = lambda v, x: shown_params(x, half) if isinstance(v, nnx.Param) else x  # noqa: E731
-    return map_variables(show, variables, values)
+    pick = lambda v, x, y: x if isinstance(v, nnx.Param) else y  # noqa: E731
+    is_leaf = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    params = shown_params(values, scope.policy)
+    return jax.tree.map(pick, variables, params, values, is_leaf=is_leaf)
 
 
 def written_back(variables: PyTree, values: PyTree) -> PyTree:

@@ -1,8 +1,8 @@
 """apex's fused optimizers as optax transformations, and the masters that any keeps.
 
 May import `_core`, and `pallas_kernels`. An optimizer is one file: its docstring, its
-hyperparameters, its step; what all share is in `_fused`. How a master is kept beside
-its param, and how optax steps it, is in `_masters`; without masters, in `_stochastic`.
+hyperparameters, its step; what all share is in `_fused`. How optax steps half params,
+with masters beside them or without, is in `_masters`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,15 @@ from jamp.optimizers._lamb import (
     fused_lamb as fused_lamb,
 )
 from jamp.optimizers._larc import LARCState as LARCState, larc as larc
+from jamp.optimizers._masters import (
+    StochasticRoundingState as StochasticRoundingState,
+    stochastic_rounding as stochastic_rounding,
+)
 from jamp.optimizers._novograd import (
     FusedNovoGradState as FusedNovoGradState,
     fused_novograd as fused_novograd,
 )
 from jamp.optimizers._sgd import FusedSGDState as FusedSGDState, fused_sgd as fused_sgd
-from jamp.optimizers._stochastic import (
-    StochasticRoundingState as StochasticRoundingState,
-    stochastic_rounding as stochastic_rounding,
-)
 
 if TYPE_CHECKING:
     from jamp.fp16_utils._cut_down import (

@@ -10,15 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Numbers
 
 
@@ -35,15 +27,15 @@ class FusedAdagradState(NamedTuple):
 
 
 def fused_adagrad(
-    learning_rate: ScalarOrSchedule = 1e-2,
+    learning_rate: fused.ScalarOrSchedule = 1e-2,
     eps: ArrayLike = 1e-10,
     *,
     weight_decay: ArrayLike = 0.0,
     adagrad_w_mode: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""Adagrad as apex's FusedAdagrad.
 
     $$h \leftarrow h + g^2, \quad w \leftarrow w - \eta \frac{g}{\sqrt{h} + \epsilon}$$
@@ -52,13 +44,9 @@ def fused_adagrad(
     epsilon under the root.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
-        eps: $\epsilon$.
+        learning_rate, eps, mask, moment_dtype, backend: as of `fused_adam`.
         weight_decay: $\lambda$; $\lambda w$ is added to $g$.
         adagrad_w_mode: whether to add $\lambda w$ to the fraction instead.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`.
@@ -72,20 +60,20 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    return FusedTransformation.from_rule(FusedAdagrad(**locals()))
+    return fused.FusedTransformation.from_rule(FusedAdagrad(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedAdagrad(FusedRule):
+class FusedAdagrad(fused.FusedRule):
     """The hyperparameters of `fused_adagrad`, and its step."""
 
     name: ClassVar[str] = "fused_adagrad"
     state: ClassVar = FusedAdagradState
 
-    eps: ArrayLike = number()
+    eps: ArrayLike = fused.number()
     adagrad_w_mode: bool
 
-    def numbers(self, count: Count) -> Scalars:
+    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         rate = self.rate(count)
         return {"rate": rate, "eps": self.eps, "decay": self.weight_decay}
 

@@ -10,15 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Numbers
 
 
@@ -37,7 +29,7 @@ class FusedAdamState(NamedTuple):
 
 
 def fused_adam(
-    learning_rate: ScalarOrSchedule = 1e-3,
+    learning_rate: fused.ScalarOrSchedule = 1e-3,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
@@ -49,10 +41,10 @@ def fused_adam(
     amsgrad: bool = False,
     legacy: bool = False,
     eps_inside_sqrt: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""Adam and AdamW as apex's FusedAdam: moments, weights and copies in one pass.
 
     $$m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
@@ -111,24 +103,24 @@ def fused_adam(
         raise ValueError(
             "fused_adam: legacy=True has one kind of decay. Leave adam_w_mode out."
         )
-    return FusedTransformation.from_rule(FusedAdam(**locals()))
+    return fused.FusedTransformation.from_rule(FusedAdam(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedAdam(FusedRule):
+class FusedAdam(fused.FusedRule):
     """The hyperparameters of `fused_adam`, and its step."""
 
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
 
-    b1: ArrayLike = number(below=1)
-    b2: ArrayLike = number(below=1)
-    eps: ArrayLike = number()
+    b1: ArrayLike = fused.number(below=1)
+    b2: ArrayLike = fused.number(below=1)
+    eps: ArrayLike = fused.number()
     adam_w_mode: bool
     legacy: bool
     eps_inside_sqrt: bool
 
-    def numbers(self, count: Count) -> Scalars:
+    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         eta, c2 = self.rate(count), self.correction(self.b2, count)
         rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)
         decay = eta if self.adam_w_mode else 1.0

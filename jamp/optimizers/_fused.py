@@ -54,6 +54,7 @@ class Hyperparameters:
         weight_decay: of the leaves that decay.
         mask: which leaves decay.
         backend: where to run.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
     """
 
     name: ClassVar[str]
@@ -62,10 +63,14 @@ class Hyperparameters:
     weight_decay: ArrayLike = number()
     mask: Mask
     backend: str
+    shardings: Any = None
 
     def __post_init__(self):
         check_backend(self.backend)
-        object.__setattr__(self, "mask", _hashable(self.mask))
+        if self.mask is not None and not callable(self.mask):
+            leaves, structure = jax.tree.flatten(self.mask)
+            mask = _Mask(tuple(map(_checked_bool, leaves)), structure)
+            object.__setattr__(self, "mask", mask)
         for field in dataclasses.fields(self):
             if "below" in field.metadata:
                 self._check_number(field.name, field.metadata["below"])
@@ -82,6 +87,14 @@ class Hyperparameters:
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
+    def options(
+        self, grad_scale: ArrayLike | None = None, skip: Array | None = None
+    ) -> Options:
+        """How kernels run, on gradients that are to be divided by a scale."""
+        scale = grad_scale
+        unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
+        return Options(unscale, skip, self.backend, self.shardings)
+
     def decays(self, params: PyTree) -> list[bool]:
         """Per leaf, whether it decays."""
         decays = [True] * len(jax.tree.leaves(params))
@@ -97,7 +110,6 @@ class FusedRule(Hyperparameters, Rule):
     """The hyperparameters that all fused optimizers have, and how they step trees.
 
     Attributes:
-        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
         bias_correction: whether `correction` is not 1.
         max_grad_norm: the largest norm of all gradients together; None for any.
         moment_dtype: of moments, float32 or bfloat16.
@@ -105,7 +117,6 @@ class FusedRule(Hyperparameters, Rule):
 
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
 
-    shardings: Any = None
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(default=None)
     moment_dtype: DTypeLike = "float32"
@@ -149,17 +160,12 @@ class FusedRule(Hyperparameters, Rule):
 
         return jax.tree.map(leaf, params)
 
-    def numbers(self, count: Count) -> Scalars:
-        """What `formula` takes of the hyperparameters after `count` steps."""
-        raise NotImplementedError
-
-    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
-        """`numbers`, and what a step has to know of each leaf first.
+    def numbers(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
+        """What `formula` takes: hyperparameters after `count` steps, norms of leaves.
 
         What is named as a tree of the state is no moment, but its new value.
         """
-        del leaves, options
-        return self.numbers(count)
+        raise NotImplementedError
 
     def correction(self, b: ArrayLike, count: Count) -> Array | float:
         """1 - b^t at step t = count + 1, to float32's precision.
@@ -212,12 +218,8 @@ class FusedRule(Hyperparameters, Rule):
     ) -> tuple[PyTree, Any]:
         """optax's `update`."""
         del extra_args
-        if params is None:
-            raise ValueError(
-                f"{self.name} needs the params: call `update(grads, state, params)`."
-            )
+        check_step(self.name, updates, params)
         _check_leaves(updates, "gradients")
-        check_like(updates, params, "updates", "they must match the params.")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
         return self.apply(
             updates,
@@ -262,12 +264,11 @@ class FusedRule(Hyperparameters, Rule):
             if tree is not None
         }
         skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
-        unscale = unscale_by(grad_scale)
-        options = Options(unscale, skip, self.backend, self.shardings)
+        options = self.options(grad_scale, skip)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
         leaves = Leaves(weights, grads, trees, self.decays(params))
-        numbers: dict[str, Any] = {**self.measured(state.count, leaves, options)}
+        numbers: dict[str, Any] = {**self.numbers(state.count, leaves, options)}
         new = {name: list(numbers.pop(name)) for name in trees if name in numbers}
         leaves = leaves._replace(moments={n: trees[n] for n in trees if n not in new})
         how = {"count": state.count, "rounds": rounds, "only_updates": only_updates}
@@ -323,10 +324,7 @@ class FusedTransformation(Transformation):
             grad_scale: with it the gradients are judged as the step sees them, divided
                 by it in float32: below 1 a finite one may overflow. Shape ().
         """
-        rule = self.rule
-        options = Options(
-            unscale_by(grad_scale), backend=rule.backend, shardings=rule.shardings
-        )
+        options = self.rule.options(grad_scale)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
     @property
@@ -335,9 +333,13 @@ class FusedTransformation(Transformation):
         return self.rule.apply
 
 
-def unscale_by(grad_scale: ArrayLike | None) -> Float[Array, ""] | None:
-    """What gradients are multiplied by, to divide them by a scale; None for 1."""
-    return None if grad_scale is None else 1 / jnp.asarray(grad_scale, jnp.float32)
+def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:
+    """Raises unless `update` of an optimizer got params, and updates like them."""
+    if params is None:
+        raise ValueError(
+            f"{name} needs the params: call `update(grads, state, params)`."
+        )
+    check_like(updates, params, "updates", "they must match the params.")
 
 
 def is_number(x: object) -> bool:
@@ -360,14 +362,6 @@ class _Mask:
     def __call__(self, params: PyTree) -> PyTree:
         del params
         return jax.tree.unflatten(self.structure, self.leaves)
-
-
-def _hashable(mask: Mask) -> Mask:
-    """`mask`, which may be a tree of bools, as something that hashes."""
-    if mask is None or callable(mask):
-        return mask
-    leaves, structure = jax.tree.flatten(mask)
-    return _Mask(tuple(_checked_bool(x) for x in leaves), structure)
 
 
 def _bools_like(params: PyTree, mask: PyTree) -> list[bool]:

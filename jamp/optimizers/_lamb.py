@@ -11,15 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Leaves, Numbers, Options, step_norms
 
 
@@ -38,7 +30,7 @@ class FusedLAMBState(NamedTuple):
 
 
 def fused_lamb(
-    learning_rate: ScalarOrSchedule = 1e-3,
+    learning_rate: fused.ScalarOrSchedule = 1e-3,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-6,
@@ -50,10 +42,10 @@ def fused_lamb(
     max_grad_norm: ArrayLike | None = 1.0,
     use_nvlamb: bool = False,
     amsgrad: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
 
     $$u = \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}
@@ -67,21 +59,11 @@ def fused_lamb(
     the plain learning rate here, and a trust ratio in optax.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
-        b1: $\beta_1$.
-        b2: $\beta_2$.
-        eps: $\epsilon$.
-        weight_decay: $\lambda$.
-        bias_correction: whether to divide by $1 - \beta^t$.
-        adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
+        learning_rate, b1, b2, eps, weight_decay, adam_w_mode: as of `fused_adam`.
+        bias_correction, max_grad_norm, amsgrad: as of `fused_adam`.
+        mask, moment_dtype, backend: as of `fused_adam`.
         grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
-        max_grad_norm: clips the norm of all gradients together; None or 0 for not at
-            all.
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
-        amsgrad: refused, as by apex.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`. Unlike apex's, it leaves gradients alone.
@@ -96,27 +78,29 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    return FusedTransformation.from_rule(FusedLAMB(**locals()))
+    return fused.FusedTransformation.from_rule(FusedLAMB(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedLAMB(FusedRule):
+class FusedLAMB(fused.FusedRule):
     """The hyperparameters of `fused_lamb`, and its step."""
 
     name: ClassVar[str] = "fused_lamb"
     state: ClassVar = FusedLAMBState
 
-    b1: ArrayLike = number(below=1)
-    b2: ArrayLike = number(below=1)
-    eps: ArrayLike = number()
+    b1: ArrayLike = fused.number(below=1)
+    b2: ArrayLike = fused.number(below=1)
+    eps: ArrayLike = fused.number()
     adam_w_mode: bool
     grad_averaging: bool
     use_nvlamb: bool
 
-    def numbers(self, count: Count) -> Scalars:
-        """What the formula takes, but for the rate, which each leaf has of its own."""
+    def numbers(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
+        """The rate of each leaf is from the norms of its weight and its direction."""
         c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
-        return {
+        numbers = {
             "decay": self.weight_decay,
             "b1": self.b1,
             "b3": 1 - self.b1 if self.grad_averaging else 1.0,
@@ -126,10 +110,6 @@ class FusedLAMB(FusedRule):
             "c1": self.correction(self.b1, count),
             "root": 1 / jnp.sqrt(c2),
         }
-
-    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
-        """And the rate of each leaf, from the norms of its weight and its direction."""
-        numbers = self.numbers(count)
         plain = numbers | {"rate": 1.0}
         weight, update = step_norms(self.static, leaves, plain, options)
         adapts = (weight != 0) & (update != 0)  # NaN too, as in apex

@@ -13,18 +13,10 @@ import optax
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp._core.dtypes import widen
-from jamp._core.tree import check_like, select
-from jamp.optimizers._fused import (
-    Count,
-    FusedTransformation,
-    Hyperparameters,
-    Mask,
-    ScalarOrSchedule,
-    Transformation,
-    number,
-    unscale_by,
-)
-from pallas_kernels import Options, norm
+from jamp._core.groups import check_transformation
+from jamp._core.tree import select
+from jamp.optimizers import _fused as fused
+from pallas_kernels import norm
 
 
 class LARCState(NamedTuple):
@@ -41,13 +33,13 @@ class LARCState(NamedTuple):
 
 def larc(
     inner: optax.GradientTransformation,
-    learning_rate: ScalarOrSchedule | None = None,
+    learning_rate: fused.ScalarOrSchedule | None = None,
     *,
     trust_coefficient: ArrayLike = 0.02,
     clip: bool = True,
     eps: ArrayLike = 1e-8,
     weight_decay: ArrayLike | None = None,
-    mask: Mask = None,
+    mask: fused.Mask = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adapts the learning rate of each leaf to its norms, around any transformation.
 
@@ -86,10 +78,9 @@ def larc(
     >>> print(optax.apply_updates(params, updates))  # a is 0.02 * 5 / 4 = 0.025
     [3.  3.9]
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(f"larc wraps an optax transformation, got {inner!r}.")
+    check_transformation("larc", inner)
     fields: dict[str, Any] = {**locals(), "backend": "auto"}
-    if isinstance(inner, FusedTransformation):
+    if isinstance(inner, fused.FusedTransformation):
         for name in ("learning_rate", "weight_decay", "mask"):
             if fields[name] is None:
                 fields[name] = getattr(inner.rule, name)
@@ -102,17 +93,17 @@ def larc(
             "larc clips at the learning rate, and cannot know that of the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
-    return Transformation.from_rule(_LARC(**fields))
+    return fused.Transformation.from_rule(_LARC(**fields))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _LARC(Hyperparameters):
+class _LARC(fused.Hyperparameters):
     name: ClassVar[str] = "larc"
 
     inner: optax.GradientTransformation
-    trust_coefficient: ArrayLike = number()
+    trust_coefficient: ArrayLike = fused.number()
     clip: bool
-    eps: ArrayLike = number()
+    eps: ArrayLike = fused.number()
 
     def init(self, params: PyTree) -> LARCState:
         """optax's `init`."""
@@ -130,11 +121,7 @@ class _LARC(Hyperparameters):
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         """optax's `update`."""
-        if params is None:
-            raise ValueError(
-                "larc needs the params: call `update(grads, state, params)`."
-            )
-        check_like(updates, params, "updates", "they must match the params.")
+        fused.check_step(self.name, updates, params)
         grads = self.adapted(updates, state.count, params, grad_scale)
         # Widened, so that states of `inner` are in float32 from the first step on.
         widened = jax.tree.map(widen, params)
@@ -154,17 +141,17 @@ class _LARC(Hyperparameters):
     def adapted(
         self,
         grads: PyTree,
-        count: Count,
+        count: fused.Count,
         params: PyTree,
         scale: ArrayLike | None,
     ) -> PyTree:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        unscale = unscale_by(scale)
-        how = Options(backend=self.backend)
-        g = norm(leaves, per_leaf=True, options=how._replace(unscale=unscale))
-        w = norm(weights, per_leaf=True, options=how)
+        options = self.options(scale)
+        unscale = options.unscale
+        g = norm(leaves, per_leaf=True, options=options)
+        w = norm(weights, per_leaf=True, options=self.options())
         decays = jnp.array(self.decays(params), bool)
         decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)

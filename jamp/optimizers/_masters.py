@@ -1,4 +1,4 @@
-"""Float32 master weights: kept beside half params, and stepped by optax.
+"""Half params stepped by optax: float32 masters beside them, or stochastic rounding.
 
 After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341). A
 param with its master is a `pallas_kernels.Weight`. States keep the masters as a tree
@@ -6,17 +6,17 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, ArrayLike, Bool, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
-from jamp._core.tree import check_like, copied, select
-from jamp.optimizers._fused import FusedTransformation, Transformation
+from jamp._core.groups import check_transformation
+from jamp._core.tree import copied, select
+from jamp.optimizers._fused import Transformation, check_step
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
@@ -107,11 +107,59 @@ def master_weights(
     >>> print(params)  # without masters it would stay at 1: half of its spacing is 2e-3
     [0.898438]
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"master_weights takes an optax transformation, got {tx!r}.")
+    check_transformation("master_weights", tx)
     if isinstance(tx, MasterWeights):
         raise ValueError(ALREADY_WRAPPED)
     return MasterWeights.from_rule(_MasterRule(tx, store_remainder))
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `stochastic_rounding`.
+
+    Attributes:
+        count: steps taken, shape (), int32.
+        inner_state: the state of the wrapped transformation.
+    """
+
+    count: Int[Array, ""]
+    inner_state: Any
+
+
+class StochasticRounding(Transformation):
+    """What `stochastic_rounding` returns: optax's pair."""
+
+
+def stochastic_rounding(tx: optax.GradientTransformation) -> StochasticRounding:
+    r"""Steps bfloat16 params with `tx` and no masters, rounding them stochastically.
+
+    The step is in float32; the param becomes one of the two bfloat16 around it, the
+    upper one as often as it is nearer, so that small steps add up in the mean. The bits
+    are a hash of step, leaf and element: nothing is kept but a count, and they are the
+    same under any sharding and after a resume. Other params are stepped as `tx` does.
+
+    Place it last in a chain: `update` returns what makes `optax.apply_updates` land on
+    the rounded params. Under `jamp.initialize` write `stochastic_rounding=True` there.
+
+    Args:
+        tx: any optax transformation; it sees float32 gradients and params only.
+
+    Returns:
+        A transformation that is equal to, and hashes as, any other of the same `tx`.
+
+    Raises:
+        TypeError: `tx` is not a transformation.
+
+    >>> import jax.numpy as jnp, optax
+    >>> params, tx = jnp.ones(1000, jnp.bfloat16), stochastic_rounding(optax.sgd(1e-3))
+    >>> state = tx.init(params)
+    >>> for _ in range(100):
+    ...     updates, state = tx.update(jnp.ones(1000), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> print(f"{params.astype(jnp.float32).mean():.2f}")  # to nearest it would stay 1
+    0.90
+    """
+    check_transformation("stochastic_rounding", tx)
+    return StochasticRounding.from_rule(_StochasticRule(tx))
 
 
 def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
@@ -124,15 +172,9 @@ def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
     )
 
 
-def inside(tx: optax.GradientTransformation | None) -> Any:
+def bare(tx: optax.GradientTransformation | None) -> Any:
     """The transformation that `tx` keeps masters for; `tx` itself if it keeps none."""
     return tx.rule.tx if isinstance(tx, MasterWeights) else tx
-
-
-def fused_inside(tx: optax.GradientTransformation | None) -> FusedTransformation | None:
-    """The fused optimizer that `tx` is, or keeps masters for."""
-    tx = inside(tx)
-    return tx if isinstance(tx, FusedTransformation) else None
 
 
 ALREADY_WRAPPED = (
@@ -166,6 +208,25 @@ class _MasterRule:
         new, masters = parted(new)
         state = MasterWeightsState(masters, inner_state)
         return landing(updates, new, params), state
+
+
+@dataclasses.dataclass(frozen=True)
+class _StochasticRule:
+    tx: optax.GradientTransformation
+
+    def init(self, params: PyTree) -> StochasticRoundingState:
+        wide = values(jax.tree.map(Weight, params))
+        return StochasticRoundingState(jnp.int32(0), self.tx.init(wide))
+
+    def update(self, updates, state, params=None, **extra_args):
+        check_step("stochastic_rounding", updates, params)
+        weights, count = jax.tree.map(Weight, params), state.count
+        new, inner_state, updates = step_weights(
+            self.tx, updates, state.inner_state, weights, count=count, **extra_args
+        )
+        count = optax.safe_increment(count)
+        state = state._replace(count=count, inner_state=inner_state)
+        return landing(updates, parted(new)[0], params), state
 
 
 def with_masters(
@@ -214,7 +275,7 @@ def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
 
 def values(weights: PyTree) -> PyTree:
     """What an optimizer steps: the masters, and float32 params in place of holes."""
-    return _map_weights(lambda w: w.value, weights)
+    return jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight)
 
 
 def step_weights(
@@ -273,10 +334,6 @@ def _written(
     return new if clean is None else select(clean, new, old)
 
 
-def _map_weights(fn: Callable[..., Any], weights: PyTree, *rest: PyTree) -> PyTree:
-    return jax.tree.map(fn, weights, *rest, is_leaf=_is_weight)
-
-
 def _check_bfloat16(params: PyTree) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
@@ -300,11 +357,7 @@ def _check_update(updates: PyTree, state: PyTree, params: PyTree) -> None:
             "MasterWeightsState that its `init` returned; of an AmpState that is "
             "`state.opt_state`, and `state.apply_gradients(grads=grads)` calls this."
         )
-    if params is None:
-        raise ValueError(
-            "master_weights needs the params: call `update(grads, state, params)`."
-        )
-    check_like(updates, params, "updates", "they must match the params.")
+    check_step("master_weights", updates, params)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     masters = structure.flatten_up_to(state.masters)
     for (path, param), master in zip(leaves, masters, strict=True):

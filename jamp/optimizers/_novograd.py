@@ -13,15 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Leaves, Numbers, Options, norm
 
 
@@ -40,7 +32,7 @@ class FusedNovoGradState(NamedTuple):
 
 
 def fused_novograd(
-    learning_rate: ScalarOrSchedule = 1e-3,
+    learning_rate: fused.ScalarOrSchedule = 1e-3,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
@@ -52,10 +44,10 @@ def fused_novograd(
     norm_type: Any = 2,
     init_zero: bool = False,
     amsgrad: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.
 
     $$n \leftarrow \sqrt{\beta_2 n^2 + (1 - \beta_2) \|g\|^2}, \quad
@@ -67,11 +59,8 @@ def fused_novograd(
     `bias_correction=False`, `init_zero=False`, and optax's b2 and eps.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
-        b1: $\beta_1$.
-        b2: $\beta_2$.
-        eps: $\epsilon$.
-        weight_decay: $\lambda$.
+        learning_rate, b1, b2, eps, weight_decay, amsgrad: as of `fused_adam`.
+        mask, moment_dtype, backend: as of `fused_adam`.
         bias_correction: whether to correct $m$ and $n$. apex corrects $n$ also where it
             does not begin at 0, so that first steps are small.
         reg_inside_moment: whether $m$ blends $g / d + \lambda w$, as in the paper.
@@ -79,10 +68,6 @@ def fused_novograd(
         norm_type: 2, or "inf" (also 0, as in apex, and `jnp.inf`), whose blend is
             $\beta_2 n + (1 - \beta_2) \max |g|$.
         init_zero: whether $n$ begins at 0; else at the norm of the first gradient.
-        amsgrad: refused, as by apex.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`.
@@ -109,19 +94,19 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    return FusedTransformation.from_rule(FusedNovoGrad(**locals()))
+    return fused.FusedTransformation.from_rule(FusedNovoGrad(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedNovoGrad(FusedRule):
+class FusedNovoGrad(fused.FusedRule):
     """The hyperparameters of `fused_novograd`, and its step."""
 
     name: ClassVar[str] = "fused_novograd"
     state: ClassVar = FusedNovoGradState
 
-    b1: ArrayLike = number(below=1)
-    b2: ArrayLike = number(below=1)
-    eps: ArrayLike = number()
+    b1: ArrayLike = fused.number(below=1)
+    b2: ArrayLike = fused.number(below=1)
+    eps: ArrayLike = fused.number()
     reg_inside_moment: bool
     grad_averaging: bool
     norm_type: Any
@@ -132,18 +117,10 @@ class FusedNovoGrad(FusedRule):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return self.zeros(params), norms
 
-    def numbers(self, count: Count) -> Scalars:
-        """What the formula takes, beside the denominator of each leaf."""
-        return {
-            "rate": self.rate(count),
-            "b1": self.b1,
-            "b3": 1 - self.b1 if self.grad_averaging else 1.0,
-            "decay": self.weight_decay,
-            "c1": self.correction(self.b1, count),
-        }
-
-    def measured(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
-        """And the denominator d of each leaf, and its blended norm n."""
+    def numbers(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
+        """Each leaf has a denominator d, and a blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
         order = 2 if self.norm_type == 2 else math.inf
@@ -157,7 +134,15 @@ class FusedNovoGrad(FusedRule):
         denominators = blended / root + self.eps
         if options.skip is not None:
             blended = jnp.where(options.skip, old, blended)
-        return self.numbers(count) | {"norm": denominators, "nu": blended}
+        return {
+            "rate": self.rate(count),
+            "b1": self.b1,
+            "b3": 1 - self.b1 if self.grad_averaging else 1.0,
+            "decay": self.weight_decay,
+            "c1": self.correction(self.b1, count),
+            "norm": denominators,
+            "nu": blended,
+        }
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks

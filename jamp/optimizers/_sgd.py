@@ -10,17 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
-from jamp.optimizers._fused import (
-    Count,
-    FusedRule,
-    FusedTransformation,
-    Mask,
-    ScalarOrSchedule,
-    Scalars,
-    is_number,
-    is_zero,
-    number,
-)
+from jamp.optimizers import _fused as fused
 from pallas_kernels import Blocks, Numbers
 
 
@@ -38,17 +28,17 @@ class FusedSGDState(NamedTuple):
 
 
 def fused_sgd(
-    learning_rate: ScalarOrSchedule,
+    learning_rate: fused.ScalarOrSchedule,
     momentum: ArrayLike = 0.0,
     *,
     dampening: ArrayLike = 0.0,
     weight_decay: ArrayLike = 0.0,
     nesterov: bool = False,
     wd_after_momentum: bool = False,
-    mask: Mask = None,
+    mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "auto",
-) -> FusedTransformation:
+) -> fused.FusedTransformation:
     r"""SGD as apex's FusedSGD, and torch's.
 
     $$d = g + \lambda w, \quad b \leftarrow \mu b + (1 - \tau) d, \quad
@@ -62,15 +52,11 @@ def fused_sgd(
     No transformation of optax has dampening.
 
     Args:
-        learning_rate: $\eta$, or a schedule of the count of steps.
+        learning_rate, weight_decay, mask, moment_dtype, backend: as of `fused_adam`.
         momentum: $\mu$; 0 keeps no buffer.
         dampening: $\tau$.
-        weight_decay: $\lambda$.
         nesterov: whether to look ahead.
         wd_after_momentum: whether to add $\lambda w$ after the momentum instead.
-        mask: which leaves decay, see `fused_adam`.
-        moment_dtype: "float32" or "bfloat16", see `fused_adam`.
-        backend: "auto", "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation, see `fused_adam`.
@@ -85,32 +71,34 @@ def fused_sgd(
     >>> print(optax.apply_updates(params, updates))
     [0.625 0.625]
     """
-    if nesterov and (is_zero(momentum) or (is_number(dampening) and dampening)):
+    if nesterov and (
+        fused.is_zero(momentum) or (fused.is_number(dampening) and dampening)
+    ):
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return FusedTransformation.from_rule(FusedSGD(**locals()))
+    return fused.FusedTransformation.from_rule(FusedSGD(**locals()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedSGD(FusedRule):
+class FusedSGD(fused.FusedRule):
     """The hyperparameters of `fused_sgd`, and its step."""
 
     name: ClassVar[str] = "fused_sgd"
     state: ClassVar = FusedSGDState
 
-    momentum: ArrayLike = number()
-    dampening: ArrayLike = number()
+    momentum: ArrayLike = fused.number()
+    dampening: ArrayLike = fused.number()
     nesterov: bool
     wd_after_momentum: bool
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
         """The buffers, where there is momentum."""
-        return (None,) if is_zero(self.momentum) else super().moments(params)
+        return (None,) if fused.is_zero(self.momentum) else super().moments(params)
 
-    def numbers(self, count: Count) -> Scalars:
+    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         undampened = 1.0
-        if not is_zero(self.dampening):
+        if not fused.is_zero(self.dampening):
             undampened = jnp.where(count == 0, 1, 1 - self.dampening)
         return {
             "rate": self.rate(count),

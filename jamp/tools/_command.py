@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jamp._autocast.fp8 import Fp8
 from jamp._policy.levels import LEVELS
 from jamp.diagnostics._explain import explain
 from jamp.diagnostics._table import columns
@@ -16,7 +17,7 @@ from jamp.tools._cost import cost
 
 _PROPERTIES = (
     "cast_model_type patch_functions patch_functions_type keep_batchnorm_fp32 "
-    "master_weights loss_scale"
+    "master_weights fp8 loss_scale"
 ).split()
 _TARGET = (
     "`module:function`, of a function without arguments that returns `(fn, *args)`: "
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    command("levels", lambda _: _levels(), "The properties of O0 to O5.")
+    command("levels", lambda _: _levels(), "The properties of O0 to O6.")
     command("doctor", lambda _: _doctor.report(), "Versions, devices, what is missing.")
     explained = command("explain", _explain, "What runs in which precision, and why.")
     explained.add_argument("target", help=_TARGET)
@@ -91,7 +92,7 @@ def _levels() -> str:
 
 
 def _word(value: object) -> str:
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool | Fp8):
         return "yes" if value else "-"
     return f"{value:g}" if isinstance(value, float) else str(value)
 

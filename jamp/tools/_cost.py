@@ -10,11 +10,13 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jamp.diagnostics._source import is_installed, module_path
@@ -84,12 +86,19 @@ class StepCost:
         traffic: bytes that they read and write: with the bandwidth of a GPU, the time
             of what is not bound by its matrix units.
         temp: bytes of temporary memory, beside arguments and results.
+        products: how often a product runs, by the HLO types of its two factors, such as
+            `("bf16", "bf16")`; convolutions too. What XLA took back from fp8 shows
+            here.
+        collectives: bytes that a device gives to collectives, by their kind and type,
+            such as `("all-gather", "f8e4m3fn")`.
         parts: by module and line, the one that moves most bytes first.
     """
 
     kernels: int
     traffic: int
     temp: int
+    products: Mapping[tuple[str, ...], int]
+    collectives: Mapping[tuple[str, str], int]
     parts: tuple[Part, ...]
 
 
@@ -113,6 +122,8 @@ class Costs:
             rows.append((name, f"{step.kernels:,}", moved, _bytes(step.temp)))
         lines = [columns(*rows)]
         for name, step in self.steps.items():
+            lines += _by_dtype(name, step)
+        for name, step in self.steps.items():
             lines.append(f"{name}: where most bytes are moved")
             for module, source, kernels, traffic, largest in step.parts[:_SHOWN]:
                 where = " ".join(filter(None, (module, short(source)))) or "(no name)"
@@ -123,8 +134,20 @@ class Costs:
         return "\n".join(lines)
 
 
+def _by_dtype(name: str, step: StepCost) -> Iterator[str]:
+    """Lines of what runs, and what crosses devices, in which dtype."""
+    runs = sorted(step.products.items(), key=lambda item: -item[1])
+    shown = [f"{count:,} {' x '.join(factors)}" for factors, count in runs]
+    yield f"{name}: products {', '.join(shown) or 'none'}"
+    crossing = sorted(step.collectives.items(), key=lambda item: -item[1])
+    if crossing:
+        sizes = [f"{_bytes(n)} of {dtype} to {kind}" for (kind, dtype), n in crossing]
+        yield f"{name}: a device gives {', '.join(sizes)}"
+
+
 def _bytes(number: int) -> str:
-    return f"{magnitude(number) or '0 '}B"
+    shown = magnitude(number) or "0"
+    return f"{shown}{'B' if ' ' in shown else ' B'}"
 
 
 def cost(
@@ -138,7 +161,8 @@ def cost(
 
     XLA's own schedule is read: each launch reads its operands and writes its results,
     slices count as slices. Clusters of cuDNN and cuBLAS count as they are called. This
-    is what jamp's tests hold its levels to.
+    is what jamp's tests hold its levels to. Where arguments are sharded over a mesh, it
+    compiles for as many GPUs, and counts what one of them does.
 
     Args:
         step: `(state, *args) -> ...`; it need not be jitted.
@@ -170,12 +194,16 @@ def cost(
 def _cost(
     step: Callable[..., Any], args: PyTree, target: str, donate: int | tuple[int, ...]
 ) -> StepCost:
-    (device,) = topology(1, TARGETS[target]).devices
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    found = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+    mesh = _mesh([x.mesh for x in found if isinstance(x, NamedSharding)], target)
 
     def placed(x: Any) -> Any:
         if not hasattr(x, "dtype"):
             return x
+        given, spec = getattr(x, "sharding", None), PartitionSpec()
+        if isinstance(given, NamedSharding) and given.mesh.size == mesh.size:
+            spec = given.spec
+        sharding = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     lowered = jax.jit(step, donate_argnums=donate).lower(*jax.tree.map(placed, args))
@@ -183,7 +211,22 @@ def _cost(
     memory: Any = found.memory_analysis()
     program = Program(found.as_text() or "", memory.temp_size_in_bytes)
     parts = sorted(_parts(program), key=lambda part: -part.traffic)
-    return StepCost(program.kernels, program.traffic, program.temp, tuple(parts))
+    return StepCost(
+        program.kernels,
+        program.traffic,
+        program.temp,
+        program.products,
+        program.collectives,
+        tuple(parts),
+    )
+
+
+def _mesh(given: Iterable[Mesh | AbstractMesh], target: str) -> Mesh:
+    """GPUs that are not here: a mesh like the largest of those given, or one GPU."""
+    like = max([AbstractMesh((1,), ("d",)), *given], key=lambda mesh: mesh.size)
+    devices = topology(like.size, TARGETS[target]).devices
+    shape = np.array(devices).reshape(like.axis_sizes)
+    return Mesh(shape, like.axis_names, axis_types=like.axis_types)
 
 
 def check_compiler() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jamp._core.devices import multiplied_by
 from pallas_kernels._run import MEASURED_FASTER, resolve
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "jaxtyping")
@@ -18,8 +19,6 @@ _PACKAGES = dict.fromkeys(_NEEDED, "needed") | {
     "matplotlib": "for History.plot",
     "orbax-checkpoint": "checkpoints by Orbax",
 }
-# The first compute capability whose matrix units multiply it.
-_UNITS = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES")
 
 
@@ -67,13 +66,11 @@ def _half(device: Any) -> str:
         return "half is correct here, and no faster"
     if device.platform == "tpu":
         return "multiplies bfloat16: O4 and O5 need no loss scale; float16 is slow"
-    found = str(getattr(device, "compute_capability", "")).split(".")
-    if len(found) != 2 or not all(map(str.isdigit, found)):
+    known = multiplied_by(device)
+    if known is None:
         return "unknown"
-    capability = int(found[0]), int(found[1])
-    known = [name for name, first in _UNITS.items() if capability >= first]
     names = ", ".join(known) or "no half"
-    return f"compute capability {'.'.join(found)}, multiplies {names}"
+    return f"compute capability {device.compute_capability}, multiplies {names}"
 
 
 def _backend() -> Iterator[str]:

@@ -14,11 +14,12 @@ In the ENTRY computation every instruction is one launch, or free. What is count
   writes when done; a fusion does both at the start, whose body shows how much.
 """
 
+import collections
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 FREE = frozenset(
@@ -29,6 +30,12 @@ COUNTED_AT_START = ("async-start", "call-start", "async-update", "fusion-start")
 SLICING = frozenset(("slice", "dynamic-slice", "dynamic-update-slice"))
 # Bytes per element of the types whose name does not begin with letters and their bits.
 BYTES = {"pred": 1, "token": 0, "opaque": 0}
+PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
+LIBRARIES = ("__cublas$", "__cudnn$")
+COLLECTIVES = frozenset(
+    "all-gather all-reduce all-to-all collective-broadcast collective-permute"
+    " ragged-all-to-all reduce-scatter".split()
+)
 
 type Computation = dict[str, Instruction]
 
@@ -46,6 +53,16 @@ class Instruction(NamedTuple):
     @property
     def bytes(self) -> float:
         return shape_bytes(self.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Of a tuple, that of its first array."""
+        return self.shape.lstrip("(").partition("[")[0]
+
+    @property
+    def is_product(self) -> bool:
+        target = self.attribute(r'custom_call_target="([^"]+)"') or ""
+        return self.opcode in PRODUCTS or target.startswith(LIBRARIES)
 
     def attribute(self, pattern: str) -> str | None:
         match = re.search(pattern, self.rest)
@@ -93,6 +110,37 @@ class Program:
         costs = [(i, self._cost(i, self.entry)) for i in self.entry.values()]
         return [(instruction, cost) for instruction, cost in costs if any(cost)]
 
+    @functools.cached_property
+    def products(self) -> collections.Counter[tuple[str, ...]]:
+        """How often a product runs, by the types of its two factors."""
+        runs: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for instruction, outer, times in self._runs(self.entry):
+            if instruction.is_product:
+                factors = instruction.operands[:2]
+                runs[tuple(outer[name].dtype for name in factors)] += times
+        return runs
+
+    @functools.cached_property
+    def collectives(self) -> collections.Counter[tuple[str, str]]:
+        """Bytes that a device gives to collectives, by their kind and type."""
+        given: collections.Counter[tuple[str, str]] = collections.Counter()
+        for instruction, outer, times in self._runs(self.entry):
+            kind = instruction.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                for operand in (outer[name] for name in instruction.operands):
+                    given[kind, operand.dtype] += times * round(operand.bytes)
+        return given
+
+    def _runs(
+        self, computation: Computation, times: int = 1
+    ) -> Iterator[tuple[Instruction, Computation, int]]:
+        """Each instruction, where it stands, and its runs: of a branch, one."""
+        for instruction in computation.values():
+            yield instruction, computation, times
+            for name in _called(instruction):
+                inside = self.computations[name]
+                yield from self._runs(inside, times * _trips(instruction))
+
     def _total(self, computation: Computation) -> Cost:
         return _add(self._cost(i, computation) for i in computation.values())
 
@@ -107,8 +155,7 @@ class Program:
         if opcode in ("call", "async"):
             return _add(map(self._total, called))
         if opcode == "while":
-            times = int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
-            return _add(map(self._total, called * times))
+            return _add(map(self._total, called * _trips(instruction)))
         if opcode == "conditional":
             predicate = Cost(1, outer[instruction.operands[0]].bytes)
             dearest = max(map(self._total, called), key=lambda cost: cost.traffic)
@@ -162,6 +209,11 @@ def shape_bytes(shape: str) -> float:
         bits = re.search(r"\d+", dtype)  # of f32, bf16, f8e4m3fn, s4, c64
         total += math.prod(sizes) * (int(bits[0]) / 8 if bits else BYTES[dtype])
     return total
+
+
+def _trips(instruction: Instruction) -> int:
+    """How often what it calls runs: of a loop, as often as XLA knows, else once."""
+    return int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
 
 
 def _called(instruction: Instruction) -> list[str]:

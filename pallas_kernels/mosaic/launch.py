@@ -124,7 +124,8 @@ def launch(
     starts = [0, *itertools.accumulate(max(n // block, 1) for n in sizes)]
     inputs, refs, fresh = [], [], []
     for leaf, n in zip(leaves, sizes, strict=True):
-        shape = _flat_shape(n, block)
+        # By rows beyond 2^31 elements, where `row * block` would wrap in silence.
+        shape = (n // block, block) if n >= INT32_LIMIT else (n,)
         flat = {c: x.reshape(shape) for c, x in leaf.items()}
         refs.append({c: jax.new_ref(flat.pop(c)) for c in written})
         inputs.append(flat)
@@ -179,7 +180,7 @@ def _body(
         number, last = step - starts[k], starts[k + 1] - starts[k] - 1
         narrow = all(ref.dtype.itemsize == 2 for ref in jax.tree.leaves(leaf))
         vec = 8 if narrow else 4
-        index = _block_index(sizes[k], block, number)
+        index = number if sizes[k] >= INT32_LIMIT else pl.ds(number * block, block)
         whole = Window(index, number.astype(jnp.uint32) * block, block, vec, 0)
         if sizes[k] % block == 0:
             run([whole])
@@ -244,8 +245,11 @@ def _run_block(
     """Loads all windows, then computes, then stores."""
     job, (inputs, refs, fresh) = work.job, leaf
     out = refs | fresh
-    read = {c: ref for c, ref in (inputs | refs).items() if c not in job.copies}
-    old = [{c: _load(ref, w) for c, ref in read.items()} for w in windows]
+    read: Any = {c: r for c, r in (inputs | refs).items() if c not in job.copies}
+    old = [
+        {c: plgpu.load(ref.at[w.index], layout=_layout(w)) for c, ref in read.items()}
+        for w in windows
+    ]
     new = [
         work.results(scalars, blocks, noise(window))
         for blocks, window in zip(old, windows, strict=True)
@@ -278,10 +282,6 @@ def _run_block(
 
 def _layout(window: Window) -> Any:
     return plgpu.Layout.WG_STRIDED((window.size,), vec_size=window.vec)
-
-
-def _load(ref: Any, window: Window) -> Array:
-    return plgpu.load(ref.at[window.index], layout=_layout(window))
 
 
 def _places(window: Window) -> Array:
@@ -321,15 +321,6 @@ def _join_blocks(partials: Array, how: str, starts: Sequence[int] | None) -> Arr
         table = partials.at[first + place].get(mode="fill", fill_value=0)
         table = jnp.where(place < count, table, 0)
     return table.sum(1) if how == "sum" else table.max(1)
-
-
-def _flat_shape(n: int, block: int) -> tuple[int, ...]:
-    """By rows beyond 2^31 elements, where `row * block` would wrap in silence."""
-    return (n // block, block) if n >= INT32_LIMIT else (n,)
-
-
-def _block_index(n: int, block: int, number: Array) -> Any:
-    return number if n >= INT32_LIMIT else pl.ds(number * block, block)
 
 
 def _batched[T](items: list[T], size: int) -> list[list[T]]:

@@ -4,6 +4,7 @@ A layer takes an activation, a second one and the data; it gives an activation o
 shape. It names no dtype: in float64 it is its own exact answer.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace as Data
 from typing import Any
@@ -291,17 +292,49 @@ LAYERS = {
 }
 
 
-def layer_program(seed: int, steps: Sequence[Step]) -> Program:
+def layer_program(
+    seed: int,
+    steps: Sequence[Step],
+    apply: Callable = lambda op, *args: LAYERS[op](*args),
+) -> Program:
     """The program of some steps: its results are those of the last two."""
+    start = STARTS[seed % len(STARTS)]
+    read = {"x", start}.union(*(reads(step.op) for step in steps))
+    makers = {name: maker for name, maker in MAKERS.items() if name in read}
 
     def fn(*arrays):
-        data = Data(**dict(zip(MAKERS, arrays, strict=True)))
-        values = [data.x, getattr(data, STARTS[seed % len(STARTS)])]
+        data = Data(**dict(zip(makers, arrays, strict=True)))
+        values = [data.x, getattr(data, start)]
         for step in steps:
             # Mostly on the last value: a program is deep, not wide.
             deep = step.left % 3
             a = values[-1] if deep else values[step.left % len(values)]
-            values.append(LAYERS[step.op](a, values[step.right % len(values)], data))
+            values.append(apply(step.op, a, values[step.right % len(values)], data))
         return values[-2:]
 
-    return Program(fn, MAKERS)
+    return Program(fn, makers)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _jitted(op: str, a: Array, c: Array, data: dict[str, Array]) -> Array:
+    return LAYERS[op](a, c, Data(**data))
+
+
+def apply_jitted(op: str, a: Array, c: Array, d: Data) -> Array:
+    """A layer in a `jit`, which JAX traces and differentiates once for all programs."""
+    return _jitted(op, a, c, {name: getattr(d, name) for name in sorted(reads(op))})
+
+
+@functools.cache
+def reads(op: str) -> frozenset[str]:
+    """The names of the data that a layer reads."""
+    drawn = dict(zip(MAKERS, Program(print, MAKERS).args(0), strict=True))
+    read = set()
+
+    class Recording:
+        def __getattr__(self, name):
+            read.add(name)
+            return drawn[name]
+
+    jax.eval_shape(lambda a: LAYERS[op](a, a, Recording()), drawn["x"])
+    return frozenset(read)

@@ -217,3 +217,8 @@ def gradient_penalty(w, v, x):
     critic = lambda x: (jnp.tanh(x @ w) @ v)[0]  # noqa: E731
     norms = jnp.linalg.norm(jax.vmap(jax.grad(critic))(x), axis=-1)
     return jnp.mean((norms - 1) ** 2), norms
+
+
+@program(x=(16, 8), w=(8, 8), v=(8, 8))
+def ratio(x, w, v):
+    return 0.1 * (x @ w) / (0.01 * jnp.abs(x @ v) + 2e-3)

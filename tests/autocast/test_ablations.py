@@ -24,6 +24,7 @@ class Example(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     promote: Any = "widest"
     of_model: bool = False  # whether the first argument is a param of a half model
+    half: str = "bfloat16"
 
 
 def attention(w, x):
@@ -98,6 +99,9 @@ EXAMPLES = {
     "heads": Example(lambda w, x: nn.logsumexp(x @ w, -1), (MATRIX, MATRIX)),
     "labels": Example(label_loss, (MATRIX, MATRIX)),
     "chains": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, (MATRIX, MATRIX)),
+    "ratios": Example(
+        lambda w, x: (x @ w) / (w @ x) @ w, (MATRIX, MATRIX), half="float16"
+    ),
     "norms": Example(residual, (MATRIX, MATRIX)),
     "smaller": Example(lambda w, x: standardised(x @ w) @ w, (MATRIX, MATRIX)),
     "feeders": Example(lambda w, x: jnp.exp(x @ w + x @ w), (MATRIX, MATRIX)),
@@ -128,12 +132,12 @@ EXAMPLES = {
 def program(name: str) -> str:
     """The program of an example's gradients, without addresses."""
     example = EXAMPLES[name]
-    scope = transform.scope_of("bfloat16", None, example.promote, example.of_model)
+    scope = transform.scope_of(example.half, None, example.promote, example.of_model)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes]
 
     def fn(first, *rest):
         if example.of_model:
-            first = marks.shown_params(first.astype(jnp.bfloat16), jnp.bfloat16)
+            first = marks.shown_params(first.astype(example.half), scope.policy)
         return example.fn(first, *rest)
 
     written = transform.autocast_in(scope, fn)

@@ -70,7 +70,7 @@ def lived(state):
     old, state = state, drawn(state)
     scales = zip(old.loss_scale_rules, old.loss_scales, state.loss_scales, strict=True)
     scales = [
-        now._replace(hysteresis=jnp.int32(0)) if rule.moves else was  # of 1
+        now._replace(hysteresis=0 * now.hysteresis) if rule.moves else was  # of 1
         for rule, was, now in scales
     ]
     half = lambda m, p: jnp.asarray(rounded(m, p.dtype))  # noqa: E731
@@ -270,11 +270,18 @@ def with_fields(level, seed):
     return make(level, seed, ema=ema, rng=keys)
 
 
+def ensemble(level, seed):
+    trees = [params(seed), params(seed + 10)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    return jax.vmap(lambda tree: make(level, tree=tree))(stacked)
+
+
 KINDS = {
     **{name: functools.partial(make, tree=tree) for name, tree in TREES.items()},
     **{name: functools.partial(make, tx=tx) for name, tx in OPTIMIZERS.items()},
     "groups": with_groups,
     "fields": with_fields,
+    "an ensemble": ensemble,
 }
 
 

@@ -7,7 +7,6 @@ optimizer with each layout. What O1 and O4 step is what O0 steps.
 import collections
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from tests.devices.eight_devices import (
     loss_fn,
     start,
 )
-from tests.hlo import Program, shape_bytes
 
 # optax.adam promotes half params as it likes.
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
@@ -69,19 +67,6 @@ def batch_on(layout):
     return shape((64, 256), ROWS[layout]), shape((64, 128), ROWS[layout])
 
 
-def sent(program: Program) -> collections.Counter[tuple[str, str]]:
-    """Bytes by kind of collective and dtype: XLA joins arrays as it likes."""
-    total: collections.Counter[tuple[str, str]] = collections.Counter()
-    for computation in program.computations.values():
-        for i in computation.values():
-            opcode = i.opcode.removesuffix("-start")
-            if re.match(r"(all-|collective-|reduce-sc|ragged-)(?!.*-done)", opcode):
-                for printed in (computation[name].shape for name in i.operands):
-                    dtype = printed.partition("[")[0]
-                    total[opcode, dtype] += round(shape_bytes(printed))
-    return total
-
-
 # The optimizer alone
 
 
@@ -111,8 +96,8 @@ def test_an_optimizer_step_sends_scalars(level, layout, make, norms):
     grads = placed(jax.eval_shape(differentiate, state, *batch_on(layout)), layout)
     program = h200.compile_placed(optimizer_step, state, grads, donate=(0,))
     flags = 0 if layout == "replicated" else 1  # whether all gradients are finite
-    assert sent(program).keys() == ({("all-reduce", "f32")} if flags else set())
-    assert sum(sent(program).values()) <= 4 * (flags + len(SIZES) * norms)
+    assert program.collectives.keys() == ({("all-reduce", "f32")} if flags else set())
+    assert sum(program.collectives.values()) <= 4 * (flags + len(SIZES) * norms)
 
 
 # A whole step, and the same by hand
@@ -161,8 +146,8 @@ def test_a_step_sends_what_plain_jax_sends_and_a_flag(level, layout, half):
     plain = h200.compile_placed(functools.partial(step_by_hand, half=half), *args)
 
     flag = {("all-reduce", "f32"): 4} if layout != "replicated" else {}
-    assert sum(sent(plain).values()) > 1000
-    assert sent(program) == sent(plain) + collections.Counter(flag)
+    assert sum(plain.collectives.values()) > 1000
+    assert program.collectives == plain.collectives + collections.Counter(flag)
 
 
 # Fused optimizers with their kernels
@@ -207,7 +192,7 @@ def test_kernels_send_only_numbers(kind, make, options):
     assert opcodes <= {"custom-call", "fusion", "copy", "all-reduce"}
     # Of each leaf a few norms and flags; of what lies everywhere, nothing.
     assert ("all-reduce" in opcodes) == ("grads_specs" not in options)
-    assert sum(sent(program).values()) <= 4 * 8 * len(LEAVES)
+    assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
     # In place, all but what the program does not read, which JAX leaves out: the byte
     # `last_step_skipped`, and the half of the one leaf that no kernel takes.
     assert max(program.copies, default=0) <= 4
@@ -220,8 +205,8 @@ def test_xla_steps_sharded_params_without_gathering_them():
     # What a state that was made under jit gets, on a mesh of Auto axes.
     program, _ = fused_program("Auto", LAMB())
     assert "mosaic_gpu" not in program.text
-    assert {opcode for opcode, _ in sent(program)} == {"all-reduce"}
-    assert sum(sent(program).values()) <= 4 * 8 * len(LEAVES)
+    assert {opcode for opcode, _ in program.collectives} == {"all-reduce"}
+    assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
 
 
 @pytest.mark.message
@@ -275,6 +260,6 @@ def test_a_vocabulary_on_all_devices_is_gathered_by_no_loss(loss):
     )
     program = h200.compile_placed(step, *args)
     # The maximum, the sum and the label of each token; no logits, and no gradients.
-    found = sent(program)
+    found = program.collectives
     assert {opcode for opcode, _ in found} == {"all-reduce"}
     assert sum(found.values()) <= 4 * 4 * tokens

@@ -165,7 +165,7 @@ def test_h200s_sum_gradients_in_float32(level, layout):
         batch = steps.batch_on(layout)
         program = h200.compile_placed(steps.train_step, state, *batch, donate=(0,))
         found = {"bf16": 0, "f32": 0}
-        for (opcode, dtype), size in steps.sent(program).items():
+        for (opcode, dtype), size in program.collectives.items():
             if opcode in ("all-reduce", "reduce-scatter"):
                 found[dtype] += size
         return found

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jamp
+from jamp import optimizers
 from jamp._autocast import rewrite
 from jamp.diagnostics._table import short
 from tests.autocast.constructs import repeat
@@ -343,6 +344,46 @@ def test_a_step_at_each_level(level):
     assert [op.is_backward for op in products] == [False, True]
     if level == "O0":
         assert {op.why for op in explanation.operations if op.matters} == {"level"}
+
+
+ADAM, SMALL_ADAM = (
+    optimizers.fused_adam(1e-3, moment_dtype=dtype) for dtype in ("float32", "bfloat16")
+)
+MEMORY = [
+    ("O5", ADAM, {}, ()),
+    (
+        "O5",
+        optax.chain(optax.clip_by_global_norm(1.0), SMALL_ADAM),
+        {"store_remainder": True},
+        ("masters as 16-bit remainders", "moments in bfloat16"),
+    ),
+    (
+        "O5",
+        ADAM,
+        {"stochastic_rounding": True, "master_weights": False},
+        ("params without masters, rounded stochastically",),
+    ),
+    (
+        "O2",
+        {"a": ADAM, "b": optimizers.fused_sgd(0.1, 0.9, moment_dtype="bfloat16")},
+        {"reduce_dtype": "float32"},
+        ("moments in bfloat16", "gradients summed in float32"),
+    ),
+]
+
+
+@pytest.mark.parametrize("level, tx, options, memory", MEMORY)
+def test_a_step_says_what_its_memory_is(level, tx, options, memory):
+    params = jnp.ones((8, 8))
+    params = {"a": params, "b": params} if isinstance(tx, dict) else {"a": params}
+    state = jamp.initialize(params, tx, level, verbosity=0, **options)
+    state = jax.eval_shape(lambda: state)  # shapes do
+    explanation = jamp.explain(lambda p, x: (x @ p["a"]).mean())(state, X)
+    assert explanation.memory == memory
+    (line,) = (x for x in str(explanation).splitlines() if x.startswith("A step at"))
+    assert line.endswith("; ".join((f"({explanation.dtype})", *memory)) + ".")
+    assert explanation.title == line and line in explanation.to_markdown()
+    assert explanation.to_dict()["memory"] == list(memory)
 
 
 def with_kept(params, x):

@@ -138,7 +138,7 @@ def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(tmp_path):
 
 # ---- A wrong command line is told before JAX is imported ---------------------------
 WRONG = {
-    "--opt-level O9": "'O9': one of O0, O1, O2, O3, O4, O5",
+    "--opt-level O9": "'O9': one of O0, O1, O2, O3, O4, O5, O6",
     "--loss-scale banana": "'banana': a positive number, such as 128, or 'dynamic'",
     "--epochs 0": "'0': a whole number of at least 1",
     "--plot /no/such/a.png": "/no/such cannot be written to",

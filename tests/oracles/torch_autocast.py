@@ -79,7 +79,7 @@ def torch_autocast[**P, R](fn: Callable[P, R], half: Any) -> Callable[P, R]:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(args)]
         outs = _Interpreter(half, leaves).run(closed, list(map(of_array, leaves)))
         recorded = [x.dtype for x in jax.tree.leaves(shape)]
-        arrays = [v.array.astype(d) for v, d in zip(outs, recorded, strict=True)]
+        arrays = [cast(v.array, d) for v, d in zip(outs, recorded, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(shape), arrays)
 
     return wrapped
@@ -93,6 +93,11 @@ def is_float32(atom: Any) -> bool:
     return getattr(atom.aval, "dtype", None) == F32
 
 
+def cast(x: Array, dtype: Any) -> Array:
+    """As `x.astype`, which is traced in five times the time."""
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
 def widest(dtypes: Sequence[Any]) -> Any:
     """Of float32 and one half dtype."""
     return F32 if F32 in dtypes or not dtypes else dtypes[0]
@@ -102,7 +107,7 @@ class _Interpreter:
     def __init__(self, half: Any, leaves: Sequence[Array]):
         self.half = jnp.dtype(half)
         floats = [x for x in leaves if x.dtype == F32]
-        self.cached = {id(x): (x, x.astype(self.half)) for x in floats}
+        self.cached = {id(x): (x, cast(x, self.half)) for x in floats}
 
     # ---- programs
 
@@ -169,7 +174,7 @@ class _Interpreter:
         """Computes in float32 of operands that were rounded, and rounds its result."""
         floats = [is_float32(a) for a in eqn.invars]
         arrays = [
-            v.array if v.python or not f else v.array.astype(dtype).astype(F32)
+            v.array if v.python or not f else cast(cast(v.array, dtype), F32)
             for v, f in zip(ins, floats, strict=True)
         ]
         outs = self.bind(eqn, arrays)
@@ -186,7 +191,7 @@ class _Interpreter:
             alone = spread and x.ndim > 0 and x.size == 1 and not python
             found.append(
                 Value(
-                    x.astype(dtype) if not python else x,
+                    cast(x, dtype) if not python else x,
                     votes=(voted and x.ndim > 0) or alone,
                     python=python,
                     product=name in MOVES and ins[0].product,
@@ -202,16 +207,16 @@ class _Interpreter:
             self.rounded(v.array) if is_float32(a) else v.array
             for v, a in zip(ins, eqn.invars, strict=True)
         ]
-        arrays = [x.astype(F32) if x.dtype == self.half else x for x in halves]
+        arrays = [cast(x, F32) if x.dtype == self.half else x for x in halves]
         exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": F32}
         exact = {k: v for k, v in exact.items() if k in eqn.params}
         (out,) = self.bind(eqn, arrays, exact)
-        out = out.astype(self.half)
+        out = cast(out, self.half)
         return Value(out, votes=out.ndim > 0, product=True)
 
     def rounded(self, x: Array) -> Array:
         kept = self.cached.get(id(x))
-        return kept[1] if kept is not None else x.astype(self.half)
+        return kept[1] if kept is not None else cast(x, self.half)
 
     def conversion(self, eqn: jc.JaxprEqn, value: Value) -> Value:
         """An explicit one; from float32 to float32 there is none."""
@@ -245,7 +250,7 @@ class _Interpreter:
         outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]), params)
         dtypes = dtypes if len(dtypes) == len(outs) else dtypes * len(outs)
         pairs = zip(outs, eqn.outvars, dtypes, strict=True)
-        return [of_array(x.astype(d) if is_float32(a) else x) for x, a, d in pairs]
+        return [of_array(cast(x, d) if is_float32(a) else x) for x, a, d in pairs]
 
     def _remat2(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
         return self.run(eqn.params["jaxpr"], ins)
@@ -313,7 +318,7 @@ class _Interpreter:
 
         def run(*arrays):
             outs = self.run(jaxpr, list(map(of_array, arrays)))
-            return [v.array.astype(a.dtype) for v, a in zip(outs, avals, strict=True)]
+            return [cast(v.array, a.dtype) for v, a in zip(outs, avals, strict=True)]
 
         avals = [v.aval for v in jaxpr.outvars]
         shapes = [
@@ -325,7 +330,7 @@ class _Interpreter:
 def _cast(values: Sequence[Value], avals: Sequence[Any]) -> list[Any]:
     pairs = zip(values, avals, strict=True)
     return [
-        v.array.astype(a.dtype) if getattr(a, "dtype", None) == F32 else v.array
+        cast(v.array, a.dtype) if getattr(a, "dtype", None) == F32 else v.array
         for v, a in pairs
     ]
 
@@ -338,5 +343,5 @@ def _dtypes(run: Callable[[], list[Value]]) -> list[Any]:
 def _concatenated(parts: list[Array]) -> Array:
     dtypes = {p.dtype for p in parts}
     if len(dtypes) > 1:
-        parts = [p.astype(widest([*dtypes])) for p in parts]
+        parts = [cast(p, widest([*dtypes])) for p in parts]
     return jnp.concatenate(parts) if len(parts) > 1 else parts[0]

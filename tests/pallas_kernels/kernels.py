@@ -59,9 +59,11 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
         leaves, count = pk.Leaves(weights, grads, moments, decays), jnp.int32(0)
         if optimizer == "novograd":  # whose norms are a kernel of its own
             norms = jnp.arange(1, len(grads) + 1, dtype=F32)
-            numbers = rule.numbers(count) | {"norm": norms}
+            given = leaves._replace(moments={"nu": [*norms]})
+            numbers = {**rule.numbers(count, given, pk.Options()), "norm": norms}
+            del numbers["nu"]
         else:
-            numbers = rule.measured(count, leaves, options)
+            numbers = rule.numbers(count, leaves, options)
         how = {"rounds": optimizer == "narrow adam", "only_updates": only_updates}
         return pk.step(rule.static, leaves, numbers, options, count=count, **how)
 

@@ -14,6 +14,7 @@ import jamp
 from tests.bits import assert_same_bits
 
 F16, BF16, F32 = (jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
+FP8 = jamp.Fp8(keep="head", grad_weight=False, smallest=256)
 LISTS, RULE = jamp.AutocastLists(), jamp.DynamicLossScale(window=7)
 
 # apex_semantics 1.2, columns O4 and O5 from ROCm's fork: model and autocast dtypes,
@@ -25,10 +26,11 @@ DEFAULTS = {
     "O3": (F16, None, False, False, 1.0),
     "O4": (None, BF16, None, None, 1.0),
     "O5": (BF16, None, True, True, 1.0),
+    "O6": (BF16, None, True, True, 1.0),
 }
 LEVELS = tuple(DEFAULTS)
 AUTOCAST = ("O1", "O4")
-CASTING = ("O0", "O2", "O3", "O5")
+CASTING = ("O0", "O2", "O3", "O5", "O6")
 
 
 def properties(level, **overrides):
@@ -55,11 +57,12 @@ def test_defaults_of_each_level(level):
         "master_weights": masters,
         "stochastic_rounding": False,
         "reduce_dtype": None,
+        "fp8": jamp.Fp8() if level == "O6" else None,
         "loss_scale": scale,
         "cast_model_outputs": None,
         "keep_fp32": (),
         "lists": None,
-        "promote": "narrowest" if level in ("O2", "O3", "O5") else "widest",
+        "promote": "narrowest" if level in ("O2", "O3", "O5", "O6") else "widest",
     }
     # A repr tells 1 from 1.0 and a dtype from its scalar type.
     assert repr(vars(properties(level))) == repr(expected)
@@ -71,8 +74,8 @@ def test_defaults_of_each_level(level):
 # The table at the end of apex_semantics 1.3, with O4 as O1 and O5 as O2; then ours.
 ACCEPTED = [
     ("cast_model_type", jnp.float16, F16, CASTING),
-    ("cast_model_type", np.dtype("float32"), F32, LEVELS),
-    ("cast_model_type", False, False, LEVELS),
+    ("cast_model_type", np.dtype("float32"), F32, LEVELS[:-1]),
+    ("cast_model_type", False, False, LEVELS[:-1]),
     ("patch_functions", True, True, AUTOCAST),
     ("patch_functions", False, False, LEVELS),
     ("keep_batchnorm_fp32", "True", True, CASTING),
@@ -82,15 +85,19 @@ ACCEPTED = [
     ("cast_model_outputs", jnp.float16, F16, LEVELS),
     ("cast_model_outputs", "float64", np.dtype("float64"), LEVELS),
     ("keep_fp32", ["head", "embed"], ("head", "embed"), LEVELS),
+    ("fp8", True, jamp.Fp8(), LEVELS[1:]),
+    ("fp8", FP8, FP8, LEVELS[1:]),
+    ("fp8", False, None, LEVELS),
     ("lists", LISTS, LISTS, LEVELS[1:]),
     ("promote", "narrowest", "narrowest", LEVELS[1:]),
     ("loss_scale", RULE, RULE, LEVELS),
 ]
 REASONS = {
-    "cast_model_type": r"weights.* FP32.*opt_level='O2'.*cast_model_type was {}",
+    "cast_model_type": r"weights.* FP32.*opt_level='O2'.*type was {}|^fp8 is for",
     "patch_functions": r"patch_functions=True.*opt_level='O1'",
     "keep_batchnorm_fp32": r"batchnorm.* FP32.*should be None.*fp32 was {}",
     "master_weights": r"doesn't make sense to use master_weights with O[14].*was {}",
+    "fp8": r"^fp8 is for products that run in half; here, at O0, none do.",
     "lists": r"^lists says what runs in half, and at O0 nothing does",
     "promote": r"^promote says what runs in half, and at O0 nothing does",
 }
@@ -127,6 +134,7 @@ REFUSED = {
         + ["1e+39", 2.0**127, 2.0**-127, [128.0], jamp.StaticLossScale],
     ),
     "keep_fp32": ("must be a regex, a predicate", [3]),
+    "fp8": ("must be a boolean or a jamp.Fp8", ["True", 1]),
     "lists": ("must be a jamp.AutocastLists", ["matmul"]),
     "promote": ("must be 'widest' or 'narrowest'", ["wide"]),
 }

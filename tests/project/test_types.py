@@ -65,7 +65,7 @@ reveal_type(loss)  # -> Array
 reveal_type(grads)  # -> Any
 
 jamp.initialize(params, tx, "02")  # !! reportArgumentType
-jamp.initialize(params, tx, "O6")  # !! reportArgumentType
+jamp.initialize(params, tx, "O7")  # !! reportArgumentType
 jamp.initialize(params, tx, "O2", loss_sale=128.0)  # !! reportArgumentType
 jamp.initialize(params, tx, "O2", master_weight=True)  # !! reportArgumentType
 jamp.initialize(params, tx, "O1", promote="wide")  # !! reportArgumentType

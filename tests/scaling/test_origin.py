@@ -36,6 +36,16 @@ def plain_model(state):
     return jax.grad(by(MODEL.apply))(state.params)
 
 
+def by_hand(state, apply_fn=None):
+    loss = by(apply_fn or state.apply_fn)
+    grads = jax.grad(lambda p: jamp.scale_loss(loss(p), state))(state.params)
+    return jamp.unscale(grads, state)
+
+
+def by_hand_model(state):
+    return by_hand(state, MODEL.apply)
+
+
 def clipped(grads):
     return optax.clip_by_global_norm(0.5).update(grads, None)[0]
 
@@ -62,6 +72,8 @@ PLAIN = {
     "O1, clipped": (lambda s: clipped(plain(s)), "O1", {}, SCALED),
     "O1, summed": (summed(plain), "O1", {}, SCALED),
     "O1, jitted": (jitted, "O1", {}, SCALED),
+    "O1, model.apply, scaled": (by_hand_model, "O1", {}, HALF),
+    "O4, model.apply, scaled": (by_hand_model, "O4", {}, HALF),
     "O4, model.apply": (plain_model, "O4", {}, HALF),
     "O4, jitted": (jitted, "O4", {}, HALF),
     "O1, static, summed": (summed(plain_model), "O1", {"loss_scale": 1}, HALF),
@@ -78,11 +90,6 @@ def test_what_was_left_in_warns(name):
 
 def scaled(state):
     return jamp.scaled_grad(by(state.apply_fn))(state)
-
-
-def by_hand(state):
-    loss = lambda p: jamp.scale_loss(by(state.apply_fn)(p), state)  # noqa: E731
-    return jamp.unscale(jax.grad(loss)(state.params), state)
 
 
 def all_by_hand(state):
@@ -127,3 +134,8 @@ def test_nor_do_gradients_of_the_state_before():
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_nor_do_plain_gradients_where_they_are_right(level):
     jax.jit(lambda s: s.apply_gradients(grads=plain(s)))(make(level))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_nor_does_the_model_itself_where_it_is_right(level):
+    jax.jit(lambda s: s.apply_gradients(grads=by_hand_model(s)))(make(level))

@@ -136,6 +136,16 @@ def after(*good, **kwargs):
     return state
 
 
+def ensemble():
+    """Its second member skips for ever."""
+    make_one = lambda w: jamp.initialize(w, optax.sgd(1.0), "O2", verbosity=0)  # noqa: E731
+    state, grads = jax.vmap(make_one)(jnp.ones((2, 3))), jnp.ones((2, 3))
+    apply = jax.vmap(lambda state, grads: state.apply_gradients(grads=grads))
+    for _ in range(3):
+        state = apply(state, grads.at[1].set(jnp.inf))
+    return state
+
+
 STATIC, CHECKED = jamp.StaticLossScale(1.0), jamp.StaticLossScale(4.0, check=True)
 LOW = {"min_loss_scale": 2.0**14}
 # Where apex's scale went on to 0 and died of a ZeroDivisionError.
@@ -153,6 +163,8 @@ RUNS = [
     (lambda: after(0, 0, 0, loss_scale=STATIC), 1, None),
     (lambda: after(0, 0, 0, loss_scale=CHECKED), 4, None),
     (lambda: after(0, 0, 0, loss_scale=CHECKED), 3, "Loss 0 skipped 3"),
+    (ensemble, 4, None),
+    (ensemble, 3, "Loss 0 skipped 3 .* scale is 8192:"),
 ]
 
 

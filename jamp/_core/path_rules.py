@@ -1,0 +1,51 @@
+"""Rules that name leaves by their path, as of `keep_fp32`: regexes and predicates."""
+
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jamp._core.tree import path_string
+
+type PathRule = str | re.Pattern[str] | Callable[[str, Any], bool]
+
+
+def parse_rules(name: str, value: Any) -> tuple[PathRule, ...]:
+    """One rule or several as a tuple; `name` is that of the option."""
+    rules = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for rule in rules:
+        if isinstance(rule, str):
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ValueError(f"{name}={rule!r} is not a regex: {error}") from None
+        elif not (isinstance(rule, re.Pattern) or callable(rule)):
+            raise TypeError(
+                f"{name} must be a regex, a predicate (path, leaf) -> bool, or a list "
+                f"of them, found {rule!r}"
+            )
+    return rules
+
+
+def matches(rules: Collection[PathRule], path: str, leaf: Any) -> bool:
+    """Whether one of the rules names a leaf."""
+    return any(
+        bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
+        for rule in rules
+    )
+
+
+def check_rules(name: str, rules: Collection[PathRule], tree: PyTree) -> None:
+    """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
+    regexes = [rule for rule in rules if not callable(rule)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree) if regexes else ()
+    paths = [path_string(path) for path, _ in leaves]
+    for rule in regexes:
+        if not any(re.search(rule, path) for path in paths):
+            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise ValueError(
+                f"{name}={rule!r} matches no leaf. It is searched as a regex in these "
+                f"paths: {shown}."
+            )
