@@ -16,7 +16,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jamp
 from tests.autocast.constructs import FORWARD_ONLY, TABLE
 from tests.autocast.test_coverage import TOLERANCE, W, X, distance
-from tests.subprocesses import on_eight_devices
 
 half = functools.partial(jamp.autocast, dtype="float16")
 NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_map")
@@ -44,8 +43,6 @@ LOSSES = {
 
 @pytest.fixture(autouse=True)
 def mesh():
-    if jax.device_count() < 8:
-        return (yield)  # the test runs in another process
     axes = (AxisType.Explicit,) * 2
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=axes)):
         yield
@@ -76,13 +73,13 @@ def assert_as_plain(name, place, specs):
 
 
 @pytest.mark.parametrize("name", [*CONSTRUCTS, *LOSSES])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_in_jit(name):
     assert_as_plain(name, jax.jit, (P(), P("data")))
 
 
 @pytest.mark.parametrize("name", ["matmul", "remat", "vmap_out", "nested_jit"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_weights_by_columns(name):
     assert_as_plain(name, jax.jit, (P(None, "model"), P("data")))
 
@@ -91,13 +88,13 @@ EAGER = ["matmul", "scan", "remat", "custom_jvp", "switch", *LOSSES]
 
 
 @pytest.mark.parametrize("name", EAGER)
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_outside_of_jit(name):
     assert_as_plain(name, lambda fn: fn, (P(), P("data")))
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_a_step_outside_of_jit(opt_level):
     def loss(params, x):
         logits = jax.nn.relu(x @ params["first"]) @ params["second"]

@@ -14,7 +14,6 @@ from tests import h200
 from tests.devices import test_many_devices_h200 as steps
 from tests.devices.eight_devices import AXES, mesh_of
 from tests.optimizers.mixed_leaves import FAST
-from tests.subprocesses import on_eight_devices
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 LEVELS = ("O1", "O2", "O3", "O4", "O5")
@@ -78,7 +77,7 @@ def error(level, how, **options):
     )
 
 
-@on_eight_devices
+@pytest.mark.eight_devices
 @pytest.mark.parametrize(
     "level, how",
     [
