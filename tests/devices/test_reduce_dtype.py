@@ -155,8 +155,9 @@ def test_aux_and_a_loop_of_ones_own_go_through():
 
 @pytest.mark.h200
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("layout", ["replicated", "fsdp", "tensor"])
-@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize(
+    "level, layout", [("O4", "replicated"), ("O5", "fsdp"), ("O4", "tensor")]
+)
 def test_h200s_sum_gradients_in_float32(level, layout):
     def sent(**options):
         init = functools.partial(steps.start, tx=steps.ADAM(), level=level, **options)
