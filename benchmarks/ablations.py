@@ -33,7 +33,7 @@ TRAFFIC, TEMP = 0.002, 0.01
 # From those that compile in 10 seconds to those that take a minute.
 CHEAPEST_FIRST = (
     *("gpt2", "vit", "lstm", "bert", "mixer", "resnet50", "gpt2-scan", "linen"),
-    *("words", "llama", "moe", "convnext", "unet", "efficientnet"),
+    *("tied", "words", "llama", "moe", "convnext", "unet", "efficientnet"),
 )
 
 

@@ -49,7 +49,7 @@ CONTESTANTS = (
     "jamp fused, mosaic",
     "torch fused AdamW",
 )
-FIRST_TRAINED = "O4", "by hand, bfloat16", "O5", "torch bfloat16, compiled", "O0"
+FIRST_TRAINED = "O5", "O6", "O4", "by hand, bfloat16", "torch bfloat16, compiled", "O0"
 THEN_TRAINED = (
     *("O2", "O1", "torch float16, compiled", "torch bfloat16", "torch float16"),
     "flax",

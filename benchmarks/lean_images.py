@@ -1,4 +1,4 @@
-"""Of the fourteen architectures those of images and sequences without attention alone.
+"""Of the 15 architectures those of images and sequences without attention alone.
 
 See `benchmarks.lean_transformers`, which has the rest.
 """

@@ -1,4 +1,4 @@
-"""Fourteen architectures, each in its real widths but with few layers: transformers.
+"""Fifteen architectures, each in its real widths but with few layers: transformers.
 
 Each is written once, with a `dtype`: None is the float32 model that jamp is given, and
 bfloat16 the one that a user writes by hand, with float32 params that are cast at their
@@ -253,6 +253,17 @@ class Words(nn.Module):
         x = x + MLP(4 * WIDTH, dtype=self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return nn.Dense(50_257, dtype=self.dtype)(x)
+
+
+class Tied(nn.Module):
+    """Nothing but an embedding of 50k words, and logits by the same one."""
+
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        embed = nn.Embed(50_257, WIDTH, dtype=self.dtype)
+        return embed.attend(embed(tokens))
 
 
 class LinenStack(nn.Module):

@@ -70,6 +70,10 @@ def _without_barrier(original: Function) -> Function:
     return lambda *args: original(*args[:4], False, *args[5:])
 
 
+def _only_in_loops(original: Function) -> Function:
+    return lambda facts, atom: facts.scope.loop and original(facts, atom)
+
+
 def _keeps_names(original: Function) -> Function:
     return lambda primitive: primitive == "name"
 
@@ -145,6 +149,11 @@ MECHANISMS = {
         "facts.Facts.weight",
         _gives(None),
     ),
+    "tables": Mechanism(
+        "The gradient of a weight whose rows are looked up too is a float32 product.",
+        "facts.Facts._is_summed",
+        _only_in_loops,
+    ),
     "loops": Mechanism(
         "What only rearranges the constants of a scan is done before it.",
         "transform.moves_taken_out",
@@ -173,6 +182,11 @@ MECHANISMS = {
     "island barrier": Mechanism(
         "A barrier parts the backward pass of an island from what comes before.",
         "islands.checkpointed",
+        _without_barrier,
+    ),
+    "head barrier": Mechanism(
+        "A barrier parts the sums that a head keeps from what reads them backward.",
+        "heads.checkpointed",
         _without_barrier,
     ),
     "sum barrier": Mechanism(
@@ -207,7 +221,7 @@ MECHANISMS = {
     ),
     "moving calls": Mechanism(
         "A call that only moves values is such a reader: `take_along_axis` of labels.",
-        "facts.Facts.only_moves",
+        "control_flow.only_moves",
         _gives(False),
     ),
 }

@@ -1,11 +1,13 @@
 """The cases of `benchmarks.peers` by libraries that are not among jamp's own.
 
-    pip install torch                      # or mixed-precision-for-JAX keras flax jmp
+    pip install torch                      # or mixed-precision-for-JAX keras flax jmp,
+                                           # or qwix flax equinox
     python -m benchmarks.peers_elsewhere   # of those, runs what is installed, on a CPU
 
 Each in an environment of its own, without jamp. Prints what docs/results.md shows.
 """
 
+import collections
 import importlib.metadata
 import importlib.util
 import itertools
@@ -283,6 +285,52 @@ class Mpx:
         return f"{float(grad({'w': jnp.ones(2)})[0]):g}"
 
 
+class Qwix:
+    """Qwix: fp8 of Flax models by rules, set as jamp's O6 is. It scales no loss."""
+
+    package = "qwix"
+
+    def _model(self, model):
+        import jax.numpy as jnp
+        import qwix
+
+        forward, backward = jnp.float8_e4m3fn, jnp.float8_e5m2
+        formats = {"weight_qtype": forward, "act_qtype": forward, "bwd_qtype": backward}
+        rule = qwix.QtRule(module_path=".*", disable_channelwise_axes=True, **formats)
+        return qwix.quantize_model(model, qwix.QtProvider([rule]))
+
+    def fp8(self):
+        """What it says of models of a kind, and of a row with an inf."""
+        import equinox
+        import flax.linen as nn
+        import jax
+        import jax.numpy as jnp
+
+        x, key = jnp.ones((32, 64), jnp.bfloat16), jax.random.key(0)
+        net = self._model(nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64)]))
+        params = net.init(key, x)
+        loss = lambda p: net.apply(p, x).astype(jnp.float32).mean()  # noqa: E731
+        operands = collections.Counter(
+            " x ".join(v.aval.dtype.name for v in eqn.invars)
+            for eqn in equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+            if eqn.primitive.name == "dot_general"
+        )
+        yield "Linen", ", ".join(f"{n} {name}" for name, n in operands.items())
+        others = {
+            "a function": lambda w, x: x @ w,
+            "Equinox": equinox.nn.Linear(64, 64, key=key),
+        }
+        for name, model in others.items():
+            try:
+                self._model(model)
+                yield name, "taken"
+            except ValueError as error:
+                yield name, f"ValueError: {error}"
+        out = net.apply(params, x.at[0, 0].set(INF))
+        lost = int((~jnp.isfinite(out)).any(axis=1).sum())
+        yield "an inf in one row of 32", f"{lost} rows are not finite"
+
+
 def said_of_skip(param):
     return "skipped" if np.array_equal(param, np.ones(2)) else f"steps to {param[0]:g}"
 
@@ -305,19 +353,24 @@ def dtypes_in(call, *args):
     """Of the first matmul and the last exponential in a program."""
     import jax
 
-    found = {}
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.invars and hasattr(eqn.invars[0].aval, "dtype"):
-                found[eqn.primitive.name] = eqn.invars[0].aval.dtype.name
-            for inner in jax.tree.leaves(list(eqn.params.values())):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    walk(inner)
-
-    walk(jax.make_jaxpr(call)(*args).jaxpr)
+    found = {
+        eqn.primitive.name: eqn.invars[0].aval.dtype.name
+        for eqn in equations(jax.make_jaxpr(call)(*args).jaxpr)
+        if eqn.invars and hasattr(eqn.invars[0].aval, "dtype")
+    }
     return f"{found['dot_general']}, {found['exp']}"
+
+
+def equations(jaxpr):
+    """Those of a program and, after each, of the programs in it."""
+    import jax
+
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 CASES = {
@@ -336,10 +389,14 @@ def main():
     modules = {Torch: "torch", Keras: "keras", Mpx: "mpx"}
     here = [p() for p, name in modules.items() if importlib.util.find_spec(name)]
     versions = [f"{p.package} {importlib.metadata.version(p.package)}" for p in here]
-    print("| |", " | ".join(versions), "|")
-    print("|---" * (len(here) + 1) + "|")
-    for name, case in CASES.items():
+    if here:
+        print("| |", " | ".join(versions), "|")
+        print("|---" * (len(here) + 1) + "|")
+    for name, case in CASES.items() if here else ():
         print("|", name, "|", " | ".join(getattr(p, case)() for p in here), "|")
+    if importlib.util.find_spec("qwix"):
+        for name, what in Qwix().fp8():
+            print(f"qwix {importlib.metadata.version('qwix')}, {name}: {what}")
     for peer in here:
         if isinstance(peer, Torch):
             for name, (low, middle, high) in peer.steps().items():

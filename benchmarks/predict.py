@@ -25,6 +25,7 @@ FILE = pathlib.Path(__file__).parent / "predicted" / "steps.json"
 # NVIDIA's data sheets of the H100 SXM and of the H200; FLOPs are dense.
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 PEAK = {"f16": 989e12, "bf16": 989e12, "f32": 495e12}  # float32 products run in TF32
+PEAK |= {"f8e4m3fn": 1979e12, "f8e5m2": 1979e12}
 # Ours, from experience with such GPUs and not from a run of this: at best, in the
 # middle, at worst. Of the bandwidth, of the peak, and seconds for each kernel.
 REACHED = (0.92, 0.85, 0.65)

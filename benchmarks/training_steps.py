@@ -17,7 +17,7 @@ from jax import Array
 import jamp
 from benchmarks.lean_transformers import GPT2
 
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
+LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
 BY_HAND = "by hand, bfloat16"
 JITTED = ("flax", BY_HAND, *LEVELS)
 TORCH = tuple(

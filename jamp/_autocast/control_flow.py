@@ -39,6 +39,7 @@ from jamp._autocast.program import (
     Atom,
     dtype_of,
     is_float,
+    is_float32,
     recorded,
     region_rule,
 )
@@ -53,7 +54,7 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     Branches agree on what goes out: the program's dtypes where theirs differ.
     """
     values, ins = rewriter.values, rewriter.values.outgoing_dtypes(eqn)
-    if frames[0].kind is Kind.CALL and rewriter.facts.only_moves(eqn):
+    if frames[0].kind is Kind.CALL and only_moves(rewriter.facts, eqn):
         pairs = zip(eqn.invars, ins, strict=True)
         ins = [FLOAT32 if values.meets_float32(v) else dtype for v, dtype in pairs]
     pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
@@ -64,6 +65,16 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         outs = recorded(eqn.outvars)
         written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
     _emit(rewriter, eqn, ins, written)
+
+
+def only_moves(facts: Facts, eqn: jc.JaxprEqn) -> bool:
+    """Whether a program that is called rearranges its floats, and no more."""
+    return all(
+        only_moves(inner, e) if inner.programs(e) else inner.ruling(e)[0] is Rule.MOVE
+        for inner in facts.programs(eqn)
+        for e in inner.jaxpr.eqns
+        if any(map(is_float32, e.outvars))
+    )
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import origins
@@ -24,13 +23,14 @@ from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule, traits_of
+from jamp._autocast.primitives import Rule, Shape, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
     Atom,
     Scope,
     dtype_of,
+    exceeds_half,
     is_castable_eqn,
     is_float32,
     ruling,
@@ -49,8 +49,14 @@ class Fact(NamedTuple):
     origin: Origin = Origin()  # what its numbers are made of
     # Which params of the model they depend on, and whether on other data.
     source: Source = Source.DATA
-    shared: bool = False  # whether all trips of a loop read it as it is
+    # Whether it is the same in all trips of a loop, or an input of the whole program.
+    shared: bool = False
 
+
+_NO_SOURCE = Source(0)
+# Of numbers in the program; and of those that half cannot hold.
+_LITERAL = Fact(None, source=_NO_SOURCE)
+_ASKING = Fact(FLOAT32, asks=True, source=_NO_SOURCE)
 
 # Of a product with no wish of the user's.
 PLAIN = {"precision": None, "out_sharding": None}.items()
@@ -67,14 +73,17 @@ class Facts:
         self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
         self.given = given
         self.widest = policy.promote == "widest"
-        self._limits = jnp.finfo(policy.dtype)
         self._facts: dict[jc.Var, Fact] = {}
-        # By the `id` of the equation, both.
+        # By the `id` of the equation, all three.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
+        self._castable: dict[int, bool] = {}
         self._programs: dict[int, list[Facts]] = {}
         # What `values` found, by what the outputs are for.
         self.wants: dict[Any, Any] = {}
-        self._facts.update(zip(jaxpr.invars, given, strict=bool(given)))
+        # Tables in float32 whose rows are looked up.
+        self.tables: set[Atom] = set()
+        inputs = given or [self._unknown(v)._replace(shared=True) for v in jaxpr.invars]
+        self._facts.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._result_facts(eqn), strict=True))
 
@@ -83,9 +92,12 @@ class Facts:
     def __getitem__(self, atom: Atom) -> Fact:
         """What is known of a value."""
         if isinstance(atom, jc.Literal):
-            asks = is_float32(atom) and self._exceeds_half(atom.val)
-            return Fact(FLOAT32 if asks else None, asks, source=Source(0))
-        return self._facts.get(atom) or self._unknown(atom)
+            asks = is_float32(atom) and exceeds_half(atom.val, self.half)
+            return _ASKING if asks else _LITERAL
+        try:
+            return self._facts[atom]
+        except KeyError:
+            return self._unknown(atom)
 
     def source(self, atoms: Iterable[Atom]) -> Source:
         """What values depend on, together."""
@@ -93,15 +105,23 @@ class Facts:
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
-        if id(eqn) not in self._rules:
-            self._rules[id(eqn)] = self._ruling(eqn)
-        return self._rules[id(eqn)]
+        found = self._rules.get(id(eqn))
+        if found is None:
+            found = self._rules[id(eqn)] = self._ruling(eqn)
+        return found
+
+    def is_castable(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether an equation may be cast, as `program.is_castable_eqn` says."""
+        if id(eqn) not in self._castable:
+            rule, _ = self.ruling(eqn)
+            self._castable[id(eqn)] = is_castable_eqn(eqn, rule, self.half)
+        return self._castable[id(eqn)]
 
     def _ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         rule, region = ruling(self.scope, eqn)
         if rule is not Rule.HALF or region or not self.scope.policy.of_model:
             return rule, region
-        sources = [self._params_in(v) for v in eqn.invars]
+        sources = [self.params_in(v) for v in eqn.invars]
         sources += [Source.HALF for v in eqn.invars if dtype_of(v) == self.half]
         if Source.KEPT in sources and Source.HALF not in sources:
             return Rule.FLOAT32, KEPT
@@ -119,30 +139,33 @@ class Facts:
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
-        return self._params_in(atom) == Source.HALF
+        return self.params_in(atom) == Source.HALF
 
     def is_weight(self, atom: Atom) -> bool:
         """Whether a value is made of params alone: of a half model, of half ones."""
         weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
-        return self._params_in(atom) == weights
+        return self.params_in(atom) == weights
 
     def depends_on_params(self, atom: Atom) -> bool:
         """Whether a value is made of some param, and maybe of data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))
 
-    def _params_in(self, atom: Atom) -> Source:
+    def params_in(self, atom: Atom) -> Source:
+        """The params that a value depends on, whatever fp8 does with them."""
         return self[atom].source & ~Source.STAYS
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
-        return {self[v].vote for v in atoms} - {None}
+        found = {self[v].vote for v in atoms}
+        found.discard(None)
+        return found
 
     def asks(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an operand of an equation asks for float32 by its number."""
         fill = eqn.params.get("fill_value")
-        return any(self[v].asks for v in eqn.invars) or (
-            fill is not None and is_float32(eqn.outvars[0]) and self._exceeds_half(fill)
-        )
+        fills = fill is not None and is_float32(eqn.outvars[0])
+        asks = any([self[v].asks for v in eqn.invars])
+        return asks or (fills and exceeds_half(fill, self.half))
 
     def full_size(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands that are as large as the result, and not by being broadcast."""
@@ -192,30 +215,19 @@ class Facts:
         return None
 
     def weight(self, eqn: jc.JaxprEqn) -> jc.Var | None:
-        """The operand of a product that all trips of a loop share, if one is."""
+        """The operand of a product whose gradient is a sum of several, if one is.
+
+        All trips of a loop share it, or its rows are looked up as well.
+        """
         if eqn.primitive.name != "dot_general" or not PLAIN <= eqn.params.items():
             return None
-        shared = [v for v in eqn.invars if is_float32(v) and self[v].shared]
+        shared = [v for v in eqn.invars if is_float32(v) and self._is_summed(v)]
         return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
 
-    def rounds_kept(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether the user's program casts a kept param to half by itself."""
-        if eqn.primitive.name != "convert_element_type":
-            return False
-        kept = self._params_in(eqn.invars[0]) == Source.KEPT
-        return (
-            self.scope.policy.of_model
-            and kept
-            and dtype_of(eqn.outvars[0]) == self.half
-        )
-
-    def _exceeds_half(self, value: Any) -> bool:
-        """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
-        sizes = np.abs(np.asarray(value, np.float64))
-        # An infinity is the same in half, and so are zero and nan.
-        too_large = (sizes > float(self._limits.max)) & (sizes < np.inf)
-        too_small = (sizes > 0) & (sizes < float(self._limits.tiny))
-        return bool((too_large | too_small).any())
+    def _is_summed(self, atom: Atom) -> bool:
+        fact = self[atom]
+        is_table = not fact.origin.roots.isdisjoint(self.tables)
+        return fact.shared and (self.scope.loop or is_table)
 
     @property
     def key(self) -> Any:
@@ -237,23 +249,12 @@ class Facts:
                 return facts
         return Facts(jaxpr, given, self.scope_of_programs(eqn))
 
-    def only_moves(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether a program that is called rearranges its floats, and no more."""
-        return all(
-            inner.only_moves(e)
-            if inner.programs(e)
-            else inner.ruling(e)[0] is Rule.MOVE
-            for inner in self.programs(eqn)
-            for e in inner.jaxpr.eqns
-            if any(map(is_float32, e.outvars))
-        )
-
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> Scope:
         """The scope of the programs that an equation holds.
 
         Of a derivative's operands nothing is known: it is in half as a product is.
         """
-        weighted = any(self._params_in(v) == Source.KEPT for v in eqn.invars)
+        weighted = any(self.params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
         return self.scope.scope_of_programs(eqn)._replace(within=within or Source.DATA)
 
@@ -282,6 +283,7 @@ class Facts:
         given = self.trip_facts(frame) if is_loop else [self[v] for v in frame.operands]
         found = Facts(frame.program, given, self.scope_of_programs(eqn))
         self._programs.setdefault(id(eqn), []).append(found)
+        self.tables |= found.tables
         if is_loop:
             return self._loop_facts(frame, found)
         known = frozenset().union(*(fact.origin.roots for fact in given))
@@ -332,21 +334,25 @@ class Facts:
     def _result_fact(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule | None) -> Fact:
         if not is_float32(out):
             return Fact(None)
-        castable = is_castable_eqn(eqn, rule, self.half)
-        if rule is Rule.RECORDED or rule is None or not castable:
+        if rule is Rule.RECORDED or rule is None or not self.is_castable(eqn):
             # A mask is exact in any dtype.
             mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
             exact = mask and eqn.primitive.name == "convert_element_type"
             return self._unknown(out)._replace(vote=None if exact else FLOAT32)
-        origin = origins.origin_of_result(
-            eqn, out, rule, [self[v].origin for v in eqn.invars]
-        )
+        given = [self[v] for v in eqn.invars]
+        origin = origins.origin_of_result(eqn, out, rule, [f.origin for f in given])
         if rule is Rule.HALF or rule is Rule.FLOAT32:
             return Fact(self.half if rule is Rule.HALF else FLOAT32, origin=origin)
-        literal = all(self[v].asks or not self[v].vote for v in eqn.invars)
-        keeps = rule is Rule.MOVE or traits_of(eqn.primitive.name).keeps_range
+        first = given[0] if given else Fact(None)
+        if eqn.primitive.name == "gather" and first.shared and first.vote == FLOAT32:
+            self.tables |= first.origin.roots
+        literal = all([fact.asks or not fact.vote for fact in given])
+        traits = traits_of(eqn.primitive.name)
+        keeps = rule is Rule.MOVE or traits.keeps_range
         asks = (keeps or literal) and self.asks(eqn)
-        return Fact(self._vote(eqn, out, rule, asks), asks, origin)
+        vote = self._vote(eqn, out, rule, asks)
+        shared = first.shared and traits.shape is Shape.RESHAPE
+        return Fact(vote, asks, origin, shared=shared)
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
         """What the result of an operation that only takes what it gets asks for."""
@@ -388,4 +394,5 @@ def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
 
 
 def _joint_source(facts: Iterable[Fact]) -> Source:
-    return functools.reduce(operator.or_, (f.source for f in facts), Source(0))
+    sources = {fact.source for fact in facts}
+    return functools.reduce(operator.or_, sources, _NO_SOURCE)

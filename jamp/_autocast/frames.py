@@ -97,8 +97,9 @@ def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
 
     Objects that are listed are known otherwise.
     """
-    name, prim = primitive_name(eqn), eqn.params.get("_prim")
-    if prim is not None:
+    name = eqn.primitive.name
+    if name == "call_hi_primitive":
+        name, prim = primitive_name(eqn), eqn.params["_prim"]
         of_older = "static_argnums" in prim.params  # than JAX 0.12
         if (name not in _HELD or of_older) and not is_listed(name):
             name = OBJECT if program_of_hi(prim) is not None else ""
@@ -151,8 +152,9 @@ def with_equations(
 
     JAX lowers objects of the newer kind first, where a program says that it has some.
     """
+    held = [e for e in eqns if e.primitive.name in _HELD or "_prim" in e.params]
     is_high = program.is_high or any(
-        e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in eqns
+        e.primitive.is_high(*(v.aval for v in e.invars), **e.params) for e in held
     )
     return program.replace(eqns=list(eqns), is_high=is_high, **changes)
 

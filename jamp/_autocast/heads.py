@@ -27,7 +27,7 @@ from jamp._autocast.islands import (
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.labels import labels_in, with_labels
 from jamp._autocast.primitives import primitive_name
-from jamp._autocast.program import dtype_of, is_float, size_of
+from jamp._autocast.program import dtype_of, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 
@@ -43,9 +43,10 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
         return jaxpr
     labels, graph = labels_in(jaxpr, programs), Graph(jaxpr)
     for source in sources:
-        if members := _head(graph, source, labels):
-            jaxpr = _written(graph, jaxpr, members, labels, programs, not loop)
+        if graph.eqns is not jaxpr.eqns:
             graph = Graph(jaxpr)
+        if members := _head(graph, source, labels):
+            jaxpr = _written(graph, jaxpr, members, labels, programs, loop)
     return jaxpr
 
 
@@ -76,9 +77,6 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
     def is_inside(place: int) -> bool:
         return place < len(eqns) and may_be_inside(eqns[place], labels)
 
-    # What gives no gradient may stay outside: a metric, and what is returned.
-    apart = {i for i, eqn in enumerate(eqns) if not any(map(is_float, eqn.outvars))}
-    apart.add(len(eqns))
     begins = (i for i in graph.users_of(source) - {len(eqns)} if _begins_head(eqns[i]))
     members, waiting = set[int](), set(begins)
     while waiting:
@@ -96,7 +94,9 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
                 graph.makers[v] for v in read if _is_mask_of_labels(v, graph, size)
             }
             users = {i for v in _large(eqn.outvars, size) for i in graph.users_of(v)}
-            near |= floats | masks | (users - apart if _is_free(eqn) else users)
+            # What gives no gradient may stay outside: a metric, and what is returned.
+            users -= graph.without_gradient if _is_free(eqn) else set()
+            near |= floats | masks | users
         # What is small on a way from one of them to another one is inside as well.
         waiting = near - members or _between(graph, members)
     costly = [eqns[place] for place in members if is_costly(eqns[place])]
@@ -117,7 +117,7 @@ def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
 
 def _between(graph: Graph, members: set[int]) -> set[int]:
     """The equations that are no members, on a way from one of them to another one."""
-    reads = [variables_in(eqn.invars) for eqn in graph.eqns[: max(members) + 1]]
+    reads = graph.reads[: max(members) + 1]
     makers = [{graph.makers[v] for v in read if v in graph.makers} for read in reads]
     after, before = set(members), set(members)
     for i in range(min(members), len(makers)):
@@ -140,7 +140,7 @@ def _written(
     members: set[int],
     labels: Mapping[int, int],
     programs: dict[Any, Any],
-    barrier: bool,
+    loop: bool,
 ) -> jc.Jaxpr:
     """The program with a head as one equation, in the place of its last one."""
     inside = [jaxpr.eqns[i] for i in sorted(members)]
@@ -154,12 +154,14 @@ def _written(
         for v in jaxpr.eqns[i].outvars
         if graph.users_of(v) - (members - both)
     ]
+    # A barrier before the sums that are kept is enough for exponentials not to be.
+    inputs = inputs_of(inside)
     head = checkpointed(
         with_labels(inside, labels),
-        inputs_of(inside),
+        inputs,
         outvars,
         is_kept,
-        barrier,
+        not loop and (False,) * len(inputs),
         programs,
         jaxpr,
     )

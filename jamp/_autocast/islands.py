@@ -11,6 +11,7 @@ the rest is computed again, from the same bits. XLA computes what is cheap again
 itself: only islands with a costly operation are written so.
 """
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.extend import core as jc
 from jamp._autocast.frames import Kind, frames_of, with_equations
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import Atom, dtype_of, shape_of, size_of
+from jamp._autocast.program import Atom, dtype_of, is_float, shape_of, size_of
 from jamp._autocast.softmax import with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
@@ -54,7 +55,7 @@ def checkpoint_islands(
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            inside = with_softmax(inside, program.users)
+            inside = with_softmax(inside, program.users, programs)
             # What a softmax keeps is guarded by itself; a dropout's derivative joins
             # its own.
             barrier = len(inside) == len(members) and not loop
@@ -76,13 +77,21 @@ class Graph:
     def __init__(self, jaxpr: jc.Jaxpr):
         self.eqns = jaxpr.eqns
         self.makers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-        self.users: dict[jc.Var, set[int]] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
-            for v in variables_in(eqn.invars):
-                self.users.setdefault(v, set()).add(i)
         # Outputs are used by a last equation that is not there, outside of all islands.
-        for v in variables_in(jaxpr.outvars):
-            self.users.setdefault(v, set()).add(len(jaxpr.eqns))
+        atoms = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
+        self.reads = list(map(variables_in, atoms))
+        self.users: dict[jc.Var, set[int]] = {}
+        for i, read in enumerate(self.reads):
+            for v in read:
+                self.users.setdefault(v, set()).add(i)
+
+    @functools.cached_property
+    def without_gradient(self) -> set[int]:
+        """The places of the equations without floats, and of the users of outputs."""
+        found = {
+            i for i, e in enumerate(self.eqns) if not any(map(is_float, e.outvars))
+        }
+        return found | {len(self.eqns)}
 
     def users_of(self, var: jc.Var) -> set[int]:
         """The places of the equations that read a value."""
@@ -129,7 +138,7 @@ class Graph:
         """The equations before an end that float32 values and masks lead back to."""
         members, waiting = {end}, [end]
         while waiting:
-            for v in variables_in(self.eqns[waiting.pop()].invars):
+            for v in self.reads[waiting.pop()]:
                 i = self.makers.get(v)
                 if i is None or i in members or i in outside:
                     continue

@@ -236,17 +236,22 @@ def call(
     operands: Sequence[Any],
     results: Sequence[jc.Var] | None,
     place: jc.JaxprEqn,
+    known: dict[Any, Any] | None = None,
 ) -> Any:
     """The one equation that a function is traced to, in the place of another one.
 
-    JAX traces a function once for operands of the same types and under the same flags.
-    Without `results`, these are new variables.
+    What it is for operands of the same types is `known` afterwards. Without `results`,
+    these are new variables.
 
     None if a result is not traced without its mesh: varying over an axis of
     `shard_map`, or sharded explicitly.
     """
-    with place.ctx.manager:
-        (eqn,) = jax.jit(function).trace(*(v.aval for v in operands)).jaxpr.eqns
+    known = {} if known is None else known
+    key = function, tuple([v.aval for v in operands]), place.ctx
+    if key not in known:
+        with place.ctx.manager:
+            (known[key],) = jax.jit(function).trace(*key[1]).jaxpr.eqns
+    eqn = known[key]
     if results is None:
         results = [jc.Var(v.aval) for v in eqn.outvars]
     if [v.aval for v in eqn.outvars] != [v.aval for v in results]:
@@ -260,7 +265,7 @@ def checkpointed(
     invars: Sequence[jc.Var],
     outvars: Sequence[jc.Var],
     keep: Callable[[str], bool],
-    prevent_cse: bool,
+    prevent_cse: bool | tuple[bool, ...],
     programs: dict[Any, jc.Jaxpr],
     around: jc.Jaxpr,
 ) -> jc.JaxprEqn:

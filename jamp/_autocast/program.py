@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jc
 from jax.typing import DTypeLike
@@ -133,7 +134,11 @@ def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
 
 def dtype_of(atom: Atom) -> Any:
     """The dtype in the user's program; None for what has none, such as a token."""
-    return getattr(atom.aval, "dtype", None)
+    aval: Any = atom.aval
+    try:
+        return aval.dtype  # a call of `getattr` for each would take as long again
+    except AttributeError:
+        return None
 
 
 def recorded(atoms: Sequence[Atom]) -> list[Any]:
@@ -148,22 +153,37 @@ def dtypes_of(atoms: Sequence[Atom]) -> tuple[str, ...]:
 
 def size_of(atom: Atom) -> int:
     """How many elements a value has."""
-    return math.prod(shape_of(atom))  # `aval.size` calls nine functions
+    return _size(shape_of(atom))  # `aval.size` calls nine functions
+
+
+_size = functools.cache(math.prod)
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
     """The shape of a value; () for what has none."""
-    return getattr(atom.aval, "shape", ())
+    aval: Any = atom.aval
+    try:
+        return aval.shape
+    except AttributeError:
+        return ()
 
 
 def is_float32(atom: Atom) -> bool:
     """Whether the user's program has it in float32: only such values are ever cast."""
-    return getattr(atom.aval, "dtype", None) == FLOAT32
+    aval: Any = atom.aval
+    try:
+        return aval.dtype == FLOAT32
+    except AttributeError:
+        return False
 
 
 def is_float(atom: Atom) -> bool:
     """Whether it is a float of any width."""
-    return _is_floating(dtype_of(atom))
+    aval: Any = atom.aval
+    try:
+        return _is_floating(aval.dtype)
+    except AttributeError:
+        return False
 
 
 @functools.cache
@@ -171,15 +191,28 @@ def _is_floating(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
+def exceeds_half(value: Any, half: Any) -> bool:
+    """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
+    numbers = np.asarray(value, np.float64).ravel().tolist()
+    return any([_number_exceeds(x, half) for x in numbers])
+
+
+@functools.lru_cache(maxsize=1024)
+def _number_exceeds(number: float, half: Any) -> bool:
+    size, limits = abs(number), jnp.finfo(half)
+    # An infinity is the same in half, and so are zero and nan.
+    return float(limits.max) < size < np.inf or 0 < size < float(limits.tiny)
+
+
 def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:
     """Whether all its floats are float32: float64 and explicit half stay.
 
     JAX promotes a product of half and float32 to float32: that one is castable.
     """
-    floats = [a for a in (*eqn.invars, *eqn.outvars) if is_float(a)]
+    dtypes = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
     if rule is Rule.HALF and any(map(is_float32, eqn.invars)):
-        floats = [a for a in floats if dtype_of(a) != half]
-    return all(map(is_float32, floats))
+        dtypes.discard(half)
+    return dtypes <= {FLOAT32}
 
 
 def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | None:

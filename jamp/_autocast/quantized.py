@@ -51,8 +51,8 @@ class Of(enum.Enum):
 def quantize(x: Array, of: Of) -> tuple[Array, Array]:
     """An array in fp8, and the exponent of the power of two that it is to be times.
 
-    The scale is 1 if all are zero, or one is not finite: that stays so, as infinity in
-    e5m2 and as nan in e4m3fn. Under `vmap` there is one scale for the whole batch.
+    The scale is 1 if all are zero, or one is not finite: that is nan then. Under `vmap`
+    there is one scale for the whole batch.
     """
     return tuple(_quantize.bind(x, of=of))
 
@@ -138,6 +138,8 @@ def _quantized(x: Array, of: Of) -> list[Array]:
     # XLA for a GPU would write in float32 what the maximum and this read, but for a
     # weight, which is there.
     wide = (x if of is Of.WEIGHT else apart(x)).astype(FLOAT32)
+    # A cast that saturates, as NVIDIA's instruction does, would hide an infinity.
+    wide = jnp.where(jnp.isfinite(wide), wide, jnp.nan)
     return [(wide * _power(-exponent)).astype(dtype), exponent]
 
 

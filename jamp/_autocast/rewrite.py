@@ -23,13 +23,12 @@ from jamp._autocast.frames import Frame, frames_of, with_equations
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
-from jamp._autocast.marks import marked_source
+from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.primitives import Rule, primitive_name
 from jamp._autocast.program import (
     Atom,
     dtype_of,
     dtypes_of,
-    is_castable_eqn,
     is_float,
     is_float32,
     name_stack,
@@ -154,12 +153,11 @@ class Rewriter:
             self._note(eqn, "program")
             return
         rule, region = self.facts.ruling(eqn)
-        if self.facts.rounds_kept(eqn):
+        if _rounds_kept(self.facts, eqn):
             _warn_of_kept(name_stack(self.scope, eqn))
         if rule is None and any(map(is_float, eqn.outvars)):
             _warn_of_unknown(primitive_name(eqn))
-        castable = is_castable_eqn(eqn, rule, self.facts.half)
-        if rule is Rule.RECORDED or rule is None or not castable:
+        if rule is Rule.RECORDED or rule is None or not self.facts.is_castable(eqn):
             self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
             why = "unknown primitive" if rule is None else "own dtype"
             if rule is Rule.RECORDED:
@@ -174,10 +172,10 @@ class Rewriter:
             self.values.computed[same] = choice.computed
             self.versions[same] = self.versions[value]  # pyright: ignore[reportArgumentType]
             return
-        dtype = str(choice.computed)
+        dtype = choice.computed
         if choice.fp8 is not None:
             self._write_in_fp8(eqn, choice.fp8)
-            dtype = np.dtype(FORWARD).name
+            dtype = np.dtype(FORWARD)
         elif choice.summed is not None:
             self._write_summed(eqn, choice.summed)
         else:
@@ -236,7 +234,8 @@ class Rewriter:
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.products)
             self.products += 1
-        written = jax_internals.call(function, operands, [self._bind(out, half)], eqn)
+        results, known = [self._bind(out, half)], self.scope.written
+        written = jax_internals.call(function, operands, results, eqn, known)
         if written is None:
             self._write(eqn, half)
         else:
@@ -270,7 +269,7 @@ class Rewriter:
         eqn: jc.JaxprEqn,
         why: str,
         rule: Rule | None = None,
-        dtype: str = "",
+        dtype: Any = "",
         region: str = "",
     ) -> None:
         """For `jamp.explain`: in what was written for an equation, which comes last."""
@@ -279,7 +278,8 @@ class Rewriter:
         if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
             why, dtype, region = "no float32", "", ""
         name, operands = eqn.primitive.name, " ".join(dtypes_of(eqn.invars))
-        note = Note(name, why, rule.value if rule else "", dtype, region, operands)
+        rule_name = rule.value if rule else ""
+        note = Note(name, why, rule_name, str(dtype), region, operands)
         *casts, last = self.eqns[self.begin :]
         if why != "program":
             casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
@@ -307,6 +307,14 @@ def _warn_of_unknown(name: str) -> None:
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
     )
+
+
+def _rounds_kept(facts: Facts, eqn: jc.JaxprEqn) -> bool:
+    """Whether the user's program casts a kept param to half by itself."""
+    if eqn.primitive.name != "convert_element_type" or not facts.scope.policy.of_model:
+        return False
+    kept = facts.params_in(eqn.invars[0]) == Source.KEPT
+    return kept and dtype_of(eqn.outvars[0]) == facts.half
 
 
 @functools.cache

@@ -14,7 +14,7 @@ product that reads it, from the scores in half. There the derivative does so too
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +38,21 @@ class _Softmax(NamedTuple):
 
 
 def with_softmax(
-    eqns: Sequence[jc.JaxprEqn], users: Mapping[jc.Var, set[int]]
+    eqns: Sequence[jc.JaxprEqn],
+    users: Mapping[jc.Var, set[int]],
+    known: dict[Any, Any],
 ) -> list[jc.JaxprEqn]:
     """The equations of an island, with one in the place of those of each softmax.
 
-    The last is the cast to half that ends it; `users` are in it and outside.
+    The last is the cast to half that ends it; `users` are in it and outside, and
+    `known` is as for `call`.
     """
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()
     for eqn in eqns:
         found = _ending_in(eqn, makers, users)
         one = found and call(
-            _softmax(found.axes, half), found.exp.invars, eqn.outvars, eqn
+            _softmax(found.axes, half), found.exp.invars, eqn.outvars, eqn, known
         )
         if one is not None and found is not None:
             gone = set(map(id, [found.exp, *found.others]))

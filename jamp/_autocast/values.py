@@ -19,7 +19,7 @@ from jamp._autocast.facts import Facts
 from jamp._autocast.fp8 import feeds_itself, weight_of, why_half
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.primitives import Rule, traits_of
-from jamp._autocast.program import Atom, dtype_of, is_castable_eqn, is_float32
+from jamp._autocast.program import Atom, dtype_of, is_float32
 from jamp._core.dtypes import FLOAT32
 
 
@@ -215,6 +215,9 @@ def _read_backward(facts: Facts, out_wants: Sequence[Want]) -> dict[jc.Var, Want
 
 def _together(wants: Iterable[Want]) -> Want:
     """What several readers want."""
+    first, *others = wants = [want for want in wants if want != NOBODY] or [NOBODY]
+    if not others:
+        return first
     alls, *rest = zip(*wants, strict=True)
     agreed = False if False in alls else True if True in alls else None
     return Want(agreed, *map(any, rest))
@@ -245,7 +248,7 @@ def _wants_of_programs(eqn: jc.JaxprEqn, values: Values) -> list[Want]:
 
 def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     facts, outs = values.facts, [v for v in eqn.outvars if is_float32(v)]
-    if not is_castable_eqn(eqn, rule, facts.half) or not outs:
+    if not outs or not facts.is_castable(eqn):
         return NOBODY  # such as a comparison
     if rule is Rule.HALF:
         return _IN_HALF

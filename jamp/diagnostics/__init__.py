@@ -9,7 +9,7 @@ sentences and shown.
   them, or sums them by module.
 - `locate`, `numerics`: `_step` traces a step, `_replay` runs it one operation at a
   time, `_programs` goes into loops and branches, `_location` knows where inf and NaN
-  come from, `_advice` what to do.
+  come from, `_advice` what to do, `_products` what fp8 loses.
 - `SkipLog`: along a run.
 """
 
@@ -26,6 +26,7 @@ from jamp.diagnostics._numerics import (
     recommend_scale as recommend_scale,
 )
 from jamp.diagnostics._operation import Operation as Operation
+from jamp.diagnostics._products import ProductLoss as ProductLoss
 from jamp.diagnostics._skip_log import Skip as Skip, SkipLog as SkipLog
 
 if TYPE_CHECKING:

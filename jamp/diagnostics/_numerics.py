@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +12,16 @@ import ml_dtypes
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._autocast.frames import frames_of
+from jamp._autocast.tracing import fp8_disabled
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_differentiable, is_half
 from jamp._core.tree import all_finite, path_string
 from jamp._state.amp_state import AmpState
 from jamp.diagnostics._location import Array
+from jamp.diagnostics._products import ProductLoss, loss_of_product, table
 from jamp.diagnostics._programs import replayed
-from jamp.diagnostics._replay import Site
+from jamp.diagnostics._replay import Site, Value
 from jamp.diagnostics._source import is_backward, module_path
 from jamp.diagnostics._step import Step, scaled_step
 from jamp.diagnostics._table import columns
@@ -70,6 +73,8 @@ class Numerics:
             Where the program names no modules, as with NNX, by the layer of the param
             that was read last.
         gradients: by param: of its gradient at that scale.
+        products: what fp8 would lose of each product of two matrices, in their order;
+            of a loop's, on each trip.
         safe_scales: the smallest scale at which float16 rounds at most 1 in 1,000
             gradients to zero, and the largest at which nothing overflows; None if there
             is none up to 2**24.
@@ -79,6 +84,7 @@ class Numerics:
     scale: float
     values: dict[tuple[str, str], Counts]
     gradients: dict[str, Counts]
+    products: tuple[ProductLoss, ...]
     safe_scales: tuple[float, float] | None
     tiny: tuple[str, ...]
 
@@ -99,6 +105,7 @@ class Numerics:
         ]
         if hidden := len(values) + len(grads) - len(rows):
             lines.append(f"and {hidden} more, better ones in `.values`, `.gradients`.")
+        lines += table(self.products, _ROWS)
         if self.safe_scales is None:
             lines.append("No loss scale up to 2**24 is safe.")
         else:
@@ -124,8 +131,9 @@ def numerics(
 ) -> Numerics:
     """Counts what float16, bfloat16 and two formats of 8 bits would lose of a batch.
 
-    Runs the step operation by operation, as `locate` does. What is in half already has
-    lost what half loses: of a state at O0 it says what other levels would.
+    Runs the step operation by operation, as `locate` does, and what is in fp8 in half.
+    What is in half already has lost what half loses: of a state at O0 it says what
+    other levels would.
 
     Args:
         loss_fn, state, *args, **kwargs: see `locate`.
@@ -144,16 +152,22 @@ def numerics(
     >>> report.gradients[""].losses["float16"]
     Loss(zero=1, subnormal=1, over=1)
     """
-    step = scaled_step("numerics", loss_fn, state, args, kwargs)
+    with fp8_disabled(True):
+        step = scaled_step("numerics", loss_fn, state, args, kwargs)
     safe = _safe_scales(step)
     if scale is None:
         scale = _middle(safe) if safe else step.scale
     values: dict[tuple[str, str], Counts] = {}
+    products: list[ProductLoss] = []
 
-    def observe(site: Site, array: Array, near: str) -> None:
+    def observe(site: Site, read: Sequence[Value], array: Array, near: str) -> None:
+        if frames_of(site.eqn):  # what it computes is seen by itself
+            return
+        module = module_path(site.names) or _layer(near)
+        if lost := loss_of_product(site, read, module):
+            products.append(lost)
         if is_differentiable(array) and site.names.strip("/") and not site.moves:
-            phase = "backward" if is_backward(site.names) else "forward"
-            key = module_path(site.names) or _layer(near), phase
+            key = module, "backward" if is_backward(site.names) else "forward"
             values[key] = counts_of(array) + values.get(key)
 
     _, *grads = replayed(step, scale, observe)
@@ -163,7 +177,7 @@ def numerics(
         for path, x in jax.tree.leaves_with_path(state.params)
         if is_half(x) and x.size <= _TINY
     )
-    return Numerics(scale, values, gradients, safe, tuple(tiny))
+    return Numerics(scale, values, gradients, tuple(products), safe, tuple(tiny))
 
 
 def recommend_scale(

@@ -1,13 +1,13 @@
 """How a replay goes into the operations that hold programs.
 
 A call's program is run in its place. A loop is run as a whole first, and then, if it
-gave what is not finite, iteration by iteration; a `shard_map` likewise, with all
-devices' values side by side.
+gave what is not finite or somebody looks on, trip by trip; a `shard_map` only in the
+former case, with all devices' values side by side.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec
 
 from jamp._autocast.frames import Kind, frames_of, program_of, shard_map_options
 from jamp.diagnostics._location import Array, Cause, not_finite, parents_of
-from jamp.diagnostics._replay import Context, Replay, ReplayRule, Site, Value, operation
+from jamp.diagnostics._replay import (
+    Context,
+    Observe,
+    Replay,
+    ReplayRule,
+    Site,
+    Value,
+    operation,
+)
 from jamp.diagnostics._step import Step
 
 # A loop that runs longer is looked at as a whole: on rounded values it may never end.
@@ -26,15 +34,13 @@ _MOST_TRIPS = 100_000
 _MARKS = ("optimization_barrier", "apart", "pvary", "pcast")
 
 
-def replayed(
-    step: Step, scale: float, observe: Callable[[Site, Array, str], None] | None = None
-) -> list[Value]:
+def replayed(step: Step, scale: float, observe: Observe | None = None) -> list[Value]:
     """The loss and the gradients of a step at a loss scale.
 
     Args:
         step: its program, and what that takes.
         scale: the loss scale.
-        observe: is called with each result, its operation and the param before it.
+        observe: sees each operation; of loops, those of each trip.
     """
     replay = Replay(_rule_of, observe)
     with jax.debug_nans(False), jax.debug_infs(False):
@@ -58,7 +64,7 @@ def _call(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
 def _loop(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     # JAX types a carry by the devices that it differs on: side by side, all are alike.
     outs = None if site.context.devices else operation(replay, site, read)
-    if outs is not None and _is_explained(outs, read):
+    if outs is not None and not replay.observe and _is_explained(outs, read):
         return outs
     *tests, body = frames_of(site.eqn)
     begin = tests[0].consts if tests else 0

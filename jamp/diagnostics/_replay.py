@@ -105,6 +105,8 @@ class Site(NamedTuple):
 
 
 type ReplayRule = Callable[["Replay", Site, list[Value]], list[Value]]
+# Is called with an operation, what it reads, each result, and the param before it.
+type Observe = Callable[[Site, Sequence[Value], Array, str], None]
 
 
 class Replay:
@@ -113,7 +115,7 @@ class Replay:
     def __init__(
         self,
         rule_of: Callable[[jc.JaxprEqn], ReplayRule],
-        observe: Callable[[Site, Array, str], None] | None = None,
+        observe: Observe | None = None,
     ):
         self.rule_of, self.observe = rule_of, observe
         self.order = 0
@@ -155,7 +157,7 @@ class Replay:
         """A result of an equation, with where it comes from if it is not finite."""
         maker = read[0].maker if site.moves and read else site
         if self.observe is not None:
-            self.observe(site, array, near)
+            self.observe(site, read, array, near)
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, None, near, maker)

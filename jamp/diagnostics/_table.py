@@ -147,14 +147,14 @@ def _name_in_full(op: Operation) -> str:
 
 
 @dataclasses.dataclass
-class Group:
+class ModuleGroup:
     """Modules next to each other that are equal; or a line outside of modules."""
 
     names: list[str]  # of each, in the module that they are in
     path: str  # of the modules that they are in, and of the first
     operations: list[Operation]  # of the first
     own: list[Operation]  # those of them that are in no module inside of it
-    inside: "list[Group]"
+    inside: "list[ModuleGroup]"
 
     @property
     def label(self) -> str:
@@ -186,7 +186,7 @@ class Group:
         return own, product_flops(self.own), inside
 
 
-def groups_of(operations: Iterable[Operation], depth: int = 0) -> list[Group]:
+def modules_of(operations: Iterable[Operation], depth: int = 0) -> list[ModuleGroup]:
     """The groups of all operations that matter; what is in no module by its line.
 
     Those of modules that are in `depth` others.
@@ -196,14 +196,14 @@ def groups_of(operations: Iterable[Operation], depth: int = 0) -> list[Group]:
         names = _names(op)
         if op.matters and len(names) > depth:
             by_path.setdefault(names[: depth + 1], []).append(op)
-    groups: list[Group] = []
+    groups: list[ModuleGroup] = []
     for path, members in by_path.items():
-        group = Group(
+        group = ModuleGroup(
             names=[path[-1]],
             path="/".join(path),
             operations=members,
             own=[op for op in members if _names(op) == path],
-            inside=groups_of(members, depth + 1),
+            inside=modules_of(members, depth + 1),
         )
         if groups and groups[-1].likeness == group.likeness:
             groups[-1].names += group.names
@@ -220,7 +220,7 @@ def tree(operations: Sequence[Operation], depth: int | None, width: int) -> str:
     """The tree, as `Explanation.show` gives it."""
     if depth is not None and depth < 1:
         raise ValueError(f"`depth` must be at least 1, got {depth}.")
-    rows = [_HEAD, *_lines(groups_of(operations), depth or 99, "")]
+    rows = [_HEAD, *_lines(modules_of(operations), depth or 99, "")]
     names, flops = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines = []
     for name, number, share, rest in rows:
@@ -232,7 +232,7 @@ def tree(operations: Sequence[Operation], depth: int | None, width: int) -> str:
 
 
 def _lines(
-    groups: Iterable[Group], depth: int, indent: str
+    groups: Iterable[ModuleGroup], depth: int, indent: str
 ) -> Iterator[tuple[str, str, str, str]]:
     for group in groups:
         # All in it where nothing follows.

@@ -8,7 +8,7 @@ from html import escape
 
 from jamp.diagnostics._explanation import Explanation
 from jamp.diagnostics._operation import Operation
-from jamp.diagnostics._table import CELLS, Group, groups_of, short
+from jamp.diagnostics._table import CELLS, ModuleGroup, modules_of, short
 
 _AROUND = range(-2, 3)  # the lines shown beside one with operations
 _COLUMNS = ("operation", "runs in", "module", "line", "FLOPs", "bytes", "why")
@@ -28,7 +28,7 @@ def page(explanation: Explanation) -> str:
     return string.Template(template.read_text("utf-8")).substitute(
         title=escape(explanation.title),
         legend="".join(chips),
-        modules="".join(_modules(groups_of(shown), 1)),
+        modules="".join(_modules(modules_of(shown), 1)),
         head="".join(f"<th>{name}</th>" for name in _COLUMNS),
         rows="".join(_row(i, op, lines[op.source]) for i, op in products_first),
         sources="".join(_sources(shown, lines)),
@@ -54,7 +54,7 @@ def _row(i: int, op: Operation, line: int) -> str:
     return f'<tr id="op{i}" data-line="line{line}">{"".join(tds)}</tr>'
 
 
-def _modules(groups: Iterable[Group], depth: int) -> Iterator[str]:
+def _modules(groups: Iterable[ModuleGroup], depth: int) -> Iterator[str]:
     for group in groups:
         share = group.share
         name = f'<a href="#q={escape(group.path)}">{escape(group.label)}</a>'

@@ -107,6 +107,7 @@ EXAMPLES = {
     "feeders": Example(lambda w, x: jnp.exp(x @ w + x @ w), (MATRIX, MATRIX)),
     "biases": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "weights": Example(rnn, (MATRIX, MATRIX, MATRICES)),
+    "tables": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, (MATRIX, MATRIX)),
     "loops": Example(lstm, (MATRIX, MATRIX, MATRICES)),
     "one cast": Example(twice_read, (MATRIX, MATRIX)),
     "one copy": Example(
@@ -117,6 +118,7 @@ EXAMPLES = {
     ),
     "sums kept": Example(attention, (MATRIX, MATRIX)),
     "island barrier": Example(lambda w, x: jnp.tanh(x @ w) @ w, (MATRIX, MATRIX)),
+    "head barrier": Example(lambda w, x: nn.logsumexp(x @ w, -1), (MATRIX, MATRIX)),
     "sum barrier": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "cotangent copies": Example(rnn, (MATRIX, MATRIX, MATRICES)),
     "loop residuals": Example(products, (MATRICES, MATRIX)),

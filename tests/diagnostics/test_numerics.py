@@ -11,6 +11,7 @@ import pytest
 import jamp
 from jamp.diagnostics import numerics, recommend_scale
 from jamp.diagnostics._numerics import FORMATS, counts_of
+from tests.oracles import fp8
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
 
@@ -106,4 +107,62 @@ def test_values_by_module_and_pass():
     assert {phase for _, phase in report.values} == {"forward", "backward"}
     (row,) = (r for r in str(report).splitlines() if r.startswith("Net, forward"))
     assert row.split()[2:5] == ["100", "-", "-"]
-    assert len(str(report).splitlines()) == 3 + len(report.values) + 3 + 1
+    assert len(str(report).splitlines()) == 3 + len(report.values) + 3 + 6 + 1
+
+
+def off_by(x, y, *forms):
+    """How far a product in fp8 is off, as a part of its norm, in float64."""
+    x8, y8 = (fp8.quantized(a, form) for a, form in zip((x, y), forms, strict=True))
+    return np.linalg.norm(x8 @ y8 - x @ y) / np.linalg.norm(x @ y)
+
+
+@pytest.mark.parametrize(
+    "level, options, rel",
+    [("O0", {}, 1e-3), ("O6", {"fp8": jamp.Fp8(smallest=1)}, 0.1)],
+)
+def test_what_fp8_loses_of_each_product_also_of_a_scan(level, options, rel):
+    rng = np.random.default_rng(0)
+    x, ws, head = (rng.normal(size=s) for s in ((16, 32), (2, 32, 32), (32, 8)))
+    x[0] *= 1e-6  # below the smallest number beside the others
+    cotangent = rng.normal(size=(16, 8))
+    params = {"head": head, "ws": ws}
+
+    def loss_fn(params, x, cotangent):
+        with jax.named_scope("stack"):
+            layer = lambda x, w: (x @ w, None)  # noqa: E731
+            x, _ = jax.lax.scan(layer, x, params["ws"])
+        with jax.named_scope("head"):
+            return (x @ params["head"] * cotangent).sum()
+
+    state = jamp.initialize(
+        jax.tree.map(jnp.float32, params), optax.sgd(1.0), level, verbosity=0, **options
+    )
+    given = jnp.float32(x), jnp.float32(cotangent)
+    report = numerics(loss_fn, state, *given, scale=1.0)
+    found = {}
+    for product in report.products:
+        key = product.module, product.phase
+        found.setdefault(key, []).append(product.error)
+    wide, narrow = fp8.E4M3, fp8.E5M2
+    layers = [x, x @ ws[0], x @ ws[0] @ ws[1]]
+    back = [cotangent @ head.T @ ws[1].T, cotangent @ head.T]
+    pairs = list(zip(layers[:2], ws, back, strict=True))
+    forward = [off_by(h, w, wide, wide) for h, w, _ in pairs]
+    backward = [off_by(h.T, g, wide, narrow) for h, _, g in pairs]
+    backward += [off_by(g, w.T, narrow, wide) for _, w, g in pairs]
+    expected = {
+        ("stack", "forward"): forward,
+        ("stack", "backward"): backward,
+        ("head", "forward"): [off_by(layers[2], head, wide, wide)],
+        ("head", "backward"): [
+            off_by(layers[2].T, cotangent, wide, narrow),
+            off_by(cotangent, head.T, narrow, wide),
+        ],
+    }
+    assert found.keys() == expected.keys()
+    for key, errors in expected.items():
+        assert sorted(found[key]) == pytest.approx(sorted(errors), rel=rel)
+        assert 0.01 < max(errors) < 0.12
+    first = next(p for p in report.products if p.phase == "forward")
+    assert first.underflow == pytest.approx(1 / 16, rel=0.05)
+    assert "Of 9 products of matrices in fp8, the worst, in percent:" in str(report)

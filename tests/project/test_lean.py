@@ -1,4 +1,6 @@
-"""Autocast and O2 to O5 are as lean as models written in half: fourteen architectures.
+"""Autocast and O2 to O5 are as lean as models written in half: 15 architectures.
+
+O6 is little more than O5, of five of them.
 
 `benchmarks.lean` says what is compared, and prints it; here are the bounds. In a run of
 the suite two architectures are a sample, for each takes 20 seconds; `make budgets`
@@ -29,6 +31,8 @@ BOUNDS = {
     "narrowest": Bound(1.02, 1.02),
     "O2": Bound(1.02, 1.02, 1.02),
     "O5": Bound(1.02, 1.02, 1.02),
+    # Each tensor that is quantized is two kernels more: at most 1.07, 0.98 and 1.96.
+    "O6": Bound(1.10, 1.02, 2.0),
 }
 # Others, each for its cause; at its end what was measured.
 EXCEPTIONS = {
@@ -42,9 +46,12 @@ EXCEPTIONS = {
     # The first carry is float32, as the model says, so all are stacked so: 1.60.
     ("lstm", "widest"): Bound(1.05, 1.62),
     # Less: by hand the label's logit is scattered into float32 logits.
-    ("words", "widest"): Bound(0.80, 0.70),  # 0.79 and 0.69
-    ("words", "narrowest"): Bound(0.65, 0.70),  # 0.64 and 0.69
-    ("words", "O5"): Bound(0.62, 0.69),  # 0.61 and 0.68
+    ("words", "widest"): Bound(0.71, 0.44),  # 0.697 and 0.424
+    ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
+    ("words", "O5"): Bound(0.63, 0.39),  # 0.614 and 0.372
+    ("tied", "widest"): Bound(0.65, 0.45),  # 0.639 and 0.439
+    ("tied", "narrowest"): Bound(0.65, 0.45),  # 0.639 and 0.439
+    ("tied", "O5"): Bound(0.61, 0.36),  # 0.597 and 0.342
     # GroupNorm's sums read what swish's gradient wrote: 1.03.
     ("unet", "narrowest"): Bound(1.04, 1.02),
 }
@@ -62,7 +69,9 @@ EXCEPTIONS_ON_TPU = {
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
-ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES]
+IN_FP8 = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
+ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES if mode != "O6"]
+ALL += [(name, "O6") for name in IN_FP8]
 REST = [pytest.param(*c, marks=pytest.mark.budgets) for c in ALL if c not in SAMPLE]
 
 tpu = pytest.mark.skipif(

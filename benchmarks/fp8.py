@@ -1,0 +1,135 @@
+"""Trains three models with products in fp8, beside the same in bfloat16.
+
+    python -m benchmarks.fp8            # adds what is not there yet
+    python -m benchmarks.fp8 --table    # Markdown, of what is there
+
+The two language models of `benchmarks.rounding` and a CNN with dense layers on images
+of digits, at O5 and with `fp8=Fp8(smallest=16)`, from five seeds. Each run is a line of
+benchmarks/results/fp8.jsonl: the training loss, in means of a tenth of the run.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jamp
+from benchmarks.rounding import SEEDS, STEPS, of_linen, of_nnx
+from jamp import optimizers
+
+RESULTS = pathlib.Path(__file__).parent / "results" / "fp8.jsonl"
+SETTINGS = {"O5": {}, "fp8": {"fp8": jamp.Fp8(smallest=16)}}
+
+
+class CNN(nn.Module):
+    """Two convolutions, and three dense layers, of which the second is in fp8."""
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = images
+        for features in (16, 32):
+            x = nn.relu(nn.Conv(features, (3, 3), strides=2)(x))
+        x = x.reshape(len(x), -1)
+        for _ in range(2):
+            x = nn.relu(nn.Dense(64)(x))
+        return nn.Dense(10)(x)
+
+
+def of_digits(seed: int, tx: Any, options: dict[str, Any]) -> list[jax.Array]:
+    images, labels = _digits()
+    model, rng = CNN(), np.random.default_rng(seed)
+    params = model.init(jax.random.key(seed), images[:1])["params"]
+    options = options | {"apply_fn": model.apply, "verbosity": 0}
+    state = jamp.initialize(params, tx, "O5", **options)
+
+    def loss_fn(params, images, labels):
+        logits = state.apply_fn({"params": params}, images)
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return losses(logits, labels).mean()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, *batch):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, *batch)
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for _ in range(STEPS):
+        chosen = rng.choice(len(images), 64)
+        state, loss = step(state, images[chosen], labels[chosen])
+        losses.append(loss)
+    return losses
+
+
+@functools.cache
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), labels
+
+
+MODELS = {
+    "digits CNN": of_digits,
+    "NNX transformer": of_nnx,
+    "GPT-2-like": of_linen,
+}
+
+
+def read() -> list[dict[str, Any]]:
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def run_missing() -> None:
+    done = {(run["model"], run["setting"], run["seed"]) for run in read()}
+    for seed in SEEDS:
+        for model, train in MODELS.items():
+            for setting, options in SETTINGS.items():
+                if (model, setting, seed) in done:
+                    continue
+                losses = train(seed, optimizers.fused_adam(3e-4), options)
+                curve = jnp.stack(losses).reshape(10, -1).mean(1)
+                run = {"model": model, "setting": setting, "seed": seed}
+                run |= {"steps": STEPS, "losses": [round(float(x), 5) for x in curve]}
+                run |= {"jax": jax.__version__, "device": "CPU"}
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(run) + "\n")
+                print(*run.values(), flush=True)
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """The mean loss of the last tenth, and the largest distance of a seed's."""
+    found = {(r["model"], r["setting"], r["seed"]): r["losses"][-1] for r in runs}
+    lines = [
+        "| | O5 ± between seeds | fp8 | of one seed at most |",
+        "|---|---|---|---|",
+    ]
+    for model in MODELS:
+        half, fp8 = ([found[model, s, seed] for seed in SEEDS] for s in SETTINGS)
+        spread = f"{statistics.mean(half):.4f} ± {statistics.stdev(half):.4f}"
+        most = max(abs(a - b) for a, b in zip(half, fp8, strict=True))
+        lines.append(
+            f"| {model} | {spread} | {statistics.mean(fp8):.4f} | {most:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--table", action="store_true")
+    args = parser.parse_args()
+    if not args.table:
+        run_missing()
+    print(table(read()))
+
+
+if __name__ == "__main__":
+    main()

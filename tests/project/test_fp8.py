@@ -1,0 +1,157 @@
+"""Compiled for an H200, products chosen for fp8 are cuBLAS's, and weights cross so."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jamp
+from jamp._autocast import quantized
+from jamp.tools._cost import CHEAP
+from tests import h200
+from tests.hlo import Program
+
+pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
+
+# Triton would have them as fusions of any kind, and be chosen by time on a GPU.
+CUBLAS = CHEAP | {"xla_gpu_enable_triton_gemm": False}
+WIDTH, LAYERS, TOKENS, FP8 = 256, 2, (4, 128), jamp.Fp8(smallest=1)
+TX = optax.sgd(0.1)
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def params():
+    """Kernels of three axes and more; XLA would join products of q, k and v."""
+    layer = {
+        "qkv": shape(WIDTH, 3, 4, WIDTH // 4),
+        "out": shape(4, WIDTH // 4, WIDTH),
+        "up": shape(WIDTH, 4 * WIDTH),
+        "down": shape(4 * WIDTH, WIDTH),
+    }
+    layers = [dict(layer) for _ in range(LAYERS)]
+    return {"scale": shape(WIDTH), "layers": layers, "head": shape(WIDTH, WIDTH)}
+
+
+def normalised(x):
+    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def loss_fn(params, x):
+    x = x * params["scale"]
+    for layer in params["layers"]:
+        y = normalised(x)
+        q, k, v = jnp.einsum("btd,dchk->cbthk", y, layer["qkv"])
+        scores = jax.nn.softmax(jnp.einsum("bqhk,bthk->bhqt", q, k))
+        y = jnp.einsum("bhqt,bthk->bqhk", scores, v)
+        x = x + jnp.einsum("bqhk,hkd->bqd", y, layer["out"])
+        x = x + jax.nn.gelu(normalised(x) @ layer["up"]) @ layer["down"]
+    return jax.nn.logsumexp(x @ params["head"], axis=-1).mean()
+
+
+def step(state, x):
+    loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+    return state.apply_gradients(grads=grads), loss
+
+
+def state_of(level="O6", fp8=FP8):
+    options = {"opt_level": level, "fp8": fp8, "verbosity": 0}
+    return jax.eval_shape(
+        functools.partial(jamp.initialize, tx=TX, **options), params()
+    )
+
+
+def compiled(target=h200.H200):
+    args = state_of(), shape(*TOKENS, WIDTH)
+    lowered = h200.lower_step(step, *args, donate=(0,), target=target)
+    return Program(lowered.compile(compiler_options=CUBLAS).as_text(), 0)
+
+
+def calls(program):
+    """Products of cuBLAS: of those in fp8, whether their scale is given to them."""
+    found = collections.Counter()
+    for i in program.entry.values():
+        target = i.attribute(r'custom_call_target="([^"]+)"')
+        if target and "matmul" in target:
+            of_fp8 = target.endswith("f8")
+            scales = i.operands[2:4] if of_fp8 else ()
+            found[target, any("constant" not in name for name in scales)] += 1
+    return found
+
+
+@pytest.mark.parametrize("target", ["H200", "B200"])
+def test_all_that_are_chosen_are_products_of_cublas(target):
+    found = calls(compiled(getattr(h200, target)))
+    chosen = 4 * LAYERS  # qkv, out, up, down; each with two gradients
+    scaled, unscaled = (found["__cublas$lt$matmul$f8", x] for x in (True, False))
+    # XLA may leave the scale of a weight's gradient to the step that reads it.
+    assert scaled + unscaled == 3 * chosen and scaled >= 2 * chosen
+
+
+def test_a_scale_for_each_row_would_be_a_kernel_of_its_own(monkeypatch):
+    original = quantized._multiplied
+
+    def by_rows(a, b, exponent, numbers, half, sharding=None):
+        product = original(a, b, jnp.int32(0), numbers, half, sharding)
+        rows = jnp.arange(len(product), dtype=jnp.float32).reshape(
+            -1, *[1] * (product.ndim - 1)
+        )
+        return product * (quantized._power(exponent) + rows).astype(half)
+
+    def clear():
+        quantized.product_of.cache_clear()
+        jax.clear_caches()
+
+    clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(quantized, "_multiplied", by_rows)
+        found = calls(compiled())
+    clear()
+    assert found["__cublas$lt$matmul$f8", True] == 0
+
+
+def sent(level, fp8):
+    """Bytes of collectives over eight devices, by kind and dtype: weights in parts."""
+    mesh = h200.make_mesh(8)
+
+    def placed(x):
+        axis = next((i for i, n in enumerate(x.shape) if n % 64 == 0), None)
+        spec = P() if x.ndim < 2 else P(*[None] * axis, "d")
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+
+    state = jax.tree.map(placed, state_of(level, fp8))
+    rows = NamedSharding(mesh, P("d"))
+    x = jax.ShapeDtypeStruct((8, 128, WIDTH), jnp.float32, sharding=rows)
+    places = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
+    program = jitted.lower(state, x).compile(compiler_options=CUBLAS)
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    parsed = Program(program.as_text(), 0)
+    for computation in parsed.computations.values():
+        for i in computation.values():
+            kind = i.opcode.removesuffix("-start")
+            if kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
+                for name in i.operands:
+                    dtype = computation[name].shape.partition("[")[0]
+                    found[kind, dtype] += round(computation[name].bytes)
+    return found
+
+
+def test_weights_in_parts_cross_in_fp8():
+    half, fp8 = sent("O5", None), sent("O6", FP8)
+    gathered = [
+        sum(n for (kind, _), n in found.items() if kind == "all-gather")
+        for found in (half, fp8)
+    ]
+    assert gathered[1] <= 0.55 * gathered[0]
+    wide = sum(n for (_, dtype), n in fp8.items() if dtype == "f32")
+    assert wide <= sum(n for (_, dtype), n in half.items() if dtype == "f32") + 64
+    assert fp8["reduce-scatter", "bf16"] == half["reduce-scatter", "bf16"] > 0
