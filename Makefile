@@ -22,7 +22,7 @@ test-next: ## the same for autocast on JAX's newest pre-release, in .venv-next
 sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
 	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
 
-fuzz: $(VENV)/.test ## hold autocast to 20,000 random programs, from SEED on; other properties too
+fuzz: $(VENV)/.test ## hold autocast to 30,000 random programs, from SEED on; other properties too
 	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_fuzz.py tests/core/test_properties.py $(ARGS)
 
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?

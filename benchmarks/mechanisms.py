@@ -74,6 +74,18 @@ def _only_in_loops(original: Function) -> Function:
     return lambda facts, atom: facts.scope.loop and original(facts, atom)
 
 
+def _each_by_itself(original: Function) -> Function:
+    def quantized(rewriter, *args):
+        rewriter.quantized.clear()
+        return original(rewriter, *args)
+
+    return quantized
+
+
+def _always_again(original: Function) -> Function:
+    return lambda *args: original(*args[:3], True)
+
+
 def _keeps_names(original: Function) -> Function:
     return lambda primitive: primitive == "name"
 
@@ -218,6 +230,21 @@ MECHANISMS = {
         "What a scan carries in float32 is added to in float32.",
         "values.Values.is_carried",
         _gives(False),
+    ),
+    "quantized once": Mechanism(
+        "What several products read is quantized for all of them (O6).",
+        "rewrite.Rewriter._quantized",
+        _each_by_itself,
+    ),
+    "weights in fp8": Mechanism(
+        "Outside of loops weights are kept in fp8: devices gather them once (O6).",
+        "rewrite.product_of",
+        _always_again,
+    ),
+    "quantizing barrier": Mechanism(
+        "On a GPU what is quantized is written in half, with its largest number (O6).",
+        "quantized.apart",
+        _first,
     ),
     "moving calls": Mechanism(
         "A call that only moves values is such a reader: `take_along_axis` of labels.",

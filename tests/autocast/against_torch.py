@@ -39,7 +39,7 @@ from tests.programs import evaluate
 
 DRAWS, MORE_DRAWS = 64, 1024  # the latter where a median of the former is beyond
 TIMES, OF_SCALE = 2, 1e-6  # torch's error
-WHOLE = 51  # one program in so many is compiled as one; odd, for both dtypes
+WHOLE = 101  # one program in so many is compiled as one; odd, for both dtypes
 # What may cost digits, by the names of mechanisms: docs/autocast.md has them.
 EXCEPTIONS = ("norms", "one cast")
 COTANGENT = normal(*ACTIVATION, scale=1 / 64)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax, nn
 
+import jamp
 from benchmarks import ablations, lean
 from benchmarks.mechanisms import MECHANISMS, without
 from jamp._autocast import marks, transform
@@ -25,6 +26,7 @@ class Example(NamedTuple):
     promote: Any = "widest"
     of_model: bool = False  # whether the first argument is a param of a half model
     half: str = "bfloat16"
+    fp8: bool = False
 
 
 def attention(w, x):
@@ -38,6 +40,12 @@ def label_loss(w, x):
 
 def standardised(x):
     return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def activations(w, x):
+    """An activation that two products by weights read, and a third their sum."""
+    y = x * w
+    return jnp.tanh(y @ w + y @ w.T) @ w
 
 
 def rnn(w, v, xs):
@@ -125,6 +133,10 @@ EXAMPLES = {
     "half params": Example(shifted, (MATRIX, MATRIX, MATRIX), "narrowest", True),
     "half carries": Example(blocks, (MATRICES, MATRIX), "narrowest"),
     "float32 carries": Example(summed, (MATRICES, MATRIX), "narrowest"),
+    **dict.fromkeys(
+        ("quantized once", "weights in fp8", "quantizing barrier"),
+        Example(activations, (MATRIX, MATRIX), "narrowest", True, fp8=True),
+    ),
     "moving calls": Example(
         lambda w, x: jnp.exp(jax.jit(lambda y: y.T)(x @ w)), (MATRIX, MATRIX)
     ),
@@ -134,7 +146,9 @@ EXAMPLES = {
 def program(name: str) -> str:
     """The program of an example's gradients, without addresses."""
     example = EXAMPLES[name]
-    scope = transform.scope_of(example.half, None, example.promote, example.of_model)
+    fp8 = jamp.Fp8(smallest=1) if example.fp8 else None
+    options = example.promote, example.of_model, fp8
+    scope = transform.scope_of(example.half, None, *options)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes]
 
     def fn(first, *rest):
@@ -145,7 +159,11 @@ def program(name: str) -> str:
     written = transform.autocast_in(scope, fn)
     places = tuple(range(len(shapes)))
     grad = jax.grad(lambda *args: jnp.square(written(*args)).sum(), places)
-    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(grad)(*shapes)))
+    traced = jax.jit(grad).trace(*shapes)
+    written = str(traced.jaxpr)
+    if example.fp8:  # what quantizing is, its primitive says when it is lowered
+        written += traced.lower(lowering_platforms=("cuda",)).as_text()
+    return re.sub(r"0x[0-9a-f]+", "", written)
 
 
 @pytest.mark.standard_promotion

@@ -22,6 +22,9 @@ NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_
 # Their rules have products that sum over a sharded axis.
 NOT_OF_JAX += ("custom_vjp", "custom_vjp_with_symbolic_zeros")
 CONSTRUCTS = [name for name in TABLE if name not in NOT_OF_JAX]
+# Where a carry or a branch would be sharded otherwise, or a sum goes over an axis.
+NOT_BY_COLUMNS = "scan scan_over_layers while_loop cond switch integers_first labels"
+NOT_BY_COLUMNS += " custom_vjp_in_remat_in_vmap"
 
 
 def labels():
@@ -78,16 +81,26 @@ def test_in_jit(name):
     assert_as_plain(name, jax.jit, (P(), P("data")))
 
 
-@pytest.mark.parametrize("name", ["matmul", "remat", "vmap_out", "nested_jit"])
+def cases(few, absent):
+    """All names, but for those that JAX refuses; in CI a few."""
+    names = [name for name in (*CONSTRUCTS, *LOSSES) if name not in absent.split()]
+    sweep = pytest.mark.sweep
+    return [name if name in few else pytest.param(name, marks=sweep) for name in names]
+
+
+FEW = ("matmul", "remat", "vmap_out", "nested_jit")
+
+
+@pytest.mark.parametrize("name", cases(FEW, NOT_BY_COLUMNS))
 @pytest.mark.eight_devices
 def test_weights_by_columns(name):
     assert_as_plain(name, jax.jit, (P(None, "model"), P("data")))
 
 
-EAGER = ["matmul", "scan", "remat", "custom_jvp", "switch", *LOSSES]
+FEW = ("matmul", "scan", "remat", "custom_jvp", "switch", *LOSSES)
 
 
-@pytest.mark.parametrize("name", EAGER)
+@pytest.mark.parametrize("name", cases(FEW, "cond"))
 @pytest.mark.eight_devices
 def test_outside_of_jit(name):
     assert_as_plain(name, lambda fn: fn, (P(), P("data")))
@@ -117,3 +130,50 @@ def test_a_step_outside_of_jit(opt_level):
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(jitted[2]), strict=True):
         assert jax.typeof(a) == jax.typeof(b)
         np.testing.assert_allclose(*(np.float32(x) for x in (a, b)), rtol=2**-7)
+
+
+def in_fp8(params, x):
+    h = x * params["one"]
+    h = jnp.tanh(h @ params["first"]) @ params["second"]
+    return jnp.square(h @ params["third"]).mean()
+
+
+@pytest.mark.parametrize("how", ["jit", "eager", "shard_map", "auto"])
+@pytest.mark.eight_devices
+def test_products_in_fp8(how):
+    square = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32)
+    params = dict(zip(("first", "second", "third"), square / 4, strict=True))
+    params["one"] = np.float32(1)
+    x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+    fp8 = jamp.Fp8(smallest=1)
+
+    def step(state, x, **options):
+        return jamp.scaled_value_and_grad(in_fp8, **options)(state, x)
+
+    def both(place, mesh_kind, **options):
+        axes = (mesh_kind,) * 2
+        with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=axes)):
+            on_all = jax.device_put(params, P())
+            options |= {"fp8": fp8, "opt_level": "O6", "verbosity": 0}
+            state = jamp.initialize(on_all, optax.sgd(0.1), **options)
+            placed = jax.device_put(x, P("data"))
+            products = str(jax.make_jaxpr(place)(state, placed)).count("f8_e5m2[")
+            assert products >= 2
+            return jax.tree.map(np.asarray, place(state, placed))
+
+    kind = AxisType.Auto if how == "auto" else AxisType.Explicit
+    places = {
+        "eager": step,
+        "shard_map": lambda *args: jax.jit(
+            jax.shard_map(
+                functools.partial(step, axis_name="data"),
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+            )
+        )(*args),
+    }
+    loss, grads = both(places.get(how, jax.jit(step)), kind)
+    expected, plain = jax.value_and_grad(in_fp8)(params, jnp.asarray(x))
+    assert distance(loss, expected) <= 0.05
+    for name in ("first", "second", "third"):
+        assert distance(grads[name], plain[name]) <= 0.2, name

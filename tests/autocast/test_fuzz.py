@@ -24,7 +24,8 @@ from tests.programs import evaluate
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
 LINES = (pathlib.Path(__file__).parents[1] / "data" / "fuzz_seeds.txt").read_text()
 FOUND = [int(line.split()[0]) for line in LINES.splitlines() if line[0] != "#"]
-SAMPLE, CHUNK, LAYERED, CHUNKS = 12, 100, 200, 100
+SAMPLE, CHUNK, CHUNKS = 12, 100, 100
+LAYERED, LAYERED_CHUNKS = 1000, 20
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -124,7 +125,7 @@ def test_layers_are_as_accurate_as_by_torchs_rules(seeds):
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", range(LAYERED_CHUNKS))
 def test_many_programs_of_layers(chunk):
     start = int(os.environ["JAMP_FUZZ"]) + chunk * LAYERED
     jax.clear_caches()

@@ -136,8 +136,8 @@ def assert_moved(new, old, fresh):
 # From each level to each
 
 
-@pytest.mark.parametrize("target", LEVELS)
-@pytest.mark.parametrize("source", LEVELS)
+@pytest.mark.parametrize("target", [*LEVELS, "O6"])
+@pytest.mark.parametrize("source", [*LEVELS, "O6"])
 def test_from_each_level_to_each(source, target):
     state, fresh = at(source), make(target, seed=1)
     new = moved(state, fresh)

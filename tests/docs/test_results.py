@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -66,6 +67,16 @@ def test_fewer_bytes_cost_less_than_the_spread_of_the_seeds():
         spread = masters.std(ddof=1)
         assert all(abs(x - masters).max() < spread / 5 for x in narrow)
         assert (nearest - masters).min() > 5 * spread
+
+
+@needs_extra
+def test_products_in_fp8_cost_less_than_the_spread_of_the_seeds():
+    fp8 = importlib.import_module("benchmarks.fp8")
+    lines = fp8.table(fp8.read()).splitlines()
+    assert "\n".join(lines) in SHOWN
+    for line in lines[2:]:
+        *_, spread, _, most = re.findall(r"\d+\.\d+", line)
+        assert float(most) < float(spread) / 3
 
 
 def key(run):

@@ -16,10 +16,9 @@ Derivatives need no rules: the casts are part of what is differentiated, and a c
 transpose rounds the cotangent as torch does.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +50,7 @@ F32 = jnp.dtype("float32")
 PEELED = 8  # trips of a scan until the dtypes of its carry must have settled
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """An array, and what torch knows of it.
 
     Attributes:
@@ -101,6 +99,27 @@ def cast(x: Array, dtype: Any) -> Array:
 def widest(dtypes: Sequence[Any]) -> Any:
     """Of float32 and one half dtype."""
     return F32 if F32 in dtypes or not dtypes else dtypes[0]
+
+
+class Call:
+    """A program for inputs of which so much is known, and what it makes of them."""
+
+    def __init__(self, jaxpr: Any, half: Any, given: Sequence[Value]):
+        self.jaxpr, self.half, self.given = jaxpr, half, given
+        self.known: list[Value] = []
+        self.run = jax.jit(self._run)
+
+    def _run(self, arrays: list[Any], halves: list[Any]) -> list[Any]:
+        inside = _Interpreter(self.half, ())
+        pairs = zip(arrays, halves, strict=True)
+        inside.cached = {id(x): (x, h) for x, h in pairs if h is not None}
+        ins = [v._replace(array=x) for v, x in zip(self.given, arrays, strict=True)]
+        outs = inside.run(self.jaxpr, ins)
+        self.known = [v._replace(array=None) for v in outs]
+        return [v.array for v in outs]
+
+
+CALLED: dict[Any, Call] = {}  # a call keeps its program, so that the id is its own
 
 
 class _Interpreter:
@@ -241,7 +260,21 @@ class _Interpreter:
             return self.one_kernel(eqn, ins, F32)
         if name in ONE_KERNEL:
             return self.one_kernel(eqn, ins, self.promoted(floats))
-        return self.run(eqn.params["jaxpr"], ins)
+        return self.called(eqn.params["jaxpr"], ins)
+
+    def called(self, jaxpr: Any, ins: list[Value]) -> list[Value]:
+        """A program, in a `jit` that JAX traces and differentiates once for its kind.
+
+        It takes the cached copies of inputs beside them.
+        """
+        halves = [self.cached.get(id(v.array), (None, None))[1] for v in ins]
+        known = tuple(v._replace(array=v.array.dtype) for v in ins)
+        key = id(jaxpr), self.half, known, tuple(h is None for h in halves)
+        if key not in CALLED:
+            CALLED[key] = Call(jaxpr, self.half, known)
+        arrays, call = [v.array for v in ins], CALLED[key]
+        outs = call.run(arrays, halves)
+        return [v._replace(array=x) for v, x in zip(call.known, outs, strict=True)]
 
     def one_kernel(
         self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any, params: Any = ()
