@@ -31,7 +31,7 @@ CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 # Each process has a folder of its own: JAX does not guard a file against two writers.
 COMPILED = tempfile.TemporaryDirectory(prefix="jamp-compiled-")
 if not ON_GPU:
-    jax.config.update("jax_num_cpu_devices", 8)  # a program is for one if not told
+    jax.config.update("jax_num_cpu_devices", 8)  # most programs use one
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
