@@ -146,6 +146,11 @@ MECHANISMS = {
         "facts.Facts.smaller",
         _gives(()),
     ),
+    "streams": Mechanism(
+        "A sum that the next one adds to is stored in half, whoever else reads it.",
+        "values.Values.goes_on",
+        _gives(False),
+    ),
     "feeders": Mechanism(
         "What a float32 operation reads is computed in float32.",
         "values.Values.want_float32",

@@ -10,13 +10,15 @@ What a float32 operation reads should be computed in float32 (a *feeder*: `logit
 before the exponential), where that costs no memory. `rewrite` does as is said here.
 """
 
+import collections
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
 from jamp._autocast.facts import Facts
-from jamp._autocast.fp8 import feeds_itself, weight_of, why_half
+from jamp._autocast.fp8 import feeds_itself, multiplies, weight_of, why_half
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float32
@@ -83,6 +85,23 @@ class Values:
     def is_carried(self, atom: Atom) -> bool:
         """Whether a value goes to the next trip of a loop in float32."""
         return self.want_of(atom).carried
+
+    def goes_on(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether it adds to a sum that others read too, as a stream of shortcuts does.
+
+        That is stored between them: in float32 for their norms, at twice the bytes.
+        """
+        joins = [self.facts[v].origin.joins for v in (*eqn.invars, *eqn.outvars)]
+        return joins[-1] and any(
+            joined and v in self._read_twice
+            for v, joined in zip(eqn.invars, joins, strict=False)
+        )
+
+    @functools.cached_property
+    def _read_twice(self) -> set[Atom]:
+        eqns = self.facts.jaxpr.eqns
+        reads = [v for e in eqns for v in e.invars if isinstance(v, jc.Var)]
+        return {v for v, times in collections.Counter(reads).items() if times > 1}
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is one of a chain that is computed in float32."""
@@ -230,7 +249,7 @@ def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
     rule, _ = values.facts.ruling(eqn)
     want = _wants_by_rule(eqn, rule, values)
     feeds = values.facts.scope.policy.fp8 is not None and (
-        rule is Rule.HALF or any(values.want_of(v).feeds for v in eqn.outvars)
+        multiplies(eqn) or any(values.want_of(v).feeds for v in eqn.outvars)
     )
     other = Want(feeds=feeds)
     return [want._replace(feeds=feeds) if is_float32(v) else other for v in eqn.invars]
@@ -267,7 +286,14 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     some = values.is_chained(eqn, rule) or any(map(values.want_float32, outs))
     moves = rule is Rule.MOVE
     kept, carried = want.kept and moves, want.carried and moves
+    if values.goes_on(eqn):
+        want = want._replace(all=False)
     return want._replace(some=some, kept=kept, carried=carried)
+
+
+def feeds_of(results: Sequence[Atom], values: Values) -> list[Want]:
+    """Of results of which no more is known, whether a product is made of them."""
+    return [Want(feeds=values.want_of(v).feeds) for v in results]
 
 
 def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]:

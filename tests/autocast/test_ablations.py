@@ -93,6 +93,12 @@ def residual(w, x):
     return y + standardised(y)
 
 
+def stream(w, x):
+    """Of two shortcuts the first is read in float32 as well."""
+    y = x @ w + w @ w
+    return jnp.exp(jnp.sin(y) @ w + y)
+
+
 def twice_read(w, x):
     """Two products read what is float32, as an array beside them makes it."""
     h = jnp.tanh(x @ w + x)
@@ -112,6 +118,7 @@ EXAMPLES = {
     ),
     "norms": Example(residual, (MATRIX, MATRIX)),
     "smaller": Example(lambda w, x: standardised(x @ w) @ w, (MATRIX, MATRIX)),
+    "streams": Example(stream, (MATRIX, MATRIX)),
     "feeders": Example(lambda w, x: jnp.exp(x @ w + x @ w), (MATRIX, MATRIX)),
     "biases": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "weights": Example(rnn, (MATRIX, MATRIX, MATRICES)),
