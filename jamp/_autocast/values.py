@@ -286,7 +286,7 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     some = values.is_chained(eqn, rule) or any(map(values.want_float32, outs))
     moves = rule is Rule.MOVE
     kept, carried = want.kept and moves, want.carried and moves
-    if values.goes_on(eqn):
+    if want.all and values.goes_on(eqn):
         want = want._replace(all=False)
     return want._replace(some=some, kept=kept, carried=carried)
 
