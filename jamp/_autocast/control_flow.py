@@ -44,7 +44,7 @@ from jamp._autocast.program import (
     region_rule,
 )
 from jamp._autocast.rewrite import Rewriter, rewrite
-from jamp._autocast.values import wants_of_results
+from jamp._autocast.values import feeds_of, wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
@@ -117,8 +117,9 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
     given = rewriter.facts.operand_facts(eqn.invars)
     facts = rewriter.facts.program(eqn, frames[0].program, given)
-    ins = recorded(eqn.invars)
-    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, recorded(eqn.outvars))])
+    ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
+    wants = feeds_of(eqn.outvars, rewriter.values)
+    _emit(rewriter, eqn, ins, [rewrite(facts, ins, outs, wants, rewriter.rules)])
 
 
 def _program(

@@ -19,6 +19,7 @@ from jamp._autocast.marks import NO_FP8, Source
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float, is_float32, name_stack, shape_of
 from jamp._core.path_rules import PathRule, matches, parse_rules
+from pallas_kernels._compat import varying_axes
 
 # NVIDIA's data sheet of the H200 SXM, without sparsity: products in FLOP/s, and memory
 # in B/s. The H100's ratio is 1.4 times that, the B200's 1.35.
@@ -119,6 +120,10 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 loop"
     if facts.scope.derived:
         return "fp8 derivative"  # what is a gradient in it is not known
+    if any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return (
+            "fp8 mesh"  # what is written is traced without the axes that it varies over
+        )
     if NO_FP8 in name_stack(facts.scope, eqn):
         return "fp8 disabled"
     return "fp8 small" if _is_small(fp8, eqn, x, weight, _readers(facts, x)) else ""
@@ -156,13 +161,14 @@ def _read_by_products(program: jc.Jaxpr) -> set[Any]:
     """The variables of a program of which a product in it is made."""
     read: set[Any] = set()
     for eqn in reversed(program.eqns):
-        if _multiplies(eqn) or not read.isdisjoint(eqn.outvars):
+        if multiplies(eqn) or not read.isdisjoint(eqn.outvars):
             read.update(v for v in eqn.invars if isinstance(v, jc.Var) and is_float(v))
     return read
 
 
-def _multiplies(eqn: jc.JaxprEqn) -> bool:
+def multiplies(eqn: jc.JaxprEqn) -> bool:
+    """Whether an equation is a product, or a program that it holds has one."""
     own = traits_of(primitive_name(eqn)).shape is Shape.PRODUCT
     return own or any(
-        _multiplies(inner) for frame in frames_of(eqn) for inner in frame.program.eqns
+        multiplies(inner) for frame in frames_of(eqn) for inner in frame.program.eqns
     )

@@ -91,6 +91,12 @@ class Frame(NamedTuple):
     trips: int | None = 1  # None if nobody knows
     label: str = ""  # where an equation holds several
 
+    @property
+    def has_derivative(self) -> bool:
+        """Whether the derivative of a call may be another one than of its program."""
+        own = not self.is_open or self.holder in ("custom_jvp_call", "CustomJVPTraced")
+        return self.kind is Kind.CALL and own
+
 
 def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
     """The programs that an equation holds and that can be looked into.

@@ -14,6 +14,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import AutocastLists, What
 from jamp._autocast.marks import KERNEL, MARKERS, NO_FP8, Source
 from jamp._autocast.primitives import Rule, primitive_name
@@ -64,7 +65,7 @@ class Scope(NamedTuple):
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
         names = name_stack(self, eqn)
-        if "custom" in primitive_name(eqn):
+        if any(frame.has_derivative for frame in frames_of(eqn)):
             return self._replace(names=names, derived=True)
         if eqn.primitive.name != "jit":
             # JAX differentiates no other loop backward.

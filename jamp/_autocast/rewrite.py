@@ -256,7 +256,11 @@ class Rewriter:
             *(w, *self._quantized(w, Of.WEIGHT, eqn)),
         ]
         results = [self._bind(eqn.outvars[0], half)]
-        self.eqns.append(jax_internals.call(function, operands, results, eqn))
+        written = jax_internals.call(function, operands, results, eqn)
+        if written is None:
+            self._write(eqn, half)
+        else:
+            self.eqns.append(written)
 
     def _quantized(self, half: Atom, of: Of, eqn: jc.JaxprEqn) -> list[jc.Var]:
         if half not in self.quantized:

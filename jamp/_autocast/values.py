@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.facts import Facts
-from jamp._autocast.fp8 import feeds_itself, weight_of, why_half
+from jamp._autocast.fp8 import feeds_itself, multiplies, weight_of, why_half
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float32
@@ -249,7 +249,7 @@ def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
     rule, _ = values.facts.ruling(eqn)
     want = _wants_by_rule(eqn, rule, values)
     feeds = values.facts.scope.policy.fp8 is not None and (
-        rule is Rule.HALF or any(values.want_of(v).feeds for v in eqn.outvars)
+        multiplies(eqn) or any(values.want_of(v).feeds for v in eqn.outvars)
     )
     other = Want(feeds=feeds)
     return [want._replace(feeds=feeds) if is_float32(v) else other for v in eqn.invars]
@@ -289,6 +289,11 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     if want.all and values.goes_on(eqn):
         want = want._replace(all=False)
     return want._replace(some=some, kept=kept, carried=carried)
+
+
+def feeds_of(results: Sequence[Atom], values: Values) -> list[Want]:
+    """Of results of which no more is known, whether a product is made of them."""
+    return [Want(feeds=values.want_of(v).feeds) for v in results]
 
 
 def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]:

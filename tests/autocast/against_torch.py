@@ -41,7 +41,7 @@ DRAWS, MORE_DRAWS = 64, 1024  # the latter where a median of the former is beyon
 TIMES, OF_SCALE = 2, 1e-6  # torch's error
 WHOLE = 101  # one program in so many is compiled as one; odd, for both dtypes
 # What may cost digits, by the names of mechanisms: docs/autocast.md has them.
-EXCEPTIONS = ("norms", "one cast")
+EXCEPTIONS = ("norms", "one cast", "islands")
 COTANGENT = normal(*ACTIVATION, scale=1 / 64)
 TAKEN = Program(lambda: None, MAKERS | {"dy": COTANGENT, "dz": COTANGENT})
 

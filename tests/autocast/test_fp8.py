@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
 from jamp._autocast.quantized import Of, quantize
@@ -314,6 +315,25 @@ def test_in_a_scan_each_layer_has_its_own_scale(name):
         assert distance(grads["stack"][i], plain["stack"][i]) <= 0.12
     # In the first layer the input is what the scan carries, as in those after it.
     assert in_fp8(jamp.scaled_value_and_grad(fn), state, X) >= 3
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_a_shard_map_of_a_layer(check_vma):
+    def fn(params, x):
+        mapped = jax.shard_map(
+            lambda h, w: jnp.tanh(h @ w),
+            mesh=jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,)),
+            in_specs=(P("d"), P()),
+            out_specs=P("d"),
+            check_vma=check_vma,
+        )
+        h = (x * params["one"]) @ params["w"]
+        return jnp.square(mapped(h, params["v"]) @ params["last"]).sum()
+
+    params = weights("w", "v", "last") | {"one": jnp.ones(())}
+    step = jamp.scaled_value_and_grad(fn)
+    # Those by `w` and, where types do not name the axis, by `v`, and their gradients.
+    assert in_fp8(step, state_of(params), X) == (3 if check_vma else 6)
 
 
 def test_forward_mode_is_near_that_of_half():

@@ -335,6 +335,17 @@ def test_a_root_is_found_in_float32():
     assert_close(gradients(half(fn), W, X), gradients(fn, W, X))
 
 
+def test_a_product_that_scales_its_blocks_is_as_the_user_says():
+    scales = jnp.ones((1, 8, 4), jnp.float8_e8m0fnu)
+
+    def fn(w, x):
+        blocks = [jnp.tile(y, 16)[None].astype(jnp.float8_e4m3fn) for y in (x @ w, w)]
+        return jax.nn.scaled_matmul(*blocks, scales, scales)[0] @ w
+
+    assert_half(half(fn), W, X, at_least=2)
+    assert_close(jax.jit(half(fn))(W, X), jax.jit(fn)(W, X))
+
+
 @pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
 def test_a_callback_gets_what_the_program_says(call):
     seen = []
