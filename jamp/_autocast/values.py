@@ -87,10 +87,14 @@ class Values:
         return self.want_of(atom).carried
 
     def goes_on(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether it adds to a sum that others read too, as a stream of shortcuts does.
+        """Whether it adds half to a sum that others read too: a stream of shortcuts.
 
         That is stored between them: in float32 for their norms, at twice the bytes.
+        With narrowest a loss may ask for half as well, and needs its digits.
         """
+        facts = self.facts
+        if not facts.widest or facts.votes(eqn.invars) != {facts.half}:
+            return False
         joins = [self.facts[v].origin.joins for v in (*eqn.invars, *eqn.outvars)]
         return joins[-1] and any(
             joined and v in self._read_twice
