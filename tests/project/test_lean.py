@@ -31,8 +31,8 @@ BOUNDS = {
     "narrowest": Bound(1.02, 1.02),
     "O2": Bound(1.02, 1.02, 1.02),
     "O5": Bound(1.02, 1.02, 1.02),
-    # Each tensor that is quantized is two kernels more: at most 1.07, 0.98 and 1.96.
-    "O6": Bound(1.10, 1.02, 2.0),
+    # Each tensor that is quantized is a few kernels more: at most 1.07, 0.98 and 2.10.
+    "O6": Bound(1.10, 1.02, 2.2),
 }
 # Others, each for its cause; at its end what was measured.
 EXCEPTIONS = {
