@@ -1,5 +1,6 @@
-"""What all tests share: the CPU, strict dtype promotion, skips that say why."""
+"""What all tests share: eight CPUs, strict dtype promotion, skips that say why."""
 
+import gc
 import importlib.util
 import os
 import tempfile
@@ -30,6 +31,7 @@ CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 # Each process has a folder of its own: JAX does not guard a file against two writers.
 COMPILED = tempfile.TemporaryDirectory(prefix="jamp-compiled-")
 if not ON_GPU:
+    jax.config.update("jax_num_cpu_devices", 8)  # most programs use one
     folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -58,9 +60,18 @@ def pytest_collection_modifyitems(items):
         assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
         if item.get_closest_marker("gpu") and "JAMP_GPU" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
+        if item.get_closest_marker("eight_devices") and ON_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs eight devices: make test"))
         if item.get_closest_marker("h200") and not CUDA_COMPILER:
             reason = "needs XLA's compiler for GPUs: make test"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """Tracing makes many objects and little garbage: 7 % of its time went to look."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +80,13 @@ def dtype_promotion(request):
     standard = request.node.get_closest_marker("standard_promotion")
     with jax.numpy_dtype_promotion("standard" if standard else "strict"):
         yield
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Only one of the eight is seen, as on most machines."""
+    first = jax.devices()[:1]
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *_: first)
+    for name in ("device_count", "local_device_count"):
+        monkeypatch.setattr(jax, name, lambda *_: 1)

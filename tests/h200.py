@@ -5,7 +5,11 @@ JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN.
 runs and nothing is allocated; `tests.hlo` says what can be read off the result.
 """
 
+import atexit
 import functools
+import pathlib
+import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +22,12 @@ from tests import compilers as compilers
 from tests.hlo import Program
 
 H200, B200 = TARGETS["H200"], TARGETS["B200"]
+# XLA starts ptxas for each of its kernels, and nobody reads what that writes: a script
+# in its place writes nothing, and says its version. Mosaic's kernels take the real one.
+CUDA = pathlib.Path(sys.prefix, "h200/nvidia/cu13")
+STUB = """#!/bin/sh
+case $1 in /*) : >"$3" ;; *) exec {}/bin/ptxas "$@" ;; esac
+"""
 
 
 def compile_step(
@@ -43,8 +53,22 @@ def compile_placed(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Pr
 
 def compile_lowered(lowered: jax.stages.Lowered) -> Program:
     """Compiles what was lowered for a GPU."""
-    program = compiled(lowered)
+    options = {"xla_gpu_cuda_data_dir": _stub()} if CUDA.exists() else {}
+    program = compiled(lowered, **options)
     return Program(program.as_text(), program.memory_analysis().temp_size_in_bytes)
+
+
+@functools.cache
+def _stub() -> str:
+    """Where XLA finds the script in ptxas' place, as long as this process lives."""
+    folder = tempfile.TemporaryDirectory(prefix="jamp-cuda-")
+    atexit.register(folder.cleanup)
+    place = pathlib.Path(folder.name)
+    (place / "bin").mkdir()
+    (place / "nvvm").symlink_to(CUDA / "nvvm")
+    (place / "bin/ptxas").write_text(STUB.format(CUDA))
+    (place / "bin/ptxas").chmod(0o755)
+    return folder.name
 
 
 def make_mesh(devices: int, target: str = H200, **kwargs: Any) -> jax.sharding.Mesh:

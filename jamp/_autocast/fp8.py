@@ -120,10 +120,9 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 loop"
     if facts.scope.derived:
         return "fp8 derivative"  # what is a gradient in it is not known
+    # What is written is traced without the axes of a mesh that it varies over.
     if any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return (
-            "fp8 mesh"  # what is written is traced without the axes that it varies over
-        )
+        return "fp8 mesh"
     if NO_FP8 in name_stack(facts.scope, eqn):
         return "fp8 disabled"
     return "fp8 small" if _is_small(fp8, eqn, x, weight, _readers(facts, x)) else ""
@@ -144,8 +143,17 @@ def _is_small(
     m, n = (math.prod(shape_of(v)) // max(k, 1) for v in (x, weight))
     if fp8.smallest is not None or not m * k * n:
         return not m * k * n or min(k, n) < (fp8.smallest or 1)
-    saved = 3 * 2 * m * k * n * (1 / _BF16 - 1 / _FP8)
-    return saved < _MOVED * (m * k / readers + m * n + k * n) / _MEMORY
+    half, in_fp8 = predicted_seconds(m, k, n, readers)
+    return half < in_fp8
+
+
+def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, float]:
+    """Of M rows by K columns, times K by N, with both gradients: in half, and in fp8.
+
+    On an H200 at its peak; `readers` is how many products share the M rows.
+    """
+    flops, moved = 3 * 2 * m * k * n, _MOVED * (m * k / readers + m * n + k * n)
+    return flops / _BF16, flops / _FP8 + moved / _MEMORY
 
 
 # ---- what a product's result goes to

@@ -87,10 +87,14 @@ class Values:
         return self.want_of(atom).carried
 
     def goes_on(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether it adds to a sum that others read too, as a stream of shortcuts does.
+        """Whether it adds half to a sum that others read too: a stream of shortcuts.
 
         That is stored between them: in float32 for their norms, at twice the bytes.
+        With narrowest a loss may ask for half as well, and needs its digits.
         """
+        facts = self.facts
+        if not facts.widest or facts.votes(eqn.invars) != {facts.half}:
+            return False
         joins = [self.facts[v].origin.joins for v in (*eqn.invars, *eqn.outvars)]
         return joins[-1] and any(
             joined and v in self._read_twice
@@ -286,7 +290,7 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     some = values.is_chained(eqn, rule) or any(map(values.want_float32, outs))
     moves = rule is Rule.MOVE
     kept, carried = want.kept and moves, want.carried and moves
-    if values.goes_on(eqn):
+    if want.all and values.goes_on(eqn):
         want = want._replace(all=False)
     return want._replace(some=some, kept=kept, carried=carried)
 

@@ -60,7 +60,7 @@ _REASONS = {
     "kept": "Its weight is a param that this level keeps in float32.",
     "no half param": "None of its operands depends on a param in half.",
     "fp8": "It is a large product of an activation by a weight.",
-    "fp8 weight": "Half, not fp8: neither operand, or each, is made of params alone.",
+    "fp8 weight": "Half, not fp8: no plain product of an activation by a weight.",
     "fp8 input": "Half, not fp8: it reads what the model is given.",
     "fp8 last": "Half, not fp8: no product reads what is made of it, as of logits.",
     "fp8 kept": "Half, not fp8: `Fp8(keep=)` names its weight.",

@@ -249,14 +249,14 @@ def topology(devices: int, target: str) -> topologies.TopologyDescription:
     )
 
 
-def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles what was lowered for a GPU."""
+def compiled(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
+    """Compiles what was lowered for a GPU; `options` are XLA's, beside `CHEAP`."""
     # Not into the cache: without a GPU a program cannot be read back from it.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
     try:
-        return lowered.compile(compiler_options=CHEAP)
+        return lowered.compile(compiler_options=CHEAP | options)
     finally:
         jax.config.update(name, before)
 

@@ -16,7 +16,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jamp
 from tests.autocast.constructs import FORWARD_ONLY, TABLE
 from tests.autocast.test_coverage import TOLERANCE, W, X, distance
-from tests.subprocesses import on_eight_devices
 
 half = functools.partial(jamp.autocast, dtype="float16")
 NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_map")
@@ -47,8 +46,6 @@ LOSSES = {
 
 @pytest.fixture(autouse=True)
 def mesh():
-    if jax.device_count() < 8:
-        return (yield)  # the test runs in another process
     axes = (AxisType.Explicit,) * 2
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=axes)):
         yield
@@ -79,7 +76,7 @@ def assert_as_plain(name, place, specs):
 
 
 @pytest.mark.parametrize("name", [*CONSTRUCTS, *LOSSES])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_in_jit(name):
     assert_as_plain(name, jax.jit, (P(), P("data")))
 
@@ -95,7 +92,7 @@ FEW = ("matmul", "remat", "vmap_out", "nested_jit")
 
 
 @pytest.mark.parametrize("name", cases(FEW, NOT_BY_COLUMNS))
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_weights_by_columns(name):
     assert_as_plain(name, jax.jit, (P(None, "model"), P("data")))
 
@@ -104,13 +101,13 @@ FEW = ("matmul", "scan", "remat", "custom_jvp", "switch", *LOSSES)
 
 
 @pytest.mark.parametrize("name", cases(FEW, "cond"))
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_outside_of_jit(name):
     assert_as_plain(name, lambda fn: fn, (P(), P("data")))
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_a_step_outside_of_jit(opt_level):
     def loss(params, x):
         logits = jax.nn.relu(x @ params["first"]) @ params["second"]
@@ -142,7 +139,7 @@ def in_fp8(params, x):
 
 
 @pytest.mark.parametrize("how", ["jit", "eager", "shard_map", "auto"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_products_in_fp8(how):
     square = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32)
     params = dict(zip(("first", "second", "third"), square / 4, strict=True))

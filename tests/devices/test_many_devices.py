@@ -33,7 +33,6 @@ from tests.devices.eight_devices import (
     start,
 )
 from tests.states import LEVELS
-from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -139,7 +138,7 @@ def moved(state):
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "Explicit axes", "shard_map"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_a_mesh_trains_as_one_device_does(layout):
     mesh = mesh_of("Explicit" if layout == "Explicit axes" else "Auto")
     specs = LAYOUTS.get(layout, {})
@@ -157,7 +156,7 @@ def test_a_mesh_trains_as_one_device_does(layout):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_each_device_keeps_statistics_of_its_own(check_vma):
     """A new value that differs by device where the old one is the same on all."""
     state = jamp.initialize(
@@ -201,7 +200,7 @@ OF_LEAVES += [("adagrad", ("both", "norm"), SPECS), ("sgd", ("both", "tensor"), 
 
 
 @pytest.mark.parametrize("name, names, lies", OF_LEAVES)
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_explicit_axes_give_what_one_device_gives(name, names, lies):
     """Wherever the gradients lie."""
     params, grads = draw(0, names), jax.tree.map(lambda x: x / 16, draw(1, names))
@@ -245,7 +244,7 @@ def one_step(state, x, **options):
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_gradients_are_the_mean_of_all_devices(name):
     level, rows = GRADIENTS[name]
 
@@ -271,7 +270,7 @@ def test_gradients_are_the_mean_of_all_devices(name):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
     """Params in parts over "model"; one part of one device overflows."""
     specs = {"parts": P("model"), "whole": P()}

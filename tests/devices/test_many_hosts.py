@@ -332,7 +332,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_both(reports, case):
     assert [step["scale"] for step in steps] == [*begun, [256, 0, 1, 1], *rest]
 
 
-def test_the_result_is_that_of_one_process_with_all_rows(reports):
+def test_the_result_is_that_of_one_process_with_all_rows(reports, one_device):
     expected = train_cases()
     _, sharded = train(step_of(squares), make_sharded(), BATCHES)
     for report in reports:

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import mesh_of, misplaced
-from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -32,7 +31,7 @@ ONE = "devices [3]"
 
 
 @pytest.mark.message
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_arrays_on_different_devices_are_named():
     rows = np.ones((4, 4), np.float32)
     here, there = (jax.device_put(rows, on_mesh("Auto", n, P("data"))) for n in (4, 2))
@@ -106,7 +105,7 @@ def through_orbax(tree, target):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("into", ["a state", "shapes"])
 @pytest.mark.parametrize("form", ["orbax", "numpy"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_a_checkpoint_goes_to_another_sharding(form, into, way):
     before, after = WAYS[way]
     state, grads = stepped("O2", 7, before)

@@ -16,7 +16,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import jamp
 from tests.devices.eight_devices import collectives
 from tests.states import LEVELS, assert_skipped
-from tests.subprocesses import on_eight_devices
 
 # Flax's layers compute in the promotion of what they are given.
 pytestmark = pytest.mark.standard_promotion
@@ -93,7 +92,7 @@ def mapped(mesh, check_vma):
 
 
 @pytest.mark.parametrize("way", ["replicated", "shard_map"])
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_eight_devices_take_the_step_of_the_whole_batch(way):
     mesh = Mesh(jax.devices(), (AXIS,), axis_types=(AxisType.Auto,))
     by_hand = way == "shard_map"

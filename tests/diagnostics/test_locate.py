@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jamp
 import jamp.nnx
 from jamp.diagnostics import locate
-from tests.subprocesses import on_eight_devices
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
 
@@ -203,7 +202,7 @@ def test_inside_of_what_holds_programs(fn):
         assert found.operation == "a matrix product", text
 
 
-@on_eight_devices
+@pytest.mark.eight_devices
 @pytest.mark.parametrize("loops", [(), ("iteration 1 of 3 of a scan",)])
 def test_on_one_device_of_eight(loops):
     def local(w, x):
@@ -240,7 +239,7 @@ def test_an_infinity_beside_a_nan_is_not_its_cause():
     assert (found.primitive, found.source) == ("div", lines_of(loss)[0]), found
 
 
-@on_eight_devices
+@pytest.mark.eight_devices
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_on_a_mesh(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))

@@ -19,7 +19,6 @@ from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
 from tests.optimizers.fused import FIELDS, each_bare, fresh
 from tests.optimizers.mixed_leaves import FAST
 from tests.oracles import rounding
-from tests.subprocesses import on_eight_devices
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 # Zeros, what bfloat16 holds and nearly holds, denormals, the largest, and no numbers.
@@ -79,7 +78,7 @@ def test_the_bits_are_even_and_those_of_steps_leaves_and_moments_unrelated():
     assert abs(related - np.eye(len(draws))).max() < 4 / 256
 
 
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding():
     tree = {name: values(np.prod(s), 3).reshape(s) for name, (s, _) in LEAVES.items()}
     wanted = written([jnp.asarray(tree[name]) for name in LEAVES], 3, "xla")
@@ -91,7 +90,7 @@ def test_the_bits_are_those_of_the_whole_leaf_under_any_sharding():
         assert_same_bits(found, wanted)
 
 
-@on_eight_devices
+@pytest.mark.eight_devices
 def test_what_each_device_steps_is_numbered_in_the_whole_leaf():
     # Less than a kernel takes, which XLA steps under `shard_map`.
     shapes = {"both": (16, 20), "combined": (16, 7), "fsdp": (40,), "tensor": (5, 8)}

@@ -226,7 +226,7 @@ def test_trees_in_few_launches_and_in_place(name, record_property):
 def test_tiny_leaves_take_less_than_a_kernel_each():
     # Lengths on both sides of the least that a kernel takes. XLA and Mosaic compile a
     # few leaves a second where lengths differ: 10,000 would take too long here.
-    spec = specs.tiny_leaves(100, least=126, most=129)
+    spec = specs.tiny_leaves(60, least=126, most=129)
     program, held = compiled(spec, initialize(spec, ADAM(backend="mosaic")))
     # 20 of 100. So 10,000 leaves stay below 1.01 per leaf and 100.
     assert program.kernels <= len(spec.shapes) / 3

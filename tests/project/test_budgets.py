@@ -38,7 +38,7 @@ WIDE = 1024
 # tokens: over many XLA would split the sums of a weight's gradient, which adds kernels.
 CASES = {
     "cnn": Case(
-        models.CNN(features=(128, 256), classes=100),
+        models.CNN(features=(128,), classes=100),
         jax.ShapeDtypeStruct((64, 32, 32, 16), jnp.float32),
         jax.ShapeDtypeStruct((64,), jnp.int32),
     ),

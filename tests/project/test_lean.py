@@ -31,8 +31,8 @@ BOUNDS = {
     "narrowest": Bound(1.02, 1.02),
     "O2": Bound(1.02, 1.02, 1.02),
     "O5": Bound(1.02, 1.02, 1.02),
-    # Each tensor that is quantized is two kernels more: at most 1.07, 0.98 and 1.96.
-    "O6": Bound(1.10, 1.02, 2.0),
+    # Each tensor that is quantized is a few kernels more: at most 1.07, 0.98 and 2.10.
+    "O6": Bound(1.10, 1.02, 2.2),
 }
 # Others, each for its cause; at its end what was measured.
 EXCEPTIONS = {
@@ -60,7 +60,11 @@ ON_TPU = {
     "O5": Bound(1.02, 1.02),
 }
 EXCEPTIONS_ON_TPU = {
-    ("vit", "widest"): Bound(1.12, 1.16),  # 1.11 and 1.15
+    ("vit", "widest"): Bound(1.13, 1.16),  # 1.12 and 1.15
+    # With libtpu 0.0.52 it is 1.11, 1.06 and 1.05.
+    ("gpt2", "widest"): Bound(1.12, 1.10),
+    ("gpt2", "narrowest"): Bound(1.07, 1.05),
+    ("gpt2", "O5"): Bound(1.06, 1.02),
     # Rows of the embedding are looked up in float32, in which their gradient is summed,
     # and kept so for the first norm; the rest is how XLA packs buffers: 1.05.
     ("llama", "O5"): Bound(1.02, 1.06),
@@ -123,4 +127,4 @@ LONG_TO_TRACE = pytest.param("resnet50", marks=pytest.mark.budgets)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-scan", LONG_TO_TRACE])
 def test_tracing_and_lowering_take_little_more_than_half_as_long_again(name):
     ratio = calls(name, "widest") / calls(name, "plain")
-    assert ratio <= 1.65, ratio
+    assert ratio <= 1.57, ratio  # 1.53, 1.41 and 1.55

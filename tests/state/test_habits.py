@@ -68,8 +68,9 @@ def two_steps(state):
 def pmapped():
     jitted = jax.pmap(functools.partial(step, axis_name="batch"), axis_name="batch")
     state = jax_utils.replicate(make())
+    xs, ys = (np.stack([a] * jax.local_device_count()) for a in (X, Y))
     for _ in range(2):
-        state, _ = jitted(state, X[None], Y[None])
+        state, _ = jitted(state, xs, ys)
     return jax_utils.unreplicate(state), descend()
 
 
