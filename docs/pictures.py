@@ -377,7 +377,35 @@ def draw_peers():
     return figure
 
 
+def fp8_curves():
+    """By model and setting, the losses of each seed that has a curve."""
+    file = FOLDER.parents[1] / "benchmarks" / "results" / "fp8.jsonl"
+    found = {}
+    for run in map(json.loads, file.read_text().splitlines()):
+        curves = found.setdefault(run["model"], {"O5": [], "fp8": []})
+        curves[run["setting"]].append(run["losses"])
+    return found
+
+
+def draw_fp8():
+    models = fp8_curves()
+    figure, panels = plt.subplots(1, len(models), figsize=(8, 2.8))
+    for axes, (model, curves) in zip(panels, models.items(), strict=True):
+        for losses in curves["fp8"]:
+            axes.plot(range(15, 300, 30), losses, color=SCALED, lw=1)
+        for losses in curves["O5"]:
+            axes.plot(range(15, 300, 30), losses, "o", color=DARK, ms=3, mfc="white")
+        axes.set(title=model, xlabel="step")
+    panels[0].set_ylabel("training loss, mean of 30 steps")
+    panels[0].plot([], color=SCALED, label="with fp8")
+    panels[0].plot([], [], "o", color=DARK, ms=3, mfc="white", label="O5")
+    panels[0].legend(frameon=False)
+    figure.tight_layout()
+    return figure
+
+
 PICTURES = {
+    "fp8": draw_fp8,
     "runs": draw_runs,
     "masters": draw_masters,
     "formats": draw_formats,

@@ -25,6 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jamp._autocast.jax_internals import in_dtype
 from jamp._autocast.sums import apart
 from jamp._core.dtypes import FLOAT32
 from pallas_kernels._compat import varying_axes
@@ -158,8 +159,7 @@ def _jvp_of_quantize(primals: Any, tangents: Any, of: Of) -> Any:
     if of is Of.COTANGENT:
         raise NotImplementedError(_SECOND)
     x8, exponent = _quantize.bind(*primals, of=of)
-    # Products read no tangent of `x8`. What does, a second derivative, is nan.
-    tangent = (tangents[0] * np.array(np.nan, primals[0].dtype)).astype(x8.dtype)
+    tangent = _unread.bind(tangents[0], dtype=x8.dtype)
     return [x8, exponent], [tangent, np.zeros((), jax.dtypes.float0)]
 
 
@@ -174,6 +174,28 @@ _quantize.def_abstract_eval(_types_of_quantized)
 ad.primitive_jvps[_quantize] = _jvp_of_quantize
 batching.primitive_batchers[_quantize] = _batched_quantize
 mlir.register_lowering(_quantize, mlir.lower_fun(_quantized, multiple_results=True))
+
+
+# ---- the tangent of what is quantized: products read none, and give it no cotangent
+
+
+def _nan_of(tangent: Array, dtype: Any) -> Array:
+    """What a second derivative would read."""
+    return (tangent * np.array(np.nan, tangent.dtype)).astype(dtype)
+
+
+def _nan_unless_zero(cotangent: Array, tangent: Any, dtype: Any) -> list[Array]:
+    # With `jax_custom_jvp3`, no cotangent is an array of zeros.
+    missing = cotangent.astype(tangent.aval.dtype)
+    return [jnp.where(missing == 0, missing, jnp.nan)]
+
+
+_unread = Primitive("fp8_unread")
+_unread.def_impl(jax.jit(_nan_of, static_argnames="dtype"))
+_unread.def_abstract_eval(in_dtype)
+ad.deflinear2(_unread, _nan_unless_zero)
+batching.defvectorized(_unread)
+mlir.register_lowering(_unread, mlir.lower_fun(_nan_of, multiple_results=False))
 
 
 # ---- the derivative: a linear function of a tangent, whose cotangent is quantized
