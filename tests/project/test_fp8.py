@@ -3,6 +3,8 @@
 import collections
 import functools
 
+import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -27,7 +29,7 @@ def shape(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
-def params():
+def transformer():
     """Kernels of three axes and more; XLA would join products of q, k and v."""
     layer = {
         "qkv": shape(WIDTH, 3, 4, WIDTH // 4),
@@ -60,15 +62,14 @@ def step(state, x):
     return state.apply_gradients(grads=grads), loss
 
 
-def state_of(level="O6", fp8=FP8):
+def state_of(level="O6", fp8=FP8, params=None):
     options = {"opt_level": level, "fp8": fp8, "verbosity": 0}
-    return jax.eval_shape(
-        functools.partial(jamp.initialize, tx=TX, **options), params()
-    )
+    begin = functools.partial(jamp.initialize, tx=TX, **options)
+    return jax.eval_shape(begin, params or transformer())
 
 
-def compiled(target=h200.H200):
-    args = state_of(), shape(*TOKENS, WIDTH)
+def compiled(target=h200.H200, step=step, state=None, rows=TOKENS):
+    args = state or state_of(), shape(*rows, WIDTH)
     lowered = h200.lower_step(step, *args, donate=(0,), target=target)
     return Program(lowered.compile(compiler_options=CUBLAS).as_text(), 0)
 
@@ -92,6 +93,32 @@ def test_all_that_are_chosen_are_products_of_cublas(target):
     scaled, unscaled = (found["__cublas$lt$matmul$f8", x] for x in (True, False))
     # XLA may leave the scale of a weight's gradient to the step that reads it.
     assert scaled + unscaled == 3 * chosen and scaled >= 2 * chosen
+
+
+def haiku():
+    widths = [WIDTH, WIDTH, WIDTH, 8]
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP(widths)(x)))
+    return jax.eval_shape(net.init, jax.random.key(0), shape(1, WIDTH)), net.apply
+
+
+def equinox():
+    net = eqx.nn.MLP(WIDTH, 8, WIDTH, 3, key=jax.random.key(0))
+    params, static = eqx.partition(net, eqx.is_array)
+    return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
+
+
+@pytest.mark.parametrize("make", [haiku, equinox], ids=lambda f: f.__name__)
+def test_in_models_of_others_too(make):
+    params, apply = make()
+
+    def step(state, x):
+        loss_fn = lambda params, x: jnp.square(apply(params, x)).mean()  # noqa: E731
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads=grads), loss
+
+    found = calls(compiled(step=step, state=state_of(params=params), rows=(512,)))
+    fp8 = sum(n for (name, _), n in found.items() if name.endswith("f8"))
+    assert fp8 == 2 * 3  # the first of four reads the input, the last gives the output
 
 
 def test_a_scale_for_each_row_would_be_a_kernel_of_its_own(monkeypatch):
@@ -133,16 +160,7 @@ def sent(level, fp8):
     places = jax.tree.map(lambda a: a.sharding, state), NamedSharding(mesh, P())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
     program = jitted.lower(state, x).compile(compiler_options=CUBLAS)
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
-    parsed = Program(program.as_text(), 0)
-    for computation in parsed.computations.values():
-        for i in computation.values():
-            kind = i.opcode.removesuffix("-start")
-            if kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all"):
-                for name in i.operands:
-                    dtype = computation[name].shape.partition("[")[0]
-                    found[kind, dtype] += round(computation[name].bytes)
-    return found
+    return Program(program.as_text(), 0).collectives
 
 
 def test_weights_in_parts_cross_in_fp8():
