@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core as jc
 
 from jamp._autocast.facts import PLAIN, Facts
@@ -120,8 +121,9 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 loop"
     if facts.scope.derived:
         return "fp8 derivative"  # what is a gradient in it is not known
-    # What is written is traced without the axes of a mesh that it varies over.
-    if any(varying_axes(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+    # What is written is traced here, without the axes of a `shard_map` in the program.
+    around = jax.sharding.get_abstract_mesh().manual_axes
+    if any(varying_axes(v.aval).difference(around) for v in eqn.invars):
         return "fp8 mesh"
     if NO_FP8 in name_stack(facts.scope, eqn):
         return "fp8 disabled"
