@@ -10,7 +10,6 @@ Beside them are the same without fp8, of the language models those of `rounding`
 one seed's curve for the picture.
 """
 
-import argparse
 import functools
 import json
 import pathlib
@@ -24,7 +23,7 @@ import numpy as np
 import optax
 
 import jamp
-from benchmarks import rounding
+from benchmarks import convergence, rounding
 from benchmarks.rounding import SEEDS, STEPS, of_linen, of_nnx
 from jamp import optimizers
 from jamp._autocast.fp8 import predicted_seconds
@@ -87,9 +86,7 @@ MODELS = {
 }
 
 
-def read() -> list[dict[str, Any]]:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
+read = functools.partial(convergence.read, RESULTS)
 
 
 def run_missing() -> None:
@@ -150,14 +147,6 @@ def table_of_products() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true")
-    args = parser.parse_args()
-    if not args.table:
-        run_missing()
-    print(table(read()), table_of_products(), sep="\n\n")
-
-
 if __name__ == "__main__":
-    main()
+    tables = lambda: f"{table(read())}\n\n{table_of_products()}"  # noqa: E731
+    rounding.command(__doc__, run_missing, tables)

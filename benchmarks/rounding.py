@@ -25,6 +25,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import jamp
 import jamp.nnx
+from benchmarks import convergence
 from jamp import optimizers
 from tests import models
 from tests.docs.scripts import load
@@ -85,9 +86,7 @@ def of_linen(seed: int, tx: Any, options: dict[str, Any]) -> list[jax.Array]:
 MODELS = {"NNX transformer": of_nnx, "GPT-2-like": of_linen}
 
 
-def read() -> list[dict[str, Any]]:
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return [json.loads(line) for line in lines]
+read = functools.partial(convergence.read, RESULTS)
 
 
 def run_missing() -> None:
@@ -124,14 +123,16 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def command(
+    doc: str | None, run_missing: Callable[[], None], table: Callable[[], str]
+) -> None:
+    """Runs what is missing, but with `--table`, and prints a table."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true")
-    args = parser.parse_args()
-    if not args.table:
+    if not parser.parse_args().table:
         run_missing()
-    print(table(read()))
+    print(table())
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run_missing, lambda: table(read()))
