@@ -171,6 +171,11 @@ MECHANISMS = {
         "facts.Facts._is_summed",
         _only_in_loops,
     ),
+    "rows": Mechanism(
+        "Rows of a table that is the head too are read in half, and summed in float32.",
+        "values.Values.table",
+        _gives(None),
+    ),
     "loops": Mechanism(
         "What only rearranges the constants of a scan is done before it.",
         "transform.moves_taken_out",
