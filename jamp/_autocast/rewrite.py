@@ -242,10 +242,12 @@ class Rewriter:
             self.products += 1
         results, known = [self._bind(out, half)], self.scope.written
         written = jax_internals.call(function, operands, results, eqn, known)
-        if written is None:
-            self._write(eqn, half)
-        else:
+        if written is not None:
             self.eqns.append(written)
+        elif eqn.primitive.name == "gather":
+            self._write(eqn, FLOAT32)
+        else:
+            self._write(eqn, half)
 
     def _write_in_fp8(self, eqn: jc.JaxprEqn, weight: jc.Var) -> None:
         """Writes a product by a weight, each quantized once for all products."""
