@@ -188,7 +188,7 @@ class Values:
         why = why_half(facts, eqn, self.want_of(eqn.outvars[0]).feeds)
         if why:
             return half._replace(why=why)
-        return Choice(facts.half, "fp8", fp8=weight_of(facts, eqn))
+        return half._replace(why="fp8", fp8=weight_of(facts, eqn))
 
     def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         facts = self.facts

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 
 import equinox as eqx
 import haiku as hk
@@ -119,6 +120,41 @@ def test_in_models_of_others_too(make):
     found = calls(compiled(step=step, state=state_of(params=params), rows=(512,)))
     fp8 = sum(n for (name, _), n in found.items() if name.endswith("f8"))
     assert fp8 == 2 * 3  # the first of four reads the input, the last gives the output
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_what_micro_batches_share_is_quantized_before_their_loop(wrap):
+    trips, rows = 3, 512
+    params = {"one": shape()} | {name: shape(WIDTH, WIDTH) for name in ("w", "v")}
+
+    def loss_fn(params, batches):
+        def add(loss, x):
+            y = jnp.tanh((x * params["one"]) @ params["w"])
+            return loss + jnp.square(y @ params["v"]).mean(), None
+
+        return jax.lax.scan(wrap(add), 0.0, batches)[0]
+
+    def step(state, batches):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batches)
+        return state.apply_gradients(grads=grads), loss
+
+    program = compiled(step=step, state=state_of(params=params), rows=(trips, rows))
+    again = 1 if wrap is jax.checkpoint else 0
+    assert program.products["f8e4m3fn", "f8e4m3fn"] == (1 + again) * trips
+    assert program.products["f8e5m2", "f8e4m3fn"] == 2 * trips
+    loops = [i for i in program.entry.values() if i.opcode == "while"]
+    inside = [i for loop in loops for i in reached(program, loop)]
+    quantized = [i.shape.partition("{")[0] for i in inside if i.opcode == "convert"]
+    assert f"f8e4m3fn[{rows},{WIDTH}]" in quantized
+    assert f"f8e4m3fn[{WIDTH},{WIDTH}]" not in quantized
+
+
+def reached(program, instruction):
+    """The instructions of the computations that one calls, and of those they call."""
+    for name in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", instruction.rest):
+        for inner in program.computations[name].values():
+            yield inner
+            yield from reached(program, inner)
 
 
 def test_a_scale_for_each_row_would_be_a_kernel_of_its_own(monkeypatch):
