@@ -1,7 +1,4 @@
-"""Each mechanism of autocast can be switched off, and its example then differs.
-
-What the mechanisms are worth, `benchmarks.ablations` measures.
-"""
+"""Each mechanism of autocast can be switched off, and its example then differs."""
 
 import re
 from collections.abc import Callable

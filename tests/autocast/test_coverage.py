@@ -1,7 +1,4 @@
-"""The coverage table: every construct, forward and backward, in both halves.
-
-Values are those of float16: in bfloat16 the program is the same, but for the dtype.
-"""
+"""The coverage table: every construct, forward and backward, in both halves."""
 
 import functools
 
@@ -20,10 +17,7 @@ W /= 4
 
 
 def both_passes(name, cast):
-    """A construct, and its gradients in both arguments, with cotangents for all floats.
-
-    In one program, jitted: compiling takes all the time, then tracing.
-    """
+    """A construct and its gradients, with cotangents for all floats."""
     fn = TABLE[name](cast)
 
     def loss(w, x):

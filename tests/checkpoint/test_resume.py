@@ -33,13 +33,9 @@ ADAM = optax.adam(1e-2)
 FUSED = jo.fused_adam(1e-2, weight_decay=0.1, max_grad_norm=1.0)
 LAMB = jo.fused_lamb(1e-2)
 RUNS = {
-    "O0 fused adam": FUSED,
     "O1 optax adam": ADAM,
-    "O2 optax adam": ADAM,
     "O2 lamb": LAMB,
     "O3 fused adam": FUSED,
-    "O4 lamb": LAMB,
-    "O5 fused adam": FUSED,
     "O5 optax adam": ADAM,
 }
 
