@@ -83,7 +83,7 @@ def _each_by_itself(original: Function) -> Function:
 
 
 def _always_again(original: Function) -> Function:
-    return lambda *args: original(*args[:3], True)
+    return lambda *args: original(*args[:-1], True)
 
 
 def _keeps_names(original: Function) -> Function:
