@@ -51,9 +51,7 @@ from jamp._autocast.frames import (
 )
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._core.dtypes import FLOAT32
-
-# Compute capabilities before Ampere: XLA refuses an algorithm for bfloat16 there.
-_BEFORE_AMPERE = ("5.", "6.", "7.")
+from pallas_kernels._compat import compute_capability
 
 
 @jax.custom_jvp
@@ -156,10 +154,12 @@ def rows_of(params: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
 
 
 def has_algorithm(half: DTypeLike) -> bool:
-    """Whether XLA takes an algorithm for a half dtype on the GPUs here."""
-    found = [getattr(d, "compute_capability", "") for d in jax.local_devices()]
-    old = any(str(capability).startswith(_BEFORE_AMPERE) for capability in found)
-    return half == jnp.float16 or not old
+    """Whether XLA takes an algorithm for a half dtype on the GPUs here.
+
+    It refuses one for bfloat16 before Ampere.
+    """
+    found = map(compute_capability, jax.local_devices())
+    return half == jnp.float16 or not any(c and c < (8, 0) for c in found)
 
 
 # ---- what only rearranges the constants of a loop
