@@ -36,7 +36,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.quantized import FORWARD, Of, product_of, quantize
 from jamp._autocast.reasons import CAST, Note, noted, noting
-from jamp._autocast.sums import with_bias, with_weight
+from jamp._autocast.sums import rows_of, with_bias, with_weight
 from jamp._autocast.values import Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
@@ -225,21 +225,29 @@ class Rewriter:
         self.emit(eqn, ins, outs, params, apart)
 
     def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
-        """Writes a product, or its sum with a bias, where gradients of `var` add up."""
+        """Writes an equation with an operand `var` whose gradients add up in float32.
+
+        It adds that to a product, multiplies by it, or looks rows up in it.
+        """
         half, (out,), first = self.scope.policy.dtype, eqn.outvars, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
         function = with_bias
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name != "add":
             operands.append(self.read(var, half))
+        if eqn.primitive.name == "gather":
+            function = rows_of(tuple(sorted(eqn.params.items())))
+        if eqn.primitive.name == "dot_general":
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.products)
             self.products += 1
         results, known = [self._bind(out, half)], self.scope.written
         written = jax_internals.call(function, operands, results, eqn, known)
-        if written is None:
-            self._write(eqn, half)
-        else:
+        if written is not None:
             self.eqns.append(written)
+        elif eqn.primitive.name == "gather":
+            self._write(eqn, FLOAT32)
+        else:
+            self._write(eqn, half)
 
     def _write_in_fp8(
         self, eqn: jc.JaxprEqn, weight: jc.Var, summed: jc.Var | None
