@@ -13,10 +13,8 @@ After a change of jamp/_autocast, what was measured before counts as missing.
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import pathlib
-import subprocess
 import warnings
 from typing import Any
 
@@ -53,14 +51,6 @@ def _key(entry: Entry) -> tuple[str, str, str]:
     return entry["model"], entry["mode"], entry["without"]
 
 
-def conditions() -> Entry:
-    """What the figures depend on: `commit` is the last that changed autocast."""
-    command = ["git", "log", "-1", "--format=%h", "--", "jamp/_autocast"]
-    commit = subprocess.check_output(command, text=True, cwd=RESULTS.parents[2])
-    jax = importlib.metadata.version("jax")
-    return {"jax": jax, "target": "H200", "commit": commit.strip()}
-
-
 def measure(model: str, mode: str, mechanism: str) -> Entry:
     """The entry of a step; without a mechanism, if it is not `AS_IS`."""
     off = contextlib.nullcontext() if mechanism == AS_IS else without(mechanism)
@@ -73,7 +63,7 @@ def measure(model: str, mode: str, mechanism: str) -> Entry:
 
 def measure_missing(models: list[str], modes: list[str], names: list[str]) -> None:
     """Adds what is not there, and replaces what was measured of another autocast."""
-    here = conditions()
+    here = lean.conditions("H200")
     entries = {_key(entry): entry for entry in read()}
     wanted = [(m, o, n) for m in models for n in (AS_IS, *names) for o in modes]
     for key in wanted:

@@ -3,23 +3,28 @@
     python -m benchmarks.lean                  # all models on an H200, by both modes
     python -m benchmarks.lean gpt2 vit --modes narrowest,O5
     python -m benchmarks.lean gpt2 --tpu       # on a TPU v5e; needs libtpu
+    python -m benchmarks.lean --again          # what is saved, of this commit
+    python -m benchmarks.lean --table          # Markdown, of what is saved
 
-Prints, per model and mode, traffic, temporary memory and kernels as multiples of what
+Saves in benchmarks/results/lean.json, with the last commit that changed autocast, and
+prints, per model and mode, traffic, temporary memory and kernels as multiples of what
 the model written by hand takes: with `dtype=bfloat16` and float32 params for the two
 modes of autocast (or float16 half params with masters for O2, bfloat16 for O5), Adam
 included; beside O6 is O5. Copies count as bytes, not as kernels: how many donated
 params XLA copies depends on the names of the modules (BERT by hand: 2, or 17). A
-program that was compiled before is read from a folder of temporary files.
+program that was compiled before is read from there, or a folder of temporary files.
 """
 
 import argparse
 import cProfile
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
 import pstats
+import subprocess
 import tempfile
 import time
 import warnings
@@ -46,6 +51,10 @@ TX = optax.adam(1e-3)
 MODES = ("widest", "narrowest", "O2", "O5", "O6")
 HALF = {"O2": jnp.float16, "O5": jnp.bfloat16, "O6": jnp.bfloat16}
 FOLDER = pathlib.Path(tempfile.gettempdir(), "jamp-lean")
+RESULTS = pathlib.Path(__file__).parent / "results" / "lean.json"
+TARGETS = {"H200": h200, "v5e": tpu}
+
+type Entry = dict[str, Any]
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
@@ -202,19 +211,33 @@ def ones(shapes: Any) -> Any:
 
 def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
     """Compiles a step, or looks up what it cost when it was compiled before."""
+    return _measured("v5e" if on_tpu else "H200", _lowered(name, mode, ours, on_tpu))
+
+
+def _lowered(name: str, mode: str, ours: bool, on_tpu: bool) -> Any:
     step, state = program(name, mode, ours)
     case = CASES[name]
     key = jax.eval_shape(jax.random.key, 0)
     args = (state, (case.inputs, case.targets), key)
-    target = tpu if on_tpu else h200
-    lowered = target.lower_step(step, *args, donate=(0,))
-    file = FOLDER / f"{_digest(lowered, on_tpu)}.json"
+    return (tpu if on_tpu else h200).lower_step(step, *args, donate=(0,))
+
+
+def _measured(target: str, lowered: Any) -> Measured:
+    file = FOLDER / f"{digest(lowered, target)}.json"
     if not file.exists():
-        found = target.compile_lowered(lowered)
+        found = TARGETS[target].compile_lowered(lowered)
         FOLDER.mkdir(exist_ok=True)
         kernels = found.kernels - len(found.copies)
         file.write_text(json.dumps([found.traffic, found.temp, kernels]))
     return Measured(*json.loads(file.read_text()))
+
+
+def digest(lowered: Any, target: str) -> str:
+    """Equal for the same program, compiled and counted in the same way."""
+    counted = pathlib.Path(_hlo.__file__).read_text()
+    options = (jax.__version__, str(target == "v5e"), str(h200.CHEAP))
+    parts = ("no copies", *options, counted, lowered.as_text())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def count_calls(fn: Callable[[], Any]) -> int:
@@ -224,11 +247,58 @@ def count_calls(fn: Callable[[], Any]) -> int:
     return pstats.Stats(profile).total_calls  # pyright: ignore
 
 
-def _digest(lowered: Any, on_tpu: bool) -> str:
-    counted = pathlib.Path(_hlo.__file__).read_text()
-    options = (jax.__version__, str(on_tpu), str(h200.CHEAP))
-    parts = ("no copies", *options, counted, lowered.as_text())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+# ---- what is saved
+
+
+def conditions(target: str) -> Entry:
+    """What the figures depend on: `commit` is the last that changed autocast."""
+    command = ["git", "log", "-1", "--format=%h", "--", "jamp/_autocast"]
+    commit = subprocess.check_output(command, text=True, cwd=RESULTS.parents[2])
+    version = importlib.metadata.version("jax")
+    return {"jax": version, "target": target, "commit": commit.strip()}
+
+
+def read() -> list[Entry]:
+    return json.loads(RESULTS.read_text())
+
+
+def _key(entry: Entry) -> tuple[str, str, str]:
+    return entry["model"], entry["mode"], entry["target"]
+
+
+def saved(name: str, mode: str, target: str) -> Entry:
+    """What a step costs, saved: looked up where both programs are as they were."""
+    entries = {_key(entry): entry for entry in read()}
+    pair = [_lowered(name, mode, ours, target == "v5e") for ours in (True, False)]
+    programs = [digest(lowered, target) for lowered in pair]
+    entry = entries.get((name, mode, target), {})
+    if entry.get("programs") != programs:
+        ours, hand = (_measured(target, lowered) for lowered in pair)
+        figures = {k: round(x, 4) for k, x in ours.over(hand)._asdict().items()}
+        size = {"GB by hand": round(hand.traffic / 1e9, 1), "programs": programs}
+        entry = {"model": name, "mode": mode} | figures | size
+    # Read again: another target may have been saved meanwhile.
+    entries = {_key(entry): entry for entry in read()}
+    entries[name, mode, target] = entry = entry | conditions(target)
+    order = [(n, m, t) for n in CASES for t in TARGETS for m in MODES]
+    lines = [json.dumps(entries[key]) for key in order if key in entries]
+    RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    return entry
+
+
+def table(entries: list[Entry]) -> str:
+    """Traffic and temporary memory, and the commits that they were counted at."""
+    columns = [(t, m) for t in TARGETS for m in MODES if m != "O2"]
+    heads = " | ".join(f"{target} {mode}" for target, mode in columns)
+    lines = [f"| | {heads} | commit |", "|---" * (len(columns) + 2) + "|"]
+    by_key = {_key(entry): entry for entry in entries}
+    for name in CASES:
+        row = [by_key.get((name, mode, target)) for target, mode in columns]
+        cells = [f"{e['traffic']:.3f}, {e['temp']:.3f}" if e else "" for e in row]
+        commits = dict.fromkeys(f"`{e['commit']}`" for e in row if e)
+        if commits:
+            lines.append(f"| {' | '.join([name, *cells, ' '.join(commits)])} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -236,18 +306,22 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--modes", default="widest,narrowest", help=",".join(MODES))
     parser.add_argument("--tpu", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    target = "v5e" if args.tpu else "H200"
+    if args.table:
+        print(table(read()))
+        return
     modes = args.modes.split(",")
-    print(f"{'model':14}" + "".join(f"{mode + ' (GB)':>30}" for mode in modes))
-    for name in args.names or CASES:
-        line, start = f"{name:14}", time.monotonic()
-        for mode in modes:
-            hand = measure(name, mode, False, args.tpu)
-            ratio = measure(name, mode, True, args.tpu).over(hand)
-            cells = f"{ratio.traffic:8.3f} {ratio.temp:6.3f} {ratio.kernels:5.2f}"
-            line += f"{cells} ({hand.traffic / 1e9:5.1f})"
-        print(f"{line}  {time.monotonic() - start:4.0f} s", flush=True)
+    cells = [(name, mode, target) for name in args.names or CASES for mode in modes]
+    for name, mode, target in map(_key, read()) if args.again else cells:
+        start = time.monotonic()
+        cell = saved(name, mode, target)
+        figures = " ".join(f"{cell[field]:6.3f}" for field in Measured._fields)
+        spent = f"({cell['GB by hand']:5.1f} GB)  {time.monotonic() - start:4.0f} s"
+        print(f"{name:14} {target} {mode:10} {figures} {spent}", flush=True)
 
 
 if __name__ == "__main__":

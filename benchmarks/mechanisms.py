@@ -83,7 +83,7 @@ def _each_by_itself(original: Function) -> Function:
 
 
 def _always_again(original: Function) -> Function:
-    return lambda *args: original(*args[:3], True)
+    return lambda *args: original(*args[:-1], True)
 
 
 def _keeps_names(original: Function) -> Function:
@@ -170,6 +170,11 @@ MECHANISMS = {
         "The gradient of a weight whose rows are looked up too is a float32 product.",
         "facts.Facts._is_summed",
         _only_in_loops,
+    ),
+    "rows": Mechanism(
+        "Rows of a table that is the head too are read in half, and summed in float32.",
+        "values.Values.table",
+        _gives(None),
     ),
     "loops": Mechanism(
         "What only rearranges the constants of a scan is done before it.",

@@ -3,6 +3,7 @@
 What they show comes from the library: each number is a dtype, a property or a run.
 """
 
+import functools
 import json
 import pathlib
 
@@ -345,6 +346,45 @@ def draw_bytes():
     return figure
 
 
+def held_bytes(level, tx=jamp.optimizers.fused_adam, **options):
+    """Bytes per parameter that a state of Adam holds: params, masters, moments."""
+    params = {"w": jnp.ones(64)}
+    state = jamp.initialize(params, tx(1e-3), level, verbosity=0, **options)
+    inner = getattr(state.opt_state, "inner_state", state.opt_state)
+    parts = state.params, getattr(state.opt_state, "masters", ()), inner
+    leaves = (jax.tree.leaves(part) for part in parts)
+    return [sum(x.dtype.itemsize for x in part if x.ndim) for part in leaves]
+
+
+def draw_memory():
+    small = functools.partial(jamp.optimizers.fused_adam, moment_dtype=jnp.bfloat16)
+    rows = {
+        "O0, O1, O4": held_bytes("O4"),
+        "O2, O5, O6": held_bytes("O5"),
+        "O5, 16-bit remainders": held_bytes("O5", store_remainder=True),
+        "the same, moments in bfloat16": held_bytes("O5", small, store_remainder=True),
+        "no masters, stochastic rounding": held_bytes(
+            "O5", small, master_weights=False, stochastic_rounding=True
+        ),
+    }
+    figure, axes = plt.subplots(figsize=(8, 2.6))
+    colors = COLORS["bfloat16"], COLORS["float32"], "#b4a7d6"
+    parts = zip(("params", "masters", "moments"), colors, strict=True)
+    sizes, left = np.array(list(rows.values())), np.zeros(len(rows))
+    for (name, color), size in zip(parts, sizes.T, strict=True):
+        axes.barh(list(rows), size, left=left, color=color, label=name, height=0.7)
+        for row, (n, start) in enumerate(zip(size, left, strict=True)):
+            text = str(n) if n else ""
+            axes.text(start + n / 2, row, text, ha="center", va="center", fontsize=9)
+        left += size
+    for row, total in enumerate(left):
+        axes.text(total + 0.2, row, f"{total:g}", va="center", weight="bold")
+    axes.invert_yaxis()
+    axes.set(xlabel="bytes per parameter that a state of Adam holds", xlim=(0, 15))
+    axes.legend(frameon=False, loc="lower right")
+    return figure
+
+
 def peers():
     """By model and contestant: bytes moved and held on an H200, over plain JAX's."""
     file = FOLDER.parents[1] / "benchmarks" / "results" / "compared.jsonl"
@@ -412,6 +452,7 @@ PICTURES = {
     "levels": draw_levels,
     "scale": draw_scale,
     "bytes": draw_bytes,
+    "memory": draw_memory,
     "peers": draw_peers,
 }
 

@@ -5,6 +5,13 @@ from typing import Any
 import jax
 
 
+def compute_capability(device: Any) -> tuple[int, ...]:
+    """Of an NVIDIA GPU, such as (9, 0); () of any other device."""
+    parts = str(getattr(device, "compute_capability", "")).split(".")
+    # ROCm names architectures: "gfx942".
+    return tuple(map(int, parts)) if all(map(str.isdecimal, parts)) else ()
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """The mesh axes along which an array, or what has the type of one, differs.
 

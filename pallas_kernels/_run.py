@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float, UInt32
 
-from pallas_kernels._compat import varying_axes
+from pallas_kernels._compat import compute_capability, varying_axes
 from pallas_kernels._xla import Job, Leaf, Results, run_in_xla
 
 type Backend = Literal["auto", "xla", "mosaic", "interpret"]
@@ -153,10 +153,7 @@ def _target(arrays: Iterable[Array]) -> tuple[str, bool]:
     kind = next(filter(None, told), device).device_kind
     if kind != device.device_kind:
         return kind, _is_supported_kind(kind)
-    capability = str(getattr(device, "compute_capability", None)).split(".")
-    # ROCm names architectures: "gfx942".
-    known = device.platform == "gpu" and all(map(str.isdecimal, capability))
-    return kind, known and tuple(map(int, capability)) >= _OLDEST
+    return kind, compute_capability(device) >= _OLDEST
 
 
 def _is_supported_kind(kind: str) -> bool:

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import stop_gradient_p
 from jamp._autocast import derivatives
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import (
+    CHECKPOINT,
     HOLDERS,
     OBJECT,
     OPEN_CALLS,
@@ -43,6 +44,7 @@ from jamp._autocast.program import (
     recorded,
     region_rule,
 )
+from jamp._autocast.quantized import with_shared_kept
 from jamp._autocast.rewrite import Rewriter, rewrite
 from jamp._autocast.values import feeds_of, wants_of_results
 from jamp._core.dtypes import FLOAT32
@@ -64,6 +66,9 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
         outs = recorded(eqn.outvars)
         written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
+    if rewriter.scope.policy.fp8 and eqn.primitive.name == CHECKPOINT:
+        policy = with_shared_kept(eqn.params["policy"])
+        eqn = eqn.replace(params=eqn.params | {"policy": policy})
     _emit(rewriter, eqn, ins, written)
 
 

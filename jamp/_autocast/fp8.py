@@ -7,15 +7,17 @@ z = dot_general y w3           half: no product reads what is made of it
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Container, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core as jc
 
 from jamp._autocast.facts import PLAIN, Facts
-from jamp._autocast.frames import frames_of
+from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import NO_FP8, Source
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float, is_float32, name_stack, shape_of
@@ -38,9 +40,9 @@ class Fp8:
     float8_e4m3fn, cotangents in float8_e5m2, each tensor with a scale of its own, a
     power of two by its largest number of this step. Nothing is stored. In half stay the
     products of what the program is given, and the last ones, whose results go to the
-    loss (logits); attention and all else without a weight; convolutions; weights that
-    all trips of a loop share; functions with a derivative of their own; what has a
-    `precision`, a dtype or a mark of the user's; and what is too small.
+    loss (logits); attention and all else without a weight; convolutions; functions with
+    a derivative of their own; what has a `precision`, a dtype or a mark of the user's;
+    and what is too small.
 
     Attributes:
         keep: weights whose products stay in half: a regex searched in the path
@@ -117,8 +119,6 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 last"
     if Source.STAYS in facts[weight].source:
         return "fp8 kept"
-    if facts.weight(eqn) is not None:
-        return "fp8 loop"
     if facts.scope.derived:
         return "fp8 derivative"  # what is a gradient in it is not known
     # What is written is traced here, without the axes of a `shard_map` in the program.
@@ -163,22 +163,48 @@ def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, 
 
 def feeds_itself(body: jc.Jaxpr, consts: int, carries: int) -> list[bool]:
     """Of each carry of a loop, whether a product reads what is made of it."""
-    read = _read_by_products(body)
-    return [v in read for v in body.invars[consts:][:carries]]
+    read = _read_by_products(body, [False] * len(body.outvars))
+    return read[consts:][:carries]
 
 
-def _read_by_products(program: jc.Jaxpr) -> set[Any]:
-    """The variables of a program of which a product in it is made."""
-    read: set[Any] = set()
+def _read_by_products(program: jc.Jaxpr, results: Sequence[bool]) -> list[bool]:
+    """Of each input of a program, whether a product is made of it.
+
+    Of its `results` it is known.
+    """
+    pairs = zip(program.outvars, results, strict=True)
+    read = {v for v, is_read in pairs if is_read and isinstance(v, jc.Var)}
     for eqn in reversed(program.eqns):
-        if multiplies(eqn) or not read.isdisjoint(eqn.outvars):
-            read.update(v for v in eqn.invars if isinstance(v, jc.Var) and is_float(v))
-    return read
+        inside = [_read_in_frame(frame, read) for frame in frames_of(eqn)]
+        if not inside:
+            is_read = is_product(eqn) or not read.isdisjoint(eqn.outvars)
+            inside = [eqn.invars if is_read else []]
+        atoms = itertools.chain(*inside)
+        read.update(v for v in atoms if isinstance(v, jc.Var) and is_float(v))
+    return [v in read for v in program.invars]
+
+
+def _read_in_frame(frame: Frame, read: Container[Atom]) -> list[Atom]:
+    """The operands of a program of which a product in it, or after it, is made."""
+    carries = slice(frame.consts, frame.consts + frame.carries)
+    results = [v in read for v in frame.results]
+    results += [False] * (len(frame.program.outvars) - len(results))
+    while True:
+        found = _read_by_products(frame.program, results)
+        again = [*map(operator.or_, results, found[carries]), *results[frame.carries :]]
+        if frame.kind is not Kind.LOOP or again == results:
+            pairs = zip(frame.operands, found, strict=True)
+            return [v for v, is_read in pairs if is_read]
+        results = again
 
 
 def multiplies(eqn: jc.JaxprEqn) -> bool:
     """Whether an equation is a product, or a program that it holds has one."""
-    own = traits_of(primitive_name(eqn)).shape is Shape.PRODUCT
-    return own or any(
+    return is_product(eqn) or any(
         multiplies(inner) for frame in frames_of(eqn) for inner in frame.program.eqns
     )
+
+
+def is_product(eqn: jc.JaxprEqn) -> bool:
+    """Whether an equation itself is a product."""
+    return traits_of(primitive_name(eqn)).shape is Shape.PRODUCT

@@ -9,6 +9,9 @@ finite: current scaling, with the formats of "FP8 Formats for Deep Learning", ar
 2209.05433. A power of two rounds nothing and is undone exactly; it is kept as its
 exponent, an integer with no derivative. XLA makes cuBLAS's fp8 products of this form:
 fp8 operands straight into a `dot_general`, a scalar factor on its result.
+
+XLA for a GPU takes nothing out of loops. JAX does, of a scan that it differentiates:
+what only depends on the scan's constants, and is kept for the backward pass.
 """
 
 import enum
@@ -24,8 +27,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-from jamp._autocast.jax_internals import in_dtype
 from jamp._autocast.sums import apart
 from jamp._core.dtypes import FLOAT32
 from pallas_kernels._compat import varying_axes
@@ -46,6 +49,7 @@ class Of(enum.Enum):
 
     INPUT = enum.auto()  # for products that know its derivative, as the next one
     WEIGHT = enum.auto()
+    SHARED = enum.auto()  # a weight, by all trips of a loop: `with_shared_kept`
     COTANGENT = enum.auto()
 
 
@@ -60,13 +64,15 @@ def quantize(x: Array, of: Of) -> tuple[Array, Array]:
 
 @functools.lru_cache(maxsize=256)
 def product_of(
-    numbers: Numbers, first: bool, grad_weight: bool, again: bool
+    numbers: Numbers, first: bool, half: DTypeLike, grad_weight: bool, again: bool
 ) -> Callable[..., Array]:
-    """What multiplies a half array by a half weight, each given quantized too, in fp8.
+    """What multiplies an array by a weight, each given quantized too, in fp8.
 
-    `jax.lax.dot_general` takes the `numbers`, and the weight as `first` or second.
-    Unless `grad_weight`, the gradient of the weight is a product in half. The weight is
-    kept for the gradient of the other operand, to be quantized `again`, or in fp8.
+    `jax.lax.dot_general` takes the `numbers`, and the weight as `first` or second. The
+    result is in `half`, and so is an operand, or in float32 if its gradients are to be
+    summed so. Unless `grad_weight`, the gradient of the weight is a product in half.
+    The weight is kept for the gradient of the other operand, to be quantized `again`,
+    or in fp8.
     """
 
     def in_order(x: Array, weight: Array) -> tuple[Array, Array]:
@@ -74,23 +80,23 @@ def product_of(
 
     @jax.custom_jvp
     def product(x: Array, x8: Array, of_x8: Array, w: Array, w8: Array, of_w8: Array):
-        return _multiplied(*in_order(x8, w8), of_x8 + of_w8, numbers, x.dtype)
+        return _multiplied(*in_order(x8, w8), of_x8 + of_w8, numbers, half)
 
     def derivative(primals, tangents):
         x, x8, of_x8, weight, w8, of_w8 = primals
         of_x, _, _, of_weight, *_ = tangents
+        linear = functools.partial(_linear.bind, numbers=numbers, half=half)
         known = []
         if not isinstance(of_x, SymbolicZero):
             of_x, kept = _varying_like(of_x, weight), (w8, of_w8)
-            kept = (weight,) if again else kept
-            known.append(_linear.bind(of_x, *kept, numbers=numbers, first=not first))
+            known.append(linear(of_x, *((weight,) if again else kept), first=not first))
         if not isinstance(of_weight, SymbolicZero) and grad_weight:
-            of_weight, kept = _varying_like(of_weight, x8), (x8, of_x8)
-            known.append(_linear.bind(of_weight, *kept, numbers=numbers, first=first))
+            of_weight = _varying_like(of_weight, x8)
+            known.append(linear(of_weight, x8, of_x8, first=first))
         elif not isinstance(of_weight, SymbolicZero):
-            operands = in_order(x, of_weight)
+            operands = in_order(x.astype(half), of_weight.astype(half))
             known.append(
-                lax.dot_general(*operands, numbers, preferred_element_type=x.dtype)
+                lax.dot_general(*operands, numbers, preferred_element_type=half)
             )
         return product(*primals), sum(known[1:], known[0])
 
@@ -138,7 +144,7 @@ def _quantized(x: Array, of: Of) -> list[Array]:
     exponent = jnp.where((bits > 0) & (bits < _INFINITY), exponent, 0)
     # XLA for a GPU would write in float32 what the maximum and this read, but for a
     # weight, which is there.
-    wide = (x if of is Of.WEIGHT else apart(x)).astype(FLOAT32)
+    wide = (x if of in (Of.WEIGHT, Of.SHARED) else apart(x)).astype(FLOAT32)
     # A cast that saturates, as NVIDIA's instruction does, would hide an infinity.
     wide = jnp.where(jnp.isfinite(wide), wide, jnp.nan)
     return [(wide * _power(-exponent)).astype(dtype), exponent]
@@ -159,7 +165,8 @@ def _jvp_of_quantize(primals: Any, tangents: Any, of: Of) -> Any:
     if of is Of.COTANGENT:
         raise NotImplementedError(_SECOND)
     x8, exponent = _quantize.bind(*primals, of=of)
-    tangent = _unread.bind(tangents[0], dtype=x8.dtype)
+    # Products read none, and give it no cotangent: it says what depends on what.
+    tangent = tangents[0].astype(x8.dtype)
     return [x8, exponent], [tangent, np.zeros((), jax.dtypes.float0)]
 
 
@@ -176,37 +183,47 @@ batching.primitive_batchers[_quantize] = _batched_quantize
 mlir.register_lowering(_quantize, mlir.lower_fun(_quantized, multiple_results=True))
 
 
-# ---- the tangent of what is quantized: products read none, and give it no cotangent
+@functools.cache
+def with_shared_kept(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A policy of `jax.checkpoint` that keeps in fp8 what a loop's trips share, too.
+
+    It is kept once for all trips, and not computed in each.
+    """
+
+    def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive is _quantize and params["of"] is Of.SHARED:
+            return True
+        return policy is not None and policy(primitive, *avals, **params)
+
+    return keeps
 
 
-def _nan_of(tangent: Array, dtype: Any) -> Array:
-    """What a second derivative would read."""
-    return (tangent * np.array(np.nan, tangent.dtype)).astype(dtype)
+# ---- what a gradient is made of: an error in a second derivative
 
 
-def _nan_unless_zero(cotangent: Array, tangent: Any, dtype: Any) -> list[Array]:
-    # With `jax_custom_jvp3`, no cotangent is an array of zeros.
-    missing = cotangent.astype(tangent.aval.dtype)
-    return [jnp.where(missing == 0, missing, jnp.nan)]
+def _raise(*_: Any) -> Any:
+    raise NotImplementedError(_SECOND)
 
 
-_unread = Primitive("fp8_unread")
-_unread.def_impl(jax.jit(_nan_of, static_argnames="dtype"))
-_unread.def_abstract_eval(in_dtype)
-ad.deflinear2(_unread, _nan_unless_zero)
-batching.defvectorized(_unread)
-mlir.register_lowering(_unread, mlir.lower_fun(_nan_of, multiple_results=False))
+_once = Primitive("fp8_once")
+_once.def_impl(lambda x: x)
+_once.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_once] = _raise
+batching.defvectorized(_once)
+mlir.register_lowering(_once, lambda _, x: [x])
 
 
 # ---- the derivative: a linear function of a tangent, whose cotangent is quantized
 
 
-def _of_tangent(tangent: Array, *kept: Array, numbers: Numbers, first: bool) -> Array:
+def _of_tangent(
+    tangent: Array, *kept: Array, numbers: Numbers, half: DTypeLike, first: bool
+) -> Array:
     """A tangent, as `first` or second operand, times what is kept, in fp8."""
     t8, of_t8 = quantize(tangent, Of.INPUT)
     k8, of_k8 = _unpacked(kept)
     operands = (t8, k8) if first else (k8, t8)
-    return _multiplied(*operands, of_t8 + of_k8, numbers, tangent.dtype)
+    return _multiplied(*operands, of_t8 + of_k8, numbers, half)
 
 
 def _unpacked(kept: Sequence[Array]) -> tuple[Array, Array]:
@@ -215,7 +232,7 @@ def _unpacked(kept: Sequence[Array]) -> tuple[Array, Array]:
 
 
 def _transposed(
-    cotangent: Any, tangent: Any, *kept: Array, numbers: Numbers, first: bool
+    cotangent: Any, tangent: Any, *kept: Array, numbers: Numbers, first: bool, **_: Any
 ) -> list[Any]:
     """The gradient of what the tangent is of: the cotangent times what is kept."""
     nothing = [None] * len(kept)
@@ -223,6 +240,7 @@ def _transposed(
         return [ad.Zero(tangent.aval), *nothing]
     g8, of_g8 = quantize(cotangent, Of.COTANGENT)
     k8, of_k8 = _unpacked(kept)
+    k8 = _once.bind(k8)
     (t_sum, k_sum), (t_batch, k_batch) = (p if first else p[::-1] for p in numbers)
     t_free = _others(tangent.aval.ndim, t_sum, t_batch)
     k_free = _others(k8.ndim, k_sum, k_batch)
@@ -263,7 +281,9 @@ def _jvp_of_linear(primals: Any, tangents: Any, **params: Any) -> Any:
     return out, _linear.bind(of_tangent, *primals[1:], **params)
 
 
-def _batched_linear(args: Any, dims: Any, numbers: Numbers, first: bool) -> Any:
+def _batched_linear(
+    args: Any, dims: Any, numbers: Numbers, half: DTypeLike, first: bool
+) -> Any:
     """A batch is one more free axis of an operand, or of both a batch of products."""
     (t, k, *exponent), (of_t, of_k, *_) = args, dims
     sides = [[p[0] for p in numbers], [p[1] for p in numbers]]
@@ -280,7 +300,7 @@ def _batched_linear(args: Any, dims: Any, numbers: Numbers, first: bool) -> Any:
             side[1] = (0, *side[1])
     (left_sum, left_batch), (right_sum, right_batch) = sides
     numbers = (left_sum, right_sum), (left_batch, right_batch)
-    out = _linear.bind(t, k, *exponent, numbers=numbers, first=first)
+    out = _linear.bind(t, k, *exponent, numbers=numbers, half=half, first=first)
     place = 0 if both else len(left_batch)
     if right and not both:  # after the free axes of the other
         place += ndim - len(left_sum) - len(left_batch)
@@ -293,7 +313,7 @@ def _type_of_linear(*avals: Any, **params: Any) -> Any:
 
 
 _linear = Primitive("fp8_derivative")
-_linear.def_impl(jax.jit(_of_tangent, static_argnames=("numbers", "first")))
+_linear.def_impl(jax.jit(_of_tangent, static_argnames=("numbers", "half", "first")))
 _linear.def_abstract_eval(_type_of_linear)
 ad.primitive_jvps[_linear] = _jvp_of_linear
 ad.primitive_transposes[_linear] = _transposed

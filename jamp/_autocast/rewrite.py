@@ -36,7 +36,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.quantized import FORWARD, Of, product_of, quantize
 from jamp._autocast.reasons import CAST, Note, noted, noting
-from jamp._autocast.sums import with_bias, with_weight
+from jamp._autocast.sums import rows_of, with_bias, with_weight
 from jamp._autocast.values import Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
@@ -174,7 +174,7 @@ class Rewriter:
             return
         dtype = choice.computed
         if choice.fp8 is not None:
-            self._write_in_fp8(eqn, choice.fp8)
+            self._write_in_fp8(eqn, choice.fp8, choice.summed)
             dtype = np.dtype(FORWARD)
         elif choice.summed is not None:
             self._write_summed(eqn, choice.summed)
@@ -225,37 +225,49 @@ class Rewriter:
         self.emit(eqn, ins, outs, params, apart)
 
     def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
-        """Writes a product, or its sum with a bias, where gradients of `var` add up."""
+        """Writes an equation with an operand `var` whose gradients add up in float32.
+
+        It adds that to a product, multiplies by it, or looks rows up in it.
+        """
         half, (out,), first = self.scope.policy.dtype, eqn.outvars, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
         function = with_bias
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name != "add":
             operands.append(self.read(var, half))
+        if eqn.primitive.name == "gather":
+            function = rows_of(tuple(sorted(eqn.params.items())))
+        if eqn.primitive.name == "dot_general":
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.products)
             self.products += 1
         results, known = [self._bind(out, half)], self.scope.written
         written = jax_internals.call(function, operands, results, eqn, known)
-        if written is None:
-            self._write(eqn, half)
-        else:
+        if written is not None:
             self.eqns.append(written)
+        elif eqn.primitive.name == "gather":
+            self._write(eqn, FLOAT32)
+        else:
+            self._write(eqn, half)
 
-    def _write_in_fp8(self, eqn: jc.JaxprEqn, weight: jc.Var) -> None:
+    def _write_in_fp8(
+        self, eqn: jc.JaxprEqn, weight: jc.Var, summed: jc.Var | None
+    ) -> None:
         """Writes a product by a weight, each quantized once for all products."""
         half, first = self.scope.policy.dtype, eqn.invars[0] is weight
-        x = self.read(eqn.invars[1 if first else 0], half)
-        w = self.read(weight, half)
+        loop, shared = self.scope.loop, weight is summed
         # A scan would stack the slices of its weights in fp8, beside those in half.
-        options = self.scope.policy.fp8.grad_weight, self.scope.loop
+        again = loop and not shared
         # Its program keeps the line of the user's that it was traced for.
         make = product_of.__wrapped__ if noting.value else product_of
-        function = make(eqn.params["dimension_numbers"], first, *options)
-        operands = [
-            *(x, *self._quantized(x, Of.INPUT, eqn)),
-            *(w, *self._quantized(w, Of.WEIGHT, eqn)),
-        ]
+        numbers, fp8 = eqn.params["dimension_numbers"], self.scope.policy.fp8
+        operands = []
+        of_weight = Of.SHARED if loop and shared else Of.WEIGHT
+        x = eqn.invars[1 if first else 0]
+        for v, of in ((x, Of.INPUT), (weight, of_weight)):
+            quantized = self._quantized(self.read(v, half), of, eqn)
+            operands += self.read(v, FLOAT32 if v is summed else half), *quantized
         results = [self._bind(eqn.outvars[0], half)]
+        function = make(numbers, first, half, fp8.grad_weight, again)
         written = jax_internals.call(function, operands, results, eqn)
         if written is None:
             self._write(eqn, half)

@@ -106,14 +106,18 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]
     def derivative(primals, tangents):
         y, (t,) = softmax(*primals), tangents
         kept = name_p.bind(y.astype(half), name="softmax")
-        x = jax.lax.platform_dependent(kept, y, tpu=lambda _, y: y, default=read)
-        # Rounded, a row has another sum than 1: what is the same all along a row of `t`
-        # would not cancel.
-        return y, linear(x / x.sum(axes, keepdims=True), t)
+        x, total = jax.lax.platform_dependent(kept, y, tpu=exact, default=rounded)
+        return y, linear(x / name_p.bind(total, name="softmax"), t)
 
-    def read(kept, y):
+    def exact(_, y):
+        return y, jnp.ones_like(y.sum(axes, keepdims=True))
+
+    def rounded(kept, y):
         # Behind a barrier, or XLA would keep what it was rounded from, in float32.
-        return jax.lax.optimization_barrier(kept).astype(y.dtype)
+        x = jax.lax.optimization_barrier(kept).astype(y.dtype)
+        # A row has another sum than 1: what is the same all along a row of `t` would
+        # not cancel.
+        return x, x.sum(axes, keepdims=True)
 
     def linear(y, t):
         """`y * t - y * sum(y * t)`, which is its own transpose.

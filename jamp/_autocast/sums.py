@@ -1,7 +1,8 @@
-"""Sums of gradients, in float32: of a bias, and of a weight that a loop shares.
+"""Sums of gradients, in float32: of a bias, of a table, of a weight that loops share.
 
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = product(c, w, half of w) }
+    y = convert(gather(w, i))              y = rows(i, w, half of w)
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
 The gradient of a bias is a sum over all examples. XLA adds up float16 in float16; cast
@@ -16,6 +17,9 @@ own. XLA for CUDA adds a float32 product of half operands where it computes it: 
 thirds of the bytes, and one rounding less. It would merge the products of several
 weights with one cotangent, and add slices of the result; with copies of the cotangent
 it does not.
+
+The gradients of a table's rows are added to that of the head that is the same table, in
+float32. The rows are read from the half copy that the head's product reads.
 
 Flax joins the weights of an LSTM's gates in each step. XLA does so once, before the
 loop. But of what a loop is given JAX sums the gradient: on each trip that of the joined
@@ -47,9 +51,7 @@ from jamp._autocast.frames import (
 )
 from jamp._autocast.primitives import Shape, traits_of
 from jamp._core.dtypes import FLOAT32
-
-# Compute capabilities before Ampere: XLA refuses an algorithm for bfloat16 there.
-_BEFORE_AMPERE = ("5.", "6.", "7.")
+from pallas_kernels._compat import compute_capability
 
 
 @jax.custom_jvp
@@ -131,11 +133,33 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
     return product
 
 
+@functools.lru_cache(maxsize=256)
+def rows_of(params: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
+    """What looks rows of a float32 table up in a half copy of it, as a gather does."""
+    gather = functools.partial(jax.lax.gather_p.bind, **dict(params))
+
+    @jax.custom_jvp
+    def rows(indices: Array, table: Array, in_half: Array) -> Array:
+        return gather(in_half, indices)
+
+    def derivative(primals, tangents):
+        (indices, _, in_half), (_, of_table, _) = primals, tangents
+        found = rows(*primals)
+        if isinstance(of_table, SymbolicZero):
+            return found, jnp.zeros_like(found)
+        return found, gather(of_table, indices).astype(in_half.dtype)
+
+    rows.defjvp(derivative, symbolic_zeros=True)
+    return rows
+
+
 def has_algorithm(half: DTypeLike) -> bool:
-    """Whether XLA takes an algorithm for a half dtype on the GPUs here."""
-    found = [getattr(d, "compute_capability", "") for d in jax.local_devices()]
-    old = any(str(capability).startswith(_BEFORE_AMPERE) for capability in found)
-    return half == jnp.float16 or not old
+    """Whether XLA takes an algorithm for a half dtype on the GPUs here.
+
+    It refuses one for bfloat16 before Ampere.
+    """
+    found = map(compute_capability, jax.local_devices())
+    return half == jnp.float16 or not any(c and c < (8, 0) for c in found)
 
 
 # ---- what only rearranges the constants of a loop

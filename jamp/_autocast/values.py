@@ -47,7 +47,8 @@ class Choice(NamedTuple):
 
     computed: Any  # the dtype that its float32 values are cast to, and its results have
     why: str  # as `Note.why`
-    # A bias, or a weight that the trips of a loop share: its gradient is a float32 sum.
+    # A bias, a weight that the trips of a loop share, or a table: its gradient is a
+    # float32 sum.
     summed: jc.Var | None = None
     apart: bool = False  # whether it casts its operands for itself
     fp8: jc.Var | None = None  # the weight of a product that runs in fp8
@@ -89,16 +90,18 @@ class Values:
     def goes_on(self, eqn: jc.JaxprEqn) -> bool:
         """Whether it adds half to a sum that others read too: a stream of shortcuts.
 
-        That is stored between them: in float32 for their norms, at twice the bytes.
-        With narrowest a loss may ask for half as well, and needs its digits.
+        That is stored between them: in float32 for their norms, at twice the bytes. A
+        loss adds up what was reduced, and needs its digits.
         """
         facts = self.facts
-        if not facts.widest or facts.votes(eqn.invars) != {facts.half}:
+        if facts.votes(eqn.invars) != {facts.half}:
             return False
-        joins = [self.facts[v].origin.joins for v in (*eqn.invars, *eqn.outvars)]
-        return joins[-1] and any(
-            joined and v in self._read_twice
-            for v, joined in zip(eqn.invars, joins, strict=False)
+        origins = [facts[v].origin for v in (*eqn.invars, *eqn.outvars)]
+        if not origins[-1].joins or origins[-1].statistic_of:
+            return False
+        return any(
+            origin.joins and v in self._read_twice
+            for v, origin in zip(eqn.invars, origins, strict=False)
         )
 
     @functools.cached_property
@@ -106,6 +109,20 @@ class Values:
         eqns = self.facts.jaxpr.eqns
         reads = [v for e in eqns for v in e.invars if isinstance(v, jc.Var)]
         return {v for v, times in collections.Counter(reads).items() if times > 1}
+
+    def table(self, eqn: jc.JaxprEqn) -> jc.Var | None:
+        """What rows are looked up in for half alone, if a product here reads it too."""
+        if eqn.primitive.name != "gather":
+            return None
+        table, want = eqn.invars[0], self.want_of(eqn.outvars[0])
+        in_half = want.all is False and not want.some
+        of_head = self._roots_of_weights & self.facts[table].origin.roots
+        return table if in_half and of_head and isinstance(table, jc.Var) else None
+
+    @functools.cached_property
+    def _roots_of_weights(self) -> frozenset[Atom]:
+        weights = filter(None, map(self.facts.weight, self.facts.jaxpr.eqns))
+        return frozenset().union(*(self.facts[v].origin.roots for v in weights))
 
     def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
         """Whether an operation is one of a chain that is computed in float32."""
@@ -147,6 +164,9 @@ class Values:
             return Choice(FLOAT32, "list")
         if facts.asks(eqn):
             return Choice(FLOAT32, "literal")
+        table = self.table(eqn)
+        if table is not None:
+            return Choice(facts.half, "operands", table)
         bias = facts.bias(eqn)
         # With widest a whole stream of float32 may read it, at twice the bytes.
         if bias is not None and (
@@ -168,7 +188,7 @@ class Values:
         why = why_half(facts, eqn, self.want_of(eqn.outvars[0]).feeds)
         if why:
             return half._replace(why=why)
-        return Choice(facts.half, "fp8", fp8=weight_of(facts, eqn))
+        return half._replace(why="fp8", fp8=weight_of(facts, eqn))
 
     def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         facts = self.facts

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jamp._core.tree import is_traced
 from jamp._core.warnings import UnusedOptionWarning, warn
+from pallas_kernels._compat import compute_capability
 
 
 def check_same_devices(*named: tuple[str, Any]) -> None:
@@ -86,11 +87,9 @@ _TPUS_WITH_FP8 = ("TPU7", "TPU v7")
 
 def multiplied_by(device: Any) -> list[str] | None:
     """The half dtypes that a GPU's matrix units multiply; None if nobody knows."""
-    found = str(getattr(device, "compute_capability", "")).split(".")
-    if len(found) != 2 or not all(map(str.isdigit, found)):
-        return None
-    capability = int(found[0]), int(found[1])
-    return [name for name, first in UNITS.items() if capability >= first]
+    capability = compute_capability(device)
+    known = [name for name, first in UNITS.items() if capability >= first]
+    return known if capability else None
 
 
 def warn_without_fp8() -> None:

@@ -62,27 +62,6 @@ def repeat(step, carry, length):
     return lax.scan(lambda c, _: (step(c), None), carry, length=length)[0]
 
 
-# ---- loops
-
-
-@program(x=(4, 8), w=(8, 8))
-def euler(x, w):
-    return repeat(lambda x: x + 1e-3 * (x @ w), x, 1000)
-
-
-@program(x=(12, 4, 8), w=(8, 32), u=normal(8, 32, scale=0.3), b=(32,))
-def lstm(x, w, u, b):
-    def step(carry, x):
-        h, c = carry
-        i, f, g, o = jnp.split(x @ w + h @ u + b, 4, -1)
-        c = nn.sigmoid(f + 1) * c + nn.sigmoid(i) * jnp.tanh(g)
-        h = nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
-
-    zero = jnp.zeros_like(x[0])
-    return lax.scan(step, (zero, zero), x)[1]
-
-
 # ---- large numbers and small ones
 
 
@@ -107,18 +86,6 @@ def ids_among_features(x, w, i, v):
     ).sum(-1)
 
 
-# ---- masks and attention
-
-
-@program(x=(2, 8, 16), w=(16, 48), wo=(16, 16), b=(16,))
-def attention_causal_inf(x, w, wo, b):
-    q, k, v = (y.reshape(2, 8, 4, 4) for y in jnp.split(x @ w, 3, -1))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2.0
-    scores = jnp.where(jnp.tri(8, dtype=bool), scores, -jnp.inf)
-    y = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v)
-    return x + y.reshape(2, 8, 16) @ wo + b
-
-
 @program(x=(8, 16), w=(16, 16), p=lambda rng: np.arange(30000, 30008, dtype="f"))
 def rope(x, w, p):
     freq = 1e4 ** (-jnp.arange(8) / 8)
@@ -127,9 +94,6 @@ def rope(x, w, p):
     a, b = jnp.split(x @ w, 2, -1)
     q = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
     return q @ q.T
-
-
-# ---- norms
 
 
 @program(x=normal(2, 6, 6, 4, scale=100), w=normal(3, 3, 4, 8), g=normal(8, mean=1))
@@ -142,21 +106,10 @@ def group_norm_after_conv(x, w, g):
     return nn.silu(y.reshape(2, 6, 6, 8) * g)
 
 
-@program(x=(32, 8), w=(8, 8), g=normal(8, mean=1), b=(8,), m=(8,), v=uniform(1, 2, 8))
-def batch_norm_with_statistics(x, w, g, b, m, v):
-    h = x @ w
-    mean, var = h.mean(0), h.var(0)
-    y = (h - mean) / jnp.sqrt(var + 1e-5) * g + b
-    return nn.silu(y), 0.99 * m + 0.01 * mean, 0.99 * v + 0.01 * var
-
-
 # ---- losses after a product
 
 
 LOSSES = {
-    "sigmoid_ce": lambda z, i: optax.sigmoid_binary_cross_entropy(
-        z, nn.one_hot(i, 8, dtype=z.dtype)
-    ),
     "entropy": lambda z, i: -(nn.softmax(z) * jnp.log(nn.softmax(z) + 1e-9)).sum(-1),
     "contrastive": lambda z, i: optax.softmax_cross_entropy_with_integer_labels(
         (lambda u: u @ u.T / 0.07 - 1e9 * jnp.eye(16))(  # not with itself
@@ -185,31 +138,10 @@ def loss_ctc(x, w, i):
     return optax.ctc_loss(x @ w, zeros, i, jnp.zeros_like(x[:, :4, 0]))
 
 
-# ---- sums and moves
-
-
 @program(x=normal(65536, mean=0.1))
 def sum_of_many(x):
     h = x.reshape(256, 256) @ (jnp.eye(256) * 0.5)
     return h.sum(), h.mean(), jnp.mean(h * h), h.var(), h.std(0)
-
-
-@program(x=(256, 8), w=(8, 8), i=ints(6, 256), table=(6, 8))
-def scatter_and_gather(x, w, i, table):
-    h = x @ w
-    added = table.at[i].add(0.01 * h)
-    return added, added[i] * h, table.at[i[0]].set(h[0])
-
-
-@program(e=normal(50, 16, scale=0.02), w=(16, 8), p=(8, 16), i=ints(50, 8))
-def embeddings(e, w, p, i):
-    x = e[i] * 4.0 + 0.02 * p
-    return x @ w, x @ e.T
-
-
-@program(x=(4, 32), w=(32, 32), g=(17,))
-def fourier_filter(x, w, g):
-    return jnp.fft.irfft(jnp.fft.rfft(x @ w) * g, 32)
 
 
 @program(w=(8, 8), v=(8, 1), x=(16, 8))

@@ -1,7 +1,4 @@
-"""Each mechanism of autocast can be switched off, and its example then differs.
-
-What the mechanisms are worth, `benchmarks.ablations` measures.
-"""
+"""Each mechanism of autocast can be switched off, and its example then differs."""
 
 import re
 from collections.abc import Callable
@@ -123,6 +120,7 @@ EXAMPLES = {
     "biases": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "weights": Example(rnn, (MATRIX, MATRIX, MATRICES)),
     "tables": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, (MATRIX, MATRIX)),
+    "rows": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, (MATRIX, MATRIX)),
     "loops": Example(lstm, (MATRIX, MATRIX, MATRICES)),
     "one cast": Example(twice_read, (MATRIX, MATRIX)),
     "one copy": Example(

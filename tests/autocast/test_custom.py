@@ -1,7 +1,4 @@
-"""Functions with derivatives of their own that close over values, under autocast.
-
-The numbers are small integers, which half holds exactly: gradients are plain JAX's.
-"""
+"""Functions with derivatives of their own that close over values, under autocast."""
 
 import functools
 

@@ -1,8 +1,4 @@
-"""Autocast on a mesh of explicit axes, as `jax.make_mesh` gives it, jitted and not.
-
-What plain JAX can do there, autocast can: with the same dtypes and shardings, and its
-values. What JAX has no sharding rule for, such as a ragged product, is left out.
-"""
+"""Autocast on a mesh of explicit axes, as `jax.make_mesh` gives it, jitted and not."""
 
 import functools
 
@@ -14,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
-from tests.autocast.constructs import FORWARD_ONLY, TABLE
-from tests.autocast.test_coverage import TOLERANCE, W, X, distance
+from tests.autocast.constructs import TABLE
+from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes, distance
 
 half = functools.partial(jamp.autocast, dtype="float16")
 NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_map")
@@ -51,25 +47,11 @@ def mesh():
         yield
 
 
-def both_passes(name, cast):
-    fn = TABLE[name](cast) if name in TABLE else cast(LOSSES[name])
-
-    def loss(w, x):
-        leaves = [y for y in jax.tree.leaves(fn(w, x)) if y.dtype == jnp.float32]
-        factors = [jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in leaves]
-        return sum((c * y).sum() for c, y in zip(factors, leaves, strict=True))
-
-    def both(w, x):
-        if name in FORWARD_ONLY:
-            return fn(w, x)
-        return fn(w, x), jax.grad(loss, (0, 1))(w, x)
-
-    return both
-
-
 def assert_as_plain(name, place, specs):
     operands = [jax.device_put(x, spec) for x, spec in zip((W, X), specs, strict=True)]
-    cast, plain = (place(both_passes(name, f))(*operands) for f in (half, lambda f: f))
+    name = LOSSES.get(name, name)
+    both = (both_passes(name, f).__wrapped__ for f in (half, lambda f: f))
+    cast, plain = (place(fn)(*operands) for fn in both)
     assert jax.tree.map(jax.typeof, cast) == jax.tree.map(jax.typeof, plain)
     errors = jax.tree.map(distance, cast, plain)
     assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
@@ -97,7 +79,7 @@ def test_weights_by_columns(name):
     assert_as_plain(name, jax.jit, (P(None, "model"), P("data")))
 
 
-FEW = ("matmul", "scan", "remat", "custom_jvp", "switch", *LOSSES)
+FEW = ("matmul", "scan", "custom_jvp", "softmax", "labels", "bias")
 
 
 @pytest.mark.parametrize("name", cases(FEW, "cond"))
@@ -106,7 +88,7 @@ def test_outside_of_jit(name):
     assert_as_plain(name, lambda fn: fn, (P(), P("data")))
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 @pytest.mark.eight_devices
 def test_a_step_outside_of_jit(opt_level):
     def loss(params, x):
@@ -124,7 +106,7 @@ def test_a_step_outside_of_jit(opt_level):
     (value, grads, new), jitted = step(state, x), jax.jit(step)(state, x)
     expected = jax.value_and_grad(loss)(params, x)
     assert distance(value, expected[0]) <= TOLERANCE
-    tolerance = TOLERANCE if opt_level in ("O1", "O2") else 8 * TOLERANCE
+    tolerance = TOLERANCE if opt_level == "O1" else 8 * TOLERANCE
     errors = jax.tree.map(distance, grads, expected[1])
     assert max(jax.tree.leaves(errors)) <= tolerance
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(jitted[2]), strict=True):

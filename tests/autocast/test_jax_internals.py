@@ -156,9 +156,6 @@ def test_what_a_frame_says(name):
     assert [f.label for f in found] == labels.get(name, [""])
 
 
-# ---- variables and equations
-
-
 def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
     def fn(a, b, xs):
         with jax.named_scope("outer"):
@@ -186,9 +183,6 @@ def test_a_value_as_an_array_of_a_type(value):
         aval = jax.typeof(jnp.asarray(2.0)).update(weak_type=weak)
         got = jax_internals.array_of_type(value, aval)
         assert isinstance(got, jax.Array) and jax.typeof(got) == aval and got == 2
-
-
-# ---- functions
 
 
 def multiply(x):

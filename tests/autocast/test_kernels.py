@@ -59,10 +59,10 @@ WRAPS = {
 }
 
 
-@both
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(wrap, half):
-    called = wrap(jamp.half_kernel(only(half)))
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(name):
+    half = HALVES[list(WRAPS).index(name) % 2]
+    called = WRAPS[name](jamp.half_kernel(only(half)))
     x64 = np.asarray(X.astype(half), np.float64)
 
     def loss(x):
@@ -178,9 +178,6 @@ def test_registered_kernels_are_called_so_where_they_are_looked_up():
     assert module.kernel is kernel
 
 
-# ---- attention
-
-
 @pytest.fixture
 def with_cudnn(monkeypatch):
     """A machine without a GPU has no cuDNN whose version JAX could ask for."""
@@ -211,7 +208,7 @@ def calls_and_scores(program):
 
 @pytest.mark.h200
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", ["O1", "O4", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O5"])
 def test_a_step_calls_cudnn_forward_and_backward(level, with_cudnn):
     x = jax.ShapeDtypeStruct((4, 128, 32), jnp.float32)
     init = jamp.autocast(Block().init)  # it calls the kernel, too
@@ -219,7 +216,7 @@ def test_a_step_calls_cudnn_forward_and_backward(level, with_cudnn):
     begin = functools.partial(amp_init, Block(), tx=optax.sgd(0.1), level=level)
     labels = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     program = h200.compile_step(amp_step, jax.eval_shape(begin, variables), x, labels)
-    half = {"O1": "f16", "O2": "f16"}.get(level, "bf16")
+    half = "f16" if level == "O1" else "bf16"
     calls = {"Softmax": half, "SoftmaxBackward": half}
     assert calls_and_scores(program) == (calls, [])
 

@@ -117,9 +117,9 @@ DERIVATIVES = {
 }
 
 
-@halves
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives(name, half):
+def test_derivatives(name):
+    half = list(HALVES)[list(DERIVATIVES).index(name) % 2]
     for fn in (once, twice):
         ours = jamp.autocast(fn, half)
         assert_close(DERIVATIVES[name](ours), DERIVATIVES[name](fn), half)

@@ -122,9 +122,6 @@ def test_a_function_that_is_compiled_is_traced_once():
     assert len(traces) == 1
 
 
-# ---- constants and effects
-
-
 def test_constants_stay_float32_outside_and_are_cast_at_their_use():
     weights = np.asarray(W)
     fn = half(jax.jit(lambda x: x @ weights + weights))
@@ -151,9 +148,6 @@ def test_effects_stay_where_they_were_and_see_the_programs_dtype(wrap, capfd):
     jax.effects_barrier()
     assert seen == [np.float32]
     assert capfd.readouterr().out == "sum 96.0\nstep 0\nstep 1\nyes\n"
-
-
-# ---- opaque calls
 
 
 opaque = Primitive("opaque")

@@ -1,7 +1,4 @@
-"""Autocast and all of JAX: no crash, no other type, no new infinity.
-
-All public functions of JAX that take the arguments of a list; others are left out.
-"""
+"""Autocast and all of JAX: no crash, no other type, no new infinity."""
 
 import functools
 import inspect
@@ -252,8 +249,8 @@ pytestmark = [
 ]
 
 # In CI, one of so many; all by `make sweep`.
-SAMPLE = 32
-SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 0]
+SAMPLE = 64
+SAMPLED = [name for name in NAMES if zlib.crc32(name.encode()) % SAMPLE == 32]
 
 # Hazards of `narrowest` that docs/autocast.md lists, by words of what `check` says, and
 # in which functions: what a product gave makes half of numbers beyond its range.

@@ -1,7 +1,6 @@
 """Autocast beside torch's rules: the sentence of `promote="widest"`, on programs."""
 
 import itertools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks.torch_table import HALVES, measure
-from tests.autocast import random_programs
-from tests.autocast.small_programs import PROGRAMS, Program, normal
+from tests.autocast.small_programs import PROGRAMS
 from tests.oracles.torch_autocast import torch_autocast
 
-# Less accurate than torch's rules, by a factor of 3.5 at most.
-EXCEPTIONS = {
-    "a norm of half values gives half": "group_norm_after_conv "
-    "batch_norm_with_statistics",
-    "cotangents of what two products read are added in half": "embeddings",
-}
-EXCEPT = " ".join(EXCEPTIONS.values()).split()
+# Less accurate, by a factor of 3.5 at most: a norm of half values gives half.
+EXCEPT = ("group_norm_after_conv",)
 
 X = jnp.linspace(0.1, 1.9, 12).reshape(3, 4)
 W = jnp.linspace(-1.1, 1.3, 20).reshape(4, 5)
@@ -92,39 +85,3 @@ def test_no_less_accurate_than_torch(name, half):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_less_accurate_in_either_dtype(name):
     check(name, *HALVES)
-
-
-# ---- random programs
-
-
-# In float64 these are other programs: they name a dtype, or draw by it.
-OTHERS = {"bfloat16", "float32", "noise"}
-# Torch's programs have no loops but those that are unrolled, and Python's branches.
-OTHERS |= {"while", "cond", "cond_else", "switch", "cond_of_rows"}
-OTHERS |= {"custom_vjp", "closed_vjp", *random_programs.DERIVATIVES}
-OPS = [op for op in random_programs.ALL if op not in OTHERS]
-
-
-def check_random(seed):
-    rng = random.Random(f"case {seed}")
-    shapes = [(rng.randint(2, 4), rng.randint(2, 4)) for _ in range(2)]
-    steps = random_programs.program(seed, OPS, most=4, depth=1)
-
-    def fn(*floats):
-        values, _ = random_programs.run(steps, list(floats), [jnp.array([2, 0, 3])])
-        return values[len(floats) :]
-
-    program = Program(fn, {f"x{i}": normal(*shape) for i, shape in enumerate(shapes)})
-    (row,) = measure("random", program, rng.choice(HALVES))
-    assert row.is_fine(), f"{row}\n{steps}"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_few_random_programs(seed):
-    check_random(seed)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(4, 100))
-def test_many_random_programs(seed):
-    check_random(seed)

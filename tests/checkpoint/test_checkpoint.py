@@ -1,7 +1,4 @@
-"""Checkpoints of every state that we define come back; those that do not fit do not.
-
-test_resume.py saves a run at each level, and goes on in a new process.
-"""
+"""Checkpoints of every state that we define come back; those that do not fit do not."""
 
 import functools
 import operator

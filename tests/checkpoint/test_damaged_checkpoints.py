@@ -1,7 +1,4 @@
-"""Damaged checkpoints: an error that names the place, or every bit that is in them.
-
-Never a state that goes wrong later, and never a change of the state restored into.
-"""
+"""Damaged checkpoints: an error that names the place, or every bit that is in them."""
 
 import copy
 import functools

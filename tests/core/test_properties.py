@@ -1,7 +1,4 @@
-"""Properties that hold for arbitrary trees, bits and expressions.
-
-Loss scales: test_loss_scale.py. Autocast: test_fuzz.py. `make fuzz` runs many.
-"""
+"""Properties that hold for arbitrary trees, bits and expressions."""
 
 import collections
 import os
@@ -23,8 +20,6 @@ Pair = collections.namedtuple("Pair", "left right")
 SGD = optax.sgd(0.5, 0.9)
 LARGEST = np.float32(ml_dtypes.finfo("bfloat16").max)
 HALVES = {"O2": np.dtype("float16"), "O5": np.dtype(ml_dtypes.bfloat16)}
-
-# Leaves
 
 SHAPES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
 PATTERNS = st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4)
@@ -76,9 +71,6 @@ def assert_rounds(got, x, half):
     assert np.all(same | ~numbers | flushed & (np.abs(got) <= 2.0**-126)), (got, x)
 
 
-# Casts
-
-
 @few
 @given(trees(FLOATS | OTHERS), st.sampled_from(list(HALVES.values())))
 def test_a_cast_rounds_floats_and_touches_nothing_else(tree, half):
@@ -90,9 +82,6 @@ def test_a_cast_rounds_floats_and_touches_nothing_else(tree, half):
         else:
             assert y is x or bits(y) == bits(x) and y.dtype == x.dtype
     assert_same_bits(jamp.cast_model(got, half), got)
-
-
-# Masters and checkpoints
 
 
 def filled(tree, rng):

@@ -1,8 +1,4 @@
-"""Training on 8 CPU devices is training on one; by shard_map, gradients are the mean.
-
-Covered elsewhere: `test_placement.py` has states as `initialize` makes them,
-`test_sync_batchnorm.py` NNX, `test_many_devices_h200.py` what travels between GPUs.
-"""
+"""Training on 8 CPU devices is that on one; by shard_map, gradients are the mean."""
 
 import contextlib
 import functools
@@ -32,7 +28,6 @@ from tests.devices.eight_devices import (
     shardings,
     start,
 )
-from tests.states import LEVELS
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -50,26 +45,24 @@ def on_each(check_vma, f, in_specs=(ALL, ROW), out_specs=(ROW, ALL), mesh=None):
 # them.
 
 ADAM = optax.adam(1e-2, eps=1e-2)
-STATES = {level: (level, ADAM) for level in LEVELS} | {
+STATES = {level: (level, ADAM) for level in ("O1", "O2", "O3", "O5")} | {
     "fused adam": ("O2", jo.fused_adam(1e-2, eps=1e-2, max_grad_norm=1.0)),
     "lamb": ("O2", jo.fused_lamb(1e-2, eps=1e-2)),
     "sgd": ("O0", jo.fused_sgd(1e-2, 0.9)),
-    "larc": ("O2", jo.larc(jo.fused_sgd(1.0, 0.9), trust_coefficient=1e-2)),
     "adagrad": ("O5", jo.fused_adagrad(1e-2, eps=1e-2)),  # its masters are split
 }
 # Those that also run data parallel by hand: `check_vma` and `predivide`.
-BY_HAND = {"O1": (True, 8.0), "O2": (False, None), "O5": (True, 3.0)}
-BY_HAND |= {"lamb": (True, None), "sgd": (False, 8.0)}
+BY_HAND = {"O2": (False, 8.0), "O5": (True, 3.0), "lamb": (True, None)}
 NAMES = {
-    "replicated": ("O3", "O4", "O5"),
-    "fsdp": ("O0", "O2", "O3", "O4", "fused adam", "sgd", "adagrad"),
-    "tensor": ("O1", "O2", "O5", "lamb", "larc"),
+    "replicated": ("O3", "O5"),
+    "fsdp": ("O2", "O3", "fused adam", "sgd", "adagrad"),
+    "tensor": ("O1", "O5", "lamb"),
     "Explicit axes": ["O1"],
     "shard_map": BY_HAND,
 }
 # XLA adds up in another order; half is rounded at other places by its partitioner. At
 # O3 a weight that is rounded the other way is off by a percent of what it moved.
-TOLERANCES = {"O0": 1e-5, "O3": 0.05, "O4": 2.0**-5, "O5": 2.0**-5}
+TOLERANCES = {"O0": 1e-5, "O3": 0.05, "O5": 2.0**-5}
 
 
 def batches(sharding=None):
@@ -155,9 +148,8 @@ def test_a_mesh_trains_as_one_device_does(layout):
             np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.eight_devices
-def test_each_device_keeps_statistics_of_its_own(check_vma):
+def test_each_device_keeps_statistics_of_its_own():
     """A new value that differs by device where the old one is the same on all."""
     state = jamp.initialize(
         {"w": jnp.ones(3)}, ADAM, "O1", verbosity=0, mean=jnp.zeros(3)
@@ -169,7 +161,7 @@ def test_each_device_keeps_statistics_of_its_own(check_vma):
         return state.mean[None], state.skipped_steps
 
     x = np.arange(48.0, dtype=np.float32).reshape(16, 3)
-    means, skipped = on_each(check_vma, mean_of)(state, x)
+    means, skipped = jax.jit(on_each(True, mean_of))(state, x)
     np.testing.assert_array_equal(means, x.reshape(8, 2, 3).mean(1))
     assert skipped == 0
 
@@ -196,7 +188,7 @@ def assert_close(a, b, atol=1e-6):
 
 
 OF_LEAVES = [("fused adam", tuple(LEAVES), SPECS), ("lamb", ("both", "norm"), SPECS)]
-OF_LEAVES += [("adagrad", ("both", "norm"), SPECS), ("sgd", ("both", "tensor"), {})]
+OF_LEAVES += [("adagrad", ("both", "tensor"), {})]
 
 
 @pytest.mark.parametrize("name, names, lies", OF_LEAVES)
@@ -313,7 +305,7 @@ def traced(state, check_vma, differentiate=jamp.scaled_value_and_grad, **options
     return jax.make_jaxpr(step)(state, np.ones((8, 8), "f"), np.ones((8, 4), "f"))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_gradients_are_summed_in_float32(level):
     state = start(mlp_params(), optax.sgd(0.1), level)
     for check_vma, predivide in WAYS:
@@ -335,9 +327,6 @@ def test_a_sum_in_half_over_replicated_params_warns(level):
         expected = pytest.warns(jamp.PrecisionWarning, match=words)
         with expected if warns else contextlib.nullcontext():
             traced(state, check_vma, jamp.scaled_grad)
-
-
-# Errors
 
 
 @pytest.mark.message

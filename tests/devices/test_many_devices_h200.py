@@ -1,8 +1,4 @@
-"""What a step sends between 8 H200s: what plain JAX sends, and a few scalars.
-
-Not the product of all levels, layouts and optimizers: each level, each layout and each
-optimizer with each layout. What O1 and O4 step is what O0 steps.
-"""
+"""What a step sends between 8 H200s: what plain JAX sends, and a few scalars."""
 
 import collections
 import functools
@@ -67,9 +63,6 @@ def batch_on(layout):
     return shape((64, 256), ROWS[layout]), shape((64, 128), ROWS[layout])
 
 
-# The optimizer alone
-
-
 def differentiate(state, x, y, **options):
     return jamp.scaled_grad(loss_fn, **options)(state, state, x, y)
 
@@ -84,11 +77,8 @@ def optimizer_step(state, grads):
         # A sum of squares per leaf for clipping; for LAMB of params and updates, too.
         ("O0", "replicated", LAMB, 0),
         ("O2", "fsdp", ADAM, 0),
-        ("O2", "tensor", CLIPPED, 1),
         ("O3", "tensor", LAMB, 3),
-        ("O4", "fsdp", LAMB, 3),
         ("O5", "fsdp", CLIPPED, 1),
-        ("O5", "tensor", ADAM, 0),
     ],
 )
 def test_an_optimizer_step_sends_scalars(level, layout, make, norms):
@@ -174,18 +164,17 @@ def fused_program(kind, tx, level="O2", specs=SPECS, grads_specs=SPECS, **option
 
 @pytest.mark.filterwarnings("ignore:.* are float16")
 @pytest.mark.parametrize(
-    ("kind", "make", "options"),
+    ("make", "options"),
     [
-        ("Explicit", CLIPPED, {}),
-        ("Explicit", CLIPPED, {"grads_specs": EVERYWHERE}),
-        ("Explicit", FUSED, {"specs": EVERYWHERE, "grads_specs": EVERYWHERE}),
-        ("Explicit", NARROW, {"level": "O5", "store_remainder": True}),
-        ("Explicit", LAMB, {}),
+        (CLIPPED, {"grads_specs": EVERYWHERE}),
+        (FUSED, {"specs": EVERYWHERE, "grads_specs": EVERYWHERE}),
+        (NARROW, {"level": "O5", "store_remainder": True}),
+        (LAMB, {}),
     ],
-    ids=["clipped", "gradients are cut", "replicated", "with remainders", "LAMB"],
+    ids=["gradients are cut", "replicated", "with remainders", "LAMB"],
 )
-def test_kernels_send_only_numbers(kind, make, options):
-    program, held = fused_program(kind, make(backend="mosaic"), **options)
+def test_kernels_send_only_numbers(make, options):
+    program, held = fused_program("Explicit", make(backend="mosaic"), **options)
     launches = [instruction for instruction, _ in program.launches()]
     opcodes = {i.opcode.removesuffix("-start").removesuffix("-done") for i in launches}
     assert "mosaic_gpu" in program.text

@@ -239,9 +239,6 @@ def main(address, process, folder, moment):
     {"first": first, "second": second}[moment](manager)
 
 
-# The tests
-
-
 def ended(children, seconds):
     """Waits until all have ended or one has failed, and ends them all."""
     try:

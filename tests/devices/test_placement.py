@@ -58,9 +58,6 @@ def test_arrays_on_different_devices_are_named():
         assert str(error.value).startswith(f"Arrays are on different devices: {lie}")
 
 
-# From a checkpoint
-
-
 def on_one(x):
     return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -103,8 +100,9 @@ def through_orbax(tree, target):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("into", ["a state", "shapes"])
-@pytest.mark.parametrize("form", ["orbax", "numpy"])
+@pytest.mark.parametrize(
+    "form, into", [("orbax", "a state"), ("orbax", "shapes"), ("numpy", "a state")]
+)
 @pytest.mark.eight_devices
 def test_a_checkpoint_goes_to_another_sharding(form, into, way):
     before, after = WAYS[way]

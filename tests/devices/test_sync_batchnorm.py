@@ -1,7 +1,4 @@
-"""BatchNorm whose batch is spread over devices: Flax's, with axis_name or under jit.
-
-Inputs and weights have few bits: half holds them exactly.
-"""
+"""BatchNorm whose batch is spread over devices: Flax's, with axis_name or under jit."""
 
 import functools
 
@@ -15,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jamp
 from tests.devices.eight_devices import collectives
-from tests.states import LEVELS, assert_skipped
+from tests.states import assert_skipped
 
 # Flax's layers compute in the promotion of what they are given.
 pytestmark = pytest.mark.standard_promotion
@@ -98,7 +95,7 @@ def test_eight_devices_take_the_step_of_the_whole_batch(way):
     by_hand = way == "shard_map"
     take = jax.jit(mapped(mesh, check_vma=True) if by_hand else step_all)
     axis_name = AXIS if by_hand else None
-    levels = ("O0", "O1", "O2", "O5")
+    levels = ("O1", "O2", "O5")
     params = jax.device_put(begun(), NamedSharding(mesh, P()))
     states = {level: start(level, axis_name, params) for level in levels}
     given = numbers()
@@ -119,7 +116,7 @@ def test_eight_devices_take_the_step_of_the_whole_batch(way):
             np.testing.assert_allclose(stats[name], expected, rtol=1e-5, err_msg=level)
             assert stats[name].dtype == jnp.float32
         assert state.params["layers_1"]["scale"].dtype == jnp.float32
-        eps = {"O0": 2.0**-20, "O5": 2.0**-7}.get(level, 2.0**-10)
+        eps = 2.0**-7 if level == "O5" else 2.0**-10
         change = lambda a, b: (np.float64(a) - np.float64(b)) / RATE  # noqa: E731
         stepped = jax.tree.map(change, begun(), masters)
         for a, b in zip(*map(jax.tree.leaves, (stepped, grads)), strict=True):
@@ -135,7 +132,7 @@ def test_eight_devices_take_the_step_of_the_whole_batch(way):
 MESH = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("level", [*LEVELS, "unchecked"])
+@pytest.mark.parametrize("level", ["O1", "O2", "unchecked"])
 def test_statistics_cross_devices_in_float32(level):
     states = {"one": start("O2" if level == "unchecked" else level, AXIS, begun())}
     fn = mapped(MESH, check_vma=level != "unchecked")

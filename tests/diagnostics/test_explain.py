@@ -169,9 +169,6 @@ def test_other_options_and_arguments():
     assert explanation.half_share == 1.0
 
 
-# ---- the program
-
-
 def everywhere(x, w):
     """Products in each kind of sub-program, one of them in float32."""
     x = jax.jit(jnp.matmul)(x, w)
@@ -261,10 +258,7 @@ def test_nothing_runs_and_nothing_is_compiled():
     assert events and not any(events)
 
 
-# ---- its forms
-
-
-def test_markdown():
+def test_markdown_and_dict():
     lists = LISTS.with_region("a|head", "float32")
     w = jax.ShapeDtypeStruct((8, 2), jnp.float32)
     text = jamp.explain(named, lists=lists)(X, w).to_markdown()
@@ -281,20 +275,14 @@ def test_markdown():
     assert totals.startswith("autocast, widest: 1 matmuls and convolutions, 256 FLOPs")
     assert warning.startswith(f"- {__file__}:{line.split(':')[1]}: dot_general runs")
     # Programs are indented, and trips counted.
-    text = jamp.explain(everywhere)(X, X).to_markdown(filter="all")
+    explanation = jamp.explain(everywhere)(X, X)
+    text = explanation.to_markdown(filter="all")
     cells = ("scan × 2", "while × ?", "· cond: lt", "· branch 0: transpose", "· · max")
     assert [cell for cell in cells if f"| {cell} |" not in text] == []
-
-
-def test_dict_is_plain():
-    explanation = jamp.explain(everywhere)(X, X)
     found = explanation.to_dict()
     assert json.loads(json.dumps(found)) == found
-    assert found["half_share"] == explanation.half_share
-    assert found["warnings"] == list(explanation.warnings)
-    operations = list(zip(found["operations"], explanation.operations, strict=True))
-    for name in ("primitive", "dtype", "reason", "flops", "source"):
-        assert all(x[name] == getattr(op, name) for x, op in operations)
+    for x, op in zip(found["operations"], explanation.operations, strict=True):
+        assert (x["dtype"], x["source"]) == (op.dtype, op.source)
 
 
 def test_what_is_shown_of_a_model():
@@ -317,10 +305,7 @@ def test_what_is_shown_of_a_model():
         explanation.show(filter="(")
 
 
-# ---- a step
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_step_at_each_level(level):
     model = nn.Dense(8, name="dense")
     params = model.init(jax.random.key(0), jnp.ones((8, 8)))["params"]
@@ -331,7 +316,7 @@ def test_a_step_at_each_level(level):
         return state.apply_fn({"params": params}, x).mean(), "aux"
 
     explanation = jamp.explain(loss)(state, X)
-    half = {"O0": "float32", "O4": "bfloat16", "O5": "bfloat16"}.get(level, "float16")
+    half = {"O0": "float32", "O5": "bfloat16"}.get(level, "float16")
     # Forward and backward: the input has no gradient.
     assert explanation.matmul_flops == 2 * 1024 and explanation.dtype == half
     assert explanation.half_share == (level != "O0")

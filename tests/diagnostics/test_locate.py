@@ -175,7 +175,8 @@ def lines_of(fn):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_culprit(name):
     fn, w, x, words, phase, advice = PROGRAMS[name]
-    for framework, level in WAYS:
+    turn = list(PROGRAMS).index(name)
+    for framework, level in (WAYS[turn % 3], WAYS[(turn + 1) % 3]):
         found = run(framework, level, fn, EYE * w if w == w else EYE + w, ONES * x)
         text = str(found)
         assert any(word in found.operation for word in words.split("|")), text
@@ -203,16 +204,14 @@ def test_inside_of_what_holds_programs(fn):
 
 
 @pytest.mark.eight_devices
-@pytest.mark.parametrize("loops", [(), ("iteration 1 of 3 of a scan",)])
-def test_on_one_device_of_eight(loops):
+def test_on_one_device_of_eight():
     def local(w, x):
         def body(c, i):
             there = (lax.axis_index("data") == 5) & (i == 1)
             return step(c, w * jnp.where(there, 300, 1).astype(w.dtype)), i
 
         x = (x - lax.pmean(x, "data") + 1).astype(w.dtype)
-        scan = lambda: lax.scan(body, x, jnp.arange(3), reverse=True)  # noqa: E731
-        c, _ = scan() if loops else body(x, 1)
+        c, _ = lax.scan(body, x, jnp.arange(3), reverse=True)
         return lax.psum(c.astype(jnp.float32).mean(), "data")
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -224,7 +223,8 @@ def test_on_one_device_of_eight(loops):
         EYE,
         np.tile(ONES, (8, 1)),
     )
-    assert found.loops == ("a shard_map over data", *loops)
+    loops = ("a shard_map over data", "iteration 1 of 3 of a scan")
+    assert found.loops == loops
     assert found.source in lines_of(step) and found.primitive == "dot_general"
     assert found.result.infs == 32 and found.shape == (4, 8)
 
@@ -240,9 +240,8 @@ def test_an_infinity_beside_a_nan_is_not_its_cause():
 
 
 @pytest.mark.eight_devices
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_arrays_on_a_mesh(kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+def test_arrays_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
         params = {"w": jax.device_put(200 * EYE, whole)}
@@ -273,13 +272,13 @@ def test_only_the_loss_scale_is_too_high():
         assert says.replace("16", "17") in found.advice
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
 def test_every_level(level):
     state = params_state(level)
     before = jax.tree.map(np.array, state)
     with jax.debug_nans(True), jax.transfer_guard("disallow"):
         found = locate(two_layers, state, ONES)
-    assert found.finite is (level not in ("O1", "O2")) or found.phase == "backward"
+    assert found.finite is (level != "O2") or found.phase == "backward"
     assert not found.finite or str(found).startswith("All is finite: the loss is 32")
     found = locate(two_layers, state, 2 * ONES, power=200)
     assert (found.phase, found.params) == ("forward", ("a/w", "b/w")), found

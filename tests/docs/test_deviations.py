@@ -1,7 +1,4 @@
-"""What apex does and jamp does otherwise, or alike, that no other test pins.
-
-The numbers are those of the tables of deviations.md.
-"""
+"""What apex does and jamp does otherwise, or alike, that no other test pins."""
 
 import functools
 

@@ -1,7 +1,4 @@
-"""The documentation runs: each page's Python blocks, in order, in one namespace.
-
-A text block right after a Python block is what that block prints.
-"""
+"""The documentation runs: each page's Python blocks, in order, in one namespace."""
 
 import importlib
 import re

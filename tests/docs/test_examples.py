@@ -57,9 +57,6 @@ def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
     assert accuracy >= 0.93
 
 
-# ---- char_lm.py --------------------------------------------------------------------
-
-
 def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     char_lm = load("char_lm")
     char_lm.LEVELS = {name: char_lm.LEVELS[name] for name in ("O0", "O2")}

@@ -152,9 +152,6 @@ def test_a_norm_beyond_float32_is_an_overflow():
     assert_same_bits(after.params, tree)
 
 
-# What is refused
-
-
 UNUSED = jamp.UnusedOptionWarning
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),

@@ -11,8 +11,6 @@ from tests.bits import assert_same_bits
 from tests.fp16_utils.fp16 import BF16, F16, F32, host
 from tests.oracles import fp16_optimizer as oracle
 
-# Casting
-
 
 def tree(dtype=F32):
     """Params of a model with every kind of layer that matters, and a counter."""
@@ -53,9 +51,6 @@ def test_casts_leave_batchnorm_in_fp32(call, given, half, fp32):
     assert_same_bits(jax.jit(call)(before), wanted)
 
 
-# Lists of parameters
-
-
 def floats(dtype=F32):
     return {"w": jnp.asarray([[1.5, -2.0]], dtype), "b": jnp.asarray([0.1], dtype)}
 
@@ -88,9 +83,6 @@ def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
     assert_same_bits(after, jax.tree.map(lambda p: p.astype(dtype), third))
 
 
-# Clipping
-
-
 @pytest.mark.parametrize("norm_type", [1, 2, 2.5, np.inf, "inf"])
 def test_clip_grad_norm_is_that_of_torch(norm_type):
     x = jnp.asarray(np.random.default_rng(0).normal(size=10) / 4, F32)  # less than 1
@@ -120,9 +112,6 @@ def test_clip_grad_norm_loses_no_nan():
     for value in (jnp.nan, jnp.inf, 7.0):
         found = norm({"w": grads.at[7].set(value), "b": grads})
         np.testing.assert_array_equal(found, value)
-
-
-# LossScaler and DynamicLossScaler
 
 
 @pytest.mark.parametrize(
@@ -166,8 +155,6 @@ def test_has_overflow_looks_at_every_element(bad):
     assert_same_bits(found, jnp.asarray(bad is not None))
     assert not scaler.has_overflow({})
 
-
-# Errors
 
 HALF = floats(F16)
 MIXED = HALF | {"w": floats()["w"]}

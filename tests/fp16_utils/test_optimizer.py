@@ -1,7 +1,4 @@
-"""fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit.
-
-Then closures, checkpoints and errors.
-"""
+"""fp16_utils.FP16_Optimizer against float64, and against AmpState bit for bit."""
 
 import functools
 
@@ -101,9 +98,6 @@ def test_it_is_ampstate_at_o2_bit_for_bit(tx, static):
     assert amp.skipped_steps == (0 if static else 4)
 
 
-# backward and update_master_grads
-
-
 @pytest.mark.parametrize(
     "where, window, growths", [("eager", 1, 4), ("jit", 2, 2), ("jit", 100, 0)]
 )
@@ -154,9 +148,6 @@ def test_the_loss_is_unscaled_in_float32_and_aux_and_keywords_pass():
     assert (loss.dtype, loss) == (F32, 0.375)
 
 
-# clip_master_grads, set_loss_scale
-
-
 def test_clipping_changes_nothing_after_an_overflow():
     optimizer, model, x = make(), fp16.model_of(), data(1)[0]
     _, start = optimizer.backward(optimizer.init(params()), dot, x)
@@ -182,8 +173,6 @@ def test_the_default_scale_is_that_of_amp():
         scaler = after.loss_scaler._replace(scale=state.loss_scale)
         assert_same_bits(after.replace(loss_scaler=scaler), state)
 
-
-# Closures
 
 SGD = optax.sgd(1.0)
 
@@ -358,12 +347,8 @@ def test_what_does_not_fit_is_refused(name, value, words):
     assert_same_bits(state, before)
 
 
-# Errors
-
-
 EXTRA = "Wrapped parameters must be.*extra"
 GRADIENTS = "must call `optimizer.zero_grad` and `optimizer.backward`"
-UNUSED = jamp.UnusedOptionWarning
 # What is called with an optimizer, a state, and one whose gradients are None.
 REFUSED = [
     (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps the mast"),

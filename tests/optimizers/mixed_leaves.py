@@ -15,7 +15,6 @@ from pallas_kernels import Weight
 from pallas_kernels.mosaic.launch import BLOCK, WARPGROUP
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-HALVES = [F16, BF16]
 BACKENDS = ["xla", "interpret"]
 
 # Kernels take leaves of 128 elements and more, by blocks.

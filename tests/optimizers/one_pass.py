@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jamp
 from jamp import optimizers as jo
 from tests.optimizers.fused import larc_sgd
-from tests.optimizers.mixed_leaves import BACKENDS, FAST
+from tests.optimizers.mixed_leaves import FAST
 from tests.states import HALF, dot
 
 F32 = jnp.float32
@@ -19,8 +18,6 @@ STEPS = 6
 # Where a step overflows: in the first and the last leaf, which are half, and in one
 # that stays float32. Two such steps follow each other.
 BAD = {1: ("a", -1, np.inf), 3: ("z", 0, np.nan), 4: ("n", 64, -np.inf)}
-
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def decreasing(count):

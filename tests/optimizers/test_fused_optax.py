@@ -1,8 +1,4 @@
-"""Where the fused optimizers coincide with optax's, and where they do not.
-
-The docstrings of `jamp.optimizers` state these rows. Equal means equal parameters, to
-float32's rounding, after each of twenty steps; different means apart by 1/200.
-"""
+"""Where the fused optimizers coincide with optax's, at each of twenty steps."""
 
 import functools
 
@@ -126,35 +122,3 @@ EQUAL = {
 @pytest.mark.parametrize("row", EQUAL)
 def test_they_coincide(row):
     assert apart(*EQUAL[row]) < 1e-4
-
-
-DIFFERENT = {
-    "adam without correction": (adam(L, bias_correction=False), their_adam(L)),
-    "legacy with eps": (adam(L, eps=0.1, legacy=True), their_adam(L, eps=0.1)),
-    "legacy, decay": (adam(L, eps=0, legacy=True, **WD), their_adamw(L, eps=0, **WD)),
-    "dampening from the first step": (
-        fused_sgd(L, M, dampening=M),
-        optax.chain(optax.ema(M, debias=False), optax.scale(-L)),
-    ),
-    "lamb without decay": (lamb(L), their_lamb(L)),
-    "lamb, some decay": (lamb(L, **MASKED), their_lamb(L, **MASKED)),
-    "lamb, averaging": (lamb(L, grad_averaging=False, **WD), their_lamb(L, **WD)),
-    "novograd, decay outside": (novograd(L, reg_inside_moment=False), their_novograd),
-    "novograd, averaging": (novograd(L, grad_averaging=True), their_novograd),
-    "adagrad, eps": (fused_adagrad(L, 1e-2), their_adagrad(L, eps=1e-2)),
-    "adagrad, defaults": (fused_adagrad(L), optax.adagrad(L)),
-    "lars, schedule": (
-        larc(optax.sgd(S, M), clip=False, trust_coefficient=1.0),
-        their_lars(S, trust_coefficient=1.0),
-    ),
-    "lars, decay": (
-        larc(optax.sgd(L, M), clip=False, trust_coefficient=1.0, **WD),
-        their_lars(L, trust_coefficient=1.0, **WD),
-    ),
-    "lars, clip": (larc(optax.sgd(L, M), L), their_lars(L)),
-}
-
-
-@pytest.mark.parametrize("row", DIFFERENT)
-def test_they_differ(row):
-    assert apart(*DIFFERENT[row]) > 5e-3

@@ -15,7 +15,7 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.optimizers.fused import OPTIMIZERS, fresh
+from tests.optimizers.fused import fresh
 from tests.optimizers.masters import BF16, F16, F32, assert_it_holds, is_hole, tree
 
 HALVES = [F16, BF16]
@@ -38,7 +38,6 @@ def every_third(tx, skip=None):
 
 
 INSIDE = {
-    "adam": optax.adam,
     "chain": lambda rate: optax.chain(
         optax.clip_by_global_norm(0.5), optax.adamw(rate, weight_decay=0.1)
     ),
@@ -49,7 +48,6 @@ INSIDE = {
     ),
     "multi_steps": lambda rate: every_third(optax.adam(rate)),
     "inject_hyperparams": lambda rate: optax.inject_hyperparams(optax.adam)(rate),
-    "apply_if_finite": lambda rate: optax.apply_if_finite(optax.adam(rate), 5),
 }
 # Each takes what keeps masters, and what is to be wrapped.
 OUTSIDE = {
@@ -76,8 +74,7 @@ OUTSIDE_FP32 = {
 @standard
 @pytest.mark.parametrize("name", INSIDE)
 def test_the_invariant_holds_around_every_transformation(name):
-    spoil = np.nan if name == "apply_if_finite" else None
-    assert_it_holds(INSIDE[name], spoil=spoil, halves=(BF16, BF16))
+    assert_it_holds(INSIDE[name], halves=(BF16, BF16))
 
 
 @standard
@@ -93,13 +90,10 @@ def test_the_invariant_holds_inside_every_wrapper(name):
 
 
 @standard
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adam", "lamb", "larc_sgd"])
 def test_params_are_their_rounded_masters_after_every_step(name):
     halves = (F16 if name == "adam" else BF16, BF16)
     assert_it_holds(lambda rate: fresh(name, learning_rate=rate), halves=halves)
-
-
-# What it computes
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -139,9 +133,6 @@ def test_what_is_beyond_half_is_clamped_and_comes_back(dtype, store):
     np.testing.assert_array_equal(step([-np.inf, np.inf]), [largest, -largest])
     if not store:
         np.testing.assert_array_equal(state.masters["w"], [np.inf, -np.inf])
-
-
-# init
 
 
 @pytest.mark.parametrize("store", [False, True])

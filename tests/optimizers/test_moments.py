@@ -10,14 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-import jamp
 import pallas_kernels as pk
 from jamp import optimizers as jo
 from pallas_kernels._rounding import numbers_of_flat, strides_of
 from tests.bits import assert_same_bits
 from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
 from tests.optimizers.fused import FIELDS, each_bare, fresh
-from tests.optimizers.mixed_leaves import FAST
 from tests.oracles import rounding
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -159,25 +157,3 @@ def test_zero_gradients_move_nothing_and_second_moments_decay_at_the_right_rate(
     assert float(state.nu.astype(F32).mean()) == pytest.approx(wanted, rel=0.03)
     nearest = (jnp.ones(4096, BF16).astype(F32) * 0.999).astype(BF16)
     assert (nearest == 1).all()  # for ever: what stochastic rounding is for
-
-
-@pytest.mark.standard_promotion
-def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits():
-    params = {"w": jnp.linspace(-1, 1, 600).reshape(3, 200)}
-    tx = jo.fused_adam(1e-2, moment_dtype="bfloat16", max_grad_norm=1.0)
-
-    @functools.partial(jax.jit, compiler_options=FAST)
-    def step(state, x):
-        loss = lambda p: (p["w"].astype(F32) * x).sum()  # noqa: E731
-        return state.apply_gradients(grads=jamp.scaled_grad(lambda p: loss(p))(state))
-
-    fresh = functools.partial(
-        jamp.initialize, params, tx, "O5", store_remainder=True, verbosity=0
-    )
-    state = fresh()
-    assert sum(x.nbytes for x in jax.tree.leaves(state)) <= 8 * 600 + 64
-    for x in (1.0, -0.3, 2.0):
-        state = step(state, x)
-    again = jamp.from_checkpoint(fresh(), jamp.to_checkpoint(state))
-    assert_same_bits(again, state)
-    assert_same_bits(step(again, 0.7), step(state, 0.7))

@@ -159,22 +159,16 @@ class Tree(NamedTuple):
 
 
 FORTY = specs.many_leaves(pairs=20)
-# The models with fewer of their equal layers, which compile in a fraction of the time;
-# in their own size on a GPU's machine.
+# The models with fewer of their equal layers, which compile in a fraction of the time.
 TREES = {
     "BERT, remainder": Tree(specs.bert_large(layers=2), 28, options=SPLIT),
-    "Llama": Tree(specs.llama_8b_shard(layers=2)),
     "ResNet": Tree(specs.resnet50(blocks=(2, 1, 1, 1))),
-    "one leaf": Tree(specs.single_leaf()),
     "300 leaves": Tree(MANY),
     # 14 for Adam, 17 with a norm, 28 for LAMB, which needs two passes.
     "40 leaves, O2": Tree(FORTY, 30, 16, options={"opt_level": "O2"}),
     "40 leaves, clipped": Tree(FORTY, 32, 20, CLIPPED),
     "40 leaves, LAMB": Tree(FORTY, 46, 30, jo.fused_lamb),
 }
-DEEP = (specs.bert_large(), specs.gpt2_xl(), specs.llama_8b_shard(), specs.resnet50())
-IN_FULL = {spec.name: Tree(spec) for spec in DEEP}
-IN_FULL |= {f"{x.name}, remainder": Tree(x, 28, options=SPLIT) for x in DEEP[:3]}
 
 
 IN_CI = [name for name in TREES if name != "300 leaves"]  # of which 40 are like
@@ -186,11 +180,10 @@ IN_CI = [name for name in TREES if name != "300 leaves"]  # of which 40 are like
     [
         *IN_CI,
         pytest.param("300 leaves", marks=pytest.mark.budgets),
-        *(pytest.param(name, marks=pytest.mark.gpu) for name in IN_FULL),
     ],
 )
 def test_trees_in_few_launches_and_in_place(name, record_property):
-    tree = (TREES | IN_FULL)[name]
+    tree = TREES[name]
     spec, options = tree.spec, tree.options
     if name == "300 leaves":
         program, held = launched("`fused_adam`, Mosaic")

@@ -12,7 +12,6 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from tests.bits import assert_same_bits
-from tests.models import Transformer
 from tests.optimizers.mixed_leaves import FAST
 from tests.oracles import rounding
 
@@ -166,57 +165,3 @@ def test_initialize_takes_the_bare_transformation():
         jo.stochastic_rounding(0.1)
     with pytest.raises(ValueError, match=r"update\(grads, state, params\)"):
         jo.stochastic_rounding(optax.sgd(0.1)).update(jnp.ones(2), None)
-
-
-# What it is worth
-
-MODEL = Transformer(vocabulary=32, width=16, heads=2, depth=1, length=12)
-STEPS = 150
-
-
-def losses(tx, **options):
-    """The last losses of five seeds, on chains of tokens of one random matrix."""
-    logits = 2 * jnp.asarray(np.random.default_rng(0).normal(size=(32, 32)), F32)
-
-    def batch(key):
-        def follow(token, key):
-            token = jax.random.categorical(key, logits[token])
-            return token, token
-
-        first, rest = jax.random.split(key)
-        tokens = jax.random.randint(first, (16,), 0, 32)
-        return jax.lax.scan(follow, tokens, jax.random.split(rest, 13))[1].T
-
-    def loss_fn(params, state, tokens):
-        found = state.apply_fn({"params": params}, tokens[:, :-1])
-        labels = tokens[:, 1:]
-        return optax.softmax_cross_entropy_with_integer_labels(found, labels).mean()
-
-    def one_step(state, key):
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, state, batch(key))
-        return state.apply_gradients(grads=grads), loss
-
-    @jax.jit
-    @jax.vmap
-    def train(seed):
-        params = MODEL.init(jax.random.key(seed), jnp.zeros((1, 12), int))["params"]
-        options_ = {"apply_fn": MODEL.apply, "verbosity": 0} | options
-        state = jamp.initialize(params, tx, "O5", **options_)
-        keys = jax.random.split(jax.random.key(7), STEPS)
-        return jax.lax.scan(one_step, state, keys)[1][-STEPS // 5 :].mean()
-
-    return np.asarray(train(jnp.arange(5)))
-
-
-@pytest.mark.budgets  # five seeds of a transformer, five times: half a minute
-@pytest.mark.standard_promotion
-def test_losses_are_within_the_spread_of_those_with_masters():
-    adam = functools.partial(jo.fused_adam, 3e-4)
-    narrow = adam(moment_dtype="bfloat16")
-    expected = losses(adam())
-    spread = expected.std()
-    assert abs(losses(narrow, store_remainder=True) - expected).max() < spread
-    rounded = losses(narrow, master_weights=False, stochastic_rounding=True)
-    assert abs(rounded - expected).max() < spread
-    nearest = losses(adam(), master_weights=False)
-    assert (nearest - expected).min() > 3 * spread

@@ -1,7 +1,4 @@
-"""What only a GPU can tell; `make gpu` runs each in a process of its own.
-
-With JAMP_GPU=rehearse the kernels are emulated on the CPU.
-"""
+"""What only a GPU can tell; `make gpu` runs each in a process of its own."""
 
 import functools
 import os

@@ -102,24 +102,6 @@ def test_a_float32_teacher_inside_a_student_stays_float32():
     assert_same_bits(made, init())
 
 
-@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_model_inside_of_a_model_gives_float32(level):
-    teacher, seen = nn.Dense(2), []
-    frozen = variables_of(teacher, X)
-
-    class Student(nn.Module):
-        @nn.compact
-        def __call__(self, x, frozen):
-            seen.append(teacher.apply(frozen, x).dtype)
-            return nn.Dense(1)(x)
-
-    options = {"level": level, "cast_model_outputs": jnp.float16}
-    state = state_of(Student(), X, frozen, **options)
-    seen.clear()
-    assert forward(state, X, frozen).dtype == jnp.float16
-    assert seen == [jnp.float32]
-
-
 def test_the_innermost_policy_wins():
     fp16, bf16 = (state_of(WITNESS, X, level=level) for level in ("O2", "O5"))
 
@@ -193,7 +175,7 @@ def state_around(model, kind, **options):
 @both
 @pytest.mark.parametrize(
     "level, options",
-    [(level, {"cast_model_type": False}) for level in ("O0", "O2", "O3", "O5")]
+    [(level, {"cast_model_type": False}) for level in ("O0", "O2")]
     # apex: patch_torch_functions=False turns O1 into fp32 training.
     + [(level, {"patch_functions": False}) for level in ("O1", "O4")]
     + [("O2", {"enabled": False})],
@@ -221,7 +203,7 @@ def test_o0_takes_and_gives_float32(kind):
 
 @both
 @pytest.mark.parametrize("cast_model_type", [None, False])
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_cast_model_outputs(level, cast_model_type, kind):
     out = jnp.bfloat16 if level == "O2" else jnp.float16
     options = {"cast_model_type": cast_model_type, "cast_model_outputs": out}

@@ -252,9 +252,9 @@ ROWS += [(tree, {"keep_fp32": keep}, kept) for tree, keep, kept in KEEP_ROWS]
 ROWS += [(NETWORK, KEEP | {"keep_fp32": "Conv_0/b"}, f"{NETWORK_KEPT} Conv_0/bias")]
 
 
-@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("row", range(len(ROWS)))
-def test_what_is_not_kept_goes_half(row, half):
+def test_what_is_not_kept_goes_half(row):
+    half = HALVES[row % 2]
     tree, options, kept = ROWS[row]
     out = jamp.cast_model(tree, half, **options)
     assert jax.tree.structure(out) == jax.tree.structure(tree)
@@ -265,18 +265,6 @@ def test_what_is_not_kept_goes_half(row, half):
     abstract = jax.eval_shape(lambda: jamp.cast_model(tree, half, **options))
     assert jax.eval_shape(lambda: out) == abstract
     assert_same_bits(jamp.cast_model(out, half, **options), out)
-
-
-def test_integers_bools_keys_and_complex_numbers_are_untouched():
-    tree = {
-        "int": jnp.array([1, 2**20 + 1], jnp.int32),
-        "bool": jnp.array([True, False]),
-        "key": jax.random.key(7),
-        "complex": jnp.array([1 + 2j], jnp.complex64),
-    }
-    out = jamp.cast_model(tree | {"float": ones(2)}, jnp.float16)
-    assert out.pop("float").dtype == jnp.float16
-    assert_same_bits(out, tree)
 
 
 REFUSED_CASTS = [

@@ -61,10 +61,6 @@ ON_TPU = {
 }
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.13, 1.16),  # 1.12 and 1.15
-    # With libtpu 0.0.52 it is 1.11, 1.06 and 1.05.
-    ("gpt2", "widest"): Bound(1.12, 1.10),
-    ("gpt2", "narrowest"): Bound(1.07, 1.05),
-    ("gpt2", "O5"): Bound(1.06, 1.02),
     # Rows of the embedding are looked up in float32, in which their gradient is summed,
     # and kept so for the first norm; the rest is how XLA packs buffers: 1.05.
     ("llama", "O5"): Bound(1.02, 1.06),

@@ -13,7 +13,6 @@ from typing import Any
 
 import flax.serialization
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -113,17 +112,6 @@ def without_conflict(state, x):
     return mapped(lambda a, b: a - jnp.minimum(against, 0) * b)(a, b)
 
 
-def noisy(state, x):
-    key = jax.random.key(0)
-    noise = mapped(lambda g: jax.random.normal(key, g.shape))(START)
-    return added(grads_of(state, x[0]), scaled(noise, 0.25))
-
-
-def flat(grads):
-    vector, unravel = jax.flatten_util.ravel_pytree(grads)
-    return unravel(2 * vector)
-
-
 def of_unscale(state, x):
     by_hand = jax.grad(lambda p: jamp.scale_loss(loss_fn(p, x[0]), state))
     return jamp.unscale(by_hand(state.params), state)
@@ -150,12 +138,6 @@ def of_projection(x):
     return {k: a[k] - min(dot(a, b) / dot(b, b), 0) * b[k] for k in a}
 
 
-def of_noise(x):
-    key = jax.random.key(0)
-    draw = lambda v: 0.25 * np.float64(jax.random.normal(key, v.shape))  # noqa: E731
-    return {k: x[0] + draw(v) for k, v in START.items()}
-
-
 @dataclasses.dataclass(frozen=True)
 class Habit:
     """Gradients as users make them, and what they are."""
@@ -169,62 +151,41 @@ def habit(grads, value):
 
 
 HABITS = {
-    "as they are": habit(
-        grads_of_first := lambda s, x: grads_of(s, x[0]), lambda x: x[0]
-    ),
-    "add": habit(
-        lambda s, x: added(grads_of(s, x[0]), grads_of(s, x[1])), lambda x: x[0] + x[1]
-    ),
+    "as they are": habit(lambda s, x: grads_of(s, x[0]), lambda x: x[0]),
     "mean of microbatches": habit(
         lambda s, x: scaled(functools.reduce(added, [grads_of(s, y) for y in x]), 0.25),
         lambda x: x.mean(),
     ),
     "sum in a scan": habit(in_a_scan, lambda x: x.sum()),
     "pmean": habit(over_axis(lax.pmean), lambda x: x.mean()),
-    "psum": habit(over_axis(lax.psum), lambda x: x.sum()),
     "divide by the norm": habit(
         of_change(lambda g: scaled(g, 1 / optax.tree.norm(g))), lambda x: 1 / SIZE
     ),
-    "optax, clip by norm": habit(
-        of_optax(optax.clip_by_global_norm(0.25)), lambda x: 0.25 / SIZE
-    ),
-    "optax, clip": habit(of_optax(optax.clip(0.25)), lambda x: 0.25),
     "optax, a chain": habit(
         of_optax(optax.chain(optax.centralize(), optax.clip(0.25), optax.scale(2.0))),
         lambda x: 0.5,
     ),
-    "clip by value": habit(
-        of_change(mapped(lambda g: jnp.clip(g, -0.25, 0.25))), lambda x: 0.25
-    ),
     "sign": habit(of_change(mapped(jnp.sign)), lambda x: 1.0),
-    "half and back": habit(
-        of_change(mapped(lambda g: wide(g.astype(jnp.bfloat16)))), lambda x: x[0]
-    ),
-    "a vector and back": habit(of_change(flat), lambda x: 2 * x[0]),
     "each example clipped": habit(
         each_clipped, lambda x: (np.sign(x) * np.minimum(abs(x), 0.5 / SIZE)).mean()
     ),
     "by hand, and unscale": habit(of_unscale, lambda x: x[0]),
     "sharpness-aware": Habit(sharpness_aware, of_sharpness),
     "projection": Habit(without_conflict, of_projection),
-    "noise": Habit(noisy, of_noise),
     "zeros for a frozen leaf": Habit(
         lambda s, x: grads_of(s, x[0]) | {"b": jnp.zeros(2, jnp.float32)},
         lambda x: {"w": np.full(3, x[0]), "b": np.zeros(2)},
     ),
-    "a mask": Habit(
-        of_change(lambda g: g | {"w": jnp.where(np.arange(3) > 0, g["w"], 0.0)}),
-        lambda x: {"w": x[0] * np.float64([0, 1, 1]), "b": np.full(2, x[0])},
-    ),
 }
 
 
-OF_MICROBATCHES = ("mean of microbatches", "sum in a scan", "pmean", "psum")
+OF_MICROBATCHES = ("mean of microbatches", "sum in a scan", "pmean")
 
 
 def begin(level, tx=SGD, **kwargs):
     kwargs = {"loss_scale": RULE, "verbosity": 0} | kwargs
-    return jamp.initialize(START, tx, level, **kwargs)
+    kept = "^b$" if level in ("O2", "O5") else None
+    return jamp.initialize(START, tx, level, keep_fp32=kept, **kwargs)
 
 
 def assert_stepped(after, gradient, tolerance=2e-6):
@@ -243,7 +204,7 @@ def assert_skipped_and_lowered(after, before):
 
 # Gradients are float32 at every level: what users do with them is tried at one each, by
 # turns. What also reads the params, or scales the loss, is tried at all.
-AT_ALL = ("as they are", "by hand, and unscale", "sharpness-aware", "projection")
+AT_ALL = ("sum in a scan", "by hand, and unscale", "sharpness-aware", "projection")
 TRIED = [
     (name, level)
     for k, name in enumerate(HABITS)
@@ -287,7 +248,7 @@ JOURNEYS = {
 }
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", JOURNEYS)
 def test_gradients_that_leave_their_program(name, level):
     journey, state = JOURNEYS[name], begin(level)
@@ -309,15 +270,13 @@ def test_gradients_that_leave_their_program(name, level):
 # Transformations inside of the optimizer that remember gradients.
 
 
-def several_steps(level, tx, xs, update_args=lambda *_: {}):
+def several_steps(level, tx, xs):
     """The states before and after each step."""
     state = begin(level, tx)
 
     @jax.jit
     def step(state, x):
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
-        args = update_args(state, x, loss, grads)
-        return state.apply_gradients(grads=grads, update_args=args)
+        return state.apply_gradients(grads=grads_of(state, x))
 
     states = [state]
     for x in xs:
@@ -326,7 +285,7 @@ def several_steps(level, tx, xs, update_args=lambda *_: {}):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_multi_steps_drop_the_microbatch_that_overflowed(level):
     tx = optax.MultiSteps(SGD, 2)
     states = several_steps(level, tx, [0.5, OVERFLOWS, 0.25])
@@ -336,34 +295,13 @@ def test_multi_steps_drop_the_microbatch_that_overflowed(level):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_apply_if_finite_inside_sees_no_overflow(level):
     tx = optax.apply_if_finite(SGD, 3)
     states = several_steps(level, tx, [OVERFLOWS, 0.5])
     assert_skipped_and_lowered(states[1], states[0])
     count = optax.tree.get(states[2].opt_state, "total_notfinite")
     assert (count, states[2].step) == (0, 1)
-
-
-SEARCHES = {
-    "backtracking": lambda: optax.chain(
-        optax.scale(-1.0), optax.scale_by_backtracking_linesearch(3)
-    ),
-    "lbfgs": lambda: optax.lbfgs(1.0),
-}
-
-
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("search", SEARCHES)
-def test_a_line_search_skips_too(search, level):
-    def args(state, x, loss, grads):
-        value_fn = jamp.closure(loss_fn)(state, x)
-        return {"value": loss, "grad": grads, "value_fn": value_fn}
-
-    states = several_steps(level, SEARCHES[search](), [0.5, OVERFLOWS], args)
-    assert states[1].step == 1 and (states[1].params["w"] < START["w"]).all()
-    assert_skipped(states[2], states[1])
 
 
 @pytest.mark.parametrize("tx", [SGD, jo.fused_sgd(1.0)], ids=["optax", "fused"])
@@ -382,7 +320,7 @@ def test_a_gradient_that_only_the_division_makes_inf_is_an_overflow(tx):
 
 # The memory of what gradients were made of.
 
-ROWS = [("adam", "O1"), ("adam", "O2"), *(("fused", level) for level in LEVELS)]
+ROWS = [("adam", "O1"), ("adam", "O2"), ("fused", "O0"), ("fused", "O2")]
 
 
 @pytest.mark.standard_promotion

@@ -82,8 +82,6 @@ def test_oracle_tolerates_hysteresis_minus_one_overflows():
     assert [s.scale for s in states] == [2.0**k for k in powers]
 
 
-# Dynamic rule
-
 # Fair coins seldom reach a window or a floor: draw runs, too.
 RUNS = st.lists(st.tuples(st.booleans(), st.integers(1, 12)), min_size=1)
 FLAGS = st.one_of(
@@ -181,9 +179,6 @@ def test_states_have_strong_fixed_dtypes_and_no_array_twice():
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves) == 8
 
 
-# Static rule
-
-
 @pytest.mark.parametrize("check", [False, True])
 def test_static_scale_never_moves_but_counts(check):
     rule = jamp.StaticLossScale(128.0, check=check)
@@ -192,9 +187,6 @@ def test_static_scale_never_moves_but_counts(check):
     wanted = ([1, 2, 0, 0, 1], [0, 0, 1, 2, 0]) if check else ([1, 2, 3, 4, 5], [0] * 5)
     assert (states.unskipped.tolist(), states.consecutive_skips.tolist()) == wanted
     assert (rule.checks, rule.moves, rule.floor) == (check, False, 128.0)
-
-
-# Scaling and unscaling
 
 
 def test_unscale_returns_fp32_and_leaves_the_rest_alone():
@@ -227,9 +219,6 @@ def test_unscale_returns_fp32_and_leaves_the_rest_alone():
             np.testing.assert_allclose(unscaled, 3.5, rtol=1e-6)
 
 
-# Rules are values
-
-
 def test_rules_are_frozen_and_compare_hash_and_pickle_by_value():
     fields = len(dataclasses.fields(jamp.DynamicLossScale))
     every = [
@@ -247,8 +236,6 @@ def test_rules_are_frozen_and_compare_hash_and_pickle_by_value():
     assert dataclasses.astuple(jamp.DynamicLossScale()) == defaults
     assert jamp.StaticLossScale(2.0).check is False
 
-
-# Validation
 
 NAN, INF = float("nan"), float("inf")
 REACH = r"number between 2\*\*-126 and 2\*\*126, where .* its reciprocal"

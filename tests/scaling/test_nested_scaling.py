@@ -1,8 +1,4 @@
-"""Derivatives of derivatives: WGAN-GP's penalty on slopes, and MAML, against float64.
-
-The inner gradient of the penalty is taken by jax.grad in the loss, so it is scaled and
-unscaled by hand, as docs/recipes.md has it. That of MAML is `scaled_grad`'s.
-"""
+"""Derivatives of derivatives, against float64: WGAN-GP's penalty, and MAML."""
 
 import functools
 
@@ -17,7 +13,7 @@ import jamp
 from tests.states import with_scales
 
 # Relative to the largest element: half's rounding is 2^-12 and 2^-9, several in a row.
-ACCURACY = {"O0": 2.0**-19, "O1": 2.0**-8, "O2": 2.0**-8, "O4": 2**-5, "O5": 2**-5}
+ACCURACY = {"O1": 2.0**-8, "O2": 2.0**-8, "O5": 2.0**-5}
 BATCH, INPUTS, HIDDEN, WEIGHT = 8, 6, 16, 10.0
 
 # One number per sample; smooth, so that no second derivative is zero.
@@ -106,7 +102,7 @@ def test_value_and_gradients_match_float64(level):
 
 RATE = 0.125
 W, X = np.float32([0.5, -0.25, 1.0]), np.float32([0.5, 1.0, 0.25])
-TOLERANCE = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O4": 2e-2, "O5": 2e-2}
+TOLERANCE = {"O0": 1e-6, "O2": 2e-3, "O4": 2e-2}
 SGD = optax.sgd(RATE)
 
 
@@ -143,7 +139,7 @@ def exact(size=1.0):
 @pytest.mark.parametrize("how", INNER)
 @pytest.mark.parametrize("level", TOLERANCE)
 def test_the_second_derivative_is_right_at_every_level(level, how):
-    state = make(level, None if level in ("O0", "O4", "O5") else 1024.0)
+    state = make(level, 1024.0 if level == "O2" else None)
     loss, grads = jamp.scaled_value_and_grad(outer)(state, state, how)
     np.testing.assert_allclose(grads["w"], exact(), TOLERANCE[level], TOLERANCE[level])
     assert loss > 0

@@ -1,7 +1,4 @@
-"""Gradients of a scaled loss: shapes of jax.value_and_grad, losses, flags, groups.
-
-What people do with them is in test_gradients.py.
-"""
+"""Gradients of a scaled loss: shapes of jax.value_and_grad, losses, flags, groups."""
 
 from collections.abc import Mapping
 
@@ -18,7 +15,6 @@ import jamp
 from tests.bits import assert_same_bits
 from tests.states import (
     RUNNING,
-    assert_skipped,
     make,
     params,
     wide,
@@ -85,9 +81,6 @@ def test_aux_and_static_arguments_are_those_of_jax():
         assert rest == ["text", None, 3, print]
 
 
-# The loss
-
-
 def test_the_loss_is_the_fp32_loss_bit_for_bit():
     # x * 3 / 3 and x * (1 / 3) * 3 are not x for all of these.
     values = np.random.default_rng(0).normal(size=64).astype(np.float32)
@@ -109,10 +102,9 @@ def test_a_loss_in_half_is_scaled_in_float32():
     assert (loss.dtype, loss) == (jnp.float32, 5.25)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_they_are_unscaled_with_the_scale_that_scaled_them(level):
+def test_they_are_unscaled_with_the_scale_that_scaled_them():
     # mpx 0.1.8: on every growth step loss and gradients come out halved.
-    state = make(level, loss_scale=jamp.DynamicLossScale(4.0, window=1))
+    state = make(loss_scale=jamp.DynamicLossScale(4.0, window=1))
     for scale in (4.0, 8.0, 16.0):
         assert state.loss_scale == scale
         loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
@@ -180,7 +172,8 @@ def test_each_loss_has_its_own_scale():
     assert_grads(jamp.scaled_grad(loss_fn, loss_id=1)(state, X))
     assert all_nan(jamp.scaled_grad(loss_fn)(state, X))  # -6 * 2**16
     assert jamp.scale_loss(jnp.float32(2.0), state, loss_id=1) == 8.0
-    assert jamp.unscale({"w": jnp.float16(8.0)}, state, 1)["w"] == 2.0
+    # Half has nothing below 2^-24.
+    assert jamp.unscale({"w": jnp.float16(2.0**-24)}, state, 1)["w"] == 2.0**-26
 
 
 def test_integers_none_and_keys_are_held_out():
@@ -200,10 +193,7 @@ def test_integers_none_and_keys_are_held_out():
     assert_same_bits(grads, {"w": wide(n)} | held_out)
 
 
-# Flags
-
-
-@pytest.mark.parametrize("shape", [(8,), (5000,), (70, 80), (9, 40, 20)])
+@pytest.mark.parametrize("shape", [(5000,), (9, 40, 20)])
 def test_one_bad_element_is_found_among_the_largest(shape):
     # apex's Python fallback sums the gradient, and calls a sum beyond float32 overflow.
     params = {"b": jnp.zeros(3, jnp.float32), "w": jnp.zeros(shape, jnp.float32)}
@@ -220,45 +210,6 @@ def test_one_bad_element_is_found_among_the_largest(shape):
             leaf.flat[place] = -3e38
 
 
-# Sums
-
-
-def add(*trees):
-    return jax.tree.map(jnp.add, *trees)
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
-def test_a_sum_is_fp32_and_beyond_half(level):
-    state = make(level, loss_scale=jamp.DynamicLossScale(1.0))
-    grads = jamp.scaled_grad(loss_fn)(state, X * np.float32(8192))  # -6 * 8192 fits
-    total = add(grads, grads)
-    assert_grads(total, 2 * 8192.0)
-    assert np.abs(total["w"]).max() > 65504
-    after = state.apply_gradients(grads=total)
-    masters = jamp.master_params(after)
-    np.testing.assert_array_equal(masters["w"], params()["w"] - 0.5 * total["w"])
-
-
-def test_one_overflow_spoils_a_sum():
-    state = make()
-    good, bad = (jamp.scaled_grad(loss_fn)(state, X * k) for k in (2.0**-10, np.inf))
-    assert_grads(add(good, good), 2.0**-9)
-    for total in (add(good, bad), add(bad, good)):
-        assert all_nan(total)
-        after = state.apply_gradients(grads=total)
-        assert_skipped(after, state)
-        assert (after.skipped_steps, after.loss_scale) == (1, 2.0**15)
-
-
-# unscale
-
-
-def test_unscale_keeps_what_half_would_lose():
-    # 2^-24 / 2^16 is far below fp16's smallest number.
-    got = jamp.unscale({"w": jnp.asarray(2.0**-24, jnp.float16)}, make())
-    assert got["w"] == 2.0**-40
-
-
 def test_unscale_is_nan_everywhere_after_an_overflow_if_the_rule_checks():
     half = jnp.asarray([1.0, np.inf], jnp.float16)
     rest = {"n": jnp.arange(2), "key": jax.random.key(0), "none": None}
@@ -272,9 +223,6 @@ def test_unscale_is_nan_everywhere_after_an_overflow_if_the_rule_checks():
     # Finite as it is, and not when it is divided.
     low = make(loss_scale=jamp.DynamicLossScale(2.0**-10))
     assert all_nan(jamp.unscale({"w": jnp.float32([1e37, 1.0])}, low))
-
-
-# Several groups
 
 
 def groups(pack, **kwargs):
@@ -339,7 +287,7 @@ def stopped(state):
 CONSTANT = {"read from outside": not_the_argument, "stopped": stopped}
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", CONSTANT)
 def test_a_loss_that_does_not_depend_on_its_params_warns(name, level):
     state = jamp.initialize({"w": jnp.ones((2, 2))}, optax.sgd(1.0), level, verbosity=0)
@@ -350,7 +298,7 @@ def test_a_loss_that_does_not_depend_on_its_params_warns(name, level):
         assert (grads["w"] == 0).all()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_loss_that_depends_on_some_does_not_warn(level):
     tree = {"w": jnp.ones((2, 2)), "unused": jnp.ones(2)}
     state = jamp.initialize(tree, optax.sgd(1.0), level, verbosity=0)

@@ -73,14 +73,6 @@ def test_steps_match_float64_and_round_the_params(level):
     assert (state.step, state.skipped_steps) == (8, 0)
 
 
-@pytest.mark.standard_promotion
-def test_o3_moments_are_fp32_and_hold_what_half_cannot():
-    state = step(make("O3", tx=optax.adam(1e-3)), like(params(), 2.0**-14))
-    nu = optax.tree.get(state.opt_state, "nu")["w"]
-    assert nu.dtype == jnp.float32
-    np.testing.assert_allclose(nu, 1e-3 * 2.0**-28, rtol=1e-4)
-
-
 def at_rate_one(start, *slopes):
     """The states after plain gradients of these slopes."""
     state, states = make(tree={"w": jnp.full(1, start, jnp.float32)}, tx=RATE_ONE), []
@@ -106,9 +98,6 @@ def test_params_beyond_half_are_clamped_and_come_back():
     assert np.float32(beyond.params["w"]) == 65504
     assert jamp.master_params(beyond)["w"] == 1000001.0
     assert np.float32(back.params["w"]) == 1
-
-
-# Skipping
 
 
 @jax.jit
@@ -181,7 +170,7 @@ def spoilt():
     return grads | {"b": grads["b"].at[1].set(jnp.nan)}
 
 
-@pytest.mark.parametrize("level", RUNNING)
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_plain_tree_is_checked_too(level):
     state, grads = make(level, loss_scale="dynamic"), like(params(), 0.25)
     after = state.apply_gradients(grads=spoilt())
@@ -197,7 +186,7 @@ def test_a_plain_tree_is_checked_too(level):
 
 
 @each_tx
-@pytest.mark.parametrize("level", RUNNING)
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_static_scale_checks_nothing(level, tx):
     # apex_semantics 4.5: inf and NaN are handed to the optimizer.
     state = make(level, tx=tx, loss_scale=4.0)
@@ -210,7 +199,7 @@ def test_a_static_scale_checks_nothing(level, tx):
 
 
 @each_tx
-@pytest.mark.parametrize("level", RUNNING)
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_static_scale_that_checks_skips_and_stays(level, tx):
     state = make(level, tx=tx, loss_scale=jamp.StaticLossScale(4.0, check=True))
     for after in (step(state, spoilt()), state.apply_gradients(grads=spoilt())):
@@ -234,21 +223,6 @@ def test_counters_over_a_run_of_clean_and_bad_steps():
     xs = jax.tree.map(lambda *x: jnp.stack(x), *(like(params(), v) for v in values))
     scanned, _ = lax.scan(lambda s, x: (step(s, x), None), start, xs)
     assert_same_bits(scanned, state)
-
-
-def test_master_weights_and_fp32_leaves_accumulate_at_a_static_scale_of_one():
-    # apex_semantics 6.6: apex drops what fp32 leaves had accumulated.
-    state = make("O5", tx=RATE_ONE)
-    assert state.loss_scale == 1.0
-    grad = jamp.scaled_grad(dot)
-    grads = (grad(state, like(params(), x)) for x in (0.25, 0.5))
-    total = jax.tree.map(jnp.add, *grads)
-    masters = jamp.master_params(state.apply_gradients(grads=total))
-    assert masters["norm"]["scale"] == 3.0 - 0.75
-    np.testing.assert_array_equal(masters["w"], params()["w"] - 0.75)
-
-
-# Fields
 
 
 class Mine(jamp.AmpState):
@@ -410,7 +384,7 @@ def fp8_step(state, x):
 
 
 @pytest.mark.parametrize(
-    "level, pack", [*((level, dict) for level in RUNNING), ("O2", FrozenDict)]
+    "level, pack", [("O0", dict), ("O2", FrozenDict), ("O5", dict)]
 )
 def test_overwrite_with_gradient_is_honoured(level, pack):
     # Flax's TrainState asks `in`, so it does not mind which mapping it is.
@@ -424,10 +398,5 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
     assert (amax.dtype, amax, type(after.params)) == (jnp.float32, 7.0, pack)
     w = halved(np.float32([1 - 2.0**-6, 2 - 2.0**-6]), level)
     assert bits(after.params["params"]["w"]) == w.tobytes()
-
-
-def test_overwritten_values_are_part_of_the_skip():
-    state = fp8_state()
-    after = fp8_step(state, jnp.inf)
-    assert_skipped(after, state)
-    assert after.skipped_steps == 1
+    dynamic = fp8_state(level, pack, loss_scale="dynamic")
+    assert_skipped(fp8_step(dynamic, jnp.inf), dynamic)

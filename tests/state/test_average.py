@@ -36,11 +36,10 @@ def share(average):
 MOVED = 1 - (1 - STEP) ** STEPS
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-@pytest.mark.parametrize("kind", ["tree", "state"])
+@pytest.mark.parametrize(
+    "kind, level", [("tree", "O2"), ("tree", "O3"), ("state", "O0"), ("state", "O5")]
+)
 def test_it_covers_its_way(kind, level):
-    if kind == "state" and level == "O3":
-        pytest.skip("O3 keeps no masters: see test_what_would_stand_still_is_an_error")
     state = begin(level, END)
     old = begin(level, START) if kind == "state" else START
 
@@ -87,20 +86,13 @@ def test_a_skip_leaves_it_as_it_was():
 
 
 def test_several_groups_skip_each_for_itself():
-    trees = {"a": params(), "b": params()}
+    trees = {"a": params(), "b": params() | {"seen": jnp.int32(3)}}
     state = jamp.initialize(trees, {"a": SGD, "b": SGD}, "O2", verbosity=0)
     skipped = {"a": jnp.bool_(True), "b": jnp.bool_(False)}
     zeros = jax.tree.map(jnp.zeros_like, trees)
     ema = jamp.incremental_update(state.replace(last_step_skipped=skipped), zeros, 1.0)
     assert_same_bits(ema["a"], zeros["a"])
     assert_same_bits(ema["b"], jamp.master_params(state)["b"])
-
-
-def test_leaves_that_are_not_floats_are_the_new_ones():
-    tree = {"w": jnp.ones(2), "seen": jnp.int32(3)}
-    old = {"w": jnp.zeros(2), "seen": jnp.int32(0)}
-    moved = jamp.incremental_update(begin("O2", tree), old, jnp.float32(0.5))
-    assert moved["seen"] == 3 and (moved["w"] == 0.5).all()
 
 
 def test_of_an_nnx_model():
@@ -226,17 +218,16 @@ ROUNDED = ("a hard copy of a stepped state", "rounded masters", "a gradient, rou
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("name", TRAPS)
-def test_params_computed_of_halves_warn_in_jit(name, level):
-    state, online = begin(level, START), begin(level, END)
+def test_params_computed_of_halves_warn_in_jit(name):
+    state, online = begin("O2", START), begin("O2", END)
     step = jax.jit(lambda s, on: s.replace(params=TRAPS[name](s, on)))
     with pytest.warns(jamp.PrecisionWarning, match=r"computed of.*jamp.master_params"):
         step(state, online)
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O0", "O5"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_and_others_do_not(name, level):
     state, online = begin(level, START), nearly(begin(level, START))
@@ -247,9 +238,8 @@ def test_and_others_do_not(name, level):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_params_computed_of_halves_warn_without_jit(level):
-    state, online = begin(level, START), nearly(nearly(begin(level, START)))
+def test_params_computed_of_halves_warn_without_jit():
+    state, online = begin("O5", START), nearly(nearly(begin("O5", START)))
     with pytest.warns(jamp.PrecisionWarning, match="computed of params in"):
         state.replace(params=soft(online.params, state.params, 0.3))
     with warnings.catch_warnings():

@@ -1,8 +1,4 @@
-"""Faults: what a run meets when things go wrong.
-
-What each asserts is that training goes on as if nothing had been, or which error is
-raised.
-"""
+"""Faults: what a run meets when things go wrong."""
 
 import multiprocessing
 import threading
@@ -54,9 +50,6 @@ def run(state, xs):
     return lax.scan(body, state, xs)
 
 
-# Numbers
-
-
 def storm():
     rule = oracle.Rule(min_scale=2.0**7)
     good = np.random.default_rng(0).random(400) < 0.1
@@ -82,9 +75,6 @@ def nothing_but_nan():
     assert scales[-1] == 2.0**-126 and state.skipped_steps == 1000
     with pytest.raises(FloatingPointError, match="1000"):
         jamp.check(state)
-
-
-# The program
 
 
 def donated_twice():
@@ -137,9 +127,6 @@ def out_of_memory():
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         jax.block_until_ready(jax.jit(jamp.scaled_grad(too_much))(state, X))
     assert_same_bits(step(state), AFTER)
-
-
-# Modes of JAX
 
 
 def under(context):

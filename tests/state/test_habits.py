@@ -1,8 +1,4 @@
-"""The habits of plain Flax, optax and pmap, as published scripts have them, at O2.
-
-The table of docs/what_happens.md has a line for each, and lines that other tests hold.
-What is right ends, by linear regression and gradient descent, where float64 does.
-"""
+"""The habits of plain Flax, optax and pmap, as published scripts have them, at O2."""
 
 import functools
 import re
@@ -41,8 +37,6 @@ def descend(w=W, steps=2, clip=np.inf):
 def mean_square(predictions, y):
     return ((predictions - y) ** 2).mean()
 
-
-# Linen
 
 MODEL = nn.Dense(1, use_bias=False)
 
@@ -103,9 +97,6 @@ def frozen():
     state = two_steps(make(tx=tx))
     assert (np.asarray(state.params["kernel"]) == W).all()
     return state, descend(steps=0)
-
-
-# NNX
 
 
 def make_nnx(tx=SGD, **kwargs):

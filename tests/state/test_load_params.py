@@ -144,9 +144,6 @@ def test_other_trees_are_errors_with_the_path(message):
         assert message in str(error.value)
 
 
-# NNX
-
-
 def linear():
     return nnx.Linear(2, 3, rngs=nnx.Rngs(0))
 

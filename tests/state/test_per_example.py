@@ -1,7 +1,4 @@
-"""DP-SGD: gradients with an axis of examples in front, where the optimizer wants it.
-
-The oracle is float64: each example's gradient is clipped to a norm, and averaged.
-"""
+"""DP-SGD: gradients with an axis of examples in front, where the optimizer wants it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +7,8 @@ import optax
 import pytest
 
 import jamp
+
+pytestmark = pytest.mark.standard_promotion  # for optax
 
 CLIP, RATE = 0.5, 0.25
 START = {"w": np.float32([[0.5], [-0.25]]), "b": np.float32([0.125])}
@@ -50,8 +49,7 @@ def expected():
     }
 
 
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_each_example_is_clipped(level):
     state = begin(level, optax.chain(private(), optax.sgd(RATE)))
     after = jax.jit(step)(state, X, Y)
@@ -62,41 +60,34 @@ def test_each_example_is_clipped(level):
     assert (bad.step, bad.skipped_steps) == (0, 1)
 
 
-@pytest.mark.standard_promotion
 def test_of_several_groups_one_is_private():
     txs = {"a": optax.chain(private(), optax.sgd(RATE)), "b": optax.sgd(RATE)}
     params = {"a": START, "b": START}
     state = jamp.initialize(params, txs, "O2", verbosity=0)
-    each = each_of(begin("O2", optax.sgd(RATE)), X, Y)
+    each = jax.jit(each_of)(begin("O2", optax.sgd(RATE)), X, Y)
     mean = jax.tree.map(lambda g: g.mean(0), each)
-    after = state.apply_gradients(grads={"a": each, "b": mean})
+    grads = {"a": each, "b": mean}
+    after = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
     for key, value in jamp.master_params(after)["a"].items():
         np.testing.assert_allclose(value, expected()[key], atol=2e-3)
-    with pytest.raises(ValueError, match="gradients of group 'b'"):
-        state.apply_gradients(grads={"a": each, "b": each})
+    for bad, where in (
+        ({"b": each}, "gradients of group 'b'"),
+        ({"a": each | {"b": each["b"][:2]}}, "has shape"),
+        ({"a": {"b": each["b"]}}, "has shape|no leaf"),
+    ):
+        with pytest.raises(ValueError, match=where):
+            state.apply_gradients(grads=grads | bad)
 
 
 TXS = {
     "sgd": optax.sgd(RATE),
-    "adam": optax.adam(RATE),
     "fused": jamp.optimizers.fused_adam(RATE),
     "lbfgs": optax.lbfgs(),
 }
 
 
-@pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", TXS)
 def test_an_axis_that_nothing_takes_away_is_an_error(name):
     state = begin("O2", TXS[name])
     with pytest.raises(ValueError, match=r"gradients\['b'\] has shape \(4, 1\), expec"):
         step(state, X, Y)
-
-
-@pytest.mark.standard_promotion
-def test_other_shapes_are_an_error():
-    state = begin("O2", optax.chain(private(), optax.sgd(RATE)))
-    each = each_of(state, X, Y)
-    with pytest.raises(ValueError, match="has shape"):
-        state.apply_gradients(grads=each | {"b": each["b"][:2]})
-    with pytest.raises(ValueError, match="has shape"):
-        state.apply_gradients(grads={"b": each["b"]})

@@ -1,8 +1,4 @@
-"""Several models, optimizers and losses, exactly: after apex's own test of them.
-
-Weights, learning rates and momenta are dyadic, so float64 and every level compute the
-same numbers, and equality is exact.
-"""
+"""Several models, optimizers and losses, exactly: after apex's own test of them."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +8,10 @@ import pytest
 
 import jamp
 from tests.state import several
-from tests.states import LEVELS, like, make, wide
+from tests.states import like, make, wide
 
 # So that each model has a half and a float32 weight, where the level casts.
-KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O3", "O5")}
+KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O5")}
 
 
 # Everything that a state holds, after every step
@@ -27,7 +23,7 @@ KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O3", "O5")}
         pytest.param(name, shared, level, id=f"{name}, {shared=}, {level}")
         for name in several.CASES
         for shared in (False, True)
-        for level in (LEVELS if "3 models" in name else ("O2",))
+        for level in (("O0", "O1", "O5") if "3 models" in name else ("O2",))
     ],
 )
 def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
@@ -35,7 +31,7 @@ def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
     several.assert_trains(state, name, shared)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_half_leaves_sum_their_losses_in_fp32_with_and_without_masters(level):
     # apex_semantics 6.4: without masters, apex sums in half.
     tree = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(2, jnp.float32)}

@@ -1,7 +1,4 @@
-"""A long run with random overflows: nothing grows, one compilation, exact counters.
-
-`make soak` takes 20,000 steps, and CI a few.
-"""
+"""A long run with random overflows: nothing grows, one compilation, exact counters."""
 
 import collections
 import dataclasses

@@ -95,9 +95,6 @@ def test_a_log_moves_no_more_bytes():
     assert on.temp <= 1.01 * off.temp
 
 
-# ---- History
-
-
 def test_rows_writers_and_files(tmp_path):
     calls, tags = [], []
 
