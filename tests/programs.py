@@ -1,5 +1,6 @@
 """What a program computes, whatever compiles it: the matrix products of its jaxpr."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -55,11 +56,28 @@ def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """
     for equation in jaxpr.eqns:
         yield equation
-        params = dict(equation.params)
-        if params.get("branches_platforms"):
-            params["branches"] = params["branches"][-1]
-        for inner in _jaxprs(params):
+        for inner in _jaxprs_in(equation):
             yield from walk(inner)
+
+
+def product_runs(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[str, ...]]:
+    """How often a product runs, by the types of its factors: in a scan each trip."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in PRODUCTS:
+            found[tuple(str(v.aval.dtype) for v in equation.invars)] += times
+        is_scan = equation.primitive.name == "scan"
+        trips = equation.params["length"] if is_scan else 1
+        for inner in _jaxprs_in(equation):
+            found += product_runs(inner, times * trips)
+    return found
+
+
+def _jaxprs_in(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    params = dict(equation.params)
+    if params.get("branches_platforms"):
+        params["branches"] = params["branches"][-1]
+    return _jaxprs(params)
 
 
 def _jaxprs(value: Any) -> Iterator[Jaxpr]:

@@ -202,6 +202,8 @@ class Values:
                 for v in self._voters(eqn)
             ):
                 return Choice(FLOAT32, "feeder")
+        if self._rounds_for_residual(eqn):
+            return Choice(FLOAT32, "feeder")
         if FLOAT32 in votes and any(map(self.is_carried, eqn.outvars)):
             # A sum over the trips of a loop would stop growing in half.
             return Choice(FLOAT32, "carry")
@@ -220,6 +222,16 @@ class Values:
         if facts.widest and facts.is_ratio(eqn):
             return Choice(FLOAT32, "ratio")
         return Choice(facts.half, "operands" if len(votes) == 1 else "narrowest")
+
+    def _rounds_for_residual(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether a loop would keep half of what all others read in float32.
+
+        As of a gate in `(1 - gate) * h + gate * c`: of two roundings the sum is not 1.
+        """
+        kept = any(self.want_of(v).kept for v in eqn.outvars)
+        return kept and all(
+            self.computed_dtype(v) == FLOAT32 for v in self._voters(eqn)
+        )
 
     def _voters(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands with a vote."""

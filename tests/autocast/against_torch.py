@@ -3,7 +3,7 @@
     python -m tests.autocast.against_torch 0 20000     # a line of JSON for each chunk
 
 An error is the median over draws of data, so that neither luck nor a pole decides. All
-run operation by operation; some programs of ours are compiled as one, too.
+run operation by operation; some programs are compiled as one, too, for both.
 """
 
 import contextlib
@@ -42,6 +42,8 @@ TIMES, OF_SCALE = 2, 1e-6  # torch's error
 WHOLE = 101  # one program in so many is compiled as one; odd, for both dtypes
 # What may cost digits, by the names of mechanisms: docs/autocast.md has them.
 EXCEPTIONS = ("norms", "one cast", "islands")
+# Programs that are beyond the bound, and why.
+EXPLAINED = {13003: "torch's rules round a tanh near 1 to 1, which it is in float64"}
 COTANGENT = normal(*ACTIVATION, scale=1 / 64)
 TAKEN = Program(lambda: None, MAKERS | {"dy": COTANGENT, "dz": COTANGENT})
 
@@ -86,9 +88,11 @@ def measured(seed: int, draws: int = DRAWS) -> Measured:
     def errors(outs):
         return np.array(list(map(median_error, outs, exact)))
 
-    bounds = TIMES * errors(by_operation(torchs, args)) + OF_SCALE
     runs = (by_operation, as_one) if seed % WHOLE == 0 else (by_operation,)
-    ratios = np.array([errors(run(ours, args)) / bounds for run in runs])
+    bounds = np.array([TIMES * errors(run(torchs, args)) + OF_SCALE for run in runs])
+    found = np.array([errors(run(ours, args)) for run in runs])
+    # Where torch's rules overflow, any result of ours is within the bound.
+    ratios = np.where(np.isinf(bounds), 0, found) / bounds
     layers = [step.op for step in steps]
     return Measured(seed, half, layers, ratios.size, float(ratios.max()))
 

@@ -17,12 +17,13 @@ W /= 4
 
 
 def both_passes(name, cast):
-    """A construct and its gradients, with cotangents for all floats."""
-    fn = TABLE[name](cast)
+    """A construct, or a function, and its gradients in both arguments."""
+    fn = cast(name) if callable(name) else TABLE[name](cast)
 
     def loss(w, x):
         leaves = [y for y in jax.tree.leaves(fn(w, x)) if y.dtype == jnp.float32]
-        return sum((jnp.cos(jnp.arange(y.size)) * y.ravel()).sum() for y in leaves)
+        factors = [jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in leaves]
+        return sum((c * y).sum() for c, y in zip(factors, leaves, strict=True))
 
     def both(w, x):
         if name in FORWARD_ONLY:

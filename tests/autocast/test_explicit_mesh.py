@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
-from tests.autocast.constructs import FORWARD_ONLY, TABLE
-from tests.autocast.test_coverage import TOLERANCE, W, X, distance
+from tests.autocast.constructs import TABLE
+from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes, distance
 
 half = functools.partial(jamp.autocast, dtype="float16")
 NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_map")
@@ -47,25 +47,11 @@ def mesh():
         yield
 
 
-def both_passes(name, cast):
-    fn = TABLE[name](cast) if name in TABLE else cast(LOSSES[name])
-
-    def loss(w, x):
-        leaves = [y for y in jax.tree.leaves(fn(w, x)) if y.dtype == jnp.float32]
-        factors = [jnp.cos(jnp.arange(y.size)).reshape(y.shape) for y in leaves]
-        return sum((c * y).sum() for c, y in zip(factors, leaves, strict=True))
-
-    def both(w, x):
-        if name in FORWARD_ONLY:
-            return fn(w, x)
-        return fn(w, x), jax.grad(loss, (0, 1))(w, x)
-
-    return both
-
-
 def assert_as_plain(name, place, specs):
     operands = [jax.device_put(x, spec) for x, spec in zip((W, X), specs, strict=True)]
-    cast, plain = (place(both_passes(name, f))(*operands) for f in (half, lambda f: f))
+    name = LOSSES.get(name, name)
+    both = (both_passes(name, f).__wrapped__ for f in (half, lambda f: f))
+    cast, plain = (place(fn)(*operands) for fn in both)
     assert jax.tree.map(jax.typeof, cast) == jax.tree.map(jax.typeof, plain)
     errors = jax.tree.map(distance, cast, plain)
     assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors

@@ -137,6 +137,19 @@ def test_a_sum_over_many_trips_is_exact(half):
 
 @pytest.mark.h200
 @halves
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+def test_what_reads_a_gate_reads_the_same_digits(half, promote):
+    """A mean of ones is one, whatever weighs them."""
+
+    def cell(h, x):
+        gate = jax.nn.sigmoid(x @ W["i"] + h @ W["h"])
+        return (1 - gate) * h + gate * jnp.tanh(x @ W["i"] + 20)
+
+    cast = jamp.autocast(lambda xs: repeat(cell, START, xs), half, promote=promote)
+    np.testing.assert_allclose(evaluate(cast, XS), 1, rtol=1e-6)
+
+
+@halves
 def test_on_a_gpu_a_product_is_added_where_it_is_computed(half):
     def cell(w, xs):
         step = lambda c, x: jnp.tanh(x @ w["i"] + c @ w["h"])  # noqa: E731

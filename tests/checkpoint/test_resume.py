@@ -1,17 +1,13 @@
-"""Training goes on in a new process, bit for bit; a save that is killed loses none.
+"""Training goes on in a new process, bit for bit; a file is never written in part.
 
-`python -m tests.checkpoint.test_resume FOLDER` is the new process: it restores what
-`save` wrote, trains on, prints a line of JSON, begins to save another step, and kills
-itself.
+`python -m tests.checkpoint.test_resume FOLDER` is the new process: it restores what was
+saved, trains on, and prints a line of JSON.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
 import re
-import signal
-import subprocess
 import sys
 from unittest import mock
 
@@ -24,8 +20,8 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
-from tests.bits import assert_same_bits
-from tests.pages import ROOT, SHOWN
+from tests import subprocesses
+from tests.pages import SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the process
 
@@ -105,69 +101,22 @@ def described(states):
     }
 
 
-def manager(folder):
-    return ocp.CheckpointManager(folder.absolute())
-
-
-class Killed(ocp.StandardCheckpointHandler):
-    """Ends the process when arrays are written and the checkpoint is not complete."""
-
-    def finalize(self, directory):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@ocp.args.register_with_handler(Killed, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class SaveAndDie(ocp.args.StandardSave):
-    """`StandardSave`, by the handler above."""
-
-
 def main(folder):
     args = ocp.args.StandardRestore({run: make(run, seed=1) for run in RUNS})
-    with manager(folder) as checkpoints:
+    with ocp.CheckpointManager(folder) as checkpoints:
         states = checkpoints.restore(7, args=args)
-    print(json.dumps([described(states), described(train(states, AFTER))]), flush=True)
-    checkpoints = manager(folder)
-    checkpoints.save(8, args=SaveAndDie(states))
-    checkpoints.wait_until_finished()
+    print(json.dumps([described(states), described(train(states, AFTER))]))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """The states at the save and at the end, and what the other process says."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    with jax.numpy_dtype_promotion("standard"):
-        start = {run: make(run, seed=0) for run in RUNS}
-        saved = train(start, BEFORE)
-        with manager(folder) as checkpoints:
-            checkpoints.save(7, args=ocp.args.StandardSave(saved))
-        straight = train(start, BEFORE + AFTER)
-    command = [sys.executable, "-m", "tests.checkpoint.test_resume", str(folder)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    return folder, saved, straight, json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_new_process_goes_on_bit_for_bit(runs):
-    _, saved, straight, resumed = runs
+def test_a_new_process_goes_on_bit_for_bit(tmp_path):
+    start = {run: make(run, seed=0) for run in RUNS}
+    saved = train(start, BEFORE)
+    with ocp.CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(7, args=ocp.args.StandardSave(saved))
+    printed = subprocesses.run("tests.checkpoint.test_resume", str(tmp_path))
+    straight = train(start, BEFORE + AFTER)
+    resumed = json.loads(printed.splitlines()[-1])
     assert resumed == [described(saved), described(straight)]
-
-
-def test_orbax_keeps_the_last_complete_checkpoint(runs):
-    folder, saved, _, _ = runs
-    with manager(folder) as checkpoints:
-        written = [p for p in folder.rglob("*") if p.is_file()]
-        begun = [p for p in written if folder / "7" not in p.parents]
-        assert begun  # step 8, on which the process ended
-        assert checkpoints.all_steps() == [7]
-        shapes = jax.eval_shape(lambda: saved)
-        args = ocp.args.StandardRestore(shapes)
-        assert_same_bits(checkpoints.restore(7, args=args), saved)
-        checkpoints.save(8, args=ocp.args.StandardSave(saved))
-        checkpoints.wait_until_finished()
-        assert checkpoints.latest_step() == 8
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])

@@ -94,7 +94,7 @@ def key(run):
 def test_the_page_shows_what_the_peers_did():
     pytest.importorskip("jmp")  # which a lent machine may not have
     compared = importlib.import_module("benchmarks.compared")
-    rows = convergence.read(compared.RESULTS)
+    rows = compared.read()
     for table in compared.table(rows).split("\n\n"):
         assert table in SHOWN
     for name in {row["model"] for row in rows}:

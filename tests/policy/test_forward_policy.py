@@ -102,22 +102,6 @@ def test_a_float32_teacher_inside_a_student_stays_float32():
     assert_same_bits(made, init())
 
 
-def test_a_model_inside_of_a_model_gives_float32():
-    teacher, seen = nn.Dense(2), []
-    frozen = variables_of(teacher, X)
-
-    class Student(nn.Module):
-        @nn.compact
-        def __call__(self, x, frozen):
-            seen.append(teacher.apply(frozen, x).dtype)
-            return nn.Dense(1)(x)
-
-    state = state_of(Student(), X, frozen, cast_model_outputs=jnp.float16)
-    seen.clear()
-    assert forward(state, X, frozen).dtype == jnp.float16
-    assert seen == [jnp.float32]
-
-
 def test_the_innermost_policy_wins():
     fp16, bf16 = (state_of(WITNESS, X, level=level) for level in ("O2", "O5"))
 

@@ -3,7 +3,6 @@ half, and what needs float32 has it."""
 
 import functools
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 import jamp.nnx
-from tests.policy.forward_models import dtypes, normal, products
+from tests.policy.forward_models import normal, products
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -79,24 +78,6 @@ def test_a_carry_is_the_models_from_the_second_trip_on():
     assert set(found) == {"float16,float16"}
 
 
-def equinox_mlp():
-    mlp = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(0))
-    params, static = eqx.partition(mlp, eqx.is_array)
-    return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
-
-
-def haiku_mlp():
-    hk = pytest.importorskip("haiku")  # which a lent machine may not have
-    mlp = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([WIDTH] * 3)(x)))
-    return mlp.init(jax.random.key(0), X[0]), mlp.apply
-
-
-def linen_mlp():
-    mlp = nn.Sequential([nn.Dense(WIDTH, dtype=jnp.float32) for _ in range(3)])
-    params = mlp.init(jax.random.key(0), X[0])["params"]
-    return params, lambda params, x: mlp.apply({"params": params}, x)
-
-
 def plain_mlp():
     def mlp(params, x):
         for w in params.values():
@@ -104,25 +85,6 @@ def plain_mlp():
         return x
 
     return weights("a", "b", "c"), mlp
-
-
-@pytest.mark.parametrize("level", ["O1", "O5"])
-@pytest.mark.parametrize("make", [equinox_mlp, haiku_mlp, linen_mlp, plain_mlp])
-@pytest.mark.parametrize("door", ["apply_fn", "bare"])
-def test_any_framework_by_apply_fn_or_called_in_the_loss(make, level, door):
-    params, forward = make()
-    state = begin(params, level, apply_fn=forward)
-    call = state.apply_fn if door == "apply_fn" else forward
-
-    def loss_fn(params, x):
-        out = call(params, x)
-        assert out.dtype == jnp.float32
-        return jnp.square(out).mean()
-
-    step = jamp.scaled_grad(loss_fn)
-    half = "float16" if level == "O1" else "bfloat16"
-    assert products(step, state, X[0]) == [f"{half},{half}"] * 8
-    assert set(dtypes(jax.eval_shape(step, state, X[0]))) == {"float32"}
 
 
 # What is outside of a model

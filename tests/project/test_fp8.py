@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import re
 
 import equinox as eqx
 import haiku as hk
@@ -13,10 +12,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
+from benchmarks import lean
+from benchmarks.lean_transformers import GPT2
 from jamp._autocast import quantized
 from jamp.tools._cost import CHEAP
 from tests import h200
 from tests.hlo import Program
+from tests.programs import product_runs
 
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
 
@@ -63,8 +65,8 @@ def step(state, x):
     return state.apply_gradients(grads=grads), loss
 
 
-def state_of(level="O6", fp8=FP8, params=None):
-    options = {"opt_level": level, "fp8": fp8, "verbosity": 0}
+def state_of(level="O6", fp8=FP8, params=None, **options):
+    options |= {"opt_level": level, "fp8": fp8, "verbosity": 0}
     begin = functools.partial(jamp.initialize, tx=TX, **options)
     return jax.eval_shape(begin, params or transformer())
 
@@ -108,6 +110,39 @@ def equinox():
     return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
 
+FIVE = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
+# A minute each: by `make budgets`. CI has a small one.
+CASES = [("small", "H200")] + [
+    pytest.param(name, target, marks=pytest.mark.budgets)
+    for name in FIVE
+    for target in ("H200", "B200")
+]
+SMALL = lean.text(GPT2(2, width=384, scan=True), 4, 128)
+# XLA would make one product of those that share an operand.
+SINGLE = CUBLAS | {"xla_gpu_dot_merger_threshold_mb": 0}
+
+
+@pytest.mark.parametrize(("name", "target"), CASES)
+def test_what_is_written_in_fp8_runs_so_in_linen_models(name, target):
+    case = SMALL if name == "small" else lean.CASES[name]
+    key = jax.eval_shape(jax.random.key, 0)
+    rngs = {"params": key, "dropout": key}
+    params = jax.eval_shape(case.model.init, rngs, case.inputs)["params"]
+    options = {"fp8": FP8 if name == "small" else None, "apply_fn": case.model.apply}
+    options["batch_stats"] = {}
+    args = state_of(params=params, **options), (case.inputs, case.targets), key
+    step = lean.amp_step(case)
+    written = product_runs(jax.jit(step).trace(*args).jaxpr)
+    lowered = h200.lower_step(step, *args, donate=(0,), target=getattr(h200, target))
+    run = Program(lowered.compile(compiler_options=SINGLE).as_text(), 0).products
+    names = {"bf16": "bfloat16"} | {f"f8{x}": f"float8_{x}" for x in ("e4m3fn", "e5m2")}
+    assert written == {tuple(names[x] for x in pair): n for pair, n in run.items()}
+    # Both gradients of each, and with remat some forward again.
+    backward = written["float8_e5m2", "float8_e4m3fn"]
+    forward = written["float8_e4m3fn", "float8_e4m3fn"]
+    assert 0 < forward <= backward <= 2 * forward
+
+
 @pytest.mark.parametrize("make", [haiku, equinox], ids=lambda f: f.__name__)
 def test_in_models_of_others_too(make):
     params, apply = make()
@@ -142,19 +177,11 @@ def test_what_micro_batches_share_is_quantized_before_their_loop(wrap):
     again = 1 if wrap is jax.checkpoint else 0
     assert program.products["f8e4m3fn", "f8e4m3fn"] == (1 + again) * trips
     assert program.products["f8e5m2", "f8e4m3fn"] == 2 * trips
-    loops = [i for i in program.entry.values() if i.opcode == "while"]
-    inside = [i for loop in loops for i in reached(program, loop)]
+    loops = {n: i for n, i in program.entry.items() if i.opcode == "while"}
+    inside = [i for i, _, _ in program._runs(loops)]
     quantized = [i.shape.partition("{")[0] for i in inside if i.opcode == "convert"]
     assert f"f8e4m3fn[{rows},{WIDTH}]" in quantized
     assert f"f8e4m3fn[{WIDTH},{WIDTH}]" not in quantized
-
-
-def reached(program, instruction):
-    """The instructions of the computations that one calls, and of those they call."""
-    for name in re.findall(r"(?:body|calls|to_apply)=%?([\w.\-]+)", instruction.rest):
-        for inner in program.computations[name].values():
-            yield inner
-            yield from reached(program, inner)
 
 
 def test_a_scale_for_each_row_would_be_a_kernel_of_its_own(monkeypatch):
