@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import convergence, gpu, predict, report
+from benchmarks import convergence, gpu, lean, predict, report
 from tests.docs.scripts import needs_extra
 from tests.hlo import Program
 from tests.pages import SHOWN
@@ -77,6 +77,14 @@ def test_products_in_fp8_cost_less_than_the_spread_of_the_seeds():
     for line in lines[2:]:
         *_, spread, _, most = re.findall(r"\d+\.\d+", line)
         assert float(most) < float(spread) / 3
+
+
+def test_the_page_shows_what_steps_cost_beside_those_by_hand():
+    entries = lean.read()
+    assert lean.table(entries) in SHOWN
+    assert {lean.key_of(e)[:2] for e in entries} <= {
+        (name, mode) for name in lean.CASES for mode in lean.MODES
+    }
 
 
 def key(run):
