@@ -10,9 +10,8 @@ they are not installed, mpx and Keras are left out: `pip install
 mixed-precision-for-JAX keras`.
 """
 
-import argparse
+import functools
 import importlib.util
-import json
 import os
 import pathlib
 import statistics
@@ -32,8 +31,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jamp
-from benchmarks import lean
-from benchmarks.convergence import conditions, read
+from benchmarks import lean, runs
 from benchmarks.lean_images import UNet
 from benchmarks.lean_transformers import GPT2, ViT
 from tests import h200
@@ -326,30 +324,26 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines[1:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    if not parser.parse_args().table:
-        RESULTS.parent.mkdir(exist_ok=True)
-        done = {(row["model"], row["who"]) for row in read(RESULTS)}
-        on_gpu = jax.default_backend() == "gpu"
-        for name, cases in CASES.items():
-            missing = [
-                who
-                for who in CONTESTANTS
-                if (name, who) not in done
-                and (who not in ELSEWHERE or importlib.util.find_spec(ELSEWHERE[who]))
-            ]
-            if not missing:
-                continue
-            found = measure(cases[on_gpu], missing, compiled=2 if name == "MLP" else 1)
-            for who in missing:
-                about = {"model": name, "who": who} | conditions()
-                counted = count(who, cases[True])
-                with RESULTS.open("a") as file:
-                    print(json.dumps(about | found[who] | counted), file=file)
-    print(table(read(RESULTS)))
+read = functools.partial(runs.read, RESULTS)
+
+
+def run_missing() -> None:
+    done = {(row["model"], row["who"]) for row in read()}
+    on_gpu = jax.default_backend() == "gpu"
+    for name, cases in CASES.items():
+        missing = [
+            who
+            for who in CONTESTANTS
+            if (name, who) not in done
+            and (who not in ELSEWHERE or importlib.util.find_spec(ELSEWHERE[who]))
+        ]
+        if not missing:
+            continue
+        found = measure(cases[on_gpu], missing, compiled=2 if name == "MLP" else 1)
+        for who in missing:
+            about = {"model": name, "who": who} | runs.conditions()
+            runs.add(RESULTS, about | found[who] | count(who, cases[True]))
 
 
 if __name__ == "__main__":
-    main()
+    runs.command(__doc__, run_missing, lambda: table(read()))

@@ -7,12 +7,9 @@ Each run is a line of benchmarks/results/convergence.jsonl, written when it ends
 training loss, mean of the last tenth or epoch, and a figure of held-out data.
 """
 
-import argparse
 import contextlib
-import datetime
 import functools
 import io
-import json
 import os
 import pathlib
 import statistics
@@ -28,15 +25,15 @@ import optax
 from jax import Array
 
 import jamp
+from benchmarks import runs
 from benchmarks.lean_images import UNet
+from benchmarks.runs import Run
 from tests.docs.scripts import load
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "convergence.jsonl"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 SEEDS = (0, 1, 2)
 STEPS = {"digits": 440, "diffusion": 300, "char_lm": 300}
-
-type Run = dict[str, Any]
 
 
 def digits(level: str, seed: int, steps: int) -> Run:
@@ -124,33 +121,31 @@ HELD_OUT = {
 }
 
 
-def conditions() -> dict[str, str]:
-    """What the figures depend on."""
-    import flax
-
-    names = {"jax": jax, "flax": flax, "optax": optax}
-    versions = {name: module.__version__ for name, module in names.items()}
-    device, today = jax.devices()[0].device_kind, datetime.date.today()
-    return versions | {"device": device, "date": today.isoformat()}
+read = functools.partial(runs.read, RESULTS)
 
 
-def read(path: pathlib.Path = RESULTS) -> list[Run]:
-    """The runs that are there."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+def run_missing() -> None:
+    def run(task: str, level: str, seed: int) -> Run:
+        steps = STEPS[task]
+        with contextlib.redirect_stderr(io.StringIO()):  # the bars of the examples
+            found = TASKS[task](level, seed, steps)
+        return {"steps": steps} | found | runs.conditions()
+
+    cells = [(t, lv, s) for t in TASKS for s in SEEDS for lv in LEVELS]
+    runs.run_missing(RESULTS, ("task", "level", "seed"), cells, run)
 
 
-def table(runs: list[Run]) -> str:
+def table(found: list[Run]) -> str:
     """Means and standard deviations over seeds, in Markdown."""
     lines = []
-    for task in dict.fromkeys(run["task"] for run in runs):
+    for task in dict.fromkeys(run["task"] for run in found):
         lines += [
             "",
             f"| {task} | training loss | {HELD_OUT[task]} | skipped | scale |",
         ]
         lines.append("|---|---|---|---|---|")
         for level in LEVELS:
-            of_level = [r for r in runs if (r["task"], r["level"]) == (task, level)]
+            of_level = [r for r in found if (r["task"], r["level"]) == (task, level)]
             if of_level:
                 cells = [_spread(of_level, name) for name in ("loss", "held_out")]
                 skipped = ", ".join(f"{run['skipped']}" for run in of_level)
@@ -170,24 +165,5 @@ def _spread(runs: list[Run], name: str) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    if not parser.parse_args().table:
-        done = {(run["task"], run["level"], run["seed"]) for run in read()}
-        cells = [(t, lv, s) for t in TASKS for s in SEEDS for lv in LEVELS]
-        RESULTS.parent.mkdir(exist_ok=True)
-        for task, level, seed in cells:
-            if (task, level, seed) in done:
-                continue
-            steps = STEPS[task]
-            with contextlib.redirect_stderr(io.StringIO()):  # the bars of the examples
-                run = TASKS[task](level, seed, steps)
-            about = {"task": task, "level": level, "seed": seed, "steps": steps}
-            with RESULTS.open("a") as file:
-                print(json.dumps(about | run | conditions()), file=file)
-    print(table(read()))
-
-
 if __name__ == "__main__":
-    main()
+    runs.command(__doc__, run_missing, lambda: table(read()))

@@ -11,7 +11,7 @@ one seed's curve for the picture.
 """
 
 import functools
-import json
+import itertools
 import pathlib
 import statistics
 from typing import Any
@@ -20,11 +20,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jamp
-from benchmarks import convergence, rounding
-from benchmarks.rounding import SEEDS, STEPS, of_linen, of_nnx
+from benchmarks import rounding, runs
+from benchmarks.rounding import SEEDS, STEPS, of_linen, of_nnx, trained
+from benchmarks.runs import Run
 from jamp import optimizers
 from jamp._autocast.fp8 import predicted_seconds
 
@@ -53,22 +53,11 @@ def of_digits(seed: int, tx: Any, options: dict[str, Any]) -> list[jax.Array]:
     options = options | {"apply_fn": model.apply, "verbosity": 0}
     state = jamp.initialize(params, tx, "O5", **options)
 
-    def loss_fn(params, images, labels):
-        logits = state.apply_fn({"params": params}, images)
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(logits, labels).mean()
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, *batch):
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, *batch)
-        return state.apply_gradients(grads=grads), loss
-
-    losses = []
-    for _ in range(STEPS):
+    def batch() -> tuple[np.ndarray, np.ndarray]:
         chosen = rng.choice(len(images), 64)
-        state, loss = step(state, images[chosen], labels[chosen])
-        losses.append(loss)
-    return losses
+        return images[chosen], labels[chosen]
+
+    return trained(state, batch)
 
 
 @functools.cache
@@ -86,40 +75,38 @@ MODELS = {
 }
 
 
-read = functools.partial(convergence.read, RESULTS)
+read = functools.partial(runs.read, RESULTS)
 
 
 def run_missing() -> None:
-    done = {(run["model"], run["setting"], run["seed"]) for run in read()}
-    for seed in SEEDS:
-        for model, train in MODELS.items():
-            for setting, options in SETTINGS.items():
-                of_rounding = setting == "O5" and model in rounding.MODELS
-                is_known = of_rounding and seed > 0
-                if is_known or (model, setting, seed) in done:
-                    continue
-                losses = train(seed, optimizers.fused_adam(3e-4), options)
-                curve = jnp.stack(losses).reshape(10, -1).mean(1)
-                run = {"model": model, "setting": setting, "seed": seed}
-                run |= {"steps": STEPS, "losses": [round(float(x), 5) for x in curve]}
-                run |= {"jax": jax.__version__, "device": "CPU"}
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(run) + "\n")
-                print(*run.values(), flush=True)
+    def run(model: str, setting: str, seed: int) -> Run:
+        options = SETTINGS[setting]
+        losses = MODELS[model](seed, optimizers.fused_adam(3e-4), options)
+        curve = jnp.stack(losses).reshape(10, -1).mean(1)
+        rounded = [round(float(x), 5) for x in curve]
+        about = {"jax": jax.__version__, "device": "CPU"}
+        return {"steps": STEPS, "losses": rounded} | about
+
+    # Of the other seeds these are among the runs of `rounding`.
+    known = {(model, "O5", seed) for model in rounding.MODELS for seed in SEEDS[1:]}
+    cells = itertools.product(SEEDS, MODELS, SETTINGS)
+    by_seed = ((model, setting, seed) for seed, model, setting in cells)
+    missing = (cell for cell in by_seed if cell not in known)
+    runs.run_missing(RESULTS, ("model", "setting", "seed"), missing, run)
 
 
-def table(runs: list[dict[str, Any]]) -> str:
+def table(found: list[Run]) -> str:
     """The mean loss of the last tenth, and the largest distance of a seed's."""
-    found = {(r["model"], r["setting"], r["seed"]): r["losses"][-1] for r in runs}
+    last = {(r["model"], r["setting"], r["seed"]): r["losses"][-1] for r in found}
     for run in rounding.read():
         if run["setting"] == "float32 masters":
-            found.setdefault((run["model"], "O5", run["seed"]), run["loss"])
+            last.setdefault((run["model"], "O5", run["seed"]), run["loss"])
     lines = [
         "| | O5 ± between seeds | fp8 | of one seed at most |",
         "|---|---|---|---|",
     ]
     for model in MODELS:
-        half, fp8 = ([found[model, s, seed] for seed in SEEDS] for s in SETTINGS)
+        half, fp8 = ([last[model, s, seed] for seed in SEEDS] for s in SETTINGS)
         spread = f"{statistics.mean(half):.4f} ± {statistics.stdev(half):.4f}"
         most = max(abs(a - b) for a, b in zip(half, fp8, strict=True))
         lines.append(
@@ -149,4 +136,4 @@ def table_of_products() -> str:
 
 if __name__ == "__main__":
     tables = lambda: f"{table(read())}\n\n{table_of_products()}"  # noqa: E731
-    rounding.command(__doc__, run_missing, tables)
+    runs.command(__doc__, run_missing, tables)

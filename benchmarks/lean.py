@@ -262,14 +262,23 @@ def read() -> list[Entry]:
     return json.loads(RESULTS.read_text())
 
 
-def _key(entry: Entry) -> tuple[str, str, str]:
+def key_of(entry: Entry) -> tuple[str, str, str]:
     return entry["model"], entry["mode"], entry["target"]
+
+
+def digests(name: str, mode: str, target: str) -> list[str]:
+    """Of a step by jamp, and of the one by hand."""
+    return [digest(x, target) for x in _lowered_pair(name, mode, target)]
+
+
+def _lowered_pair(name: str, mode: str, target: str) -> list[Any]:
+    return [_lowered(name, mode, ours, target == "v5e") for ours in (True, False)]
 
 
 def saved(name: str, mode: str, target: str) -> Entry:
     """What a step costs, saved: looked up where both programs are as they were."""
-    entries = {_key(entry): entry for entry in read()}
-    pair = [_lowered(name, mode, ours, target == "v5e") for ours in (True, False)]
+    entries = {key_of(entry): entry for entry in read()}
+    pair = _lowered_pair(name, mode, target)
     programs = [digest(lowered, target) for lowered in pair]
     entry = entries.get((name, mode, target), {})
     if entry.get("programs") != programs:
@@ -278,7 +287,7 @@ def saved(name: str, mode: str, target: str) -> Entry:
         size = {"GB by hand": round(hand.traffic / 1e9, 1), "programs": programs}
         entry = {"model": name, "mode": mode} | figures | size
     # Read again: another target may have been saved meanwhile.
-    entries = {_key(entry): entry for entry in read()}
+    entries = {key_of(entry): entry for entry in read()}
     entries[name, mode, target] = entry = entry | conditions(target)
     order = [(n, m, t) for n in CASES for t in TARGETS for m in MODES]
     lines = [json.dumps(entries[key]) for key in order if key in entries]
@@ -291,7 +300,7 @@ def table(entries: list[Entry]) -> str:
     columns = [(t, m) for t in TARGETS for m in MODES if m != "O2"]
     heads = " | ".join(f"{target} {mode}" for target, mode in columns)
     lines = [f"| | {heads} | commit |", "|---" * (len(columns) + 2) + "|"]
-    by_key = {_key(entry): entry for entry in entries}
+    by_key = {key_of(entry): entry for entry in entries}
     for name in CASES:
         row = [by_key.get((name, mode, target)) for target, mode in columns]
         cells = [f"{e['traffic']:.3f}, {e['temp']:.3f}" if e else "" for e in row]
@@ -316,7 +325,7 @@ def main() -> None:
         return
     modes = args.modes.split(",")
     cells = [(name, mode, target) for name in args.names or CASES for mode in modes]
-    for name, mode, target in map(_key, read()) if args.again else cells:
+    for name, mode, target in map(key_of, read()) if args.again else cells:
         start = time.monotonic()
         cell = saved(name, mode, target)
         figures = " ".join(f"{cell[field]:6.3f}" for field in Measured._fields)

@@ -17,8 +17,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import jamp
-from benchmarks.convergence import conditions
 from benchmarks.lean_images import zeros_in
+from benchmarks.runs import conditions
 
 
 class LSTM(nn.Module):

@@ -111,6 +111,11 @@ MECHANISMS = {
         "islands.with_softmax",
         _first,
     ),
+    "dropped softmax": Mechanism(
+        "Where dropout follows, the derivative of a softmax reads its scores instead.",
+        "softmax._is_rounded",
+        _gives(True),
+    ),
     "islands": Mechanism(
         "Float32 between two halves is computed again in the backward pass.",
         "rewrite.checkpoint_islands",

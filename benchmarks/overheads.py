@@ -24,7 +24,7 @@ from flax.training.train_state import TrainState
 import jamp
 from benchmarks import lean
 from benchmarks.compared import CASES, zeros
-from benchmarks.convergence import conditions
+from benchmarks.runs import conditions
 
 LEAVES, ROUNDS, FIRST_CALLS, LEVELS = 1000, 25, 5, ("O1", "O2", "O4", "O5")
 TX = optax.adam(1e-3)

@@ -8,9 +8,8 @@ Python's `help()`, at O5 with fused Adam, from five seeds. Each run is a line of
 benchmarks/results/rounding.jsonl: the training loss, mean of the last tenth.
 """
 
-import argparse
 import functools
-import json
+import itertools
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import jamp
 import jamp.nnx
-from benchmarks import convergence
+from benchmarks import runs
+from benchmarks.runs import Run
 from jamp import optimizers
 from tests import models
 from tests.docs.scripts import load
@@ -66,19 +66,31 @@ def of_linen(seed: int, tx: Any, options: dict[str, Any]) -> list[jax.Array]:
     options = options | {"apply_fn": model.apply, "verbosity": 0}
     state = jamp.initialize(params, tx, "O5", **options)
 
-    def loss_fn(params, tokens):
-        logits = state.apply_fn({"params": params}, tokens[:, :-1])
+    def split() -> tuple[np.ndarray, np.ndarray]:
+        tokens = batch()
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return trained(state, split)
+
+
+def trained(
+    state: jamp.AmpState, batch: Callable[[], tuple[np.ndarray, np.ndarray]]
+) -> list[jax.Array]:
+    """The losses of a classifier, of each of the steps."""
+
+    def loss_fn(params, inputs, labels):
+        logits = state.apply_fn({"params": params}, inputs)
         losses = optax.softmax_cross_entropy_with_integer_labels
-        return losses(logits, tokens[:, 1:]).mean()
+        return losses(logits, labels).mean()
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, tokens):
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, tokens)
+    def step(state, *batch):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, *batch)
         return state.apply_gradients(grads=grads), loss
 
     losses = []
     for _ in range(STEPS):
-        state, loss = step(state, batch())
+        state, loss = step(state, *batch())
         losses.append(loss)
     return losses
 
@@ -86,34 +98,30 @@ def of_linen(seed: int, tx: Any, options: dict[str, Any]) -> list[jax.Array]:
 MODELS = {"NNX transformer": of_nnx, "GPT-2-like": of_linen}
 
 
-read = functools.partial(convergence.read, RESULTS)
+read = functools.partial(runs.read, RESULTS)
 
 
 def run_missing() -> None:
-    done = {(run["model"], run["setting"], run["seed"]) for run in read()}
-    for seed in SEEDS:
-        for model, train in MODELS.items():
-            for setting, (_, of_adam, options) in SETTINGS.items():
-                if (model, setting, seed) in done:
-                    continue
-                losses = train(seed, optimizers.fused_adam(3e-4, **of_adam), options)
-                loss = float(jnp.stack(losses[-STEPS // 10 :]).mean())
-                run = {"model": model, "setting": setting, "seed": seed, "loss": loss}
-                run |= {"steps": STEPS, "jax": jax.__version__, "device": "CPU"}
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(run) + "\n")
-                print(*run.values(), flush=True)
+    def run(model: str, setting: str, seed: int) -> Run:
+        _, of_adam, options = SETTINGS[setting]
+        losses = MODELS[model](seed, optimizers.fused_adam(3e-4, **of_adam), options)
+        loss = float(jnp.stack(losses[-STEPS // 10 :]).mean())
+        return {"loss": loss, "steps": STEPS, "jax": jax.__version__, "device": "CPU"}
+
+    cells = itertools.product(SEEDS, MODELS, SETTINGS)
+    by_seed = ((model, setting, seed) for seed, model, setting in cells)
+    runs.run_missing(RESULTS, ("model", "setting", "seed"), by_seed, run)
 
 
-def table(runs: list[dict[str, Any]]) -> str:
+def table(found: list[Run]) -> str:
     """The mean loss, and the largest distance from masters' of the same seed."""
-    found = {(r["model"], r["setting"], r["seed"]): r["loss"] for r in runs}
+    loss = {(r["model"], r["setting"], r["seed"]): r["loss"] for r in found}
     lines = ["| | bytes | " + " | ".join(MODELS) + " |", "|---|---|---|---|"]
     for setting, (size, *_) in SETTINGS.items():
         cells = []
         for model in MODELS:
-            losses = [found[model, setting, seed] for seed in SEEDS]
-            masters = [found[model, "float32 masters", seed] for seed in SEEDS]
+            losses = [loss[model, setting, seed] for seed in SEEDS]
+            masters = [loss[model, "float32 masters", seed] for seed in SEEDS]
             mean, spread = statistics.mean(losses), statistics.stdev(masters)
             most = max(abs(a - b) for a, b in zip(losses, masters, strict=True))
             is_first = setting == "float32 masters"
@@ -123,16 +131,5 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def command(
-    doc: str | None, run_missing: Callable[[], None], table: Callable[[], str]
-) -> None:
-    """Runs what is missing, but with `--table`, and prints a table."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--table", action="store_true")
-    if not parser.parse_args().table:
-        run_missing()
-    print(table())
-
-
 if __name__ == "__main__":
-    command(__doc__, run_missing, lambda: table(read()))
+    runs.command(__doc__, run_missing, lambda: table(read()))

@@ -80,13 +80,3 @@ def dtype_promotion(request):
     standard = request.node.get_closest_marker("standard_promotion")
     with jax.numpy_dtype_promotion("standard" if standard else "strict"):
         yield
-
-
-@pytest.fixture
-def one_device(monkeypatch):
-    """Only one of the eight is seen, as on most machines."""
-    first = jax.devices()[:1]
-    for name in ("devices", "local_devices"):
-        monkeypatch.setattr(jax, name, lambda *_: first)
-    for name in ("device_count", "local_device_count"):
-        monkeypatch.setattr(jax, name, lambda *_: 1)

@@ -22,7 +22,7 @@ from jamp._autocast.frames import Kind, frames_of, with_equations
 from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, shape_of, size_of
-from jamp._autocast.softmax import with_softmax
+from jamp._autocast.softmax import rounds_softmax, with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # What may be computed again: it has no effects, which would be there twice.
@@ -55,13 +55,11 @@ def checkpoint_islands(
             # In the place of the last: all that the island reads is there by then, and
             # nothing before it reads the island's result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
-            inside = with_softmax(inside, program.users, programs)
-            # What a softmax keeps is guarded by itself; a dropout's derivative joins
-            # its own.
-            barrier = len(inside) == len(members) and not loop
+            written = with_softmax(inside, program.users, programs)
+            barrier = not (loop or rounds_softmax(written, inside))
             eqns[end] = checkpointed(
-                inside,
-                inputs_of(inside),
+                written,
+                inputs_of(written),
                 jaxpr.eqns[end].outvars,
                 is_kept,
                 barrier,

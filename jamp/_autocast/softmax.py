@@ -8,6 +8,9 @@ it stands, its scores are read again, and their maximum and the exponential comp
 again. But the derivative needs no more than the result, of which the product that
 follows keeps a half copy anyway: then XLA reads no more than in a model in half.
 
+Where dropout follows, the product keeps what that left, and the result would be a third
+array: then its scores are read again, in half, with the sum that is kept.
+
 On a TPU, XLA does not keep that copy: it computes the exponential again inside of each
 product that reads it, from the scores in half. There the derivative does so too.
 """
@@ -52,7 +55,11 @@ def with_softmax(
     for eqn in eqns:
         found = _ending_in(eqn, makers, users)
         one = found and call(
-            _softmax(found.axes, half), found.exp.invars, eqn.outvars, eqn, known
+            _softmax(found.axes, half, _is_rounded(eqn, eqns)),
+            found.exp.invars,
+            eqn.outvars,
+            eqn,
+            known,
         )
         if one is not None and found is not None:
             gone = set(map(id, [found.exp, *found.others]))
@@ -91,12 +98,28 @@ def _ending_in(
     return _Softmax(exp, axes, others) if of_same_row else None
 
 
+def rounds_softmax(written: Sequence[jc.JaxprEqn], eqns: Sequence[jc.JaxprEqn]) -> bool:
+    """Whether what `with_softmax` made of equations ends in one that keeps its result.
+
+    A barrier guards that: the island needs no other.
+    """
+    new = set(map(id, written)) - set(map(id, eqns))
+    return any(id(e) in new and _is_rounded(e, written) for e in written)
+
+
+def _is_rounded(eqn: jc.JaxprEqn, eqns: Sequence[jc.JaxprEqn]) -> bool:
+    """Whether the last equation rounds the result of one as it is."""
+    return eqns[-1].invars[0] in eqn.outvars
+
+
 def _maker(atom: Atom, makers: Mapping[jc.Var, jc.JaxprEqn]) -> jc.JaxprEqn | None:
     return None if isinstance(atom, jc.Literal) else makers.get(atom)
 
 
 @functools.cache
-def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]:
+def _softmax(
+    axes: tuple[int, ...], half: DTypeLike, is_rounded: bool
+) -> Callable[[Array], Array]:
     @jax.custom_jvp
     def softmax(x):
         y = jnp.exp(x)
@@ -104,7 +127,12 @@ def _softmax(axes: tuple[int, ...], half: DTypeLike) -> Callable[[Array], Array]
 
     @softmax.defjvp
     def derivative(primals, tangents):
-        y, (t,) = softmax(*primals), tangents
+        (x,), (t,) = primals, tangents
+        if not is_rounded:
+            y = jnp.exp(x)
+            y = y / y.sum(axes, keepdims=True)
+            return y, linear(y, t)
+        y = softmax(x)
         kept = name_p.bind(y.astype(half), name="softmax")
         x, total = jax.lax.platform_dependent(kept, y, tpu=exact, default=rounded)
         return y, linear(x / name_p.bind(total, name="softmax"), t)

@@ -106,6 +106,10 @@ MATRIX, MATRICES = (4, 4), (3, 4, 4)
 EXAMPLES = {
     "bias sums": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
     "softmax": Example(attention, (MATRIX, MATRIX)),
+    "dropped softmax": Example(
+        lambda w, x: jnp.where(jnp.arange(4) < 2, nn.softmax(x @ w), 0) @ w,
+        (MATRIX, MATRIX),
+    ),
     "islands": Example(lambda w, x: jnp.tanh(x @ w) @ w, (MATRIX, MATRIX)),
     "heads": Example(lambda w, x: nn.logsumexp(x @ w, -1), (MATRIX, MATRIX)),
     "labels": Example(label_loss, (MATRIX, MATRIX)),

@@ -139,39 +139,28 @@ def test_a_float64_result_is_a_wish_and_marks_come_before():
 
 
 NET = LISTS.with_region("net", "float32")
+OF_PRODUCT = LISTS.with_function("product", "half")
 
 
-@pytest.mark.parametrize(
-    ("lists", "expected"),
-    [
-        (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
-        (NET, [FLOAT, FLOAT]),
-        # The last that matches; and it may return to the table.
-        (NET.with_region("head", "half"), [HALF, FLOAT]),
-        (NET.with_region("net/head", "default"), [HALF, FLOAT]),
-        (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
-        # Of all kinds, the last.
-        (NET.with_primitive("dot_general", "half"), [HALF, HALF]),
-        (NET.with_function("product", "half"), [HALF, FLOAT]),
-        (
-            LISTS.with_function("product", "half").with_region("", "float32"),
-            [FLOAT] * 2,
-        ),
-        (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
-    ],
-    ids=[
-        "scope",
-        "outer",
-        "last",
-        "default",
-        "primitive",
-        "primitive last",
-        "function last",
-        "region last",
-        "function",
-    ],
-)
-def test_lists_decide(lists, expected):
+DECIDING = {
+    "scope": (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
+    "outer": (NET, [FLOAT, FLOAT]),
+    # The last that matches; and it may return to the table.
+    "last": (NET.with_region("head", "half"), [HALF, FLOAT]),
+    "default": (NET.with_region("net/head", "default"), [HALF, FLOAT]),
+    "primitive": (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
+    # Of all kinds, the last.
+    "primitive last": (NET.with_primitive("dot_general", "half"), [HALF, HALF]),
+    "function last": (NET.with_function("product", "half"), [HALF, FLOAT]),
+    "region last": (OF_PRODUCT.with_region("", "float32"), [FLOAT, FLOAT]),
+    "function": (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_lists_decide(name):
+    lists, expected = DECIDING[name]
+
     def fn(x):
         with jax.named_scope("net"):
             with jax.named_scope("head"):

@@ -33,6 +33,8 @@ ISLANDS = {
     "in jit": jax.jit(jax.nn.gelu),
     "steps": lambda x: jax.nn.gelu(x) + jnp.floor(x) % 3 + x.round(),
     "two in a row": lambda x: jax.nn.softmax(jax.nn.gelu(x)),
+    # It reads no result in half: the product has one that is not this.
+    "dropped": lambda x: jnp.where(jnp.arange(8) < 5, jax.nn.softmax(x) / 0.625, 0),
 }
 NORMS = {
     "bias": lambda x: x + jnp.arange(8.0),

@@ -1,8 +1,14 @@
 """Pages and examples run as on a reader's machine."""
 
+import jax
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def readers_machine(one_device):
-    """It has one CPU."""
+def one_device(monkeypatch):
+    """Only one of the eight is seen, as on most machines."""
+    first = jax.devices()[:1]
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *_: first)
+    for name in ("device_count", "local_device_count"):
+        monkeypatch.setattr(jax, name, lambda *_: 1)

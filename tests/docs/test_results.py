@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import convergence, gpu, predict, report
+from benchmarks import convergence, gpu, lean, predict, report
 from tests.docs.scripts import needs_extra
 from tests.hlo import Program
 from tests.pages import SHOWN
@@ -79,6 +79,14 @@ def test_products_in_fp8_cost_less_than_the_spread_of_the_seeds():
         assert float(most) < float(spread) / 3
 
 
+def test_the_page_shows_what_steps_cost_beside_those_by_hand():
+    entries = lean.read()
+    assert lean.table(entries) in SHOWN
+    assert {lean.key_of(e)[:2] for e in entries} <= {
+        (name, mode) for name in lean.CASES for mode in lean.MODES
+    }
+
+
 def key(run):
     return run["model"], run["setting"]
 
@@ -86,7 +94,7 @@ def key(run):
 def test_the_page_shows_what_the_peers_did():
     pytest.importorskip("jmp")  # which a lent machine may not have
     compared = importlib.import_module("benchmarks.compared")
-    rows = convergence.read(compared.RESULTS)
+    rows = compared.read()
     for table in compared.table(rows).split("\n\n"):
         assert table in SHOWN
     for name in {row["model"] for row in rows}:

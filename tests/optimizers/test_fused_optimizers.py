@@ -15,10 +15,8 @@ from tests.optimizers.fused_steps import (
     SKIPPED,
     TOLERANCE,
     Problem,
-    apply,
     check,
     problem,
-    update,
 )
 from tests.optimizers.mixed_leaves import (
     F32,
@@ -149,7 +147,6 @@ def check_case(
     case: Case,
     given: Problem,
     backend: str = "xla",
-    step: Any = apply,
     mask: Any = None,
     decays: list[bool] | None = None,
     tolerance: float = TOLERANCE,
@@ -158,7 +155,7 @@ def check_case(
     options = case.on(given)
     tx = ours(**options, mask=mask, backend=backend)
     wanted = functools.partial(oracle, **options, decays=decays)
-    check(tx, wanted, given, step, tolerance)
+    check(tx, wanted, given, tolerance=tolerance)
 
 
 SCALED = {"grad_scale": 1000.0, "skips": SKIPPED}
@@ -174,15 +171,6 @@ def test_four_leaves(name):
 def test_one_leaf_in_a_kernel(name):
     kind = KINDS[list(CASES).index(name) % len(KINDS)]
     check_case(CASES[name], problem([((128,), kind)], **SCALED), "interpret")
-
-
-@pytest.mark.parametrize(
-    "name, backend", [*((name, "xla") for name in BARE), ("novograd", "interpret")]
-)
-def test_leaves_through_optax(name, backend):
-    leaves = [((129,), KINDS[0]), ((5,), KINDS[3])]
-    leaves = leaves if backend == "xla" else leaves[:1]
-    check_case(BUSY[name], problem(leaves), backend, update)
 
 
 # XLA is what every optimizer runs on, and masks cost nothing there.
