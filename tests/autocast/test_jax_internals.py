@@ -80,10 +80,24 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDERS)
+# What JAX's planned upgrades have instead, by their flags; without a name, nothing.
+UPGRADES = {
+    frames.CHECKPOINT: ("jax_remat3", "RematTraced"),
+    frames.OPTIMIZED_VJP: ("jax_custom_vjp3", ""),
+    "custom_jvp_call": ("jax_custom_jvp3", "CustomJVPTraced"),
+    "custom_vjp_call": ("jax_custom_vjp3", "CustomVJPTraced"),
+}
+
+
+def name_of(holder):
+    flag, upgraded = UPGRADES.get(holder, ("", ""))
+    return upgraded if getattr(jax.config, flag, False) else holder
+
+
+@pytest.mark.parametrize("name", [*filter(name_of, HOLDERS)])
 def test_a_program_can_be_read_and_replaced(name):
     eqn, other = (equation(HOLDERS[name](fn), X) for fn in (jnp.sin, jnp.cos))
-    assert eqn.primitive.name == name
+    assert primitive_name(eqn) == name_of(name)
     (frame,) = frames.frames_of(other)
     assert [e.primitive.name for e in frame.program.eqns] == ["cos"]
     replaced = eqn.replace(params=frames.with_programs(eqn, [frame.program]))
@@ -126,7 +140,7 @@ FRAMES = {
 }
 
 
-@pytest.mark.parametrize("name", FRAMES)
+@pytest.mark.parametrize("name", [*filter(name_of, FRAMES)])
 def test_what_a_frame_says(name):
     holders = HOLDERS | {
         "scan": lambda fn: (
@@ -140,7 +154,7 @@ def test_what_a_frame_says(name):
         ),
     }
     jaxpr = jax.make_jaxpr(holders[name](jnp.sin))(X)
-    (eqn,) = (e for e in jaxpr.eqns if e.primitive.name == name)
+    (eqn,) = (e for e in jaxpr.eqns if primitive_name(e) == name_of(name))
     *_, frame = found = frames.frames_of(eqn)
     words = [frame.kind.value]
     flags = {"open": "is_open", "residuals": "own_residuals"}

@@ -1,12 +1,15 @@
 """Equinox, Diffrax and Optimistix under autocast: plain JAX's gradients."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jamp
-from tests.programs import products
+from jamp._autocast import rewrite
+from tests.programs import products, walk
 
 # A lent machine with a GPU may not have them.
 eqxi = pytest.importorskip("equinox.internal")
@@ -72,5 +75,35 @@ def test_values_and_gradients_of_a_library(name):
 
     fn = PROGRAMS[name]
     cast = jamp.autocast(fn)
-    assert_close(evaluated(cast), evaluated(fn))
+    try:
+        expected = evaluated(fn)
+    except AttributeError:
+        assert name == "diffeqsolve" and getattr(jax.config, "jax_custom_vjp3", False)
+        pytest.skip("under jax_custom_vjp3 JAX cannot differentiate it")
+    assert_close(evaluated(cast), expected)
     assert "float16" in {p.lhs for p in products(cast, W, X)}
+
+
+def test_what_equinox_vmaps_gets_what_the_program_says():
+    """A primitive of `create_vprim`, which a `vmap` puts into one named `vprim`."""
+    rewrite._warn_of_unknown.cache_clear()
+    seen = set()
+
+    def triple(x):
+        seen.add(x.dtype.name)
+        return [3 * x]
+
+    jvp = lambda primals, tangents: (tripled.bind(*primals), triple(*tangents))  # noqa: E731
+    tripled = eqxi.create_vprim("tripled", triple, lambda x: [x], jvp, None)
+
+    def fn(w, x):
+        return jax.vmap(lambda row: tripled.bind(row @ w)[0] @ w)(x)
+
+    gradient = jax.grad(lambda w, fn: (fn(w, W) ** 2).sum())
+    cast = jamp.autocast(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jamp.AutocastWarning)
+        assert {(p.lhs, p.rhs) for p in products(cast, W, W)} == {("float16",) * 2}
+    assert "vprim" in [e.primitive.name for e in walk(jax.make_jaxpr(fn)(W, W))]
+    assert_close((cast(W, W), gradient(W, cast)), (fn(W, W), gradient(W, fn)))
+    assert seen == {"float32"}
