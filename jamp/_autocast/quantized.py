@@ -142,12 +142,15 @@ def _quantized(x: Array, of: Of) -> list[Array]:
     exponent = ((bits + _PAST_1_75) >> _DIGITS) - _BIAS - _TOP[dtype]
     exponent = lax.clamp(_ONE * (1 - _BIAS), exponent, _ONE * (_BIAS - 1))
     exponent = jnp.where((bits > 0) & (bits < _INFINITY), exponent, 0)
-    # XLA for a GPU would write in float32 what the maximum and this read, but for a
-    # weight, which is there.
-    wide = (x if of in (Of.WEIGHT, Of.SHARED) else apart(x)).astype(FLOAT32)
     # A cast that saturates, as NVIDIA's instruction does, would hide an infinity.
-    wide = jnp.where(jnp.isfinite(wide), wide, jnp.nan)
-    return [(wide * _power(-exponent)).astype(dtype), exponent]
+    if of in (Of.WEIGHT, Of.SHARED):
+        # Times zero it is nan. A mask XLA would transpose by a kernel of its own.
+        scaled = (x + x * 0).astype(FLOAT32) * _power(-exponent)
+    else:
+        # XLA for a GPU would write in float32 what the maximum and this read.
+        wide = apart(x).astype(FLOAT32)
+        scaled = jnp.where(jnp.isfinite(wide), wide, jnp.nan) * _power(-exponent)
+    return [scaled.astype(dtype), exponent]
 
 
 def _types_of_quantized(x: Any, **params: Any) -> list[Any]:
