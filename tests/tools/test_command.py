@@ -87,6 +87,8 @@ def test_explain(capsys, tmp_path):
     assert printed(of) == f"{jamp.explain(fn)(*args)}\n"
     assert "(bfloat16)" in printed(of, "--dtype", "bfloat16")
     assert printed(of, "--filter", "products").splitlines()[1].startswith("dot_gen")
+    folded = printed(of, "--filter", "products", "--depth", "1").splitlines()
+    assert folded[1].startswith("module") and folded[2].endswith("100%")
     assert printed(of, "--markdown").startswith("| line | module |")
     file = tmp_path / "page.html"
     assert printed(of, "--html", str(file)) == f"Wrote {file}.\n"

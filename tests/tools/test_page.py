@@ -1,5 +1,6 @@
 """`Explanation.to_html`: what is in the page, and what it does in a browser."""
 
+import json
 import os
 import re
 import shutil
@@ -55,12 +56,12 @@ def test_bytes_are_those_of_operands_and_results():
     assert found == [half, ("exp", wide), half, ("tanh", wide), ("reduce_sum", 260)]
 
 
-def in_chromium(page, folder, hash="", script=""):
+def in_chromium(page, folder, hash="", script="", width=1400):
     """The page as it is after its scripts have run."""
     file = folder / "page.html"
     file.write_text(page.replace("</body>", f"<script>{script}</script></body>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--window-size=1400,1000", f"file://{file}#{hash}"]
+    command += [f"--window-size={width},1000", f"file://{file}#{hash}"]
     env = {**os.environ, "HOME": str(folder)}
     done = subprocess.run(command, capture_output=True, timeout=120, env=env)
     return done.stdout.decode()
@@ -81,3 +82,19 @@ def test_search_and_links(tmp_path):
     assert re.search(r'<span id="line0" class="both here"', dom)
     click = 'search.value = "tanh"; search.dispatchEvent(new Event("input"));'
     assert "1 of 5 operations" in in_chromium(page, tmp_path, script=click)
+
+
+@in_browser
+def test_on_a_small_screen_rows_line_up(tmp_path):
+    # Chromium's window is no narrower than 500 px; the page can be.
+    script = """
+      document.documentElement.style.width = "400px";
+      const corner = cell => Math.round(cell.getBoundingClientRect().left);
+      const columns = rows.map(row => [0, 1, 5].map(i => corner(row.cells[i])));
+      document.title = JSON.stringify([document.body.scrollWidth, columns]);
+    """
+    dom = in_chromium(EXPLANATION.to_html(), tmp_path, script=script, width=500)
+    (title,) = re.findall("<title>(.*?)</title>", dom)
+    width, columns = json.loads(title)
+    assert width == 400
+    assert len(columns) == 5 and all(row == columns[0] for row in columns)
