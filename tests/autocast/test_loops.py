@@ -135,7 +135,6 @@ def test_a_sum_over_many_trips_is_exact(half):
     np.testing.assert_array_equal(grad(jnp.ones((2, 2))), 2500)
 
 
-@pytest.mark.h200
 @halves
 @pytest.mark.parametrize("promote", ["widest", "narrowest"])
 def test_what_reads_a_gate_reads_the_same_digits(half, promote):
@@ -149,6 +148,7 @@ def test_what_reads_a_gate_reads_the_same_digits(half, promote):
     np.testing.assert_allclose(evaluate(cast, XS), 1, rtol=1e-6)
 
 
+@pytest.mark.h200
 @halves
 def test_on_a_gpu_a_product_is_added_where_it_is_computed(half):
     def cell(w, xs):
