@@ -289,21 +289,19 @@ def draw_scale():
     return figure
 
 
+def held_bytes(level, tx=jamp.optimizers.fused_adam, **options):
+    """Bytes per parameter that a state of Adam holds: params, masters, moments."""
+    params = {"w": jnp.ones(64)}
+    state = jamp.initialize(params, tx(1e-3), level, verbosity=0, **options)
+    inner = getattr(state.opt_state, "inner_state", state.opt_state)
+    parts = state.params, getattr(state.opt_state, "masters", ()), inner
+    leaves = (jax.tree.leaves(part) for part in parts)
+    return [sum(x.dtype.itemsize for x in part if x.ndim) for part in leaves]
+
+
 def adam_bytes(store_remainder):
     """Bytes per parameter, by array, that fused_adam at O5 reads and writes."""
-    state = jamp.initialize(
-        {"w": jnp.ones(4)},
-        jamp.optimizers.fused_adam(1e-3),
-        "O5",
-        loss_scale="dynamic",
-        store_remainder=store_remainder,
-        verbosity=0,
-    )
-    param = state.params["w"].dtype.itemsize
-    master = state.opt_state.masters["w"].dtype.itemsize
-    moments = sum(
-        x.dtype.itemsize for x in jax.tree.leaves(state.opt_state.inner_state) if x.ndim
-    )
+    param, master, moments = held_bytes("O5", store_remainder=store_remainder)
     name = "remainder" if store_remainder else "master"
     read = {"gradient, to check": param, "gradient": param, name: master}
     read |= {"param": param} if store_remainder else {}
@@ -344,16 +342,6 @@ def draw_bytes():
     axes.set(xlabel="bytes per parameter: one step of fused_adam at O5, one large leaf")
     axes.set(xlim=(0, 34), ylim=(-0.5, 1.7))
     return figure
-
-
-def held_bytes(level, tx=jamp.optimizers.fused_adam, **options):
-    """Bytes per parameter that a state of Adam holds: params, masters, moments."""
-    params = {"w": jnp.ones(64)}
-    state = jamp.initialize(params, tx(1e-3), level, verbosity=0, **options)
-    inner = getattr(state.opt_state, "inner_state", state.opt_state)
-    parts = state.params, getattr(state.opt_state, "masters", ()), inner
-    leaves = (jax.tree.leaves(part) for part in parts)
-    return [sum(x.dtype.itemsize for x in part if x.ndim) for part in leaves]
 
 
 def draw_memory():
