@@ -78,6 +78,52 @@ def depends_on(x: object, inputs: Sequence[Any]) -> bool:
     return any(getattr(y, "_trace", object) is trace for y in inputs)
 
 
+_MOVES = ("convert_element_type", "reshape", "squeeze", "transpose")
+
+
+def outermost(trace: Any, x: Any) -> tuple[Any, Any]:
+    """The trace in which an operation of a value may be bound, and the value there.
+
+    The body of a loop, traced, closes over tracers of the program around the loop, and
+    JAX writes the loop there once it has the body: what is bound there before stands
+    before the loop. Of what is cast or rearranged in the body, that is bound there too.
+    """
+    own = _closed_over(x, type(trace))
+    return (own._trace if _is_of(own, type(trace)) else trace), own
+
+
+def _closed_over(x: Any, kind: type) -> Any:
+    """What a value of a loop's body is in a program around it; itself if in none."""
+    eqn = equation_of(x)
+    if eqn is None or eqn.primitive.name not in _MOVES:
+        own = x.get_referent() if isinstance(x, Tracer) else x
+        return own if _is_of(own, kind) else x
+    (operand,) = eqn.invars
+    own = _closed_over(operand, kind)
+    if own is operand:
+        return x
+    primitive = eqn.primitive
+    return primitive.bind_with_trace(own._trace, [own], [own.aval], eqn.params)
+
+
+def _is_of(x: Any, kind: type) -> bool:
+    """Whether a value is of such a trace, and not of one around a `shard_map`."""
+    if not isinstance(x, Tracer) or type(x._trace) is not kind:
+        return False
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return x.aval.sharding.mesh.manual_axes == manual
+
+
+def kept(trace: Any, x: Any) -> tuple[Any, Any]:
+    """As `outermost`, around what `jax_remat3` makes of `jax.checkpoint`.
+
+    Its trace has each value twice: what is bound around it is kept, not made again.
+    """
+    if type(trace).__name__ != "RematTrace" or getattr(x, "_trace", None) is not trace:
+        return trace, x
+    return trace.parent_trace, x.val
+
+
 # ---- functions
 
 

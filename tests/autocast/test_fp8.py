@@ -349,9 +349,7 @@ def test_a_weight_that_a_scan_shares_is_quantized_once(name):
         {e.params["of"] for e in walk(loop) if e.primitive.name == "quantize"}
         for loop in loops
     ]
-    # JAX asks no policy of its newer checkpoint of our primitive.
-    newer = {Of.SHARED} if getattr(jax.config, "jax_remat3", False) else set()
-    again = {Of.INPUT} | newer if name == "remat" else set()
+    again = {Of.INPUT} if name == "remat" else set()
     assert of == [{Of.INPUT}, {Of.COTANGENT} | again]
 
 
