@@ -29,8 +29,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jamp._autocast import jax_internals
 from jamp._autocast.sums import apart
+from jamp._autocast.tracers import Outermost
 from jamp._core.dtypes import FLOAT32
 from pallas_kernels._compat import varying_axes
 
@@ -178,22 +178,7 @@ def _batched_quantize(args: Any, dims: Any, **params: Any) -> Any:
     return _quantize.bind(*args, **params), [*dims, None]
 
 
-class _Quantize(Primitive):
-    """Is bound in the program that the array is of, before a loop that closes over it.
-
-    XLA for a GPU would compute on each trip what is made of that alone.
-    """
-
-    def bind_with_trace(self, trace: Any, args: Any, avals: Any, params: Any) -> Any:
-        """Binds it in a trace, or in one around it; JAX calls this."""
-        (x,) = args
-        if params["of"] is Of.SHARED:
-            trace, x = jax_internals.kept(trace, x)
-        trace, x = jax_internals.outermost(trace, x)
-        return super().bind_with_trace(trace, [x], avals, params)
-
-
-_quantize = _Quantize("quantize")
+_quantize = Outermost("quantize", lambda of: of is Of.SHARED)
 _quantize.multiple_results = True
 _quantize.def_impl(jax.jit(_quantized, static_argnames="of"))
 _quantize.def_abstract_eval(_types_of_quantized)

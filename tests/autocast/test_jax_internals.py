@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core as jc
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jamp._autocast import frames, jax_internals
+from jamp._autocast import frames, jax_internals, tracers
 from jamp._autocast.primitives import primitive_name
 from jamp._autocast.quantized import Of, quantize
 from tests.programs import walk
@@ -34,14 +34,14 @@ def evaluate(eqns, invars, *args):
 
 def test_the_equation_of_a_value_that_is_being_traced():
     def fn(x):
-        assert jax_internals.equation_of(x) is None
-        eqn = jax_internals.equation_of(x + 1)
+        assert tracers.equation_of(x) is None
+        eqn = tracers.equation_of(x + 1)
         assert eqn.primitive.name == "add" and eqn.invars[0] is x
         return x
 
     jax.jit(fn)(X)
-    jax.jit(jax.vmap(lambda x: jax_internals.equation_of(x + 1) or x))(X)
-    assert jax_internals.equation_of(X) is None
+    jax.jit(jax.vmap(lambda x: tracers.equation_of(x + 1) or x))(X)
+    assert tracers.equation_of(X) is None
 
 
 def total(x8):
