@@ -240,7 +240,17 @@ def custom(x, w):
 
 
 custom.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (2 * g @ kept[1].T, kept[0].T @ g)
+)
+
+
+@jax.custom_jvp
+def custom_forward(x, w):
+    return x @ w
+
+
+custom_forward.defjvp(
+    lambda x, t: (x[0] @ x[1], 2 * t[0] @ x[1] + x[0] @ t[1]),
 )
 
 
@@ -253,6 +263,25 @@ def test_what_stays_as_it_is(name):
     step = jamp.scaled_value_and_grad(fn)
     # Only the product by `w`, and its gradients: another comes after it.
     assert in_fp8(step, state_of(params), X) == 3
+
+
+@pytest.mark.parametrize("function", [custom, custom_forward])
+def test_a_derivative_of_the_users_is_half_and_theirs(function):
+    params = weights("w", "v", "last") | {"one": jnp.ones(())}
+    state = state_of(params)
+
+    def fn(params, x, function=function):
+        return layers(params, x, lambda y: function(y, params["v"])).sum()
+
+    assert why(fn, state, X) == ["fp8", "fp8 derivative", "fp8 last"]
+    step = jamp.scaled_value_and_grad(fn)
+    (loss, grads), (plain, expected) = (
+        step(state, X, fn) for fn in (function, jamp.disable_fp8()(jnp.matmul))
+    )
+    assert loss == plain
+    # It doubles the gradient of what it is given.
+    for name, times in {"w": 2, "v": 1, "last": 1}.items():
+        assert distance(grads[name], times * expected[name]) <= 2**-7, name
 
 
 def test_disable_fp8_around_a_call():
