@@ -222,15 +222,32 @@ def test_an_operand_of_several_products_is_quantized_once():
     assert (of.count(Of.INPUT), of.count(Of.WEIGHT)) == (2, 4)
 
 
-UNLIKE = {
-    "highest": lambda x, w: jnp.matmul(x, w, precision="highest"),
-    "its own dtype": lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
-    "batched": lambda x, w: jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1))),
-    "two weights": lambda x, w: x + (w @ w)[:ROWS],
-    "in half": lambda x, w: jamp.half_function(jnp.matmul)(x, w),
-    "in float32": lambda x, w: jamp.float_function(jnp.matmul)(x, w),
-    "left out": lambda x, w: jamp.disable_fp8()(jnp.matmul)(x, w),
-    "its own derivative": lambda x, w: custom(x, w),
+UNLIKE = {  # and why, as `explain` says
+    "highest": ("precision", lambda x, w: jnp.matmul(x, w, precision="highest")),
+    "its own dtype": (
+        "no float32",
+        lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
+    ),
+    "batched": (
+        "fp8 weight",
+        lambda x, w: jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1))),
+    ),
+    "two weights": ("fp8 weight", lambda x, w: x + (w @ w)[:ROWS]),
+    "ragged": (
+        "fp8 weight",
+        lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.asarray([ROWS])),
+    ),
+    "convolution": (
+        "fp8 weight",
+        lambda x, w: jax.lax.conv_general_dilated(
+            x[None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )[0],
+    ),
+    "in half": ("region", lambda x, w: jamp.half_function(jnp.matmul)(x, w)),
+    "in float32": ("region", lambda x, w: jamp.float_function(jnp.matmul)(x, w)),
+    "left out": ("fp8 disabled", lambda x, w: jamp.disable_fp8()(jnp.matmul)(x, w)),
+    "custom_vjp": ("fp8 derivative", lambda x, w: custom(x, w)),
+    "custom_jvp": ("fp8 derivative", lambda x, w: custom_forward(x, w)),
 }
 
 
@@ -256,13 +273,16 @@ custom_forward.defjvp(
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_stays_as_it_is(name):
+    reason, product = UNLIKE[name]
+
     def fn(params, x):
-        return layers(params, x, lambda y: UNLIKE[name](y, params["v"])).sum()
+        return layers(params, x, lambda y: product(y, params["v"])).sum()
 
     params = weights("w", "v", "last") | {"one": jnp.ones(())}
     step = jamp.scaled_value_and_grad(fn)
     # Only the product by `w`, and its gradients: another comes after it.
     assert in_fp8(step, state_of(params), X) == 3
+    assert why(fn, state_of(params), X) == ["fp8", reason, "fp8 last"]
 
 
 @pytest.mark.parametrize("function", [custom, custom_forward])
@@ -273,7 +293,6 @@ def test_a_derivative_of_the_users_is_half_and_theirs(function):
     def fn(params, x, function=function):
         return layers(params, x, lambda y: function(y, params["v"])).sum()
 
-    assert why(fn, state, X) == ["fp8", "fp8 derivative", "fp8 last"]
     step = jamp.scaled_value_and_grad(fn)
     (loss, grads), (plain, expected) = (
         step(state, X, fn) for fn in (function, jamp.disable_fp8()(jnp.matmul))
