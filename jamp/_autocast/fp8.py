@@ -108,6 +108,8 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
     It `feeds` others if a later product reads what is made of it.
     """
     fp8, weight = facts.scope.policy.fp8, weight_of(facts, eqn)
+    if facts.scope.derived:
+        return "fp8 derivative"  # what is a gradient or a tangent in it is not known
     if weight is None:
         return "fp8 weight"
     x = eqn.invars[1 if weight is eqn.invars[0] else 0]
@@ -117,8 +119,6 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 last"
     if Source.STAYS in facts[weight].source:
         return "fp8 kept"
-    if facts.scope.derived:
-        return "fp8 derivative"  # what is a gradient in it is not known
     if NO_FP8 in name_stack(facts.scope, eqn):
         return "fp8 disabled"
     return "fp8 small" if _is_small(fp8, eqn, x, weight, _readers(facts, x)) else ""

@@ -222,15 +222,32 @@ def test_an_operand_of_several_products_is_quantized_once():
     assert (of.count(Of.INPUT), of.count(Of.WEIGHT)) == (2, 4)
 
 
-UNLIKE = {
-    "highest": lambda x, w: jnp.matmul(x, w, precision="highest"),
-    "its own dtype": lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
-    "batched": lambda x, w: jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1))),
-    "two weights": lambda x, w: x + (w @ w)[:ROWS],
-    "in half": lambda x, w: jamp.half_function(jnp.matmul)(x, w),
-    "in float32": lambda x, w: jamp.float_function(jnp.matmul)(x, w),
-    "left out": lambda x, w: jamp.disable_fp8()(jnp.matmul)(x, w),
-    "its own derivative": lambda x, w: custom(x, w),
+UNLIKE = {  # and why, as `explain` says
+    "highest": ("precision", lambda x, w: jnp.matmul(x, w, precision="highest")),
+    "its own dtype": (
+        "no float32",
+        lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
+    ),
+    "batched": (
+        "fp8 weight",
+        lambda x, w: jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1))),
+    ),
+    "two weights": ("fp8 weight", lambda x, w: x + (w @ w)[:ROWS]),
+    "ragged": (
+        "fp8 weight",
+        lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.asarray([ROWS])),
+    ),
+    "convolution": (
+        "fp8 weight",
+        lambda x, w: jax.lax.conv_general_dilated(
+            x[None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )[0],
+    ),
+    "in half": ("region", lambda x, w: jamp.half_function(jnp.matmul)(x, w)),
+    "in float32": ("region", lambda x, w: jamp.float_function(jnp.matmul)(x, w)),
+    "left out": ("fp8 disabled", lambda x, w: jamp.disable_fp8()(jnp.matmul)(x, w)),
+    "custom_vjp": ("fp8 derivative", lambda x, w: custom(x, w)),
+    "custom_jvp": ("fp8 derivative", lambda x, w: custom_forward(x, w)),
 }
 
 
@@ -240,19 +257,50 @@ def custom(x, w):
 
 
 custom.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (2 * g @ kept[1].T, kept[0].T @ g)
+)
+
+
+@jax.custom_jvp
+def custom_forward(x, w):
+    return x @ w
+
+
+custom_forward.defjvp(
+    lambda x, t: (x[0] @ x[1], 2 * t[0] @ x[1] + x[0] @ t[1]),
 )
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_stays_as_it_is(name):
+    reason, product = UNLIKE[name]
+
     def fn(params, x):
-        return layers(params, x, lambda y: UNLIKE[name](y, params["v"])).sum()
+        return layers(params, x, lambda y: product(y, params["v"])).sum()
 
     params = weights("w", "v", "last") | {"one": jnp.ones(())}
     step = jamp.scaled_value_and_grad(fn)
     # Only the product by `w`, and its gradients: another comes after it.
     assert in_fp8(step, state_of(params), X) == 3
+    assert why(fn, state_of(params), X) == ["fp8", reason, "fp8 last"]
+
+
+@pytest.mark.parametrize("function", [custom, custom_forward])
+def test_a_derivative_of_the_users_is_half_and_theirs(function):
+    params = weights("w", "v", "last") | {"one": jnp.ones(())}
+    state = state_of(params)
+
+    def fn(params, x, function=function):
+        return layers(params, x, lambda y: function(y, params["v"])).sum()
+
+    step = jamp.scaled_value_and_grad(fn)
+    (loss, grads), (plain, expected) = (
+        step(state, X, fn) for fn in (function, jamp.disable_fp8()(jnp.matmul))
+    )
+    assert loss == plain
+    # It doubles the gradient of what it is given.
+    for name, times in {"w": 2, "v": 1, "last": 1}.items():
+        assert distance(grads[name], times * expected[name]) <= 2**-7, name
 
 
 def test_disable_fp8_around_a_call():
