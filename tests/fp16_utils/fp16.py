@@ -7,11 +7,8 @@ import optax
 from jax import lax
 
 from jamp import fp16_utils, optimizers
-from tests.oracles import fp16_optimizer as oracle
-from tests.oracles.loss_scale import Rule
 from tests.states import dot
 
-RULE = Rule(window=4)
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
 
@@ -101,25 +98,3 @@ def steps(optimizer, state, xs, where="jit"):
 
 def host(x):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(x)]
-
-
-def model_of(rule=RULE):
-    """The oracle of `make()`."""
-    return oracle.FP16Optimizer(host(params()), rule)
-
-
-def assert_state(optimizer, state, model):
-    """All is as in the oracle, and the params are the masters, rounded."""
-    seen = float(state.loss_scale), int(state.loss_scaler.unskipped)
-    assert seen == (model.scaler.scale, model.scaler.unskipped)
-    assert bool(state.overflow) == model.overflow
-    masters = optimizer.master_params(state)
-    for p, m in zip(host(state.params), host(masters), strict=True):
-        assert p.tobytes() == m.astype(p.dtype).tobytes()
-    for tree, wanted, atol in (
-        (state.master_grads, model.master_grads, 0),
-        (masters, model.masters, 2e-6),
-    ):
-        for x, y in zip(host(tree), wanted, strict=True):
-            assert x.dtype == F32
-            np.testing.assert_allclose(x, y, rtol=2e-6, atol=atol)

@@ -1,8 +1,4 @@
-"""apex's two FP16_Optimizers and their scalers, in float64: apex_semantics 7 and 8.2.
-
-`FP16Optimizer` is the one of apex.fp16_utils as its documentation intends it: two
-backward passes give the sum of their gradients for half and for float32 parameters
-(7.2, where apex scales the latter wrongly). `cut_down` is the one of apex.optimizers.
+"""apex's FP16_Optimizer of apex.optimizers, and scalers: apex_semantics 7.4 and 8.2.
 
 Imports neither JAX nor the library. A tree is a list of arrays. Gradients are given as
 they are, unscaled; `backward` scales them and rounds them to the parameters' dtypes, as
@@ -16,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracles import fused
-from tests.oracles.loss_scale import Rule, fp32, init, update
+from tests.oracles.loss_scale import fp32
 from tests.oracles.steps import Leaves, float64, norm
 
 
@@ -44,39 +40,6 @@ def clip(
     before = float(np.linalg.norm(flat(leaves), norm_type))
     factor = min(1.0, max_norm / (before + 1e-6))
     return before, [x * factor for x in float64(leaves)]
-
-
-class FP16Optimizer:
-    """7.1 and 7.2, around SGD with a momentum of 0.5 and a learning rate of 0.5."""
-
-    def __init__(self, params: Leaves, rule: Rule) -> None:
-        self.given, self.rule, self.scaler = list(params), rule, init(rule)
-        self.masters = float64(params)
-        self.trace = self._zeros()
-        self.zero_grad()
-
-    def _zeros(self) -> list[np.ndarray]:
-        return [np.zeros(p.shape) for p in self.given]
-
-    def zero_grad(self) -> None:
-        self.master_grads = self._zeros()
-        self.overflow = False
-
-    def backward(self, grads: Leaves) -> None:
-        new = float64(scaled(grads, self.given, self.scaler.scale))
-        unscaled = [x / self.scaler.scale for x in new]
-        self.master_grads = added(self.master_grads, unscaled)
-        self.overflow |= not all(np.isfinite(x).all() for x in unscaled)
-        self.scaler = update(self.rule, self.scaler, not self.overflow)
-
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        before, self.master_grads = clip(self.master_grads, max_norm, norm_type)
-        return before
-
-    def step(self) -> None:
-        if not self.overflow:
-            self.trace = added([0.5 * m for m in self.trace], self.master_grads)
-            self.masters = added(self.masters, [-0.5 * m for m in self.trace])
 
 
 @dataclasses.dataclass
