@@ -12,7 +12,8 @@ TESTS = {
     },
     "jamp/optimizers/_fused.py": "fused_arguments fused_contract fused_optax",
     "jamp/optimizers/_larc.py": "larc fused_arguments -k larc",
-    "jamp/optimizers/_masters.py": "master_weights store_remainder",
+    "jamp/optimizers/_masters.py": "master_weights store_remainder one_pass "
+    "-k not kernels and not interpret",
     "jamp/multi_tensor.py": "multi_tensor",
     "jamp/_state/amp_state.py": STEP,
     "jamp/_state/initialize.py": STEP,

@@ -1,9 +1,9 @@
 """Several models, optimizers and losses, exactly: after apex's own test of them."""
 
-import functools
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,200 +13,177 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import jamp
-from tests.oracles import loss_scale, several as oracle
-from tests.oracles.several import Setup
+from tests.oracles import loss_scale
 from tests.states import like, make, wide, with_scales
 
-LEAVES, NAMES = ("w0", "w1"), "dge"  # JAX sorts names
+# Everything that a state holds, after every step
 
 
-def _named(values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(NAMES, values, strict=False))
+class Setup(NamedTuple):
+    """The models of each group; of each loss the models, and the groups it trains.
+
+    `pack` makes a container of groups; None where there is one.
+    """
+
+    groups: tuple[str, ...]
+    losses: tuple[str, ...]
+    covers: tuple[tuple[int, ...], ...]
+    pack: Any = None
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        return NAMES if self.pack is named else range(len(self.groups))
+
+    def packed(self, values: list[Any]) -> Any:
+        return values[0] if self.pack is None else self.pack(values)
+
+    def of(self, tree: Any) -> list[Any]:
+        """The groups of a container."""
+        return [tree] if self.pack is None else [tree[key] for key in self.keys]
+
+
+NAMES = "dge"  # JAX sorts names
+
+
+def named(values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(NAMES, values, strict=True))
 
 
 # Those of two losses are named as in apex, tests/L0/run_amp/
 # test_multiple_models_optimizers_losses.py; the others are ours.
-ONE, APART = ((0, 1),), ((0,), (1,))
 CASES = {
-    "2 models, 2 losses, 1 optimizer": Setup(ONE, APART, ((0,), (0,))),
-    "2 models, 2 losses, 2 optimizers": Setup(APART, APART, APART, list),
+    "2 models, 2 losses, 1 optimizer": Setup(("ab",), ("a", "b"), ((0,), (0,))),
+    "2 models, 2 losses, 2 optimizers": Setup(
+        ("a", "b"), ("a", "b"), ((0,), (1,)), list
+    ),
     "3 models, 2 losses, 2 optimizers": Setup(
-        ((0, 1), (2,)), ((0, 1), (2, 1)), ((0,), (0, 1)), tuple
+        ("ab", "c"), ("ab", "cb"), ((0,), (0, 1)), tuple
     ),
     # The first loss sees two models and trains one, as that of a GAN's generator.
     "3 models, 3 losses, 3 optimizers": Setup(
-        ((0,), (1,), (2,)), ((0, 1), (1, 2), (2, 0)), ((0,), (1, 2), (2,)), _named
+        ("a", "b", "c"), ("ab", "bc", "ca"), ((0,), (1, 2), (2,)), named
     ),
 }
-
-
-def keys(setup: Setup) -> list[Any]:
-    count = len(setup.groups)
-    return list(NAMES[:count] if setup.pack is _named else range(count))
-
-
-def _packed(setup: Setup, values: list[Any]) -> Any:
-    return values[0] if setup.pack is None else setup.pack(values)
-
-
-def scaling(setup: Setup, shared: bool) -> oracle.Scaling:
-    """As apex's tests: the scales begin at 4, 16 and so on; or one is shared."""
-    losses = range(len(setup.losses))
-    first = (4.0,) if shared else tuple(4.0 ** (i + 1) for i in losses)
-    rule = loss_scale.Rule(init_scale=4.0, window=3)
-    return oracle.Scaling(rule, first, tuple(0 if shared else i for i in losses))
-
-
-def begin(name: str, shared: bool, level: str, **kwargs) -> Any:
-    """The state before the first step: the oracle's weights and scales."""
-    setup, (rule, first, _) = CASES[name], scaling(CASES[name], shared)
-    w, trees = jnp.float32(oracle.weights(setup.models)), []
-    for models in setup.groups:
-        columns = {f"m{m}": zip(LEAVES, w[m], strict=True) for m in models}
-        trees.append({name: dict(column) for name, column in columns.items()})
-    options = zip(oracle.LEARNING_RATES, oracle.MOMENTUM, trees, strict=False)
-    txs = [optax.sgd(rate, momentum) for rate, momentum, _ in options]
-    kwargs["loss_scale"] = jamp.DynamicLossScale(rule.init_scale, window=rule.window)
-    kwargs |= {"num_losses": len(first), "verbosity": 0}
-    tree, txs = _packed(setup, trees), _packed(setup, txs)
-    return with_scales(jamp.initialize(tree, txs, level, **kwargs), *first)
-
-
-# A gradient to spoil: in an iteration, the backward pass of a loss, a model, a leaf.
-type Inf = tuple[int, int, int, int]
-
-ITERATIONS = 3
-# Whatever the case, so that all share the programs of a batch.
-BATCH = 32
-
-
-def spoilings(setup: Setup) -> list[tuple[Inf, ...]]:
-    """None; in either iteration, each loss, its models, and both leaves; several."""
-    pairs = [(loss, m) for loss, models in enumerate(setup.losses) for m in models]
-    single = [((i, *pair, leaf),) for i in (0, 1) for pair in pairs for leaf in (0, 1)]
-    last = len(setup.losses) - 1
-    first, other = (0, 0, setup.losses[0][0], 0), setup.losses[last][0]
-    heads = [(loss, models[0]) for loss, models in enumerate(setup.losses)]
-    always = tuple((i, *pair, 1) for i in range(ITERATIONS) for pair in heads)
-    both = [(first, (1, last, other, 1)), (first, (0, last, other, 1))]
-    every = [(), *single, *both, always]
-    return every + [()] * (BATCH - len(every))
-
-
-def spoil(setup: Setup, infs: Sequence[Inf]) -> np.ndarray:
-    """What is added to the gradients, shaped (iterations, losses, models, 2, 2)."""
-    x = np.zeros((ITERATIONS, len(setup.losses), setup.models, 2, 2), np.float32)
-    for n, (i, loss, m, leaf) in enumerate(infs):
-        x[i, loss, m, leaf, n % 2] = (np.inf, -np.inf, np.nan)[(i + m + leaf) % 3]
-    return x
-
-
-def by_model(tree: Any) -> dict[str, Any]:
-    """The models in the containers that `wrt` and `pack` make, by name."""
-    if isinstance(tree, Mapping) and all(key.startswith("m") for key in tree):
-        return dict(tree)
-    entries = tree.values() if isinstance(tree, Mapping) else tree
-    return functools.reduce(operator.or_, map(by_model, entries))
-
-
-def make_step(setup: Setup, loss_ids: Sequence[int]) -> Any:
-    """A step; `spoil`, (losses, models, 2, 2), is added to the gradients."""
-    every = keys(setup)
-
-    def loss_fn(p, loss, spoil):
-        ms, models = setup.losses[loss], by_model(p)
-        ring = zip(ms, (*ms[1:], ms[0]), strict=True)
-        total = sum(
-            wide(jnp.dot(wide(models[f"m{a}"]["w0"]), wide(models[f"m{b}"]["w1"])))
-            for a, b in ring
-        )
-        for m in ms:
-            for leaf, x in zip(LEAVES, spoil[m], strict=True):
-                total += (wide(models[f"m{m}"][leaf]) * x).sum()
-        return total
-
-    def step(state, spoil):
-        grads = []
-        for loss, loss_id in enumerate(loss_ids):
-            covered = tuple(every[g] for g in setup.covers[loss])
-            # All three forms of `wrt`: all groups, one, and some.
-            wrt = {1: covered[0], len(every): None}.get(len(covered), covered)
-            backward = jamp.scaled_grad(loss_fn, loss_id=loss_id, wrt=wrt)
-            tree = backward(state, loss, spoil[loss])
-            if wrt == covered[0]:
-                tree = _packed(setup, [tree if key == wrt else None for key in every])
-            grads.append(tree)
-        return state.apply_gradients(grads=grads, loss_id=loss_ids)
-
-    return step
-
-
-@functools.cache
-def expected(name: str, shared: bool) -> list[list[oracle.Result]]:
-    """The oracle's results, [spoiling][iteration]."""
-    setup, runs = CASES[name], []
-    for infs in spoilings(setup):
-        overflows = [set() for _ in range(ITERATIONS)]
-        for i, loss, m, _ in infs:
-            if m in setup.trained(loss):
-                overflows[i].add(loss)
-        runs.append(list(oracle.train(setup, scaling(setup, shared), overflows)))
-    return runs
-
-
-def assert_models(models: Any, wanted: np.ndarray, what: str) -> None:
-    """`models` by name, their leaves batched; `wanted` is (batch, models, 2, 2)."""
-    for name, model in models.items():
-        for i, leaf in enumerate(LEAVES):
-            x = wanted[:, int(name[1:]), i].astype(model[leaf].dtype)
-            got, where = np.asarray(model[leaf]), f"{what} {name} {leaf}"
-            np.testing.assert_array_equal(got, x, where, strict=True)
-
-
-def assert_state(state: Any, results: Sequence[oracle.Result], setup: Setup) -> None:
-    """Everything in a batch of states is as the oracle says."""
-    weights = np.stack([r.weights for r in results])
-    trace = np.stack([r.trace for r in results])
-    for g, key in enumerate(keys(setup)):
-        of = (lambda tree: tree) if setup.pack is None else operator.itemgetter(key)
-        momenta = optax.tree.get(of(state.opt_state), "trace")
-        assert momenta.keys() == of(state.params).keys()
-        assert_models(of(jamp.master_params(state)), weights, "masters")
-        assert_models(of(state.params), weights, "params")
-        assert_models(momenta, trace, "trace")
-        for name in ("skipped_steps", "last_step_skipped"):
-            wanted = [getattr(r, name)[g] for r in results]
-            got = of(getattr(state, name))
-            np.testing.assert_array_equal(got, wanted, f"{name} {g}")
-    np.testing.assert_array_equal(state.step, [r.step for r in results])
-    for i, scale in enumerate(state.loss_scales):
-        # apex's tolerance goes on below 0, where it means the same.
-        for name in ("scale", "unskipped", "consecutive_skips"):
-            wanted = [getattr(r.scales[i], name) for r in results]
-            np.testing.assert_array_equal(getattr(scale, name), wanted, name)
-
-
-def assert_trains(state: Any, name: str, shared: bool) -> None:
-    """Steps from a state with all spoilings at once, and compares with the oracle.
-
-    A step is traced once, and run operation by operation: to compile it takes longer.
-    """
-    setup = CASES[name]
-    infs = np.stack([spoil(setup, infs) for infs in spoilings(setup)])
-    step = jax.vmap(make_step(setup, scaling(setup, shared).loss_ids))
-    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (BATCH, *x.shape)), state)
-    run = jaxpr_as_fun(jax.make_jaxpr(step)(state, infs[:, 0]))
-    for i in range(ITERATIONS):
-        out = run(*jax.tree.leaves(state), jnp.asarray(infs[:, i]))
-        state = jax.tree.unflatten(jax.tree.structure(state), out)
-        assert_state(state, [steps[i] for steps in expected(name, shared)], setup)
-
-
+RATES, MOMENTUM = (0.25, 0.5, 0.125), (0.125, 0.25, 0.5)  # of each group
+RULE = loss_scale.Rule(init_scale=4.0, window=3)
 # So that each model has a half and a float32 weight, where the level casts.
 KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O5")}
 
 
-# Everything that a state holds, after every step
+def weights(setup: Setup) -> dict[str, np.ndarray]:
+    """Of each model w0 and w1: those of apex's `MyModel(u)` for u = 1, 2, ..."""
+    grid = np.array([[0.0, 1.0], [1.0, 2.0]])
+    return {m: grid + 1 + i for i, m in enumerate("".join(setup.groups))}
+
+
+def first_scales(setup: Setup, shared: bool) -> list[float]:
+    """As apex's tests: they begin at 4, 16 and so on; or one is shared."""
+    return [4.0] if shared else [4.0 ** (i + 1) for i in range(len(setup.losses))]
+
+
+def plain_run(setup: Setup, shared: bool, overflows: np.ndarray) -> Iterator[Any]:
+    """In float64: training without the skipped steps, and what is counted.
+
+    `overflows` says of each iteration which losses do. A group skips where a loss that
+    covers it does. Yields weights, trace, counts of each group, and scales.
+    """
+    w, ids = weights(setup), [0 if shared else i for i in range(len(setup.losses))]
+    trace = {m: np.zeros((2, 2)) for m in w}
+    start = loss_scale.init(RULE)
+    scales = [dataclasses.replace(start, scale=x) for x in first_scales(setup, shared)]
+    counts, step = [0] * len(setup.groups), 0
+    for bad in overflows:
+        old, w, last = w, dict(w), []
+        for g, models in enumerate(setup.groups):
+            covering = [i for i, covered in enumerate(setup.covers) if g in covered]
+            last.append(any(bad[covering]))
+            counts[g] += last[g]
+            for m in () if last[g] else models:
+                slope = sum(gradient(setup.losses[i], m, old) for i in covering)
+                trace[m] = MOMENTUM[g] * trace[m] + slope
+                w[m] = old[m] - RATES[g] * trace[m]
+        step += not all(last)
+        skips, scales = [s.consecutive_skips for s in scales], [*scales]
+        for i, overflowed in zip(ids, bad, strict=True):  # each pass moves its scale
+            scales[i] = loss_scale.update(RULE, scales[i], not overflowed)
+        overflowed = [any(bad[np.equal(ids, i)]) for i in range(len(scales))]
+        skips = [n + 1 if x else 0 for n, x in zip(skips, overflowed, strict=True)]
+        pairs = zip(scales, skips, strict=True)
+        scales = [dataclasses.replace(s, consecutive_skips=n) for s, n in pairs]
+        yield w, dict(trace), (step, [*counts], last), scales
+
+
+def gradient(ring: str, model: str, w: dict[str, np.ndarray]) -> np.ndarray:
+    """Of a loss for one of its models: w0 meets the next one's w1."""
+    if model not in ring:
+        return np.zeros((2, 2))
+    at = ring.index(model)
+    return np.stack([w[ring[(at + 1) % len(ring)]][1], w[ring[at - 1]][0]])
+
+
+def begin(setup: Setup, shared: bool, level: str) -> Any:
+    w = jax.tree.map(jnp.float32, weights(setup))
+    groups = [{m: {"w0": w[m][0], "w1": w[m][1]} for m in g} for g in setup.groups]
+    options = zip(RATES, MOMENTUM, groups, strict=False)
+    txs = [optax.sgd(rate, momentum) for rate, momentum, _ in options]
+    first = first_scales(setup, shared)
+    kwargs = KEEP.get(level, {}) | {"num_losses": len(first), "verbosity": 0}
+    kwargs["loss_scale"] = jamp.DynamicLossScale(RULE.init_scale, window=RULE.window)
+    state = jamp.initialize(setup.packed(groups), setup.packed(txs), level, **kwargs)
+    return with_scales(state, *first)
+
+
+def step_of(setup: Setup, shared: bool) -> Any:
+    """A step; `bad`, of each loss, is added to a gradient of its first model."""
+
+    def loss_fn(params, ring, bad):
+        models = {k: model for group in setup.of(params) for k, model in group.items()}
+        pairs = zip(ring, ring[1:] + ring[0], strict=True)
+        joined = ((wide(models[a]["w0"]), wide(models[b]["w1"])) for a, b in pairs)
+        total = sum((x * y).sum() for x, y in joined)
+        return total + wide(models[ring[0]]["w1"])[1] * bad
+
+    def step(state, bad):
+        grads, ids = [], [0 if shared else i for i in range(len(setup.losses))]
+        for i, ring in enumerate(setup.losses):
+            covered = tuple(setup.keys[g] for g in setup.covers[i])
+            # All three forms of `wrt`: all groups, one, and some.
+            wrt = {1: covered[0], len(setup.groups): None}.get(len(covered), covered)
+            backward = jamp.scaled_grad(loss_fn, loss_id=ids[i], wrt=wrt)
+            tree = backward(state, ring, bad[i])
+            if wrt == covered[0]:
+                tree = [tree if key == wrt else None for key in setup.keys]
+                tree = setup.packed(tree)
+            grads.append(tree)
+        return state.apply_gradients(grads=grads, loss_id=ids)
+
+    return step
+
+
+def assert_state(state: Any, results: list[Any], setup: Setup) -> None:
+    """All is as in the plain runs, of which there is one for each state of a batch."""
+    w, trace, counted, scales = zip(*results, strict=True)
+    steps, skipped, last = zip(*counted, strict=True)
+    masters, moments = jamp.master_params(state), state.opt_state
+    groups = zip(*map(setup.of, (state.params, masters, moments)), strict=True)
+    for params, masters, opt_state in groups:
+        trees = params, masters, optax.tree.get(opt_state, "trace")
+        for tree, wanted in zip(trees, (w, w, trace), strict=True):
+            for model, leaves in tree.items():
+                for i, leaf in enumerate(("w0", "w1")):
+                    x = np.stack([run[model][i] for run in wanted])
+                    x = x.astype(leaves[leaf].dtype)
+                    np.testing.assert_array_equal(leaves[leaf], x, strict=True)
+    np.testing.assert_array_equal(state.step, steps)
+    got = np.stack(setup.of(state.skipped_steps), 1)
+    np.testing.assert_array_equal(got, skipped)
+    got = np.stack(setup.of(state.last_step_skipped), 1)
+    np.testing.assert_array_equal(got, last)
+    for i, scale in enumerate(state.loss_scales):
+        # apex's tolerance goes on below 0, where it means the same.
+        for name in ("scale", "unskipped", "consecutive_skips"):
+            wanted = [getattr(run[i], name) for run in scales]
+            np.testing.assert_array_equal(getattr(scale, name), wanted, name)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +196,22 @@ KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O5")}
     ],
 )
 def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
-    state = begin(name, shared, level, **KEEP.get(level, {}))
-    assert_trains(state, name, shared)
+    """Whichever losses overflow in the first two of three iterations."""
+    setup = CASES[name]
+    losses = len(setup.losses)
+    flags = np.array(list(itertools.product((False, True), repeat=2 * losses)))
+    flags = flags.reshape(-1, 2, losses)[:, (0, 1, 0)]
+    bad = np.where(flags, np.float32([np.inf, np.nan, -np.inf])[:losses], np.float32(0))
+    runs = [list(plain_run(setup, shared, x)) for x in flags]
+    state, batch = begin(setup, shared, level), len(flags)
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), state)
+    # Traced once, and run operation by operation: to compile it takes longer.
+    step = jax.vmap(step_of(setup, shared))
+    run = jaxpr_as_fun(jax.make_jaxpr(step)(state, bad[:, 0]))
+    for i in range(3):
+        out = run(*jax.tree.leaves(state), jnp.asarray(bad[:, i]))
+        state = jax.tree.unflatten(jax.tree.structure(state), out)
+        assert_state(state, [steps[i] for steps in runs], setup)
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
