@@ -263,8 +263,8 @@ MECHANISMS = {
     ),
     "quantized before loops": Mechanism(
         "Weights that a loop around the gradient shares are quantized before it (O6).",
-        "tracers._closed_over",
-        _first,
+        "tracers._is_of",
+        _gives(False),
     ),
     "moving calls": Mechanism(
         "A call that only moves values is such a reader: `take_along_axis` of labels.",
