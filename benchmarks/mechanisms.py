@@ -106,6 +106,11 @@ MECHANISMS = {
         "rewrite.Rewriter._write_summed",
         _sums_only_weights,
     ),
+    "repeated": Mechanism(
+        "The gradient of what is repeated is summed of rounded cotangents, in float32.",
+        "values.Values.repeated",
+        _gives(None),
+    ),
     "softmax": Mechanism(
         "The derivative of a softmax reads its result in half.",
         "islands.with_softmax",

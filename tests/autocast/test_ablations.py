@@ -105,6 +105,9 @@ def twice_read(w, x):
 MATRIX, MATRICES = (4, 4), (3, 4, 4)
 EXAMPLES = {
     "bias sums": Example(lambda b, x, w: x @ w + b, ((4,), MATRIX, MATRIX)),
+    "repeated": Example(
+        lambda w, x: standardised(x @ w + (x[:, 0] @ w)[:, None]), (MATRIX, MATRICES)
+    ),
     "softmax": Example(attention, (MATRIX, MATRIX)),
     "dropped softmax": Example(
         lambda w, x: jnp.where(jnp.arange(4) < 2, nn.softmax(x @ w), 0) @ w,
