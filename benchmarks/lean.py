@@ -24,7 +24,6 @@ import json
 import os
 import pathlib
 import pstats
-import subprocess
 import tempfile
 import time
 import warnings
@@ -44,6 +43,7 @@ from jax.typing import DTypeLike
 
 import jamp
 from benchmarks import lean_images, lean_transformers as lean_text, tpu
+from benchmarks.runs import commit_of
 from jamp.tools import _hlo
 from tests import by_hand, h200
 
@@ -252,10 +252,9 @@ def count_calls(fn: Callable[[], Any]) -> int:
 
 def conditions(target: str) -> Entry:
     """What the figures depend on: `commit` is the last that changed autocast."""
-    command = ["git", "log", "-1", "--format=%h", "--", "jamp/_autocast"]
-    commit = subprocess.check_output(command, text=True, cwd=RESULTS.parents[2])
+    commit = commit_of("jamp/_autocast")
     version = importlib.metadata.version("jax")
-    return {"jax": version, "target": target, "commit": commit.strip()}
+    return {"jax": version, "target": target, "commit": commit}
 
 
 def read() -> list[Entry]:

@@ -182,7 +182,7 @@ MECHANISMS = {
         _only_in_loops,
     ),
     "rows": Mechanism(
-        "Rows of a table that is the head too are read in half, and summed in float32.",
+        "Rows of a half table, or the head's, are read in half, and summed in float32.",
         "values.Values.table",
         _gives(None),
     ),

@@ -252,28 +252,16 @@ class Mpx:
             )
         return f"{float(model['w'][0]):.3f}"
 
-    def _net(self):
-        import flax.linen as nn
-        import jax
-
-        net = nn.Sequential([nn.Dense(4), nn.BatchNorm(False), nn.softmax])
-        return net, net.init(jax.random.key(0), self.jnp.ones((2, 3)))
-
     def batchnorm(self):
-        params = self.mpx.cast_to_half_precision(self._net()[1]["params"])
+        params = self.mpx.cast_to_half_precision(initialized(linen_net())["params"])
         return params["layers_1"]["scale"].dtype.name
 
     def statistics(self):
-        net, variables = self._net()
-        x = self.jnp.ones((2, 3)).at[0].set(INF)
-        _, new = net.apply(variables, x, mutable=["batch_stats"])
-        return said_of_statistics(np.array(new["batch_stats"]["layers_1"]["mean"]))
+        return statistics_of(linen_net())
 
     def autocast(self):
-        net, variables = self._net()
-        call = lambda *args: net.apply(*args, mutable=["batch_stats"])[0]  # noqa: E731
-        half = self.mpx.cast_to_half_precision((variables, self.jnp.ones((2, 3))))
-        return dtypes_in(call, *half)
+        half = self.mpx.cast_to_half_precision(initialized(linen_net()))
+        return dtypes_in(call_of(linen_net()), half, self.jnp.ones((2, 3), "float16"))
 
     def first_loss(self):
         jnp = self.jnp
@@ -289,6 +277,40 @@ class Qwix:
     """Qwix: fp8 of Flax models by rules, set as jamp's O6 is. It scales no loss."""
 
     package = "qwix"
+
+    def overflow(self):
+        return said_of_skip(self._stepped(INF, "float32", 1))
+
+    def growth(self):
+        return "no scale"
+
+    floor = first_loss = growth
+
+    def masters(self):
+        return f"{self._stepped(1, 'bfloat16', 100)[0]:.3f}"
+
+    def _stepped(self, grad, dtype, steps):
+        """A param after steps of optax alone: Qwix has none of its own."""
+        import jax.numpy as jnp
+        import optax
+
+        tx, param = optax.adam(1e-3), jnp.ones(2, dtype)
+        opt_state = tx.init(param)
+        for _ in range(steps):
+            updates, opt_state = tx.update(jnp.full(2, grad, dtype), opt_state, param)
+            param = optax.apply_updates(param, updates)
+        return np.array(param)
+
+    def batchnorm(self):
+        params = initialized(self._model(linen_net()))["params"]
+        return params["layers_1"]["scale"].dtype.name
+
+    def statistics(self):
+        return statistics_of(self._model(linen_net()))
+
+    def autocast(self):
+        net = self._model(linen_net())
+        return dtypes_in(call_of(net), initialized(net), np.ones((2, 3), np.float32))
 
     def _model(self, model):
         import jax.numpy as jnp
@@ -329,6 +351,29 @@ class Qwix:
         out = net.apply(params, x.at[0, 0].set(INF))
         lost = int((~jnp.isfinite(out)).any(axis=1).sum())
         yield "an inf in one row of 32", f"{lost} rows are not finite"
+
+
+def linen_net():
+    import flax.linen as nn
+
+    return nn.Sequential([nn.Dense(4), nn.BatchNorm(False), nn.softmax])
+
+
+def initialized(net):
+    import jax
+
+    return net.init(jax.random.key(0), np.ones((2, 3), np.float32))
+
+
+def call_of(net):
+    return lambda *args: net.apply(*args, mutable=["batch_stats"])[0]
+
+
+def statistics_of(net):
+    x = np.ones((2, 3), np.float32)
+    x[0] = INF
+    _, new = net.apply(initialized(net), x, mutable=["batch_stats"])
+    return said_of_statistics(np.array(new["batch_stats"]["layers_1"]["mean"]))
 
 
 def said_of_skip(param):
@@ -386,7 +431,7 @@ CASES = {
 
 
 def main():
-    modules = {Torch: "torch", Keras: "keras", Mpx: "mpx"}
+    modules = {Torch: "torch", Keras: "keras", Mpx: "mpx", Qwix: "qwix"}
     here = [p() for p, name in modules.items() if importlib.util.find_spec(name)]
     versions = [f"{p.package} {importlib.metadata.version(p.package)}" for p in here]
     if here:
@@ -394,10 +439,10 @@ def main():
         print("|---" * (len(here) + 1) + "|")
     for name, case in CASES.items() if here else ():
         print("|", name, "|", " | ".join(getattr(p, case)() for p in here), "|")
-    if importlib.util.find_spec("qwix"):
-        for name, what in Qwix().fp8():
-            print(f"qwix {importlib.metadata.version('qwix')}, {name}: {what}")
     for peer in here:
+        if isinstance(peer, Qwix):
+            for name, what in peer.fp8():
+                print(f"qwix, {name}: {what}")
         if isinstance(peer, Torch):
             for name, (low, middle, high) in peer.steps().items():
                 print(f"torch, {name}: {middle:.2f} ({low:.2f} to {high:.2f})")

@@ -2,13 +2,15 @@
 
 run_missing(RESULTS, ("model", "seed"), [("CNN", 0), ("CNN", 1)], run)
 {"model": "CNN", "seed": 0, "loss": 0.31}     # was there
-{"model": "CNN", "seed": 1, "loss": 0.29}     # `run("CNN", 1)` has given its loss
+{"model": "CNN", "seed": 1, "loss": 0.29, "seconds": 8, ...}  # of `run("CNN", 1)`
 """
 
 import argparse
 import datetime
 import json
 import pathlib
+import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,8 +43,10 @@ def run_missing(
     done = {tuple(known[name] for name in names) for known in read(path)}
     for cell in cells:
         if cell not in done:
+            start = time.monotonic()
             found = dict(zip(names, cell, strict=True)) | run(*cell)
-            add(path, found)
+            seconds = round(time.monotonic() - start)
+            add(path, found | {"seconds": seconds} | conditions())
             print(*found.values(), flush=True)
 
 
@@ -58,10 +62,18 @@ def command(
 
 
 def conditions() -> dict[str, str]:
-    """What the figures depend on."""
+    """What the figures depend on: `commit` is the last that changed the source."""
     import flax
 
     names = {"jax": jax, "flax": flax, "optax": optax}
     versions = {name: module.__version__ for name, module in names.items()}
     device, today = jax.devices()[0].device_kind, datetime.date.today()
-    return versions | {"device": device, "date": today.isoformat()}
+    commit = commit_of("jamp", "pallas_kernels")
+    return versions | {"device": device, "date": today.isoformat(), "commit": commit}
+
+
+def commit_of(*folders: str) -> str:
+    """The last commit that changed something there."""
+    command = ["git", "log", "-1", "--format=%h", "--", *folders]
+    root = pathlib.Path(__file__).parents[1]
+    return subprocess.check_output(command, text=True, cwd=root).strip()

@@ -49,11 +49,14 @@ class Row(NamedTuple):
 
 
 def drawn(seed: Any, outs: list) -> list:
-    """A cotangent for each result, in float32."""
+    """A cotangent for each result, in float32: cosines, which compile in no time."""
+
+    def cosines(i, y):
+        places = jnp.arange(1, y.size + 1, dtype=np.float32).reshape(y.shape)
+        return jnp.cos((seed + np.float32(i + 1)) * places) / 64
+
     return [
-        jax.random.normal(jax.random.fold_in(seed, i), y.shape, np.float32) / 64
-        if y.ndim
-        else jnp.ones_like(y)
+        cosines(i, y) if y.ndim else jnp.ones_like(y, np.float32)
         for i, y in enumerate(outs)
     ]
 
@@ -109,9 +112,9 @@ def runs(fn: Callable, program: Program, dtype: Any = np.float32) -> list:
     drawn = [program.args(seed) for seed in range(min(SEEDS, 2**21 // size))]
     drawn = [[x.astype(dtype) if is_float(x) else x for x in xs] for xs in drawn]
     with sums_in_float32():
-        lowered = jax.jit(both_passes(fn)).lower(drawn[0], jax.random.key(0))
+        lowered = jax.jit(both_passes(fn)).lower(drawn[0], np.float32(0))
         compiled = lowered.compile(STRICTLY)
-    found = [compiled(xs, jax.random.key(i)) for i, xs in enumerate(drawn)]
+    found = [compiled(xs, np.float32(i)) for i, xs in enumerate(drawn)]
     by_leaf = zip(*map(jax.tree.leaves, found), strict=True)
     return [np.stack(leaves).astype(np.float64) for leaves in by_leaf]
 

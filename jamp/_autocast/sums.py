@@ -24,7 +24,8 @@ weights with one cotangent, and add slices of the result; with copies of the cot
 it does not.
 
 The gradients of a table's rows are added to that of the head that is the same table, in
-float32. The rows are read from the half copy that the head's product reads.
+float32. The rows are read from the half copy that the head's product reads, or from a
+half param: in float32 the first norm's backward pass would keep them.
 
 Flax joins the weights of an LSTM's gates in each step. XLA does so once, before the
 loop. But of what a loop is given JAX sums the gradient: on each trip that of the joined

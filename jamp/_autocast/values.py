@@ -112,13 +112,19 @@ class Values:
         return {v for v, times in collections.Counter(reads).items() if times > 1}
 
     def table(self, eqn: jc.JaxprEqn) -> jc.Var | None:
-        """What rows are looked up in for half alone, if a product here reads it too."""
+        """What rows are looked up in in half, and their gradients summed in float32.
+
+        Of a half param they are half, whoever reads them. Else all must read half, and
+        a product here the table.
+        """
         if eqn.primitive.name != "gather":
             return None
-        table, want = eqn.invars[0], self.want_of(eqn.outvars[0])
+        facts, table, want = self.facts, eqn.invars[0], self.want_of(eqn.outvars[0])
+        is_half = facts.is_half_param(table) and facts[table].vote == facts.half
         in_half = want.all is False and not want.some
-        of_head = self._roots_of_weights & self.facts[table].origin.roots
-        return table if in_half and of_head and isinstance(table, jc.Var) else None
+        of_head = self._roots_of_weights & facts[table].origin.roots
+        wanted = is_half or (in_half and of_head)
+        return table if wanted and isinstance(table, jc.Var) else None
 
     @functools.cached_property
     def _roots_of_weights(self) -> frozenset[Atom]:

@@ -1,7 +1,8 @@
 """Random programs for the fuzz tests: ops and control flow on a growing pool of values.
 
 All ops keep values within a few units and are continuous, so that rounding stays small;
-integers depend on integers alone, so that they must come out identical.
+integers depend on integers alone, so that they must come out identical. Of functions
+that take one path one is here: test_sweep has them all.
 """
 
 import functools
@@ -78,38 +79,19 @@ def update(a, b):
 UNARY = {
     "sin": jnp.sin,
     "exp": lambda a: jnp.exp(-jnp.abs(a)),
-    "log1p": lambda a: jnp.log1p(jnp.abs(a)),
-    "sqrt": lambda a: jnp.sqrt(jnp.abs(a) + 1),
-    "rsqrt": lambda a: lax.rsqrt(a * a + 1),
-    "square": lambda a: jnp.square(jnp.tanh(a)),
-    "power": lambda a: jnp.tanh(a) ** 3,
     "relu": jax.nn.relu,
     "gelu": jax.nn.gelu,
-    "silu": jax.nn.silu,
-    "elu": jax.nn.elu,
-    "mish": jax.nn.mish,
-    "sigmoid": jax.nn.sigmoid,
-    "softplus": jax.nn.softplus,
-    "erf": lax.erf,
     "softmax": jax.nn.softmax,
-    "log_softmax": lambda a: jax.nn.log_softmax(a) / 4,
     "logsumexp": lambda a: jax.nn.logsumexp(a, axis=1, keepdims=True),
     "standardize": lambda a: jax.nn.standardize(a, epsilon=1.0),
     "mean": lambda a: a.mean(0, keepdims=True),
     "max": lambda a: a.max(1, keepdims=True),
     "norm": lambda a: a / jnp.sqrt((a * a).sum() + 1),
     "cumsum": lambda a: jnp.cumsum(a, 0) / a.shape[0],
-    "cummax": lambda a: lax.cummax(a, axis=1),
     "sort": lambda a: jnp.sort(a, 1),
     "transpose": lambda a: a.T,
-    "reshape": lambda a: a.reshape(1, -1)[:, :5],
-    "slice": lambda a: a[:2, :3],
-    "flip": lambda a: a[::-1],
     "pad": lambda a: jnp.pad(a, ((0, 1), (1, 0)))[:5, :5],
-    "clip": lambda a: jnp.clip(a, -1, 2),
-    "negative": lambda a: 1 - a,
     "pool": lambda a: pool(a, -jnp.inf, lax.max),
-    "mean_pool": lambda a: pool(a, 0, lax.add) / 2,
     "where": lambda a: jnp.where(jnp.arange(a.size).reshape(a.shape) % 2 == 0, a, 0),
     "bfloat16": lambda a: a.astype(jnp.bfloat16),
     "float32": lambda a: a.astype(jnp.float32),
@@ -120,14 +102,11 @@ UNARY = {
 BINARY = {
     "add": lambda a, b: (a + fit(b, a.shape)) / 2,
     "multiply": lambda a, b: jnp.tanh(a) * jnp.tanh(fit(b, a.shape)),
-    "divide": lambda a, b: a / (1 + jnp.abs(fit(b, a.shape))),
-    "maximum": lambda a, b: jnp.maximum(a, fit(b, a.shape)),
     "matmul": lambda a, b: jnp.tanh(a @ fit(b, (a.shape[1], 3))),
     "dot": lambda a, b: jnp.tanh(a.astype(b.dtype) @ square(b, a.shape[1])),
     "conv": conv,
     "concatenate": lambda a, b: jnp.concatenate([a, fit(b, a.shape)])[:5],
     "update": update,
-    "outer": lambda a, b: jnp.tanh(jnp.outer(a[0], b[0])),
 }
 WITH_INTS = {
     "gather": lambda a, i: jnp.take(a, i, axis=0, mode="clip"),
@@ -227,8 +206,7 @@ DERIVATIVES = {
     "grad": slope,
     "linear": linear,
 }
-KINKS = {"relu", "elu", "max", "cummax", "sort", "clip", "pool", "maximum"}
-KINKS |= {"bfloat16", "noise", "select", "where", "while"}
+KINKS = {"relu", "max", "sort", "pool", "bfloat16", "noise", "select", "where", "while"}
 
 
 SIMPLE = (*UNARY, *BINARY, *WITH_INTS, *ON_INTS)

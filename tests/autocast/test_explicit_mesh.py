@@ -47,7 +47,31 @@ def mesh():
         yield
 
 
-def assert_as_plain(name, place, specs):
+# How it runs, and where both operands lie. In CI a few, of all that JAX takes.
+WAYS = {
+    "rows": (jax.jit, (P(), P("data"))),
+    "columns": (jax.jit, (P(None, "model"), P("data"))),
+    "not jitted": (lambda fn: fn, (P(), P("data"))),
+}
+ABSENT = {"columns": NOT_BY_COLUMNS, "not jitted": "cond"}
+FEW = {
+    "rows": "matmul scan cond while_loop remat nested_jit vmap_out grad_in custom_jvp "
+    "closed_over softmax one_hot labels norm bias",
+    "columns": "matmul remat vmap_out nested_jit",
+    "not jitted": "matmul scan custom_jvp softmax labels bias",
+}
+CASES = [
+    pytest.param(way, name, marks=() if name in FEW[way].split() else pytest.mark.sweep)
+    for way in WAYS
+    for name in (*CONSTRUCTS, *LOSSES)
+    if name not in ABSENT.get(way, "").split()
+]
+
+
+@pytest.mark.parametrize(("way", "name"), CASES)
+@pytest.mark.eight_devices
+def test_a_construct_is_as_without_autocast(way, name):
+    place, specs = WAYS[way]
     operands = [jax.device_put(x, spec) for x, spec in zip((W, X), specs, strict=True)]
     name = LOSSES.get(name, name)
     both = (both_passes(name, f).__wrapped__ for f in (half, lambda f: f))
@@ -55,37 +79,6 @@ def assert_as_plain(name, place, specs):
     assert jax.tree.map(jax.typeof, cast) == jax.tree.map(jax.typeof, plain)
     errors = jax.tree.map(distance, cast, plain)
     assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
-
-
-@pytest.mark.parametrize("name", [*CONSTRUCTS, *LOSSES])
-@pytest.mark.eight_devices
-def test_in_jit(name):
-    assert_as_plain(name, jax.jit, (P(), P("data")))
-
-
-def cases(few, absent):
-    """All names, but for those that JAX refuses; in CI a few."""
-    names = [name for name in (*CONSTRUCTS, *LOSSES) if name not in absent.split()]
-    sweep = pytest.mark.sweep
-    return [name if name in few else pytest.param(name, marks=sweep) for name in names]
-
-
-FEW = ("matmul", "remat", "vmap_out", "nested_jit")
-
-
-@pytest.mark.parametrize("name", cases(FEW, NOT_BY_COLUMNS))
-@pytest.mark.eight_devices
-def test_weights_by_columns(name):
-    assert_as_plain(name, jax.jit, (P(None, "model"), P("data")))
-
-
-FEW = ("matmul", "scan", "custom_jvp", "softmax", "labels", "bias")
-
-
-@pytest.mark.parametrize("name", cases(FEW, "cond"))
-@pytest.mark.eight_devices
-def test_outside_of_jit(name):
-    assert_as_plain(name, lambda fn: fn, (P(), P("data")))
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O5"])

@@ -176,15 +176,3 @@ def test_what_is_taken_out_is_so_with_all_that_it_calls():
         explained = jamp.explain(jax.scipy.linalg.expm, lists=lists)(jnp.asarray(A))
         found = any(op.why == "region" for op in explained.operations)
         assert found == (lists == LISTS)
-
-
-def test_explain_says_which_function_it_is():
-    lists = LISTS.with_function("cov", "float32")
-    for fn, options, reason in (
-        (jnp.cov, {}, "`jax.numpy.cov`: Linear algebra and statistics"),
-        (cube, {}, "`jax.numpy.linalg.matrix_power`: Linear algebra and statistics"),
-        (jnp.cov, {"lists": lists}, "`lists.with_function('cov', ...)`."),
-    ):
-        operations = jamp.explain(fn, **options)(jnp.asarray(A)).operations
-        (found,) = {op.reason for op in operations if op.flops}
-        assert found.startswith(reason)

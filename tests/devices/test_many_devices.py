@@ -55,7 +55,7 @@ STATES = {level: (level, ADAM) for level in ("O1", "O2", "O3", "O5")} | {
 BY_HAND = {"O2": (False, 8.0), "O5": (True, 3.0), "lamb": (True, None)}
 NAMES = {
     "replicated": ("O3", "O5"),
-    "fsdp": ("O2", "O3", "fused adam", "sgd", "adagrad"),
+    "fsdp": ("O2", "fused adam", "sgd", "adagrad"),
     "tensor": ("O1", "O5", "lamb"),
     "Explicit axes": ["O1"],
     "shard_map": BY_HAND,

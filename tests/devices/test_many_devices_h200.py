@@ -75,7 +75,6 @@ def optimizer_step(state, grads):
     ("level", "layout", "make", "norms"),
     [
         # A sum of squares per leaf for clipping; for LAMB of params and updates, too.
-        ("O0", "replicated", LAMB, 0),
         ("O2", "fsdp", ADAM, 0),
         ("O3", "tensor", LAMB, 3),
         ("O5", "fsdp", CLIPPED, 1),
@@ -85,9 +84,9 @@ def test_an_optimizer_step_sends_scalars(level, layout, make, norms):
     state = state_on(layout, make(), level)
     grads = placed(jax.eval_shape(differentiate, state, *batch_on(layout)), layout)
     program = h200.compile_placed(optimizer_step, state, grads, donate=(0,))
-    flags = 0 if layout == "replicated" else 1  # whether all gradients are finite
-    assert program.collectives.keys() == ({("all-reduce", "f32")} if flags else set())
-    assert sum(program.collectives.values()) <= 4 * (flags + len(SIZES) * norms)
+    assert program.collectives.keys() == {("all-reduce", "f32")}
+    # One says whether all gradients are finite.
+    assert sum(program.collectives.values()) <= 4 * (1 + len(SIZES) * norms)
 
 
 # A whole step, and the same by hand
@@ -145,15 +144,15 @@ def test_a_step_sends_what_plain_jax_sends_and_a_flag(level, layout, half):
 EVERYWHERE = dict.fromkeys(SPECS, P())
 
 
-def fused_program(kind, tx, level="O2", specs=SPECS, grads_specs=SPECS, **options):
-    """Compiled for params that lie as `specs` say, and how many bytes a device has."""
+def fused_program(kind, tx, level="O2", grads_specs=SPECS, **options):
+    """Compiled, and how many bytes a device has."""
     shapes = functools.partial(eight_devices.shapes, mesh=mesh_of(kind))
     params = {k: jax.ShapeDtypeStruct(s, F32) for k, (s, _) in LEAVES.items()}
     init = functools.partial(start, tx=tx, level=level, **options)
-    state = shapes(jax.eval_shape(init, params), specs=specs)
+    state = shapes(jax.eval_shape(init, params), specs=SPECS)
     grads = shapes(state.params, specs=grads_specs)
     # `fused_step` wants gradients that lie as their params do.
-    step = fused_step if grads_specs is specs else optimizer_step
+    step = fused_step if grads_specs is SPECS else optimizer_step
     program = h200.compile_placed(step, state, grads, donate=(0,))
     held = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
@@ -167,11 +166,10 @@ def fused_program(kind, tx, level="O2", specs=SPECS, grads_specs=SPECS, **option
     ("make", "options"),
     [
         (CLIPPED, {"grads_specs": EVERYWHERE}),
-        (FUSED, {"specs": EVERYWHERE, "grads_specs": EVERYWHERE}),
         (NARROW, {"level": "O5", "store_remainder": True}),
         (LAMB, {}),
     ],
-    ids=["gradients are cut", "replicated", "with remainders", "LAMB"],
+    ids=["gradients are cut", "with remainders", "LAMB"],
 )
 def test_kernels_send_only_numbers(make, options):
     program, held = fused_program("Explicit", make(backend="mosaic"), **options)
@@ -185,8 +183,7 @@ def test_kernels_send_only_numbers(make, options):
     # In place, all but what the program does not read, which JAX leaves out: the byte
     # `last_step_skipped`, and the half of the one leaf that no kernel takes.
     assert max(program.copies, default=0) <= 4
-    few = LEAVES["few"][0][0] // (1 if "specs" in options else 2)
-    left_out = 1 + (0 if "level" in options else 2 * few)
+    left_out = 1 + (0 if "level" in options else 2 * LEAVES["few"][0][0] // 2)
     assert program.aliased_bytes == held - left_out
 
 

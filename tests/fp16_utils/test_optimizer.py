@@ -26,7 +26,6 @@ from tests.fp16_utils.fp16 import (
     make,
     params,
     run,
-    step_of,
     steps,
 )
 from tests.oracles.loss_scale import Rule
@@ -228,23 +227,6 @@ def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
     assert state.params["norm"] != start.params["norm"]
 
 
-@pytest.mark.standard_promotion  # for optax's line search
-def test_a_line_search_evaluates_the_closure_at_other_weights():
-    def bowl(p):
-        far = [x.astype(F32) - 0.75 for x in jax.tree.leaves(p)]
-        return sum((x**2 + x**4).sum() for x in far)
-
-    backtracking = optax.scale_by_backtracking_linesearch(15, store_grad=True)
-    optimizer = make(optax.chain(SGD, backtracking))
-    state, step, losses = optimizer.init(params()), step_with(optimizer, bowl), []
-    for _ in range(8):
-        loss, state = step(state)
-        losses.append(float(loss))
-    # Gradients of 89 fit at 2**9, the next, of 156, at 2**8; then a window ends.
-    assert (state.loss_scale, state.loss_scaler.unskipped) == (2.0**9, 3)
-    assert losses[0] > 100 * losses[-1]
-
-
 # Checkpoints, of the cut-down one, too
 
 OPTIMIZER = make(fused_adam(1e-2), window=3)
@@ -261,17 +243,6 @@ BOTH = {
 EITHER = pytest.mark.parametrize("kind", BOTH)
 
 
-@functools.cache
-def uninterrupted(kind):
-    """After five steps of ten, and the last; and how to get from there to here."""
-    optimizer, tree, _ = BOTH[kind]
-    step, xs = jax.jit(step_of(optimizer)), data(10, (2, 6), tree=tree)
-    start = optimizer.zero_grad(optimizer.init(tree))
-    half_way, _ = run(step, start, xs[:5], "eager")
-    resume = lambda state: run(step, state, xs[5:], "eager")[0]  # noqa: E731
-    return half_way, resume(half_way), resume
-
-
 def other(kind="fp16_utils"):
     """A state with no bit of the trained one's."""
     optimizer, tree, _ = BOTH[kind]
@@ -281,8 +252,10 @@ def other(kind="fp16_utils"):
 @functools.cache
 def overflowed():
     """Between an overflowing backward and the step that it will skip."""
+    start, xs = OPTIMIZER.init(params()), data(5, (2,))
+    state, _ = steps(OPTIMIZER, start, xs)
     backward = jax.jit(lambda state, x: OPTIMIZER.backward(state, dot, x)[1])
-    return backward(uninterrupted("fp16_utils")[0], like(np.inf))
+    return backward(state, like(np.inf))
 
 
 @EITHER
@@ -313,14 +286,6 @@ def test_state_dict_round_trips_and_refreshes_the_half_params():
     stepped = jax.jit(OPTIMIZER.step)(loaded)
     assert_same_bits(stepped.params, state.params)
     assert_same_bits(stepped.opt_state, state.opt_state)
-
-
-@EITHER
-def test_a_resumed_run_is_the_uninterrupted_one(kind):
-    (half_way, last, resume), (optimizer, *_) = uninterrupted(kind), BOTH[kind]
-    loaded = optimizer.load_state_dict(other(kind), optimizer.state_dict(half_way))
-    assert_same_bits(loaded.params, half_way.params)
-    assert_same_bits(resume(loaded), last)
 
 
 BIAS = "fp32_from_fp16/dense/bias"

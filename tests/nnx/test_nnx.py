@@ -202,34 +202,6 @@ def test_what_a_call_writes_to_params_stays_in_half():
     assert (model.bias[...].dtype, model.bias[...].max()) == (jnp.float16, 1)
 
 
-def test_gradients_are_nested_dicts_that_a_scan_sums():
-    model, optimizer = make(model=linear(), tx=optax.sgd(1.0), **LOW)
-    before = optimizer.master_params(model)
-    zeros = jax.tree.map(jnp.zeros_like, before)
-    assert set(zeros) == {"kernel", "bias"}
-
-    @nnx.jit
-    def step(model, optimizer, xs):
-        def add(total, x):
-            grads = jamp.nnx.scaled_grad(loss_fn)(model, optimizer, x)
-            return jax.tree.map(jnp.add, total, grads), optax.tree.norm(grads)
-
-        total, norms = jax.lax.scan(add, zeros, xs)
-        optimizer.update(model, total)
-        return total, norms
-
-    total, norms = step(model, optimizer, X)
-    assert_same_bits(
-        optimizer.master_params(model),
-        jax.tree.map(jnp.subtract, before, total),
-    )
-    assert norms.shape == (8,) and (norms > 0).all()
-    held = arrays(model)
-    step(model, optimizer, X * np.float32([1] * 7 + [np.inf])[:, None, None])
-    assert_same_bits(arrays(model), held)
-    assert optimizer.loss_scale == 2.0**9
-
-
 def test_an_axis_has_one_batch_and_one_step():
     norm = nnx.BatchNorm(6, axis_name="i", momentum=0.0, rngs=nnx.Rngs(0))
     model, optimizer = make(model=norm, **LOW)
@@ -329,20 +301,6 @@ def test_several_models_and_losses_skip_by_themselves():
     assert_same_bits(arrays(models["G"]), before)
     skips = "step: 1, skipped: {D: 0, G: 1}\n  loss scale: (65536.0, 32768.0)"
     assert skips in repr(optimizer)
-
-
-def test_one_optimizer_of_two_models_skips_both():
-    models = tuple(nnx.BatchNorm(6, rngs=nnx.Rngs(0)) for _ in "ab")
-    models, optimizer = make(model=models, **LOW)
-
-    def both(models, x, bad):
-        return loss_fn(models[0], x) + loss_fn(models[1], bad)
-
-    before = arrays(models)
-    optimizer.update(models, grads_of(both, models, optimizer, X, X * INF))
-    assert_same_bits(arrays(models), before)
-    optimizer.update(models, grads_of(both, models, optimizer, X, X))
-    assert (optimizer.step.get_value(), optimizer.skipped_steps.get_value()) == (1, 1)
 
 
 # ---- copies and checkpoints -------------------------------------------------------

@@ -4,7 +4,6 @@ Compiling takes longer than running: one tree of many leaves stands for a produc
 shapes and dtypes.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Weight
-from pallas_kernels.mosaic.launch import BLOCK, WARPGROUP
+from pallas_kernels.mosaic.launch import BLOCK
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 BACKENDS = ["xla", "interpret"]
@@ -70,16 +69,6 @@ type Leaves = list[tuple[tuple[int, ...], Kind]]
 def fifty_five() -> Leaves:
     """Every shape in every one of five kinds."""
     return [(shape, kind) for kind in FIVE for shape in SHAPES]
-
-
-def fifty_five_for_kernels() -> Leaves:
-    """The same, but each kind in one of the shapes that kernels take, for time."""
-    large = [shape for shape in SHAPES if math.prod(shape) >= WARPGROUP]
-    return [
-        (shape if shape not in large or shape == large[k] else (7,), kind)
-        for k, kind in enumerate(FIVE)
-        for shape in SHAPES
-    ]
 
 
 def four(turn: int) -> Leaves:

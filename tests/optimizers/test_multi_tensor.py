@@ -105,17 +105,6 @@ def test_results(turn, backend):
     assert total > 0
 
 
-@each_backend
-def test_many_leaves(backend):
-    """55 small ones: concatenated, or not."""
-    tree = leaves(shapes=[(5,), (), (0,), (2, 3), (31,)] * 11)
-    got = call(scale, tree, 2.0, backend=backend)
-    assert_results(got, oracle.scale(tree, 2.0), [x.dtype for x in tree])
-    tree[-1][-1] = np.nan
-    assert call(scale, tree, 2.0, backend=backend)[1]
-    assert np.isnan(call(l2norm, tree, backend=backend))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_of_another_dtype(dtype):
     tree = leaves(shapes=SHAPES[:3])

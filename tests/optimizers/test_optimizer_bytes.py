@@ -162,11 +162,9 @@ FORTY = specs.many_leaves(pairs=20)
 # The models with fewer of their equal layers, which compile in a fraction of the time.
 TREES = {
     "BERT, remainder": Tree(specs.bert_large(layers=2), 28, options=SPLIT),
-    "ResNet": Tree(specs.resnet50(blocks=(2, 1, 1, 1))),
     "300 leaves": Tree(MANY),
     # 14 for Adam, 17 with a norm, 28 for LAMB, which needs two passes.
-    "40 leaves, O2": Tree(FORTY, 30, 16, options={"opt_level": "O2"}),
-    "40 leaves, clipped": Tree(FORTY, 32, 20, CLIPPED),
+    "40 leaves, O2": Tree(FORTY, 32, 20, CLIPPED, {"opt_level": "O2"}),
     "40 leaves, LAMB": Tree(FORTY, 46, 30, jo.fused_lamb),
 }
 
@@ -176,11 +174,7 @@ IN_CI = [name for name in TREES if name != "300 leaves"]  # of which 40 are like
 
 @pytest.mark.h200
 @pytest.mark.parametrize(
-    "name",
-    [
-        *IN_CI,
-        pytest.param("300 leaves", marks=pytest.mark.budgets),
-    ],
+    "name", [*IN_CI, pytest.param("300 leaves", marks=pytest.mark.budgets)]
 )
 def test_trees_in_few_launches_and_in_place(name, record_property):
     tree = TREES[name]
@@ -216,32 +210,8 @@ def test_trees_in_few_launches_and_in_place(name, record_property):
 
 
 @pytest.mark.h200
-def test_tiny_leaves_take_less_than_a_kernel_each():
-    # Lengths on both sides of the least that a kernel takes. XLA and Mosaic compile a
-    # few leaves a second where lengths differ: 10,000 would take too long here.
-    spec = specs.tiny_leaves(60, least=126, most=129)
-    program, held = compiled(spec, initialize(spec, ADAM(backend="mosaic")))
-    # 20 of 100. So 10,000 leaves stay below 1.01 per leaf and 100.
-    assert program.kernels <= len(spec.shapes) / 3
-    by_xla = sum(n for n in spec.sizes if n < 128)
-    moved = program.traffic - 2 * (spec.total - by_xla)
-    assert moved <= 30.1 * spec.total + 2**16
-    assert max(program.copies, default=0) <= 4
-    # The copies of leaves that XLA steps are not read: JAX drops them.
-    assert held - 2 * by_xla - 8 <= program.aliased_bytes < held
-
-
-@pytest.mark.h200
-@pytest.mark.parametrize(
-    "spec",
-    [
-        specs.single_leaf(2**20),
-        specs.many_leaves(3),
-        specs.resnet50(blocks=(1,), width=64),
-    ],
-    ids=lambda spec: spec.name,
-)
-def test_chain_moves_no_more_than_it_must(spec):
+def test_chain_moves_no_more_than_it_must():
+    spec = specs.many_leaves(3)
     it = timed.optax_chain(spec)
     program, _ = compiled(spec, it.init, it.step)
     assert it.bytes_moved <= program.traffic <= 1.001 * it.bytes_moved

@@ -55,11 +55,6 @@ def test_everything_on_leaves_of_all_sizes(shapes):
     assert [x["new"].shape for x in results.leaves.values()] == shapes
 
 
-def test_a_skip_keeps_every_bit_and_reduces_all_the_same():
-    shapes = [(127,), (128,), (1024,), (2048 + 127,)]
-    everything.assert_skipped(*run_everything(shapes, skip=True))
-
-
 def test_a_dtype_that_kernels_lack_goes_through_xla():
     with jax.enable_x64(True):
         x = jnp.arange(300, dtype=jnp.float64) + 2.0**-40

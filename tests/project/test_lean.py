@@ -56,9 +56,8 @@ ON_TPU = {
 }
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.13, 1.16),  # 1.12 and 1.15
-    # Rows of the embedding are looked up in float32, in which their gradient is summed,
-    # and kept so for the first norm; the rest is how XLA packs buffers: 1.05.
-    ("llama", "O5"): Bound(1.02, 1.06),
+    # What is alive at once is less than by hand; XLA packs it less tightly: 1.031.
+    ("llama", "O5"): Bound(1.02, 1.04),
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]

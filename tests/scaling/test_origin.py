@@ -66,13 +66,10 @@ HALF = "float32 alone, and the level is O.*`state.apply_fn` in place of `model.a
 PLAIN = {
     "O1": (plain, "O1", {}, SCALED),
     "O1, model.apply": (plain_model, "O1", {}, SCALED),
-    "O1, clipped": (lambda s: clipped(plain(s)), "O1", {}, SCALED),
     "O1, summed": (summed(plain), "O1", {}, SCALED),
     "O1, jitted": (jitted, "O1", {}, SCALED),
     "O1, model.apply, scaled": (by_hand_model, "O1", {}, HALF),
-    "O4, model.apply, scaled": (by_hand_model, "O4", {}, HALF),
     "O4, model.apply": (plain_model, "O4", {}, HALF),
-    "O4, jitted": (jitted, "O4", {}, HALF),
     "O1, static, summed": (summed(plain_model), "O1", {"loss_scale": 1}, HALF),
 }
 

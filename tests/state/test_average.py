@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jamp
 import jamp.nnx
@@ -95,19 +94,6 @@ def test_several_groups_skip_each_for_itself():
     assert_same_bits(ema["b"], jamp.master_params(state)["b"])
 
 
-def test_of_an_nnx_model():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    model, optimizer = jamp.nnx.initialize(model, SGD, "O5", verbosity=0)
-    zeros = jax.tree.map(jnp.zeros_like, optimizer.master_params(model))
-    moved = jamp.incremental_update(optimizer.amp_state(model), zeros, 0.5)
-    wanted = optimizer.master_params(model)["kernel"] / 2
-    np.testing.assert_array_equal(moved["kernel"], wanted)
-    clone = nnx.clone(model)
-    nnx.update(clone, jamp.cast_model(moved, jnp.bfloat16))
-    assert clone.kernel.dtype == jnp.bfloat16 and (clone.kernel[...] != 0).any()
-    assert clone(jnp.ones((1, 2))).dtype == jnp.float32
-
-
 WRONG = {
     r"old\['b'\] is float16": (lambda s: s.params, "O2"),
     r"old\['b'\] is bfloat16": (
@@ -139,7 +125,6 @@ def soft(new, old, step_size=STEP):
 
 FIELDS = {
     "initialize": lambda s: begin("O2", START, ema=s.params),
-    "a copy": lambda s: begin("O2", START, ema=jax.tree.map(jnp.copy, s.params)),
     "optax.ema": lambda s: begin("O2", START, ema=optax.ema(0.9).init(s.params)),
     "replace": lambda s: s.replace(ema=s.params),
     "apply_gradients": lambda s: s.apply_gradients(grads=START, ema=s.params),
@@ -172,10 +157,6 @@ def clipped(s, _):
     return jax.tree.map(lambda p: jnp.clip(p, -1.95, 1.95), s.params)
 
 
-def masked(s, _):
-    return jax.tree.map(lambda p: jnp.where(p > 1, p, 0), s.params)
-
-
 def rounded_masters(s, on):
     moved = soft(jamp.master_params(on), jamp.master_params(s))
     return jax.tree.map(lambda m, p: m.astype(p.dtype), moved, s.params)
@@ -188,14 +169,9 @@ def climbed(s, _):
     return jax.tree.map(lambda p, g: wide(p) + 0.01 * g, s.params, grads)
 
 
-def climbed_in_half(s, on):
-    return jax.tree.map(lambda p, q: q.astype(p.dtype), s.params, climbed(s, on))
-
-
 TRAPS = {
     "soft": lambda s, on: soft(on.params, s.params),
     "soft, of a stepped state": lambda s, on: soft(nearly(on).params, s.params),
-    "soft, by a float32": lambda s, on: soft(on.params, s.params, jnp.float32(STEP)),
     "by hand": lambda s, on: jax.tree.map(
         lambda p, q: 0.99 * wide(p) + 0.01 * wide(q), s.params, on.params
     ),
@@ -203,18 +179,11 @@ TRAPS = {
 }
 RIGHT = {
     "a hard copy": lambda s, on: on.params,
-    "a hard copy of a stepped state": lambda s, on: nearly(on).params,
     "masters": lambda s, on: soft(jamp.master_params(on), jamp.master_params(s)),
     "rounded masters": rounded_masters,
     "clip": clipped,
-    "a mask": masked,
     "a gradient": climbed,
-    "a gradient, rounded": climbed_in_half,
 }
-
-
-# Without a program nothing tells these from the traps.
-ROUNDED = ("a hard copy of a stepped state", "rounded masters", "a gradient, rounded")
 
 
 @pytest.mark.standard_promotion
@@ -233,7 +202,7 @@ def test_and_others_do_not(name, level):
     state, online = begin(level, START), nearly(begin(level, START))
     replaced = lambda s, on: s.replace(params=RIGHT[name](s, on))  # noqa: E731
     jax.jit(replaced)(state, online)
-    if name not in ROUNDED:
+    if name != "rounded masters":  # without a program nothing tells them from traps
         replaced(state, online)
 
 

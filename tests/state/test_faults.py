@@ -1,8 +1,5 @@
 """Faults: what a run meets when things go wrong."""
 
-import multiprocessing
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,29 +74,6 @@ def nothing_but_nan():
         jamp.check(state)
 
 
-def donated_twice():
-    donating = jax.jit(step, donate_argnums=0)
-    state = make()
-    after = donating(state)
-    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
-        donating(state)
-    assert "AmpState at O2" in repr(state)
-    assert_same_bits(after, jax.jit(step)(make()))
-
-
-def interrupted_step():
-    def interrupted(params, x):
-        raise KeyboardInterrupt
-
-    for level in ("O1", "O2", "O4"):
-        state = make(level)
-        before = copy(state)
-        with pytest.raises(KeyboardInterrupt):
-            jamp.scaled_grad(interrupted)(state, X)
-        assert_same_bits(copy(state), before)
-        assert_same_bits(step(state), step(make(level)))
-
-
 def interrupted_nnx():
     def interrupted(model):
         model(X[None])
@@ -116,17 +90,6 @@ def interrupted_nnx():
     grads = jamp.nnx.scaled_grad(lambda m: m(X).mean() / 4)(model, optimizer)
     optimizer.update(model, grads)
     assert optimizer.step.get_value() == 1
-
-
-def out_of_memory():
-    def too_much(params, x):
-        huge = x[0] + jnp.arange(2.0**30)[:, None] * jnp.ones(2**20)
-        return loss_fn(params, x) * jnp.sort(huge, axis=None)[7]
-
-    state = make()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        jax.block_until_ready(jax.jit(jamp.scaled_grad(too_much))(state, X))
-    assert_same_bits(step(state), AFTER)
 
 
 def under(context):
@@ -150,66 +113,16 @@ def debug_nans():
             jax.jit(jamp.scaled_value_and_grad(loss_fn))(AFTER, X * np.nan)
 
 
-def threads():
-    levels, after = ("O1", "O2", "O4", "O5"), {}
-    before = {level: step(make(level)) for level in levels}
-    start = threading.Barrier(len(levels))
-
-    def train(level):
-        start.wait(60)
-        after[level] = step(make(level))
-
-    running = [threading.Thread(target=train, args=[level]) for level in levels]
-    [thread.start() for thread in running]
-    [thread.join(60) for thread in running]
-    for level in levels:
-        assert_same_bits(after[level], before[level])
-
-
-def loaders(method):
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        batches = pool.imap(np.negative, [-X, -X])
-        state = make()
-        for batch in batches:
-            state = step(state, batch)
-    assert_same_bits(state, step(AFTER))
-
-
-def compile_cache():
-    hits, fresh = [], jax.jit(lambda state: step(state))
-    jax.monitoring.register_event_listener(
-        lambda event, **_: hits.append(event.endswith("cache_hits"))
-    )
-    results = []
-    for enabled in (True, True, False):
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        jax.clear_caches()
-        results.append(fresh(make()))
-    jax.config.update("jax_enable_compilation_cache", True)
-    assert any(hits)
-    for result in results:
-        assert_same_bits(result, results[0])
-
-
 FAULTS = {
     "90 % of the steps overflow": storm,
     "1,000 batches of NaN": nothing_but_nan,
-    "a donated state is used again": donated_twice,
-    "Ctrl-C inside of a step": interrupted_step,
     "Ctrl-C inside of an NNX loss": interrupted_nnx,
-    "the device runs out of memory": out_of_memory,
     "`jax.enable_x64`": lambda: under(jax.enable_x64(True)),
     "`jax.disable_jit`": lambda: under(jax.disable_jit()),
-    "strict promotion of dtypes": lambda: under(jax.numpy_dtype_promotion("strict")),
     "`jax.debug_nans`": debug_nans,
-    "threads with different levels": threads,
-    "data loaders that fork": lambda: loaders("fork"),
-    "data loaders that spawn": lambda: loaders("spawn"),
-    "the compilation cache, on and off": compile_cache,
 }
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault):
     FAULTS[fault]()
@@ -246,6 +159,6 @@ def test_ten_thousand_leaves():
 
 
 def test_a_program_grows_with_the_leaves_alone():
-    states = [shape_of({str(i): (3,) for i in range(n)}, SGD) for n in (40, 80)]
+    states = [shape_of({str(i): (3,) for i in range(n)}, SGD) for n in (20, 40)]
     sizes = [len(jax.jit(ones_step).lower(s).compile().as_text()) for s in states]
     assert sizes[1] < 2.2 * sizes[0]

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import serialization
 
 import jamp
 from tests.bits import assert_same_bits
@@ -43,20 +42,6 @@ def test_a_float8_leaf_is_stepped_in_float32(dtype, level):
     exact = np.float32(before - np.float32(0.3) * grad).astype(dtype)
     np.testing.assert_array_equal(np.asarray(after.params["scale"]), exact)
     assert_same_bits(jax.jit(step)(state, x).params, after.params)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_they_are_saved(level):
-    state = begin(KINDS[0], level, optax.sgd(0.3, momentum=0.9))
-    keys = {"typed": jax.random.key(1), "several": jax.random.split(jax.random.key(2))}
-    tree = state.params | keys | {"w": jnp.ones(3)}
-    allowed = {"allow_incoming_model_not_fp32": True, "verbosity": 0}
-    state = jamp.initialize(tree, optax.adam(0.1), level, **allowed)
-    data = serialization.to_bytes(jamp.to_checkpoint(state))
-    restored = serialization.msgpack_restore(data)
-    assert_same_bits(jamp.from_checkpoint(state, restored), state)
-    loaded = state.replace(params=jamp.master_params(state))
-    assert_same_bits(loaded.params, state.params)
 
 
 def test_what_float8_cannot_hold_is_its_largest():
