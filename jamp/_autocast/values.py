@@ -114,16 +114,17 @@ class Values:
     def table(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """What rows are looked up in in half, and their gradients summed in float32.
 
-        Of a half param they are half, whoever reads them. Else all must read half, and
-        a product here the table.
+        If only half is read of them, a product here reads the table too. If float32 is,
+        it is a half param, whose rows have no more digits.
         """
         if eqn.primitive.name != "gather":
             return None
-        facts, table, want = self.facts, eqn.invars[0], self.want_of(eqn.outvars[0])
+        facts, table, (out,) = self.facts, eqn.invars[0], eqn.outvars
+        want = self.want_of(out)
         is_half = facts.is_half_param(table) and facts[table].vote == facts.half
         in_half = want.all is False and not want.some
         of_head = self._roots_of_weights & facts[table].origin.roots
-        wanted = is_half or (in_half and of_head)
+        wanted = (is_half and self.want_float32(out)) or (in_half and of_head)
         return table if wanted and isinstance(table, jc.Var) else None
 
     @functools.cached_property
