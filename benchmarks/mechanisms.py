@@ -266,6 +266,11 @@ MECHANISMS = {
         "quantized.apart",
         _first,
     ),
+    "quantized before loops": Mechanism(
+        "Weights that a loop around the gradient shares are quantized before it (O6).",
+        "tracers._closed_over",
+        _first,
+    ),
     "moving calls": Mechanism(
         "A call that only moves values is such a reader: `take_along_axis` of labels.",
         "control_flow.only_moves",

@@ -68,9 +68,9 @@ def regression(loss_scale, steps=200):
     return losses, scales, skips
 
 
-def runs():
+def runs(steps=200):
     rule = jamp.DynamicLossScale(init_scale=2.0**34, window=12, max_scale=None)
-    return regression(rule), regression(1.0)
+    return regression(rule, steps), regression(1.0, steps)
 
 
 def draw_runs():

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Container, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core as jc
 
 from jamp._autocast.facts import PLAIN, Facts
@@ -22,7 +21,6 @@ from jamp._autocast.marks import NO_FP8, Source
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float, is_float32, name_stack, shape_of
 from jamp._core.path_rules import PathRule, matches, parse_rules
-from pallas_kernels._compat import varying_axes
 
 # NVIDIA's data sheet of the H200 SXM, without sparsity: products in FLOP/s, and memory
 # in B/s. The H100's ratio is 1.4 times that, the B200's 1.35.
@@ -110,6 +108,8 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
     It `feeds` others if a later product reads what is made of it.
     """
     fp8, weight = facts.scope.policy.fp8, weight_of(facts, eqn)
+    if facts.scope.derived:
+        return "fp8 derivative"  # what is a gradient or a tangent in it is not known
     if weight is None:
         return "fp8 weight"
     x = eqn.invars[1 if weight is eqn.invars[0] else 0]
@@ -119,12 +119,6 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 last"
     if Source.STAYS in facts[weight].source:
         return "fp8 kept"
-    if facts.scope.derived:
-        return "fp8 derivative"  # what is a gradient in it is not known
-    # What is written is traced here, without the axes of a `shard_map` in the program.
-    around = jax.sharding.get_abstract_mesh().manual_axes
-    if any(varying_axes(v.aval).difference(around) for v in eqn.invars):
-        return "fp8 mesh"
     if NO_FP8 in name_stack(facts.scope, eqn):
         return "fp8 disabled"
     return "fp8 small" if _is_small(fp8, eqn, x, weight, _readers(facts, x)) else ""

@@ -2,7 +2,7 @@
 
 A function says what JAX does there, and `tests/autocast/test_jax_internals.py` holds it
 to that on the oldest and on the newest JAX. Other files name none of it, but for
-`derivatives` and `frames`: what a new JAX breaks, it breaks here.
+`derivatives`, `frames` and `tracers`: what a new JAX breaks, it breaks here.
 """
 
 import functools
@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend import core as jc
 from jax.extend.core import primitives
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from jamp._autocast.frames import program_of, with_equations
@@ -59,23 +59,6 @@ def conv_features(eqn: jc.JaxprEqn) -> int:
     """
     kernel: Any = eqn.invars[1].aval
     return kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-
-
-def equation_of(x: object) -> Any:
-    """The equation by which the program that is being traced makes `x`.
-
-    None of its inputs, and of what is not a value of such a program.
-    """
-    return getattr(x, "parent", None) if isinstance(x, Tracer) else None
-
-
-def depends_on(x: object, inputs: Sequence[Any]) -> bool:
-    """Whether the value of a function depends on its inputs, while `jax.grad` runs it.
-
-    Values that do belong to its trace, as the inputs do; others do not.
-    """
-    trace = getattr(x, "_trace", None)
-    return any(getattr(y, "_trace", object) is trace for y in inputs)
 
 
 # ---- functions
@@ -237,20 +220,21 @@ def call(
     results: Sequence[jc.Var] | None,
     place: jc.JaxprEqn,
     known: dict[Any, Any] | None = None,
+    varying: bool = False,
 ) -> Any:
     """The one equation that a function is traced to, in the place of another one.
 
     What it is for operands of the same types is `known` afterwards. Without `results`,
     these are new variables.
 
-    None if a result is not traced without its mesh: varying over an axis of
-    `shard_map`, or sharded explicitly.
+    None if a result is of another type: sharded explicitly or, unless `varying`, one
+    that varies over an axis of `shard_map`.
     """
     known = {} if known is None else known
     key = function, tuple([v.aval for v in operands]), place.ctx
     if key not in known:
-        with place.ctx.manager:
-            (known[key],) = jax.jit(function).trace(*key[1]).jaxpr.eqns
+        trace = functools.partial(jax.jit(function).trace, *key[1])
+        (known[key],) = _in_mesh(place.ctx, trace, varying).jaxpr.eqns
     eqn = known[key]
     if results is None:
         results = [jc.Var(v.aval) for v in eqn.outvars]
@@ -258,6 +242,30 @@ def call(
         return None
     outvars = list(results)
     return eqn.replace(invars=list(operands), outvars=outvars, **_reader_info(place))
+
+
+def _in_mesh(ctx: Any, fn: Callable[[], Any], varying: bool) -> Any:
+    """What a function gives where an equation stands, of which that is the context.
+
+    Types vary over the axes of a `shard_map` only while JAX traces one.
+    """
+    mesh, around = ctx.cur_abstract_mesh, jax.sharding.get_abstract_mesh()
+    axes = set(mesh.manual_axes) - set(around.manual_axes)
+    if not varying or not axes:
+        with ctx.manager:
+            return fn()
+    given = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    types = tuple(AxisType.Auto if name in axes else kind for name, kind in given)
+    found = []
+    traced = jax.shard_map(
+        lambda: found.append(fn()),
+        mesh=mesh.update(axis_types=types),
+        in_specs=(),
+        out_specs=None,
+        axis_names=axes,
+    )
+    jax.eval_shape(traced)
+    return found[0]
 
 
 def checkpointed(

@@ -30,6 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jamp._autocast.sums import apart
+from jamp._autocast.tracers import Outermost
 from jamp._core.dtypes import FLOAT32
 from pallas_kernels._compat import varying_axes
 
@@ -177,7 +178,7 @@ def _batched_quantize(args: Any, dims: Any, **params: Any) -> Any:
     return _quantize.bind(*args, **params), [*dims, None]
 
 
-_quantize = Primitive("quantize")
+_quantize = Outermost("quantize", lambda of: of is Of.SHARED)
 _quantize.multiple_results = True
 _quantize.def_impl(jax.jit(_quantized, static_argnames="of"))
 _quantize.def_abstract_eval(_types_of_quantized)

@@ -291,7 +291,7 @@ class Rewriter:
             operands += self.read(v, FLOAT32 if v is summed else half), *quantized
         results = [self._bind(eqn.outvars[0], half)]
         function = make(numbers, first, half, fp8.grad_weight, again)
-        written = jax_internals.call(function, operands, results, eqn)
+        written = jax_internals.call(function, operands, results, eqn, varying=True)
         if written is None:
             self._write(eqn, half)
         else:
@@ -299,8 +299,10 @@ class Rewriter:
 
     def _quantized(self, half: Atom, of: Of, eqn: jc.JaxprEqn) -> list[jc.Var]:
         if half not in self.quantized:
-            self.eqns.append(jax_internals.call(_QUANTIZE[of], [half], None, eqn))
-            self.quantized[half] = self.eqns[-1].outvars
+            operands = [half], None, eqn
+            written = jax_internals.call(_QUANTIZE[of], *operands, varying=True)
+            self.eqns.append(written)
+            self.quantized[half] = written.outvars
         return self.quantized[half]
 
     def _note(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, PyTree
 
-from jamp._autocast.jax_internals import depends_on
 from jamp._autocast.reduction import summed_in_float32
+from jamp._autocast.tracers import depends_on
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.tree import (

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._autocast.jax_internals import equation_of
+from jamp._autocast.tracers import equation_of
 from jamp._core.dtypes import FLOAT32, is_differentiable, is_half
 from jamp._core.tree import is_traced
 from jamp._core.warnings import PrecisionWarning, warn

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._autocast.jax_internals import equation_of
+from jamp._autocast.tracers import equation_of
 from jamp._core import groups
 from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key

@@ -65,7 +65,6 @@ _REASONS = {
     "fp8 last": "Half, not fp8: no product reads what is made of it, as of logits.",
     "fp8 kept": "Half, not fp8: `Fp8(keep=)` names its weight.",
     "fp8 derivative": "Half, not fp8: a function has a derivative of its own.",
-    "fp8 mesh": "Half, not fp8: in a `shard_map` with check_vma, autocast around it.",
     "fp8 disabled": "Half, not fp8: `disable_fp8`.",
     "fp8 small": "Half, not fp8: too small to gain, see `Fp8(smallest=)`.",
     "level": "O0 casts nothing.",

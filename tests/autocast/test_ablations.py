@@ -123,8 +123,8 @@ EXAMPLES = {
     "half params": Example(shifted, (MATRIX, *SQUARES), "narrowest", True),
     "half carries": Example(blocks, (MATRICES, MATRIX), "narrowest"),
     "float32 carries": Example(summed, (MATRICES, MATRIX), "narrowest"),
-    "quantized once, weights in fp8, quantizing barrier": Example(
-        activations, SQUARES, "narrowest", True, fp8=True
+    "quantized once, weights in fp8, quantizing barrier, quantized before loops": (
+        Example(activations, SQUARES, "narrowest", True, fp8=True)
     ),
 }
 
@@ -144,7 +144,13 @@ def program(example: Example) -> str:
     written = transform.autocast_in(scope, fn)
     places = tuple(range(len(shapes)))
     grad = jax.grad(lambda *args: jnp.square(written(*args)).sum(), places)
-    traced = jax.jit(grad).trace(*shapes)
+
+    def step(*args):
+        if not example.fp8:
+            return grad(*args)
+        return lax.map(lambda _: grad(*args), jnp.arange(2))  # of micro-batches
+
+    traced = jax.jit(step).trace(*shapes)
     written = str(traced.jaxpr)
     if example.fp8:  # what quantizing is, its primitive says when it is lowered
         written += traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -154,15 +154,10 @@ def in_while(w):
     return lax.while_loop(lambda c: c[0] < TRIPS, step, (0, zeros()))[1]
 
 
-def in_fori(w):
-    return lax.fori_loop(0, TRIPS, lambda i, c: c + TERMS[i] @ w, zeros())
-
-
 SUM_OF_POWERS = 0.25 * (1 - DECAY**TRIPS) / (1 - DECAY)
 SUMS = {
     "scan": (lambda w: scanned(jnp.add, w), TRIPS / 4),
     "remat": (lambda w: scanned(jax.checkpoint(jnp.add), w), TRIPS / 4),
-    "fori": (in_fori, TRIPS / 4),
     "while": (in_while, TRIPS / 4),
     "state space": (state_space, SUM_OF_POWERS),
     "flash": (flash, TRIPS),

@@ -59,7 +59,7 @@ def test_coverage(name):
 # ---- the walk of tests.programs must see a product in every kind of sub-program
 
 
-COUNTS = dict(matmul=1, nested_jit=3, scan=2, while_loop=2, switch=2, remat=2)
+COUNTS = dict(matmul=1, nested_jit=3, scan=2, while_loop=2, cond=2, remat=2)
 COUNTS |= dict(shard_map=3, ragged_dot=1, custom_vjp=3)
 
 

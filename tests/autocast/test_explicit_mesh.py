@@ -19,7 +19,7 @@ NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_
 NOT_OF_JAX += ("custom_vjp", "custom_vjp_with_symbolic_zeros")
 CONSTRUCTS = [name for name in TABLE if name not in NOT_OF_JAX]
 # Where a carry or a branch would be sharded otherwise, or a sum goes over an axis.
-NOT_BY_COLUMNS = "scan scan_over_layers while_loop cond switch integers_first labels"
+NOT_BY_COLUMNS = "scan scan_over_layers while_loop cond integers_first labels"
 NOT_BY_COLUMNS += " custom_vjp_in_remat_in_vmap"
 
 

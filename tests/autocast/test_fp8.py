@@ -222,15 +222,32 @@ def test_an_operand_of_several_products_is_quantized_once():
     assert (of.count(Of.INPUT), of.count(Of.WEIGHT)) == (2, 4)
 
 
-UNLIKE = {
-    "highest": lambda x, w: jnp.matmul(x, w, precision="highest"),
-    "its own dtype": lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
-    "batched": lambda x, w: jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1))),
-    "two weights": lambda x, w: x + (w @ w)[:ROWS],
-    "in half": lambda x, w: jamp.half_function(jnp.matmul)(x, w),
-    "in float32": lambda x, w: jamp.float_function(jnp.matmul)(x, w),
-    "left out": lambda x, w: jamp.disable_fp8()(jnp.matmul)(x, w),
-    "its own derivative": lambda x, w: custom(x, w),
+UNLIKE = {  # and why, as `explain` says
+    "highest": ("precision", lambda x, w: jnp.matmul(x, w, precision="highest")),
+    "its own dtype": (
+        "no float32",
+        lambda x, w: (x.astype(BF16) @ w.astype(BF16)).astype(x.dtype),
+    ),
+    "batched": (
+        "fp8 weight",
+        lambda x, w: jnp.einsum("bi,bij->bj", x, w * jnp.ones((ROWS, 1, 1))),
+    ),
+    "two weights": ("fp8 weight", lambda x, w: x + (w @ w)[:ROWS]),
+    "ragged": (
+        "fp8 weight",
+        lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.asarray([ROWS])),
+    ),
+    "convolution": (
+        "fp8 weight",
+        lambda x, w: jax.lax.conv_general_dilated(
+            x[None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )[0],
+    ),
+    "in half": ("region", lambda x, w: jamp.half_function(jnp.matmul)(x, w)),
+    "in float32": ("region", lambda x, w: jamp.float_function(jnp.matmul)(x, w)),
+    "left out": ("fp8 disabled", lambda x, w: jamp.disable_fp8()(jnp.matmul)(x, w)),
+    "custom_vjp": ("fp8 derivative", lambda x, w: custom(x, w)),
+    "custom_jvp": ("fp8 derivative", lambda x, w: custom_forward(x, w)),
 }
 
 
@@ -240,19 +257,50 @@ def custom(x, w):
 
 
 custom.defvjp(
-    lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+    lambda x, w: (x @ w, (x, w)), lambda kept, g: (2 * g @ kept[1].T, kept[0].T @ g)
+)
+
+
+@jax.custom_jvp
+def custom_forward(x, w):
+    return x @ w
+
+
+custom_forward.defjvp(
+    lambda x, t: (x[0] @ x[1], 2 * t[0] @ x[1] + x[0] @ t[1]),
 )
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_what_stays_as_it_is(name):
+    reason, product = UNLIKE[name]
+
     def fn(params, x):
-        return layers(params, x, lambda y: UNLIKE[name](y, params["v"])).sum()
+        return layers(params, x, lambda y: product(y, params["v"])).sum()
 
     params = weights("w", "v", "last") | {"one": jnp.ones(())}
     step = jamp.scaled_value_and_grad(fn)
     # Only the product by `w`, and its gradients: another comes after it.
     assert in_fp8(step, state_of(params), X) == 3
+    assert why(fn, state_of(params), X) == ["fp8", reason, "fp8 last"]
+
+
+@pytest.mark.parametrize("function", [custom, custom_forward])
+def test_a_derivative_of_the_users_is_half_and_theirs(function):
+    params = weights("w", "v", "last") | {"one": jnp.ones(())}
+    state = state_of(params)
+
+    def fn(params, x, function=function):
+        return layers(params, x, lambda y: function(y, params["v"])).sum()
+
+    step = jamp.scaled_value_and_grad(fn)
+    (loss, grads), (plain, expected) = (
+        step(state, X, fn) for fn in (function, jamp.disable_fp8()(jnp.matmul))
+    )
+    assert loss == plain
+    # It doubles the gradient of what it is given.
+    for name, times in {"w": 2, "v": 1, "last": 1}.items():
+        assert distance(grads[name], times * expected[name]) <= 2**-7, name
 
 
 def test_disable_fp8_around_a_call():
@@ -349,9 +397,7 @@ def test_a_weight_that_a_scan_shares_is_quantized_once(name):
         {e.params["of"] for e in walk(loop) if e.primitive.name == "quantize"}
         for loop in loops
     ]
-    # JAX asks no policy of its newer checkpoint of our primitive.
-    newer = {Of.SHARED} if getattr(jax.config, "jax_remat3", False) else set()
-    again = {Of.INPUT} | newer if name == "remat" else set()
+    again = {Of.INPUT} if name == "remat" else set()
     assert of == [{Of.INPUT}, {Of.COTANGENT} | again]
 
 
@@ -370,23 +416,36 @@ def test_logits_in_parts_stay_half(name):
     assert why(fn, state_of(params), X)[:3] == ["fp8", "fp8", "fp8 last"]
 
 
+@pytest.mark.eight_devices
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_in_a_shard_map_of_a_layer(check_vma):
-    def fn(params, x):
-        mapped = jax.shard_map(
-            lambda h, w: jnp.tanh(h @ w),
-            mesh=jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,)),
-            in_specs=(P("d"), P()),
-            out_specs=P("d"),
-            check_vma=check_vma,
-        )
-        h = (x * params["one"]) @ params["w"]
-        return jnp.square(mapped(h, params["v"]) @ params["last"]).sum()
+def test_in_a_shard_map_each_device_has_its_own_scale(check_vma):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("d"), P()), "out_specs": P("d"), "check_vma": check_vma}
+    mapped = jax.shard_map(lambda h, w: h @ w, mesh=mesh, **specs)
+    # With one scale for all, what is 2**-21 of the largest would be zero.
+    sizes = np.repeat(np.exp2(-3.0 * np.arange(8)), ROWS)[:, None]
+    rounded = lambda x: np.float32(jnp.asarray(x, BF16))  # noqa: E731
+    x, g = (rounded(normal(i, 8 * ROWS, N) * sizes) for i in range(2))
+    params = {"one": jnp.ones(()), "last": jnp.eye(N), "w": normal(2, N, N)}
+    state = state_of(params)
 
-    params = weights("w", "v", "last") | {"one": jnp.ones(())}
-    step = jamp.scaled_value_and_grad(fn)
-    # Those by `w` and, where types do not name the axis, by `v`, and their gradients.
-    assert in_fp8(step, state_of(params), X) == (3 if check_vma else 6)
+    def loss_fn(params, x):
+        y = mapped(x * params["one"], params["w"])
+        return ((y @ params["last"]) * g).sum(), y
+
+    step = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
+    assert in_fp8(step, state, x) == 3
+    (_, y), grads = jax.jit(step)(state, x)
+    of_x = jax.jit(jax.grad(lambda x: loss_of(state, loss_fn, x)))(x)
+    w = np.float32(state.params["w"])
+    parts = [np.split(a, 8) for a in (x, g, y, of_x)]
+    of_w = 0
+    for part_x, part_g, part_y, part_of_x in zip(*parts, strict=True):
+        expected = oracle.product(part_x, w, part_g)
+        assert distance(part_y, expected["y"]) <= 2**-7
+        assert distance(part_of_x, expected["x"]) <= 2**-7
+        of_w += expected["w"]
+    assert distance(grads["w"], of_w) <= 2**-7
 
 
 def test_forward_mode_is_near_that_of_half():

@@ -114,7 +114,7 @@ def test_many_random_programs(chunk):
     assert found.count(None) < CHUNK / 10
 
 
-@pytest.mark.parametrize("seeds", [range(1, 3)])
+@pytest.mark.parametrize("seeds", [[2]])
 def test_layers_are_as_accurate_as_by_torchs_rules(seeds):
     assert_accurate(seeds)
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend import core as jc
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
-from jamp._autocast import frames, jax_internals
+from jamp._autocast import frames, jax_internals, tracers
 from jamp._autocast.primitives import primitive_name
+from jamp._autocast.quantized import Of, quantize
 from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
@@ -33,14 +34,69 @@ def evaluate(eqns, invars, *args):
 
 def test_the_equation_of_a_value_that_is_being_traced():
     def fn(x):
-        assert jax_internals.equation_of(x) is None
-        eqn = jax_internals.equation_of(x + 1)
+        assert tracers.equation_of(x) is None
+        eqn = tracers.equation_of(x + 1)
         assert eqn.primitive.name == "add" and eqn.invars[0] is x
         return x
 
     jax.jit(fn)(X)
-    jax.jit(jax.vmap(lambda x: jax_internals.equation_of(x + 1) or x))(X)
-    assert jax_internals.equation_of(X) is None
+    jax.jit(jax.vmap(lambda x: tracers.equation_of(x + 1) or x))(X)
+    assert tracers.equation_of(X) is None
+
+
+def total(x8):
+    return x8[0].astype(jnp.float32).sum()
+
+
+def trips(fn):
+    return lax.scan(lambda sum, _: (sum + fn(), None), jnp.float32(0), length=2)[0]
+
+
+@jax.jit
+def maximum(x):
+    return total(quantize(x, Of.INPUT))
+
+
+def alone(x):
+    """In a `shard_map`, closing over the array."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    fn = lambda: total(quantize(x, Of.INPUT))  # noqa: E731
+    return jax.shard_map(fn, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)()
+
+
+BOUND_BEFORE = {
+    "scan": lambda x: trips(lambda: total(quantize(x, Of.INPUT))),
+    "scan of scan": lambda x: trips(
+        lambda: trips(lambda: total(quantize(x, Of.INPUT)))
+    ),
+    "cast": lambda x: trips(lambda: total(quantize(x.astype("bfloat16").T, Of.INPUT))),
+    "jit": lambda x: trips(jax.jit(lambda: total(quantize(x, Of.INPUT)))),
+    "branch": lambda x: lax.cond(
+        x[0, 0] == 0, lambda: total(quantize(x, Of.INPUT)), lambda: jnp.float32(0)
+    ),
+    "gradient": lambda x: trips(
+        lambda: jax.grad(lambda x: total(quantize(x, Of.INPUT)) + x.sum())(x).sum()
+    ),
+}
+BOUND_WITHIN = {
+    "computed": lambda x: trips(lambda: total(quantize(x + 1, Of.INPUT))),
+    "an argument": lambda x: trips(lambda: maximum(x)),
+    "vmap": lambda x: jax.vmap(lambda x: trips(lambda: maximum(x)))(x).sum(),
+    "shard_map": alone,
+}
+
+
+@pytest.mark.parametrize("name", BOUND_BEFORE | BOUND_WITHIN)
+def test_what_is_made_of_values_around_a_loop_is_bound_before_it(name):
+    fn = (BOUND_BEFORE | BOUND_WITHIN)[name]
+    program = jax.make_jaxpr(fn)(X).jaxpr
+    names = [eqn.primitive.name for eqn in program.eqns]
+    everywhere = [eqn.primitive.name for eqn in walk(program)]
+    assert everywhere.count("quantize") == 1
+    assert ("quantize" in names) == (name in BOUND_BEFORE)
+    with jax.disable_jit():  # each operation where it is
+        expected = fn(X)
+    np.testing.assert_array_equal(jax.jit(fn)(X), expected)
 
 
 # ---- programs in the parameters of equations

@@ -108,20 +108,6 @@ def test_it_adds_nothing_to_what_it_has_nothing_to_do_with():
     assert str(jax.make_jaxpr(half(fn))(*args)) == str(jax.make_jaxpr(fn)(*args))
 
 
-def test_a_function_that_is_compiled_is_traced_once():
-    traces = []
-
-    @jax.jit
-    @half
-    def fn(x):
-        traces.append(x.shape)
-        return layer(x)
-
-    for _ in range(3):
-        fn(W)
-    assert len(traces) == 1
-
-
 def test_constants_stay_float32_outside_and_are_cast_at_their_use():
     weights = np.asarray(W)
     fn = half(jax.jit(lambda x: x @ weights + weights))

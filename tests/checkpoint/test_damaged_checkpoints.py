@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 
@@ -165,17 +166,29 @@ class Hostile:
         return (pathlib.Path.touch, (self.mark,))
 
 
+def put_in_every_file(state, folder, data):
+    """What Orbax makes of a checkpoint of which each file is `data`."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "0", state)
+        checkpointer.wait_until_finished()
+        for path in (folder / "0").rglob("*"):
+            if path.is_file():
+                path.write_bytes(data)
+        return checkpointer.restore(folder / "0", state)
+
+
 def packed(leaf):
     return msgpack.packb({"params": {"dense": {"kernel": leaf}}})
 
 
 # What reads a file, or what was in one.
 DOORS = {
-    "msgpack": lambda data: serialization.from_bytes(STATE, data),
-    "a leaf of msgpack": lambda data: serialization.from_bytes(STATE, packed(data)),
-    "an array of objects": lambda data: serialization.from_bytes(
+    "msgpack": lambda data, _: serialization.from_bytes(STATE, data),
+    "a leaf of msgpack": lambda data, _: serialization.from_bytes(STATE, packed(data)),
+    "an array of objects": lambda data, _: serialization.from_bytes(
         STATE, packed(msgpack.ExtType(1, msgpack.packb(((1,), "object", data))))
     ),
+    "Orbax": lambda data, folder: put_in_every_file(STATE, folder, data),
 }
 
 
@@ -184,7 +197,7 @@ def test_loading_never_unpickles(door, tmp_path):
     mark = tmp_path / "mark"
     data = pickle.dumps(Hostile(mark))
     with pytest.raises(Exception):  # noqa: B017, of whoever reads it first
-        DOORS[door](data)
+        DOORS[door](data, tmp_path)
     assert not mark.exists()
     pickle.loads(data)
     assert mark.exists()

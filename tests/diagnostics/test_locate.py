@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
 import jamp.nnx
@@ -69,16 +69,8 @@ def behind_a_good_mask(w, x):
     return (p * 300) @ (w * 300)  # here
 
 
-def large_number(w, x):
-    return (x @ w * jnp.asarray(1e5, w.dtype)) @ w  # here
-
-
 def large_gradient(w, x):
     return (x @ w).astype(jnp.float32).sum() * 1e6  # here
-
-
-def rounded(w, x):
-    return lax.reduce_precision(x @ w * 300.0, 5, 10)  # here
 
 
 # ---- the same in what holds programs
@@ -130,9 +122,7 @@ PROGRAMS = {
     "softmax of all -inf": (masked_softmax, 1, 1, "difference", "f", "row is masked"),
     "a norm's rsqrt(0)": (rsqrt_of_zero, 1, 0, "square root", "f", "epsilon"),
     "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
-    "a number": (large_number, 1, 1, "product|cast", "f", "65504"),
     "a gradient": (large_gradient, 1, 1, "product|cast", "b", "mean of the loss"),
-    "a rounding": (rounded, 300, 1, "cast to float16", "f", "65504"),
     "behind a good mask": (behind_a_good_mask, 1, 1, "product", "f", "65504"),
 }
 
@@ -237,18 +227,6 @@ def test_an_infinity_beside_a_nan_is_not_its_cause():
     best = np.full((4, 8), np.inf, np.float32)
     found = locate(loss, params_state("O0"), ONES, best)
     assert (found.primitive, found.source) == ("div", lines_of(loss)[0]), found
-
-
-@pytest.mark.eight_devices
-def test_arrays_on_a_mesh():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    with jax.set_mesh(mesh):
-        params = {"w": jax.device_put(200 * EYE, whole)}
-        state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
-        x = jax.device_put(np.tile(20 * ONES, (8, 1)), rows)
-        found = locate(lambda p, x: total(learning_rate(p["w"], x)), state, x)
-    assert found.source in lines_of(learning_rate) and found.result.infs == 32 * 8
 
 
 def params_state(level="O2", **options):

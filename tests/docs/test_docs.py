@@ -101,7 +101,7 @@ def pictures():
 
 @pytest.mark.standard_promotion
 def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
-    (losses, scales, skips), (flat, _, _) = pictures["runs"]()
+    (losses, scales, skips), (flat, _, _) = pictures["runs"](steps=80)
     assert losses[-1] < losses[0] / 4
     assert skips[:4].all() and not skips[4] and skips[5:].any()
     assert scales[5] < scales[0]
@@ -110,7 +110,7 @@ def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
 
 @pytest.mark.standard_promotion
 def test_without_masters_training_falls_behind_float32(pictures):
-    float32, masters, none = pictures["masters_runs"](steps=150).values()
+    float32, masters, none = pictures["masters_runs"](steps=80).values()
     np.testing.assert_allclose(masters, float32, atol=0.01)
     start, *ends = (x[-20:].mean() for x in (float32[:20], float32, none))
     assert start - ends[1] < 0.5 * (start - ends[0])

@@ -14,6 +14,7 @@ from jamp import optimizers as jo
 from tests.bits import assert_same_bits
 from tests.optimizers.mixed_leaves import FAST
 from tests.oracles import rounding
+from tests.states import assert_skipped
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 BARE = {"master_weights": False, "stochastic_rounding": True, "verbosity": 0}
@@ -106,19 +107,13 @@ def test_small_steps_add_up_in_the_mean(tx):
     assert (step(nearest, x).params["w"] == 1).all()
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), jo.fused_adam(0.1)])
-@pytest.mark.standard_promotion
+@pytest.mark.parametrize("tx", [optax.sgd(1.0), jo.fused_sgd(1.0)])
 def test_a_skip_keeps_every_bit_and_infinity_is_out_of_reach(tx):
     rule = jamp.DynamicLossScale(init_scale=4.0)
     params = {"a": np.float32([1.0, 3.38e38])}
     state = jamp.initialize(params, tx, "O5", loss_scale=rule, **BARE)
-    skipped = step(state, {"a": np.float32([1.0, np.nan])})
-    assert skipped.skipped_steps == 1
-    assert_same_bits(
-        (skipped.params, skipped.opt_state, skipped.step),
-        (state.params, state.opt_state, state.step),
-    )
-    grown = jamp.initialize(params, optax.sgd(1.0), "O5", loss_scale=1.0, **BARE)
+    assert_skipped(step(state, {"a": np.float32([1.0, np.nan])}), state)
+    grown = jamp.initialize(params, tx, "O5", loss_scale=1.0, **BARE)
     grown = step(grown, {"a": np.float32([0.0, -3e38])})
     assert np.isfinite(np.float32(grown.params["a"])).all()
 

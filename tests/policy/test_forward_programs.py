@@ -69,16 +69,6 @@ def test_no_float32_value_leaves_a_product_in_float32(name):
     assert optax.tree.norm(far) <= 0.03 * optax.tree.norm(exact)
 
 
-def test_a_carry_is_the_models_from_the_second_trip_on():
-    def loss_fn(params, x):
-        step = lambda c, _: (jnp.tanh(c @ x @ params["w"]), None)  # noqa: E731
-        return jax.lax.scan(step, x, length=2)[0].mean()
-
-    state = begin(weights("w"), "O2")
-    found = products(jamp.scaled_grad(loss_fn), state, jnp.eye(WIDTH))
-    assert set(found) == {"float16,float16"}
-
-
 def plain_mlp():
     def mlp(params, x):
         for w in params.values():

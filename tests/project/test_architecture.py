@@ -40,7 +40,8 @@ UNDOCUMENTED = (
     "jax._src aval.mat strip_weak_type manual_axis_type source_info with_consts remat2 "
     "remat_opt DropVar ad_util call_wrapped jvp_jaxpr_fun fwd_jaxpr_thunk fwd_jaxpr "
     "out_trees with_unknown_names call_jaxpr num_consts num_carry ft_in cond_jaxpr "
-    'cond_nconsts body_jaxpr body_nconsts .aval.update "Zero" .name_stack)'
+    'cond_nconsts body_jaxpr body_nconsts .aval.update "Zero" .name_stack) '
+    "bind_with_trace get_referent"
 ).split()
 INTERNALS = {
     "pallas_kernels._compat",
@@ -48,6 +49,7 @@ INTERNALS = {
     "jamp._autocast.derivatives",
     "jamp._autocast.frames",
     "jamp._autocast.hijax",
+    "jamp._autocast.tracers",
 }
 ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}
 

@@ -157,24 +157,52 @@ def test_in_models_of_others_too(make):
     assert fp8 == 2 * 3  # the first of four reads the input, the last gives the output
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
-def test_what_micro_batches_share_is_quantized_before_their_loop(wrap):
-    trips, rows = 3, 512
-    params = {"one": shape()} | {name: shape(WIDTH, WIDTH) for name in ("w", "v")}
+def summed_inside(wrap, state, batches):
+    """A scan of micro-batches in the loss."""
 
     def loss_fn(params, batches):
         def add(loss, x):
-            y = jnp.tanh((x * params["one"]) @ params["w"])
-            return loss + jnp.square(y @ params["v"]).mean(), None
+            return loss + loss_of(params, x), None
 
         return jax.lax.scan(wrap(add), 0.0, batches)[0]
 
+    return jamp.scaled_value_and_grad(loss_fn)(state, batches)
+
+
+def summed_around(state, batches):
+    """One around the gradient, as in docs/loss_scaling.md."""
+
+    def add(total, x):
+        each = jamp.scaled_value_and_grad(loss_of)(state, x)
+        return jax.tree.map(jnp.add, total, each), None
+
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, jamp.master_params(state))
+    return jax.lax.scan(add, zeros, batches)[0]
+
+
+def loss_of(params, x):
+    y = jnp.tanh((x * params["one"]) @ params["w"])
+    return jnp.square(y @ params["v"]).mean()
+
+
+SUMMED = {
+    "plain": functools.partial(summed_inside, lambda f: f),
+    "remat": functools.partial(summed_inside, jax.checkpoint),
+    "around": summed_around,
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_what_micro_batches_share_is_quantized_before_their_loop(name):
+    trips, rows = 3, 512
+    params = {"one": shape()} | {name: shape(WIDTH, WIDTH) for name in ("w", "v")}
+
     def step(state, batches):
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, batches)
+        loss, grads = SUMMED[name](state, batches)
         return state.apply_gradients(grads=grads), loss
 
     program = compiled(step=step, state=state_of(params=params), rows=(trips, rows))
-    again = 1 if wrap is jax.checkpoint else 0
+    again = 1 if name == "remat" else 0
     assert program.products["f8e4m3fn", "f8e4m3fn"] == (1 + again) * trips
     assert program.products["f8e5m2", "f8e4m3fn"] == 2 * trips
     loops = {n: i for n, i in program.entry.items() if i.opcode == "while"}

@@ -60,25 +60,6 @@ def test_each_example_is_clipped(level):
     assert (bad.step, bad.skipped_steps) == (0, 1)
 
 
-def test_of_several_groups_one_is_private():
-    txs = {"a": optax.chain(private(), optax.sgd(RATE)), "b": optax.sgd(RATE)}
-    params = {"a": START, "b": START}
-    state = jamp.initialize(params, txs, "O2", verbosity=0)
-    each = jax.jit(each_of)(begin("O2", optax.sgd(RATE)), X, Y)
-    mean = jax.tree.map(lambda g: g.mean(0), each)
-    grads = {"a": each, "b": mean}
-    after = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
-    for key, value in jamp.master_params(after)["a"].items():
-        np.testing.assert_allclose(value, expected()[key], atol=2e-3)
-    for bad, where in (
-        ({"b": each}, "gradients of group 'b'"),
-        ({"a": each | {"b": each["b"][:2]}}, "has shape"),
-        ({"a": {"b": each["b"]}}, "has shape|no leaf"),
-    ):
-        with pytest.raises(ValueError, match=where):
-            state.apply_gradients(grads=grads | bad)
-
-
 TXS = {
     "sgd": optax.sgd(RATE),
     "fused": jamp.optimizers.fused_adam(RATE),
