@@ -19,7 +19,7 @@ TESTS = {
     "jamp/_state/step.py": f"{STEP} several gradients",
     "jamp/_scaling/loss.py": "scaled_grad loss_scale fp16_utils/optimizer",
     "jamp/_scaling/rules.py": "loss_scale",
-    "jamp/_scaling/unscaled.py": "gradients origin amp_state",
+    "jamp/_scaling/unscaled.py": "gradients habits amp_state",
     "jamp/_scaling/value_and_grad.py": "scaled_grad gradients habits",
     "jamp/_core/names.py": "checkpoint checkpoint_levels",
     "jamp/_core/tree.py": f"{STEP} scaled_grad several faults",

@@ -81,9 +81,8 @@ def test_a_construct_is_as_without_autocast(way, name):
     assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 @pytest.mark.eight_devices
-def test_a_step_outside_of_jit(opt_level):
+def test_a_step_outside_of_jit():
     def loss(params, x):
         logits = jax.nn.relu(x @ params["first"]) @ params["second"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels())
@@ -94,14 +93,13 @@ def test_a_step_outside_of_jit(opt_level):
         return value, grads, state.apply_gradients(grads=grads).params
 
     params = {"first": jax.device_put(W, P()), "second": jax.device_put(W.T, P())}
-    state = jamp.initialize(params, optax.sgd(0.1), opt_level, verbosity=0)
+    state = jamp.initialize(params, optax.sgd(0.1), "O5", verbosity=0)
     x = jax.device_put(X, P("data"))
     (value, grads, new), jitted = step(state, x), jax.jit(step)(state, x)
     expected = jax.value_and_grad(loss)(params, x)
     assert distance(value, expected[0]) <= TOLERANCE
-    tolerance = TOLERANCE if opt_level == "O1" else 8 * TOLERANCE
     errors = jax.tree.map(distance, grads, expected[1])
-    assert max(jax.tree.leaves(errors)) <= tolerance
+    assert max(jax.tree.leaves(errors)) <= 8 * TOLERANCE
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(jitted[2]), strict=True):
         assert jax.typeof(a) == jax.typeof(b)
         np.testing.assert_allclose(*(np.float32(x) for x in (a, b)), rtol=2**-7)
@@ -113,41 +111,19 @@ def in_fp8(params, x):
     return jnp.square(h @ params["third"]).mean()
 
 
-@pytest.mark.parametrize("how", ["jit", "eager", "shard_map", "auto"])
+@pytest.mark.parametrize("place", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 @pytest.mark.eight_devices
-def test_products_in_fp8(how):
+def test_products_in_fp8(place):
     square = np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32)
     params = dict(zip(("first", "second", "third"), square / 4, strict=True))
     params["one"] = np.float32(1)
     x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
-    fp8 = jamp.Fp8(smallest=1)
-
-    def step(state, x, **options):
-        return jamp.scaled_value_and_grad(in_fp8, **options)(state, x)
-
-    def both(place, mesh_kind, **options):
-        axes = (mesh_kind,) * 2
-        with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=axes)):
-            on_all = jax.device_put(params, P())
-            options |= {"fp8": fp8, "opt_level": "O6", "verbosity": 0}
-            state = jamp.initialize(on_all, optax.sgd(0.1), **options)
-            placed = jax.device_put(x, P("data"))
-            products = str(jax.make_jaxpr(place)(state, placed)).count("f8_e5m2[")
-            assert products >= 2
-            return jax.tree.map(np.asarray, place(state, placed))
-
-    kind = AxisType.Auto if how == "auto" else AxisType.Explicit
-    places = {
-        "eager": step,
-        "shard_map": lambda *args: jax.jit(
-            jax.shard_map(
-                functools.partial(step, axis_name="data"),
-                in_specs=(P(), P("data")),
-                out_specs=P(),
-            )
-        )(*args),
-    }
-    loss, grads = both(places.get(how, jax.jit(step)), kind)
+    options = {"fp8": jamp.Fp8(smallest=1), "opt_level": "O6", "verbosity": 0}
+    state = jamp.initialize(jax.device_put(params, P()), optax.sgd(0.1), **options)
+    step = place(jamp.scaled_value_and_grad(in_fp8))
+    placed = jax.device_put(x, P("data"))
+    assert str(jax.make_jaxpr(step)(state, placed)).count("f8_e5m2[") >= 2
+    loss, grads = step(state, placed)
     expected, plain = jax.value_and_grad(in_fp8)(params, jnp.asarray(x))
     assert distance(loss, expected) <= 0.05
     for name in ("first", "second", "third"):

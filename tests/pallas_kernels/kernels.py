@@ -140,7 +140,7 @@ CASES = {
     for name, dtype in DTYPES.items()
     for kind in ("own", "copied", "split", "update")
     if (kind != "copied" or name != "f32") and (kind != "split" or name == "bf16")
-    if optimizer == "adam" or kind == ("own" if name == "f32" else "copied")
+    if optimizer == "adam" or (kind, name) in (("own", "f32"), ("copied", "bf16"))
     if optimizer != "narrow adam"
 }
 NARROW = {f"narrow adam, {kind}, bf16": kind for kind in ("split", "own")}

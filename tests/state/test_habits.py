@@ -40,9 +40,9 @@ def mean_square(predictions, y):
 MODEL = nn.Dense(1, use_bias=False)
 
 
-def make(w=W, tx=SGD, **kwargs):
+def make(w=W, tx=SGD, level="O2", **kwargs):
     options = {"apply_fn": MODEL.apply, "verbosity": 0} | LOW | kwargs
-    return jamp.initialize({"kernel": jnp.asarray(w)}, tx, "O2", **options)
+    return jamp.initialize({"kernel": jnp.asarray(w)}, tx, level, **options)
 
 
 def loss_fn(params, x=X, y=Y):
@@ -234,3 +234,90 @@ def test_what_warns(habit):
     call, message = WARNS[habit]
     with pytest.warns(UserWarning, match=message):
         call()
+
+
+# Gradients that no loss scale, or no level, had part in, seen in one trace.
+
+
+def by(apply_fn):
+    return lambda params: mean_square(apply_fn({"params": params}, X), Y)
+
+
+def plain(state):
+    return jax.grad(by(state.apply_fn))(state.params)
+
+
+def plain_model(state):
+    return jax.grad(by(MODEL.apply))(state.params)
+
+
+def by_hand_model(state):
+    loss = by(MODEL.apply)
+    grads = jax.grad(lambda p: jamp.scale_loss(loss(p), state))(state.params)
+    return jamp.unscale(grads, state)
+
+
+def summed(grads_of):
+    def scanned(state):
+        zeros = jax.tree.map(jnp.zeros_like, jamp.master_params(state))
+        add = lambda total, _: (jax.tree.map(jnp.add, total, grads_of(state)), None)  # noqa: E731
+        return jax.lax.scan(add, zeros, None, 2)[0]
+
+    return scanned
+
+
+def jitted(state):
+    return jax.jit(lambda p: jax.grad(by(MODEL.apply))(p))(state.params)
+
+
+UNSCALED = "loss scale, which is dynamic, has no part.*jamp.scaled_value_and_grad"
+FLOAT32 = "float32 alone, and the level is O.*`state.apply_fn` in place of `model.appl"
+# Gradients, level, loss scale, what is said.
+LEFT_IN = {
+    "O1": (plain, "O1", None, UNSCALED),
+    "O1, model.apply": (plain_model, "O1", None, UNSCALED),
+    "O1, summed": (summed(plain), "O1", None, UNSCALED),
+    "O1, jitted": (jitted, "O1", None, UNSCALED),
+    "O1, model.apply, scaled": (by_hand_model, "O1", None, FLOAT32),
+    "O4, model.apply": (plain_model, "O4", None, FLOAT32),
+    "O1, static, summed": (summed(plain_model), "O1", 1, FLOAT32),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_IN)
+def test_what_was_left_in_warns(name):
+    grads_of, level, scale, says = LEFT_IN[name]
+    step = jax.jit(lambda state: state.apply_gradients(grads=grads_of(state)))
+    with pytest.warns(jamp.PrecisionWarning, match=says):
+        step(make(level=level, loss_scale=scale))
+
+
+def all_by_hand(state):
+    loss = lambda p: by(state.apply_fn)(p) * state.loss_scale  # noqa: E731
+    grads = jax.grad(loss)(state.params)
+    return jax.tree.map(lambda g: g / state.loss_scale, grads)
+
+
+# Beside the habits of test_gradients.py; and levels.
+OTHERS = {
+    "scaled, model.apply": (lambda s: jamp.scaled_grad(by(MODEL.apply))(s), "O1 O4"),
+    "all by hand": (all_by_hand, "O1 O4"),
+    "of nothing": (lambda s: jax.tree.map(jnp.ones_like, s.params), "O1 O4"),
+    "plain": (plain, "O0 O4"),
+    "model.apply": (by_hand_model, "O0 O2"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_do_not(name):
+    """Nor where a step of the same program has moved the scale since."""
+    grads_of, levels = OTHERS[name]
+
+    @jax.jit
+    def step(state):
+        grads = grads_of(state)
+        later = state.apply_gradients(grads=jamp.scaled_grad(by(state.apply_fn))(state))
+        return state.apply_gradients(grads=grads), later.apply_gradients(grads=grads)
+
+    for level in levels.split():
+        step(make(level=level, loss_scale=None))
