@@ -106,6 +106,11 @@ MECHANISMS = {
         "rewrite.Rewriter._write_summed",
         _sums_only_weights,
     ),
+    "repeated": Mechanism(
+        "The gradient of what is repeated is summed of rounded cotangents, in float32.",
+        "values.Values.repeated",
+        _gives(None),
+    ),
     "softmax": Mechanism(
         "The derivative of a softmax reads its result in half.",
         "islands.with_softmax",
@@ -177,7 +182,7 @@ MECHANISMS = {
         _only_in_loops,
     ),
     "rows": Mechanism(
-        "Rows of a table that is the head too are read in half, and summed in float32.",
+        "Rows of a half table, or the head's, are read in half, and summed in float32.",
         "values.Values.table",
         _gives(None),
     ),
@@ -263,8 +268,8 @@ MECHANISMS = {
     ),
     "quantized before loops": Mechanism(
         "Weights that a loop around the gradient shares are quantized before it (O6).",
-        "tracers._closed_over",
-        _first,
+        "tracers._is_of",
+        _gives(False),
     ),
     "moving calls": Mechanism(
         "A call that only moves values is such a reader: `take_along_axis` of labels.",

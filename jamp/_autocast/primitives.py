@@ -144,7 +144,7 @@ ROWS = (
         "scatter all_gather all_gather_invariant all_gather_reduced all_to_all "
         "ragged_all_to_all ppermute",
         "elementwise: select_n PrimalLeftTangentRight",
-        "same: stop_gradient",
+        "same: stop_gradient repeated",
         "mark: name CheckpointName CheckpointNameFwd optimization_barrier apart "
         "sharding_constraint layout_constraint with_memory_space_constraint reshard "
         "device_put pbroadcast pvary reduced_vary_cast reduced_vary_cast_p "

@@ -11,7 +11,8 @@ exponent, an integer with no derivative. XLA makes cuBLAS's fp8 products of this
 fp8 operands straight into a `dot_general`, a scalar factor on its result.
 
 XLA for a GPU takes nothing out of loops. JAX does, of a scan that it differentiates:
-what only depends on the scan's constants, and is kept for the backward pass.
+what only depends on the scan's constants, and is kept for the backward pass. Before a
+scan around the gradient, `Outermost` binds it.
 """
 
 import enum

@@ -33,10 +33,11 @@ from jamp._autocast.program import (
     is_float32,
     name_stack,
     recorded,
+    shape_of,
 )
 from jamp._autocast.quantized import FORWARD, Of, product_of, quantize
 from jamp._autocast.reasons import CAST, Note, noted, noting
-from jamp._autocast.sums import rows_of, with_bias, with_weight
+from jamp._autocast.sums import broadcast, repeated, rows_of, with_bias, with_weight
 from jamp._autocast.values import Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
@@ -178,6 +179,8 @@ class Rewriter:
             dtype = np.dtype(FORWARD)
         elif choice.summed is not None:
             self._write_summed(eqn, choice.summed)
+        elif choice.repeated is not None:
+            self._write_repeated(eqn, choice.repeated)
         else:
             self._write(eqn, choice.computed, choice.apart)
         why = "region" if region else choice.why
@@ -248,6 +251,26 @@ class Rewriter:
             self._write(eqn, FLOAT32)
         else:
             self._write(eqn, half)
+
+    def _write_repeated(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
+        """Writes a float32 sum of a half array and `var`, which is broadcast."""
+        (out,), wide = eqn.outvars, self.read(var, FLOAT32)
+        functions = [repeated(self.scope.policy.dtype)]
+        if shape_of(var) != shape_of(out):
+            functions.insert(0, broadcast(shape_of(out)))
+        for function in functions:
+            operands, results = [wide], [jc.Var(out.aval)]
+            known = self.scope.written
+            written = jax_internals.call(function, operands, results, eqn, known)
+            if written is None:
+                self._write(eqn, FLOAT32)
+                return
+            self.eqns.append(written)
+            (wide,) = results
+        operands = [wide if v is var else self.read(v, FLOAT32) for v in eqn.invars]
+        self.eqns.append(
+            eqn.replace(invars=operands, outvars=[self._bind(out, FLOAT32)])
+        )
 
     def _write_in_fp8(
         self, eqn: jc.JaxprEqn, weight: jc.Var, summed: jc.Var | None

@@ -3,6 +3,7 @@
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = product(c, w, half of w) }
     y = convert(gather(w, i))              y = rows(i, w, half of w)
+    y:f32 = add(convert x, convert t)      y:f32 = add(convert x, repeated(convert t))
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
 The gradient of a bias is a sum over all examples. XLA adds up float16 in float16; cast
@@ -10,6 +11,10 @@ to float32 first, as JAX would be told by a cast of the bias, XLA keeps the cota
 float32 as well, twice as large, for this sum alone. So the rounded cotangent is made
 first, which the product's own gradients read, and the sum reads that. XLA for a TPU
 adds up where it makes the cotangent, at no cost.
+
+What is broadcast in half and added to half, such as a time to the pixels, is such a sum
+too where a norm has the addition in float32: of what the other's cotangent is rounded
+to, not of one in float32 that would be there for this sum alone.
 
 The gradient of a weight that all trips of a loop share is a sum of products, one of
 each trip. Rounded to half, each would be written, read and added by kernels of their
@@ -19,7 +24,8 @@ weights with one cotangent, and add slices of the result; with copies of the cot
 it does not.
 
 The gradients of a table's rows are added to that of the head that is the same table, in
-float32. The rows are read from the half copy that the head's product reads.
+float32. The rows are read from the half copy that the head's product reads, or from a
+half param: in float32 the first norm's backward pass would keep them.
 
 Flax joins the weights of an LSTM's gates in each step. XLA does so once, before the
 loop. But of what a loop is given JAX sums the gradient: on each trip that of the joined
@@ -35,6 +41,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
@@ -89,6 +96,34 @@ mlir.register_lowering(_apart, lambda _, x: [x])
 for _gpu in ("cuda", "rocm"):
     barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
     mlir.register_lowering(_apart, barrier, platform=_gpu)
+
+
+@functools.lru_cache(maxsize=256)
+def broadcast(shape: tuple[int, ...]) -> Callable[[Array], Array]:
+    """What broadcasts to a shape: one for each, for it is traced once."""
+    return lambda x: jnp.broadcast_to(x, shape)
+
+
+@functools.cache
+def repeated(half: DTypeLike) -> Callable[[Array], Array]:
+    """What hands a float32 array on, and rounds its cotangent to half."""
+    return functools.partial(_repeated.bind, half=np.dtype(half))
+
+
+def _derivative_of_repeated(primals, tangents, half):
+    (x,), (tangent,) = primals, tangents
+    if not isinstance(tangent, ad.Zero):
+        tangent = apart(tangent.astype(half)).astype(x.dtype)
+    return repeated(half)(x), tangent
+
+
+# A primitive, since islands hold it.
+_repeated = Primitive("repeated")
+_repeated.def_impl(lambda x, half: x)
+_repeated.def_abstract_eval(lambda x, half: x)
+ad.primitive_jvps[_repeated] = _derivative_of_repeated
+batching.defvectorized(_repeated)
+mlir.register_lowering(_repeated, lambda _, x, half: [x])
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Primitive
 
@@ -65,7 +66,8 @@ def _closed_over(x: Any, kind: type) -> Any:
     eqn = equation_of(x)
     if eqn is None or eqn.primitive.name not in _MOVES:
         own = x.get_referent() if isinstance(x, Tracer) else x
-        return own if _is_of(own, kind) else x
+        # Of an example of `vmap` it is the whole batch.
+        return own if _is_of(own, kind) and jnp.shape(own) == jnp.shape(x) else x
     (operand,) = eqn.invars
     own = _closed_over(operand, kind)
     if own is operand:

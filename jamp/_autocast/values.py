@@ -52,6 +52,7 @@ class Choice(NamedTuple):
     summed: jc.Var | None = None
     apart: bool = False  # whether it casts its operands for itself
     fp8: jc.Var | None = None  # the weight of a product that runs in fp8
+    repeated: jc.Var | None = None  # what is broadcast, and added to half in float32
 
 
 class Values:
@@ -111,13 +112,20 @@ class Values:
         return {v for v, times in collections.Counter(reads).items() if times > 1}
 
     def table(self, eqn: jc.JaxprEqn) -> jc.Var | None:
-        """What rows are looked up in for half alone, if a product here reads it too."""
+        """What rows are looked up in in half, and their gradients summed in float32.
+
+        If only half is read of them, a product here reads the table too. If float32 is,
+        it is a half param, whose rows have no more digits.
+        """
         if eqn.primitive.name != "gather":
             return None
-        table, want = eqn.invars[0], self.want_of(eqn.outvars[0])
+        facts, table, (out,) = self.facts, eqn.invars[0], eqn.outvars
+        want = self.want_of(out)
+        is_half = facts.is_half_param(table) and facts[table].vote == facts.half
         in_half = want.all is False and not want.some
-        of_head = self._roots_of_weights & self.facts[table].origin.roots
-        return table if in_half and of_head and isinstance(table, jc.Var) else None
+        of_head = self._roots_of_weights & facts[table].origin.roots
+        wanted = (is_half and self.want_float32(out)) or (in_half and of_head)
+        return table if wanted and isinstance(table, jc.Var) else None
 
     @functools.cached_property
     def _roots_of_weights(self) -> frozenset[Atom]:
@@ -178,7 +186,25 @@ class Values:
             dtypes = {self.computed_dtype(v) for v in self._voters(eqn)}
             in_half = dtypes == {facts.half}
             return Choice(facts.half if in_half else FLOAT32, "operands")
-        return self._choice_by_votes(eqn, rule)
+        choice = self._choice_by_votes(eqn, rule)
+        if choice.computed == FLOAT32:
+            return choice._replace(repeated=self.repeated(eqn))
+        return choice
+
+    def repeated(self, eqn: jc.JaxprEqn) -> jc.Var | None:
+        """What an equation adds to a large half array, if that is broadcast half.
+
+        Its gradient is a sum of what the other's is rounded to. Not so a bias here: in
+        a loss of logits both cotangents are computed in the kernel that needs them.
+        """
+        facts = self.facts
+        is_sum = eqn.primitive.name == "add" and facts.bias(eqn) is None
+        if not is_sum or facts.votes(eqn.invars) != {facts.half}:
+            return None
+        large = facts.full_size(eqn)
+        small = [v for v in eqn.invars if v not in large and isinstance(v, jc.Var)]
+        in_half = all(self.computed_dtype(v) == facts.half for v in large)
+        return small[0] if len(small) == len(large) == 1 and in_half else None
 
     def _choice_of_product(self, eqn: jc.JaxprEqn) -> Choice:
         facts = self.facts

@@ -99,6 +99,9 @@ EXAMPLES = {
     "bias sums, biases, sum barrier": Example(
         lambda b, x, w: x @ w + b, ((4,), *SQUARES)
     ),
+    "repeated": Example(
+        lambda w, x: standardised(x @ w + (x[:, 0] @ w)[:, None]), (MATRIX, MATRICES)
+    ),
     "softmax, dropped softmax, sums kept, islands, island barrier": Example(
         lambda w, x: jnp.where(jnp.arange(4) < 2, nn.softmax(x @ w), 0) @ w, SQUARES
     ),
@@ -112,6 +115,9 @@ EXAMPLES = {
     "streams": Example(stream, SQUARES),
     "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
     "tables, rows": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, SQUARES),
+    "rows": Example(
+        lambda w, x: jnp.exp(w[jnp.arange(4)] * x), SQUARES, "narrowest", True
+    ),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
     "loop residuals": Example(products, (MATRICES, MATRIX)),
     "half params": Example(shifted, (MATRIX, *SQUARES), "narrowest", True),

@@ -191,13 +191,25 @@ def test_a_bias_is_part_of_its_product_and_the_loss_in_float32(promote):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
-def test_the_gradient_of_a_bias_for_each_example_and_eagerly():
-    grad = jax.grad(jamp.autocast(lambda b, x: nn.gelu(x @ W + b).sum()))
-    examples, bias = X[:, None], jnp.ones(WIDTH)
+def biased(b, x):
+    return nn.gelu(x @ W + b).sum()
+
+
+def shifted(b, x):
+    """What is added is half itself, and repeated over an axis in the middle."""
+    return nn.gelu(x @ W + (x[:, :1] * b) @ W).sum()
+
+
+@pytest.mark.parametrize("fn", [biased, shifted])
+def test_a_summed_gradient_for_each_example_and_eagerly(fn):
+    grad = jax.grad(jamp.autocast(fn))
+    examples, bias = jnp.stack([X[:-1], X[1:]], 1)[:, None], jnp.ones(WIDTH)
     found = jax.vmap(grad, (None, 0))(bias, examples)
     with jax.disable_jit():
         expected = jnp.stack([grad(bias, x) for x in examples])
     np.testing.assert_allclose(found, expected, rtol=2e-3)
+    in_float32 = jax.vmap(jax.grad(fn), (None, 0))(bias, examples)
+    np.testing.assert_allclose(found, in_float32, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(("promote", "casts"), [("widest", 1), ("narrowest", 2)])

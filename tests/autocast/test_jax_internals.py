@@ -81,7 +81,7 @@ BOUND_BEFORE = {
 BOUND_WITHIN = {
     "computed": lambda x: trips(lambda: total(quantize(x + 1, Of.INPUT))),
     "an argument": lambda x: trips(lambda: maximum(x)),
-    "vmap": lambda x: jax.vmap(lambda x: trips(lambda: maximum(x)))(x).sum(),
+    "vmap": lambda x: jax.vmap(BOUND_BEFORE["scan"])(x).sum(),
     "shard_map": alone,
 }
 

@@ -50,7 +50,7 @@ def test_nothing_is_in_two_rows():
 OLDER = {"reduced_vary_cast_p", "vary_unreduced_cast_p"}
 NEWER = {"CustomRoot", "Frexp", "Ldexp", "one_minus_square", "polynomial"}
 NEWER |= {"program_order"}
-OURS = {"apart"}
+OURS = {"apart", "repeated"}
 
 
 def test_every_name_is_of_a_jax_or_of_equinox():

@@ -17,13 +17,8 @@ from jax.experimental import hijax, io_callback
 
 import jamp
 from jamp._autocast import rewrite
-from tests.autocast.constructs import TABLE, custom_vjp, layer, squared
-from tests.autocast.test_coverage import (
-    TOLERANCE,
-    W,
-    X,
-    distance,
-)
+from tests.autocast.constructs import CUSTOM, TABLE, custom_vjp, layer, squared
+from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes, distance
 from tests.programs import evaluate, products, products_of
 
 DIFFERENTIABLE = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
@@ -68,6 +63,15 @@ def assert_close(got, expected):
 
 
 # ---- the constructs
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_custom_function_under_flags(name, upgraded):
+    """The other constructs .ci/run has test_coverage try, under flags of JAX."""
+    upgraded(*DIFFERENTIABLE)
+    plain, cast = both_passes(name, lambda fn: fn), both_passes(name, half)
+    assert_half(cast, W, X)
+    assert_close(evaluate(cast, W, X), evaluate(plain, W, X))
 
 
 @pytest.mark.parametrize("name", TABLE)

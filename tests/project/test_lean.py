@@ -47,8 +47,6 @@ EXCEPTIONS = {
     ("tied", "widest"): Bound(0.65, 0.45),  # 0.639 and 0.439
     ("tied", "narrowest"): Bound(0.65, 0.45),  # 0.639 and 0.439
     ("tied", "O5"): Bound(0.61, 0.36),  # 0.597 and 0.342
-    # GroupNorm's sums read what swish's gradient wrote: 1.03.
-    ("unet", "narrowest"): Bound(1.04, 1.02),
 }
 # On a TPU v5e.
 ON_TPU = {
@@ -58,9 +56,8 @@ ON_TPU = {
 }
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.13, 1.16),  # 1.12 and 1.15
-    # Rows of the embedding are looked up in float32, in which their gradient is summed,
-    # and kept so for the first norm; the rest is how XLA packs buffers: 1.05.
-    ("llama", "O5"): Bound(1.02, 1.06),
+    # What is alive at once is less than by hand; XLA packs it less tightly: 1.031.
+    ("llama", "O5"): Bound(1.02, 1.04),
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
 SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
