@@ -10,7 +10,7 @@ TESTS = {
         f"jamp/optimizers/_{name}.py": FUSED.format(name)
         for name in ("adam", "adagrad", "lamb", "novograd", "sgd")
     },
-    "jamp/optimizers/_fused.py": "fused_arguments fused_contract fused_optax",
+    "jamp/optimizers/_fused.py": "fused_arguments fused_contract larc",
     "jamp/optimizers/_larc.py": "larc fused_arguments -k larc",
     "jamp/optimizers/_masters.py": "master_weights store_remainder one_pass "
     "-k not kernels and not interpret",

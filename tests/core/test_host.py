@@ -82,31 +82,22 @@ class Mine(jamp.AmpState):
     ema: jax.Array
 
 
-PRINTED = [
-    """\
+PRINTED = """\
 Mine at O5
   params: 4 bfloat16
   optimizer state: 8 float32, 4 uint16, 1 int32
   step: 0, skipped: 0
   loss scale: (1.0, 1.0)
   half, of one number each: norm/scale (see keep_fp32)
-  extra fields: ema""",
-    """\
-AmpState at O2
-  params: 4 float16
-  optimizer state: 12 float32, 1 int32
-  step: int32[], skipped: int32[]
-  loss scale: float32[]
-  half, of one number each: norm/scale (see keep_fp32)""",
-]
+  extra fields: ema"""
 
 
 def test_print_shows_a_summary_and_no_arrays():
     mine = {"state_class": Mine, "ema": jnp.ones(()), "num_losses": 2}
-    mine = make("O5", store_remainder=True, **mine)
-    printed = [str(mine)]
-    jax.eval_shape(lambda state: printed.append(repr(state)), make())
-    assert printed == PRINTED
+    assert str(make("O5", store_remainder=True, **mine)) == PRINTED
+    traced = []
+    jax.eval_shape(lambda state: traced.append(repr(state)), make())
+    assert "step: int32[], skipped: int32[]\n  loss scale: float32[]" in traced[0]
 
 
 @pytest.mark.parametrize("fields", [{}, {"batch_stats": {"mean": jnp.ones(2)}}])

@@ -1,13 +1,10 @@
 """What apex does and jamp does otherwise, or alike, that no other test pins."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import jamp
 from tests.policy.forward_models import products
@@ -31,27 +28,6 @@ def make(params, tx, level="O2", **options):
 def dot(params, x):
     """A loss whose gradient is `x`."""
     return (params["w"].astype(jnp.float32) * x).sum()
-
-
-# 4. What the context yields
-@pytest.mark.parametrize("options", [{"enabled": False}, {"loss_scale": 1.0}], ids=str)
-def test_a_loss_in_half_becomes_float32_whether_amp_is_enabled_or_not(options):
-    state = make({"w": jnp.ones(2)}, optax.sgd(1.0), "O1", **options)
-    with pytest.warns(jamp.PrecisionWarning):
-        loss = jamp.scale_loss(jnp.float16(3.0), state)
-    assert loss.dtype == jnp.float32
-    assert loss == 3.0
-
-
-# 12. A loss scale at O0
-@pytest.mark.parametrize("scale", [128.0, "dynamic"])
-def test_a_loss_scale_at_o0_is_used_and_warns_of_nothing(scale):
-    # Warnings are errors here.
-    state = make({"w": jnp.ones(2)}, optax.sgd(1.0), "O0", loss_scale=scale)
-    grads_of = functools.partial(jamp.scaled_grad(dot), state)
-    assert grads_of(jnp.float32(0.5))["w"][0] == 0.5
-    # Times the scale, and only so, it is beyond float32.
-    assert not jnp.isfinite(grads_of(jnp.float32(1e37))["w"]).any()
 
 
 # 11. BatchNorm at O1

@@ -219,6 +219,23 @@ def test_a_closure_that_overflows_at_the_floor_is_given_up(where, capsys):
     assert state.params["norm"] != start.params["norm"]
 
 
+@pytest.mark.standard_promotion  # for optax's line search
+def test_a_line_search_evaluates_the_closure_at_other_weights():
+    def bowl(p):
+        far = [x.astype(F32) - 0.75 for x in jax.tree.leaves(p)]
+        return sum((x**2 + x**4).sum() for x in far)
+
+    backtracking = optax.scale_by_backtracking_linesearch(15, store_grad=True)
+    optimizer = make(optax.chain(SGD, backtracking))
+    state, step, losses = optimizer.init(params()), step_with(optimizer, bowl), []
+    for _ in range(8):
+        loss, state = step(state)
+        losses.append(float(loss))
+    # Gradients of 89 fit at 2**9, the next, of 156, at 2**8; then a window ends.
+    assert (state.loss_scale, state.loss_scaler.unskipped) == (2.0**9, 3)
+    assert losses[0] > 100 * losses[-1]
+
+
 # Checkpoints, of the cut-down one, too
 
 OPTIMIZER = make(fused_adam(1e-2), window=3)

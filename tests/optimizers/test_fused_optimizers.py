@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
 
 from jamp import optimizers as jo
 from tests.optimizers.fused import BARE, each_bare
@@ -209,3 +211,86 @@ def test_to_the_last_bits(row):
     weights = [weight(np.full(*shape, 0.5), kind) for shape, kind in leaves]
     given = Problem(KINDS[:1] * len(grads), weights, steps)
     check_case(case, given, tolerance=4 * 2.0**-23)
+
+
+# Where optax defines the same, the oracles agree with it at each of twenty steps.
+
+MASK, S = [True, False], Schedule(0.05)
+NUMBERS = {"b1": 0.8, "b2": 0.95, "eps": 1e-6}
+DECAYED = NUMBERS | WD
+NOVOGRAD = {"reg_inside_moment": True, "grad_averaging": False}
+NESTEROV = {"momentum": 0.9, "nesterov": True}
+TRUST = {"trust_coefficient": 0.02, "eps": 1e-8}
+LARS = {"learning_rate": 0.05} | NESTEROV
+decay = optax.add_decayed_weights(**WD, mask=MASK)
+clip = optax.clip_by_global_norm(0.5)
+dampen = optax.scale_by_schedule(lambda count: jnp.where(count == 0, 1, 1 - 0.3))
+ratio = optax.scale_by_trust_ratio(0.0, **TRUST)
+MASKED = DECAYED | {"decays": MASK}
+NO_CLIP = {"clip": False, "inner": oracles.fused_adam}
+LARS_OF = {"inner": functools.partial(oracles.fused_sgd, **NESTEROV)}
+# An oracle, its options, and optax's transformation.
+EQUAL = {
+    "adamw": ("fused_adam", MASKED, optax.adamw(S, mask=MASK, **DECAYED)),
+    "adam l2": (
+        *("fused_adam", MASKED | {"adam_w_mode": False}),
+        optax.chain(decay, optax.adam(S, **NUMBERS)),
+    ),
+    "legacy without eps": (
+        *("fused_adam", NUMBERS | {"eps": 0, "legacy": True}),
+        optax.adam(S, 0.8, 0.95, 0.0),
+    ),
+    "nesterov": (
+        *("fused_sgd", NESTEROV | WD | {"decays": MASK}),
+        optax.chain(decay, optax.sgd(S, **NESTEROV)),
+    ),
+    "dampening": (
+        *("fused_sgd", {"momentum": 0.9, "dampening": 0.3}),
+        optax.chain(dampen, optax.sgd(S, 0.9)),
+    ),
+    "lamb": (
+        *("fused_lamb", NUMBERS | {"weight_decay": 0.0, "use_nvlamb": True}),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lamb(S, **NUMBERS)),
+    ),
+    "nvlamb": (
+        *("fused_lamb", MASKED | {"use_nvlamb": True, "max_grad_norm": 0.5}),
+        optax.chain(clip, optax.lamb(S, mask=MASK, **DECAYED)),
+    ),
+    "novograd": (
+        *("fused_novograd", DECAYED | NOVOGRAD | {"bias_correction": False}),
+        optax.novograd(S, **DECAYED),
+    ),
+    "adagrad": ("fused_adagrad", {"eps": 0.0}, optax.adagrad(S, 0.0, eps=0.0)),
+    "lars": (
+        *("larc", NO_CLIP | LARS_OF | {"learning_rate": 0.05}),
+        optax.lars(weight_decay=0.0, **TRUST, **LARS),
+    ),
+    "trust ratio": ("larc", NO_CLIP, optax.chain(ratio, optax.adam(S))),
+}
+
+
+@pytest.mark.standard_promotion  # optax's transformations promote
+@pytest.mark.parametrize("row", EQUAL)
+def test_they_coincide(row):
+    (name, options, theirs), rng = EQUAL[row], np.random.default_rng(0)
+    params = [np.float32(rng.normal(size=shape)) for shape in [(3, 4), ()]]
+    # Away from 0, where eps=0 divides 0 by 0.
+    shapes = [(20, 3, 4), (20,)]
+    sizes = [rng.uniform(0.2, 1.0, s) * rng.choice([-1.0, 1.0], s) for s in shapes]
+    grads = [np.float32(x) for x in sizes]
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = theirs.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    start = [jnp.asarray(p) for p in params]
+    run = jax.jit(lambda p, g: lax.scan(step, (p, theirs.init(p)), g)[1])
+    found = run(start, grads)
+    wanted = getattr(oracles, name)(
+        params, zip(*grads, strict=True), **{"learning_rate": S} | options
+    )
+    for t, want in enumerate(wanted):
+        for x, y in zip(found, want.params, strict=True):
+            np.testing.assert_allclose(x[t], y, 1e-4, 1e-5)

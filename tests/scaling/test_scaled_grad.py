@@ -100,6 +100,10 @@ def test_a_loss_in_half_is_scaled_in_float32():
     with pytest.warns(jamp.PrecisionWarning, match="float16"):
         loss, _ = jamp.scaled_value_and_grad(square)(make())
     assert (loss.dtype, loss) == (jnp.float32, 5.25)
+    for options in ({"enabled": False}, {"loss_scale": 1.0}):
+        with pytest.warns(jamp.PrecisionWarning, match="float16"):
+            loss = jamp.scale_loss(jnp.float16(3.0), make("O1", **options))
+        assert (loss.dtype, loss) == (jnp.float32, 3.0)
 
 
 def test_they_are_unscaled_with_the_scale_that_scaled_them():

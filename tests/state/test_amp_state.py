@@ -347,6 +347,8 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             state.apply_gradients(grads=bad)
+    with pytest.raises(TypeError, match="no optimizer: pass one to jamp.initialize"):
+        make(tx=None).apply_gradients(grads=GRADS)
 
 
 # Values that are overwritten with their gradient, as Flax's fp8 does

@@ -154,6 +154,10 @@ RAISES = {
         lambda: make().tx.update({"kernel": W}, make()),
         r"TypeError.*`state\.apply_gradients\(grads=grads\)`",
     ),
+    "`tx.update(grads, state)` at O0": (
+        lambda: optax.adam(0.1).update({"kernel": W}, make()),
+        r"TypeError.*`state = state\.apply_gradients\(grads=grads\)`",
+    ),
     "`argnums=`": (
         lambda: jamp.scaled_grad(loss_fn, argnums=0),
         r"TypeError.*no argnums.*first argument",
