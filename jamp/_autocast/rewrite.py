@@ -299,8 +299,7 @@ class Rewriter:
 
     def _quantized(self, half: Atom, of: Of, eqn: jc.JaxprEqn) -> list[jc.Var]:
         if half not in self.quantized:
-            operands = [half], None, eqn
-            written = jax_internals.call(_QUANTIZE[of], *operands, varying=True)
+            written = jax_internals.call(_QUANTIZE[of], [half], None, eqn, varying=True)
             self.eqns.append(written)
             self.quantized[half] = written.outvars
         return self.quantized[half]

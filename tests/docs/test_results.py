@@ -1,14 +1,32 @@
 """What a kernel is predicted to cost, and that the pages show what was saved."""
 
 import importlib
+import json
 import re
 
 import numpy as np
 import pytest
 
-from benchmarks import convergence, gpu, lean, predict
+from benchmarks import convergence, gpu, lean, predict, report
 from tests.docs.scripts import needs_extra
+from tests.hlo import Program
 from tests.pages import SHOWN
+
+# Two batches of (8, 16) times (16, 4): 2 * 2 * 8 * 16 * 4 = 2048.
+HLO = """HloModule made_up, entry_computation_layout={()->()}
+
+ENTRY %main (a: f32[2,8,16], b: f32[2,16,4]) -> f32[2,8,4] {
+  %a = f32[2,8,16]{2,1,0} parameter(0)
+  %b = f32[2,16,4]{2,1,0} parameter(1)
+  ROOT %z = f32[2,8,4]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+"""  # noqa: E501
+
+
+def test_flops_and_bytes_of_a_batch():
+    (batch,) = predict.kernels_of(Program(HLO))
+    assert batch.flops == pytest.approx(2048) and batch.peak == 495e12
+    assert batch.bytes == 4 * (2 * 8 * 16 + 2 * 16 * 4 + 2 * 8 * 4)
 
 
 def test_a_kernel_takes_the_longer_of_bytes_and_flops_and_a_launch():
@@ -82,3 +100,42 @@ def test_the_page_shows_what_the_peers_did():
     for name in {row["model"] for row in rows}:
         who = [row["who"] for row in rows if row["model"] == name]
         assert who == list(compared.CONTESTANTS)
+
+
+# ---- the report on optimizer steps: the figures are made up, and stay here
+
+
+def result(seconds, size=30_000, **info):
+    spread = {"q1": 0.99 * seconds, "median": seconds, "q3": 1.01 * seconds}
+    info |= {"spec": "a tree", "leaves": 2, "parameters": 1000}
+    extra = info | {"bytes": size, "host_share": 0.1, "steps": 10}
+    return {"extra_info": extra, "stats": spread}
+
+
+def test_what_is_said_of_a_run(tmp_path):
+    results = [
+        result(1e-6, 100_000, contestant="copy"),  # 100 GB/s
+        result(1e-6, contestant="optax chain"),
+        result(0.5e-6, contestant="jamp fused, xla"),
+        result(2e-6, contestant="torch fused AdamW"),
+    ]
+    packages = {"jax": "3.4", "optax": "5.6", "torch": None}
+    conditions = {"date": "2000-01-01", "command": "made up", "device": "Made-up GPU"}
+    conditions |= {"platform": "gpu", "driver": "1.2", "packages": packages}
+    saved = {"benchmarks": results, "conditions": conditions}
+    (tmp_path / "made_up.json").write_text(json.dumps(saved))
+    (run,) = report.load(tmp_path)
+    _, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in report.table(run).splitlines()
+    )
+    assert rows == [
+        ["a tree", "2", "1,000", "optax chain", "0.00100", "1.00", "30", "30%"],
+        ["", "", "", "jamp fused, xla", "0.000500", "0.50", "60", "60%"],
+        ["", "", "", "torch fused AdamW", "0.00200", "2.00", "15", "15%"],
+    ]
+    assert report.conditions(run) == (
+        "Made-up GPU, driver 1.2, JAX 3.4, Optax 5.6, `made up`, 2000-01-01; "
+        "a copy moves 100 GB/s."
+    )
+    assert report.notes(run).endswith("than the chain: torch fused AdamW (a tree).")

@@ -5,7 +5,9 @@ import json
 import os
 import time
 
-from benchmarks import gpu, test_optimizer_step, training_steps
+import pytest
+
+from benchmarks import gpu, specs, test_optimizer_step, training_steps
 from tests.pages import ROOT
 from tests.pallas_kernels import kernels
 
@@ -74,3 +76,23 @@ def test_the_jobs_are_all_kernels_test_files_and_steps():
             source = ast.parse((ROOT / path).read_text())
             functions = {x.name for x in source.body if isinstance(x, ast.FunctionDef)}
             assert not test or test.partition("[")[0] in functions, arg
+
+
+# The trees that are timed and counted have the sizes of the real models
+
+# Totals as published with the models; leaves as their PyTorch checkpoints have them.
+MODELS = {
+    "resnet50": (161, 25_557_032),
+    "bert_large": (398, 336_226_108),  # transformers' BertForPreTraining
+    "gpt2_xl": (580, 1_557_611_200),
+    "llama_8b_shard": (291, 8_030_261_248 // 8),
+    "many_leaves": (300, 150 * (768 + 768 * 768)),
+    "tiny_leaves": (10_000, 1_600_113),
+    "single_leaf": (1, 2**29),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_spec_has_the_size_of_its_model(model):
+    spec = getattr(specs, model)()
+    assert (len(spec.shapes), spec.total) == MODELS[model]
