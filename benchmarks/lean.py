@@ -296,7 +296,8 @@ def saved(name: str, mode: str, target: str) -> Entry:
 
 def table(entries: list[Entry]) -> str:
     """Traffic and temporary memory, and the commits that they were counted at."""
-    columns = [(t, m) for t in TARGETS for m in MODES if m != "O2"]
+    modes = [mode for mode in MODES if mode != "O2"]
+    columns = [(t, m) for t in TARGETS for m in modes if (t, m) != ("v5e", "O6")]
     heads = " | ".join(f"{target} {mode}" for target, mode in columns)
     lines = [f"| | {heads} | commit |", "|---" * (len(columns) + 2) + "|"]
     by_key = {key_of(entry): entry for entry in entries}

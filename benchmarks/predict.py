@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -163,12 +164,17 @@ def _optimizer_step(spec: Any, contestant: Any) -> Any:
 
 def compile_all(only: str) -> dict[str, Any]:
     """Adds to the file what is not there yet."""
+    from benchmarks.runs import commit_of
+
     saved = read() if FILE.exists() else {"steps": {}}
     for name, compile_step in programs():
         if name in saved["steps"] or not name.startswith(only):
             continue
+        start = time.monotonic()
         kernels = kernels_of(compile_step())
         saved["steps"][name] = {
+            "commit": commit_of("jamp", "pallas_kernels"),
+            "compiled in seconds": round(time.monotonic() - start),
             "kernels": len(kernels),
             "gigabytes": round(sum(k.bytes for k in kernels) / 1e9, 4),
             "teraflops": round(sum(k.flops for k in kernels) / 1e12, 4),
