@@ -1,5 +1,6 @@
 """Rules that name leaves by their path, as of `keep_fp32`: regexes and predicates."""
 
+import itertools
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -37,11 +38,11 @@ def matches(rules: Collection[PathRule], path: str, leaf: Any) -> bool:
     )
 
 
-def check_rules(name: str, rules: Collection[PathRule], tree: PyTree) -> None:
+def check_rules(name: str, rules: Collection[PathRule], *trees: PyTree) -> None:
     """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
     regexes = [rule for rule in rules if not callable(rule)]
-    leaves = jax.tree_util.tree_leaves_with_path(tree) if regexes else ()
-    paths = [path_string(path) for path, _ in leaves]
+    leaves = map(jax.tree_util.tree_leaves_with_path, trees if regexes else ())
+    paths = [path_string(path) for path, _ in itertools.chain(*leaves)]
     for rule in regexes:
         if not any(re.search(rule, path) for path in paths):
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")

@@ -345,4 +345,3 @@ _PARSERS = {
         {"widest": "widest", "narrowest": "narrowest"},
     ),
 }
-OVERRIDES = tuple(_PARSERS)

@@ -24,7 +24,7 @@ from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level
 from jamp._policy.forward import cast_forward, no_forward
-from jamp._policy.levels import BRIEFS, LEVELS, OVERRIDES, OptLevel, Properties
+from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
@@ -133,8 +133,34 @@ def initialize(
     >>> print(state.params["Dense_0"]["kernel"].dtype, state.loss_scale)
     float16 65536.0
     """
-    given = locals()
-    overrides = {name: given[name] for name in OVERRIDES}
+    return _initialized((), **locals())
+
+
+def initialize_beside(frozen: PyTree, *args: Any, **kwargs: Any) -> AmpState:
+    """`initialize`, beside params that are not trained, which rules may name too."""
+    given = inspect.signature(initialize).bind(*args, **kwargs)
+    given.apply_defaults()
+    return _initialized(frozen, **given.arguments)
+
+
+def _initialized(
+    frozen: PyTree,
+    *,
+    params: PyTree,
+    tx: Any,
+    opt_level: OptLevel,
+    enabled: bool,
+    num_losses: int,
+    verbosity: int,
+    min_loss_scale: float | None,
+    max_loss_scale: float | None,
+    apply_fn: Any,
+    store_remainder: bool,
+    allow_incoming_model_not_fp32: bool,
+    state_class: type[Any],
+    fields: dict[str, Any],
+    **overrides: Any,
+) -> Any:
     properties = Properties.from_opt_level(opt_level, enabled=enabled, **overrides)
     check_containers(params, tx)
     _check_fields(fields, state_class)
@@ -148,9 +174,9 @@ def initialize(
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:
         check_float32(params)
-    check_rules("keep_fp32", properties.keep_fp32, params)
+    check_rules("keep_fp32", properties.keep_fp32, params, frozen)
     if properties.fp8:
-        check_rules("Fp8(keep=)", properties.fp8.rules, params)
+        check_rules("Fp8(keep=)", properties.fp8.rules, params, frozen)
         warn_without_fp8()
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
     if store_remainder and not (properties.master_weights and tx is not None):

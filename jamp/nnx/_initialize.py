@@ -16,7 +16,7 @@ from jamp._core.devices import moves_constants
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.initialize import initialize as initialize_pure
+from jamp._state.initialize import initialize_beside
 from jamp.nnx._autocast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import Models, arrays_of, by_path, check_models_apart, entries
@@ -133,12 +133,13 @@ def initialize(
         meant = f" Did you mean {close[0]!r}?" if close else " A model has no fields."
         raise TypeError(f"jamp.nnx.initialize got an unknown keyword {name!r}.{meant}")
     params = arrays_of(models, wrt)
+    frozen = arrays_of(models, nnx.All(nnx.Param, nnx.Not(wrt)))
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
-    state = initialize_pure(params, tx, opt_level, batch_stats=stats, **options)  # pyright: ignore[reportArgumentType]
-    frozen = nnx.All(nnx.Param, nnx.Not(wrt))
+    state = initialize_beside(
+        frozen, params, tx, opt_level, batch_stats=stats, **options
+    )
     nnx.update(models, by_path(state.params))
-    rest = cast_to_level(arrays_of(models, frozen), state.properties, stats)
-    nnx.update(models, by_path(rest))
+    nnx.update(models, by_path(cast_to_level(frozen, state.properties, stats)))
     for module in modules.values():
         patch(module, state.properties)
     if tx is None:

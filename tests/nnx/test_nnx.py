@@ -280,6 +280,25 @@ def test_what_the_filter_leaves_out_is_cast_and_stays():
     assert_same_bits(after, before)
 
 
+def test_rules_name_params_that_are_not_trained():
+    class Tuned(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.LayerNorm(6, rngs=rngs)
+            self.lora = nnx.LoRALinear(6, 3, lora_rank=2, rngs=rngs)
+
+    def tuned(level, **options):
+        return make(level, Tuned(nnx.Rngs(0)), wrt=nnx.LoRAParam, **options)
+
+    model, optimizer = tuned("O2", keep_fp32="^norm/")
+    kept = {path for path, dtype in dtypes(model).items() if dtype == "float32"}
+    assert kept == {"['norm']['scale']", "['norm']['bias']"}
+    assert set(optimizer.master_params(model)) == {"lora"}
+    assert tuned("O6", fp8=jamp.Fp8(keep="^lora/kernel$"))[1].properties.fp8
+    for typo in ({"keep_fp32": "nrom"}, {"fp8": jamp.Fp8(keep="nrom")}):
+        with pytest.raises(ValueError, match="'nrom' matches no leaf.*norm/scale"):
+            tuned("O6", **typo)
+
+
 def test_several_models_and_losses_skip_by_themselves():
     models, optimizer = make(
         model={"G": linear(0), "D": linear(1)},
