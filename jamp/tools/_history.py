@@ -18,8 +18,10 @@ _LOG = logging.getLogger("jamp")
 _ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
 _NORMAL = (
     "This is normal: the scale falls like this in the first steps, and once more each "
-    "time that it was raised too far. If every step is skipped, print "
-    "jamp.diagnostics.locate(loss_fn, state, batch)."
+    "time that it was raised too far."
+)
+_LOCATE = (
+    "If every step is skipped, print jamp.diagnostics.locate(loss_fn, state, batch)."
 )
 
 type Numbers = dict[str, float]
@@ -31,8 +33,8 @@ class History:
 
     `record` copies a few scalars on the device and starts their way to the host; they
     are read, and given to the writers, at a later call, when they have arrived. If
-    steps were skipped since, the logger "jamp" has apex's message as a warning, on
-    process 0: the first 3 of them, then the 4th, 8th, 16th.
+    steps were skipped since the last row, the logger "jamp" has apex's message as a
+    warning, on process 0: the first 3 of them, then the 4th, 8th, 16th.
 
     Args:
         every: at which calls of `record` to collect: each `every`-th.
@@ -154,24 +156,32 @@ class History:
                 write({f"{self.prefix}{k}": v for k, v in row.items()}, step=call)
 
     def _tell(self, row: Numbers) -> None:
-        before = self._rows[-1] if self._rows else {}
-        skips = row["skipped"] - before.get("skipped", 0)
-        if not skips or jax.process_index():
+        """Warns of what was skipped since the row before: the first has none."""
+        before = self._rows[-1] if self._rows else row
+        skips = row["skipped"] - before["skipped"]
+        if skips <= 0 or jax.process_index():
             return
         self._messages += 1
         n = self._messages
         if n > _ALWAYS and n & (n - 1):
             return
+        since = f"{skips:g} skipped since call {before['call']:g}"
         scales = {k: v for k, v in row.items() if k.startswith("loss_scale")}
-        for name, scale in scales.items():
-            if scale < before.get(name, float("inf")):
-                which = name.removeprefix("loss_scale").lstrip("_") or "0"
-                since = f"{skips:g} skipped since call {before.get('call', 0):g}"
-                _LOG.warning(
-                    "Gradient overflow. Skipping step, loss scaler %s reducing loss "
-                    "scale to %g (%s). %s",
-                    *(which, scale, since, _NORMAL),
-                )
+        fallen = [k for k in scales if scales[k] < before.get(k, 0.0)]
+        for name in fallen:
+            which = name.removeprefix("loss_scale").lstrip("_") or "0"
+            _LOG.warning(
+                "Gradient overflow. Skipping step, loss scaler %s reducing loss scale "
+                "to %g (%s). %s %s",
+                *(which, scales[name], since, _NORMAL, _LOCATE),
+            )
+        if not fallen:
+            now = ", ".join(f"{scale:g}" for scale in scales.values())
+            _LOG.warning(
+                "Gradient overflow: %s. No loss scale is lower than it was then (now "
+                "%s). %s",
+                *(since, now, _LOCATE),
+            )
 
 
 def _numbers(state: AmpState) -> dict[str, Any]:

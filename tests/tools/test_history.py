@@ -162,15 +162,58 @@ def test_it_plots():
 def test_apexs_message_is_rate_limited(caplog):
     history = History(every=1)
     with caplog.at_level("WARNING", "jamp"):
-        run(*[(0,)] * 4, *[()] * 3, *[(0,)] * 5, history=history)
+        run((), *[(0,)] * 4, *[()] * 3, *[(0,)] * 5, history=history)
         history.rows()
     messages = [record.getMessage() for record in caplog.records]
     # The 1st, 2nd, 3rd, 4th and 8th of nine.
     says = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to"
     expected = [f"{says} {scale}" for scale in (512, 256, 128, 64, 4)]
     assert [m.split(" (")[0] for m in messages] == expected
-    assert "(1 skipped since call 0). This is normal: the scale" in messages[0]
+    assert "(1 skipped since call 1). This is normal: the scale" in messages[0]
     assert "jamp.diagnostics.locate" in messages[0]
+
+
+def messages_of(caplog, state, *bad, **options):
+    """What is logged of one row before steps, which overflow or not, and one after."""
+    history = History(every=1)
+    caplog.clear()
+    with caplog.at_level("WARNING", "jamp"):
+        history.record(state)
+        for overflows in bad:
+            grads = {name: jnp.ones(2) for name in NAMES}
+            if overflows:
+                grads["w00"] = jnp.full(2, jnp.inf)
+            state = state.apply_gradients(grads=grads, **options)
+        history.record(state)
+        history.rows()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_first_row_is_where_skips_are_counted_from(caplog):
+    resumed = run((0,), (0,), (0,))[0]
+    assert messages_of(caplog, resumed) == []
+    (message,) = messages_of(caplog, resumed, True)
+    assert "to 64 (1 skipped since call 1). This is normal" in message
+    assert messages_of(caplog, begin(num_losses=2), False) == []
+    (message,) = messages_of(caplog, begin(num_losses=2), True, loss_id=1)
+    assert "loss scaler 1 reducing loss scale to 512 (1 skipped" in message
+
+
+@pytest.mark.parametrize(
+    "rule, bad, now",
+    [
+        (jamp.StaticLossScale(128, check=True), (True,), "128"),
+        (jamp.DynamicLossScale(128.0, hysteresis=2), (True,), "128"),
+        (jamp.DynamicLossScale(128.0, min_scale=128.0), (True,), "128"),
+        (jamp.DynamicLossScale(128.0, window=1), (True, False, False), "256"),
+    ],
+)
+def test_a_skip_after_which_no_scale_is_lower_is_told_too(caplog, rule, bad, now):
+    (message,) = messages_of(caplog, begin(loss_scale=rule), *bad)
+    assert message.startswith(
+        "Gradient overflow: 1 skipped since call 1. No loss scale is lower than it was "
+        f"then (now {now}). If every step is skipped, print jamp.diagnostics.locate"
+    )
 
 
 def test_nobody_waits():
