@@ -4,6 +4,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 
 def batchnorm_paths(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[str, ...]:
@@ -11,7 +12,8 @@ def batchnorm_paths(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[str,
 
     Args:
         model: a Linen module.
-        *inputs, **kwargs: what its `__call__` takes; arrays or `jax.ShapeDtypeStruct`.
+        *inputs, **kwargs: what its `__call__` takes; a `jax.ShapeDtypeStruct` may stand
+            for an array.
 
     Returns:
         The paths, sorted: `("BatchNorm_0", "block/norm")`. Nothing is computed.
@@ -31,10 +33,15 @@ def batchnorm_paths(model: nn.Module, *inputs: Any, **kwargs: Any) -> tuple[str,
             found.add("/".join(context.module.path))
         return next_fun(*args, **kwargs)
 
+    leaves, structure = jax.tree.flatten((inputs, kwargs))
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)  # noqa: E731
+    arrays = {i: x for i, x in enumerate(leaves) if is_array(x)}
+
+    def init(key, arrays):  # flags and the like stay what they are
+        inside = [arrays.get(i, x) for i, x in enumerate(leaves)]
+        inputs, kwargs = structure.unflatten(inside)
+        return model.init(key, *inputs, **kwargs)
+
     with nn.intercept_methods(record):
-        jax.eval_shape(
-            lambda key, args: model.init(key, *args, **kwargs),
-            jax.random.key(0),
-            inputs,
-        )
+        jax.eval_shape(init, jax.random.key(0), arrays)
     return tuple(sorted(found))
