@@ -364,7 +364,9 @@ class Facts:
             return None if literal and any(map(is_float32, eqn.invars)) else FLOAT32
         if len(votes) == 1:
             return next(iter(votes))
-        if not self.widest or self.bias(eqn) is not None:
+        # Of several results, as of a barrier, each would have to be rounded.
+        narrow = not self.widest and len(eqn.outvars) == 1
+        if narrow or self.bias(eqn) is not None:
             in_half = (v for v in eqn.invars if self[v].vote == self.half)
             return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
         return self.half if self._normalises(eqn) else FLOAT32

@@ -31,10 +31,12 @@ from jamp._autocast.program import dtype_of, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 
-def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> jc.Jaxpr:
+def checkpoint_heads(
+    jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool, saved: bool
+) -> jc.Jaxpr:
     """Writes each head of a rewritten program as one checkpointed equation.
 
-    `programs` and `loop` are as for islands.
+    `programs` and `loop` are as for islands; `saved` is as of a `Scope`.
     """
     sources = dict.fromkeys(
         v for eqn in jaxpr.eqns if _begins_head(eqn) for v in _halves(eqn)
@@ -46,7 +48,7 @@ def checkpoint_heads(jaxpr: jc.Jaxpr, programs: dict[Any, Any], loop: bool) -> j
         if graph.eqns is not jaxpr.eqns:
             graph = Graph(jaxpr)
         if members := _head(graph, source, labels):
-            jaxpr = _written(graph, jaxpr, members, labels, programs, loop)
+            jaxpr = _written(graph, jaxpr, members, labels, programs, loop, saved)
     return jaxpr
 
 
@@ -141,6 +143,7 @@ def _written(
     labels: Mapping[int, int],
     programs: dict[Any, Any],
     loop: bool,
+    saved: bool,
 ) -> jc.Jaxpr:
     """The program with a head as one equation, in the place of its last one."""
     inside = [jaxpr.eqns[i] for i in sorted(members)]
@@ -154,24 +157,23 @@ def _written(
         for v in jaxpr.eqns[i].outvars
         if graph.users_of(v) - (members - both)
     ]
-    # A barrier before the sums that are kept is enough for exponentials not to be.
+    written = with_labels(inside, labels)
+    # A barrier before the sums that are kept is enough for exponentials not to be, and
+    # the cotangents of logits may go where these are. In a checkpoint that keeps some
+    # values JAX would lose count of what it is for.
     inputs = inputs_of(inside)
-    head = checkpointed(
-        with_labels(inside, labels),
-        inputs,
-        outvars,
-        is_kept,
-        not loop and (False,) * len(inputs),
-        programs,
-        jaxpr,
-    )
+    barrier = not loop and (saved or (False,) * len(inputs))
+    head = checkpointed(written, inputs, outvars, is_kept, barrier, programs, jaxpr)
     before, after, late = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
+    effects = False  # whether something that has some comes after the head
     for i, eqn in enumerate(jaxpr.eqns):
         if i in members - both:
             continue
-        if i > max(members) or late & set(variables_in(eqn.invars)):
+        waits = late & set(variables_in(eqn.invars)) or (effects and eqn.effects)
+        if i > max(members) or waits:
             after.append(eqn)
             late.update(eqn.outvars)
+            effects = effects or bool(eqn.effects)
         else:
             before.append(eqn)
     return with_equations(jaxpr, [*before, head, *after])

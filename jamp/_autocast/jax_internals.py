@@ -2,7 +2,7 @@
 
 A function says what JAX does there, and `tests/autocast/test_jax_internals.py` holds it
 to that on the oldest and on the newest JAX. Other files name none of it, but for
-`derivatives`, `frames` and `tracers`: what a new JAX breaks, it breaks here.
+`derivatives`, `frames`, `hijax` and `tracers`: what a new JAX breaks, it breaks here.
 """
 
 import functools
@@ -319,6 +319,13 @@ def checkpointed(
         set(),
         **_reader_info(_with_scopes(last, common)),
     )
+
+
+@functools.cache
+def in_scalars(update: jc.Jaxpr, dtype: DTypeLike) -> jc.Jaxpr:
+    """How a scatter joins two numbers, of another dtype."""
+    scalars = [jax.ShapeDtypeStruct((), dtype) for _ in update.invars]
+    return jax.make_jaxpr(jc.jaxpr_as_fun(update))(*scalars)
 
 
 @functools.cache

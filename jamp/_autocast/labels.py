@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.extend import core as jc
 
 from jamp._autocast.frames import frames_of, with_equations, with_programs
 from jamp._autocast.jax_internals import call
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 _LARGEST = 2**22  # numbers of indices that are looked at: of longer ones, none
@@ -129,8 +131,21 @@ def _own_places(indices: Atom, axes: list[int], jaxpr: jc.Jaxpr) -> dict[int, in
     return found
 
 
+# What gives the same wherever and whenever it runs: no place in a mesh, no callback.
+_PURE = (Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE, Shape.REPEAT, Shape.REARRANGE)
+
+
+def _is_pure(eqn: jc.JaxprEqn) -> bool:
+    frames = frames_of(eqn)
+    inside = [e for frame in frames for e in frame.program.eqns]
+    is_pure = traits_of(primitive_name(eqn)).shape in _PURE
+    return all(map(_is_pure, inside)) if frames else is_pure
+
+
 def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
     """A value that depends on no input of a program; None of another one."""
+    if any(isinstance(const, Tracer) for const in jaxpr.consts):
+        return None
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     needed, waiting = dict[int, jc.JaxprEqn](), [atom]
     while waiting:
@@ -139,9 +154,12 @@ def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
             continue
         if read not in makers:
             return None
-        if id(makers[read]) not in needed:
-            needed[id(makers[read])] = makers[read]
-            waiting += makers[read].invars
+        maker = makers[read]
+        if not _is_pure(maker):
+            return None
+        if id(maker) not in needed:
+            needed[id(maker)] = maker
+            waiting += maker.invars
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
     with jax.ensure_compile_time_eval():
         (value,) = jc.jaxpr_as_fun(

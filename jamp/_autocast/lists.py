@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jamp._autocast.frames import HOLDERS
 from jamp._autocast.primitives import ROWS, Row, Rule
 
 
@@ -93,7 +94,16 @@ class AutocastLists:
     rules: "tuple[Entry, ...]" = ()
 
     def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for a primitive."""
+        """With a rule for a primitive.
+
+        Raises:
+            ValueError: it holds programs: the rules are for what is in them.
+        """
+        if name in HOLDERS:
+            raise ValueError(
+                f"with_primitive got {name!r}, which holds a program. Name what is in "
+                "it; or write `with_region(regex, rule)`, or `with_function`."
+            )
         return self._with(What.PRIMITIVE, name, Rule(rule))
 
     def with_function(self, name: str, rule: "Rule | str") -> "AutocastLists":

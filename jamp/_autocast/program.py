@@ -51,6 +51,7 @@ class Scope(NamedTuple):
     names: str = ""  # the name stack of the equations around it
     library: str = ""  # the function of JAX in the table that it is a part of, if any
     loop: bool = False  # whether it is in the body of a scan, which stacks what is kept
+    saved: bool = False  # whether it is in a checkpoint that keeps some values
     derived: bool = False  # whether it is in a function with a derivative of its own
     within: Source = Source.DATA  # what values depend on of which nothing is known
     written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
@@ -60,7 +61,7 @@ class Scope(NamedTuple):
         """Equal for places where the same programs are rewritten to the same."""
         names = self.names if self.policy.lists.rules_for(What.REGION) else None
         marks = tuple(_MARKER.findall(self.names)), NO_FP8 in self.names
-        return names or marks, *self[2:6]
+        return names or marks, *self[2:7]
 
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
@@ -69,8 +70,10 @@ class Scope(NamedTuple):
             return self._replace(names=names, derived=True)
         if eqn.primitive.name != "jit":
             # JAX differentiates no other loop backward.
-            is_scan = eqn.primitive.name == "scan"
-            return self._replace(names=names, loop=self.loop or is_scan)
+            loop = self.loop or eqn.primitive.name == "scan"
+            remat = any(frame.own_residuals for frame in frames_of(eqn))
+            keeps = remat and eqn.params.get("policy", True) is not None
+            return self._replace(names=names, loop=loop, saved=self.saved or keeps)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = lists.rule_of_function(name, is_jax=bool(path))

@@ -9,7 +9,7 @@ gradient is written in float32, through loops and calls; operands of products st
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ _PASS = (Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT, Shape.MOVE, Shape.MARK)
 _ALSO = "add add_any sub mul div neg select_n psum psum_invariant".split()
 # What goes in is as large as the activations, and stays half until it is read.
 _SUMS = ("reduce_sum", "scatter-add", "reduce_scatter")
-_SCALARS = [jax.ShapeDtypeStruct((), FLOAT32)] * 2
 _CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
 
 
@@ -112,13 +111,13 @@ class _Widening:
     # ---- the program, written forward
 
     def program(
-        self, program: jc.Jaxpr, outs: frozenset[int], is_inside: bool = False
+        self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
     ) -> jc.Jaxpr:
-        """A program with results `outs` in float32; inside of another, inputs too."""
+        """A program with results `outs` in float32, and inputs `ins`."""
         asked, wide, eqns = self.asked(program, outs), {}, []
         invars = list(program.invars)
         for i, v in enumerate(invars):
-            if is_inside and v in asked and _is_half(v):
+            if i in ins and _is_half(v):
                 wide[v] = invars[i] = _new(v)
                 eqns.append(_converted(wide[v], v))
 
@@ -166,7 +165,8 @@ class _Widening:
             invars = [read(v) if _is_float(v) else v for v in invars]
             results = [v for v in eqn.outvars if _is_float(v)]
             if name == "scatter-add":
-                params["update_jaxpr"] = jax.make_jaxpr(jax.lax.add)(*_SCALARS)
+                update = jax_internals.in_scalars(params["update_jaxpr"], FLOAT32)
+                params["update_jaxpr"] = update
         else:
             return False
         halves = [v for v in results if _is_half(v)]
@@ -183,13 +183,15 @@ class _Widening:
         programs, invars = [], list(eqn.invars)
         frames = frames_of(eqn)
         taken = [self.asked(f.program, self._outs(f, asked)) for f in frames]
+        # Of branches one may ask for an operand that another does not.
+        pairs = [(f.program.invars, vs) for f, vs in zip(frames, taken, strict=True)]
+        wide = {i for inner, vs in pairs for i, v in enumerate(inner) if v in vs}
         for frame in frames:
             outs = self._outs(frame, asked)
-            programs.append(self.program(frame.program, outs, is_inside=True))
-            first = len(invars) - len(frame.operands)
-            for i, v in enumerate(frame.program.invars):
-                if v in taken[0]:
-                    invars[first + i] = read(eqn.invars[first + i])
+            programs.append(self.program(frame.program, outs, wide))
+        first = len(invars) - len(frames[0].operands)
+        for i in wide:
+            invars[first + i] = read(eqn.invars[first + i])
         return with_programs(eqn, programs), invars
 
 

@@ -110,7 +110,8 @@ class Rewriter:
         written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
         # Last: where float32 begins and ends is known by the casts that were written.
         options = self.scope.written, self.scope.loop
-        return checkpoint_heads(checkpoint_islands(written, *options), *options)
+        written = checkpoint_islands(written, *options)
+        return checkpoint_heads(written, *options, self.scope.saved)
 
     # ---- values
 
@@ -223,6 +224,9 @@ class Rewriter:
             [dtype if is_float32(v) else dtype_of(v) for v in atoms]
             for atoms in (eqn.invars, eqn.outvars)
         )
+        if params.get("update_jaxpr") is not None:
+            update = jax_internals.in_scalars(params["update_jaxpr"], dtype)
+            params["update_jaxpr"] = update
         if "_prim" in params:
             params["_prim"] = with_dtypes(params["_prim"], ins, outs)
         self.emit(eqn, ins, outs, params, apart)

@@ -6,7 +6,7 @@
 As for `jax_internals`, the tests hold each fact.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,18 @@ def depends_on(x: object, inputs: Sequence[Any]) -> bool:
     """
     trace = getattr(x, "_trace", None)
     return any(getattr(y, "_trace", object) is trace for y in inputs)
+
+
+def is_checkpointed(values: Iterable[object]) -> bool:
+    """Whether `jax.checkpoint` traces a program that values are of, or one around."""
+    traces = (x._trace for x in values if isinstance(x, Tracer))
+    trace: Any = next(traces, None)
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(info, "traced_for", "") in ("checkpoint / remat", "remat3"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 class Outermost(Primitive):

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -136,6 +137,10 @@ class _Callable:
 
     def __call__(self, *args, **kwargs):
         return self._call(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        is_method = instance is not None and hasattr(self.__wrapped__, "__get__")
+        return types.MethodType(self, instance) if is_method else self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)

@@ -26,6 +26,7 @@ from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Policy, Scope, recorded
 from jamp._autocast.rewrite import rewrite
 from jamp._autocast.sums import moves_taken_out
+from jamp._autocast.tracers import is_checkpointed
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
 
@@ -85,7 +86,8 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
         with mark if tracing.value else contextlib.nullcontext():
             try:
-                outs = jc.jaxpr_as_fun(_rewritten(jaxpr, scope))(*values)
+                saved = scope._replace(saved=is_checkpointed(values))
+                outs = jc.jaxpr_as_fun(_rewritten(jaxpr, saved))(*values)
             except jax.errors.UnexpectedTracerError as error:
                 error.add_note(_CLOSED_OVER)
                 raise

@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from jamp._autocast.marks import at_boundary, shown_params
 from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
+from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, cast_floats
 from jamp._policy.levels import Properties
 
@@ -65,7 +66,7 @@ def under_policy(
     if scope is None:
         return fn
 
-    def shown(params, *args, **kwargs):
+    def shown(params, /, *args, **kwargs):
         return fn(shown_params(params, scope.policy), *args, **kwargs)
 
     return autocast_in(scope, shown)
@@ -102,10 +103,10 @@ class _Forward:
     apply_fn: Callable[..., Any]
     properties: Properties
 
-    def __call__(self, variables, *args, **kwargs):
+    def __call__(self, variables, /, *args, **kwargs):
         is_flax = isinstance(variables, Mapping) and "params" in variables
 
-        def run(params, *args, **kwargs):
+        def run(params, /, *args, **kwargs):
             whole = {**variables, "params": params} if is_flax else params
             args, kwargs = model_inputs((args, kwargs), self.properties)
             out = self.apply_fn(whole, *args, **kwargs)
@@ -136,7 +137,8 @@ def cast_forward(
         properties: the level, from `Properties.from_opt_level`.
 
     Returns:
-        A function with the signature of `apply_fn`; it hashes by value.
+        A function with the signature of `apply_fn`; it hashes by value. What is cast so
+        already is returned as it is.
 
     >>> import jax.numpy as jnp
     >>> def apply(w, x):
@@ -145,7 +147,19 @@ def cast_forward(
     >>> half(jnp.ones(3, jnp.float16), jnp.full(3, 1.0004)).item()  # 1.0004 is rounded
     3.0
     """
-    return _Forward(apply_fn, properties)
+    is_cast = isinstance(apply_fn, _Forward) and apply_fn.properties == properties
+    return apply_fn if is_cast else _Forward(apply_fn, properties)
+
+
+def forwards(apply_fn: Any, properties: Properties) -> Any:
+    """What a state has as `apply_fn`: of each group, or one that says there is none."""
+    if apply_fn is None or apply_fn is no_forward:
+        return no_forward
+    if not isinstance(apply_fn, list | tuple | Mapping):
+        return cast_forward(apply_fn, properties)
+    by_key = groups.split(apply_fn, groups.group_keys(apply_fn))
+    cast = {key: cast_forward(fn, properties) for key, fn in by_key.items()}
+    return groups.hashable(cast, apply_fn)
 
 
 def no_forward(*_: object, **__: object) -> NoReturn:

@@ -136,7 +136,7 @@ def scaled_value_and_grad(
     compute = ScaledGrad(loss_fn, has_aux, loss_id, wrt, axis_name, predivide).checked
 
     @functools.wraps(loss_fn)
-    def value_and_grad(state, *args, **kwargs):
+    def value_and_grad(state, /, *args, **kwargs):
         value, grads, _ = compute(state, *args, **kwargs)
         return (value if has_aux else value[0]), grads
 
@@ -160,7 +160,7 @@ class ScaledGrad:
 
     @moves_constants
     def checked(
-        self, state: HasLossScales, *args: Any, **kwargs: Any
+        self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]:
         """`((loss, aux), grads, finite)`: the flag is None if no rule checks."""
         check_same_devices(("state", state), ("args", args), *kwargs.items())
@@ -181,7 +181,7 @@ class ScaledGrad:
         return (loss, aux), groups.pack_wrt(grads, self.wrt, state.params), finite
 
     def raw(
-        self, state: HasLossScales, *args: Any, **kwargs: Any
+        self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], dict[Key, PyTree]]:
         """`((loss, aux), grads)`: by group, times the scale, in the params' dtypes.
 
@@ -268,7 +268,7 @@ def scaled_grad(
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     @functools.wraps(loss_fn)
-    def grad(state, *args, **kwargs):
+    def grad(state, /, *args, **kwargs):
         loss_id = options.get("loss_id", 0)
         find_loss_scale(state, loss_id, "jamp.scaled_grad(loss_fn)(state, ...)")
         value, grads = both(state, *args, **kwargs)

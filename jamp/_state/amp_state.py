@@ -17,10 +17,12 @@ from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.show import summary
 from jamp._core.tree import check_like, select
+from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
 from jamp._state.loading import has_values, loaded, register
+from jamp._state.new_state import in_place_of
 from jamp._state.rounded import warn_of_half_edit, warn_of_half_field
 from jamp._state.step import (
     GroupGrads,
@@ -59,10 +61,16 @@ class _Replace:
     def replace(self, **changes: Any) -> Self:
         """The state with other values of some fields.
 
-        New `params` without an `opt_state` are loaded: `state.load_params(params)`. All
-        else, and params beside an `opt_state`, is set as it is given.
+        New `params` without an `opt_state` are loaded: `state.load_params(params)`. A
+        new `tx` keeps masters where the old one did, and a new `apply_fn` runs under
+        the level. All else, and params beside an `opt_state`, is set as it is given.
         """
         state: Any = self
+        if changes.get("tx") is not None:
+            by_key = groups_of(state)
+            changes["tx"] = in_place_of(by_key, changes["tx"], state.properties)
+        if "apply_fn" in changes:
+            changes["apply_fn"] = forwards(changes["apply_fn"], state.properties)
         params = changes.get("params", state.params)
         for name in set(changes).intersection(extra_fields(state)):
             _check_field(state, name, changes[name])

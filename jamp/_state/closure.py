@@ -55,7 +55,7 @@ def closure(
     """
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, loss_id=loss_id, wrt=wrt)
 
-    def bind(state, *args, **kwargs):
+    def bind(state, /, *args, **kwargs):
         find_loss_scale(state, loss_id, "jamp.closure(loss_fn)(state, ...)")
         keys = groups.group_keys(state.tx)
         if isinstance(wrt, list | tuple) or (wrt is None and keys != (groups.SINGLE,)):

@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jamp._core.path_rules import check_rules
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level
-from jamp._policy.forward import cast_forward, no_forward
+from jamp._policy.forward import forwards
 from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
 from jamp._scaling.rules import LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field
@@ -191,7 +191,7 @@ def _initialized(
         model_params,
         tx,
         store_remainder=store_remainder,
-        apply_fn=_patch(apply_fn, properties),
+        apply_fn=forwards(apply_fn, properties),
         properties=properties,
         loss_scale_rules=rules,
         **fields,
@@ -248,16 +248,6 @@ def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
         *properties.describe(),
     ]
     print("\n".join(lines))
-
-
-def _patch(apply_fn: Any, properties: Properties) -> Any:
-    if apply_fn is None:
-        return no_forward
-    if not isinstance(apply_fn, list | tuple | Mapping):
-        return cast_forward(apply_fn, properties)
-    forwards = groups.split(apply_fn, groups.group_keys(apply_fn))
-    patched = {key: cast_forward(fn, properties) for key, fn in forwards.items()}
-    return groups.hashable(patched, apply_fn)
 
 
 _APEX_NAMES = {

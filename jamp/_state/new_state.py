@@ -3,7 +3,7 @@
 Moments are sharded as their params, scalars replicated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from jamp._core import groups
 from jamp._core.devices import in_full, put
 from jamp._core.dtypes import is_castable
+from jamp._core.groups import Key
 from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
@@ -53,9 +54,7 @@ def new_state[S](
     for key in groups.group_keys(txs):
         tx, cast = groups.get(txs, key), groups.get(params, key)
         if tx is not None:
-            tx = _with_shardings(tx, cast)
-            if properties.master_weights:
-                tx = masters.master_weights(tx, store_remainder=store_remainder)
+            tx = _wrapped(tx, cast, properties, store_remainder)
         begun[key] = begun_group(tx, groups.get(originals, key), cast)
     return state_class(
         step=jnp.int32(0),
@@ -69,6 +68,40 @@ def new_state[S](
         loss_scale_rules=loss_scale_rules,
         **fields,
     )
+
+
+def in_place_of(by_key: Mapping[Key, Group], txs: Any, properties: Properties) -> Any:
+    """Other transformations for the groups of a state, wrapped as theirs are.
+
+    Raises:
+        ValueError: they are of other groups.
+    """
+    if groups.group_keys(txs) != tuple(by_key):
+        raise ValueError(
+            f"replace(tx=...) got {txs!r} for the groups {list(by_key)}: it takes one "
+            "transformation for each, in the container of `params`."
+        )
+    new = {}
+    for key, group in by_key.items():
+        tx = groups.get(txs, key)
+        if groups.is_transformation(tx) and tx != group.tx:
+            remainder = getattr(group.tx, "store_remainder", False)
+            tx = _wrapped(masters.bare(tx), group.params, properties, remainder)
+        new[key] = tx
+    return groups.hashable(new, txs)
+
+
+def _wrapped(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    properties: Properties,
+    store_remainder: bool,
+) -> optax.GradientTransformation:
+    """A group's transformation, with masters where the level keeps them."""
+    tx = _with_shardings(tx, params)
+    if not properties.master_weights:
+        return tx
+    return masters.master_weights(tx, store_remainder=store_remainder)
 
 
 def begun_group(

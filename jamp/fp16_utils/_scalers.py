@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jamp._core.dtypes import FLOAT32
 from jamp._core.tree import all_finite
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
@@ -61,8 +62,9 @@ class _Scaler:
         return state.cur_scale
 
     def scale_gradient(self, state: LossScalerState, grads: PyTree) -> PyTree:
-        """Gradients times the scale, in their dtypes."""
-        return jax.tree.map(lambda g: g * state.cur_scale.astype(g.dtype), grads)
+        """Gradients times the scale, rounded once to their dtypes."""
+        scaled = lambda g: (g.astype(FLOAT32) * state.cur_scale).astype(g.dtype)  # noqa: E731
+        return jax.tree.map(scaled, grads)
 
     def backward(
         self,

@@ -63,7 +63,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(loss_fn)
     @moves_constants
-    def value_and_grad(models: Models, optimizer: Optimizer, *args, **kwargs):
+    def value_and_grad(models: Models, optimizer: Optimizer, /, *args, **kwargs):
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
         compute = ScaledGrad(loss, has_aux=True, **options).checked
@@ -96,7 +96,7 @@ def scaled_grad(
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)
 
     @functools.wraps(loss_fn)
-    def grad(models, optimizer, *args, **kwargs):
+    def grad(models, optimizer, /, *args, **kwargs):
         check_optimizer(optimizer, "scaled_grad(loss_fn)")
         value, grads = both(models, optimizer, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads

@@ -180,6 +180,7 @@ def test_lists_are_values():
     ("call", "match"),
     [
         (lambda: LISTS.with_region("a", "quarter"), "'quarter'"),
+        (lambda: LISTS.with_primitive("scan", "half"), "'scan', which holds a program"),
         (lambda: LISTS.register_half_function(jnp, "none"), "named 'none' in module"),
         (lambda: LISTS.register_half_kernel(jnp, "none"), "named 'none' in module"),
         (lambda: jamp.autocast(product, dtype="float32"), "must be.*float32"),
@@ -292,6 +293,10 @@ class Base:
     def method(self, x):
         return x @ x
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def jitted(self, x):
+        return x @ x
+
     static = staticmethod(product)
 
 
@@ -300,7 +305,7 @@ class Derived(Base):
 
 
 @pytest.mark.parametrize("owner", [Base, Derived])
-@pytest.mark.parametrize("name", ["method", "static"])
+@pytest.mark.parametrize("name", ["method", "static", "jitted"])
 def test_methods_are_replaced_and_put_back_as_they_were(owner, name):
     before = dict(vars(owner))
     lists = LISTS.register_float_function(owner, name)

@@ -143,6 +143,31 @@ def test_a_metric_that_reads_the_logits_does_not_break_the_head():
     assert scattered(jax.grad(cast, has_aux=True)) == []
 
 
+def test_effects_around_a_head_keep_their_order():
+    def loss(w):
+        logits = X @ w
+        norm, ref = nn.logsumexp(logits, -1), jax.new_ref(jnp.float32(0))
+        ref[...] = norm.sum()
+        seen = ref[...]
+        return (norm - of_class(logits, LABELS)).mean(), seen
+
+    for got, wanted in zip(jamp.autocast(loss)(W), loss(W), strict=True):
+        np.testing.assert_allclose(got, wanted, 1e-3)
+
+
+def test_rows_are_looked_up_by_where_a_device_is():
+    def loss(w, labels):
+        logits = X @ w
+        rows = ROWS + N * lax.axis_index("batch") * 0
+        return (nn.logsumexp(logits, -1) - logits[rows, labels]).mean()
+
+    def both(fn):
+        mapped = jax.vmap(jax.grad(fn), (None, 0), axis_name="batch")
+        return mapped(W, jnp.stack([LABELS, LABELS[::-1]]))
+
+    np.testing.assert_allclose(both(jamp.autocast(loss)), both(loss), 2e-2, 2e-3)
+
+
 def test_of_two_models_both_losses_are_heads():
     def distilled(w, v):
         teacher, student = nn.log_softmax(X @ v), nn.log_softmax(X @ w)

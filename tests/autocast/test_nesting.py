@@ -44,6 +44,40 @@ def disabling(fn):
     return call
 
 
+# ---- checkpoints that keep some values
+
+POLICIES = jax.checkpoint_policies
+LABELS = jnp.arange(8)
+
+
+def loss(w):
+    logits = layer(w) @ w
+    return (jax.nn.logsumexp(logits, -1) - logits[LABELS, LABELS]).mean()
+
+
+def in_a_scan(fn):
+    return lambda w: lax.scan(lambda c, _: (c + fn(w), None), 0.0, None, length=1)[0]
+
+
+WITHIN = {
+    "alone": lambda fn: fn,
+    "jit": jax.jit,
+    "scan": in_a_scan,
+    "vmap": lambda fn: lambda w: jax.vmap(fn)(w[None])[0],
+}
+
+
+@pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
+@pytest.mark.parametrize("within", WITHIN)
+def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
+    """JAX does not extend a `prevent_cse` of each argument by what it keeps."""
+    checkpoint = functools.partial(jax.checkpoint, policy=getattr(POLICIES, policy))
+    wanted = jax.grad(loss)(W)
+    inside = half(checkpoint(WITHIN[within](loss)))
+    for fn in (inside, checkpoint(WITHIN[within](half(loss)))):
+        np.testing.assert_allclose(jax.grad(fn)(W), wanted, 2e-2, 1e-3)
+
+
 # ---- nesting: the innermost policy wins, but where casts are disabled
 
 

@@ -80,6 +80,14 @@ def test_ordinary_code(name):
             assert [p for p in products(fn, W) if p.is_wide] == []
 
 
+@pytest.mark.parametrize("method", ["add", "multiply", "set"])
+def test_a_scatter_in_half_joins_numbers_in_half(method):
+    fn = jamp.half_function(lambda w: getattr(w.at[0, ::2], method)(1.5))
+    close(jamp.autocast(fn)(W), fn(W), HALVES["float16"])
+    (found,) = results(jamp.autocast(fn), [f"scatter-{method[:3]}", "scatter"], W)
+    assert found == "float16"
+
+
 def test_scalars_do_not_vote():
     def fn(w):
         y = jnp.where(MASK, w @ w, 0.0)
@@ -97,12 +105,15 @@ HARD_CONSTANTS = {
     "large": lambda w: jnp.minimum(w @ w + 1e6, 2e6),
     "small array": lambda w: (w @ w) / jnp.full((8, 8), 1e-6),
     "masked": lambda w: jnp.where(MASK, w @ w, 1e6) * 1e-6,
+    "barrier": lambda w: lax.optimization_barrier((w @ w, jnp.exp(w + 14)))[1],
     "branch": lambda w: (
         lax.cond(w[0, 0] < 9, lambda: jnp.full((8, 8), 1e30), lambda: w @ w) + w @ w
     ),
 }
 HARD = [("widest", name) for name in HARD_CONSTANTS]
-HARD += [("narrowest", name) for name in "floor comparison epsilon branch".split()]
+HARD += [
+    ("narrowest", name) for name in "floor comparison epsilon barrier branch".split()
+]
 
 
 @pytest.mark.parametrize(("promote", "name"), HARD)

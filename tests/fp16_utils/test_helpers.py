@@ -142,6 +142,13 @@ def test_a_dynamic_scaler_follows_apex_through_random_overflows(kwargs, steps, r
     assert len({scale for scale, *_ in expected}) > 2
 
 
+def test_scaled_gradients_are_rounded_once():
+    scaler = fu.DynamicLossScaler(2.0**16)  # which is inf in float16
+    scaled = scaler.scale_gradient(scaler.init(), [jnp.asarray([1e-5, 0, 2], F16)])
+    wanted = [float(np.float16(1e-5)) * 65536.0, 0.0, np.inf]
+    assert_same_bits(scaled, [jnp.asarray(wanted, F16)])
+
+
 @pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
 def test_has_overflow_looks_at_every_element(bad):
     scaler = fu.DynamicLossScaler()

@@ -126,6 +126,7 @@ ERRORS = [
     ("adam", {"backend": "cuda"}, "backend.*'cuda'"),
     ("adam", {"eps": True}, "eps must be a number, got True"),
     ("sgd", {"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
+    ("sgd", {"momentum": None}, "momentum must be a number, got None"),
     ("lamb", {"amsgrad": True}, "FusedLAMB does not support the AMSGrad variant."),
 ]
 

@@ -79,6 +79,9 @@ def test_aux_and_static_arguments_are_those_of_jax():
     for x, *rest in (aux, also):
         assert_same_bits(x, jnp.asarray(X))
         assert rest == ["text", None, 3, print]
+    named = lambda p, *, self, state, params: loss_fn(p, state)  # noqa: E731
+    grads = jamp.scaled_grad(named)(make(), self=1, state=X, params=2)
+    assert_same_bits(grads, same)
 
 
 def test_the_loss_is_the_fp32_loss_bit_for_bit():

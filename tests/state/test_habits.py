@@ -113,7 +113,19 @@ def nnx_scanned():
     return optimizer.amp_state(model), descend(steps=1)
 
 
+def other_tx(level="O2", **kwargs):
+    """Another rate, and steps below half a unit of the float16 or bfloat16 weight."""
+    slow = optax.sgd(1e-5)
+    state = make(level=level, **kwargs).replace(tx=slow)
+    state = state.replace(tx=state.tx, apply_fn=MODEL.apply)
+    assert state.apply_fn == make(level=level, **kwargs).apply_fn
+    expected = make(tx=slow, level=level, **kwargs)
+    assert jax.tree.structure(two_steps(state)) == jax.tree.structure(expected)
+    return two_steps(state), wide(two_steps(expected))
+
+
 RIGHT = {
+    "`state.replace(tx=..., apply_fn=...)`": other_tx,
     "`pmap`, `jax_utils.replicate`": pmapped,
     "`vmap` over an ensemble": ensemble,
     "a `DynamicScale` block": dynamic_scale,
@@ -132,6 +144,22 @@ def test_what_is_right(habit):
     np.testing.assert_allclose(wide(state), expected, atol=2e-3)
     half = np.asarray(state.params["kernel"])
     assert half.dtype == np.float16 and (half == wide(state).astype(half.dtype)).all()
+
+
+def test_another_transformation_keeps_what_the_old_one_kept():
+    """Remainders, and the masters of each group."""
+    state, expected = other_tx("O5", store_remainder=True, loss_scale=None)
+    np.testing.assert_array_equal(wide(state), expected)
+    weights = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    state = jamp.initialize(weights, dict.fromkeys("ab", SGD), "O2", verbosity=0)
+    slow = {"a": optax.sgd(1e-5), "b": SGD}
+    grads = jax.tree.map(jnp.ones_like, jamp.master_params(state))
+    state = state.replace(tx=slow).apply_gradients(grads=grads)
+    masters = jamp.master_params(state)
+    np.testing.assert_allclose(masters["a"], 1 - 1e-5, rtol=1e-7)
+    np.testing.assert_allclose(masters["b"], 1 - RATE, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"the groups \['a', 'b'\]: it takes one"):
+        state.replace(tx=SGD)
 
 
 # What to write is in the message; the error.
