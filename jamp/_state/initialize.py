@@ -25,7 +25,7 @@ from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level
 from jamp._policy.forward import forwards
 from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
-from jamp._scaling.rules import LossScaleRule, loss_scale_rule
+from jamp._scaling.rules import DynamicLossScale, LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.new_state import new_state, settled
@@ -112,7 +112,7 @@ def initialize(
         promote: what mixed operands become, "widest" (by default at O1 and O4) or
             "narrowest" (at O2, O3, O5 and O6).
         store_remainder: whether to keep 16 more bits beside bfloat16 params instead of
-            float32 masters, see `master_weights`; O5 only.
+            float32 masters, see `master_weights`; O5 and O6 only.
         allow_incoming_model_not_fp32: whether half params are allowed.
         state_class: AmpState, or a subclass that declares extra fields.
         **fields: extra fields of the state, such as `batch_stats`.
@@ -179,10 +179,13 @@ def _initialized(
         check_rules("Fp8(keep=)", properties.fp8.rules, params, frozen)
         warn_without_fp8()
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
-    if store_remainder and not (properties.master_weights and tx is not None):
+    has_masters = properties.master_weights and tx is not None
+    if store_remainder and enabled and not has_masters:
+        reason = f"{opt_level} keeps no master weights"
+        if LEVELS[opt_level].master_weights:
+            reason = "there is no tx" if tx is None else "master_weights is False"
         warn(
-            f"store_remainder has no effect: {opt_level} keeps no master weights here. "
-            "It is for O5.",
+            f"store_remainder has no effect: {reason}. It is for O5 and O6.",
             UnusedOptionWarning,
         )
     state = new_state(
@@ -227,12 +230,15 @@ def _rules(
     ):
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
     scale = properties.loss_scale
-    if min_loss_scale is not None and scale != "dynamic" and properties.enabled:
-        warn(
-            f"min_loss_scale={min_loss_scale} has no effect: the loss scale is "
-            f"{scale!r}. Pass loss_scale='dynamic', or min_scale to the rule.",
-            UnusedOptionWarning,
-        )
+    limits = {"min": min_loss_scale, "max": max_loss_scale}
+    for end, value in limits.items():
+        is_given = value != getattr(DynamicLossScale, f"{end}_scale")  # the default
+        if is_given and scale != "dynamic" and properties.enabled:
+            warn(
+                f"{end}_loss_scale={value} has no effect: the loss scale is {scale!r}. "
+                f"Pass loss_scale='dynamic', or {end}_scale to the rule.",
+                UnusedOptionWarning,
+            )
     return (loss_scale_rule(scale, min_loss_scale, max_loss_scale),) * num_losses
 
 

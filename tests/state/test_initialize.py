@@ -275,8 +275,7 @@ SCALES = [
     ({"loss_scale": DYNAMIC(2.0, window=5)}, DYNAMIC(2.0, window=5), 2.0),
     (FLOOR_AND_CEILING, DYNAMIC(min_scale=16.0, max_scale=2.0**20), 2.0**16),
     ({"min_loss_scale": 2.0**18}, DYNAMIC(2.0**18, min_scale=2.0**18), 2.0**18),
-    # A static scale ignores the ceiling; a floor of 0 is none.
-    ({"loss_scale": 2.0, "max_loss_scale": 1.0}, STATIC(2.0), 2.0),
+    # A floor of 0 is none.
     ({"min_loss_scale": 0}, DYNAMIC(min_scale=0), 2.0**16),
 ]
 
@@ -288,9 +287,34 @@ def test_one_rule_per_loss(losses):
         assert state.loss_scale_rules == (rule,) * losses
         assert_same_bits(state.loss_scales, (rule.init(),) * losses)
         assert state.loss_scale == ((first,) * losses if losses > 1 else first)
-    with pytest.warns(UserWarning, match="min_loss_scale=16.*scale is 2.0"):
-        state = make("O2", loss_scale=2.0, min_loss_scale=16.0)
-    assert state.loss_scale_rules == (STATIC(2.0),)
+
+
+@pytest.mark.parametrize("scale", [2.0, DYNAMIC(2.0)])
+@pytest.mark.parametrize("end, value", [("min", 16.0), ("max", 1.0), ("max", None)])
+def test_a_limit_that_nothing_keeps_to_is_told(scale, end, value):
+    limit = {f"{end}_loss_scale": value}
+    words = (
+        f"{end}_loss_scale={value} has no effect: .*2.0.* or {end}_scale to the rule"
+    )
+    with pytest.warns(jamp.UnusedOptionWarning, match=words):
+        state = make("O2", loss_scale=scale, **limit)
+    assert state.loss_scale_rules[0].init().scale == 2.0
+    make("O2", loss_scale=scale, enabled=False, **limit)
+
+
+@pytest.mark.parametrize(
+    "level, options, reason",
+    [
+        ("O4", {}, "O4 keeps no master weights"),
+        ("O5", {"tx": None}, "there is no tx"),
+        ("O5", {"master_weights": False}, "master_weights is False"),
+    ],
+)
+def test_a_remainder_of_no_masters_is_told_with_the_reason(level, options, reason):
+    words = f"no effect: {reason}. It is for O5 and O6"
+    with pytest.warns(jamp.UnusedOptionWarning, match=words):
+        make(level, store_remainder=True, **options)
+    make(level, store_remainder=True, enabled=False, **options)
 
 
 class Mine(jamp.AmpState):
