@@ -20,7 +20,7 @@ from jamp._core.tree import (
     mapping_like,
     path_parts,
 )
-from jamp._policy.levels import Properties, parse_model_type
+from jamp._policy.levels import Properties, parse_model_dtype
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
@@ -66,7 +66,7 @@ def cast_model(
     float32 float16
     """
     keep_fp32 = () if keep_fp32 is None else parse_rules("keep_fp32", keep_fp32)
-    dtype = parse_model_type(dtype)
+    dtype = parse_model_dtype(dtype)
     is_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
     if is_variables:
         batch_stats = tree.get("batch_stats", batch_stats)

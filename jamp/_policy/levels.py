@@ -181,12 +181,13 @@ class Properties:
     def describe(self) -> list[str]:
         """One line per property, as apex prints them."""
         quiet = (None, (), False, LEVELS.get(self.opt_level, self).promote)
-        shown = [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name not in _QUIET or getattr(self, field.name) not in quiet
+        quiet = [(type(x), x) for x in quiet]  # NumPy says None == float64
+        values = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        return [
+            f"{name:<22} : {value}"
+            for name, value in values.items()
+            if name not in _QUIET or (type(value), value) not in quiet
         ]
-        return [f"{name:<22} : {getattr(self, name)}" for name in shown]
 
 
 _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
@@ -321,10 +322,10 @@ def _parse_lists(value: Any) -> Any:
     return value
 
 
-parse_model_type = _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True)
+parse_model_dtype = _dtype_among("dtype", MODEL_DTYPES)
 _BOOLS = {True: True, False: False}
 _PARSERS = {
-    "cast_model_type": parse_model_type,
+    "cast_model_type": _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True),
     "patch_functions": _one_of("patch_functions", "a boolean or None", _BOOLS),
     "keep_batchnorm_fp32": _one_of(
         "keep_batchnorm_fp32",

@@ -17,7 +17,7 @@ from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable, widen
 from jamp._core.tree import check_like, differentiable
 from jamp._policy.casting import cast_model, cast_params, keep_rule
 from jamp._policy.forward import cast_forward
-from jamp._policy.levels import Properties, parse_model_type
+from jamp._policy.levels import Properties, parse_model_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def convert_module(params: PyTree, dtype: DTypeLike) -> Any:
             "convert_module takes the mapping of a module's params, got "
             f"{type(params).__name__}."
         )
-    dtype = parse_model_type(dtype)
+    dtype = parse_model_dtype(dtype)
     own = {k: cast(x, dtype) if is_castable(x) else x for k, x in params.items()}
     return own if isinstance(params, dict) else type(params)(own)  # pyright: ignore[reportCallIssue]
 

@@ -168,6 +168,11 @@ MIXED = HALF | {"w": floats()["w"]}
 to_masters, to_model = fu.model_grads_to_master_grads, fu.master_params_to_model_params
 REFUSED = [
     (lambda: fu.convert_module([1], F16), TypeError, "mapping of .* got list"),
+    (
+        lambda: fu.convert_module({}, "int8"),
+        ValueError,
+        "^dtype must be .*dtype='int8'",
+    ),
     (lambda: fu.prep_param_lists(MIXED, True), ValueError, "flat_master"),
     (lambda: to_masters({"w": None}, [jnp.ones(3)], True), ValueError, "0 elem.* 3"),
     (lambda: to_model(HALF, {"w": HALF["w"]}), ValueError, "must be like the params"),

@@ -171,6 +171,13 @@ def test_all_complaints_are_made_at_once_and_no_others():
         assert "letter O, not the number zero" in line
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_an_output_dtype_is_described(dtype):
+    line = f"cast_model_outputs     : {dtype}"
+    assert line in properties("O1", cast_model_outputs=dtype).describe()
+    assert not any("outputs" in line for line in properties("O1").describe())
+
+
 def test_properties_are_immutable_values():
     def make(scale=4.0):
         rule = jamp.DynamicLossScale(scale, window=3)
@@ -270,7 +277,9 @@ def test_what_is_not_kept_goes_half(row):
 
 
 REFUSED_CASTS = [
-    (jnp.int32, None, "found cast_model_type=.*int32"),
+    (jnp.int32, None, "found dtype=.*int32"),
+    ("float64", None, "^dtype must be .*float16, bfloat16, found dtype='float64'"),
+    (False, None, "bfloat16, found dtype=False"),
     # With the paths that there are to match.
     ("float16", ["head", re.compile("haed")], "haed.*head/bias, "),
     ("float16", "(head", r"keep_fp32='\(head' is not a regex"),
