@@ -27,6 +27,10 @@ _STEP = (
     "`module:function`, of a function without arguments that returns `(step, state, "
     "*args)`; the state may be a dict of several, by name, to compare."
 )
+# Of `explain`: a page has all operations, and folds them itself.
+_APART = [("html", x) for x in ("depth", "filter", "markdown")] + [
+    ("markdown", "depth")
+]
 
 
 class CommandError(Exception):
@@ -74,9 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument("--depth", type=int, help="how many levels of modules")
     words = 'list operations: "products", "float32", "all" or a regex'
     explained.add_argument("--filter", help=words)
-    words = "a table in Markdown, with reasons"
+    words = "a table in Markdown, with reasons; without --depth"
     explained.add_argument("--markdown", action="store_true", help=words)
-    explained.add_argument("--html", metavar="FILE", help="write a page to a file")
+    words = "write a page to a file; without --depth, --filter and --markdown"
+    explained.add_argument("--html", metavar="FILE", help=words)
     costs = command("cost", _cost, "What a step costs on a GPU that need not be here.")
     costs.add_argument("target", help=_STEP)
     costs.add_argument("--gpu", default="H200", help="H200 or B200")
@@ -103,6 +108,12 @@ def _cost(chosen: argparse.Namespace) -> str:
 
 
 def _explain(chosen: argparse.Namespace) -> str:
+    given = {
+        name for name, x in vars(chosen).items() if x is not None and x is not False
+    }
+    for one, other in _APART:
+        if {one, other} <= given:
+            raise CommandError(f"--{one} and --{other} do not go together: omit one.")
     fn, *args = _made(chosen.target)
     explanation = _or_error(explain, fn, chosen.dtype)(*args)
     if chosen.html:

@@ -96,6 +96,24 @@ def test_explain(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "given, two",
+    [
+        ("--html {} --filter (", "--html and --filter"),
+        ("--html {} --depth 1", "--html and --depth"),
+        ("--html {} --markdown", "--html and --markdown"),
+        ("--markdown --depth 0", "--markdown and --depth"),
+    ],
+)
+def test_what_a_form_has_no_use_for_is_refused(given, two, capsys, tmp_path):
+    file = tmp_path / "page.html"
+    of = "tests.tools.test_command:example"
+    assert main(["explain", of, *given.format(file).split()]) == 2
+    captured = capsys.readouterr()
+    assert f"explain: {two} do not go together: omit one." in captured.err
+    assert captured.out == "" and not file.exists()
+
+
+@pytest.mark.parametrize(
     "target, says",
     [
         ("tests.tools.test_command", "expected `module:function`"),
