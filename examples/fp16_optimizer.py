@@ -52,7 +52,7 @@ def main(argv=None):
     variables = jax.jit(MLP().init)(jax.random.key(0), images[:1])
     stats = variables["batch_stats"]
     half_params = network_to_half(variables["params"], stats)  # all but BatchNorm's
-    model = FP16Model(MLP().apply)  # casts its inputs to float16, but not its outputs
+    model = FP16Model(MLP().apply)  # casts its inputs and outputs to float16
     scaling = {"dynamic_loss_scale": True}
     scaling["dynamic_loss_args"] = {"init_scale": options.init_scale}
     if options.static_loss_scale:

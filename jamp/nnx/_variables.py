@@ -112,9 +112,8 @@ def shown(variables: PyTree, values: PyTree, scope: Scope | None) -> PyTree:
     if scope is None:
         return values
     pick = lambda v, x, y: x if isinstance(v, nnx.Param) else y  # noqa: E731
-    is_leaf = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
     params = shown_params(values, scope.policy)
-    return jax.tree.map(pick, variables, params, values, is_leaf=is_leaf)
+    return jax.tree.map(pick, variables, params, values, is_leaf=_is_variable)
 
 
 def written_back(variables: PyTree, values: PyTree) -> PyTree:
