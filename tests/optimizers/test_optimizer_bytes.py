@@ -113,13 +113,19 @@ def launched(name: str) -> Compiled:
     return compiled(MANY, it.init, it.step)
 
 
-@pytest.mark.budgets  # 10 s each
+IN_XLA = "`fused_adam`, XLA"  # what each GPU runs that nobody has measured
+REST = [pytest.param(x, marks=pytest.mark.budgets) for x in LAUNCHES if x != IN_XLA]
+
+
 @pytest.mark.h200
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", [IN_XLA, *REST])
 def test_launches_on_300_leaves(name):
     launches = LAUNCHES[name][1]
     assert f"| {name} | {launches} |\n" in SHOWN
-    assert launched(name).program.kernels == pytest.approx(launches, rel=0.03)
+    program = launched(name).program
+    assert program.kernels == pytest.approx(launches, rel=0.03)
+    if name == IN_XLA:
+        assert program.traffic <= 1.001 * timed.least_bytes(MANY)
 
 
 # Bytes per parameter: params, masters, moments. And counters, the scale, a flag.
