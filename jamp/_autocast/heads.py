@@ -159,8 +159,8 @@ def _written(
     ]
     written = with_labels(inside, labels)
     # A barrier before the sums that are kept is enough for exponentials not to be, and
-    # the cotangents of logits may go where these are. In a checkpoint that keeps some
-    # values JAX would lose count of what it is for.
+    # the cotangents of logits may go where these are. In a checkpoint that keeps values
+    # JAX does not extend a tuple by them, and raises.
     inputs = inputs_of(inside)
     barrier = not loop and (saved or (False,) * len(inputs))
     head = checkpointed(written, inputs, outvars, is_kept, barrier, programs, jaxpr)

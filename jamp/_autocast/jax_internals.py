@@ -321,7 +321,7 @@ def checkpointed(
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def in_scalars(update: jc.Jaxpr, dtype: DTypeLike) -> jc.Jaxpr:
     """How a scatter joins two numbers, of another dtype."""
     scalars = [jax.ShapeDtypeStruct((), dtype) for _ in update.invars]
