@@ -38,9 +38,7 @@ def checkpoint_heads(
 
     `programs` and `loop` are as for islands; `saved` is as of a `Scope`.
     """
-    sources = dict.fromkeys(
-        v for eqn in jaxpr.eqns if _begins_head(eqn) for v in _halves(eqn)
-    )
+    sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
     if not sources or not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
     labels, graph = labels_in(jaxpr, programs), Graph(jaxpr)
@@ -52,20 +50,19 @@ def checkpoint_heads(
     return jaxpr
 
 
-def _halves(eqn: jc.JaxprEqn) -> list[jc.Var]:
+def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    """The half values of which it makes float32: by a cast, alone or in a call."""
+    if all(dtype_of(v) != FLOAT32 for v in eqn.outvars):
+        return []
     return [v for v in variables_in(eqn.invars) if dtype_of(v) in HALF_DTYPES]
-
-
-def _begins_head(eqn: jc.JaxprEqn) -> bool:
-    """Whether it makes float32 of half: a cast, or a call that begins with one."""
-    wide = any(dtype_of(v) == FLOAT32 for v in eqn.outvars)
-    return wide and bool(_halves(eqn))
 
 
 def _is_free(eqn: jc.JaxprEqn) -> bool:
     """Whether it may be inside and outside: a cast that begins a head, or a mask."""
-    is_cast = primitive_name(eqn) == "convert_element_type" and _begins_head(eqn)
-    return is_cast or all(dtype_of(v) == jnp.bool_ for v in eqn.outvars)
+    is_cast = primitive_name(eqn) == "convert_element_type"
+    return (is_cast and bool(_widened(eqn))) or all(
+        dtype_of(v) == jnp.bool_ for v in eqn.outvars
+    )
 
 
 def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
@@ -79,7 +76,7 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
     def is_inside(place: int) -> bool:
         return place < len(eqns) and may_be_inside(eqns[place], labels)
 
-    begins = (i for i in graph.users_of(source) - {len(eqns)} if _begins_head(eqns[i]))
+    begins = (i for i in graph.users_of(source) - {len(eqns)} if _widened(eqns[i]))
     members, waiting = set[int](), set(begins)
     while waiting:
         if not all(map(is_inside, waiting)):

@@ -77,8 +77,9 @@ class Hyperparameters:
 
     def _check_number(self, name: str, below: float) -> None:
         value = getattr(self, name)
-        missing = value is None and name not in ("learning_rate", "max_grad_norm")
-        if missing or isinstance(value, bool | str):
+        if value is None and name in ("learning_rate", "max_grad_norm"):
+            return
+        if value is None or isinstance(value, bool | str):
             raise TypeError(f"{self.name}: {name} must be a number, got {value!r}.")
         if is_number(value) and not 0 <= value < below:
             raise ValueError(f"{self.name}: invalid {name}: {value}.")
