@@ -144,13 +144,14 @@ def _is_pure(eqn: jc.JaxprEqn) -> bool:
 
 def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
     """A value that depends on no input of a program; None of another one."""
-    if any(isinstance(const, Tracer) for const in jaxpr.consts):
-        return None
+    consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     needed, waiting = dict[int, jc.JaxprEqn](), [atom]
     while waiting:
         read = waiting.pop()
-        if isinstance(read, jc.Literal) or read in jaxpr.constvars:
+        if isinstance(read, jc.Literal):
+            continue
+        if read in consts and not isinstance(consts[read], Tracer):
             continue
         if read not in makers:
             return None

@@ -67,8 +67,7 @@ class _Replace:
         """
         state: Any = self
         if changes.get("tx") is not None:
-            by_key = groups_of(state)
-            changes["tx"] = in_place_of(by_key, changes["tx"], state.properties)
+            changes["tx"] = in_place_of(state, changes["tx"])
         if "apply_fn" in changes:
             changes["apply_fn"] = forwards(changes["apply_fn"], state.properties)
         params = changes.get("params", state.params)

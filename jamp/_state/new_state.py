@@ -3,7 +3,7 @@
 Moments are sharded as their params, scalars replicated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,11 +15,10 @@ from jaxtyping import PyTree
 from jamp._core import groups
 from jamp._core.devices import in_full, put
 from jamp._core.dtypes import is_castable
-from jamp._core.groups import Key
 from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.step import Group, packed
+from jamp._state.step import Group, groups_of, packed
 from jamp.optimizers import (
     FusedTransformation,
     StochasticRoundingState,
@@ -70,13 +69,14 @@ def new_state[S](
     )
 
 
-def in_place_of(by_key: Mapping[Key, Group], txs: Any, properties: Properties) -> Any:
+def in_place_of(state: Any, txs: Any) -> Any:
     """Other transformations for the groups of a state, wrapped as theirs are.
 
     Raises:
         ValueError: they are of other groups.
     """
-    if groups.group_keys(txs) != tuple(by_key):
+    by_key = groups_of(state)
+    if set(groups.group_keys(txs)) != set(by_key):
         raise ValueError(
             f"replace(tx=...) got {txs!r} for the groups {list(by_key)}: it takes one "
             "transformation for each, in the container of `params`."
@@ -86,9 +86,10 @@ def in_place_of(by_key: Mapping[Key, Group], txs: Any, properties: Properties) -
         tx = groups.get(txs, key)
         if groups.is_transformation(tx) and tx != group.tx:
             remainder = getattr(group.tx, "store_remainder", False)
-            tx = _wrapped(masters.bare(tx), group.params, properties, remainder)
+            bare = masters.bare(tx)
+            tx = _wrapped(bare, group.params, state.properties, remainder)
         new[key] = tx
-    return groups.hashable(new, txs)
+    return groups.hashable(new, state.tx)
 
 
 def _wrapped(

@@ -78,6 +78,14 @@ def test_a_loss_keeps_half_logits_and_scatters_nothing(loss, promote):
     assert jnp.bfloat16 in large and jnp.float32 not in large
 
 
+def test_a_loss_that_closes_over_what_is_traced_scatters_nothing():
+    def gradient(w, scale):
+        loss = lambda w: LOSSES["rows"](scale * (X @ w), LABELS).mean()  # noqa: E731
+        return jax.grad(jamp.autocast(loss, "bfloat16"))(w)
+
+    assert scattered(lambda w: gradient(w, w.sum())) == []
+
+
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_values_and_gradients_are_those_of_float32_logits(loss):
     def gradients(product):

@@ -152,7 +152,7 @@ def test_another_transformation_keeps_what_the_old_one_kept():
     np.testing.assert_array_equal(wide(state), expected)
     weights = {"a": jnp.ones(2), "b": jnp.ones(2)}
     state = jamp.initialize(weights, dict.fromkeys("ab", SGD), "O2", verbosity=0)
-    slow = {"a": optax.sgd(1e-5), "b": SGD}
+    slow = {"b": SGD, "a": optax.sgd(1e-5)}  # in another order
     grads = jax.tree.map(jnp.ones_like, jamp.master_params(state))
     state = state.replace(tx=slow).apply_gradients(grads=grads)
     masters = jamp.master_params(state)
