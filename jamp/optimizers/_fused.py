@@ -40,9 +40,9 @@ type Mask = PyTree | Callable[[PyTree], PyTree] | None
 type ScalarOrSchedule = float | Array | Callable[[Array], Any]
 
 
-def number(below: float = math.inf, **kwargs: Any) -> Any:
-    """A field that holds a number, from 0 to below a limit."""
-    return dataclasses.field(metadata={"below": below}, **kwargs)
+def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> Any:
+    """A field that holds a number, from 0 to below a limit, or may hold None."""
+    return dataclasses.field(metadata={"below": below, "optional": optional}, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ class Hyperparameters:
             object.__setattr__(self, "mask", mask)
         for field in dataclasses.fields(self):
             if "below" in field.metadata:
-                self._check_number(field.name, field.metadata["below"])
+                self._check_number(field.name, **field.metadata)
 
-    def _check_number(self, name: str, below: float) -> None:
+    def _check_number(self, name: str, below: float, optional: bool) -> None:
         value = getattr(self, name)
-        if value is None and name in ("learning_rate", "max_grad_norm"):
+        if value is None and optional:
             return
         if value is None or isinstance(value, bool | str):
             raise TypeError(f"{self.name}: {name} must be a number, got {value!r}.")
@@ -120,7 +120,7 @@ class FusedRule(Hyperparameters, Rule):
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
 
     bias_correction: bool = False
-    max_grad_norm: ArrayLike | None = number(default=None)
+    max_grad_norm: ArrayLike | None = number(optional=True, default=None)
     moment_dtype: DTypeLike = "float32"
     amsgrad: dataclasses.InitVar[bool] = False
 

@@ -101,6 +101,7 @@ class _LARC(fused.Hyperparameters):
     name: ClassVar[str] = "larc"
 
     inner: optax.GradientTransformation
+    learning_rate: fused.ScalarOrSchedule | None = fused.number(optional=True)
     trust_coefficient: ArrayLike = fused.number()
     clip: bool
     eps: ArrayLike = fused.number()

@@ -16,6 +16,7 @@ from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
 W = X.T + 1
+DROPPED = lax.ScatterDimensionNumbers((), (0,), (0,))
 
 
 def equation(fn, *args):
@@ -227,6 +228,14 @@ def test_a_scan_is_given_fewer_constants_and_an_equation_before_it():
     got = jc.jaxpr_as_fun(jaxpr.replace(eqns=[before, fewer]))(*args)
     for ours, plain in zip(got, fn(*args), strict=True):
         np.testing.assert_array_equal(ours, plain)
+
+
+def test_how_a_scatter_joins_numbers_of_another_dtype():
+    multiply = lambda x, y: lax.scatter_mul(x, np.array([0]), y, DROPPED)  # noqa: E731
+    *_, eqn = jax.make_jaxpr(multiply)(X[0], 2.0).eqns
+    joined = jax_internals.in_scalars(eqn.params["update_jaxpr"], jnp.bfloat16.dtype)
+    assert [str(v.aval) for v in joined.invars] == ["bfloat16[]"] * 2
+    assert jc.jaxpr_as_fun(joined)(3.0, 2.0) == [6]
 
 
 @pytest.mark.parametrize("value", [2, 2.0, np.float64(2), jnp.float32(2)], ids=repr)

@@ -108,6 +108,10 @@ FACTORIES["larc"] = functools.partial(jo.larc, PLAIN)
 # Factory, further options, and what the error says: the name and the value.
 ERRORS = [
     *((f, {"learning_rate": -0.25}, r"learning.rate.*-0\.25") for f in ("sgd", "larc")),
+    *(
+        (f, {"learning_rate": None}, "rate must be a number, got None")
+        for f in ("sgd", "adam")
+    ),
     *((f, {"weight_decay": -0.5}, r"weight.decay.*-0\.5") for f in ("sgd", "larc")),
     *((f, {"eps": -1e-8}, "eps.*-1e-08") for f in FACTORIES if f != "sgd"),
     *(
