@@ -33,7 +33,7 @@ SETTINGS = {"O5": {}, "fp8": {"fp8": jamp.Fp8(smallest=16)}}
 
 
 class CNN(nn.Module):
-    """Two convolutions, and three dense layers, of which the second is in fp8."""
+    """Two convolutions, and three dense layers, all but the last in fp8."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:

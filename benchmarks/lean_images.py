@@ -1,4 +1,4 @@
-"""Of the 15 architectures those of images and sequences without attention alone.
+"""The architectures of `benchmarks.lean` that are no transformers.
 
 See `benchmarks.lean_transformers`, which has the rest.
 """

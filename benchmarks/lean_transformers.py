@@ -1,4 +1,4 @@
-"""Fifteen architectures, each in its real widths but with few layers: transformers.
+"""The transformers of `benchmarks.lean`, in their real widths but with few layers.
 
 Each is written once, with a `dtype`: None is the float32 model that jamp is given, and
 bfloat16 the one that a user writes by hand, with float32 params that are cast at their

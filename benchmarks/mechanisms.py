@@ -148,7 +148,7 @@ MECHANISMS = {
     ),
     "norms": Mechanism(
         "A half value that meets its own statistics stays half.",
-        "origins.is_normalised",
+        "origins.is_normalized",
         _gives(False),
     ),
     "smaller": Mechanism(

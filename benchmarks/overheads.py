@@ -74,7 +74,7 @@ def step(case: lean.Case, level: str | None) -> Callable[[bool], float]:
     params, stats = variables["params"], variables.get("batch_stats", {})
     batch, key = (zeros(case.inputs), zeros(case.targets)), jax.random.key(1)
 
-    def run(calls: bool) -> float:
+    def run(timed: bool) -> float:
         jax.clear_caches()
         if level is None:
             fn = lean.float32_step(lean.forward(case, case.model))
@@ -84,7 +84,7 @@ def step(case: lean.Case, level: str | None) -> Callable[[bool], float]:
             apply = case.model.apply
             state = jamp.initialize(params, lean.TX, level, apply_fn=apply, **options)
         jitted = jax.jit(fn)
-        if not calls:
+        if not timed:
             return lean.count_calls(lambda: jitted.lower(state, batch, key))
         return seconds(lambda: jitted(state, batch, key))
 

@@ -109,7 +109,7 @@ def llama_8b_shard(
 
 
 def many_leaves(pairs: int = 150, width: int = 768) -> Spec:
-    """As many vectors as square matrices: the tree that design.md counts kernels on."""
+    """As many vectors as square matrices: the tree that kernels are counted on."""
     return Spec(f"{2 * pairs} leaves", ((width,), (width, width)) * pairs)
 
 

@@ -32,9 +32,8 @@ def of_haiku(key, images):
 
 def of_equinox(key, images):
     model = eqx.nn.MLP(images.shape[1], 10, width_size=64, depth=1, key=key)
-    params, static = eqx.partition(
-        model, eqx.is_array
-    )  # relu, for one, is not an array
+    # What is not an array, such as relu, is static.
+    params, static = eqx.partition(model, eqx.is_array)
     return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
 

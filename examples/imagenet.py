@@ -7,7 +7,7 @@
 After apex's examples/imagenet/main_amp.py, with its flags and defaults. DATA has
 train/CLASS/* and val/CLASS/*, images of any size. Without it, 1,440 small patterns of
 12 classes are drawn, and the first command learns them on a CPU. --batch-size is per
-device, as is BatchNorm, but with --sync-bn; to try several on a CPU, set XLA_FLAGS to
+device, and so is BatchNorm, unless --sync-bn; to try several on a CPU, set XLA_FLAGS to
 --xla_force_host_platform_device_count=8. A resumed run has the bits of a whole one.
 """
 

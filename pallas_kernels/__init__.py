@@ -1,8 +1,8 @@
 """GPU kernels for mixed-precision training, in Pallas; they know nothing of jamp.
 
-Each operation is one file that holds its formula once: XLA runs it on whole arrays,
-Pallas the same function block by block. Nothing here keeps state, and every function
-takes lists of arrays, so that the package is of use without jamp.
+A formula is written once: XLA runs it on whole arrays, Pallas block by block. Nothing
+here keeps state, and every function takes lists of arrays, so that the package is of
+use without jamp.
 """
 
 from pallas_kernels._rounding import (
@@ -30,6 +30,7 @@ from pallas_kernels._xla import (
     Job as Job,
     Numbers as Numbers,
     Results as Results,
+    saturate as saturate,
     widen as widen,
 )
 from pallas_kernels.norms import (

@@ -17,8 +17,8 @@ from jaxtyping import Array, ArrayLike, BFloat16, Float, UInt32
 WEIGHT = 2
 
 # As bits of a float32 without its sign: the largest finite bfloat16, inf and NaN.
-_LARGEST, _INFINITY = np.uint32(0x7F7F0000), np.uint32(0x7F800000)
-_NAN, _SIGN = np.uint32(0x7FC00000), np.uint32(0x80000000)
+_LARGEST, INFINITY = np.uint32(0x7F7F0000), np.uint32(0x7F800000)
+NAN, SIGN = np.uint32(0x7FC00000), np.uint32(0x80000000)
 
 
 def mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
@@ -67,9 +67,9 @@ def rounded(x: Float[Array, "*s"], bits: UInt32[Array, "*s"]) -> Float[Array, "*
     raw = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     size = raw & np.uint32(0x7FFFFFFF)
     finite = jnp.minimum((size + bits) & np.uint32(0xFFFF0000), _LARGEST)
-    special = jnp.where(size > _INFINITY, _NAN, _INFINITY)
-    size = jnp.where(size < _INFINITY, finite, special)
-    return jax.lax.bitcast_convert_type((raw & _SIGN) | size, jnp.float32)
+    special = jnp.where(size > INFINITY, NAN, INFINITY)
+    size = jnp.where(size < INFINITY, finite, special)
+    return jax.lax.bitcast_convert_type((raw & SIGN) | size, jnp.float32)
 
 
 def stochastic(x: Float[Array, "*s"], key: UInt32[Array, ""]) -> BFloat16[Array, "*s"]:

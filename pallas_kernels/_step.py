@@ -14,7 +14,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, UInt16
 
-from pallas_kernels._rounding import WEIGHT, Noise, keys_of, rounded
+from pallas_kernels._rounding import (
+    INFINITY,
+    NAN,
+    SIGN,
+    WEIGHT,
+    Noise,
+    keys_of,
+    rounded,
+)
 from pallas_kernels._run import Options, run
 from pallas_kernels._xla import (
     Blocks,
@@ -95,16 +103,14 @@ def split_wide(x: Array) -> tuple[Array, Array]:
     # On bits: a clip of floats would flush denormals on a CPU.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     size = bits & 0x7FFFFFFF
-    size = jnp.where(size > _INFINITY, _NAN, jnp.minimum(size, _LARGEST))
-    bits = (bits & _SIGN) | size
+    size = jnp.where(size > INFINITY, NAN, jnp.minimum(size, _LARGEST))
+    bits = (bits & SIGN) | size
     high = ((bits + 0x8000) >> 16) << 16
     return jax.lax.bitcast_convert_type(high, jnp.float32), bits & 0xFFFF
 
 
-# As bits: what is above infinity is NaN; the largest float32 that does not round to
-# infinity in bfloat16.
-_SIGN, _INFINITY = np.uint32(0x80000000), np.uint32(0x7F800000)
-_NAN, _LARGEST = np.uint32(0x7FC00000), np.uint32(0x7F7F7FFF)
+# As bits: the largest float32 that does not round to infinity in bfloat16.
+_LARGEST = np.uint32(0x7F7F7FFF)
 
 
 class Rule(Protocol):

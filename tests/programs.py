@@ -44,7 +44,7 @@ def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
 
 
 def evaluate(fn: Callable, *args: Any) -> Any:
-    """Calls `fn` compiled without optimisation: in tests compiling takes the time."""
+    """Calls `fn` compiled without optimization: in tests compiling takes the time."""
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
 

@@ -13,7 +13,6 @@ import functools
 import gc
 import types
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.extend import core as jc, linear_util
 from jaxtyping import PyTree
 
 from jamp._autocast.frames import with_programs
-from jamp._autocast.hijax import hi_primitive, is_zero
+from jamp._autocast.hijax import Trace, hi_primitive, is_zero
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
@@ -38,7 +37,7 @@ def with_custom_jvp(
     eqn: jc.JaxprEqn,
     program: jc.Jaxpr,
     write: Callable[..., jc.Jaxpr],
-    tracing: Callable[[], AbstractContextManager[None]],
+    tracing: Trace,
 ) -> dict[str, Any]:
     """The parameters of a `custom_jvp_call`, with its programs rewritten.
 
@@ -65,7 +64,7 @@ def with_custom_vjp(
     eqn: jc.JaxprEqn,
     program: jc.Jaxpr,
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
-    tracing: Callable[[], AbstractContextManager[None]],
+    tracing: Trace,
     free: Sequence[jc.Var],
 ) -> dict[str, Any]:
     """The parameters of a `custom_vjp_call`, with its programs rewritten.
@@ -133,7 +132,7 @@ def with_linear_call(
     eqn: jc.JaxprEqn,
     program: jc.Jaxpr,
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
-    tracing: Callable[[], AbstractContextManager[None]],
+    tracing: Trace,
 ) -> dict[str, Any]:
     """The parameters of a `linear_call`, with its function and transpose rewritten."""
     thunk = eqn.params["transpose_thunk"]
@@ -148,7 +147,7 @@ def with_linear_call(
 
 def run_rule(
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
-    tracing: Callable[[], AbstractContextManager[None]],
+    tracing: Trace,
     free: Sequence[jc.Var],
     rule: Callable[..., Any],
     closed_over: Sequence[Any],

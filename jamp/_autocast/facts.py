@@ -193,7 +193,7 @@ class Facts:
         if rule is not Rule.PROMOTE or not traits_of(eqn.primitive.name).rounds:
             return False
         origin = self[eqn.outvars[0]].origin
-        return not (origin.joins or origin.normalised) and origin.varies is None
+        return not (origin.joins or origin.normalized) and origin.varies is None
 
     def is_ratio(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an operation divides by a float16 value.
@@ -369,9 +369,9 @@ class Facts:
         if narrow or self.bias(eqn) is not None:
             in_half = (v for v in eqn.invars if self[v].vote == self.half)
             return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
-        return self.half if self._normalises(eqn) else FLOAT32
+        return self.half if self._normalizes(eqn) else FLOAT32
 
-    def _normalises(self, eqn: jc.JaxprEqn) -> bool:
+    def _normalizes(self, eqn: jc.JaxprEqn) -> bool:
         """Whether it is part of a norm of a value in half, which stays half.
 
         As torch's batch and group norms, and XLA's fusions, hand on what they got.
@@ -380,7 +380,7 @@ class Facts:
         small = [v for v in eqn.invars if v not in full]
         if self.votes(full) != {self.half}:
             return False
-        return origins.is_normalised(
+        return origins.is_normalized(
             [self[v].origin for v in full], [self[v].origin for v in small]
         )
 

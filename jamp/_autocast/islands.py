@@ -26,10 +26,7 @@ from jamp._autocast.softmax import rounds_softmax, with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 # What may be computed again: it has no effects, which would be there twice.
-_INSIDE = (
-    *(Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE),
-    *(Shape.REPEAT, Shape.REDUCE),
-)
+_INSIDE = (Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE, Shape.REPEAT, Shape.REDUCE)
 # Computing these again costs no memory: they may belong to several islands.
 _FREE = (Shape.SAME, Shape.REPEAT)
 

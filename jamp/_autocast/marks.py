@@ -97,7 +97,8 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-def disable_fp8() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def disable_fp8() -> Iterator[None]:
     """Leaves fp8 out of what is traced inside: its products run in half.
 
     A context manager and a decorator. May be nested, and ends with an exception too.
@@ -107,11 +108,6 @@ def disable_fp8() -> AbstractContextManager[None]:
     ... def evaluate(state, x):
     ...     return state.apply_fn(state.params, x)
     """
-    return _without_fp8()
-
-
-@contextlib.contextmanager
-def _without_fp8() -> Iterator[None]:
     with jax.named_scope(NO_FP8), fp8_disabled(True):
         yield
 
@@ -226,7 +222,7 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
         yield Replaced(Itself(module), name, hows[rule])
 
 
-# ---- a model of half params, at O2, O3 and O5: its products are cast, and no others
+# ---- a model of half params: its products are cast, and no others
 
 
 class Source(enum.Flag):

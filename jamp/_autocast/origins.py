@@ -3,10 +3,10 @@
     p:f32[8,4] = dot_general x w      roots {p}, product of 4 features
     m:f32[8] = reduce_max p           roots {m}, a statistic of {p}
     n:f32[8,4] = broadcast_in_dim m   varies along axis 0, a statistic of {p}
-    q:f32[8,4] = sub p n              roots {p}, normalised
+    q:f32[8,4] = sub p n              roots {p}, normalized
 
 Three questions are answered by it. Is a sum that of a product and its bias? Is a value
-normalised by its own statistics? Does it cost as much to compute it again as to read
+normalized by its own statistics? Does it cost as much to compute it again as to read
 it, because it is made of one array?
 """
 
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
     product: Product | None = None  # if it is the result of one, reshaped at most
     # Of what is smaller: the roots of what it was reduced from.
     statistic_of: frozenset[Atom] = frozenset()
-    normalised: bool = False  # whether a statistic of its own has met it
+    normalized: bool = False  # whether a statistic of its own has met it
 
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
         """The same with numbers in the place of arrays: equal if it is so elsewhere."""
@@ -85,11 +85,11 @@ def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
     return axes == trailing or not product.trailing
 
 
-def is_normalised(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
+def is_normalized(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
     """Whether large values meet their own statistics, or have met them before."""
     roots = frozenset().union(*(origin.roots for origin in full))
     own = any(origin.statistic_of & roots for origin in small)
-    return own or any(origin.normalised for origin in full)
+    return own or any(origin.normalized for origin in full)
 
 
 def origin_of_result(
@@ -125,7 +125,7 @@ def origin_of_result(
         None,
         full[0].product if reshaped else None,
         statistics,
-        not joins and is_normalised(full, small),
+        not joins and is_normalized(full, small),
     )
 
 

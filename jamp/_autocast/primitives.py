@@ -29,7 +29,7 @@ class Shape(enum.Enum):
     MARK = "mark"  # the same, where somebody wants it to be: it stays there
     RESHAPE = "reshape"  # it is the next in order, in another shape
     REARRANGE = "rearrange"  # it is one of them, and each of them is there once
-    REPEAT = "repeat"  # it is one of them, as its neighbours are
+    REPEAT = "repeat"  # it is one of them, as its neighbors are
     MOVE = "move"  # it is one of them, or of another array's
     REDUCE = "reduce"  # of those along some axes
     PRODUCT = "product"  # of a row of one and a row of the other

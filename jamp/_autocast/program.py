@@ -39,7 +39,7 @@ class Policy:
     dtype: Any  # the half dtype
     lists: AutocastLists  # the user's additions to the table
     promote: str  # "widest" or "narrowest", for operations whose operands differ
-    # Whether only products of a half model are cast, at O2, O3 and O5.
+    # Whether only products of a half model are cast.
     of_model: bool = False
     fp8: Any = None  # an `Fp8` where products run in that
 

@@ -81,7 +81,7 @@ class Values:
         to read as much. If it joins two, or follows a norm, all must agree.
         """
         want, origin = self.want_of(atom), self.facts[atom].origin
-        again = not (origin.joins or origin.normalised)
+        again = not (origin.joins or origin.normalized)
         return want.all is True or (want.some and again)
 
     def is_carried(self, atom: Atom) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_kernels import widen as widen
+from pallas_kernels import saturate, widen as widen
 
 FLOAT32 = jnp.dtype(jnp.float32)
 HALF_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
@@ -62,9 +62,8 @@ def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     as long.
     """
     x = jnp.asarray(x)
-    if x.dtype != dtype and jnp.finfo(dtype).bits < 32:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(widen(x), -limit, limit)
+    if x.dtype != dtype:
+        x = saturate(widen(x), dtype)
     return x.astype(dtype)
 
 

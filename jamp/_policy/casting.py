@@ -36,13 +36,14 @@ def cast_model(
     batch_stats: PyTree = None,
     keep_fp32: Any = None,
 ) -> Any:
-    """Casts the floats of a model, as `initialize` does at O2, O3 and O5.
+    """Casts the floats of a model, as `initialize` does at the levels that cast.
 
     A leaf stays in float32 if it belongs to a BatchNorm under `keep_batchnorm_fp32`, or
     if `keep_fp32` names it. A leaf belongs to a BatchNorm if `batch_stats` has a `mean`
     and a `var` at its module's path; without `batch_stats`, if its module's name says
     so (`BatchNorm_0`, `bn1`, `batch_norm`). LayerNorm and all else are cast. Running
-    statistics are never cast, nor are integers, bools, PRNG keys and complex numbers.
+    statistics are float32 at every level; integers, bools, PRNG keys and complex
+    numbers are never cast.
 
     Args:
         tree: params, or Flax variables `{"params": ..., "batch_stats": ...}`.
@@ -78,8 +79,8 @@ def cast_model(
     def cast_collection(name):
         if name == "params":
             return cast_params(tree[name], dtype, keep)
-        half = FLOAT32 if name == "batch_stats" else dtype
-        return cast_params({name: tree[name]}, half, lambda *_: False)[name]
+        to = FLOAT32 if name == "batch_stats" else dtype
+        return cast_params({name: tree[name]}, to, lambda *_: False)[name]
 
     return mapping_like(tree, {name: cast_collection(name) for name in tree})
 

@@ -56,8 +56,8 @@ def under_policy(
 ) -> Callable[..., Any]:
     """A function of params, first, and anything else, as its level writes it.
 
-    At O1 and O4 that is `autocast`. At O2, O3 and O5 `fn` sees the half params in
-    float32, so that nothing promotes, and is written in half by the same passes: its
+    At O1 and O4 that is `autocast`. At the levels that cast, `fn` sees the half params
+    in float32, so that nothing promotes, and is written in half by the same passes: its
     products of these params, and what else half is enough for. `params` are those that
     it will be called with, or others of their dtypes. Call it in `forward_policy`,
     entered after this.

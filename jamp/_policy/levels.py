@@ -134,8 +134,8 @@ class Properties:
             return DISABLED
         if not isinstance(opt_level, str) or opt_level not in LEVELS:
             raise OptLevelError(
-                f"Unexpected optimization level {opt_level!r}. Options are 'O0', 'O1', "
-                "'O2', 'O3', 'O4', 'O5', 'O6'. Note that in `O0`, `O1`, etc., the "
+                f"Unexpected optimization level {opt_level!r}. Options are "
+                f"{', '.join(map(repr, LEVELS))}. Note that in `O0`, `O1`, etc., the "
                 "prefix O is the letter O, not the number zero."
             )
         values, complaints = {}, []

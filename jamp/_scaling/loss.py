@@ -41,8 +41,7 @@ _CONSTANT = (
 
 @moves_constants
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
-    """The loss in float32 times a loss scale, for people who call `jax.grad`
-    themselves.
+    """The float32 loss times a loss scale, for a `jax.grad` of your own.
 
     Args:
         loss: a float scalar.

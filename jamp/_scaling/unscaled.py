@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jamp._autocast.fp8 import is_product
 from jamp._autocast.tracers import equation_of
 from jamp._core.dtypes import FLOAT32, is_differentiable, is_half
 from jamp._core.tree import is_traced
@@ -153,7 +154,6 @@ _FLOAT32 = (
     "{}, or call `state.apply_fn` in place of `model.apply`."
 )
 _WRITE = "Write `jamp.scaled_value_and_grad(loss_fn)(state, ...)`"
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def warn_of_plain_gradients(grads: Sequence[Any], state: HasLossScales) -> None:
@@ -219,8 +219,8 @@ def _is_float32_alone(values: Sequence[Any]) -> bool:
     made = [eqn for x in values if (eqn := equation_of(x)) is not None]
     inside = list(_equations_in(made))
     results = (v.aval for eqn in inside for v in eqn.outvars)
-    is_product = any(e.primitive.name in _PRODUCTS for e in (*made, *inside))
-    return is_product and not any(map(is_half, results))
+    has_product = any(map(is_product, (*made, *inside)))
+    return has_product and not any(map(is_half, results))
 
 
 def _equations_in(eqns: Iterable[Any]) -> Iterable[Any]:

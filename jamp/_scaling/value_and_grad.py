@@ -116,11 +116,14 @@ def scaled_value_and_grad(
         None for the others (in a dict, no entry). A static scale does not look for an
         overflow: inf stays inf.
 
+    Raises:
+        ValueError: `predivide` is not a positive number, or without `axis_name`.
+
     Raises (when called):
         TypeError: `state` is not an AmpState; the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: `wrt` names no group; `axis_name` is not bound; `predivide` is out
-            of range; arguments are on other devices than the state.
+        ValueError: `wrt` names no group; `axis_name` is not bound; arguments are on
+            other devices than the state.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}

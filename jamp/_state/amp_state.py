@@ -21,9 +21,9 @@ from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
+from jamp._state.half_averages import warn_of_half_edit, warn_of_half_field
 from jamp._state.loading import has_values, loaded, register
 from jamp._state.new_state import in_place_of
-from jamp._state.rounded import warn_of_half_edit, warn_of_half_field
 from jamp._state.step import (
     GroupGrads,
     LossGrads,
@@ -90,8 +90,8 @@ class AmpState(_Replace, TrainState, kw_only=True):
         step: steps that were not skipped, shape (), int32.
         apply_fn: the model's forward under the policy. Static.
         params: what the model consumes: half where the level says so.
-        tx: the transformation, wrapped in `master_weights` at O2 and O5. Static.
-        opt_state: its state, in float32.
+        tx: the transformation, wrapped in `master_weights` at O2, O5 and O6. Static.
+        opt_state: its state.
         loss_scales: one LossScaleState per loss.
         skipped_steps: skipped steps, shape (), int32; per group where there are
             several.

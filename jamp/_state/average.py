@@ -19,8 +19,8 @@ from jamp._state.step import groups_of, master_params
 _REMEDY = "it moves like `jamp.master_params(new)`; begin with that."
 _STANDS_STILL = (
     "old{} is {}, and would stand still. Begin an average with `jamp.master_params("
-    "state)`; a target state keeps masters at O2 and O5, with `optax.set_to_zero()` if "
-    "nothing trains it."
+    "state)`; a target state keeps masters at O2, O5 and O6, with "
+    "`optax.set_to_zero()` if nothing trains it."
 )
 
 

@@ -75,8 +75,8 @@ def check_containers(params: PyTree, tx: Any) -> None:
     if not matches:
         raise ValueError(
             f"params and tx must be in the same container, with the same keys: got "
-            f"{_kind(params)} of params and {_kind(tx)} of transformations. For one "
-            "model with several transformations in a row, pass optax.chain(...)."
+            f"{kind_of(params)} of params and {kind_of(tx)} of transformations. For "
+            "one model with several transformations in a row, pass optax.chain(...)."
         )
 
 
@@ -86,7 +86,8 @@ def _entries(container: Any) -> list[Any]:
     return list(container) if isinstance(container, list | tuple) else []
 
 
-def _kind(container: object) -> str:
+def kind_of(container: object) -> str:
+    """What a container of groups is, in words."""
     if isinstance(container, Mapping):
         return f"a dict with the keys {list(container)}"
     if isinstance(container, list | tuple):

@@ -27,9 +27,9 @@ from jamp._policy.forward import forwards
 from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
 from jamp._scaling.rules import DynamicLossScale, LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field
+from jamp._state.half_averages import warn_of_half_field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.new_state import new_state, settled
-from jamp._state.rounded import warn_of_half_field
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 _NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")

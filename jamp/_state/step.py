@@ -32,6 +32,7 @@ from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.rules import HasLossScales
 from jamp._scaling.unscaled import raw_of, still_scaled, warn_of_plain_gradients
+from jamp._state.incoming import kind_of
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
 
@@ -159,7 +160,7 @@ def _entries_of(
         raise ValueError(
             "gradients of several groups come in the container of `state.params`, "
             f"with the keys {list(keys)}, and None for a group without; got "
-            f"{_described(grads)}. Those of `wrt=key` are `grads={{key: grads}}`; "
+            f"{kind_of(grads)}. Those of `wrt=key` are `grads={{key: grads}}`; "
             f"else {_REMEDY}"
         )
     pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
@@ -167,13 +168,6 @@ def _entries_of(
     if not entries:
         raise ValueError(f"gradients of all groups are None: {_REMEDY}")
     return entries
-
-
-def _described(grads: PyTree) -> str:
-    name = type(grads).__name__
-    if isinstance(grads, Mapping):
-        return f"a {name} with the keys {list(grads)}"
-    return f"a {name} of {len(grads)}" if isinstance(grads, Sequence) else f"a {name}"
 
 
 def _finite(leaves: Sequence[Array], loss_id: int) -> Flag:
@@ -332,8 +326,8 @@ def step(
         group: params and the state of their optimizer.
         grads: unscaled gradients, in float32.
         overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
-        clean: whether to step; if not, all bits stay. On a GPU by select: a `lax.cond`
-            would spare the work of a rare skip, and cost 40 % more traffic always. None
+        clean: whether to step; if not, all bits stay. By select: a `lax.cond` would
+            spare the work of a rare skip, and cost a GPU 40 % more traffic always. None
             for always.
         count: steps taken before, where params without masters are rounded
             stochastically.

@@ -49,8 +49,8 @@ def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
     name = primitive_name(eqn)
     if name not in _CASTS:
         return _WORDS.get(name, f"`{name}`")
-    in_half = name == "reduce_precision" and eqn.params["exponent_bits"] == 5
-    return f"{_CAST}{'float16' if in_half else dtype}"
+    in_float16 = name == "reduce_precision" and eqn.params["exponent_bits"] == 5
+    return f"{_CAST}{'float16' if in_float16 else dtype}"
 
 
 def advice_for(found: Location, largest: tuple[float, str]) -> str:
@@ -78,7 +78,7 @@ def _dtype_of_range(found: Location) -> str:
     return found.operation.removeprefix(_CAST) if is_cast else found.dtype
 
 
-def _is_half(found: Location) -> bool:
+def _is_float16(found: Location) -> bool:
     return _dtype_of_range(found) == "float16"
 
 
@@ -147,22 +147,22 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "add an epsilon inside, `sqrt(x + eps)`; 1e-8 is zero in float16.",
     ),
     (
-        lambda f: f.phase == "backward" and _is_half(f),
+        lambda f: f.phase == "backward" and _is_float16(f),
         "The gradient itself is beyond {most}, float16's largest: take the "
         "mean of the loss in place of its sum, weigh it less, or use O4 or O5.",
     ),
     (
-        lambda f: f.primitive in _CASTS and _is_half(f),
+        lambda f: f.primitive in _CASTS and _is_float16(f),
         "A float32 value is beyond {most}, float16's largest: scale it down, "
         "keep what reads it in float32 (`keep_fp32=`), or use O4 or O5.",
     ),
     (
-        lambda f: f.primitive in _PRODUCTS and _is_half(f),
+        lambda f: f.primitive in _PRODUCTS and _is_float16(f),
         "The sum of products is beyond {most}, float16's largest: scale an "
         "operand before the product (queries by 1/sqrt(d)), normalize, or use O5.",
     ),
     (
-        lambda f: f.primitive in _SUMS and _is_half(f),
+        lambda f: f.primitive in _SUMS and _is_float16(f),
         "The sum is beyond {most}, float16's largest: sum in float32, "
         "`x.sum(dtype=jnp.float32)`, or take the mean.",
     ),
@@ -172,7 +172,7 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "by `jnp.where` or `jnp.clip` before it.",
     ),
     (
-        _is_half,
+        _is_float16,
         "The result is beyond {most}, float16's largest: train in bfloat16 (O4, O5), "
         "whose range is that of float32, or compute this in float32 "
         "(`jamp.float_function`, `keep_fp32=`).",

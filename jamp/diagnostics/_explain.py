@@ -13,16 +13,20 @@ from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
-    ROWS,
     SOLVER_ROWS,
     AutocastLists,
-    Row,
-    Rule,
     What,
     library_place,
 )
 from jamp._autocast.marks import KERNEL, MARKERS
-from jamp._autocast.primitives import Shape, primitive_name, traits_of
+from jamp._autocast.primitives import (
+    ROWS,
+    Row,
+    Rule,
+    Shape,
+    primitive_name,
+    traits_of,
+)
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,

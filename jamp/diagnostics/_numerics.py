@@ -216,7 +216,7 @@ def recommend_scale(
 def _safe_scales(step: Step) -> tuple[float, float] | None:
     """See `Numerics.safe_scales`; of what is compiled, in powers of two."""
     run = jax.jit(jc.jaxpr_as_fun(step.program))
-    finite = jax.jit(lambda outs: all_finite(outs))
+    finite = jax.jit(all_finite)
 
     @functools.cache
     def grads(power: int) -> list[Array]:

@@ -39,8 +39,9 @@ class Operation:
         why: what decided: "list", "region", "precision", "feeder", "fusion", "bias",
             "carry", "norm", "ratio", "operands", "widest", "narrowest", "smaller
             operand", "literal", "no vote", "recorded", "own dtype", "no float32",
-            "unknown primitive" or "program"; of a step also "kept" and "no half param"
-            at O2, O3 and O5, "derivative", "gradient", and at O0 "level".
+            "unknown primitive" or "program"; of a product, "fp8", or "fp8 ..." for why
+            it is not; of a step also "kept" and "no half param" of a half model,
+            "derivative", "gradient", and at O0 "level".
         reason: the same in a sentence; for a list, the reason that its row gives.
         flops: of a matmul or convolution, in all trips of the scans around it.
         sizes: of a matmul, M, N and K; of a convolution, its features.

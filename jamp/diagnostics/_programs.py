@@ -31,7 +31,7 @@ from jamp.diagnostics._step import Step
 # A loop that runs longer is looked at as a whole: on rounded values it may never end.
 _MOST_TRIPS = 100_000
 # They hand on their operands, and are about types or schedules.
-_MARKS = ("optimization_barrier", "apart", "repeated", "pvary", "pcast")
+_MARKS = ("optimization_barrier", "apart", "repeated", "pvary")
 
 
 def replayed(step: Step, scale: float, observe: Observe | None = None) -> list[Value]:

@@ -1,8 +1,8 @@
 """apex's `fp16_utils` in functional form: take the state first, return it last.
 
-May import all rooms but `linen`, `nnx` and `diagnostics`. Here lives what apex has in
-older forms: both FP16_Optimizers (`_cut_down` is that of apex.optimizers), the first
-loss scalers, and helpers for masters by hand. New features go elsewhere.
+May import all rooms but `linen`, `nnx`, `diagnostics` and `tools`. Here lives what
+apex has in older forms: both FP16_Optimizers (`_cut_down` is that of apex.optimizers),
+the first loss scalers, and helpers for masters by hand. New features go elsewhere.
 """
 
 from jamp.fp16_utils._fp16_optimizer import (

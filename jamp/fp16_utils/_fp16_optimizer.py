@@ -32,12 +32,13 @@ from jamp._scaling.rules import LossScaleRule, check_scale, unscale_tree
 from jamp._state.closure import rounded
 from jamp._state.new_state import begun_group
 from jamp._state.step import Group, step, wide_group
-from jamp.fp16_utils import _closure, _state
+from jamp.fp16_utils import _closure
 from jamp.fp16_utils._fp16util import clip_grad_norm
 from jamp.fp16_utils._scalers import rule_from_args
 from jamp.fp16_utils._state import (
     FP16_OptimizerState,
     added,
+    check_state,
     checked_parts,
     needed,
     say,
@@ -46,7 +47,7 @@ from jamp.fp16_utils._state import (
 from jamp.optimizers import FusedTransformation
 from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
 
-_check_state = functools.partial(_state.check_state, FP16_OptimizerState)
+_check_state = functools.partial(check_state, FP16_OptimizerState)
 
 
 class FP16_Optimizer:  # noqa: N801, apex's name

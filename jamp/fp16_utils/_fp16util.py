@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable, widen
-from jamp._core.tree import check_like, differentiable
+from jamp._core.tree import check_like, differentiable, mapping_like
 from jamp._policy.casting import cast_model, cast_params, keep_rule
 from jamp._policy.forward import cast_forward
 from jamp._policy.levels import Properties, parse_model_dtype
@@ -109,7 +109,7 @@ def convert_module(params: PyTree, dtype: DTypeLike) -> Any:
         )
     dtype = parse_model_dtype(dtype)
     own = {k: cast(x, dtype) if is_castable(x) else x for k, x in params.items()}
-    return own if isinstance(params, dict) else type(params)(own)  # pyright: ignore[reportCallIssue]
+    return mapping_like(params, own)
 
 
 def BN_convert_float(params: PyTree, batch_stats: PyTree = None) -> Any:  # noqa: N802

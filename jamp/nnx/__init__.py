@@ -1,6 +1,6 @@
 """jamp for Flax NNX: models that hold their Variables, and change in place.
 
-May import all rooms but `linen`. Arrays go out of a model into the
+May import all rooms but `linen` and `tools`. Arrays go out of a model into the
 functions of the other rooms and come back: nothing is scaled or stepped here.
 """
 

@@ -351,7 +351,7 @@ def is_number(x: object) -> bool:
 
 def is_zero(x: object) -> bool:
     """Whether it is Python's 0: what is traced is not."""
-    return isinstance(x, int | float | np.number) and bool(x == 0)
+    return is_number(x) and bool(x == 0)
 
 
 @dataclasses.dataclass(frozen=True)

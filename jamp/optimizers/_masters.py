@@ -125,11 +125,7 @@ class StochasticRoundingState(NamedTuple):
     inner_state: Any
 
 
-class StochasticRounding(Transformation):
-    """What `stochastic_rounding` returns: optax's pair."""
-
-
-def stochastic_rounding(tx: optax.GradientTransformation) -> StochasticRounding:
+def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
     r"""Steps bfloat16 params with `tx` and no masters, rounding them stochastically.
 
     The step is in float32; the param becomes one of the two bfloat16 around it, the
@@ -159,7 +155,7 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> StochasticRounding:
     0.90
     """
     check_transformation("stochastic_rounding", tx)
-    return StochasticRounding.from_rule(_StochasticRule(tx))
+    return Transformation.from_rule(_StochasticRule(tx))
 
 
 def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:

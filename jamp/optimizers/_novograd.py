@@ -1,4 +1,4 @@
-"""Fused NovoGrad: moments of normalised gradients, with one norm per leaf.
+"""Fused NovoGrad: moments of normalized gradients, with one norm per leaf.
 
 After apex's csrc/multi_tensor_novograd.cu. Ginsburg et al., *Stochastic Gradient
 Methods with Layer-wise Adaptive Moments*, 2019, arXiv:1905.11286.

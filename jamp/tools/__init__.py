@@ -1,7 +1,7 @@
 """Tools around reports: what a step costs, the command line, a page, a run's history.
 
-May import all rooms but `linen` and `nnx`; none of these imports this one. Its public
-names are in `jamp.diagnostics`, which loads them when they are first used.
+May import all rooms but `linen` and `nnx`. Its public names are in
+`jamp.diagnostics`, which loads them when they are first used.
 
 - `cost`: `_hlo` reads what XLA compiled.
 - `python -m jamp`: `_command`; `_doctor` looks at what is installed.

@@ -66,7 +66,7 @@ def repeat(step, carry, length):
 
 
 @program(x=(16, 8), w=(8, 1), mean=normal(1, mean=1e5), std=normal(1, mean=1e5))
-def denormalised(x, w, mean, std):
+def denormalized(x, w, mean, std):
     h = x @ w
     return h * std + mean
 

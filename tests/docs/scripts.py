@@ -28,7 +28,7 @@ def load(script, **small):
     """A fresh copy of an example, as a module; with other constants, to be small."""
     spec = importlib.util.spec_from_file_location(script, EXAMPLES / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(EXAMPLES))  # where an example looks for its neighbours
+    sys.path.insert(0, str(EXAMPLES))  # where an example looks for its neighbors
     try:
         spec.loader.exec_module(module)
     finally:

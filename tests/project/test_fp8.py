@@ -44,19 +44,19 @@ def transformer():
     return {"scale": shape(WIDTH), "layers": layers, "head": shape(WIDTH, WIDTH)}
 
 
-def normalised(x):
+def normalized(x):
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
 def loss_fn(params, x):
     x = x * params["scale"]
     for layer in params["layers"]:
-        y = normalised(x)
+        y = normalized(x)
         q, k, v = jnp.einsum("btd,dchk->cbthk", y, layer["qkv"])
         scores = jax.nn.softmax(jnp.einsum("bqhk,bthk->bhqt", q, k))
         y = jnp.einsum("bhqt,bthk->bqhk", scores, v)
         x = x + jnp.einsum("bqhk,hkd->bqd", y, layer["out"])
-        x = x + jax.nn.gelu(normalised(x) @ layer["up"]) @ layer["down"]
+        x = x + jax.nn.gelu(normalized(x) @ layer["up"]) @ layer["down"]
     return jax.nn.logsumexp(x @ params["head"], axis=-1).mean()
 
 

@@ -335,11 +335,11 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
     tx = optax.sgd(1.0)
     of_list = make(tree=[tree, tree], tx=[tx, tx])
     for state, bad, words in (
-        (of_dict, [tree, tree], wrong + "got a list of 2"),
+        (of_dict, [tree, tree], wrong + "got a list of length 2"),
         (of_dict, {"d": tree, "h": tree}, wrong + r"got a dict with .* \['d', 'h'\]"),
         (of_dict, tree, wrong + r"got a dict with the keys \['w'\]"),
         (of_list, [tree], wrong + "got a list of 1"),
-        (of_list, (tree, tree), wrong + "got a tuple of 2"),
+        (of_list, (tree, tree), wrong + "got a tuple of length 2"),
         (of_list, tree, wrong + "got a dict"),
         (of_dict, {"d": None, "g": None}, "all groups are None"),
         (of_list, [None, None], "all groups are None"),
