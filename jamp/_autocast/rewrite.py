@@ -224,7 +224,7 @@ class Rewriter:
             [dtype if is_float32(v) else dtype_of(v) for v in atoms]
             for atoms in (eqn.invars, eqn.outvars)
         )
-        if params.get("update_jaxpr") is not None:
+        if params.get("update_jaxpr") is not None and is_float32(eqn.outvars[0]):
             update = jax_internals.in_scalars(params["update_jaxpr"], dtype)
             params["update_jaxpr"] = update
         if "_prim" in params:

@@ -88,6 +88,21 @@ def test_a_scatter_in_half_joins_numbers_in_half(method):
     assert found == "float16"
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "complex64"])
+@pytest.mark.parametrize("method", ["add", "multiply"])
+def test_a_scatter_of_what_is_not_float_is_as_it_was(method, dtype):
+    index = jnp.array([0, 2, 2])
+
+    def fn(w):
+        counts = getattr(jnp.ones(4, dtype).at[index], method)(2)
+        return (w @ w)[counts.real.astype(int)], counts
+
+    got, counts = evaluate(jamp.autocast(fn), W)
+    expected, unrounded = fn(W)
+    close(got, expected, HALVES["float16"])
+    np.testing.assert_array_equal(counts, unrounded, strict=True)
+
+
 def test_scalars_do_not_vote():
     def fn(w):
         y = jnp.where(MASK, w @ w, 0.0)
