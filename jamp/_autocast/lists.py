@@ -115,8 +115,15 @@ class AutocastLists:
         return self._with(What.FUNCTION, name, _rule_or_default(rule))
 
     def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for what the name stack matches; "default" is the table's."""
-        re.compile(regex)
+        """With a rule for what the name stack matches; "default" is the table's.
+
+        Raises:
+            ValueError: it is no regex.
+        """
+        try:
+            re.compile(regex)
+        except re.error as error:
+            raise ValueError(f"with_region got no regex, {regex!r}: {error}.") from None
         return self._with(What.REGION, regex, _rule_or_default(rule))
 
     def register_half_function(self, module: object, name: str) -> "AutocastLists":

@@ -20,6 +20,11 @@ class Rule(enum.Enum):
     MOVE = "move"  # the same, for what rearranges values and does not compute
     RECORDED = "recorded"  # leaves the operation as the user's float32 program has it
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        rules = ", ".join(repr(rule.value) for rule in cls)
+        raise ValueError(f"A rule must be one of {rules}, got {value!r}.")
+
 
 class Shape(enum.Enum):
     """Of which numbers of the operands a number of the result is made."""

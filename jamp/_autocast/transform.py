@@ -29,6 +29,7 @@ from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.tracers import is_checkpointed
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
+from jamp._core.show import brief
 
 type Promote = Literal["widest", "narrowest"]
 
@@ -64,6 +65,7 @@ def autocast[**P, R](
 
     Raises:
         ValueError: `dtype` or `promote` is none of these.
+        TypeError: `fn` is no function, or `lists` are none.
 
     >>> import jax.numpy as jnp
     >>> f = lambda w, x: jax.nn.softmax(x @ w)
@@ -71,6 +73,11 @@ def autocast[**P, R](
     >>> print(f(x, x).dtype, autocast(f)(x, x).dtype)
     float32 float32
     """
+    if not callable(fn):
+        raise TypeError(
+            f"autocast takes a function, got {brief(fn)}. As a decorator with options "
+            'write `@functools.partial(jamp.autocast, dtype="bfloat16")`.'
+        )
     return autocast_in(scope_of(dtype, lists, promote), fn)
 
 
@@ -111,7 +118,10 @@ def scope_of(
         raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
     if promote not in get_args(Promote.__value__):
         raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
-    return Scope(Policy(half, lists or AutocastLists(), promote, of_model, fp8))
+    lists = AutocastLists() if lists is None else lists
+    if not isinstance(lists, AutocastLists):
+        raise TypeError(f"`lists` must be a jamp.AutocastLists, got {brief(lists)}.")
+    return Scope(Policy(half, lists, promote, of_model, fp8))
 
 
 def written_program(
@@ -122,7 +132,7 @@ def written_program(
     Here a `jax.ShapeDtypeStruct` is as good as an array.
     """
     jaxpr, _, _ = _trace(fn, args, kwargs, scope)
-    return _rewritten(jaxpr, scope)
+    return jaxpr if disabled.value else _rewritten(jaxpr, scope)
 
 
 def _trace(

@@ -34,6 +34,7 @@ from jamp._autocast.program import (
     dtypes_of,
 )
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
+from jamp._autocast.tracing import disabled
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
 from jamp._state.step import groups_of
@@ -131,7 +132,8 @@ def explain(
             return _explained_step(fn, args[0], args[1:], kwargs)
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
-        found = _operations(program, _Enclosing(scope.policy.lists))
+        default = "recorded" if disabled.value else ""
+        found = _operations(program, _Enclosing(scope.policy.lists, default))
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
     return explained

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import is_castable
+from jamp._core.show import brief
 from jamp._core.tree import check_like
 from pallas_kernels import (
     Leaves,
@@ -77,25 +78,46 @@ class Hyperparameters:
 
     def _check_number(self, name: str, below: float, optional: bool) -> None:
         value = getattr(self, name)
-        if value is None and optional:
+        is_schedule = name == "learning_rate" and callable(value)
+        if (value is None and optional) or is_schedule:
             return
-        if value is None or isinstance(value, bool | str):
-            raise TypeError(f"{self.name}: {name} must be a number, got {value!r}.")
+        self._check_scalar(name, value)
         if is_number(value) and not 0 <= value < below:
             raise ValueError(f"{self.name}: invalid {name}: {value}.")
+
+    def _check_scalar(self, name: str, value: object, flag: bool = False) -> None:
+        """Raises unless it is one number: of several, each leaf would have its own."""
+        is_one = is_number(value) or getattr(value, "shape", None) == ()
+        if not is_one or (isinstance(value, bool) and not flag):
+            remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
+            raise TypeError(
+                f"{self.name}: {name} must be a number, got {brief(value)}.{remedy}"
+            )
 
     def rate(self, count: Count) -> Float[Array, ""]:
         """The learning rate of the step after `count` steps."""
         rate = self.learning_rate
-        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+        if callable(rate):
+            rate = rate(count)
+            self._check_scalar("what the schedule returns", rate)
+        return jnp.asarray(rate, jnp.float32)
 
     def options(
         self, grad_scale: ArrayLike | None = None, skip: Array | None = None
     ) -> Options:
         """How kernels run, on gradients that are to be divided by a scale."""
-        scale = grad_scale
-        unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
+        unscale = None
+        if grad_scale is not None:
+            self._check_scalar("grad_scale", grad_scale)
+            unscale = 1 / jnp.asarray(grad_scale, jnp.float32)
         return Options(unscale, skip, self.backend, self.shardings)
+
+    def skips(self, found_inf: ArrayLike | None) -> Bool[Array, ""] | None:
+        """Whether to skip the step; None for never."""
+        if found_inf is None:
+            return None
+        self._check_scalar("found_inf", found_inf, flag=True)
+        return jnp.asarray(found_inf).astype(bool)
 
     def decays(self, params: PyTree) -> list[bool]:
         """Per leaf, whether it decays."""
@@ -118,6 +140,7 @@ class FusedRule(Hyperparameters, Rule):
     """
 
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
+    per_leaf: ClassVar[tuple[str, ...]] = ()  # of these trees, those with one number
 
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(optional=True, default=None)
@@ -203,6 +226,20 @@ class FusedRule(Hyperparameters, Rule):
         # A NaN compares false, as in apex.
         return jnp.where(norm > most, most / norm, 1)
 
+    def check_state(self, state: Any, params: PyTree) -> None:
+        """Raises unless it is a state that `init` makes of these params."""
+        remedy = f"make it with `{self.name}(...).init(params)`."
+        if not isinstance(state, self.state):
+            expected = self.state.__name__
+            raise TypeError(
+                f"{self.name}: the state must be a {expected}, got a "
+                f"{type(state).__name__}: {remedy}"
+            )
+        for name in state._fields[1:]:
+            tree = getattr(state, name)
+            if tree is not None and name not in self.per_leaf:
+                check_like(tree, params, f"{self.name}: `state.{name}`", remedy)
+
     def init(self, params: PyTree) -> Any:
         """optax's `init`."""
         _check_leaves(params, "params")
@@ -260,12 +297,13 @@ class FusedRule(Hyperparameters, Rule):
         grads, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
         params = structure.unflatten([weight.param for weight in weights])
+        self.check_state(state, params)
         trees = {
             name: structure.flatten_up_to(tree)
             for name, tree in zip(state._fields[1:], state[1:], strict=True)
             if tree is not None
         }
-        skip = None if found_inf is None else jnp.asarray(found_inf).astype(bool)
+        skip = self.skips(found_inf)
         options = self.options(grad_scale, skip)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)

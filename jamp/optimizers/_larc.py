@@ -133,9 +133,9 @@ class _LARC(fused.Hyperparameters):
         new = state._replace(
             count=optax.safe_increment(state.count), inner_state=inner_state
         )
-        if found_inf is None:
+        if (skip := self.skips(found_inf)) is None:
             return updates, new
-        clean = ~jnp.asarray(found_inf).astype(bool)
+        clean = ~skip
         still = jax.tree.map(jnp.zeros_like, updates)
         return select(clean, updates, still), select(clean, new, state)
 

@@ -103,6 +103,7 @@ class FusedNovoGrad(fused.FusedRule):
 
     name: ClassVar[str] = "fused_novograd"
     state: ClassVar = FusedNovoGradState
+    per_leaf: ClassVar = ("nu",)
 
     b1: ArrayLike = fused.number(below=1)
     b2: ArrayLike = fused.number(below=1)

@@ -4,7 +4,7 @@ After apex's csrc/multi_tensor_sgd_kernel.cu.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -95,6 +95,14 @@ class FusedSGD(fused.FusedRule):
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
         """The buffers, where there is momentum."""
         return (None,) if fused.is_zero(self.momentum) else super().moments(params)
+
+    def check_state(self, state: Any, params: PyTree) -> None:
+        super().check_state(state, params)
+        if state.trace is None and not fused.is_zero(self.momentum):
+            raise ValueError(
+                "fused_sgd: the state was made without momentum. Make it anew, with "
+                f"{self.name}(..., momentum).init(params)."
+            )
 
     def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         undampened = 1.0

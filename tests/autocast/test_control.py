@@ -185,10 +185,14 @@ def test_lists_are_values():
         (lambda: LISTS.register_half_kernel(jnp, "none"), "named 'none' in module"),
         (lambda: jamp.autocast(product, dtype="float32"), "must be.*float32"),
         (lambda: jamp.autocast(product, promote="wide"), "must be.*wide"),
+        (lambda: LISTS.with_region("(", "half"), "got no regex, '\\('"),
+        (lambda: LISTS.with_primitive("exp", "fp16"), "one of 'half', .*got 'fp16'"),
+        (lambda: jamp.autocast("bfloat16"), "takes a function, got 'bfloat16'"),
+        (lambda: jamp.autocast(product, lists={}), "must be a jamp.AutocastLists"),
     ],
 )
 def test_bad_options_are_named(call, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         call()
 
 

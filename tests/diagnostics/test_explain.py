@@ -138,6 +138,15 @@ REASONS = {
 }
 
 
+def test_where_autocast_is_off_all_is_recorded():
+    with jamp.disable_casts():
+        found = jamp.explain(lambda x: jnp.tanh(x @ x))(jnp.ones((2, 2)))
+    assert [(op.dtype, op.why) for op in found.operations] == [
+        ("float32", "recorded"),
+        ("float32", "recorded"),
+    ]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_dtype_and_reason(case, unknown):
     fn, expected = CASES[case]

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import jamp
 import pallas_kernels
 from jamp import optimizers as jo
 from pallas_kernels import _run
@@ -131,6 +132,8 @@ ERRORS = [
     ("adam", {"eps": True}, "eps must be a number, got True"),
     ("sgd", {"momentum": "0.9"}, "momentum must be a number, got '0.9'"),
     ("sgd", {"momentum": None}, "momentum must be a number, got None"),
+    ("adam", {"b1": (0.9, 0.999)}, r"b1 must be a number, got \(0.9, 0.999\)"),
+    ("larc", {"learning_rate": np.ones(2)}, r"learning_rate must be a number, got arr"),
     ("lamb", {"amsgrad": True}, "FusedLAMB does not support the AMSGrad variant."),
 ]
 
@@ -140,6 +143,36 @@ ERRORS = [
 def test_options_that_make_no_sense_are_an_error(factory, options, text):
     with pytest.raises((*REFUSED, RuntimeError), match=text):
         FACTORIES[factory](**({"learning_rate": 0.1} | options))
+
+
+SCALE = jamp.DynamicLossScale().init()
+TWO = jnp.zeros(2)
+# An optimizer, what makes its state, further arguments, and what the error says.
+MISTAKEN = [
+    (PLAIN, PLAIN, {"grad_scale": SCALE}, "grad_scale must be a number.*its `scale`"),
+    (PLAIN, PLAIN, {"found_inf": TWO > 0}, "found_inf must be a number, got"),
+    (FACTORIES["larc"](), FACTORIES["larc"](), {"found_inf": TWO}, "found_inf must be"),
+    (jo.fused_sgd(lambda count: TWO), PLAIN, {}, "what the schedule returns must be"),
+    (jo.fused_adam(0.1), PLAIN, {}, "must be a FusedAdamState, got a FusedSGDState"),
+    (jo.fused_adam(0.1), optax.adam(0.1), {}, "must be a FusedAdamState, got a tuple"),
+    (jo.fused_sgd(0.1, 0.9), PLAIN, {}, "made without momentum"),
+]
+
+
+@pytest.mark.parametrize("tx, other, arguments, text", MISTAKEN)
+@pytest.mark.message
+def test_an_update_refuses_what_is_of_another_kind(tx, other, arguments, text):
+    """Of several numbers each leaf would have its own, and skip by itself."""
+    with pytest.raises(REFUSED, match=text):
+        tx.update(PARAMS, other.init(PARAMS), PARAMS, **arguments)
+
+
+@pytest.mark.message
+def test_moments_of_other_params_are_an_error():
+    tx = jo.fused_adam(0.1)
+    state = tx.init(PARAMS | {"gain": jnp.ones((1, 1))})
+    with pytest.raises(ValueError, match=r"mu`\['gain'\] has shape \(1, 1\)"):
+        tx.update(PARAMS, state, PARAMS)
 
 
 @pytest.mark.parametrize("factory", [jo.fused_adam, jo.fused_lamb])
