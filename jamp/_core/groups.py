@@ -66,7 +66,8 @@ def pack(values: Mapping[Key, Any], like: Any) -> Any:
         return values[SINGLE]
     if isinstance(like, Mapping):
         return mapping_like(like, {key: values[key] for key in like if key in values})
-    return type(like)(values.get(key) for key in range(len(like)))
+    entries = [values.get(key) for key in range(len(like))]
+    return like._make(entries) if hasattr(like, "_make") else type(like)(entries)
 
 
 def hashable(values: Mapping[Key, Any], like: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.core import Tracer
@@ -199,6 +200,12 @@ def unshared[T](tree: T, given: PyTree) -> T:
     return structure.unflatten(copied(arrays, dtypes))
 
 
+def copied_from[T](there: PyTree, tree: T) -> T:
+    """A tree with copies of what is an array of `there`: donation takes none twice."""
+    own = {id(x) for x in jax.tree.leaves(there) if isinstance(x, jax.Array)}
+    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, tree)
+
+
 def is_traced(x: object) -> bool:
     """Whether `x` has no value yet, under `jit` for example."""
     return isinstance(x, Tracer)
@@ -231,6 +238,25 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     raise ValueError(
         f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
     )
+
+
+def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
+    """Raises where a cast would lose digits: of floats to integers, for one."""
+    leaves = jax.tree_util.tree_leaves_with_path(given)
+    for (path, new), old in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if _kind(new) > _kind(old):
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} is {jnp.result_type(new)}, and "
+                f"the state has it in {old.dtype}: begin with one of this dtype."
+            )
+
+
+def _kind(x: Any) -> int:
+    """The larger, the more a dtype can hold; -1 of what is no number, such as a key."""
+    dtype = jnp.result_type(x)
+    kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
+    found = (i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
+    return next(found, -1)
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 `scale_loss` and `unscale` are for people who call `jax.grad` themselves.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jamp._autocast.reduction import summed_in_float32
 from jamp._autocast.tracers import depends_on
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
+from jamp._core.show import brief
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -105,7 +107,11 @@ def find_loss_scale(
             f"{type(state).__name__}."
         )
     count = len(state.loss_scale_rules)
-    if isinstance(loss_id, bool) or loss_id not in range(count):
+    try:
+        loss_id = operator.index(loss_id)
+    except TypeError:
+        raise TypeError(f"loss_id must be an int, got {brief(loss_id)}.") from None
+    if loss_id not in range(count):
         raise IndexError(
             f"loss_id={loss_id!r} is out of range: the state has {count} loss "
             "scale(s). Pass num_losses to jamp.initialize."

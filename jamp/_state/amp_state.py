@@ -16,13 +16,13 @@ from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.show import summary
-from jamp._core.tree import check_like, select
+from jamp._core.tree import check_kinds, check_like, copied_from, select
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
 from jamp._state.add_params import grown
 from jamp._state.half_averages import warn_of_half_edit, warn_of_half_field
-from jamp._state.loading import has_values, loaded, register
+from jamp._state.loading import array_fields, has_values, loaded, register
 from jamp._state.new_state import in_place_of
 from jamp._state.step import (
     GroupGrads,
@@ -73,11 +73,17 @@ class _Replace:
         params = changes.get("params", state.params)
         for name in set(changes).intersection(extra_fields(state)):
             _check_field(state, name, changes[name])
+            rest = dataclasses.replace(state, **{name: None})
+            changes[name] = copied_from(rest, changes[name])
         loads = params is not state.params and "opt_state" not in changes
         if loads and has_values(params, state.params):
             warn_of_half_edit(state, params)
             changes |= loaded(state, params, False)
-        return dataclasses.replace(state, **changes)
+        new = dataclasses.replace(state, **changes)
+        if "opt_state" in changes and has_values(changes["opt_state"]):
+            for group in groups_of(new).values():
+                group.weights()  # raises, if there are no masters
+        return new
 
 
 class AmpState(_Replace, TrainState, kw_only=True):
@@ -140,7 +146,8 @@ class AmpState(_Replace, TrainState, kw_only=True):
     @property
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
-        scales = tuple(state.scale for state in self.loss_scales)
+        pairs = zip(self.loss_scale_rules, self.loss_scales, strict=True)
+        scales = tuple(rule.current(state) for rule, state in pairs)
         return scales[0] if len(scales) == 1 else scales
 
     @moves_constants
@@ -330,8 +337,11 @@ def _next_field(
             f"apply_gradients cannot set {name!r}; the state's extra fields are "
             f"{extra}. Declare one with `jamp.initialize(..., name=value)`."
         )
+    if name not in array_fields(state):
+        raise TypeError(f"{name} is static: set it by `state.replace({name}=...)`.")
     old, keys = getattr(state, name), groups.group_keys(state.tx)
     check_like(new, old, name, _FIELD_REMEDY)
+    check_kinds(new, old, name)
     _check_field(state, name, new)
     if groups.is_container(old, keys):
         chosen = {k: select(x.clean, new[k], old[k]) for k, x in given.items()}

@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Collection
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -223,11 +224,8 @@ def _rules(
     min_loss_scale: float | None,
     max_loss_scale: float | None,
 ) -> tuple[Any, ...]:
-    if (
-        isinstance(num_losses, bool)
-        or not isinstance(num_losses, int)
-        or num_losses < 1
-    ):
+    is_integer = isinstance(num_losses, Integral) and not isinstance(num_losses, bool)
+    if not is_integer or num_losses < 1:
         raise ValueError(f"num_losses must be a positive integer, got {num_losses!r}.")
     scale = properties.loss_scale
     limits = {"min": min_loss_scale, "max": max_loss_scale}

@@ -16,10 +16,16 @@ from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import FLOAT32, cast, is_float, widen
 from jamp._core.names import check_same, filled, named
-from jamp._core.tree import check_like, strong_array, trained_params, unshared
+from jamp._core.tree import (
+    check_like,
+    strong_array,
+    trained_params,
+    unshared,
+    widen_tree,
+)
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._state.incoming import ARRAY_LIKE
-from jamp._state.new_state import begun_from
+from jamp._state.new_state import begun_from, first_weights, settled
 from jamp._state.step import Group, groups_of, packed
 from pallas_kernels import Weight, split
 
@@ -37,15 +43,20 @@ def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str
     check_like(named(given), named(state.params), "params", _REMEDY)
     params = filled(state.params, named(given))
     _check_dtypes(params, state.params)
+    params = jax.tree.map(placed_like, params, state.params)
     entered = {
         key: _entered(group, groups.get(params, key), reset_optimizer)
         for key, group in groups_of(state).items()
     }
     changes = packed(entered, state.params)
     before = {name: getattr(state, name) for name in changes}
+    if jax.tree.structure(changes) == jax.tree.structure(before):
+        changes = jax.tree.map(placed_like, changes, before)
+    else:  # another optimizer, begun from the params
+        changes = settled(changes, params)
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
-    return unshared(jax.tree.map(placed_like, changes, before), theirs)
+    return unshared(changes, theirs)
 
 
 def has_values(*trees: PyTree) -> bool:
@@ -57,7 +68,9 @@ def _entered(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
     """A group with other params."""
     is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
     trained = trained_params(params)
-    weights = jax.tree.map(_loaded, old.weights(), trained, is_leaf=is_weight)
+    begins = reset_optimizer and not old.has_masters
+    weights = first_weights(old, widen_tree(old.params)) if begins else old.weights()
+    weights = jax.tree.map(_loaded, weights, trained, is_leaf=is_weight)
     group = old._replace(params=params)
     if reset_optimizer and group.tx is not None:
         return begun_from(group, weights)

@@ -5,6 +5,7 @@ is in float32, and is rounded to the dtypes of the params.
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
@@ -50,8 +51,8 @@ _NO_UPDATE_ARGS = (
 
 _NO_MASTERS = (
     "state.opt_state is a {}, and this opt level keeps masters in it, a "
-    "MasterWeightsState. To reset the optimizer write "
-    "`state.load_params(state.params, reset_optimizer=True)`; another state of it goes "
+    "MasterWeightsState. Another optimizer begins with `state.replace(tx=tx)"
+    ".load_params(state.params, reset_optimizer=True)`; another state of this one goes "
     "in with `state.opt_state._replace(inner_state=...)`."
 )
 
@@ -124,6 +125,7 @@ def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
 
 def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
+    loss_id = operator.index(loss_id)  # it may be an array, and keys a dict
     trees, overwrite = {}, {}
     keys = groups.group_keys(state.tx)
     is_single = keys == (groups.SINGLE,)
@@ -226,11 +228,16 @@ class Group(NamedTuple):
             kept.inner_state if isinstance(kept, masters.MasterWeightsState) else kept
         )
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether its state keeps masters, as its transformation may ask."""
+        return isinstance(self.opt_state, masters.MasterWeightsState)
+
     def weights(self) -> PyTree:
         """What is trained of the params, with the masters that are kept beside it."""
         trained = trained_params(self.params)
         if isinstance(self.tx, masters.MasterWeights):
-            if not isinstance(self.opt_state, masters.MasterWeightsState):
+            if not self.has_masters:
                 raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
             return masters.joined(trained, self.opt_state.masters)
         return jax.tree.map(Weight, trained)

@@ -19,7 +19,7 @@ from jamp._policy.levels import Properties
 from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
 from jamp._state.step import master_params
-from jamp.nnx._variables import Models, arrays_of, by_path, map_variables
+from jamp.nnx._variables import Models, arrays_of, by_path, entries, map_variables
 
 # What an AmpState has beyond its params, and what is static.
 _PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
@@ -155,6 +155,8 @@ class Optimizer(nnx.Optimizer):
         Raises:
             ValueError: gradients or models differ from what was initialized.
         """
+        if not all(isinstance(m, nnx.Module) for m in entries(models).values()):
+            raise TypeError("Write optimizer.update(model, grads): the model first.")
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
         args = _pure(update_args, self.wrt)
@@ -165,7 +167,8 @@ class Optimizer(nnx.Optimizer):
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
         states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]
-        scales = tuple(state.scale for state in states)
+        pairs = zip(self.loss_scale_rules, states, strict=True)
+        scales = tuple(rule.current(state) for rule, state in pairs)
         return scales[0] if len(scales) == 1 else scales
 
     def master_params(self, models: Models) -> PyTree:

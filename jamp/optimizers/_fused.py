@@ -77,8 +77,8 @@ class Hyperparameters:
                 self._check_number(field.name, **field.metadata)
 
     def _check_number(self, name: str, below: float, optional: bool) -> None:
-        value = getattr(self, name)
-        is_schedule = name == "learning_rate" and callable(value)
+        value: Any = getattr(self, name)
+        is_schedule = name == "learning_rate" and callable(self.learning_rate)
         if (value is None and optional) or is_schedule:
             return
         self._check_scalar(name, value)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._core.devices import moves_constants
+from jamp._core.show import brief
 from jamp._core.tree import is_traced
 from jamp._state.amp_state import AmpState
+from jamp._state.incoming import ARRAY_LIKE
 
 _LOG = logging.getLogger("jamp")
 _ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
@@ -44,7 +46,7 @@ class History:
         prefix: of the tags, as in "amp/loss_scale".
 
     Raises:
-        ValueError: `every` is less than 1.
+        ValueError: `every` is not an int of at least 1.
         TypeError: a writer is not a function or a SummaryWriter.
 
     >>> import jamp, jax.numpy as jnp, optax
@@ -60,8 +62,8 @@ class History:
     def __init__(
         self, every: int = 100, writers: Iterable[Any] = (), prefix: str = "amp/"
     ):
-        if every < 1:
-            raise ValueError(f"`every` must be at least 1, got {every}.")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"`every` must be an int, at least 1, got {every}.")
         self.every: int = every
         self.prefix: str = prefix
         self._writers = [_writer(w) for w in writers]
@@ -78,15 +80,21 @@ class History:
             **scalars: what else to keep, as `loss=` and `grad_norm=`.
 
         Raises:
-            TypeError: called under `jit`, or a scalar is none.
+            TypeError: called under `jit`; a scalar is none, or named as one of the
+                state.
         """
         self._calls += 1
         if (self._calls - 1) % self.every:
             return
-        found = _numbers(state) | scalars
+        found = _numbers(state)
+        if both := found.keys() & scalars:
+            raise TypeError(f"History.record has {sorted(both)} of the state already.")
+        found |= scalars
         for name, x in found.items():
-            if is_traced(x) or np.ndim(x):
-                kind = "a traced value" if is_traced(x) else f"shape {np.shape(x)}"
+            is_number = isinstance(x, ARRAY_LIKE)
+            if not is_number or is_traced(x) or np.ndim(x):
+                kind = f"shape {np.shape(x)}" if is_number else brief(x)
+                kind = "a traced value" if is_traced(x) else kind
                 raise TypeError(
                     f"History.record takes numbers outside of jit, got {kind} for "
                     f"{name!r}."

@@ -380,6 +380,9 @@ BAD_CALLS = {
         nnx.state(linear()), make()[1], X
     ),
     "got a GraphDef, as of nnx.split": lambda: make(model=nnx.split(linear())),
+    r"update\(model, grads\): the model first": (
+        lambda: make()[1].update(nnx.to_pure_dict(nnx.state(linear())), linear())
+    ),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)
     ),

@@ -1,7 +1,8 @@
 """AmpState: what a step computes, what a skip leaves alone, and what may be donated."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -338,7 +339,7 @@ def test_gradients_of_groups_in_the_wrong_container_are_refused():
         (of_dict, [tree, tree], wrong + "got a list of length 2"),
         (of_dict, {"d": tree, "h": tree}, wrong + r"got a dict with .* \['d', 'h'\]"),
         (of_dict, tree, wrong + r"got a dict with the keys \['w'\]"),
-        (of_list, [tree], wrong + "got a list of 1"),
+        (of_list, [tree], wrong + "got a list of length 1"),
         (of_list, (tree, tree), wrong + "got a tuple of length 2"),
         (of_list, tree, wrong + "got a dict"),
         (of_dict, {"d": None, "g": None}, "all groups are None"),
@@ -397,3 +398,67 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
     assert bits(after.params["params"]["w"]) == w.tobytes()
     dynamic = fp8_state(level, pack, loss_scale="dynamic")
     assert_skipped(fp8_step(dynamic, jnp.inf), dynamic)
+
+
+def of_two(level, **options):
+    options = {"verbosity": 0} | options
+    return jamp.initialize(jnp.ones(2), optax.sgd(1.0), level, **options)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class _Run(jamp.AmpState):
+    run: str = flax.struct.field(pytree_node=False)
+
+
+@pytest.mark.parametrize(
+    "begun, given, words",
+    [
+        (jnp.int32(0), jnp.float32(0.5), "extra is float32, and .* in int32"),
+        ({"a": jnp.bool_(True)}, {"a": 2}, r"extra\['a'\] is int32, and .* in bool"),
+    ],
+)
+def test_a_field_is_not_cast_to_what_holds_less(begun, given, words):
+    state = of_two("O0", extra=begun)
+    with pytest.raises(ValueError, match=words):
+        state.apply_gradients(grads=jnp.ones(2), extra=given)
+
+
+def test_a_static_field_is_set_by_replace():
+    state = of_two("O0", state_class=_Run, run="a")
+    with pytest.raises(TypeError, match=r"run is static.*replace\(run=\.\.\.\)"):
+        state.apply_gradients(grads=jnp.ones(2), run="b")
+
+
+def test_a_field_that_begins_as_the_masters_can_be_donated():
+    state = of_two("O2", extra=jnp.zeros(2))
+    state = state.replace(extra=jamp.master_params(state))
+    step = jax.jit(lambda s: s.apply_gradients(grads=jnp.ones(2)), donate_argnums=0)
+    assert step(state).extra.tolist() == [1, 1]
+
+
+def test_the_scale_of_another_rule_is_the_one_that_is_used():
+    state = of_two("O2")
+    state = state.replace(loss_scale_rules=(jamp.StaticLossScale(128.0),))
+    scaled = jamp.scale_loss(jnp.float32(1), state)
+    assert float(state.loss_scale) == 128 == float(scaled)
+
+
+def test_groups_in_a_named_tuple():
+    both = Pair(jnp.ones(2), jnp.ones(2))
+    state = jamp.initialize(both, Pair(optax.sgd(1.0), optax.sgd(0.5)), "O5")
+    grads = jamp.scaled_grad(lambda pair: (pair.a * pair.b).sum())(state)
+    new = state.apply_gradients(grads=grads).params
+    assert new.a.tolist() == [0, 0] and new.b.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("loss_id", [jnp.int32(1), np.int64(1)])
+def test_a_loss_id_is_any_integer(loss_id):
+    state = of_two("O1", num_losses=np.int64(2))
+    grads = jamp.scaled_grad(lambda w: w.sum(), loss_id=loss_id)(state)
+    assert state.apply_gradients(grads=grads, loss_id=loss_id).step == 1
+    with pytest.raises(TypeError, match="loss_id must be an int"):
+        state.apply_gradients(grads=grads, loss_id=np.array([0, 1]))

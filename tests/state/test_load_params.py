@@ -191,3 +191,22 @@ def test_nnx_update_with_float32_says_what_to_write():
         nnx_step(model, optimizer)
     with pytest.raises(ValueError, match=r"params\['bias'\] has shape \(2,\)"):
         optimizer.load_params(model, {"bias": jnp.ones(2), "kernel": jnp.ones((2, 3))})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("before", [optax.sgd(0.1), None], ids=["another", "none"])
+def test_another_optimizer_begins_as_in_a_new_state(level, before):
+    """Also where there was none, and so no masters."""
+    options = {"store_remainder": level == SPLIT and before is not None}
+    tx = optax.sgd(0.1, momentum=0.9)
+    state = make(level[:2], tree(), before, **options).replace(tx=tx)
+    state = state.load_params(state.params, reset_optimizer=True)
+    wide = jamp.master_params(state)
+    new = make(level[:2], wide, tx, **options)
+    assert_same_bits(stepped(state).opt_state, stepped(new).opt_state)
+
+
+def test_an_optimizer_state_without_masters_is_refused_at_once():
+    state, tx = make("O2", tree(), STILL), optax.sgd(0.1, momentum=0.9)
+    with pytest.raises(TypeError, match=r"replace\(tx=tx\)\.load_params"):
+        state.replace(tx=tx, opt_state=tx.init(state.params))

@@ -244,6 +244,11 @@ def test_what_they_cannot_take():
         SkipLog.of(state, 0)
     with pytest.raises(ValueError, match="w01, w02, w03 differ"):
         SkipLog.of(one).add(state, jnp.float32(0), grads)
+    for scalars, words in (({"step": 7}, "has .'step'. of"), ({"x": None}, "None for")):
+        with pytest.raises(TypeError, match=words):
+            History(every=1).record(state, **scalars)
+    with pytest.raises(ValueError, match="must be an int, at least 1, got 2.5"):
+        History(every=2.5)
     with pytest.raises(TypeError, match="such as wandb.log, .* got str"):
         History(writers=["tensorboard"])
     with pytest.raises(TypeError, match="AmpState of jamp.initialize, .* got dict"):
