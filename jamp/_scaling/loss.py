@@ -108,15 +108,15 @@ def find_loss_scale(
         )
     count = len(state.loss_scale_rules)
     try:
-        loss_id = operator.index(loss_id)
+        index = operator.index(loss_id)
     except TypeError:
         raise TypeError(f"loss_id must be an int, got {brief(loss_id)}.") from None
-    if loss_id not in range(count):
+    if isinstance(loss_id, bool) or index not in range(count):
         raise IndexError(
             f"loss_id={loss_id!r} is out of range: the state has {count} loss "
             "scale(s). Pass num_losses to jamp.initialize."
         )
-    return state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
+    return state.loss_scale_rules[index], state.loss_scales[index]
 
 
 def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:

@@ -80,7 +80,8 @@ class _Replace:
             warn_of_half_edit(state, params)
             changes |= loaded(state, params, False)
         new = dataclasses.replace(state, **changes)
-        if "opt_state" in changes and has_values(changes["opt_state"]):
+        opt_state = changes.get("opt_state")
+        if jax.tree.leaves(opt_state) and has_values(opt_state):
             for group in groups_of(new).values():
                 group.weights()  # raises, if there are no masters
         return new

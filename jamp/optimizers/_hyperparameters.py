@@ -1,0 +1,145 @@
+"""Hyperparameters: what numbers an optimizer takes, and which leaves decay."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
+from typing_extensions import TypeIs
+
+from jamp._core.show import brief
+from pallas_kernels import Options, check_backend
+
+type Count = Int[Array, ""]
+type Mask = PyTree | Callable[[PyTree], PyTree] | None
+type ScalarOrSchedule = float | Array | Callable[[Array], Any]
+
+
+def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> Any:
+    """A field that holds a number, from 0 to below a limit, or may hold None."""
+    return dataclasses.field(metadata={"below": below, "optional": optional}, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What every optimizer here has.
+
+    Attributes:
+        learning_rate: a number, or a schedule of the count of steps.
+        weight_decay: of the leaves that decay.
+        mask: which leaves decay.
+        backend: where to run.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+    """
+
+    name: ClassVar[str]
+
+    learning_rate: ScalarOrSchedule = number()
+    weight_decay: ArrayLike = number()
+    mask: Mask
+    backend: str
+    shardings: Any = None
+
+    def __post_init__(self):
+        check_backend(self.backend)
+        if self.mask is not None and not callable(self.mask):
+            leaves, structure = jax.tree.flatten(self.mask)
+            mask = _Mask(tuple(map(_checked_bool, leaves)), structure)
+            object.__setattr__(self, "mask", mask)
+        for field in dataclasses.fields(self):
+            if "below" in field.metadata:
+                self._check_number(field.name, **field.metadata)
+
+    def _check_number(self, name: str, below: float, optional: bool) -> None:
+        value: Any = getattr(self, name)
+        is_schedule = name == "learning_rate" and callable(self.learning_rate)
+        if is_schedule or (optional and value is None):
+            return
+        self._check_scalar(name, value)
+        if is_number(value) and not 0 <= value < below:
+            raise ValueError(f"{self.name}: invalid {name}: {value}.")
+
+    def _check_scalar(self, name: str, value: object, flag: bool = False) -> None:
+        """Raises unless it is one number: of several, each leaf would have its own."""
+        is_one = is_number(value) or getattr(value, "shape", None) == ()
+        if not is_one or (isinstance(value, bool) and not flag):
+            remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
+            raise TypeError(
+                f"{self.name}: {name} must be a number, got {brief(value)}.{remedy}"
+            )
+
+    def rate(self, count: Count) -> Float[Array, ""]:
+        """The learning rate of the step after `count` steps."""
+        rate = self.learning_rate
+        if callable(rate):
+            rate = rate(count)
+            self._check_scalar("what the schedule returns", rate)
+        return jnp.asarray(rate, jnp.float32)
+
+    def options(
+        self, grad_scale: ArrayLike | None = None, skip: Array | None = None
+    ) -> Options:
+        """How kernels run, on gradients that are to be divided by a scale."""
+        unscale = None
+        if grad_scale is not None:
+            self._check_scalar("grad_scale", grad_scale)
+            unscale = 1 / jnp.asarray(grad_scale, jnp.float32)
+        return Options(unscale, skip, self.backend, self.shardings)
+
+    def skips(self, found_inf: ArrayLike | None) -> Bool[Array, ""] | None:
+        """Whether to skip the step; None for never."""
+        if found_inf is None:
+            return None
+        self._check_scalar("found_inf", found_inf, flag=True)
+        return jnp.asarray(found_inf).astype(bool)
+
+    def decays(self, params: PyTree) -> list[bool]:
+        """Per leaf, whether it decays."""
+        decays = [True] * len(jax.tree.leaves(params))
+        if self.mask is not None:
+            decays = _bools_like(params, self.mask(params))
+        if is_zero(self.weight_decay):
+            decays = [False] * len(decays)  # which costs nothing
+        return decays
+
+
+def is_number(x: object) -> TypeIs[int | float | np.number]:
+    """Whether `x` is a number of Python or NumPy, known now."""
+    return isinstance(x, int | float | np.number)
+
+
+def is_zero(x: object) -> bool:
+    """Whether it is Python's 0: what is traced is not."""
+    return is_number(x) and bool(x == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mask:
+    """A mask by value, so that a transformation with one can be hashed."""
+
+    leaves: tuple[bool, ...]
+    structure: Any
+
+    def __call__(self, params: PyTree) -> PyTree:
+        del params
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+
+def _bools_like(params: PyTree, mask: PyTree) -> list[bool]:
+    try:
+        leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
+    except ValueError as error:
+        raise ValueError(
+            f"mask must be a tree of bools like the params, or a prefix of it: {error}"
+        ) from None
+    return list(map(_checked_bool, leaves))
+
+
+def _checked_bool(leaf: Any) -> bool:
+    if not isinstance(leaf, bool | np.bool_):
+        raise TypeError(f"mask must hold bools, got {leaf!r}.")
+    return bool(leaf)
