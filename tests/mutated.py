@@ -10,10 +10,8 @@ TESTS = {
         f"jamp/optimizers/_{name}.py": FUSED.format(name)
         for name in ("adam", "adagrad", "lamb", "novograd", "sgd")
     },
-    **{
-        f"jamp/optimizers/{name}.py": "fused_arguments fused_contract larc"
-        for name in ("_fused", "_hyperparameters")
-    },
+    "jamp/optimizers/_fused.py": "fused_arguments fused_contract larc",
+    "jamp/optimizers/_masks.py": "fused_arguments",
     "jamp/optimizers/_larc.py": "larc fused_arguments -k larc",
     "jamp/optimizers/_masters.py": "master_weights store_remainder one_pass "
     "-k not kernels and not interpret",

@@ -27,6 +27,7 @@ from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._state.incoming import ARRAY_LIKE
 from jamp._state.new_state import begun_from, first_weights, settled
 from jamp._state.step import Group, groups_of, packed
+from jamp.optimizers._masters import MasterWeightsState
 from pallas_kernels import Weight, split
 
 _REMEDY = (
@@ -68,8 +69,10 @@ def _entered(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
     """A group with other params."""
     is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
     trained = trained_params(params)
-    begins = reset_optimizer and not old.has_masters
-    weights = first_weights(old, widen_tree(old.params)) if begins else old.weights()
+    if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
+        weights = old.weights()
+    else:  # there are no masters yet
+        weights = first_weights(old, widen_tree(old.params))
     weights = jax.tree.map(_loaded, weights, trained, is_leaf=is_weight)
     group = old._replace(params=params)
     if reset_optimizer and group.tx is not None:

@@ -228,16 +228,11 @@ class Group(NamedTuple):
             kept.inner_state if isinstance(kept, masters.MasterWeightsState) else kept
         )
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether its state keeps masters, as its transformation may ask."""
-        return isinstance(self.opt_state, masters.MasterWeightsState)
-
     def weights(self) -> PyTree:
         """What is trained of the params, with the masters that are kept beside it."""
         trained = trained_params(self.params)
         if isinstance(self.tx, masters.MasterWeights):
-            if not self.has_masters:
+            if not isinstance(self.opt_state, masters.MasterWeightsState):
                 raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
             return masters.joined(trained, self.opt_state.masters)
         return jax.tree.map(Weight, trained)

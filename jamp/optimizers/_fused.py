@@ -13,35 +13,116 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
+from typing_extensions import TypeIs
 
 from jamp._core.dtypes import is_castable
+from jamp._core.show import brief
 from jamp._core.tree import check_like
-from jamp.optimizers._hyperparameters import (
-    Count as Count,
-    Hyperparameters as Hyperparameters,
-    Mask as Mask,
-    ScalarOrSchedule as ScalarOrSchedule,
-    is_number as is_number,
-    is_zero as is_zero,
-    number as number,
-)
+from jamp.optimizers._masks import Mask as Mask, MaskByValue, bools_like, checked_bool
 from pallas_kernels import (
     Leaves,
     Options,
     Rule,
     Weight,
+    check_backend,
     found_inf as found_inf_of,
     norm as norm_of,
     step,
 )
 
+_REMEDY = "make it by the `init` of this optimizer, from these params."
 _MOMENTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
+type Count = Int[Array, ""]
 # By name, of shape (), or (n,) for one per leaf.
 type Scalars = dict[str, ArrayLike]
+type ScalarOrSchedule = float | Array | Callable[[Array], Any]
+
+
+def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> Any:
+    """A field that holds a number, from 0 to below a limit, or may hold None."""
+    return dataclasses.field(metadata={"below": below, "optional": optional}, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What every optimizer here has.
+
+    Attributes:
+        learning_rate: a number, or a schedule of the count of steps.
+        weight_decay: of the leaves that decay.
+        mask: which leaves decay.
+        backend: where to run.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+    """
+
+    name: ClassVar[str]
+
+    learning_rate: ScalarOrSchedule = number()
+    weight_decay: ArrayLike = number()
+    mask: Mask
+    backend: str
+    shardings: Any = None
+
+    def __post_init__(self):
+        check_backend(self.backend)
+        if self.mask is not None and not callable(self.mask):
+            leaves, structure = jax.tree.flatten(self.mask)
+            mask = MaskByValue(tuple(map(checked_bool, leaves)), structure)
+            object.__setattr__(self, "mask", mask)
+        for field in dataclasses.fields(self):
+            if "below" in field.metadata:
+                self._check_number(field.name, **field.metadata)
+
+    def _check_number(self, name: str, below: float, optional: bool) -> None:
+        value: Any = getattr(self, name)
+        is_schedule = name == "learning_rate" and callable(self.learning_rate)
+        if is_schedule or (optional and value is None):
+            return
+        if isinstance(value, bool) or not is_one(value):
+            raise self._not_one(name, value)
+        if is_number(value) and not 0 <= value < below:
+            raise ValueError(f"{self.name}: invalid {name}: {value}.")
+
+    def _not_one(self, name: str, value: object) -> TypeError:
+        """What to raise where each leaf would have a number of its own."""
+        remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
+        text = f"{self.name}: {name} must be a number, got {brief(value)}.{remedy}"
+        return TypeError(text)
+
+    def rate(self, count: Count) -> Float[Array, ""]:
+        """The learning rate of the step after `count` steps."""
+        rate = self.learning_rate
+        if callable(rate):
+            rate = rate(count)
+            if not is_one(rate):
+                raise self._not_one("what the schedule returns", rate)
+        return jnp.asarray(rate, jnp.float32)
+
+    def options(
+        self, grad_scale: ArrayLike | None = None, found_inf: ArrayLike | None = None
+    ) -> Options:
+        """How kernels run, on gradients that are to be divided by a scale."""
+        for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+            if isinstance(value, tuple | list) or getattr(value, "shape", ()):
+                raise self._not_one(name, value)
+        scale, bad = grad_scale, found_inf
+        unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
+        skip = None if bad is None else jnp.asarray(bad).astype(bool)
+        return Options(unscale, skip, self.backend, self.shardings)
+
+    def decays(self, params: PyTree) -> list[bool]:
+        """Per leaf, whether it decays."""
+        decays = [True] * len(jax.tree.leaves(params))
+        if self.mask is not None:
+            decays = bools_like(params, self.mask(params))
+        if is_zero(self.weight_decay):
+            decays = [False] * len(decays)  # which costs nothing
+        return decays
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,20 +222,6 @@ class FusedRule(Hyperparameters, Rule):
         # A NaN compares false, as in apex.
         return jnp.where(norm > most, most / norm, 1)
 
-    def check_state(self, state: Any, params: PyTree) -> None:
-        """Raises unless it is a state that `init` makes of these params."""
-        remedy = f"make it with `{self.name}(...).init(params)`."
-        if not isinstance(state, self.state):
-            expected = self.state.__name__
-            raise TypeError(
-                f"{self.name}: the state must be a {expected}, got a "
-                f"{type(state).__name__}: {remedy}"
-            )
-        for name in state._fields[1:]:
-            tree = getattr(state, name)
-            if tree is not None and name not in self.per_leaf:
-                check_like(tree, params, f"{self.name}: `state.{name}`", remedy)
-
     def init(self, params: PyTree) -> Any:
         """optax's `init`."""
         _check_leaves(params, "params")
@@ -212,14 +279,21 @@ class FusedRule(Hyperparameters, Rule):
         grads, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         weights = structure.flatten_up_to(weights)
         params = structure.unflatten([weight.param for weight in weights])
-        self.check_state(state, params)
+        if not isinstance(state, self.state):
+            raise TypeError(
+                f"{self.name}: the state must be a {self.state.__name__}, got a "
+                f"{type(state).__name__}: {_REMEDY}"
+            )
         trees = {
             name: structure.flatten_up_to(tree)
             for name, tree in zip(state._fields[1:], state[1:], strict=True)
             if tree is not None
         }
-        skip = self.skips(found_inf)
-        options = self.options(grad_scale, skip)
+        for name in trees:
+            if name not in self.per_leaf:
+                what = f"{self.name}: `state.{name}`"
+                check_like(getattr(state, name), params, what, _REMEDY)
+        options = self.options(grad_scale, found_inf)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)
         leaves = Leaves(weights, grads, trees, self.decays(params))
@@ -230,8 +304,8 @@ class FusedRule(Hyperparameters, Rule):
         stepped, moments = step(self.static, leaves, numbers, options, **how)
         new = {name: structure.unflatten(x) for name, x in (new | moments).items()}
         count = optax.safe_increment(state.count)
-        if skip is not None:
-            count = jnp.where(skip, state.count, count)
+        if options.skip is not None:
+            count = jnp.where(options.skip, state.count, count)
         return structure.unflatten(stepped), state._replace(count=count, **new)
 
 
@@ -295,6 +369,21 @@ def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:
             f"{name} needs the params: call `update(grads, state, params)`."
         )
     check_like(updates, params, "updates", "they must match the params.")
+
+
+def is_one(x: object) -> bool:
+    """Whether `x` is one number, known now or traced."""
+    return is_number(x) or getattr(x, "shape", None) == ()
+
+
+def is_number(x: object) -> TypeIs[int | float | np.number]:
+    """Whether `x` is a number of Python or NumPy, known now."""
+    return isinstance(x, int | float | np.number)
+
+
+def is_zero(x: object) -> bool:
+    """Whether it is Python's 0: what is traced is not."""
+    return isinstance(x, int | float | np.number) and bool(x == 0)
 
 
 def _check_leaves(tree: PyTree, what: str) -> None:

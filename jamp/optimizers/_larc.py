@@ -133,7 +133,7 @@ class _LARC(fused.Hyperparameters):
         new = state._replace(
             count=optax.safe_increment(state.count), inner_state=inner_state
         )
-        if (skip := self.skips(found_inf)) is None:
+        if (skip := self.options(None, found_inf).skip) is None:
             return updates, new
         clean = ~skip
         still = jax.tree.map(jnp.zeros_like, updates)

@@ -4,14 +4,14 @@ After apex's csrc/multi_tensor_sgd_kernel.cu.
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers import _fused as fused
-from pallas_kernels import Blocks, Numbers
+from pallas_kernels import Blocks, Leaves, Numbers, Options
 
 
 class FusedSGDState(NamedTuple):
@@ -96,15 +96,16 @@ class FusedSGD(fused.FusedRule):
         """The buffers, where there is momentum."""
         return (None,) if fused.is_zero(self.momentum) else super().moments(params)
 
-    def check_state(self, state: Any, params: PyTree) -> None:
-        super().check_state(state, params)
-        if state.trace is None and not fused.is_zero(self.momentum):
+    def numbers(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
+        del options
+        if "trace" not in leaves.moments and not fused.is_zero(self.momentum):
             raise ValueError(
-                "fused_sgd: the state was made without momentum. Make it anew, with "
-                f"{self.name}(..., momentum).init(params)."
+                "fused_sgd: the state was made without momentum: make another, by the "
+                "`init` of this optimizer; `jamp.initialize`'s by `state.load_params("
+                "state.params, reset_optimizer=True)`."
             )
-
-    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
         undampened = 1.0
         if not fused.is_zero(self.dampening):
             undampened = jnp.where(count == 0, 1, 1 - self.dampening)

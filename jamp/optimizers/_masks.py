@@ -1,0 +1,46 @@
+"""Masks: which leaves decay."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+type Mask = PyTree | Callable[[PyTree], PyTree] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskByValue:
+    """A mask by value, so that a transformation with one can be hashed."""
+
+    leaves: tuple[bool, ...]
+    structure: Any
+
+    def __call__(self, params: PyTree) -> PyTree:
+        del params
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+
+def bools_like(params: PyTree, mask: PyTree) -> list[bool]:
+    """A bool for each leaf of the params, of a tree of them or a prefix.
+
+    Raises:
+        ValueError: another structure.
+        TypeError: what is in it is no bool.
+    """
+    try:
+        leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
+    except ValueError as error:
+        raise ValueError(
+            f"mask must be a tree of bools like the params, or a prefix of it: {error}"
+        ) from None
+    return list(map(checked_bool, leaves))
+
+
+def checked_bool(leaf: Any) -> bool:
+    """A leaf of a mask, if it is a bool."""
+    if not isinstance(leaf, bool | np.bool_):
+        raise TypeError(f"mask must hold bools, got {leaf!r}.")
+    return bool(leaf)
