@@ -1,4 +1,4 @@
-"""Reads a scheduled HLO module, and counts what it costs.
+"""Read a scheduled HLO module, and count what it costs.
 
 In the ENTRY computation every instruction is one launch, or free. What is counted:
 
