@@ -118,7 +118,7 @@ class AutocastLists:
         """With a rule for what the name stack matches; "default" is the table's.
 
         Raises:
-            ValueError: it is no regex.
+            ValueError: `regex` is not a regular expression, or `rule` not a rule.
         """
         try:
             re.compile(regex)

@@ -65,7 +65,7 @@ def autocast[**P, R](
 
     Raises:
         ValueError: `dtype` or `promote` is none of these.
-        TypeError: `fn` is no function, or `lists` are none.
+        TypeError: `fn` is not callable; `lists` is not an `AutocastLists`.
 
     >>> import jax.numpy as jnp
     >>> f = lambda w, x: jax.nn.softmax(x @ w)

@@ -241,7 +241,7 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
 
 
 def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
-    """Raises where a cast would lose digits: of floats to integers, for one."""
+    """Raises where a cast would lose more than digits, as from float to integer."""
     leaves = jax.tree_util.tree_leaves_with_path(given)
     for (path, new), old in zip(leaves, jax.tree.leaves(expected), strict=True):
         if _kind(new) > _kind(old):
@@ -252,7 +252,7 @@ def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
 
 
 def _kind(x: Any) -> int:
-    """The larger, the more a dtype can hold; -1 of what is no number, such as a key."""
+    """The rank of a dtype, from bool to complex; -1 for a PRNG key."""
     dtype = jnp.result_type(x)
     kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
     found = (i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))

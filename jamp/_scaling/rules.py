@@ -4,6 +4,7 @@ After apex/amp/scaler.py, with the hysteresis of apex's update_scale_hysteresis 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -240,6 +241,15 @@ class StaticLossScale:
 
 
 type LossScaleRule = DynamicLossScale | StaticLossScale
+
+
+def scales_in_use(
+    rules: Sequence[LossScaleRule], states: Sequence[LossScaleState]
+) -> Any:
+    """What losses are multiplied by: the scale, or of several losses a tuple."""
+    pairs = zip(rules, states, strict=True)
+    scales = tuple(rule.current(state) for rule, state in pairs)
+    return scales[0] if len(scales) == 1 else scales
 
 
 def loss_scale_rule(

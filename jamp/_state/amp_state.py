@@ -19,7 +19,12 @@ from jamp._core.show import summary
 from jamp._core.tree import check_kinds, check_like, copied_from, select
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
-from jamp._scaling.rules import LossScaleRule, LossScaleState, count_skips
+from jamp._scaling.rules import (
+    LossScaleRule,
+    LossScaleState,
+    count_skips,
+    scales_in_use,
+)
 from jamp._state.add_params import grown
 from jamp._state.half_averages import warn_of_half_edit, warn_of_half_field
 from jamp._state.loading import array_fields, has_values, loaded, register
@@ -147,9 +152,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
     @property
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
-        pairs = zip(self.loss_scale_rules, self.loss_scales, strict=True)
-        scales = tuple(rule.current(state) for rule, state in pairs)
-        return scales[0] if len(scales) == 1 else scales
+        return scales_in_use(self.loss_scale_rules, self.loss_scales)
 
     @moves_constants
     def apply_gradients(

@@ -16,6 +16,7 @@ from jamp._core.names import check_same
 from jamp._core.show import summary
 from jamp._policy.forward import no_forward
 from jamp._policy.levels import Properties
+from jamp._scaling.rules import scales_in_use
 from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
 from jamp._state.step import master_params
@@ -167,9 +168,7 @@ class Optimizer(nnx.Optimizer):
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
         states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]
-        pairs = zip(self.loss_scale_rules, states, strict=True)
-        scales = tuple(rule.current(state) for rule, state in pairs)
-        return scales[0] if len(scales) == 1 else scales
+        return scales_in_use(self.loss_scale_rules, states)
 
     def master_params(self, models: Models) -> PyTree:
         """The trained params in float32, nested dicts by path."""

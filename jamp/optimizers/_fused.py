@@ -110,9 +110,11 @@ class Hyperparameters:
         for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
             if isinstance(value, tuple | list) or getattr(value, "shape", ()):
                 raise self._not_one(name, value)
-        scale, bad = grad_scale, found_inf
-        unscale = None if scale is None else 1 / jnp.asarray(scale, jnp.float32)
-        skip = None if bad is None else jnp.asarray(bad).astype(bool)
+        unscale = skip = None
+        if grad_scale is not None:
+            unscale = 1 / jnp.asarray(grad_scale, jnp.float32)
+        if found_inf is not None:
+            skip = jnp.asarray(found_inf).astype(bool)
         return Options(unscale, skip, self.backend, self.shardings)
 
     def decays(self, params: PyTree) -> list[bool]:
@@ -284,15 +286,13 @@ class FusedRule(Hyperparameters, Rule):
                 f"{self.name}: the state must be a {self.state.__name__}, got a "
                 f"{type(state).__name__}: {_REMEDY}"
             )
-        trees = {
-            name: structure.flatten_up_to(tree)
-            for name, tree in zip(state._fields[1:], state[1:], strict=True)
-            if tree is not None
-        }
-        for name in trees:
+        trees = {}
+        for name, tree in zip(state._fields[1:], state[1:], strict=True):
+            if tree is None:
+                continue
             if name not in self.per_leaf:
-                what = f"{self.name}: `state.{name}`"
-                check_like(getattr(state, name), params, what, _REMEDY)
+                check_like(tree, params, f"{self.name}: `state.{name}`", _REMEDY)
+            trees[name] = structure.flatten_up_to(tree)
         options = self.options(grad_scale, found_inf)
         if self.max_grad_norm is not None:
             options = self.clipped(options, grads)

@@ -24,11 +24,11 @@ class MaskByValue:
 
 
 def bools_like(params: PyTree, mask: PyTree) -> list[bool]:
-    """A bool for each leaf of the params, of a tree of them or a prefix.
+    """A bool for each leaf of the params, from a mask like them or a prefix of it.
 
     Raises:
-        ValueError: another structure.
-        TypeError: what is in it is no bool.
+        ValueError: the mask has another structure.
+        TypeError: a leaf of the mask is not a bool.
     """
     try:
         leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))

@@ -173,6 +173,8 @@ def test_moments_of_other_params_are_an_error():
     state = tx.init(PARAMS | {"gain": jnp.ones((1, 1))})
     with pytest.raises(ValueError, match=r"mu`\['gain'\] has shape \(1, 1\)"):
         tx.update(PARAMS, state, PARAMS)
+    with pytest.raises(ValueError, match=r"mu` have no leaf at \['gain'\]"):
+        tx.update(PARAMS, tx.init({"dense": PARAMS["dense"]}), PARAMS)
 
 
 @pytest.mark.parametrize("factory", [jo.fused_adam, jo.fused_lamb])

@@ -401,8 +401,7 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
 
 
 def of_two(level, **options):
-    options = {"verbosity": 0} | options
-    return jamp.initialize(jnp.ones(2), optax.sgd(1.0), level, **options)
+    return jamp.initialize(jnp.ones(2), optax.sgd(1.0), level, verbosity=0, **options)
 
 
 class Pair(NamedTuple):
@@ -449,7 +448,8 @@ def test_the_scale_of_another_rule_is_the_one_that_is_used():
 
 def test_groups_in_a_named_tuple():
     both = Pair(jnp.ones(2), jnp.ones(2))
-    state = jamp.initialize(both, Pair(optax.sgd(1.0), optax.sgd(0.5)), "O5")
+    txs = Pair(optax.sgd(1.0), optax.sgd(0.5))
+    state = jamp.initialize(both, txs, "O5", verbosity=0)
     grads = jamp.scaled_grad(lambda pair: (pair.a * pair.b).sum())(state)
     new = state.apply_gradients(grads=grads).params
     assert new.a.tolist() == [0, 0] and new.b.tolist() == [0.5, 0.5]
