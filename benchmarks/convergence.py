@@ -1,6 +1,7 @@
 """Trains two examples and a small diffusion model at every level, from three seeds.
 
     python -m benchmarks.convergence                # adds what is not there yet
+    python -m benchmarks.convergence --again        # is what is there of this commit?
     python -m benchmarks.convergence --table        # Markdown, of what is there
 
 Each run is a line of benchmarks/results/convergence.jsonl, written when it ends: the
@@ -31,6 +32,7 @@ from benchmarks.runs import Run
 from tests.docs.scripts import load
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "convergence.jsonl"
+NAMES = ("task", "level", "seed")
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 SEEDS = (0, 1, 2)
 STEPS = {"digits": 440, "diffusion": 300, "char_lm": 300}
@@ -124,14 +126,15 @@ HELD_OUT = {
 read = functools.partial(runs.read, RESULTS)
 
 
-def run_missing() -> None:
-    def run(task: str, level: str, seed: int) -> Run:
-        steps = STEPS[task]
-        with contextlib.redirect_stderr(io.StringIO()):  # the bars of the examples
-            return {"steps": steps} | TASKS[task](level, seed, steps)
+def run(task: str, level: str, seed: int) -> Run:
+    steps = STEPS[task]
+    with contextlib.redirect_stderr(io.StringIO()):  # the bars of the examples
+        return {"steps": steps} | TASKS[task](level, seed, steps)
 
+
+def run_missing() -> None:
     cells = [(t, lv, s) for t in TASKS for s in SEEDS for lv in LEVELS]
-    runs.run_missing(RESULTS, ("task", "level", "seed"), cells, run)
+    runs.run_missing(RESULTS, NAMES, cells, run)
 
 
 def table(found: list[Run]) -> str:
@@ -165,4 +168,5 @@ def _spread(runs: list[Run], name: str) -> str:
 
 
 if __name__ == "__main__":
-    runs.command(__doc__, run_missing, lambda: table(read()))
+    changed = functools.partial(runs.drop_changed, RESULTS, NAMES, run)
+    runs.command(__doc__, run_missing, lambda: table(read()), changed)

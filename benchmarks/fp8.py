@@ -1,6 +1,7 @@
 """Trains three models with products in fp8, beside the same in bfloat16.
 
     python -m benchmarks.fp8            # adds what is not there yet
+    python -m benchmarks.fp8 --again    # is what is there of this commit?
     python -m benchmarks.fp8 --table    # Markdown, of what is there, and predictions
 
 A CNN with dense layers on images of digits and the two language models of
@@ -23,7 +24,7 @@ import numpy as np
 
 import jamp
 from benchmarks import rounding, runs
-from benchmarks.rounding import SEEDS, STEPS, of_linen, of_nnx, trained
+from benchmarks.rounding import NAMES, SEEDS, STEPS, of_linen, of_nnx, trained
 from benchmarks.runs import Run
 from jamp import optimizers
 from jamp._autocast.fp8 import predicted_seconds
@@ -78,20 +79,21 @@ MODELS = {
 read = functools.partial(runs.read, RESULTS)
 
 
-def run_missing() -> None:
-    def run(model: str, setting: str, seed: int) -> Run:
-        options = SETTINGS[setting]
-        losses = MODELS[model](seed, optimizers.fused_adam(3e-4), options)
-        curve = jnp.stack(losses).reshape(10, -1).mean(1)
-        rounded = [round(float(x), 5) for x in curve]
-        return {"steps": STEPS, "losses": rounded}
+def run(model: str, setting: str, seed: int) -> Run:
+    options = SETTINGS[setting]
+    losses = MODELS[model](seed, optimizers.fused_adam(3e-4), options)
+    curve = jnp.stack(losses).reshape(10, -1).mean(1)
+    rounded = [round(float(x), 5) for x in curve]
+    return {"steps": STEPS, "losses": rounded}
 
+
+def run_missing() -> None:
     # Of the other seeds these are among the runs of `rounding`.
     known = {(model, "O5", seed) for model in rounding.MODELS for seed in SEEDS[1:]}
     cells = itertools.product(SEEDS, MODELS, SETTINGS)
     by_seed = ((model, setting, seed) for seed, model, setting in cells)
     missing = (cell for cell in by_seed if cell not in known)
-    runs.run_missing(RESULTS, ("model", "setting", "seed"), missing, run)
+    runs.run_missing(RESULTS, NAMES, missing, run)
 
 
 def table(found: list[Run]) -> str:
@@ -135,4 +137,5 @@ def table_of_products() -> str:
 
 if __name__ == "__main__":
     tables = lambda: f"{table(read())}\n\n{table_of_products()}"  # noqa: E731
-    runs.command(__doc__, run_missing, tables)
+    changed = functools.partial(runs.drop_changed, RESULTS, NAMES, run)
+    runs.command(__doc__, run_missing, tables, changed)

@@ -1,6 +1,7 @@
 """Trains two language models with fewer bytes per parameter than float32 masters take.
 
     python -m benchmarks.rounding            # adds what is not there yet
+    python -m benchmarks.rounding --again    # is what is there of this commit?
     python -m benchmarks.rounding --table    # Markdown, of what is there
 
 The NNX transformer of the examples and a GPT-2-like one of Linen, on the text of
@@ -31,6 +32,7 @@ from tests import models
 from tests.docs.scripts import load
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "rounding.jsonl"
+NAMES = ("model", "setting", "seed")
 SEEDS, STEPS, BATCH, CONTEXT = range(5), 300, 16, 32
 NARROW = {"moment_dtype": "bfloat16"}
 NO_MASTERS = {"master_weights": False}
@@ -101,16 +103,17 @@ MODELS = {"NNX transformer": of_nnx, "GPT-2-like": of_linen}
 read = functools.partial(runs.read, RESULTS)
 
 
-def run_missing() -> None:
-    def run(model: str, setting: str, seed: int) -> Run:
-        _, of_adam, options = SETTINGS[setting]
-        losses = MODELS[model](seed, optimizers.fused_adam(3e-4, **of_adam), options)
-        loss = float(jnp.stack(losses[-STEPS // 10 :]).mean())
-        return {"loss": loss, "steps": STEPS}
+def run(model: str, setting: str, seed: int) -> Run:
+    _, of_adam, options = SETTINGS[setting]
+    losses = MODELS[model](seed, optimizers.fused_adam(3e-4, **of_adam), options)
+    loss = float(jnp.stack(losses[-STEPS // 10 :]).mean())
+    return {"loss": loss, "steps": STEPS}
 
+
+def run_missing() -> None:
     cells = itertools.product(SEEDS, MODELS, SETTINGS)
     by_seed = ((model, setting, seed) for seed, model, setting in cells)
-    runs.run_missing(RESULTS, ("model", "setting", "seed"), by_seed, run)
+    runs.run_missing(RESULTS, NAMES, by_seed, run)
 
 
 def table(found: list[Run]) -> str:
@@ -132,4 +135,5 @@ def table(found: list[Run]) -> str:
 
 
 if __name__ == "__main__":
-    runs.command(__doc__, run_missing, lambda: table(read()))
+    changed = functools.partial(runs.drop_changed, RESULTS, NAMES, run)
+    runs.command(__doc__, run_missing, lambda: table(read()), changed)

@@ -3,6 +3,8 @@
 run_missing(RESULTS, ("model", "seed"), [("CNN", 0), ("CNN", 1)], run)
 {"model": "CNN", "seed": 0, "loss": 0.31}     # was there
 {"model": "CNN", "seed": 1, "loss": 0.29, "seconds": 8, ...}  # of `run("CNN", 1)`
+
+A line's `commit` is the last change of the source at which its figures were seen.
 """
 
 import argparse
@@ -50,13 +52,40 @@ def run_missing(
             print(*found.values(), flush=True)
 
 
-def command(
-    doc: str | None, run_missing: Callable[[], None], table: Callable[[], str]
+def drop_changed(
+    path: pathlib.Path, names: Sequence[str], run: Callable[..., Run]
 ) -> None:
-    """Runs what is missing, but with `--table`, and prints a table."""
+    """Runs one seed of each anew, and keeps the lines of those that give every digit.
+
+    Other seeds are other arguments of the same programs. What is kept is of this
+    commit; what is not counts as missing.
+    """
+    commit = conditions()["commit"]
+    same: dict[tuple[Any, ...], bool] = {}
+    for line in read(path):
+        cell = tuple(line[name] for name in names)
+        if cell[:-1] not in same:
+            same[cell[:-1]] = run(*cell).items() <= line.items()
+            print(*cell, "as before" if same[cell[:-1]] else "changed", flush=True)
+    kept = [r for r in read(path) if same[tuple(r[name] for name in names[:-1])]]
+    lines = [json.dumps(line | {"commit": commit}) + "\n" for line in kept]
+    path.write_text("".join(lines))
+
+
+def command(
+    doc: str | None,
+    run_missing: Callable[[], None],
+    table: Callable[[], str],
+    drop_changed: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs what is missing, or has changed, and prints a table: `--table` only that."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="run nothing")
-    if not parser.parse_args().table:
+    parser.add_argument("--again", action="store_true", help="one seed of each, too")
+    args = parser.parse_args()
+    if args.again:
+        drop_changed()
+    if not args.table:
         run_missing()
     print(table())
 

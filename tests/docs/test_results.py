@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import convergence, gpu, lean, predict, report
+from benchmarks import convergence, gpu, lean, predict, report, runs
 from tests.docs.scripts import needs_extra
 from tests.hlo import Program
 from tests.pages import SHOWN
@@ -85,6 +85,23 @@ def test_the_page_shows_what_steps_cost_beside_those_by_hand():
     assert {lean.key_of(e)[:2] for e in entries} <= {
         (name, mode) for name in lean.CASES for mode in lean.MODES
     }
+
+
+def test_a_run_that_gives_other_digits_is_run_anew_and_others_are_of_this_commit(
+    tmp_path,
+):
+    names, path = ("model", "seed"), tmp_path / "runs.jsonl"
+    cells = [("MLP", 0), ("CNN", 0), ("MLP", 1), ("CNN", 1)]
+    for cell in cells:
+        loss = {"loss": 10 * cell[1] + len(cell[0])}
+        runs.add(path, dict(zip(names, cell, strict=True)) | loss | {"commit": "old"})
+    changed = lambda model, seed: {"loss": 10 * seed + 3 + (model == "CNN")}  # noqa: E731
+    runs.drop_changed(path, names, changed)
+    runs.run_missing(path, names, cells, changed)
+    losses = [(r["model"], r["seed"], r["loss"]) for r in runs.read(path)]
+    assert losses == [("MLP", 0, 3), ("MLP", 1, 13), ("CNN", 0, 4), ("CNN", 1, 14)]
+    commits = {run["commit"] for run in runs.read(path)}
+    assert commits == {runs.commit_of("jamp", "pallas_kernels")}
 
 
 def key(run):
