@@ -1,7 +1,7 @@
 """Pytrees of parameters: paths, partitions, finite checks and selects."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,21 +189,31 @@ def unshared[T](tree: T, given: PyTree) -> T:
 
     Copied is what the user has too, or what occurs twice: donation ends them.
     """
-    seen = set(map(id, jax.tree.leaves(given)))
     leaves, structure = jax.tree.flatten(tree)
     arrays = list(map(strong_array, leaves))
-    dtypes: list[Any] = [None] * len(leaves)
-    for i, x in enumerate(map(id, leaves)):
-        if x in seen:
-            dtypes[i] = arrays[i].dtype
-        seen.add(x)
+    shared = _shared(leaves, jax.tree.leaves(given))
+    pairs = zip(arrays, shared, strict=True)
+    dtypes = [x.dtype if is_shared else None for x, is_shared in pairs]
     return structure.unflatten(copied(arrays, dtypes))
 
 
-def copied_from[T](there: PyTree, tree: T) -> T:
-    """A tree with copies of what is an array of `there`: donation takes none twice."""
-    own = {id(x) for x in jax.tree.leaves(there) if isinstance(x, jax.Array)}
-    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, tree)
+def unshared_arrays[T](tree: T, others: PyTree) -> T:
+    """The same of a tree's arrays that have values; other leaves are left alone."""
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, _shared(leaves, jax.tree.leaves(others)), strict=True)
+    dtypes = [
+        x.dtype if is_shared and isinstance(x, jax.Array) and not is_traced(x) else None
+        for x, is_shared in pairs
+    ]
+    return structure.unflatten(copied(leaves, dtypes))
+
+
+def _shared(leaves: list[Any], others: list[Any]) -> Iterator[bool]:
+    """Which leaves are among the others, or were before."""
+    seen = set(map(id, others))
+    for x in map(id, leaves):
+        yield x in seen
+        seen.add(x)
 
 
 def is_traced(x: object) -> bool:
@@ -247,7 +257,7 @@ def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
         if _kind(new) > _kind(old):
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} is {jnp.result_type(new)}, and "
-                f"the state has it in {old.dtype}: begin with one of this dtype."
+                f"the state has it in {old.dtype}: give it so, or begin in the other."
             )
 
 

@@ -248,8 +248,15 @@ def scales_in_use(
 ) -> Any:
     """What losses are multiplied by: the scale, or of several losses a tuple."""
     pairs = zip(rules, states, strict=True)
-    scales = tuple(rule.current(state) for rule, state in pairs)
+    scales = tuple(_like(rule.current(s), s.scale) for rule, s in pairs)
     return scales[0] if len(scales) == 1 else scales
+
+
+def _like(scale: Any, of_state: Any) -> Any:
+    """A scale with the shape, and in the place, of that in a state."""
+    if scale is of_state or not isinstance(of_state, jax.Array):
+        return of_state
+    return jnp.full_like(of_state, scale)
 
 
 def loss_scale_rule(

@@ -16,7 +16,7 @@ from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.show import summary
-from jamp._core.tree import check_kinds, check_like, copied_from, select
+from jamp._core.tree import check_kinds, check_like, select, unshared_arrays
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import (
@@ -78,17 +78,16 @@ class _Replace:
         params = changes.get("params", state.params)
         for name in set(changes).intersection(extra_fields(state)):
             _check_field(state, name, changes[name])
-            rest = dataclasses.replace(state, **{name: None})
-            changes[name] = copied_from(rest, changes[name])
         loads = params is not state.params and "opt_state" not in changes
         if loads and has_values(params, state.params):
             warn_of_half_edit(state, params)
             changes |= loaded(state, params, False)
-        new = dataclasses.replace(state, **changes)
+        new = dataclasses.replace(state, **_unshared(state, changes))
+        is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
         opt_state = changes.get("opt_state")
-        if jax.tree.leaves(opt_state) and has_values(opt_state):
+        if opt_state is not None and all(map(is_array, jax.tree.leaves(opt_state))):
             for group in groups_of(new).values():
-                group.weights()  # raises, if there are no masters
+                group.check_masters()
         return new
 
 
@@ -150,6 +149,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
         return True
 
     @property
+    @moves_constants
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
         return scales_in_use(self.loss_scale_rules, self.loss_scales)
@@ -352,6 +352,16 @@ def _next_field(
         return groups.pack(groups.split(old, keys) | chosen, old)
     clean = functools.reduce(jnp.logical_and, [x.clean for x in given.values()])
     return select(clean, new, old)
+
+
+def _unshared(state: AmpState, changes: dict[str, Any]) -> dict[str, Any]:
+    """New values, in which no extra field has an array twice, or another's."""
+    own = array_fields(state)
+    extra = {n: changes[n] for n in own if n in changes and n in extra_fields(state)}
+    if not extra:
+        return changes
+    others = [changes.get(n, getattr(state, n)) for n in own if n not in extra]
+    return changes | unshared_arrays(extra, others)
 
 
 def _check_field(state: AmpState, name: str, new: PyTree) -> None:

@@ -232,10 +232,14 @@ class Group(NamedTuple):
         """What is trained of the params, with the masters that are kept beside it."""
         trained = trained_params(self.params)
         if isinstance(self.tx, masters.MasterWeights):
-            if not isinstance(self.opt_state, masters.MasterWeightsState):
-                raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
             return masters.joined(trained, self.opt_state.masters)
         return jax.tree.map(Weight, trained)
+
+    def check_masters(self) -> None:
+        """Raises where the optimizer keeps masters, and its state has none."""
+        kept = isinstance(self.opt_state, masters.MasterWeightsState)
+        if isinstance(self.tx, masters.MasterWeights) and not kept:
+            raise TypeError(_NO_MASTERS.format(type(self.opt_state).__name__))
 
     def with_weights(
         self, weights: PyTree, inner_state: PyTree, overwrite: PyTree = None

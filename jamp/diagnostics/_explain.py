@@ -132,7 +132,7 @@ def explain(
             return _explained_step(fn, args[0], args[1:], kwargs)
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
-        default = "recorded" if disabled.value else ""
+        default = "region" if disabled.value else ""
         found = _operations(program, _Enclosing(scope.policy.lists, default))
         return Explanation(str(scope.policy.dtype), tuple(found), promote=promote)
 
@@ -289,6 +289,9 @@ def _decision_in_step(
     listed = around.lists.rule_of(primitive_name(eqn))
     rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
     written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
+    if around.default == "region":  # of `disable_casts`
+        leave = Rule.RECORDED
+        written = written._replace(rule=leave.value, region=MARKERS[leave])
     note = note_in(names)
     if frames_of(eqn):
         written = written._replace(why="program")

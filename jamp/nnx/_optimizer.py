@@ -156,7 +156,9 @@ class Optimizer(nnx.Optimizer):
         Raises:
             ValueError: gradients or models differ from what was initialized.
         """
-        if not all(isinstance(m, nnx.Module) for m in entries(models).values()):
+        is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
+        swapped = any(map(is_module, jax.tree.leaves(grads, is_leaf=is_module)))
+        if swapped or not all(map(is_module, entries(models).values())):
             raise TypeError("Write optimizer.update(model, grads): the model first.")
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
@@ -165,6 +167,7 @@ class Optimizer(nnx.Optimizer):
         self.load(models, new)
 
     @property
+    @moves_constants
     def loss_scale(self) -> Any:
         """The present loss scale, shape (), float32; a tuple of several."""
         states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]

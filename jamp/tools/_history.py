@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import numbers
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +15,6 @@ from jamp._core.devices import moves_constants
 from jamp._core.show import brief
 from jamp._core.tree import is_traced
 from jamp._state.amp_state import AmpState
-from jamp._state.incoming import ARRAY_LIKE
 
 _LOG = logging.getLogger("jamp")
 _ALWAYS = 3  # so many messages; then the 4th, 8th, 16th ...
@@ -62,9 +62,9 @@ class History:
     def __init__(
         self, every: int = 100, writers: Iterable[Any] = (), prefix: str = "amp/"
     ):
-        if not isinstance(every, int) or every < 1:
+        if not isinstance(every, numbers.Integral) or every < 1:
             raise ValueError(f"`every` must be an int, at least 1, got {every}.")
-        self.every: int = every
+        self.every: int = int(every)
         self.prefix: str = prefix
         self._writers = [_writer(w) for w in writers]
         self._calls = self._messages = 0
@@ -90,17 +90,7 @@ class History:
         if both := found.keys() & scalars:
             raise TypeError(f"History.record has {sorted(both)} of the state already.")
         found |= scalars
-        for name, x in found.items():
-            is_number = isinstance(x, ARRAY_LIKE)
-            if not is_number or is_traced(x) or np.ndim(x):
-                kind = f"shape {np.shape(x)}" if is_number else brief(x)
-                kind = "a traced value" if is_traced(x) else kind
-                raise TypeError(
-                    f"History.record takes numbers outside of jit, got {kind} for "
-                    f"{name!r}."
-                )
-        # Copies: the state may be donated to the next step.
-        copied = {name: jnp.array(x, copy=True) for name, x in found.items()}
+        copied = {name: _copied(name, x) for name, x in found.items()}
         for x in copied.values():
             x.copy_to_host_async()
         self._arriving.append((self._calls, copied))
@@ -190,6 +180,21 @@ class History:
                 "%s). %s",
                 *(since, now, _LOCATE),
             )
+
+
+def _copied(name: str, x: object) -> jax.Array:
+    """A number that lives on when the state is donated to the next step."""
+    try:
+        array = jnp.array(x, copy=True)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        got = brief(x)
+    else:
+        if array.ndim == 0 and not is_traced(array):
+            return array
+        got = "a traced value" if is_traced(array) else f"shape {array.shape}"
+    raise TypeError(
+        f"History.record takes numbers outside of jit, got {got} for {name!r}."
+    )
 
 
 def _numbers(state: AmpState) -> dict[str, Any]:

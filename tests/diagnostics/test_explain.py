@@ -139,12 +139,11 @@ REASONS = {
 
 
 def test_where_autocast_is_off_all_is_recorded():
+    lists = jamp.AutocastLists().with_primitive("tanh", "half")
     with jamp.disable_casts():
-        found = jamp.explain(lambda x: jnp.tanh(x @ x))(jnp.ones((2, 2)))
-    assert [(op.dtype, op.why) for op in found.operations] == [
-        ("float32", "recorded"),
-        ("float32", "recorded"),
-    ]
+        found = jamp.explain(lambda x: jnp.tanh(x @ x), lists=lists)(jnp.ones((2, 2)))
+    decided = [(op.dtype, op.rule, op.why, op.reason) for op in found.operations]
+    assert decided == 2 * [("float32", "recorded", "region", "`disable_casts`.")]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -383,6 +383,9 @@ BAD_CALLS = {
     r"update\(model, grads\): the model first": (
         lambda: make()[1].update(nnx.to_pure_dict(nnx.state(linear())), linear())
     ),
+    r"update\(model, grads\): the model": (
+        lambda: make()[1].update([nnx.state(linear())], [linear()])
+    ),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)
     ),

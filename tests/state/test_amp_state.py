@@ -430,13 +430,45 @@ def test_a_static_field_is_set_by_replace():
     state = of_two("O0", state_class=_Run, run="a")
     with pytest.raises(TypeError, match=r"run is static.*replace\(run=\.\.\.\)"):
         state.apply_gradients(grads=jnp.ones(2), run="b")
+    sin = jax.tree_util.Partial(jnp.sin)  # a copy of it would be another: a recompile
+    assert state.replace(run=sin).run is sin
 
 
-def test_a_field_that_begins_as_the_masters_can_be_donated():
-    state = of_two("O2", extra=jnp.zeros(2))
-    state = state.replace(extra=jamp.master_params(state))
+SHARED = {
+    "the masters": lambda s, x: {"a": jamp.master_params(s)},
+    "each other": lambda s, x: {"a": x, "b": x},
+    "new params": lambda s, x: {"a": x, "params": x, "opt_state": s.opt_state},
+    "keys": lambda s, x: {"a": s.key, "b": s.key},
+}
+
+
+@pytest.mark.parametrize("shares", SHARED.values(), ids=SHARED)
+def test_fields_that_share_arrays_can_be_donated(shares):
+    fields = {"a": jnp.zeros(2), "b": jnp.zeros(2), "key": jax.random.key(7)}
+    state = of_two("O2", **fields)
+    changes = shares(state, jnp.ones(2))
+    key = jax.random.key_data(state.key).tolist()
     step = jax.jit(lambda s: s.apply_gradients(grads=jnp.ones(2)), donate_argnums=0)
-    assert step(state).extra.tolist() == [1, 1]
+    stepped = step(state.replace(**changes))
+    for name in {"a", "b"} & set(changes):
+        x = getattr(stepped, name)
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        assert (
+            jax.random.key_data(x).tolist() == key if is_key else x.tolist() == [1, 1]
+        )
+
+
+@pytest.mark.parametrize("level", ["O2", "O4", "O6"])
+def test_a_state_of_axes_bools_or_nothing_is_set_as_it_is(level):
+    init = lambda w: jamp.initialize(w, optax.sgd(1.0), level, verbosity=0)  # noqa: E731
+    states = jax.vmap(init)(jnp.ones((3, 2)))
+    counters = ("loss_scales", "skipped_steps", "last_step_skipped")
+    axes = states.replace(params=0, opt_state=0, step=0, **dict.fromkeys(counters, 0))
+    step = jax.vmap(lambda s: s.apply_gradients(grads=jnp.ones(2)), in_axes=(axes,))
+    assert step(states).params.tolist() == [[0, 0]] * 3
+    kept = jax.tree.map(lambda x: False, states.opt_state)
+    assert states.replace(params=True, opt_state=kept).params is True
+    assert states.replace(params=None, opt_state=states.opt_state).params is None
 
 
 def test_the_scale_of_another_rule_is_the_one_that_is_used():
@@ -444,6 +476,11 @@ def test_the_scale_of_another_rule_is_the_one_that_is_used():
     state = state.replace(loss_scale_rules=(jamp.StaticLossScale(128.0),))
     scaled = jamp.scale_loss(jnp.float32(1), state)
     assert float(state.loss_scale) == 128 == float(scaled)
+    of_seeds = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+    with jax.transfer_guard("disallow"):
+        scales = of_seeds.loss_scale
+    assert scales.tolist() == [128, 128]
+    assert jax.eval_shape(lambda: state).loss_scale.shape == ()
 
 
 def test_groups_in_a_named_tuple():

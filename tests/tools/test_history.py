@@ -244,6 +244,9 @@ def test_what_they_cannot_take():
         SkipLog.of(state, 0)
     with pytest.raises(ValueError, match="w01, w02, w03 differ"):
         SkipLog.of(one).add(state, jnp.float32(0), grads)
+    history = History(every=np.int64(1))
+    history.record(state, loss=nnx.Variable(jnp.float32(2)))
+    assert history.rows()[0]["loss"] == 2
     for scalars, words in (({"step": 7}, "has .'step'. of"), ({"x": None}, "None for")):
         with pytest.raises(TypeError, match=words):
             History(every=1).record(state, **scalars)
