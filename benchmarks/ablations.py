@@ -2,6 +2,7 @@
 
     python -m benchmarks.ablations            # adds what is not there yet
     python -m benchmarks.ablations gpt2 vit --modes O5 --without softmax,islands
+    python -m benchmarks.ablations --again    # what is there, of this commit
     python -m benchmarks.ablations --table    # Markdown, of what is there
 
 Steps are compiled for an H200, as in `benchmarks.lean`, and given as multiples of the
@@ -13,9 +14,11 @@ After a change of jamp/_autocast, what was measured before counts as missing.
 
 import argparse
 import contextlib
+import itertools
 import json
 import pathlib
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import lean
@@ -61,11 +64,10 @@ def measure(model: str, mode: str, mechanism: str) -> Entry:
     return {"model": model, "mode": mode, "without": mechanism} | figures
 
 
-def measure_missing(models: list[str], modes: list[str], names: list[str]) -> None:
+def measure_missing(wanted: Iterable[tuple[str, str, str]]) -> None:
     """Adds what is not there, and replaces what was measured of another autocast."""
     here = lean.conditions("H200")
     entries = {_key(entry): entry for entry in read()}
-    wanted = [(m, o, n) for m in models for n in (AS_IS, *names) for o in modes]
     for key in wanted:
         if here.items() <= entries.get(key, {}).items():
             continue
@@ -119,14 +121,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(lean.CASES)}")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--without", default=",".join(MECHANISMS))
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
         print(table(read()))
         return
     warnings.simplefilter("ignore")
-    models = args.names or list(CHEAPEST_FIRST)
-    measure_missing(models, args.modes.split(","), args.without.split(","))
+    models, modes = args.names or CHEAPEST_FIRST, args.modes.split(",")
+    names = (AS_IS, *args.without.split(","))
+    wanted = itertools.product(models, names, modes)
+    by_key = ((model, mode, name) for model, name, mode in wanted)
+    measure_missing(map(_key, read()) if args.again else by_key)
 
 
 if __name__ == "__main__":
