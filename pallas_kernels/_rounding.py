@@ -57,11 +57,12 @@ class Noise(NamedTuple):
         return hashed >> 16 if place == 1 else hashed & np.uint32(0xFFFF)
 
 
+@jax.custom_jvp
 def rounded(x: Float[Array, "*s"], bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
     """A float32 that bfloat16 holds: `x`, or one of the two around it.
 
     The one away from zero, as often as `x` is nearer to it. Infinity stays, NaNs become
-    one NaN of either sign, and what is finite stays finite.
+    one NaN of either sign, and what is finite stays finite. Tangents are those of `x`.
     """
     # On bits: arithmetic would flush denormals on a CPU.
     raw = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
@@ -70,6 +71,9 @@ def rounded(x: Float[Array, "*s"], bits: UInt32[Array, "*s"]) -> Float[Array, "*
     special = jnp.where(size > INFINITY, NAN, INFINITY)
     size = jnp.where(size < INFINITY, finite, special)
     return jax.lax.bitcast_convert_type((raw & SIGN) | size, jnp.float32)
+
+
+rounded.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
 
 
 def stochastic(x: Float[Array, "*s"], key: UInt32[Array, ""]) -> BFloat16[Array, "*s"]:

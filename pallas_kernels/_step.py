@@ -71,8 +71,11 @@ class Weight(NamedTuple):
         return join(self.param, self.master) if split else self.master
 
 
+@jax.custom_jvp
 def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
     """The float32 whose halves `split` returned, bit for bit.
+
+    Tangents are those of the high half: bits have no derivative.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.float32(0.1)
@@ -82,6 +85,9 @@ def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
     bits = jax.lax.bitcast_convert_type(high.astype(jnp.float32), jnp.uint32)
     low = low.astype(jnp.uint32)
     return jax.lax.bitcast_convert_type((bits - ((low >> 15) << 16)) | low, jnp.float32)
+
+
+join.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
 
 
 def split(
@@ -98,6 +104,7 @@ def split(
     return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
 
 
+@jax.custom_jvp
 def split_wide(x: Array) -> tuple[Array, Array]:
     """Like `split`, in float32 and uint32."""
     # On bits: a clip of floats would flush denormals on a CPU.
@@ -107,6 +114,12 @@ def split_wide(x: Array) -> tuple[Array, Array]:
     bits = (bits & SIGN) | size
     high = ((bits + 0x8000) >> 16) << 16
     return jax.lax.bitcast_convert_type(high, jnp.float32), bits & 0xFFFF
+
+
+@split_wide.defjvp
+def _split_wide_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Any:
+    high, low = split_wide(*primals)
+    return (high, low), (*tangents, np.zeros(low.shape, jax.dtypes.float0))
 
 
 # As bits: the largest float32 that does not round to infinity in bfloat16.

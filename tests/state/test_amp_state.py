@@ -458,6 +458,24 @@ def test_fields_that_share_arrays_can_be_donated(shares):
         )
 
 
+NO_MASTERS = {"master_weights": False, "stochastic_rounding": True}
+
+
+@pytest.mark.parametrize("kept", [{}, {"store_remainder": True}, NO_MASTERS], ids=str)
+@pytest.mark.parametrize("sgd", [optax.sgd, fused_sgd])
+def test_a_step_is_differentiated_as_in_float32_however_weights_are_kept(sgd, kept):
+    def after(rate, w):
+        state = jamp.initialize(w, sgd(rate), "O5", verbosity=0, **kept)
+        loss_fn = lambda w: ((w - 2) ** 2).sum()  # noqa: E731
+        grads = jamp.scaled_grad(loss_fn)(state)
+        return loss_fn(jamp.master_params(state.apply_gradients(grads=grads)))
+
+    # The step is to 2 + (1 - 2 rate)(w - 2), of each of four weights.
+    of_rate, of_w = jax.jit(jax.grad(after, (0, 1)))(0.1, jnp.ones(4))
+    np.testing.assert_allclose(of_rate, 4 * -4 * (1 - 2 * 0.1), rtol=0.01)
+    np.testing.assert_allclose(of_w, -2 * (1 - 2 * 0.1) ** 2, rtol=0.01)
+
+
 @pytest.mark.parametrize("level", ["O2", "O4", "O6"])
 def test_a_state_of_axes_bools_or_nothing_is_set_as_it_is(level):
     init = lambda w: jamp.initialize(w, optax.sgd(1.0), level, verbosity=0)  # noqa: E731

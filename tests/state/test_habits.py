@@ -124,7 +124,45 @@ def other_tx(level="O2", **kwargs):
     return two_steps(state), wide(two_steps(expected))
 
 
+def looks_ahead():
+    """As `optax.lookahead`'s error says."""
+    state = jax.jit(step)(make(slow={"kernel": W}))[0]
+    slow = optax.incremental_update(jamp.master_params(state), state.slow, 0.5)
+    state = state.replace(params=slow, slow=slow)
+    state = jax.jit(step, donate_argnums=0)(state)[0]
+    return state, descend((W + descend(steps=1)) / 2, steps=1)
+
+
+@jax.custom_vjp
+def clip_gradient(x, limit):
+    del limit
+    return x
+
+
+clip_gradient.defvjp(
+    lambda x, limit: (x, limit),
+    lambda limit, g: (jnp.clip(g, -limit, limit).astype(g.dtype), None),
+)
+
+
+def clips_cotangents():
+    state = make()
+
+    def loss_fn(params):
+        limit = jamp.scale_loss(jnp.float32(0.25), state)
+        return mean_square(
+            clip_gradient(state.apply_fn({"params": params}, X), limit), Y
+        )
+
+    state = state.apply_gradients(grads=jamp.scaled_grad(loss_fn)(state))
+    cotangents = np.clip(2 * (X @ W - Y) / len(X), -0.25, 0.25)
+    assert (abs(cotangents) == 0.25).any()
+    return state, W - RATE * X.T @ cotangents
+
+
 RIGHT = {
+    "a limit for cotangents in a `custom_vjp`": clips_cotangents,
+    "`optax.lookahead`, by a field": looks_ahead,
     "`state.replace(tx=..., apply_fn=...)`": other_tx,
     "`pmap`, `jax_utils.replicate`": pmapped,
     "`vmap` over an ensemble": ensemble,
@@ -221,6 +259,10 @@ RAISES = {
     "`scaled_grad(loss_fn)(state, state.params, ...)`": (
         lambda: jamp.scaled_grad(loss_fn)(make(), make().params, X),
         r"IndexError.*loss_fn\(\{kernel: float16\[2, 1\]\}, \{kernel.*come first",
+    ),
+    "`optax.lookahead`": (
+        lambda: jamp.initialize(optax.LookaheadParams.init_synced({"w": W}), SGD),
+        r"TypeError: params are optax\.LookaheadParams.* slow=params\)`, without",
     ),
     "an `nnx.Optimizer` as `tx`": (
         lambda: make_nnx(tx=nnx.Optimizer(make_nnx()[0], SGD, wrt=nnx.Param)),
