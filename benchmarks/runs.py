@@ -58,7 +58,8 @@ def drop_changed(
     """Runs one seed of each anew, and keeps the lines of those that give every digit.
 
     Other seeds are other arguments of the same programs. What is kept is of this
-    commit; what is not counts as missing.
+    commit; what is not counts as missing. Threads can move a digit of the same program,
+    which is run for nothing then.
     """
     commit = conditions()["commit"]
     same: dict[tuple[Any, ...], bool] = {}
@@ -66,7 +67,7 @@ def drop_changed(
         cell = tuple(line[name] for name in names)
         if cell[:-1] not in same:
             same[cell[:-1]] = run(*cell).items() <= line.items()
-            print(*cell, "as before" if same[cell[:-1]] else "changed", flush=True)
+            print(*cell, "as before" if same[cell[:-1]] else "other digits", flush=True)
     kept = [r for r in read(path) if same[tuple(r[name] for name in names[:-1])]]
     lines = [json.dumps(line | {"commit": commit}) + "\n" for line in kept]
     path.write_text("".join(lines))
