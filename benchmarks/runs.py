@@ -63,14 +63,16 @@ def drop_changed(
     """
     commit = conditions()["commit"]
     same: dict[tuple[Any, ...], bool] = {}
+    kept = []
     for line in read(path):
-        cell = tuple(line[name] for name in names)
-        if cell[:-1] not in same:
-            same[cell[:-1]] = run(*cell).items() <= line.items()
-            print(*cell, "as before" if same[cell[:-1]] else "other digits", flush=True)
-    kept = [r for r in read(path) if same[tuple(r[name] for name in names[:-1])]]
-    lines = [json.dumps(line | {"commit": commit}) + "\n" for line in kept]
-    path.write_text("".join(lines))
+        *like, seed = (line[name] for name in names)
+        if tuple(like) not in same:
+            is_same = run(*like, seed).items() <= line.items()
+            same[tuple(like)] = is_same
+            print(*like, seed, "as before" if is_same else "other digits", flush=True)
+        if same[tuple(like)]:
+            kept.append(json.dumps(line | {"commit": commit}) + "\n")
+    path.write_text("".join(kept))
 
 
 def command(
