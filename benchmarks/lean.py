@@ -210,8 +210,9 @@ def ones(shapes: Any) -> Any:
 
 
 def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
-    """Compiles a step, or looks up what it cost when it was compiled before."""
-    return _measured("v5e" if on_tpu else "H200", _lowered(name, mode, ours, on_tpu))
+    """What a step costs, by jamp or by hand."""
+    lowered = _lowered(name, mode, ours, on_tpu)
+    return cost_of(lowered, "v5e" if on_tpu else "H200")
 
 
 def _lowered(name: str, mode: str, ours: bool, on_tpu: bool) -> Any:
@@ -222,7 +223,8 @@ def _lowered(name: str, mode: str, ours: bool, on_tpu: bool) -> Any:
     return (tpu if on_tpu else h200).lower_step(step, *args, donate=(0,))
 
 
-def _measured(target: str, lowered: Any) -> Measured:
+def cost_of(lowered: Any, target: str) -> Measured:
+    """Compiles a program, or looks up what it cost when it was compiled before."""
     file = FOLDER / f"{digest(lowered, target)}.json"
     if not file.exists():
         found = TARGETS[target].compile_lowered(lowered)
@@ -281,7 +283,7 @@ def saved(name: str, mode: str, target: str) -> Entry:
     programs = [digest(lowered, target) for lowered in pair]
     entry = entries.get((name, mode, target), {})
     if entry.get("programs") != programs:
-        ours, hand = (_measured(target, lowered) for lowered in pair)
+        ours, hand = (cost_of(lowered, target) for lowered in pair)
         figures = {k: round(x, 4) for k, x in ours.over(hand)._asdict().items()}
         size = {"GB by hand": round(hand.traffic / 1e9, 1), "programs": programs}
         entry = {"model": name, "mode": mode} | figures | size

@@ -27,19 +27,26 @@ hypothesis.settings.load_profile("jamp")
 ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
-# A third of all programs is compiled more than once, as each test jits its own step.
-# Each process has a folder of its own: JAX does not guard a file against two writers.
-COMPILED = tempfile.TemporaryDirectory(prefix="jamp-compiled-")
+# Tests, workers and child processes compile the same small programs. JAX guards no file
+# of its cache: who reads half of one warns and compiles.
+MADE = None
 if not ON_GPU:
     jax.config.update("jax_num_cpu_devices", 8)  # most programs use one
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        MADE = tempfile.TemporaryDirectory(prefix="jamp-compiled-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = MADE.name
+    for name, value in {
+        "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 def pytest_unconfigure():
-    COMPILED.cleanup()
+    if MADE:
+        MADE.cleanup()
 
 
 def pytest_ignore_collect(collection_path):
