@@ -50,7 +50,11 @@ def _never_apart(original: Function) -> Function:
 
 
 def _each_apart(original: Function) -> Function:
-    return lambda rewriter, atom, dtype, *apart: original(rewriter, atom, dtype, True)
+    def read(rewriter, atom, dtype, *apart):
+        original(rewriter, atom, dtype)  # for who looks at what was cast
+        return original(rewriter, atom, dtype, True)
+
+    return read
 
 
 def _sums_only_weights(original: Function) -> Function:

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import convergence, gpu, lean, predict, report, runs
+from benchmarks import ablations, convergence, gpu, lean, predict, report, runs
 from tests.docs.scripts import needs_extra
 from tests.hlo import Program
 from tests.pages import SHOWN
@@ -85,6 +85,12 @@ def test_the_page_shows_what_steps_cost_beside_those_by_hand():
     assert {lean.key_of(e)[:2] for e in entries} <= {
         (name, mode) for name in lean.CASES for mode in lean.MODES
     }
+
+
+def test_the_page_shows_what_each_mechanism_is_worth_and_all_are_of_one_autocast():
+    entries = ablations.read()
+    assert ablations.table(entries) in SHOWN
+    assert len({(entry["jax"], entry["commit"]) for entry in entries}) == 1
 
 
 def test_a_run_that_gives_other_digits_is_run_anew_and_others_are_of_this_commit(
