@@ -1,6 +1,6 @@
 """How long steps should take on a GPU, written down before anybody has measured one.
 
-    python -m benchmarks.predict               # compiles, in 12 minutes on 2 cores
+    python -m benchmarks.predict               # compiles, in 3 minutes on one core
     python -m benchmarks.predict --table       # Markdown, of what is there
 
 A roofline for each kernel of the program that XLA compiles for an H200: the longer of
