@@ -69,8 +69,9 @@ docs: $(VENV)/.docs ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict $(ARGS)
 
 # One stamp file per extra: it is installed once, and again when pyproject.toml changes.
+# Without compiling: Python compiles the few of all those modules that are imported.
 $(VENV)/.%: $(VENV)/pyvenv.cfg pyproject.toml
-	$(PYTHON) -m pip install --quiet --editable '.[$*]'
+	$(PYTHON) -m pip install --quiet --no-compile --editable '.[$*]'
 	@touch $@
 
 # XLA's compilers for devices that are not here lie in folders that tests/compilers.py
