@@ -169,6 +169,12 @@ REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
     (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
     (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
+    (
+        lambda *_: cut_down([fused_adam(), fused_adam()]).init([group(), {}]),
+        *(TypeError, r"params\[1\] hold no arrays"),
+    ),
+    (lambda o, s: o.load_state_dict(s, []), TypeError, "takes a mapping, got list"),
+    (lambda o, _: o.load_state_dict(group(), {}), TypeError, "load_state_dict.*state"),
     (lambda o, s: o.step(s), ValueError, "backward"),
     (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
     (

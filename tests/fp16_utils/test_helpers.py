@@ -179,6 +179,7 @@ REFUSED = [
     (lambda: fu.to_python_float(jnp.ones(2)), ValueError, "one number, got 2"),
     (lambda: fu.clip_grad_norm(HALF, 1.0, 0), ValueError, "must be positive, got 0"),
     (lambda: fu.DynamicLossScaler(scale_window=0), ValueError, "scale_window"),
+    (lambda: fu.DynamicLossScaler(scale_factor=1), ValueError, "greater than 1, got 1"),
 ]
 
 

@@ -389,6 +389,13 @@ BAD_CALLS = {
     "jamp.nnx.initialize, got NoneType for the optimizer": (
         lambda: train_step(make()[0], None, X)
     ),
+    r"nnx.scaled_grad\(loss_fn\) takes .* got NoneType": (
+        lambda: grads_of(loss_fn, make()[0], None, X)
+    ),
+    r"nnx.explain\(loss_fn\) takes .* got NoneType": (
+        lambda: jamp.nnx.explain(loss_fn)(make()[0], None, X)
+    ),
+    "nnx.locate takes .* got int": lambda: jamp.nnx.locate(loss_fn, make()[0], 3, X),
 }
 
 

@@ -215,12 +215,21 @@ def two():
     return begin({"a": LEAF, "b": LEAF}, {"a": SGD, "b": SGD})
 
 
-def flat():
-    """An optimizer that keeps all moments in one vector."""
+def keeping(init):
+    """An optimizer of such a state."""
     return optax.GradientTransformation(
-        lambda p: {"moments": jnp.zeros(sum(x.size for x in jax.tree.leaves(p)))},
-        lambda updates, state, params=None: (updates, state),
+        init, lambda updates, state, _=None: (updates, state)
     )
+
+
+def flat(p):
+    """All moments in one vector."""
+    return {"moments": jnp.zeros(sum(x.size for x in jax.tree.leaves(p)))}
+
+
+def by_count(p):
+    """Under a name that is another with more params."""
+    return {f"of {len(jax.tree.leaves(p))}": jnp.zeros(2)}
 
 
 IN_HALF = {"head": {"v": jnp.ones(2, jnp.float16)}}
@@ -230,11 +239,13 @@ NORM = ({"norm": {"scale": LEAF["v"]}},)
 # The state, what add_params is given, the error, and words that it says.
 REFUSED = [
     (one, NORM, ValueError, "'norm'.*'scale'.* is there already"),
+    (one, ({"norm": LEAF["v"]},), ValueError, "'norm'.* is there already"),
     (one, (IN_HALF,), ValueError, r"params\['head'\]\['v'\].*float16"),
     (one, ([LEAF["v"]],), TypeError, "merges a mapping.* got list for .* dict"),
     (one, (LEAF, SGD), TypeError, "the state has one group"),
     (lambda: begin(LEAF, None), (LEAF,), TypeError, "The state has no optimizer"),
-    (lambda: one(flat()), (LEAF,), ValueError, "not kept per param at .*moments"),
+    (lambda: one(keeping(flat)), (LEAF,), ValueError, "not kept per param at .*mom"),
+    (lambda: one(keeping(by_count)), (LEAF,), ValueError, "not kept per .*of 2"),
     (lambda: begin(FP8), (LEAF,), ValueError, r"are collections: .* got \['v'\]"),
     (two, ({"c": LEAF}, SGD), TypeError, "several groups: .* dict.*tx=Gradient"),
     (two, ({"b": LEAF}, {"b": SGD}), ValueError, "has a group 'b' already"),
