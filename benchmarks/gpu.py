@@ -5,9 +5,9 @@
     python -m benchmarks.gpu --only "training step"   # jobs whose name begins so
     python -m benchmarks.gpu --rest gpu.jsonl         # those that it says did not begin
 
-Each benchmark, kernel and test file is a job, in a process of its own, with a limit in
-seconds. A crash, or a job that does not end, is a row like any other, and the next job
-begins. The most telling come first. Files, in --results:
+Each kernel, tree, training step and test file is a job, in a process of its own, with a
+limit in seconds. A crash, or a job that does not end, is a row like any other, and the
+next job begins. The most telling come first. Files, in --results:
 
 - gpu.jsonl: a row per job, written when it ends: outcome, seconds, figures, and what
   was printed last if it did not pass.
@@ -36,7 +36,7 @@ from tests.pallas_kernels import kernels
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = pathlib.Path(__file__).parent / "results"
-SIDE_BY_SIDE = max((os.cpu_count() or 2) // 2, 1)  # jobs that time nothing
+SIDE_BY_SIDE = max((os.cpu_count() or 2) - 2, 1)  # jobs that time nothing
 NOTHING_TIMED = "-Wignore::pytest_benchmark.logger.PytestBenchmarkWarning"
 TOLD = 2000  # characters of what a job printed last
 
@@ -49,10 +49,13 @@ CONTESTANTS = (
     "jamp fused, mosaic",
     "torch fused AdamW",
 )
-FIRST_TRAINED = "O5", "O6", "O4", "by hand, bfloat16", "torch bfloat16, compiled", "O0"
+FIRST_TRAINED = "O5", "by hand, bfloat16", "O0", "O6", "O4", "torch bfloat16, compiled"
 THEN_TRAINED = (
     *("O2", "O1", "torch float16, compiled", "torch bfloat16", "torch float16"),
     "flax",
+)
+MOST_LEAVES_OF_CHAIN = (
+    400  # XLA compiles the chain on more for longer than all the rest
 )
 # What these test is compiled otherwise on a GPU; the rest follows by name.
 FIRST_TESTED = (
@@ -98,7 +101,7 @@ class Row(NamedTuple):
         outcome: "passed", "failed", "skipped", "crashed", "too long", "not begun".
         seconds: how long it took.
         summary: the last line that pytest printed.
-        figures: by name seconds of a round: lower quartile, median, upper quartile.
+        figures: by what was timed, seconds: lower quartile, median, upper quartile.
         told: what it printed last, if it did not pass.
     """
 
@@ -125,12 +128,12 @@ def jobs(rehearse: bool = False) -> list[Job]:
     return [
         Job("device: a GPU", (f"{ON_GPU}gpu_run_is_on_a_gpu",), alone=True),
         Job("copy", (f"{STEP}copy",), alone=True),
-        *map(_training, FIRST_TRAINED),
-        *(_optimizer(tree, who) for tree in trees[:2] for who in CONTESTANTS),
         *of_kernels,
-        *itertools.starmap(_file, list(first.items())[:few]),
+        *map(_optimizer, trees[:1]),
+        *map(_training, FIRST_TRAINED),
+        *map(_optimizer, trees[1:]),
         *map(_training, THEN_TRAINED),
-        *(_optimizer(tree, who) for tree in trees[2:] for who in CONTESTANTS),
+        *itertools.starmap(_file, list(first.items())[:few]),
         *itertools.starmap(_file, list(later.items())[:few]),
     ]
 
@@ -156,9 +159,11 @@ def _training(who: str) -> Job:
     return Job(f"training step: {who}", (f"{TRAINING}[{who}]",), limit, alone=True)
 
 
-def _optimizer(tree: specs.Spec, who: str) -> Job:
-    args = (f"{STEP}optimizer_step[{tree.name}-{who}]",)
-    return Job(f"optimizer step: {tree.name}: {who}", args, 60, alone=True)
+def _optimizer(tree: specs.Spec) -> Job:
+    """All contestants on a tree, whose programs are compiled side by side."""
+    whole = len(tree.shapes) > MOST_LEAVES_OF_CHAIN
+    args = (f"{STEP}optimizer_step[{tree.name}-{who}]" for who in CONTESTANTS[whole:])
+    return Job(f"optimizer step: {tree.name}", tuple(args), 120, alone=True)
 
 
 def _file(name: str, path: pathlib.Path) -> Job:
@@ -207,7 +212,8 @@ class Runner(NamedTuple):
         outcome = _outcome(code, printed)
         told = "" if outcome == "passed" else printed[-TOLD:]
         last = printed.rstrip().rpartition("\n")[2].strip("= ")
-        return Row(job.name, outcome, seconds, last, _figures(found), told), found
+        figures = _figures(job.name, found)
+        return Row(job.name, outcome, seconds, last, figures, told), found
 
 
 def _run(command: list[str], env: dict[str, str], limit: float) -> tuple[str, int]:
@@ -241,20 +247,28 @@ def _outcome(code: int, printed: str) -> str:
     )
 
 
-def _figures(saved: Any) -> dict[str, list[float]]:
-    results = saved["benchmarks"] if saved else []
-    names = ("q1", "median", "q3")
-    return {r["name"]: [r["stats"][k] for k in names] for r in results}
+def _figures(job: str, saved: Any) -> dict[str, list[float]]:
+    """By the job, and by whom of several that it timed."""
+    figures = {}
+    for result in saved["benchmarks"] if saved else []:
+        who = [result["extra_info"]["contestant"]] * ("spec" in result["extra_info"])
+        stats = [result["stats"][k] for k in ("q1", "median", "q3")]
+        figures[": ".join([job, *who])] = stats
+    return figures
 
 
 # ---- what is written
 
 
-def line(row: Row, about: str) -> str:
-    """A row, to be read."""
-    medians = ", ".join(f"{times[1] * 1e3:.4g} ms" for times in row.figures.values())
-    what = medians + about or row.summary
-    return f"{row.outcome:9} {row.seconds:5.1f} s  {row.job:55} {what}"
+def line(row: Row, device: str) -> str:
+    """A row, and what it timed, to be read."""
+    figures = (
+        f"\n{'':18}{name:70} {times[1] * 1e3:.4g} ms"
+        + over_predicted(device, name, times[1])
+        for name, times in row.figures.items()
+    )
+    head = f"{row.outcome:9} {row.seconds:5.1f} s  {row.job:55} {row.summary}"
+    return "".join([head, *figures])
 
 
 def write(
@@ -272,7 +286,7 @@ def write(
             saved["conditions"]["command"] = "python -m benchmarks.gpu"
             (folder / "gpu.json").write_text(json.dumps(saved, indent=1))
         device = saved["conditions"]["device"] if saved else ""
-        show(line(row, over_predicted(device, row.job, row.figures)))
+        show(line(row, device))
         if row.job.startswith("device") and row.outcome != "passed":
             show(row.told)
             break
@@ -292,6 +306,10 @@ def main() -> None:
     env = os.environ | {"JAMP_GPU": "rehearse" if options.rehearse else "1"}
     # Side by side they share the GPU's memory.
     env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    # What XLA measures of a product while it compiles one step holds for all.
+    autotuned = tempfile.TemporaryDirectory(prefix="jamp-autotuned-")
+    flag = f"--xla_gpu_per_fusion_autotune_cache_dir={autotuned.name}"
+    env["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     chosen = [
         job._replace(args=("-q", "-p", "no:cacheprovider", *job.args))
         for job in rest_of(jobs(options.rehearse), options.rest)

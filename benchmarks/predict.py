@@ -206,13 +206,13 @@ def read() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def over_predicted(device: str, job: str, figures: dict[str, list[float]]) -> str:
-    """Measured over predicted, if there is a prediction for this job and device."""
+def over_predicted(device: str, name: str, measured: float) -> str:
+    """Measured seconds over predicted, if this step is predicted for this device."""
     gpu = next((gpu for gpu in BANDWIDTH if gpu in device), None)
-    step = read()["steps"].get(job) if FILE.exists() else None
-    if gpu is None or step is None or not figures:
+    step = read()["steps"].get(name) if FILE.exists() else None
+    if gpu is None or step is None:
         return ""
-    (_, measured, _), (best, middle, worst) = next(iter(figures.values())), step[gpu]
+    best, middle, worst = step[gpu]
     return (
         f", {measured / middle:.2f} x predicted ({best * 1e3:.3g} to "
         f"{worst * 1e3:.3g} ms)"

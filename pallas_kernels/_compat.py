@@ -1,8 +1,10 @@
-"""What JAX may call otherwise in its next version."""
+"""What JAX calls otherwise, or cannot do, in another version."""
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 
 def compute_capability(device: Any) -> tuple[int, ...]:
@@ -20,3 +22,30 @@ def varying_axes(x: Any) -> frozenset[Any]:
     aval = x if hasattr(x, "strip_weak_type") else jax.typeof(x)
     manual = getattr(aval, "mat", None)  # a reference or a token has none
     return frozenset() if manual is None else frozenset(manual.varying)
+
+
+def inlined[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
+    """`fn` without its `jax.custom_jvp`, of which Mosaic lowers none on JAX 0.11."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        traced = jax.make_jaxpr(fn, return_shape=True)
+        jaxpr, shapes = traced(*args, **kwargs)
+        outs = _eval(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return call
+
+
+def _eval(jaxpr: Any, consts: Sequence[Any], args: Iterable[Any]) -> list[Any]:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    read = lambda x: x.val if isinstance(x, core.Literal) else values[x]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        inputs = map(read, eqn.invars)
+        if eqn.primitive.name == "custom_jvp_call":
+            body = eqn.params["call_jaxpr"]
+            outs = _eval(body.jaxpr, body.consts, inputs)
+        else:
+            outs = eqn.primitive.bind(*inputs, **eqn.params)
+        several = isinstance(outs, (list, tuple))
+        values.update(zip(eqn.outvars, outs if several else [outs], strict=True))
+    return list(map(read, jaxpr.outvars))
