@@ -118,8 +118,9 @@ class Row(NamedTuple):
 
 def jobs(rehearse: bool = False) -> list[Job]:
     """All jobs, in the order in which they begin; of a kind, a rehearsal has few."""
-    few = 1 if rehearse else None
+    few = 2 if rehearse else None
     trees = specs.rehearsal_specs() if rehearse else specs.gpu_specs()
+    trees_by_two = list(itertools.batched(trees, 2))
     of_kernels = map(_kernel, list(kernels.CASES)[:few])
     paths = sorted(ROOT.glob("tests/*/test_*.py"))
     files = {f"{path.parent.name}/{path.stem[5:]}": path for path in paths}
@@ -129,9 +130,9 @@ def jobs(rehearse: bool = False) -> list[Job]:
         Job("device: a GPU", (f"{ON_GPU}gpu_run_is_on_a_gpu",), alone=True),
         Job("copy", (f"{STEP}copy",), alone=True),
         *of_kernels,
-        *map(_optimizer, trees[:1]),
+        *map(_optimizers, trees_by_two[:1]),
         *map(_training, FIRST_TRAINED),
-        *map(_optimizer, trees[1:]),
+        *map(_optimizers, trees_by_two[1:]),
         *map(_training, THEN_TRAINED),
         *itertools.starmap(_file, list(first.items())[:few]),
         *itertools.starmap(_file, list(later.items())[:few]),
@@ -159,11 +160,15 @@ def _training(who: str) -> Job:
     return Job(f"training step: {who}", (f"{TRAINING}[{who}]",), limit, alone=True)
 
 
-def _optimizer(tree: specs.Spec) -> Job:
-    """All contestants on a tree, whose programs are compiled side by side."""
-    whole = len(tree.shapes) > MOST_LEAVES_OF_CHAIN
-    args = (f"{STEP}optimizer_step[{tree.name}-{who}]" for who in CONTESTANTS[whole:])
-    return Job(f"optimizer step: {tree.name}", tuple(args), 120, alone=True)
+def _optimizers(trees: tuple[specs.Spec, ...]) -> Job:
+    """All contestants on some trees, whose programs are compiled side by side."""
+    args = tuple(
+        f"{STEP}optimizer_step[{tree.name}-{who}]"
+        for tree in trees
+        for who in CONTESTANTS[len(tree.shapes) > MOST_LEAVES_OF_CHAIN :]
+    )
+    names = " and ".join(tree.name for tree in trees)
+    return Job(f"optimizer steps: {names}", args, 150, alone=True)
 
 
 def _file(name: str, path: pathlib.Path) -> Job:
@@ -248,12 +253,13 @@ def _outcome(code: int, printed: str) -> str:
 
 
 def _figures(job: str, saved: Any) -> dict[str, list[float]]:
-    """By the job, and by whom of several that it timed."""
+    """By the job, or by tree and contestant of several."""
     figures = {}
     for result in saved["benchmarks"] if saved else []:
-        who = [result["extra_info"]["contestant"]] * ("spec" in result["extra_info"])
+        about = result["extra_info"]
+        name = "optimizer step: {spec}: {contestant}" if "spec" in about else job
         stats = [result["stats"][k] for k in ("q1", "median", "q3")]
-        figures[": ".join([job, *who])] = stats
+        figures[name.format(**about)] = stats
     return figures
 
 

@@ -170,36 +170,49 @@ class Running(NamedTuple):
     """An optimizer on a device, that steps in place.
 
     Attributes:
-        step: does one step; does not wait for the device.
+        call: does some steps; does not wait for the device.
         wait: waits until all steps are done.
         row: a row of the first of the params that the model consumes, on the host.
-        first_row: what that should be after the first step.
+        first_row: what that should be after the first call.
         is_clean: whether no step was skipped.
         bytes_moved: what a step must read and write at the least.
+        steps: of a call.
     """
 
-    step: Callable[[], None]
+    call: Callable[[], None]
     wait: Callable[[], Any]
     row: Callable[[], np.ndarray]
     first_row: np.ndarray
     is_clean: Callable[[], Any]
     bytes_moved: int
+    steps: int = 1
+
+
+def chained(step: Callable[[Any, Tree], Any], steps: int) -> Callable[[Any, Tree], Any]:
+    """So many steps as one function."""
+
+    def call(state: Any, grads: Tree) -> Any:
+        body = lambda _, state: step(state, grads)  # noqa: E731
+        return jax.lax.fori_loop(0, steps, body, state)
+
+    return step if steps == 1 else call
 
 
 def run_jitted(
     contestant: Contestant,
     init: Callable[[Tree], Any],
-    step: Callable[[Any, Tree], Any],
+    call: Callable[[Any, Tree], Any],
     params: Tree,
     grads: Tree,
+    steps: int = 1,
 ) -> Running:
-    """Runs a contestant by its compiled functions."""
+    """Runs a contestant by its compiled functions, of which one does some steps."""
     state = init(params)
     first = next(iter(params))
 
     def advance():
         nonlocal state
-        state = step(state, grads)
+        state = call(state, grads)
 
     def row(tree):
         return np.asarray(_row(tree[first]), np.float32)
@@ -208,9 +221,10 @@ def run_jitted(
         advance,
         lambda: state.step.block_until_ready(),  # all of a program is ready at once
         lambda: row(contestant.params(state)),
-        first_step(row(params), row(grads)),
+        first_steps(row(params), row(grads), steps),
         lambda: state.skipped_steps == 0,
         contestant.bytes_moved,
+        steps,
     )
 
 
@@ -254,7 +268,7 @@ def run_torch(spec: Spec, device: str) -> Running:
         step,
         torch.cuda.synchronize if device == "cuda" else lambda: None,
         lambda: row(first),
-        first_step(row(masters[0]), row(grads[0])),
+        first_steps(row(masters[0]), row(grads[0])),
         lambda: scaler.get_scale() >= SCALE,
         least_bytes(spec),
     )
@@ -264,8 +278,11 @@ def _row(x: Any) -> Any:
     return x[(0,) * (x.ndim - 1)][:1000]
 
 
-def first_step(param: np.ndarray, raw_grad: np.ndarray) -> np.ndarray:
-    """A master after the first step from zero moments, in float64."""
+def first_steps(param: np.ndarray, raw_grad: np.ndarray, steps: int = 1) -> np.ndarray:
+    """A master after steps from zero moments by one gradient, in float64."""
     param, grad = param.astype(np.float64), raw_grad.astype(np.float64) / SCALE
-    # Bias correction leaves m = g and v = g**2.
-    return param - LEARNING_RATE * (grad / (abs(grad) + EPS) + WEIGHT_DECAY * param)
+    # Bias correction leaves m = g and v = g**2, in every step.
+    for _ in range(steps):
+        step = grad / (abs(grad) + EPS) + WEIGHT_DECAY * param
+        param = param - LEARNING_RATE * step
+    return param
