@@ -206,17 +206,11 @@ def read() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def over_predicted(device: str, name: str, measured: float) -> str:
-    """Measured seconds over predicted, if this step is predicted for this device."""
+def predicted(device: str, name: str) -> float | None:
+    """Seconds in the middle, if this step is predicted for this device."""
     gpu = next((gpu for gpu in BANDWIDTH if gpu in device), None)
     step = read()["steps"].get(name) if FILE.exists() else None
-    if gpu is None or step is None:
-        return ""
-    best, middle, worst = step[gpu]
-    return (
-        f", {measured / middle:.2f} x predicted ({best * 1e3:.3g} to "
-        f"{worst * 1e3:.3g} ms)"
-    )
+    return None if gpu is None or step is None else step[gpu][1]
 
 
 def table(saved: dict[str, Any], gpus: tuple[str, ...] = tuple(BANDWIDTH)) -> str:

@@ -1,8 +1,8 @@
-"""The README's table and plot of optimizer steps, from the JSON of pytest-benchmark.
+"""Tables and a plot of steps on a GPU, from the JSON of pytest-benchmark.
 
     python -m benchmarks.report
 
-prints a table for each file in benchmarks/results, and draws optimizer_step.png there.
+prints tables for each file in benchmarks/results, and draws optimizer_step.png there.
 Each figure comes out of one run: ratios are never taken between two.
 """
 
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
+
+from benchmarks.predict import predicted
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 CHAIN = "optax chain"
@@ -52,6 +54,15 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trained:
+    """A training step: seconds by quartile, and the most memory, in bytes."""
+
+    contestant: str
+    quartiles: tuple[float, float, float]
+    peak_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """What one file holds.
 
@@ -59,11 +70,13 @@ class Run:
         conditions: what the figures depend on, of `benchmarks/conftest.py`.
         copy: bandwidth of a device copy, in bytes a second; None if not measured.
         rows: the optimizer steps, in the order in which they ran.
+        trained: the training steps, too.
     """
 
     conditions: dict[str, Any]
     copy: float | None
     rows: list[Row]
+    trained: list[Trained]
 
     @property
     def trees(self) -> Iterator[list[Row]]:
@@ -74,21 +87,23 @@ class Run:
 
 def load(folder: pathlib.Path) -> list[Run]:
     """The runs in a folder that hold an optimizer step, by file name."""
-    runs = [_run(json.loads(p.read_text())) for p in sorted(folder.glob("*.json"))]
+    runs = [_run(json.loads(p.read_text())) for p in sorted(folder.glob("gpu*.json"))]
     return [run for run in runs if run.rows]
 
 
 def _run(saved: dict[str, Any]) -> Run:
-    copy, rows = None, []
+    copy, rows, trained = None, [], []
     for result in saved["benchmarks"]:
         info, stats = result["extra_info"], result["stats"]
+        quartiles = (stats["q1"], stats["median"], stats["q3"])
         if info.get("contestant") == "copy":
             copy = info["bytes"] / stats["median"]
+        elif "peak_bytes" in info:
+            trained.append(Trained(info["contestant"], quartiles, info["peak_bytes"]))
         elif "spec" in info:
-            quartiles = (stats["q1"], stats["median"], stats["q3"])
             named = {f.name: info.get(f.name) for f in dataclasses.fields(Row)}
             rows.append(Row(**named | {"quartiles": quartiles}))
-    return Run(saved["conditions"], copy, rows)
+    return Run(saved["conditions"], copy, rows, trained)
 
 
 def conditions(run: Run) -> str:
@@ -105,25 +120,51 @@ def conditions(run: Run) -> str:
 def table(run: Run) -> str:
     """A row for each tree and optimizer, in Markdown."""
     lines = [
-        "| tree | leaves | parameters | step | ms | to the chain | GB/s | of a copy |",
+        "| tree | leaves | parameters | step | ms | to chain | to predicted | GB/s |",
         "|---|---:|---:|---|---:|---:|---:|---:|",
     ]
     for rows in run.trees:
         chain = _chain(rows)
         for row in rows:
             ratio = f"{row.seconds / chain.seconds:.2f}" if chain else "–"
-            part = f"{row.bandwidth / run.copy:.0%}" if run.copy else "–"
+            name = f"optimizer step: {row.spec}: {row.contestant}"
             late = "*" if _is_late(run, row) else ""
             cells = [
                 *_tree_cells(row, is_first=row is rows[0]),
                 row.contestant,
                 f"{row.seconds * 1e3:#.3g}{late}",
                 ratio,
+                over_predicted(run.conditions["device"], name, row.seconds),
                 _gigabytes(row.bandwidth),
-                part,
             ]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def table_of_training(run: Run) -> str:
+    """A row for each training step, in Markdown."""
+    lines = [
+        "| training step | ms | middle half | to predicted | memory at most, GB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for step in run.trained:
+        first, median, third = (1e3 * seconds for seconds in step.quartiles)
+        name = f"training step: {step.contestant}"
+        cells = [
+            step.contestant,
+            f"{median:.1f}",
+            f"{first:.1f} to {third:.1f}",
+            over_predicted(run.conditions["device"], name, median / 1e3),
+            f"{step.peak_bytes / 1e9:.1f}" if step.peak_bytes else "–",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def over_predicted(device: str, name: str, measured: float) -> str:
+    """Measured seconds over predicted, where something was predicted."""
+    expected = predicted(device, name)
+    return f"{measured / expected:.2f}" if expected else "–"
 
 
 def _tree_cells(row: Row, is_first: bool) -> tuple[str, str, str]:
@@ -216,7 +257,8 @@ def main(argv: list[str] | None = None) -> None:
     if not runs:
         sys.exit(f"No optimizer step is among the results in {options.results}.")
     for run in runs:
-        print(f"{conditions(run)}\n\n{table(run)}\n\n{notes(run)}\n")
+        parts = conditions(run), table_of_training(run), table(run), notes(run)
+        print("\n\n".join(parts))
     draw(runs, options.plot or options.results / "optimizer_step.png")
 
 

@@ -7,7 +7,17 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import ablations, convergence, gpu, lean, predict, report, runs
+from benchmarks import (
+    ablations,
+    convergence,
+    gpu,
+    lean,
+    predict,
+    report,
+    runs,
+    specs,
+)
+from pallas_kernels._run import MEASURED_FASTER
 from tests.docs.scripts import needs_extra
 from tests.hlo import Program
 from tests.pages import SHOWN
@@ -38,10 +48,24 @@ def test_a_kernel_takes_the_longer_of_bytes_and_flops_and_a_launch():
 
 
 def test_predictions_are_of_jobs_of_make_gpu_and_pages_show_them():
-    saved = predict.read()
-    assert set(saved["steps"]) <= {job.name for job in gpu.jobs()}
+    saved, steps = predict.read(), {job.name for job in gpu.jobs()}
+    for tree in specs.gpu_specs():
+        steps |= {f"optimizer step: {tree.name}: {who}" for who in gpu.CONTESTANTS}
+    assert set(saved["steps"]) <= steps
     assert predict.table_of_backends(saved) in SHOWN
     assert predict.table(saved) in SHOWN
+
+
+def test_the_page_shows_what_a_gpu_took_and_kernels_were_nowhere_slower():
+    measured = report.load(report.RESULTS)
+    assert {run.conditions["platform"] for run in measured} == {"gpu"}
+    for run in measured:
+        shown = report.conditions(run), report.table_of_training(run), report.table(run)
+        assert all(part in SHOWN for part in shown)
+        for tree in run.trees:
+            times = {row.contestant: row.seconds for row in tree}
+            assert times["jamp fused, mosaic"] <= 1.01 * times["jamp fused, xla"]
+    assert {run.conditions["device"] for run in measured} == MEASURED_FASTER
 
 
 def test_the_page_shows_what_was_trained():
@@ -129,10 +153,13 @@ def test_the_page_shows_what_the_peers_did():
 
 
 def result(seconds, size=30_000, **info):
-    spread = {"q1": 0.99 * seconds, "median": seconds, "q3": 1.01 * seconds}
     info |= {"spec": "a tree", "leaves": 2, "parameters": 1000}
     extra = info | {"bytes": size, "host_share": 0.1, "steps": 10}
-    return {"extra_info": extra, "stats": spread}
+    return {"extra_info": extra, "stats": spread(seconds)}
+
+
+def spread(seconds):
+    return {"q1": 0.99 * seconds, "median": seconds, "q3": 1.01 * seconds}
 
 
 def test_what_is_said_of_a_run(tmp_path):
@@ -141,22 +168,25 @@ def test_what_is_said_of_a_run(tmp_path):
         result(1e-6, contestant="optax chain"),
         result(0.5e-6, contestant="jamp fused, xla"),
         result(2e-6, contestant="torch fused AdamW"),
+        {"extra_info": {"contestant": "O5", "peak_bytes": 3e9}, "stats": spread(0.02)},
     ]
     packages = {"jax": "3.4", "optax": "5.6", "torch": None}
     conditions = {"date": "2000-01-01", "command": "made up", "device": "Made-up GPU"}
     conditions |= {"platform": "gpu", "driver": "1.2", "packages": packages}
     saved = {"benchmarks": results, "conditions": conditions}
-    (tmp_path / "made_up.json").write_text(json.dumps(saved))
+    (tmp_path / "gpu_made_up.json").write_text(json.dumps(saved))
     (run,) = report.load(tmp_path)
     _, _, *rows = (
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in report.table(run).splitlines()
     )
     assert rows == [
-        ["a tree", "2", "1,000", "optax chain", "0.00100", "1.00", "30", "30%"],
-        ["", "", "", "jamp fused, xla", "0.000500", "0.50", "60", "60%"],
-        ["", "", "", "torch fused AdamW", "0.00200", "2.00", "15", "15%"],
+        ["a tree", "2", "1,000", "optax chain", "0.00100", "1.00", "–", "30"],
+        ["", "", "", "jamp fused, xla", "0.000500", "0.50", "–", "60"],
+        ["", "", "", "torch fused AdamW", "0.00200", "2.00", "–", "15"],
     ]
+    *_, trained = report.table_of_training(run).splitlines()
+    assert trained == "| O5 | 20.0 | 19.8 to 20.2 | – | 3.0 |"
     assert report.conditions(run) == (
         "Made-up GPU, driver 1.2, JAX 3.4, Optax 5.6, `made up`, 2000-01-01; "
         "a copy moves 100 GB/s."

@@ -268,15 +268,12 @@ def test_the_device_is_asked_before_the_compiler(kind, monkeypatch):
     monkeypatch.setattr(_run.jax, "local_devices", lambda *a, **k: [fake])
     for backend in ("xla", "interpret"):
         assert pallas_kernels.resolve(backend) == backend
-    assert pallas_kernels.resolve("auto") == "xla"  # nothing is measured yet
+    assert pallas_kernels.resolve("auto") == "xla"
     if supported:
         assert pallas_kernels.resolve("mosaic") == "mosaic"
     else:
         with pytest.raises(pallas_kernels.BackendError, match=kind):
             pallas_kernels.resolve("mosaic")
-    # Not even a measurement brings an old device to the compiler.
-    monkeypatch.setattr(_run, "MEASURED_FASTER", frozenset([kind]))
-    assert pallas_kernels.resolve("auto") == ("mosaic" if supported else "xla")
 
 
 @pytest.mark.parametrize("name", [*BARE, "larc_sgd"])

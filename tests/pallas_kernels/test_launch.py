@@ -1,6 +1,7 @@
 """The launcher on the CPU, where Pallas' emulator looks for races and bad accesses."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -13,7 +14,7 @@ import pytest
 
 from pallas_kernels import Job, Options, Results, run
 from pallas_kernels.mosaic import launch as launcher
-from tests.pallas_kernels import everything
+from tests.pallas_kernels import everything, kernels
 from tests.pallas_kernels.everything import BF16, F16, F32, integers
 
 INTERPRET = Options(backend="interpret")
@@ -26,6 +27,12 @@ def no_races(capsys):
     """JAX 0.11 prints races, newer ones raise."""
     yield
     assert "RACE" not in capsys.readouterr().out
+
+
+def test_no_kernel_has_a_custom_jvp_which_mosaic_on_jax_0_11_lowers_not():
+    case = kernels.CASES["narrow adam, split, bf16"]  # joins, splits and rounds
+    call = functools.partial(case.call, INTERPRET)
+    assert "custom_jvp" not in str(jax.make_jaxpr(call)(*case.make((200,))))
 
 
 def launch(job, leaves, **kwargs) -> Results:
