@@ -201,6 +201,22 @@ def test_o0_takes_and_gives_float32(kind):
     assert found == ["float16,float16"] * 2  # dtype=float16 is the user's wish
 
 
+def test_o0_widens_what_a_loss_gives_to_a_model():
+    seen = []
+
+    class Looking(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen.append(x.dtype)
+            return nn.Dense(1)(x)
+
+    state, half = state_of(Looking(), X, level="O0"), X.astype(jnp.float16)
+    inside = lambda: forward(state, half, apply=Looking().apply)  # noqa: E731
+    for run in (inside, lambda: under_policy(state, inside)):
+        run()
+    assert seen[-2:] == [jnp.float16, jnp.float32]
+
+
 @both
 @pytest.mark.parametrize("cast_model_type", [None, False])
 @pytest.mark.parametrize("level", ["O0", "O2"])
