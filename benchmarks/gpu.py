@@ -56,9 +56,8 @@ THEN_TRAINED = (
     *("O2", "O1", "torch float16, compiled", "torch bfloat16", "torch float16"),
     "flax",
 )
-MOST_LEAVES_OF_CHAIN = (
-    400  # XLA compiles the chain on more for longer than all the rest
-)
+# XLA compiles the chain on more of them for longer than all the rest.
+MOST_LEAVES_OF_CHAIN = 400
 # What these test is compiled otherwise on a GPU; the rest follows by name.
 FIRST_TESTED = (
     *("optimizers/one_pass", "optimizers/fused_optimizers", "pallas_kernels/launch"),
@@ -273,9 +272,9 @@ def _figures(job: str, saved: Any) -> dict[str, list[float]]:
 def line(row: Row, device: str) -> str:
     """A row, and what it timed, to be read."""
     figures = (
-        f"\n{'':18}{name:70} {times[1] * 1e3:.4g} ms"
-        + f", {over_predicted(device, name, times[1])} x predicted"
-        for name, times in row.figures.items()
+        f"\n{'':18}{name:70} {seconds * 1e3:.4g} ms, "
+        f"{over_predicted(device, name, seconds)} x predicted"
+        for name, (_, seconds, _) in row.figures.items()
     )
     head = f"{row.outcome:9} {row.seconds:5.1f} s  {row.job:55} {row.summary}"
     return "".join([head, *figures])

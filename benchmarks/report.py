@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"No optimizer step is among the results in {options.results}.")
     for run in runs:
         parts = conditions(run), table_of_training(run), table(run), notes(run)
-        print("\n\n".join(parts))
+        print(*parts, sep="\n\n", end="\n\n")
     draw(runs, options.plot or options.results / "optimizer_step.png")
 
 
