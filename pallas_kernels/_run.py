@@ -129,9 +129,11 @@ def resolve(backend: str, arrays: Iterable[Array] = ()) -> Backend:
     >>> resolve("auto")
     'xla'
     """
+    if backend in ("auto", "xla"):
+        return "xla"
     check_backend(backend)
-    if backend != "mosaic":
-        return "interpret" if backend == "interpret" else "xla"
+    if backend == "interpret":
+        return "interpret"
     kind, supported = _target(arrays)
     if not supported:
         raise BackendError(
