@@ -37,7 +37,8 @@ from tests.pallas_kernels import kernels
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = pathlib.Path(__file__).parent / "results"
 SIDE_BY_SIDE = max((os.cpu_count() or 2) - 2, 1)  # jobs that time nothing
-# What a GPU adds up is not written to memory, and XLA leaves its rounding to half out.
+# Tests expect every rounding to half. Where one kernel widens what it has just rounded,
+# XLA leaves both out.
 ALL_ROUNDINGS = "--xla_allow_excess_precision=false"
 NOTHING_TIMED = "-Wignore::pytest_benchmark.logger.PytestBenchmarkWarning"
 TOLD = 2000  # characters of what a job printed last

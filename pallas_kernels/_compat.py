@@ -24,16 +24,11 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
-def inlined[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """`fn` without its `jax.custom_jvp`, of which Mosaic lowers none on JAX 0.11."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        traced = jax.make_jaxpr(fn, return_shape=True)
-        jaxpr, shapes = traced(*args, **kwargs)
-        outs = _eval(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves((args, kwargs)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
-
-    return call
+def call_inlined[T](fn: Callable[..., T], *args: Any) -> T:
+    """`fn(*args)` without its `jax.custom_jvp`: Mosaic lowers none on JAX 0.11."""
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    outs = _eval(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
 
 def _eval(jaxpr: Any, consts: Sequence[Any], args: Iterable[Any]) -> list[Any]:
@@ -46,6 +41,6 @@ def _eval(jaxpr: Any, consts: Sequence[Any], args: Iterable[Any]) -> list[Any]:
             outs = _eval(body.jaxpr, body.consts, inputs)
         else:
             outs = eqn.primitive.bind(*inputs, **eqn.params)
-        several = isinstance(outs, (list, tuple))
-        values.update(zip(eqn.outvars, outs if several else [outs], strict=True))
+        outs = outs if eqn.primitive.multiple_results else [outs]
+        values.update(zip(eqn.outvars, outs, strict=True))
     return list(map(read, jaxpr.outvars))

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels._compat import inlined
+from pallas_kernels._compat import call_inlined
 from pallas_kernels._rounding import Noise, numbers_of_flat
 from pallas_kernels._xla import JOIN, Blocks, Job, Leaf, size_of
 
@@ -62,7 +62,7 @@ class Work(NamedTuple):
     ) -> Blocks:
         """What the formula gives, as it is stored."""
         numbers = dict(zip(self.names, scalars, strict=True))
-        return inlined(self._results)(numbers, blocks, noise)
+        return call_inlined(self._results, numbers, blocks, noise)
 
     def _results(self, numbers: Blocks, blocks: Blocks, noise: Noise | None) -> Blocks:
         results = self.job.formula(numbers, self.tag, self.job.read(blocks))
