@@ -31,10 +31,9 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import jamp
-from benchmarks import lean, runs
+from benchmarks import h200, lean, runs
 from benchmarks.lean_images import UNet
 from benchmarks.lean_transformers import GPT2, ViT
-from tests import h200
 from tests.models import CNN, MLP
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "compared.jsonl"

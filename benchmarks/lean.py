@@ -42,10 +42,9 @@ from jax import Array
 from jax.typing import DTypeLike
 
 import jamp
-from benchmarks import lean_images, lean_transformers as lean_text, tpu
+from benchmarks import h200, hlo, lean_images, lean_transformers as lean_text, tpu
 from benchmarks.runs import commit_of
-from jamp.tools import _hlo
-from tests import by_hand, h200
+from tests import by_hand
 
 TX = optax.adam(1e-3)
 MODES = ("widest", "narrowest", "O2", "O5", "O6")
@@ -236,7 +235,7 @@ def cost_of(lowered: Any, target: str) -> Measured:
 
 def digest(lowered: Any, target: str) -> str:
     """Equal for the same program, compiled and counted in the same way."""
-    counted = pathlib.Path(_hlo.__file__).read_text()
+    counted = pathlib.Path(hlo.__file__).read_text()
     options = (jax.__version__, str(target == "v5e"), str(h200.CHEAP))
     parts = ("no copies", *options, counted, lowered.as_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

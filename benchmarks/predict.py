@@ -65,7 +65,7 @@ def seconds(kernels: list[Kernel], gpu: str) -> list[float]:
 
 
 def kernels_of(program: Any) -> list[Kernel]:
-    """The launches of a `tests.hlo.Program`; those of a loop count as its average."""
+    """The launches of an `hlo.Program`; those of a loop count as its average."""
     return list(_kernels(program))
 
 
@@ -80,12 +80,12 @@ def _kernels(program: Any) -> Iterator[Kernel]:
 
 def _products(instruction: Any, outer: Any, program: Any) -> Iterator[tuple]:
     """FLOPs and dtype of each matmul of an instruction, and of what it calls."""
-    from jamp.tools import _hlo
+    from benchmarks import hlo
 
     if instruction.is_product:
         yield _flops(instruction, outer)
-    times = _hlo._trips(instruction)
-    for name in _hlo._called(instruction):
+    times = hlo._trips(instruction)
+    for name in hlo._called(instruction):
         body = program.computations[name]
         for inner in body.values():
             yield from ((times * f, d) for f, d in _products(inner, body, program))
@@ -132,8 +132,7 @@ def programs() -> Iterator[tuple[str, Callable[[], Any]]]:
 def _training_step(who: str) -> Any:
     import jax
 
-    from benchmarks import training_steps
-    from tests import h200
+    from benchmarks import h200, training_steps
 
     size = training_steps.FULL
     init, step = training_steps.jitted(who, size)
@@ -147,8 +146,8 @@ def _optimizer_step(spec: Any, contestant: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
+    from benchmarks import h200
     from benchmarks.optimizer_steps import HALF, names
-    from tests import h200
 
     shapes = list(zip(names(spec), spec.shapes, strict=True))
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes}

@@ -1,5 +1,5 @@
-"""`python -m jamp`: levels, doctor, explain, cost. May import all rooms."""
+"""`python -m jamp` prints what jamp finds on this machine. May import all packages."""
 
-from jamp.tools._command import main
+from jamp.diagnostics._doctor import report
 
-raise SystemExit(main())
+print(*report(), sep="\n")

@@ -82,39 +82,6 @@ class Explanation:
         # Tuples become lists.
         return json.loads(json.dumps(dataclasses.asdict(self) | totals))
 
-    def to_markdown(self, filter: str | None = None) -> str:
-        """The operations as a table in Markdown, with the reasons and the warnings.
-
-        Args:
-            filter: which operations: "products", "float32", "all" or a regex; None for
-                those that compute floats.
-        """
-        rows = _table.markdown(_table.chosen(self.operations, filter))
-        warnings = "\n".join(f"- {warning}" for warning in self.warnings)
-        return "\n\n".join(x for x in (rows, self.title, warnings) if x) + "\n"
-
-    def diff(self, other: "Explanation") -> str:
-        """What another level or mode runs in other precisions, by module.
-
-        >>> import jax, jamp, jax.numpy as jnp
-        >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-        >>> one = jamp.explain(jnp.matmul, "float16")(x, x)
-        >>> print(one.diff(jamp.explain(jnp.matmul, "bfloat16")(x, x)))
-        module  operation    here       there
-                dot_general  1 float16  1 bfloat16
-        """
-        return _table.diff(self.operations, other.operations)
-
-    def to_html(self) -> str:
-        """One page that needs nothing else: modules, operations and source lines.
-
-        Colors are precisions. An address that ends in "#q=exp" is a search,
-        "#op12" an operation, "#line3" a line.
-        """
-        from jamp.tools._page import page
-
-        return page(self)
-
     def show(
         self, *, depth: int | None = None, filter: str | None = None, width: int = 100
     ) -> str:

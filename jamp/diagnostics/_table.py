@@ -31,7 +31,6 @@ _WHY = {
     "widest": "widest operand",
     "kept": "kept weight",
 }
-_MARKDOWN = "line|module|operation|operands|runs in|why|FLOPs|reason".split("|")
 
 # The columns that there are, by name; every form shows some of them.
 CELLS: dict[str, Callable[[Operation], str]] = {
@@ -78,41 +77,8 @@ def text(operations: Iterable[Operation]) -> str:
     return columns(_LISTED, *_rows(operations, _LISTED))
 
 
-def markdown(operations: Iterable[Operation]) -> str:
-    """A table in Markdown, with the reasons."""
-    rows = [_MARKDOWN, ["---"] * len(_MARKDOWN), *_rows(operations, _MARKDOWN)]
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
-    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
-
-
 def _rows(operations: Iterable[Operation], names: Sequence[str]) -> list[list[str]]:
     return [[CELLS[name](op) for name in names] for op in operations]
-
-
-def diff(ours: Iterable[Operation], theirs: Iterable[Operation]) -> str:
-    """A line for each kind of operation of each module that differs.
-
-    Modules that differ by a number are one: "Net/Block_*".
-    """
-    counts: dict[tuple[str, str], list[Counter[str]]] = {}
-    for side, operations in enumerate((ours, theirs)):
-        for op in operations:
-            if op.matters:
-                kind = re.sub(r"\d+", "*", op.module), op.primitive
-                both = counts.setdefault(kind, [Counter(), Counter()])
-                both[side][str(op.dtype)] += 1
-    found = [
-        (*kind, *map(_words_of, both))
-        for kind, both in counts.items()
-        if both[0] != both[1]
-    ]
-    if not found:
-        return "No difference."
-    return columns(("module", "operation", "here", "there"), *found)
-
-
-def _words_of(counts: Counter[str]) -> str:
-    return ", ".join(f"{n} {dtype}" for dtype, n in sorted(counts.items())) or "none"
 
 
 def columns(*rows: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from jax import lax, nn
 
 import jamp
-from tests import h200
+from benchmarks import h200
 from tests.programs import evaluate, walk
 
 N, CLASSES = 6, 10

@@ -14,8 +14,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import jamp
+from benchmarks import h200
 from jamp._autocast import jax_internals
-from tests import h200
 from tests.by_jamp import amp_init, amp_step
 from tests.programs import products
 

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from benchmarks import h200
 from jamp._autocast import frames, sums
-from tests import h200
 from tests.autocast.constructs import custom_vjp, repeat
 from tests.programs import evaluate, walk
 

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
+from benchmarks import h200
 from benchmarks.optimizer_steps import fused_step
 from jamp import optimizers as jo
 from pallas_kernels import BackendError
-from tests import h200
 from tests.devices import eight_devices
 from tests.devices.eight_devices import (
     F32,

@@ -17,9 +17,9 @@ from benchmarks import (
     runs,
     specs,
 )
+from benchmarks.hlo import Program
 from pallas_kernels._run import MEASURED_FASTER
 from tests.docs.scripts import needs_extra
-from tests.hlo import Program
 from tests.pages import SHOWN
 
 # Two batches of (8, 16) times (16, 4): 2 * 2 * 8 * 16 * 4 = 2048.

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from benchmarks import optimizer_steps as timed, specs
+from benchmarks import h200, optimizer_steps as timed, specs
+from benchmarks.hlo import Program
 from jamp import optimizers as jo
-from tests import h200
-from tests.hlo import Program
 from tests.pages import SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # optax promotes

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from benchmarks import h200
 from jamp import multi_tensor, optimizers as jo
-from tests import h200
 from tests.pallas_kernels import everything
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32

@@ -22,18 +22,15 @@ LAYERS = (
     ("jamp._state",),
     ("jamp._checkpoint",),
     ("jamp.fp16_utils", "jamp.diagnostics"),
-    ("jamp.linen", "jamp.nnx", "jamp.tools"),
+    ("jamp.linen", "jamp.nnx"),
     ("jamp",),
     ("jamp.__main__",),
 )
-# Imported when they are first used: names that apex has in another place, NNX, and the
-# tools that are public names of `jamp.diagnostics`.
+# Imported when they are first used: names that apex has in another place; and NNX, a
+# lazy attribute of `jamp`, because a program without NNX should not load it.
 LATE = {
     ("jamp.optimizers", "jamp.fp16_utils._cut_down"),
     ("jamp", "jamp.nnx"),
-    ("jamp.diagnostics", "jamp.tools._cost"),
-    ("jamp.diagnostics", "jamp.tools._history"),
-    ("jamp.diagnostics._explanation", "jamp.tools._page"),
 }
 # What JAX documents nowhere, and the files that may ask for it all the same.
 UNDOCUMENTED = (

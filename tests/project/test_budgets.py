@@ -11,9 +11,10 @@ from flax import linen as nn, nnx
 
 import jamp
 import jamp.nnx
-from tests import by_hand, h200
+from benchmarks import h200
+from benchmarks.hlo import Program
+from tests import by_hand
 from tests.by_jamp import amp_init, amp_step
-from tests.hlo import Program
 
 # optax, and a model with `dtype=`, promote; as in the programs that users write.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]

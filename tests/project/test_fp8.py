@@ -12,12 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
-from benchmarks import lean
+from benchmarks import h200, lean
+from benchmarks.h200 import CHEAP
+from benchmarks.hlo import Program
 from benchmarks.lean_transformers import GPT2
 from jamp._autocast import quantized
-from jamp.tools._cost import CHEAP
-from tests import h200
-from tests.hlo import Program
 from tests.programs import product_runs
 
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]

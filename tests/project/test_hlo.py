@@ -1,10 +1,10 @@
-"""The counter of tests.hlo, on modules whose costs are derived by hand."""
+"""The counter of benchmarks.hlo, on modules whose costs are derived by hand."""
 
 import dataclasses
 
 import pytest
 
-from tests.hlo import Cost, Program, aliased_operands, shape_bytes
+from benchmarks.hlo import Cost, Program, aliased_operands, shape_bytes
 
 HEADER = "HloModule m, is_scheduled=true, input_output_alias={ALIAS}, "
 HEADER += "entry_computation_layout={()->f32[]}\n"

@@ -19,9 +19,9 @@ import pytest
 from jax import lax
 
 import jamp
+from benchmarks import h200
 from jamp import optimizers as jo
 from jamp._scaling import unscaled
-from tests import h200
 from tests.bits import assert_same_bits
 from tests.states import assert_skipped, wide
 

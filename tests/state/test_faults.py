@@ -10,7 +10,7 @@ from jax import lax
 
 import jamp
 import jamp.nnx
-from tests import h200
+from benchmarks import h200
 from tests.bits import assert_same_bits, copy
 from tests.oracles import loss_scale as oracle
 

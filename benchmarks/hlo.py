@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 FREE = frozenset(
@@ -78,10 +78,18 @@ class Cost(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program."""
+    """A compiled program.
 
-    text: str = dataclasses.field(repr=False)  # its scheduled HLO
-    temp: int = 0  # its peak temporary memory in bytes
+    Attributes:
+        text: its scheduled HLO.
+        temp: its peak temporary memory in bytes.
+        unread: whether a custom call leaves an operand of a shape unread although it
+            writes to it in place, as Mosaic kernels do. The HLO does not say.
+    """
+
+    text: str = dataclasses.field(repr=False)
+    temp: int = 0
+    unread: Callable[[str], bool] = lambda shape: False
 
     @functools.cached_property
     def computations(self) -> dict[str, Computation]:
@@ -131,6 +139,20 @@ class Program:
                     given[kind, operand.dtype] += times * round(operand.bytes)
         return given
 
+    @functools.cached_property
+    def aliased_bytes(self) -> int:
+        """Bytes of the parameters whose buffers outputs take over."""
+        header = self.text[: self.text.index("entry_computation_layout")]
+        aliased = {int(n) for n in re.findall(r"\}?: \((\d+), \{", header)}
+        found = [i for i in self.entry.values() if i.opcode == "parameter"]
+        return round(sum(p.bytes for p in found if parameter_number(p) in aliased))
+
+    @functools.cached_property
+    def copies(self) -> list[int]:
+        """Bytes of the result of each copy in ENTRY."""
+        found = self.entry.values()
+        return [round(i.bytes) for i in found if i.opcode in ("copy", "copy-done")]
+
     def _runs(
         self, computation: Computation, times: int = 1
     ) -> Iterator[tuple[Instruction, Computation, int]]:
@@ -163,7 +185,9 @@ class Program:
         body = called[0] if opcode == "fusion" else None
         starts = instruction.opcode != opcode and body is None
         writes = 0 if starts else _writes(instruction, outer, body)
-        return Cost(1, _reads(instruction, outer, body) + writes)
+        names = (instruction.operands[n] for n in aliased_operands(instruction))
+        spared = [outer[n].bytes for n in names if self.unread(outer[n].shape)]
+        return Cost(1, _reads(instruction, outer, body) + writes - sum(spared))
 
 
 def parse(text: str) -> dict[str, Computation]:
@@ -278,3 +302,10 @@ def _writes(
 def parameter_number(parameter: Instruction) -> int:
     """Which argument of its computation a parameter is."""
     return int(parameter.rest.partition(",")[0])
+
+
+def aliased_operands(instruction: Instruction) -> list[int]:
+    """The operands whose memory the results of a custom call take over."""
+    aliasing = r"output_to_operand_aliasing=(\{(?:[^{}]|\{[^{}]*\})*\})"
+    pairs = instruction.attribute(aliasing) or ""
+    return [int(n) for n in re.findall(r": \((\d+), \{", pairs)]
