@@ -9,6 +9,11 @@ if sys.version_info < (3, 12):  # noqa: UP036
         f"jamp needs Python 3.12 or newer; this is {sys.version.split()[0]}."
     )
 
+from jamp._core import requirements as _requirements
+
+if _problem := _requirements.jax_problem():
+    raise ImportError(_problem)
+
 from jamp import (
     linen as linen,
     multi_tensor as multi_tensor,
@@ -62,7 +67,9 @@ from jamp.optimizers._masters import (
     master_weights as master_weights,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # pyproject.toml reads it from here
+
+_requirements.warn_of_other_jamp()
 
 
 def _is_ours(name: str) -> bool:

@@ -1,0 +1,41 @@
+"""Checks that run when jamp is imported: JAX's version, and PyPI's other `jamp`."""
+
+import importlib.metadata
+import os
+import warnings
+
+import jax
+
+OLDEST_JAX, FIRST_UNTESTED_JAX = (0, 11), (0, 13)  # pyproject.toml has the same bounds
+
+
+def jax_problem(version: tuple[int, ...] | None = None) -> str | None:
+    """Returns an error if this JAX is outside the range that jamp's tests cover.
+
+    Autocast reads parts of JAX that no release promises to keep, so an untested JAX
+    could change results silently. `make test-next` sets JAMP_UNTESTED_JAX=1.
+    """
+    version = jax.__version_info__ if version is None else version
+    if OLDEST_JAX <= version[:2] < FIRST_UNTESTED_JAX:
+        return None
+    if os.environ.get("JAMP_UNTESTED_JAX") == "1":
+        return None
+    bounds = "jax>={}.{},<{}.{}".format(*OLDEST_JAX, *FIRST_UNTESTED_JAX)
+    return (
+        f"jamp needs {bounds}; this is JAX {'.'.join(map(str, version))}. "
+        f'Install another jamp, or run `pip install "{bounds}"`.'
+    )
+
+
+def warn_of_other_jamp() -> None:
+    """Warns if the distribution `jamp` is installed, which has the same import name."""
+    try:
+        version = importlib.metadata.version("jamp")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    warnings.warn(
+        f"The distribution `jamp` {version}, a different library with the same import "
+        "name, is installed beside `jamp-jax`. Their files overwrite each other. Run "
+        "`pip uninstall jamp jamp-jax`, then install `jamp-jax` again.",
+        stacklevel=3,
+    )

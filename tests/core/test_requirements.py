@@ -1,0 +1,66 @@
+"""What `import jamp` checks about its environment, and where pyproject.toml agrees."""
+
+import time
+import tomllib
+import warnings
+
+import pytest
+
+import jamp
+from jamp._core import requirements
+from tests.pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("version", [(0, 11), (0, 11, 2), (0, 12, 0, 1), None])
+def test_a_tested_jax_is_accepted(version):
+    assert requirements.jax_problem(version) is None
+
+
+@pytest.mark.parametrize("version", [(0, 10, 9), (0, 13, 0), (1, 0)])
+def test_an_untested_jax_is_refused_and_named(version, monkeypatch):
+    monkeypatch.delenv("JAMP_UNTESTED_JAX", raising=False)
+    problem = requirements.jax_problem(version)
+    assert f"this is JAX {'.'.join(map(str, version))}." in problem
+    assert '`pip install "jax>=0.11,<0.13"`' in problem
+    monkeypatch.setenv("JAMP_UNTESTED_JAX", "1")
+    assert requirements.jax_problem(version) is None
+
+
+def test_pyproject_has_the_same_bounds_and_no_version_of_its_own():
+    bounds = *requirements.OLDEST_JAX, *requirements.FIRST_UNTESTED_JAX
+    assert "jax>={}.{},<{}.{}".format(*bounds) in PROJECT["dependencies"]
+    assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
+    assert jamp.__version__.count(".") == 2
+
+
+def test_readme_has_the_address_of_pyproject():
+    assert PROJECT["urls"]["Repository"] in (ROOT / "README.md").read_text()
+
+
+def test_the_other_jamp_is_warned_of(tmp_path, monkeypatch):
+    folder = tmp_path / "jamp-0.0.6.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: jamp\nVersion: 0.0.6\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(UserWarning, match="`jamp` 0.0.6, a different library"):
+        requirements.warn_of_other_jamp()
+
+
+def test_without_the_other_jamp_the_check_is_silent_and_takes_a_millisecond():
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            requirements.warn_of_other_jamp()
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1e-3
+
+
+def test_import_checks_jax_first():
+    source = (ROOT / "jamp" / "__init__.py").read_text()
+    check = source.index("_requirements.jax_problem()")
+    assert source.index("sys.version_info") < check < source.index("jamp._autocast")
+    assert "_requirements.warn_of_other_jamp()" in source
