@@ -62,7 +62,7 @@ MOST_LEAVES_OF_CHAIN = 400
 # What these test is compiled otherwise on a GPU; the rest follows by name.
 FIRST_TESTED = (
     *("optimizers/one_pass", "optimizers/fused_optimizers", "pallas_kernels/launch"),
-    *("optimizers/multi_tensor", "optimizers/optimizer_bytes", "state/amp_state"),
+    *("optimizers/norms", "optimizers/optimizer_bytes", "state/amp_state"),
     *("scaling/scaled_grad", "policy/forward_programs"),
     *("autocast/kernels", "autocast/loops"),
 )

@@ -230,7 +230,7 @@ def table(saved: dict[str, Any], gpus: tuple[str, ...] = tuple(BANDWIDTH)) -> st
 
 
 def table_of_backends(saved: dict[str, Any], gpu: str = "H200") -> str:
-    """What `backend="auto"` would choose among if predictions were measurements."""
+    """XLA and Mosaic side by side, as predicted."""
     lines = [
         f"| tree | XLA: kernels | {gpu}, ms | Mosaic: kernels | {gpu}, ms | ratio |",
         "|---|---:|---:|---:|---:|---:|",

@@ -14,11 +14,7 @@ from jamp._core import requirements as _requirements
 if _problem := _requirements.jax_problem():
     raise ImportError(_problem)
 
-from jamp import (
-    linen as linen,
-    multi_tensor as multi_tensor,
-    optimizers as optimizers,
-)
+from jamp import optimizers as optimizers
 from jamp._autocast.fp8 import Fp8 as Fp8
 from jamp._autocast.lists import AutocastLists as AutocastLists
 from jamp._autocast.marks import (

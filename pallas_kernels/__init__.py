@@ -1,8 +1,7 @@
-"""GPU kernels for mixed-precision training, in Pallas; they know nothing of jamp.
+"""Formulas over many arrays at once, in XLA or in Pallas GPU kernels.
 
-A formula is written once: XLA runs it on whole arrays, Pallas block by block. Nothing
-here keeps state, and every function takes lists of arrays, so that the package is of
-use without jamp.
+A formula is written once: XLA runs it on whole arrays, Pallas block by block. Functions
+take lists of arrays and keep no state. The package is private and has jamp's version.
 """
 
 from pallas_kernels._rounding import (
@@ -13,7 +12,7 @@ from pallas_kernels._run import (
     BackendError as BackendError,
     Options as Options,
     check_backend as check_backend,
-    resolve as resolve,
+    check_device as check_device,
     run as run,
 )
 from pallas_kernels._step import (

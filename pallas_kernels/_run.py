@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, UInt32
 from pallas_kernels._compat import compute_capability, varying_axes
 from pallas_kernels._xla import Job, Leaf, Results, run_in_xla
 
-type Backend = Literal["auto", "xla", "mosaic", "interpret"]
+type Backend = Literal["xla", "mosaic", "interpret"]
 type Sharding = NamedSharding | None
 
 BACKENDS = get_args(Backend.__value__)
@@ -28,12 +28,6 @@ _SUPPORTED_KINDS = frozenset(
     "H20 H100 H200 H800 GH200 B100 B200 B300 GB200 GB300".split()
 )
 _OLDEST = (9, 0)
-
-# Device kinds on which Mosaic was slower than XLA on no tree, but for one percent:
-# tests/docs/test_results.py holds them to benchmarks/results. "auto" takes XLA there,
-# too: it never fails, and a kernel has no derivative and no batches. `custom_jvp` and
-# `custom_vmap` would give XLA those, and JAX 0.12 lowers neither around a ref.
-MEASURED_FASTER = frozenset({"NVIDIA H100 80GB HBM3"})
 
 
 class BackendError(RuntimeError):
@@ -53,7 +47,7 @@ class Options(NamedTuple):
 
     unscale: Float[Array, ""] | None = None
     skip: Bool[Array, ""] | None = None
-    backend: str = "auto"
+    backend: str = "xla"
     shardings: Sequence[Sharding] | None = None
 
 
@@ -82,7 +76,9 @@ def run(
     """
     given = {"skip": options.skip, "unscale": options.unscale, **(numbers or {})}
     given = {name: x for name, x in given.items() if x is not None}
-    backend = resolve(options.backend, [x for leaf in leaves for x in leaf.values()])
+    backend = options.backend
+    if backend != "xla":
+        check_device(backend, [x for leaf in leaves for x in leaf.values()])
     if not leaves:
         shape = () if job.totals else (0,)
         return Results({}, dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
@@ -113,35 +109,19 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}.")
 
 
-def resolve(backend: str, arrays: Iterable[Array] = ()) -> Backend:
-    """The backend that runs: "xla", "mosaic" or "interpret".
+def check_device(backend: str, arrays: Iterable[Array] = ()) -> None:
+    """Raises a BackendError for "mosaic" on a device that it cannot compile for.
 
-    Args:
-        backend: one of `BACKENDS`. "auto" is the fastest that can do all that XLA can:
-            as yet XLA itself.
-        arrays: what the kernel is to work on. Their mesh, if they have one, says the
-            device; else JAX's default device does.
-
-    Raises:
-        ValueError: unknown backend.
-        BackendError: "mosaic" on a device that it cannot compile for.
-
-    >>> resolve("auto")
-    'xla'
+    The mesh of the arrays, if they have one, says the device. Otherwise JAX's default
+    device does.
     """
-    if backend in ("auto", "xla"):
-        return "xla"
-    check_backend(backend)
-    if backend == "interpret":
-        return "interpret"
     kind, supported = _target(arrays)
-    if not supported:
+    if backend == "mosaic" and not supported:
         raise BackendError(
             f"backend='mosaic' needs an NVIDIA GPU of compute capability 9.0 or newer, "
-            f"the device is {kind!r}. Choose backend='auto', which never fails, or "
-            "'interpret' to debug on the CPU."
+            f"but the device is {kind!r}. Choose backend='xla', or 'interpret' to "
+            "debug on the CPU."
         )
-    return "mosaic"
 
 
 def _target(arrays: Iterable[Array]) -> tuple[str, bool]:
@@ -204,12 +184,12 @@ _AUTO = (
     "the arrays are on a mesh of Auto axes, where tracing cannot know how they are "
     "sharded. Create the state from sharded arrays with jamp.initialize, write "
     "`tx.replace(shardings=...)` with one NamedSharding per leaf, make the mesh by "
-    "`jax.make_mesh` with Explicit axes, or choose backend='auto'."
+    "`jax.make_mesh` with Explicit axes, or choose backend='xla'."
 )
 _VARYING = (
     "inside of a shard_map that checks how values vary. Pass check_vma=False to "
-    "jax.shard_map, or choose backend='auto'."
+    "jax.shard_map, or choose backend='xla'."
 )
 _PARTLY_MANUAL = (
-    "the mesh mixes Auto, Explicit and Manual axes. Use one kind, or backend='auto'."
+    "the mesh mixes Auto, Explicit and Manual axes. Use one kind, or backend='xla'."
 )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-ROOMS = ("", "diagnostics", "fp16_utils", "linen", "multi_tensor", "nnx", "optimizers")
+ROOMS = ("", "diagnostics", "fp16_utils", "nnx", "optimizers")
 
 
 def lines() -> Iterator[str]:

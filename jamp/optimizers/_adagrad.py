@@ -34,7 +34,7 @@ def fused_adagrad(
     adagrad_w_mode: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
-    backend: str = "auto",
+    backend: str = "xla",
 ) -> fused.FusedTransformation:
     r"""Adagrad as apex's FusedAdagrad.
 

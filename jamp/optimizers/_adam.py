@@ -43,7 +43,7 @@ def fused_adam(
     eps_inside_sqrt: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
-    backend: str = "auto",
+    backend: str = "xla",
 ) -> fused.FusedTransformation:
     r"""Adam and AdamW as apex's FusedAdam: moments, weights and copies in one pass.
 
@@ -77,7 +77,7 @@ def fused_adam(
             a function from params to that.
         moment_dtype: "bfloat16" stores moments in half the bytes, rounded
             stochastically. Arithmetic is in float32.
-        backend: "auto", "xla", "mosaic" or "interpret".
+        backend: "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation whose `update` also takes `grad_scale`, which gradients are

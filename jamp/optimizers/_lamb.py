@@ -44,7 +44,7 @@ def fused_lamb(
     amsgrad: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
-    backend: str = "auto",
+    backend: str = "xla",
 ) -> fused.FusedTransformation:
     r"""LAMB as apex's FusedLAMB: a global clip, and a trust ratio for each leaf.
 

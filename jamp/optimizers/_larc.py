@@ -79,7 +79,7 @@ def larc(
     [3.  3.9]
     """
     check_transformation("larc", inner)
-    fields: dict[str, Any] = {**locals(), "backend": "auto"}
+    fields: dict[str, Any] = {**locals(), "backend": "xla"}
     if isinstance(inner, fused.FusedTransformation):
         for name in ("learning_rate", "weight_decay", "mask"):
             if fields[name] is None:

@@ -46,7 +46,7 @@ def fused_novograd(
     amsgrad: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
-    backend: str = "auto",
+    backend: str = "xla",
 ) -> fused.FusedTransformation:
     r"""NovoGrad as apex's FusedNovoGrad: one second moment per leaf.
 

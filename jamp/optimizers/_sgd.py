@@ -37,7 +37,7 @@ def fused_sgd(
     wd_after_momentum: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
-    backend: str = "auto",
+    backend: str = "xla",
 ) -> fused.FusedTransformation:
     r"""SGD as apex's FusedSGD, and torch's.
 

@@ -198,7 +198,7 @@ def test_mosaic_under_a_shard_map_takes_averages_and_refuses_what_varies():
 
     for how in (("d", True), ("d", False), (None, False)):
         assert "mosaic_gpu" in lowered(*how)
-    refused = "'mosaic' cannot.*check_vma=False.*'auto'"
+    refused = "'mosaic' cannot.*check_vma=False.*'xla'"
     with pytest.raises(BackendError, match=refused):
         lowered(None, check_vma=True)
 

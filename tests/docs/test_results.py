@@ -18,7 +18,6 @@ from benchmarks import (
     specs,
 )
 from benchmarks.hlo import Program
-from pallas_kernels._run import MEASURED_FASTER
 from tests.docs.scripts import needs_extra
 from tests.pages import SHOWN
 
@@ -65,7 +64,6 @@ def test_the_page_shows_what_a_gpu_took_and_kernels_were_nowhere_slower():
         for tree in run.trees:
             times = {row.contestant: row.seconds for row in tree}
             assert times["jamp fused, mosaic"] <= 1.01 * times["jamp fused, xla"]
-    assert {run.conditions["device"] for run in measured} == MEASURED_FASTER
 
 
 def test_the_page_shows_what_was_trained():

@@ -14,7 +14,7 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import h200
-from jamp import multi_tensor, optimizers as jo
+from jamp import optimizers as jo
 from tests.pallas_kernels import everything
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
@@ -102,14 +102,6 @@ def reading(call: Callable, columns: int, dtype: Any) -> Case:
     return Case(call, make)
 
 
-def scale(options, xs):
-    return multi_tensor.scale(xs, 0.3, backend=options.backend)
-
-
-def axpby(options, xs, ys):
-    return multi_tensor.axpby(0.3, xs, 7, ys, backend=options.backend)
-
-
 def found_inf_unscaled(options, xs):
     return pk.found_inf(xs, options=options._replace(unscale=F32(8)))
 
@@ -120,8 +112,6 @@ READING = {
     "max_norm": (lambda options, xs: pk.norm(xs, jnp.inf, options=options), 1),
     "found_inf": (lambda options, xs: pk.found_inf(xs, options=options), 1),
     "found_inf, unscaled": (found_inf_unscaled, 1),
-    "scale": (scale, 1),
-    "axpby": (axpby, 2),
 }
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import pickle
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from flax.core import freeze
 
 import jamp
-import jamp.linen
 from tests.bits import assert_same_bits
 
 F16, BF16, F32 = (jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
@@ -292,19 +290,3 @@ def test_a_cast_that_means_nothing_is_refused(dtype, keep_fp32, words):
     error = TypeError if "found 3" in words else ValueError
     with pytest.raises(error, match=words):
         jamp.cast_model({"params": {"head": DENSE}}, dtype, keep_fp32=keep_fp32)
-
-
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x, train, *, mask=None, name="norm"):
-        if mask is not None:
-            x = jnp.where(mask, x, np.float32(0))
-        return nn.BatchNorm(not train, name=name)(x) if train else x
-
-
-def test_batchnorms_of_linen_are_found_with_shapes_and_flags():
-    x, mask = jax.ShapeDtypeStruct((2, 3), F32), jax.ShapeDtypeStruct((2, 3), bool)
-    found = jamp.linen.batchnorm_paths
-    assert found(Normed(), x, True) == found(Normed(), ones(2, 3), True) == ("norm",)
-    assert found(Normed(), x, False) == ()
-    assert found(Normed(), x=x, train=True, mask=mask, name="bn") == ("bn",)

@@ -16,13 +16,13 @@ PACKAGES = ("pallas_kernels", "jamp")
 LAYERS = (
     ("pallas_kernels",),
     ("jamp._core",),
-    ("jamp._autocast", "jamp.optimizers", "jamp.multi_tensor"),
+    ("jamp._autocast", "jamp.optimizers"),
     ("jamp._policy",),
     ("jamp._scaling",),
     ("jamp._state",),
     ("jamp._checkpoint",),
     ("jamp.fp16_utils", "jamp.diagnostics"),
-    ("jamp.linen", "jamp.nnx"),
+    ("jamp.nnx",),
     ("jamp",),
     ("jamp.__main__",),
 )
