@@ -20,7 +20,8 @@ from jamp._core.tree import (
     mapping_like,
     path_parts,
 )
-from jamp._policy.levels import Properties, parse_model_dtype
+from jamp._policy.levels import Properties
+from jamp._policy.options import parse_model_dtype
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")

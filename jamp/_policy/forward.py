@@ -18,7 +18,7 @@ from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, cast_floats
-from jamp._policy.levels import Properties
+from jamp._policy.levels import Properties, half_dtype, output_dtype
 
 # `policy.value` is the innermost.
 policy = jax.make_user_context(default_value=None)
@@ -40,14 +40,14 @@ def forward_policy(properties: Properties) -> Iterator[None]:
 def model_inputs[T](tree: T, properties: Properties) -> T:
     """What enters a model: float32, at the half levels rounded where half reads it."""
     tree = cast_floats(tree, FLOAT32) if properties.cast_model_type else tree
-    return at_boundary(tree) if properties.half_dtype else tree
+    return at_boundary(tree) if half_dtype(properties) else tree
 
 
 def model_outputs[T](tree: T, properties: Properties) -> T:
     """What leaves a model: in float32, or as `cast_model_outputs` says."""
-    if properties.half_dtype:
+    if half_dtype(properties):
         tree = at_boundary(cast_floats(tree, FLOAT32))
-    dtype = properties.output_dtype
+    dtype = output_dtype(properties)
     return tree if dtype is None else cast_floats(tree, dtype)
 
 
@@ -78,7 +78,7 @@ def scope_under(properties: Properties, params: PyTree) -> Scope | None:
     None where neither the policy nor half params are new: what is around the program
     is written already.
     """
-    half = properties.half_dtype
+    half = half_dtype(properties)
     if half:
         is_new = any(getattr(x, "dtype", None) == half for x in jax.tree.leaves(params))
     else:
@@ -88,7 +88,7 @@ def scope_under(properties: Properties, params: PyTree) -> Scope | None:
 
 def scope_by(properties: Properties) -> Scope | None:
     """In what a level writes a whole program; None where it leaves all as it is."""
-    half = properties.half_dtype
+    half = half_dtype(properties)
     dtype = half or (properties.patch_functions and properties.patch_functions_type)
     if not dtype:
         return None
@@ -195,7 +195,7 @@ class _Linen:
         if not outermost and (not is_root or scope is self.running[-1]):
             return next_fun(*args, **kwargs)
         # Nobody knows yet whether its params are half: a teacher's are not.
-        half = self.properties.half_dtype
+        half = half_dtype(self.properties)
         if half:
             args, kwargs = at_boundary((args, kwargs))
         elif outermost:

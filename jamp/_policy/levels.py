@@ -4,20 +4,16 @@ After apex/amp/frontend.py; O4 and O5 are ROCm apex's bfloat16 levels, O6 is our
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jamp._autocast.fp8 import Fp8
-from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
-from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, HALF_DTYPES, MODEL_DTYPES
-from jamp._core.path_rules import PathRule, parse_rules
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+from jamp._policy.options import PARSERS, LevelOptions, check_options
 
-type KeepFp32 = PathRule | tuple[PathRule, ...]
 type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5", "O6"]
 
 BRIEFS = {
@@ -88,65 +84,45 @@ class Properties:
         opt_level: OptLevel = "O1",
         *,
         enabled: bool = True,
-        cast_model_type: DTypeLike | Literal[False] | None = None,
-        patch_functions: bool | None = None,
-        keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
-        stochastic_rounding: bool | None = None,
-        reduce_dtype: DTypeLike | None = None,
-        fp8: bool | Fp8 | None = None,
-        loss_scale: Any = None,
-        cast_model_outputs: DTypeLike | None = None,
-        keep_fp32: KeepFp32 | list[Any] | None = None,
-        lists: Any = None,
-        promote: Promote | None = None,
+        **overrides: Unpack[LevelOptions],
     ) -> "Properties":
         """Takes a level's defaults and applies every override that is not None.
 
         Args:
             opt_level: "O0" to "O6".
-            enabled: see the attributes of `Properties`, also for what follows.
-            cast_model_type: False to cast nothing; not for O1 and O4.
-            patch_functions: True only at O1 and O4.
-            keep_batchnorm_fp32: also as the string "True" or "False".
-            master_weights: not for O1 and O4.
-            stochastic_rounding: with bfloat16 params and without masters.
-            loss_scale: a number also as a string ("128.0").
-            cast_model_outputs: at any level.
-            keep_fp32: one regex or predicate `(path, leaf) -> bool`, or several;
-                paths are written "Dense_0/kernel".
-            fp8: True for `jamp.Fp8()`, False for none; not True for O0.
-            reduce_dtype, lists, promote: not for O0.
+            enabled: False returns properties that change nothing.
+            **overrides: the attributes of `Properties` by name. At O1 and O4, params
+                stay float32, so `cast_model_type`, `keep_batchnorm_fp32` and
+                `master_weights` are refused; elsewhere `patch_functions=True` is. O0
+                has no half, so it refuses `fp8`, `reduce_dtype`, `lists` and `promote`.
+                `keep_batchnorm_fp32` may be the string "True" or "False", and
+                `loss_scale` a number as a string ("128.0").
 
         Returns:
             The properties.
 
         Raises:
-            OptLevelError: the level is unknown, or overrides contradict it; all
-                contradictions are in the one message.
+            OptLevelError: the level is unknown, or overrides contradict it; one message
+                lists all contradictions.
+            TypeError: an override is unknown.
 
         >>> Properties.from_opt_level("O5").cast_model_type
         dtype(bfloat16)
         """
-        given = locals()
-        overrides = {k: given[k] for k in _PARSERS if given[k] is not None}
+        check_options("Properties.from_opt_level", overrides, PARSERS)
         if not enabled:
             return DISABLED
-        if not isinstance(opt_level, str) or opt_level not in LEVELS:
-            raise OptLevelError(
-                f"Unexpected optimization level {opt_level!r}. Options are "
-                f"{', '.join(map(repr, LEVELS))}. Note that in `O0`, `O1`, etc., the "
-                "prefix O is the letter O, not the number zero."
-            )
+        check_level(opt_level)
         values, complaints = {}, []
-        for name, value in overrides.items():
+        given = {k: v for k, v in overrides.items() if v is not None}
+        for name, value in given.items():
             try:
-                values[name] = _PARSERS[name](value)
+                values[name] = PARSERS[name](value)
             except (ValueError, TypeError) as error:
                 complaints.append(str(error))
         complaints += _contradictions(opt_level, values)
         properties = dataclasses.replace(LEVELS[opt_level], **values)
-        if properties.fp8 and not properties.computes_in_half:
+        if properties.fp8 and not computes_in_half(properties):
             complaints.append(
                 f"fp8 is for products that run in half; here, at {opt_level}, none do."
             )
@@ -161,33 +137,39 @@ class Properties:
             raise OptLevelError("\n".join(complaints))
         return properties
 
-    @property
-    def half_dtype(self) -> Any:
-        """The half dtype that the model is cast to, or None."""
-        return self.cast_model_type if self.cast_model_type in HALF_DTYPES else None
 
-    @property
-    def computes_in_half(self) -> bool:
-        """Whether products run in half: of a half model, or under autocast."""
-        return self.half_dtype is not None or self.patch_functions
+def half_dtype(properties: Properties) -> Any:
+    """The half dtype of the model's params, or None."""
+    dtype = properties.cast_model_type
+    return dtype if dtype in HALF_DTYPES else None
 
-    @property
-    def output_dtype(self) -> Any:
-        """The dtype of the model's outputs, or None where they are left alone."""
-        if self.cast_model_outputs is not None:
-            return self.cast_model_outputs
-        return FLOAT32 if self.cast_model_type else None
 
-    def describe(self) -> list[str]:
-        """One line per property, as apex prints them."""
-        quiet = (None, (), False, LEVELS.get(self.opt_level, self).promote)
-        quiet = [(type(x), x) for x in quiet]  # NumPy says None == float64
-        values = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        return [
-            f"{name:<22} : {value}"
-            for name, value in values.items()
-            if name not in _QUIET or (type(value), value) not in quiet
-        ]
+def computes_in_half(properties: Properties) -> bool:
+    """Whether matmuls run in half: those of a half model, or all under autocast."""
+    return half_dtype(properties) is not None or properties.patch_functions
+
+
+def output_dtype(properties: Properties) -> Any:
+    """The dtype of the model's outputs, or None if they are left alone."""
+    if properties.cast_model_outputs is not None:
+        return properties.cast_model_outputs
+    return FLOAT32 if properties.cast_model_type else None
+
+
+def describe(properties: Properties) -> list[str]:
+    """One line per property, as apex prints them."""
+    level = LEVELS.get(properties.opt_level, properties)
+    quiet = [
+        (type(x), x) for x in (None, (), False, level.promote)
+    ]  # NumPy: None == float64
+    values = {
+        x.name: getattr(properties, x.name) for x in dataclasses.fields(Properties)
+    }
+    return [
+        f"{name:<22} : {value}"
+        for name, value in values.items()
+        if name not in _QUIET or (type(value), value) not in quiet
+    ]
 
 
 _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
@@ -221,6 +203,44 @@ LEVELS = {
     "O5": dataclasses.replace(_CAST, opt_level="O5"),
     "O6": dataclasses.replace(_CAST, opt_level="O6", fp8=Fp8()),
 }
+
+
+_DTYPE_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+}
+_DTYPE_LEVELS = {
+    "float32": "float32 is 'O0'.",
+    "float16": "float16 is 'O1' (autocast) or 'O2' (float16 params, masters).",
+    "bfloat16": "bfloat16 is 'O4' (autocast) or 'O5' (bfloat16 params, masters).",
+    "float8_e4m3fn": "fp8 is 'O6'.",
+}
+
+
+def check_level(opt_level: object) -> None:
+    """Raises an OptLevelError unless `opt_level` names a level."""
+    if isinstance(opt_level, str) and opt_level in LEVELS:
+        return
+    text = str(opt_level)
+    name = f"O{text[-1:]}"
+    if name in LEVELS and text in (name.lower(), f"0{name[1]}", name[1]):
+        remedy = f"Did you mean {name!r}? The prefix is the letter O."
+    else:
+        try:
+            dtype = str(jnp.dtype(_DTYPE_NAMES.get(text, opt_level)))
+        except (TypeError, ValueError):
+            dtype = ""
+        remedy = _DTYPE_LEVELS.get(
+            dtype,
+            "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the "
+            "number zero.",
+        )
+    raise OptLevelError(
+        f"Unexpected optimization level {opt_level!r}. Options are "
+        f"{', '.join(map(repr, LEVELS))}. {remedy}"
+    )
 
 
 def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
@@ -257,92 +277,3 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
             f"{opt_level}, your model weights themselves should be FP32. "
             f"master_weights was {values['master_weights']}."
         )
-
-
-def _parse_fp8(value: Any) -> Fp8 | None:
-    if isinstance(value, Fp8):
-        return value
-    if not isinstance(value, bool):
-        raise TypeError(f"fp8 must be a boolean or a jamp.Fp8, found fp8={value!r}")
-    return Fp8() if value else None
-
-
-def _dtype_among(
-    name: str, legal: tuple[Any, ...], or_false: bool = False
-) -> Callable[[Any], Any]:
-    """A parser of what names one of some dtypes."""
-
-    def parse(value):
-        if or_false and value is False:
-            return False
-        try:
-            dtype = None if isinstance(value, bool) else jnp.dtype(value)
-        except TypeError:
-            dtype = None
-        if dtype is None or dtype not in legal:  # NumPy says None == float64
-            names = ", ".join(map(str, legal)) + " or False" * or_false
-            raise ValueError(f"{name} must be one of {names}, found {name}={value!r}")
-        return dtype
-
-    return parse
-
-
-def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], Any]:
-    """A parser of what is a key of `allowed`, a bool or a string."""
-
-    def parse(value):
-        if not isinstance(value, bool | str) or value not in allowed:
-            raise ValueError(f"{name} must be {words}, found {name}={value!r}")
-        return allowed[value]
-
-    return parse
-
-
-def _parse_loss_scale(value: Any) -> Any:
-    if isinstance(value, str) and value == "dynamic":
-        return value
-    if hasattr(value, "scale_loss") and not isinstance(value, type):  # a rule object
-        return value
-    try:
-        scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
-    except (TypeError, ValueError):
-        scale = 0.0
-    if not 2.0**-126 <= scale <= 2.0**126:  # as in _scaling/rules
-        raise ValueError(
-            "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
-            "(also as a string), or a rule such as jamp.DynamicLossScale(), found "
-            f"loss_scale={value!r}"
-        )
-    return scale
-
-
-def _parse_lists(value: Any) -> Any:
-    if not isinstance(value, AutocastLists):
-        raise TypeError(f"lists must be a jamp.AutocastLists, found {value!r}")
-    return value
-
-
-parse_model_dtype = _dtype_among("dtype", MODEL_DTYPES)
-_BOOLS = {True: True, False: False}
-_PARSERS = {
-    "cast_model_type": _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True),
-    "patch_functions": _one_of("patch_functions", "a boolean or None", _BOOLS),
-    "keep_batchnorm_fp32": _one_of(
-        "keep_batchnorm_fp32",
-        "a boolean, the string 'True' or 'False', or None",
-        _BOOLS | {"True": True, "False": False},
-    ),
-    "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
-    "stochastic_rounding": _one_of("stochastic_rounding", "a boolean or None", _BOOLS),
-    "reduce_dtype": _dtype_among("reduce_dtype", (FLOAT32,)),
-    "fp8": _parse_fp8,
-    "loss_scale": _parse_loss_scale,
-    "cast_model_outputs": _dtype_among("cast_model_outputs", CASTABLE_DTYPES),
-    "keep_fp32": functools.partial(parse_rules, "keep_fp32"),
-    "lists": _parse_lists,
-    "promote": _one_of(
-        "promote",
-        "'widest' or 'narrowest'",
-        {"widest": "widest", "narrowest": "narrowest"},
-    ),
-}

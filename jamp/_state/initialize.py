@@ -3,7 +3,6 @@
 After apex/amp/frontend.py and _initialize.py, without their global state.
 """
 
-import difflib
 import functools
 import inspect
 import re
@@ -25,7 +24,8 @@ from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.casting import cast_to_level
 from jamp._policy.forward import forwards
-from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties
+from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties, describe
+from jamp._policy.options import hint
 from jamp._scaling.rules import DynamicLossScale, LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field
 from jamp._state.half_averages import warn_of_half_field
@@ -246,21 +246,12 @@ def _print(opt_level: str, properties: Properties, verbosity: int) -> None:
     lines = [
         f"Selected optimization level {BRIEFS[opt_level]}",
         "Defaults for this optimization level are:",
-        *LEVELS[opt_level].describe(),
+        *describe(LEVELS[opt_level]),
         "Processing user overrides (additional kwargs that are not None)...",
         "After processing overrides, optimization options are:",
-        *properties.describe(),
+        *describe(properties),
     ]
     print("\n".join(lines))
-
-
-_APEX_NAMES = {
-    "patch_torch_functions": "patch_functions",
-    "model": "params",
-    "models": "params",
-    "optimizer": "tx",
-    "optimizers": "tx",
-}
 
 
 def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
@@ -271,13 +262,9 @@ def _check_fields(fields: dict[str, Any], state_class: type[AmpState]) -> None:
     known = inspect.signature(initialize).parameters
     options = [name for name in known if name not in ("params", "tx", "fields")]
     for name in fields:
-        close = _APEX_NAMES.get(name) or next(
-            iter(difflib.get_close_matches(name, options, n=1, cutoff=0.75)), None
-        )
-        if close and name not in state_class.__dataclass_fields__:
-            raise TypeError(
-                f"initialize got an unknown keyword {name!r}. Did you mean {close!r}?"
-            )
+        meant = hint(name, options)
+        if meant and name not in state_class.__dataclass_fields__:
+            raise TypeError(f"initialize got an unknown keyword {name!r}.{meant}")
         if name in AmpState.__dataclass_fields__ or hasattr(AmpState, name):
             raise TypeError(
                 f"initialize cannot take an extra field {name!r}: AmpState has its own."

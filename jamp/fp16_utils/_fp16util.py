@@ -17,7 +17,8 @@ from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable, widen
 from jamp._core.tree import check_like, differentiable, mapping_like
 from jamp._policy.casting import cast_model, cast_params, keep_rule
 from jamp._policy.forward import cast_forward
-from jamp._policy.levels import Properties, parse_model_dtype
+from jamp._policy.levels import Properties
+from jamp._policy.options import parse_model_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,16 @@
 """The front end for NNX: model and optimizer in, model and optimizer out."""
 
-import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Unpack, overload
 
 import optax
 from flax import nnx
 from flax.nnx import filterlib
-from jax.typing import DTypeLike
 
-from jamp._autocast.fp8 import Fp8
-from jamp._autocast.lists import AutocastLists
-from jamp._autocast.transform import Promote
 from jamp._core.devices import moves_constants
 from jamp._policy.casting import cast_to_level
 from jamp._policy.levels import OptLevel
-from jamp._scaling.rules import LossScaleRule
+from jamp._policy.options import InitOptions, check_options
 from jamp._state.initialize import initialize_beside
 from jamp.nnx._autocast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
@@ -26,30 +21,6 @@ type Tx = (
     | Sequence[optax.GradientTransformation]
     | Mapping[Any, optax.GradientTransformation]
 )
-
-
-class InitOptions(TypedDict, total=False):
-    """The keywords of `jamp.initialize`, but for what a model holds itself."""
-
-    enabled: bool
-    cast_model_type: Any
-    patch_functions: bool | None
-    keep_batchnorm_fp32: bool | str | None
-    master_weights: bool | None
-    stochastic_rounding: bool | None
-    reduce_dtype: DTypeLike | None
-    fp8: bool | Fp8 | None
-    loss_scale: float | str | LossScaleRule | None
-    cast_model_outputs: DTypeLike | None
-    num_losses: int
-    verbosity: int
-    min_loss_scale: float | None
-    max_loss_scale: float | None
-    keep_fp32: Any
-    lists: AutocastLists | None
-    promote: Promote | None
-    store_remainder: bool
-    allow_incoming_model_not_fp32: bool
 
 
 @overload
@@ -126,12 +97,11 @@ def initialize(
                 "tx is an nnx.Optimizer: pass its transformation, `optimizer.tx`. "
                 "jamp.nnx.initialize returns the optimizer to use."
             )
-    for name in set(options).difference(InitOptions.__annotations__):
-        if name in ("apply_fn", "batch_stats", "state_class"):
+    for name in ("apply_fn", "batch_stats", "state_class"):
+        if name in options:
             raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
-        close = difflib.get_close_matches(name, InitOptions.__annotations__, n=1)
-        meant = f" Did you mean {close[0]!r}?" if close else " A model has no fields."
-        raise TypeError(f"jamp.nnx.initialize got an unknown keyword {name!r}.{meant}")
+    known = InitOptions.__optional_keys__
+    check_options("jamp.nnx.initialize", options, known)
     params = arrays_of(models, wrt)
     frozen = arrays_of(models, nnx.All(nnx.Param, nnx.Not(wrt)))
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm

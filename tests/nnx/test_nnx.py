@@ -14,7 +14,7 @@ from flax import nnx
 
 import jamp
 import jamp.nnx
-from jamp.nnx import _initialize
+from jamp._policy.options import InitOptions
 from tests.bits import assert_same_bits
 from tests.programs import products
 
@@ -374,7 +374,7 @@ BAD_CALLS = {
     "got int": lambda: make(model=3),
     "models hold 3, which is not an nnx.Module": lambda: make(model=[3], tx=[ADAM]),
     "has no apply_fn": lambda: make(apply_fn=len),
-    "unknown keyword 'ema'. A model has no fields": lambda: make(ema=jnp.ones(2)),
+    "unknown keyword 'ema'": lambda: make(ema=jnp.ones(2)),
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),
     r"got a State.*nnx.merge\(graphdef, state\)": lambda: train_step(
         nnx.state(linear()), make()[1], X
@@ -445,4 +445,4 @@ def test_the_types_name_the_keywords_that_go_on_to_jamp():
     params = inspect.signature(jamp.initialize).parameters.values()
     names = {p.name for p in params if p.kind is p.KEYWORD_ONLY}
     own = {"apply_fn", "state_class"}
-    assert _initialize.InitOptions.__annotations__.keys() == names - own
+    assert InitOptions.__annotations__.keys() == names - own

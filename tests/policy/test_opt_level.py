@@ -11,6 +11,7 @@ import pytest
 from flax.core import freeze
 
 import jamp
+from jamp._policy.levels import describe
 from tests.bits import assert_same_bits
 
 F16, BF16, F32 = (jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
@@ -162,18 +163,29 @@ def test_all_complaints_are_made_at_once_and_no_others():
     assert issubclass(jamp.OptLevelError, RuntimeError)  # apex's
     with pytest.raises(TypeError, match="loss_sale"):
         properties("O2", loss_sale=1.0)
-    for bad in ("O4x", "02", None, 2, ["O2"]):
-        (line,) = complaints(bad)
-        assert line.startswith(f"Unexpected optimization level {bad!r}")
-        assert all(level in line for level in LEVELS)
-        assert "letter O, not the number zero" in line
+    with pytest.raises(TypeError, match="keyword 'dynamic_loss_scale'.*='dynamic'"):
+        properties("O2", dynamic_loss_scale=True)
+
+
+UNKNOWN = dict.fromkeys(("O4x", "O7", None, ""), "letter O, not the number zero")
+UNKNOWN |= dict.fromkeys(("02", 2, "o2", "2"), "Did you mean 'O2'")
+UNKNOWN |= dict.fromkeys(("bf16", "bfloat16", jnp.bfloat16), "bfloat16 is 'O4' .*'O5'")
+UNKNOWN |= dict.fromkeys(("fp16", np.float16, F16), "float16 is 'O1' .* 'O2'")
+
+
+@pytest.mark.parametrize("bad", UNKNOWN, ids=str)
+def test_an_unknown_level_is_refused_and_another_suggested(bad):
+    (line,) = complaints(bad)
+    assert line.startswith(f"Unexpected optimization level {bad!r}")
+    assert all(level in line for level in LEVELS)
+    assert re.search(UNKNOWN[bad], line)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_an_output_dtype_is_described(dtype):
     line = f"cast_model_outputs     : {dtype}"
-    assert line in properties("O1", cast_model_outputs=dtype).describe()
-    assert not any("outputs" in line for line in properties("O1").describe())
+    assert line in describe(properties("O1", cast_model_outputs=dtype))
+    assert not any("outputs" in line for line in describe(properties("O1")))
 
 
 def test_properties_are_immutable_values():

@@ -1,5 +1,6 @@
 """`jamp.initialize`: what it builds, what it refuses, and what it says then."""
 
+import functools
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jamp
+from jamp._policy.levels import describe
 from tests.bits import assert_same_bits
 from tests.states import HALF, LEVELS, RUNNING
 
@@ -202,15 +204,15 @@ def test_only_float32_params_come_in_unless_others_are_allowed(level, dtype):
 
 
 def test_defaults_and_then_overrides_are_printed_once(capsys):
-    describe = lambda **given: jamp.Properties.from_opt_level("O5", **given).describe()  # noqa: E731
+    properties = functools.partial(jamp.Properties.from_opt_level, "O5")
     brief = "BFLOAT16 training with FP32 batchnorm and FP32 master weights."
     expected = [
         f"Selected optimization level O5:  {brief}",
         "Defaults for this optimization level are:",
-        *describe(),
+        *describe(properties()),
         "Processing user overrides (additional kwargs that are not None)...",
         "After processing overrides, optimization options are:",
-        *describe(loss_scale="128.0"),
+        *describe(properties(loss_scale="128.0")),
     ]
     for trees, txs in ((params(), SGD), ([W, W], [SGD, SGD])):
         jamp.initialize(trees, txs, "O5", loss_scale="128.0", num_losses=2)
