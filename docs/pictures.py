@@ -1,4 +1,4 @@
-"""Draws the pictures of README and site: `python docs/pictures.py`.
+"""Draws the pictures of README and site: `python docs/pictures.py [NAME ...]`.
 
 What they show comes from the library: each number is a dtype, a property or a run.
 """
@@ -6,6 +6,9 @@ What they show comes from the library: each number is a dtype, a property or a r
 import functools
 import json
 import pathlib
+import runpy
+import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,10 @@ from sklearn.datasets import load_digits
 import jamp
 
 FOLDER = pathlib.Path(__file__).parent / "pictures"
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O6")
 COLORS = {"float32": "#c9d6e8", "float16": "#f6b26b", "bfloat16": "#93c47d"}
+COLORS["fp8"] = "#d5a6bd"
 DARK, SCALED, UNSCALED = "#1f2933", "#1b5e9e", "#c0392b"
 STYLE = {
     "svg.hashsalt": "jamp",  # the same bytes from the same numbers
@@ -29,6 +34,17 @@ STYLE = {
     "text.color": DARK,
     "axes.labelcolor": DARK,
 }
+
+
+def draw_demo():
+    """Draws what `make demo` draws: O2 from a loss scale far too high, and O0."""
+    sys.path.insert(0, str(EXAMPLES))
+    demo = runpy.run_path(str(EXAMPLES / "digits.py"))
+    flags = "--init-scale 1e12 --beside O0 --plot".split()
+    with tempfile.TemporaryDirectory() as folder:
+        figure = demo["figure"](demo["main"]([*flags, f"{folder}/demo.png"]))
+    figure.set_size_inches(8, 6.4)
+    return figure
 
 
 def regression(loss_scale, steps=200):
@@ -187,26 +203,41 @@ def draw_formats():
 
 def level_table():
     """What a small model with a BatchNorm is at each level, as the library made it."""
-    params = {
-        "BatchNorm_0": {"scale": jnp.ones(8)},
-        "head": {"kernel": jnp.ones((8, 8))},
+    shapes = {
+        "BatchNorm_0": {"scale": (8,)},
+        "first": {"kernel": (8, 4096)},
+        "hidden": {"kernel": (4096, 4096)},  # large enough for fp8
+        "head": {"kernel": (4096, 8)},
     }
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+    def forward(params, x):
+        for name in ("first", "hidden", "head"):
+            x = x @ params[name]["kernel"]
+        return x
+
     table = {}
     for level in LEVELS:
-        forward = lambda p, x: x @ p["head"]["kernel"]  # noqa: E731
-        state = jamp.initialize(
-            params, optax.adam(1e-3), level, apply_fn=forward, verbosity=0
+        init = functools.partial(
+            jamp.initialize, opt_level=level, apply_fn=forward, verbosity=0
         )
-        program = jax.make_jaxpr(state.apply_fn)(state.params, jnp.ones((2, 8)))
-        (product,) = [x for x in program.eqns if x.primitive.name == "dot_general"]
+        state = jax.eval_shape(lambda p, init=init: init(p, optax.adam(1e-3)), params)
+        x = jax.ShapeDtypeStruct((8192, 8), jnp.float32)
+        loss_fn = lambda params, x, f=state.apply_fn: f(params, x).mean()  # noqa: E731
+        operations = jamp.explain(loss_fn)(state, x).operations
+        hidden = [op.dtype for op in operations if op.flops][1]
         rule = state.properties.loss_scale
         stepped = jax.tree.leaves(getattr(state.opt_state, "masters", state.params))
         kind = "masters" if hasattr(state.opt_state, "masters") else "params"
         table[level] = {
             "params": state.params["head"]["kernel"].dtype.name,
             "BatchNorm params": state.params["BatchNorm_0"]["scale"].dtype.name,
-            "products": product.invars[0].aval.dtype.name,
-            "the optimizer steps": f"{stepped[-1].dtype} {kind}",
+            "large matmuls": "fp8" if "float8" in hidden else hidden,
+            "optimizer steps": f"{stepped[-1].dtype} {kind}",
             "loss scale": "dynamic" if rule == "dynamic" else "1",
         }
     return table
@@ -215,7 +246,7 @@ def level_table():
 def draw_levels():
     table = level_table()
     columns = list(table["O0"])
-    figure, axes = plt.subplots(figsize=(8, 2.9))
+    figure, axes = plt.subplots(figsize=(8, 3.3))
     for row, level in enumerate(LEVELS):
         for column, name in enumerate(columns):
             text = table[level][name]
@@ -231,7 +262,7 @@ def draw_levels():
                 column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=9
             )
     axes.set(xlim=(0, len(columns)), ylim=(len(LEVELS), 0))
-    axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
+    axes.set_xticks(np.arange(len(columns)) + 0.5, columns, fontsize=9)
     axes.set_yticks(np.arange(len(LEVELS)) + 0.5, LEVELS, weight="bold")
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
@@ -347,13 +378,15 @@ def draw_bytes():
 def draw_memory():
     small = functools.partial(jamp.optimizers.fused_adam, moment_dtype=jnp.bfloat16)
     rows = {
-        "O0, O1, O4": held_bytes("O4"),
-        "O2, O5, O6": held_bytes("O5"),
-        "O5, 16-bit remainders": held_bytes("O5", store_remainder=True),
-        "the same, moments in bfloat16": held_bytes("O5", small, store_remainder=True),
-        "no masters, stochastic rounding": held_bytes(
+        "O5, 16-bit remainders, bfloat16 moments": held_bytes(
+            "O5", small, store_remainder=True
+        ),
+        "O5, no masters, stochastic rounding": held_bytes(
             "O5", small, master_weights=False, stochastic_rounding=True
         ),
+        "O0, O1, O4: float32 params": held_bytes("O4"),
+        "O5, 16-bit remainders": held_bytes("O5", store_remainder=True),
+        "O2, O5, O6": held_bytes("O5"),
     }
     figure, axes = plt.subplots(figsize=(8, 2.6))
     colors = COLORS["bfloat16"], COLORS["float32"], "#b4a7d6"
@@ -369,7 +402,7 @@ def draw_memory():
         axes.text(total + 0.2, row, f"{total:g}", va="center", weight="bold")
     axes.invert_yaxis()
     axes.set(xlabel="bytes per parameter that a state of Adam holds", xlim=(0, 15))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper right")
     return figure
 
 
@@ -433,6 +466,7 @@ def draw_fp8():
 
 
 PICTURES = {
+    "demo": draw_demo,
     "fp8": draw_fp8,
     "runs": draw_runs,
     "masters": draw_masters,
@@ -446,10 +480,9 @@ PICTURES = {
 
 
 def main():
-    FOLDER.mkdir(exist_ok=True)
     with plt.rc_context(STYLE):
-        for name, draw in PICTURES.items():
-            figure = draw()
+        for name in sys.argv[1:] or PICTURES:
+            figure = PICTURES[name]()
             path = FOLDER / f"{name}.svg"
             figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
             plt.close(figure)
