@@ -71,7 +71,7 @@ def _without_copies(original: Function) -> Function:
 
 
 def _without_barrier(original: Function) -> Function:
-    return lambda *args: original(*args[:4], False, *args[5:])
+    return lambda *args, **options: original(*args, **options | {"prevent_cse": False})
 
 
 def _only_in_loops(original: Function) -> Function:
@@ -87,7 +87,7 @@ def _each_by_itself(original: Function) -> Function:
 
 
 def _always_again(original: Function) -> Function:
-    return lambda *args: original(*args[:-1], True)
+    return lambda *args, **options: original(*args, **options | {"again": True})
 
 
 def _keeps_names(original: Function) -> Function:

@@ -44,7 +44,7 @@ from jamp._autocast.program import (
     recorded,
     region_rule,
 )
-from jamp._autocast.quantized import with_shared_kept
+from jamp._autocast.quantized import SharedKept
 from jamp._autocast.rewrite import Rewriter, rewrite
 from jamp._autocast.values import feeds_of, wants_of_results
 from jamp._core.dtypes import FLOAT32
@@ -67,7 +67,7 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         outs = recorded(eqn.outvars)
         written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
     if rewriter.scope.policy.fp8 and eqn.primitive.name == CHECKPOINT:
-        policy = with_shared_kept(eqn.params["policy"])
+        policy = SharedKept(eqn.params["policy"])
         eqn = eqn.replace(params=eqn.params | {"policy": policy})
     _emit(rewriter, eqn, ins, written)
 

@@ -9,10 +9,11 @@ rewritten; which derivatives are asked for stays between JAX and the user's rule
 As for `jax_internals`, whose second half this is, the tests hold each fact.
 """
 
+import contextlib
 import functools
-import gc
+import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,31 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc, linear_util
 from jaxtyping import PyTree
 
-from jamp._autocast.frames import with_programs
+from jamp._autocast.frames import frames_of, with_programs
 from jamp._autocast.hijax import Trace, hi_primitive, is_zero
+
+
+@contextlib.contextmanager
+def advising() -> Iterator[None]:
+    """Says what to do if a rule closes over a value that is not found."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        if _CLOSED_OVER not in getattr(error, "__notes__", ()):
+            error.add_note(_CLOSED_OVER)
+        raise
+
+
+_CLOSED_OVER = (
+    "Under autocast, as in jax.jit, a function with its own derivative must not close "
+    "over an array that is computed from arguments: pass it as one more argument."
+)
+
+
+def has_rules(program: jc.Jaxpr) -> bool:
+    """Whether a program calls a function with a derivative of its own."""
+    frames = [frame for eqn in program.eqns for frame in frames_of(eqn)]
+    return any(f.has_derivative or has_rules(f.program) for f in frames)
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
@@ -81,6 +105,7 @@ def with_custom_vjp(
     consts, count = custom_consts(eqn), len(free)
 
     @functools.cache
+    @advising()
     def written_forward(*perturbed: bool):
         with tracing():
             traced = forward.call_wrapped(*perturbed[count:])
@@ -94,6 +119,7 @@ def with_custom_vjp(
         moved = [p if p is None or p < consts else p + count for p in places]
         return out_tree, residuals, [*moved, *range(consts, consts + count)]
 
+    @advising()
     def written_backward(*args: Any):
         # Residuals, what is closed over, and cotangents, which may be symbolic zeros.
         end = eqn.params["out_trees"]()[1].num_leaves
@@ -145,6 +171,7 @@ def with_linear_call(
     return {**with_programs(eqn, [program]), "transpose_thunk": transpose}
 
 
+@advising()
 def run_rule(
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
     tracing: Trace,
@@ -228,14 +255,13 @@ def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
     return jaxpr.with_consts(consts) if consts else jaxpr
 
 
-# ---- what functions close over: a look into the places where Python keeps it
+# ---- what functions close over
 
 
 def _tracers_in(x: PyTree) -> list[Tracer]:
-    """The tracers that are reached from functions, containers and objects.
+    """The tracers in closures, in arguments of partials and methods, and in defaults.
 
-    They are in cells, arguments, defaults, items and attributes, at any depth; some of
-    them may never be read.
+    A pytree is searched. Any other object is not, for it may hold the user's data set.
     """
     found: list[Tracer] = []
     seen: dict[int, Any] = {}
@@ -244,7 +270,7 @@ def _tracers_in(x: PyTree) -> list[Tracer]:
         x = waiting.pop()
         if id(x) in seen:
             continue
-        seen[id(x)] = x  # and kept: what comes after must not have the same `id`
+        seen[id(x)] = x  # kept alive, so that no later object has the same `id`
         if isinstance(x, Tracer):
             found.append(x)
         else:
@@ -252,19 +278,31 @@ def _tracers_in(x: PyTree) -> list[Tracer]:
     return found
 
 
-_HOLD_FUNCTIONS = (linear_util.WrappedFun, jax.custom_vjp, jax.custom_jvp)
-
-
 def _held(x: Any) -> list[Any]:
-    """What an object refers to, as Python's garbage collector knows."""
-    if isinstance(x, type | types.ModuleType | types.CodeType | jax.Array):
-        return []
-    of_jax = type(x).__module__.partition(".")[0] in ("jax", "jaxlib")
-    if of_jax and not isinstance(x, _HOLD_FUNCTIONS):
-        # Not its traces, which hold all; but what it keeps of static arguments.
+    """The values that a function closes over, or the leaves of a pytree."""
+    if isinstance(x, types.FunctionType):
+        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        cells = [c for c in x.__closure__ or () if c != types.CellType()]
+        return [*defaults, *(cell.cell_contents for cell in cells)]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, linear_util.WrappedFun):
+        return [x.f_transformed]
+    if isinstance(x, jax.custom_vjp | jax.custom_jvp):
+        return list(vars(x).values())
+    if _is_of_jax(x):
+        # A jitted function, or a wrapper of a static argument.
         is_field = not isinstance(getattr(type(x), "val", None), property)
-        held = getattr(x, "val", None) if is_field else None
-        return [getattr(x, "__wrapped__", None), held]
-    # The globals of a function are its module.
-    module = getattr(x, "__globals__", None), getattr(x, "__builtins__", None)
-    return [y for y in gc.get_referents(x) if not any(y is m for m in module)]
+        return [getattr(x, "__wrapped__", None), is_field and getattr(x, "val", None)]
+    try:
+        leaves = jax.tree.leaves(x)
+    except ValueError:  # a dict whose keys have no order is no pytree
+        return []
+    is_new = (y is not x and (callable(y) or _is_of_jax(y)) for y in leaves)
+    return list(itertools.compress(leaves, is_new))
+
+
+def _is_of_jax(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -17,9 +17,16 @@ from jax.extend import core as jc
 
 from jamp._autocast.facts import PLAIN, Facts
 from jamp._autocast.frames import Frame, Kind, frames_of
-from jamp._autocast.marks import NO_FP8, Source
+from jamp._autocast.marks import Source
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import Atom, is_float, is_float32, name_stack, shape_of
+from jamp._autocast.program import (
+    Atom,
+    disables_fp8,
+    is_float,
+    is_float32,
+    name_stack,
+    shape_of,
+)
 from jamp._core.path_rules import PathRule, matches, parse_rules
 
 # NVIDIA's data sheet of the H200 SXM, without sparsity: products in FLOP/s, and memory
@@ -119,7 +126,7 @@ def why_half(facts: Facts, eqn: jc.JaxprEqn, feeds: bool) -> str:
         return "fp8 last"
     if Source.STAYS in facts[weight].source:
         return "fp8 kept"
-    if NO_FP8 in name_stack(facts.scope, eqn):
+    if disables_fp8(name_stack(facts.scope, eqn)):
         return "fp8 disabled"
     return "fp8 small" if _is_small(fp8, eqn, x, weight, _readers(facts, x)) else ""
 

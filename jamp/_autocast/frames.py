@@ -114,7 +114,15 @@ def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
 
 def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
     held, invars, outvars = _HELD[name], eqn.invars, eqn.outvars
-    frame = Frame(program_of(eqn), name, held.kind, invars, outvars, *held[2:])
+    frame = Frame(
+        program=program_of(eqn),
+        holder=name,
+        kind=held.kind,
+        operands=invars,
+        results=outvars,
+        is_open=held.is_open,
+        own_residuals=held.own_residuals,
+    )
     if name == "cond":
         # The first operand is the index.
         for i, branch in enumerate(eqn.params["branches"]):

@@ -116,15 +116,18 @@ def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
 
 def _between(graph: Graph, members: set[int]) -> set[int]:
     """The equations that are no members, on a way from one of them to another one."""
-    reads = graph.reads[: max(members) + 1]
-    makers = [{graph.makers[v] for v in read if v in graph.makers} for read in reads]
+
+    def makers_of(place: int) -> set[int]:
+        return {graph.makers[v] for v in graph.reads[place] if v in graph.makers}
+
+    places = range(min(members), max(members) + 1)
     after, before = set(members), set(members)
-    for i in range(min(members), len(makers)):
-        if makers[i] & after:
+    for i in places:
+        if makers_of(i) & after:
             after.add(i)
-    for i in reversed(range(len(makers))):
+    for i in reversed(places):
         if i in before:
-            before |= makers[i]
+            before |= makers_of(i)
     return (after & before) - members
 
 
@@ -160,7 +163,15 @@ def _written(
     # JAX does not extend a tuple by them, and raises.
     inputs = inputs_of(inside)
     barrier = not loop and (saved or (False,) * len(inputs))
-    head = checkpointed(written, inputs, outvars, is_kept, barrier, programs, jaxpr)
+    head = checkpointed(
+        written,
+        inputs,
+        outvars,
+        is_kept,
+        prevent_cse=barrier,
+        programs=programs,
+        around=jaxpr,
+    )
     before, after, late = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
     effects = False  # whether something that has some comes after the head
     for i, eqn in enumerate(jaxpr.eqns):

@@ -25,6 +25,7 @@ from jax.extend import core as jc
 from jaxtyping import PyTree
 
 from jamp._autocast.tracing import Itself
+from jamp._core.warnings import AutocastWarning, warn
 
 type Write = Callable[..., jc.Jaxpr]
 type Trace = Callable[[], AbstractContextManager[None]]
@@ -55,7 +56,12 @@ def program_of_hi(prim: Any) -> jc.Jaxpr | None:
 
 @functools.lru_cache(maxsize=256)
 def _expanded(same: Itself) -> jc.Jaxpr | None:
-    """What an object says that it does; None if JAX cannot trace that by itself."""
+    """What an object says that it does; None if JAX cannot trace that by itself.
+
+    An `expand` may need what is only there where the object is bound, such as a named
+    axis. So an error in it is reported, and the object runs as the user's program has
+    it.
+    """
     prim = same.it
 
     def expand(*leaves):
@@ -63,7 +69,15 @@ def _expanded(same: Itself) -> jc.Jaxpr | None:
 
     try:
         program = jax.make_jaxpr(expand)(*prim.in_avals_flat)
-    except Exception:  # it may need a type or a place of its own, or have no `expand`
+    except NotImplementedError:  # it has no `expand`
+        return None
+    except Exception as error:  # noqa: BLE001
+        name, kind = type(prim).__name__, type(error).__name__
+        warn(
+            f"autocast cannot look into {name!r}, because its `expand` raised {kind}: "
+            f"{error}",
+            AutocastWarning,
+        )
         return None
     same_types = [v.aval for v in program.outvars] == list(prim.out_avals_flat)
     return program if same_types and not program.effects else None

@@ -12,6 +12,7 @@ itself: only islands with a costly operation are written so.
 """
 
 import functools
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,11 +43,11 @@ def checkpoint_islands(
     if not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
     program = Graph(jaxpr)
+    # All islands are found before the first is written.
     islands = [program.island(i) for i in range(len(jaxpr.eqns))]
     eqns: list[jc.JaxprEqn | None] = list(jaxpr.eqns)
-    for end, members in enumerate(islands):
-        # Outside stays what is read there too: free to compute, it is in both.
-        for i in members - program.leaks(end, members):
+    for end, (members, shared) in enumerate(islands):
+        for i in members - shared:
             eqns[i] = None
         if members:
             # In the place of the last: all that the island reads is there by then, and
@@ -59,9 +60,9 @@ def checkpoint_islands(
                 inputs_of(written),
                 jaxpr.eqns[end].outvars,
                 is_kept,
-                barrier,
-                programs,
-                jaxpr,
+                prevent_cse=barrier,
+                programs=programs,
+                around=jaxpr,
             )
     return with_equations(jaxpr, [eqn for eqn in eqns if eqn is not None])
 
@@ -92,56 +93,46 @@ class Graph:
         """The places of the equations that read a value."""
         return self.users.get(var, set())
 
-    def island(self, end: int) -> set[int]:
+    def island(self, end: int) -> tuple[set[int], set[int]]:
         """The equations of the island that a cast to half ends; none if it is none.
 
-        What is used outside too stays outside, if it is small. If it is large it would
-        be kept anyway, and so would large float32 inputs: then nothing is won.
+        The second set has those of them that equations outside of the island read too.
+        They are free to compute, so they are written inside and outside.
+
+        A small value that is read outside stays outside. A large one, or a large
+        float32 input, would be kept for the backward pass anyway: then there is no
+        island. The walk goes from the end backward, so that all readers of a value are
+        known when it comes to that value, and it stops at the first large one.
         """
+        none = set[int](), set[int]()
         if not _ends_island(self.eqns[end]):
-            return set()
+            return none
         size = size_of(self.eqns[end].outvars[0])
-        outside: set[int] = set()
-        # To put one equation outside cuts off what only it reads: until none leaks.
-        while True:
-            members = self._reach(end, outside)
-            leaks = self.leaks(end, members)
-            leaks = {i for i in leaks if _shape_of(self.eqns[i]) not in _FREE}
-            if not leaks:
-                break
-            if any(holds(self.eqns[i].outvars, size) for i in leaks):
-                return set()
-            outside |= leaks
+        members, shared, waiting = set[int](), set[int](), [-end]
+        while waiting:
+            i = -heapq.heappop(waiting)
+            if i in members:
+                continue
+            users = set().union(*map(self.users_of, self.eqns[i].outvars))
+            if i != end and (users - members or users & shared):
+                if _shape_of(self.eqns[i]) not in _FREE:
+                    if holds(self.eqns[i].outvars, size):
+                        return none
+                    continue
+                shared.add(i)
+            members.add(i)
+            for v in self.reads[i]:
+                maker = self.makers.get(v)
+                is_inside = dtype_of(v) in (FLOAT32, jnp.bool_)
+                if maker is not None and is_inside and may_be_inside(self.eqns[maker]):
+                    heapq.heappush(waiting, -maker)
         eqns = [self.eqns[i] for i in members]
         # A costly statistic, such as a norm's `rsqrt`, is small: it may be kept.
         costly = any(is_costly(e) and holds(e.outvars, size) for e in eqns)
         if len(shape_of(self.eqns[end].outvars[0])) > 4:
-            return set()  # XLA transposes the cotangents of grouped scores in float32
-        return members if costly and not holds(inputs_of(eqns), size) else set()
-
-    def leaks(self, end: int, members: set[int]) -> set[int]:
-        """The equations inside an island whose results are used outside of it too."""
-        leaks: set[int] = set()
-        # Backward, for what a leak reads is then read outside as well.
-        for i in sorted(members - {end}, reverse=True):
-            users = set().union(*map(self.users_of, self.eqns[i].outvars))
-            if users - members or users & leaks:
-                leaks.add(i)
-        return leaks
-
-    def _reach(self, end: int, outside: set[int]) -> set[int]:
-        """The equations before an end that float32 values and masks lead back to."""
-        members, waiting = {end}, [end]
-        while waiting:
-            for v in self.reads[waiting.pop()]:
-                i = self.makers.get(v)
-                if i is None or i in members or i in outside:
-                    continue
-                is_inside = dtype_of(v) in (FLOAT32, jnp.bool_)
-                if is_inside and may_be_inside(self.eqns[i]):
-                    members.add(i)
-                    waiting.append(i)
-        return members
+            return none  # XLA transposes the cotangents of grouped scores in float32
+        is_island = costly and not holds(inputs_of(eqns), size)
+        return (members, shared) if is_island else none
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:

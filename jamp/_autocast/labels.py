@@ -162,8 +162,15 @@ def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
             needed[id(maker)] = maker
             waiting += maker.invars
     eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
-    with jax.ensure_compile_time_eval():
-        (value,) = jc.jaxpr_as_fun(
-            jaxpr.replace(invars=[], outvars=[atom], eqns=eqns)
-        )()
+    program = jaxpr.replace(invars=[], outvars=[atom], eqns=eqns)
+    with jax.ensure_compile_time_eval(), jax.default_device(_host()):
+        (value,) = jc.jaxpr_as_fun(program)()
     return np.asarray(value)
+
+
+def _host() -> jax.Device | None:
+    """The CPU, which computes indices beside the device; None if JAX has no CPU."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None

@@ -85,10 +85,15 @@ class AutocastLists:
         rules: `(what, which, rule)`, in order: of those that match an operation the
             last decides, and the table where none does. None for a rule is the table's.
 
+    A rule that matches nothing has no effect, so a misspelt name is not an error: it
+    may belong to another model. `jamp.explain` names the rule of each operation.
+
     >>> lists = AutocastLists().with_primitive("tanh", "float32")
     >>> lists = lists.with_region("head/", "float32")
-    >>> lists.rule_of("tanh"), lists.rule_of("dot_general")
-    (<Rule.FLOAT32: 'float32'>, <Rule.HALF: 'half'>)
+    >>> import jax.numpy as jnp, jamp
+    >>> explain = jamp.explain(lambda x: jnp.tanh(x @ x), lists=lists)
+    >>> [(op.primitive, op.dtype) for op in explain(jnp.ones((2, 2))).operations]
+    [('dot_general', 'float16'), ('tanh', 'float32')]
     """
 
     rules: "tuple[Entry, ...]" = ()
@@ -153,68 +158,78 @@ class AutocastLists:
     def _with(self, what: What, which: Any, rule: Rule | None) -> "AutocastLists":
         return AutocastLists((*self.rules, (what, which, rule)))
 
-    def rules_for(self, what: What) -> list[tuple[Any, Rule | None]]:
-        """The user's rules of one kind: what each is for, and the rule."""
-        return [(which, rule) for kind, which, rule in self.rules if kind is what]
-
-    def last_of(self, primitive: str, function: str, names: str) -> "Entry | None":
-        """The last of the user's rules that matches an operation.
-
-        Args:
-            primitive: its name.
-            function: the function with a rule that it is a part of, or "".
-            names: its name stack.
-        """
-        for entry in reversed(self.rules):
-            what, which, _ = entry
-            if (
-                (what is What.PRIMITIVE and which == primitive)
-                or (what is What.FUNCTION and function and which in _names_of(function))
-                or (what is What.REGION and re.search(which, names))
-            ):
-                return entry
-        return None
-
-    def rule_of(self, primitive: str) -> Rule | None:
-        """The rule of a primitive; None if no list has it."""
-        return self._primitives.get(primitive)
-
-    def rule_of_function(self, name: str, is_jax: bool) -> Rule | None:
-        """The rule of a function by the name that it was jitted under, if there is one.
-
-        `is_jax` says whether the function is JAX's own: the table has no others.
-        """
-        return self._functions.get(name, _FUNCTIONS.get(name) if is_jax else None)
-
-    def rule_of_library(
-        self, paths: Sequence[str], whole: bool = False
-    ) -> tuple[Rule | None, str]:
-        """The rule for what a function of JAX does by other functions of JAX.
-
-        Args:
-            paths: of the functions, innermost first, such as "jax.numpy.cov".
-            whole: whether to ask for all that the function does, or for a product.
-
-        Returns:
-            The rule of the outermost that the table has, and its path; None for the
-            rule if the table is to decide by operation, no path if it has none.
-        """
-        listed = [path for path in paths if library_place(path)]
-        path = listed[-1] if listed else ""
-        row = _LIBRARY.get(library_place(path))
-        if row is None or (whole and row in SOLVER_ROWS):
-            return None, ""
-        users = [self._functions[n] for n in _names_of(path) if n in self._functions]
-        rule = users[0] if users else row.rule
-        return (None if row.rule is rule is Rule.HALF else rule), path
-
     @functools.cached_property
     def _primitives(self) -> dict[str, Rule | None]:
-        return _rules_in(ROWS) | dict(self.rules_for(What.PRIMITIVE))
+        return _rules_in(ROWS) | dict(rules_for(self, What.PRIMITIVE))
 
     @functools.cached_property
     def _functions(self) -> dict[str, Rule | None]:
-        return dict(self.rules_for(What.FUNCTION))
+        return dict(rules_for(self, What.FUNCTION))
+
+
+# ---- what the lists say of an operation
+
+
+def rules_for(lists: AutocastLists, what: What) -> list[tuple[Any, Rule | None]]:
+    """The user's rules of one kind: what each is for, and the rule."""
+    return [(which, rule) for kind, which, rule in lists.rules if kind is what]
+
+
+def last_of(
+    lists: AutocastLists, primitive: str, function: str, names: str
+) -> Entry | None:
+    """The last of the user's rules that matches an operation.
+
+    Args:
+        primitive: its name.
+        function: the function with a rule that it is a part of, or "".
+        names: its name stack.
+    """
+    for entry in reversed(lists.rules):
+        what, which, _ = entry
+        if (
+            (what is What.PRIMITIVE and which == primitive)
+            or (what is What.FUNCTION and function and which in _names_of(function))
+            or (what is What.REGION and re.search(which, names))
+        ):
+            return entry
+    return None
+
+
+def rule_of(lists: AutocastLists, primitive: str) -> Rule | None:
+    """The rule of a primitive; None if no list has it."""
+    return lists._primitives.get(primitive)
+
+
+def rule_of_function(lists: AutocastLists, name: str, is_jax: bool) -> Rule | None:
+    """The rule of a function by the name that it was jitted under, if there is one.
+
+    `is_jax` says whether the function is JAX's own: the table has no others.
+    """
+    return lists._functions.get(name, _FUNCTIONS.get(name) if is_jax else None)
+
+
+def rule_of_library(
+    lists: AutocastLists, paths: Sequence[str], whole: bool = False
+) -> tuple[Rule | None, str]:
+    """The rule for what a function of JAX does by other functions of JAX.
+
+    Args:
+        paths: of the functions, innermost first, such as "jax.numpy.cov".
+        whole: whether to ask for all that the function does, or for a product.
+
+    Returns:
+        The rule of the outermost that the table has, and its path; None for the
+        rule if the table is to decide by operation, no path if it has none.
+    """
+    listed = [path for path in paths if library_place(path)]
+    path = listed[-1] if listed else ""
+    row = _LIBRARY.get(library_place(path))
+    if row is None or (whole and row in SOLVER_ROWS):
+        return None, ""
+    users = [lists._functions[n] for n in _names_of(path) if n in lists._functions]
+    rule = users[0] if users else row.rule
+    return (None if row.rule is rule is Rule.HALF else rule), path
 
 
 def _rule_or_default(rule: "Rule | str") -> Rule | None:

@@ -24,7 +24,7 @@ from jax.extend import core as jc
 from jax.extend.core.primitives import name_p
 
 from jamp._autocast import jax_internals
-from jamp._autocast.lists import AutocastLists, What
+from jamp._autocast.lists import AutocastLists, What, rules_for
 from jamp._autocast.primitives import Rule
 from jamp._autocast.tracing import (
     Itself,
@@ -216,8 +216,8 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
         None: half_kernel,
     }
     for (module, name), rule in [
-        *lists.rules_for(What.KERNEL),
-        *lists.rules_for(What.ATTRIBUTE),
+        *rules_for(lists, What.KERNEL),
+        *rules_for(lists, What.ATTRIBUTE),
     ]:
         yield Replaced(Itself(module), name, hows[rule])
 

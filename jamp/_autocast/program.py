@@ -15,7 +15,15 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
-from jamp._autocast.lists import AutocastLists, What
+from jamp._autocast.lists import (
+    AutocastLists,
+    What,
+    last_of,
+    rule_of,
+    rule_of_function,
+    rule_of_library,
+    rules_for,
+)
 from jamp._autocast.marks import KERNEL, MARKERS, NO_FP8, Source
 from jamp._autocast.primitives import Rule, primitive_name
 from jamp._core.dtypes import FLOAT32
@@ -28,8 +36,12 @@ KEPT = "kept="  # its weight is a param that the level keeps in float32
 NO_MODEL = "model="  # no operand depends on half params
 
 _RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECORDED}
-# The brackets hold the name of the function of the lists that the mark was set for.
-_MARKER = re.compile(rf"({'|'.join(_RULES)})(?:\(([^()]*)\))?")
+# A mark is a whole scope of a name stack. JAX writes the transformations of a scope
+# around it, as in "a/vmap(jvp(mark))/b". The brackets after a mark hold the name of the
+# function of the lists that it was set for.
+_MARK = r"(?:(?<=/)|^)(?:\w+\()*({})(?:\(([^()]*)\))?\)*(?=/|$)"
+_MARKER = re.compile(_MARK.format("|".join(_RULES)))
+_NO_FP8 = re.compile(_MARK.format(NO_FP8))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +70,14 @@ class Scope(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for places where the same programs are rewritten to the same."""
-        names = self.names if self.policy.lists.rules_for(What.REGION) else None
-        marks = tuple(_MARKER.findall(self.names)), NO_FP8 in self.names
-        return names or marks, *self[2:7]
+        """Equal for places where the same programs are rewritten to the same.
+
+        It has all fields but the two that are the same in one call of `autocast`.
+        """
+        names: Any = self.names
+        if not rules_for(self.policy.lists, What.REGION):
+            names = tuple(_MARKER.findall(names)), disables_fp8(names)
+        return self._replace(policy=None, written=None, names=names)
 
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
         """The scope of the programs that an equation holds."""
@@ -76,10 +92,10 @@ class Scope(NamedTuple):
             return self._replace(names=names, loop=loop, saved=self.saved or keeps)
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
-        rule = lists.rule_of_function(name, is_jax=bool(path))
+        rule = rule_of_function(lists, name, is_jax=bool(path))
         if path and not library:  # the outermost decides
             paths = [path, *jax_internals.calling_functions(eqn)]
-            by_place, library = lists.rule_of_library(paths, whole=True)
+            by_place, library = rule_of_library(lists, paths, whole=True)
             rule, name = (by_place, library) if rule is None else (rule, name)
         names = f"{names}/{MARKERS[rule]}({name})" if rule else names
         return self._replace(names=names, library=library)
@@ -90,12 +106,17 @@ def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
     return f"{scope.names}/{jax_internals.name_stack(eqn)}"
 
 
+def disables_fp8(names: str) -> bool:
+    """Whether a name stack has the mark of `disable_fp8`."""
+    return _NO_FP8.search(names) is not None
+
+
 def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     """The rule for an equation, and the region that it comes from, if it does.
 
     The rule is None for a primitive that no list has.
     """
-    listed = scope.policy.lists.rule_of(primitive_name(eqn))
+    listed = rule_of(scope.policy.lists, primitive_name(eqn))
     is_cast = eqn.primitive.name == "convert_element_type"
     if is_cast and is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0]):
         listed = Rule.MOVE  # it only takes a weak type away
@@ -106,7 +127,7 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         return Rule.RECORDED, where
     if found is None and listed is Rule.HALF and not scope.library:
         paths = jax_internals.calling_functions(eqn)
-        region, where = scope.policy.lists.rule_of_library(paths)
+        region, where = rule_of_library(scope.policy.lists, paths)
     if region is None and listed is Rule.HALF and _wants_float32_product(eqn):
         return Rule.FLOAT32, PRECISION
     if listed is None or listed is Rule.RECORDED or region is None:
@@ -232,7 +253,7 @@ def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | Non
         return _RULES[marks[-1]], marks[-1]
     marker, function = markers[-1] if markers else ("", "")
     primitive = primitive_name(eqn)
-    last = scope.policy.lists.last_of(primitive, function, names)
+    last = last_of(scope.policy.lists, primitive, function, names)
     if last is not None and last[0] is What.PRIMITIVE:
         return None, ""
     if last is not None and last[0] is What.REGION and last[2] is not None:

@@ -15,6 +15,7 @@ what only depends on the scan's constants, and is kept for the backward pass. Be
 scan around the gradient, `Outermost` binds it.
 """
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -188,19 +189,20 @@ batching.primitive_batchers[_quantize] = _batched_quantize
 mlir.register_lowering(_quantize, mlir.lower_fun(_quantized, multiple_results=True))
 
 
-@functools.cache
-def with_shared_kept(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A policy of `jax.checkpoint` that keeps in fp8 what a loop's trips share, too.
+@dataclasses.dataclass(frozen=True)
+class SharedKept:
+    """A policy of `jax.checkpoint` that also keeps the fp8 weights that a loop shares.
 
-    It is kept once for all trips, and not computed in each.
+    They are kept once for all trips, and not computed in each. Equal policies make
+    equal ones, so that JAX finds its traces again without a cache of ours.
     """
 
-    def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
+    policy: Callable[..., Any] | None
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive is _quantize and params["of"] is Of.SHARED:
             return True
-        return policy is not None and policy(primitive, *avals, **params)
-
-    return keeps
+        return self.policy is not None and self.policy(primitive, *avals, **params)
 
 
 # ---- what a gradient is made of: an error in a second derivative

@@ -51,7 +51,7 @@ def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
             return [x for x in outs if isinstance(x, jax.Array)]
 
         program = jax.make_jaxpr(flat)(*leaves)
-        written = _Widening({}).program(program, frozenset(range(result["grads"])))
+        written = _Widening().program(program, frozenset(range(result["grads"])))
         outs = jc.jaxpr_as_fun(written)(*leaves)
         pairs = zip(outs, written.outvars, strict=True)
         arrays = iter([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
@@ -62,10 +62,15 @@ def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
 
 
 class _Widening:
-    """Writes programs whose results are in float32 where that is asked for."""
+    """Writes programs whose results are in float32 where that is asked for.
 
-    def __init__(self, known: dict[Any, set[jc.Var]]):
-        self.known = known  # by program and results, so that each is read once
+    Each program is read once and written once for the same results and inputs, so that
+    calls that shared a program still share one.
+    """
+
+    def __init__(self):
+        self.known: dict[Any, set[jc.Var]] = {}
+        self.programs: dict[Any, jc.Jaxpr] = {}
 
     # ---- what leads to a result, read backward
 
@@ -114,6 +119,14 @@ class _Widening:
         self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
     ) -> jc.Jaxpr:
         """A program with results `outs` in float32, and inputs `ins`."""
+        key = id(program), outs, frozenset(ins)
+        if key not in self.programs:
+            self.programs[key] = self._written(program, outs, ins)
+        return self.programs[key]
+
+    def _written(
+        self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int]
+    ) -> jc.Jaxpr:
         asked, wide, eqns = self.asked(program, outs), {}, []
         invars = list(program.invars)
         for i, v in enumerate(invars):

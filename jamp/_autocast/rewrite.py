@@ -294,7 +294,7 @@ class Rewriter:
             quantized = self._quantized(self.read(v, half), of, eqn)
             operands += self.read(v, FLOAT32 if v is summed else half), *quantized
         results = [self._bind(eqn.outvars[0], half)]
-        function = make(numbers, first, half, fp8.grad_weight, again)
+        function = make(numbers, first, half, fp8.grad_weight, again=again)
         written = jax_internals.call(function, operands, results, eqn, varying=True)
         if written is None:
             self._write(eqn, half)

@@ -92,7 +92,7 @@ def _replacement(attribute: _Attribute) -> Iterator[None]:
     module, name = attribute[0].it, attribute[1]
     with _lock:
         if not _traces[attribute]:
-            now: Any = _steered(attribute, Itself(getattr(module, name)))
+            now: Any = _steered(attribute, getattr(module, name))
             if isinstance(inspect.getattr_static(module, name, None), staticmethod):
                 now = staticmethod(now)
             _installed[attribute] = vars(module).get(name, _INHERITED), now
@@ -104,18 +104,18 @@ def _replacement(attribute: _Attribute) -> Iterator[None]:
         with _lock:
             _traces[attribute] -= 1
             if not _traces[attribute]:
+                del _traces[attribute]  # or the key would keep the module alive
                 before, now = _installed.pop(attribute)
-                if before is _INHERITED:
-                    delattr(module, name)
-                elif vars(module)[name] is now:  # nobody else has set it meanwhile
-                    setattr(module, name, before)
+                # The program may have set or deleted the attribute: it stays so.
+                if vars(module).get(name) is now:
+                    if before is _INHERITED:
+                        delattr(module, name)
+                    else:
+                        setattr(module, name, before)
 
 
-# One for each function: JAX keeps traces by the functions that it was given.
-@functools.lru_cache(maxsize=256)
-def _steered(attribute: _Attribute, function: Itself) -> Function:
-    """What stands for a function."""
-    original = function.it
+def _steered(attribute: _Attribute, original: Function) -> Function:
+    """Returns the function that replaces another one during a trace."""
 
     def call(*args, **kwargs):
         here = tracing.value

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
+from jamp._autocast.derivatives import advising, has_rules
 from jamp._autocast.facts import Facts
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.marks import MARKERS, traced_for
@@ -34,14 +35,8 @@ from jamp._core.show import brief
 type Promote = Literal["widest", "narrowest"]
 
 
-_CLOSED_OVER = (
-    "Under autocast, as in jax.jit, a function with its own derivative must not close "
-    "over an array that is computed from arguments: pass it as one more argument."
-)
-
-
 def autocast[**P, R](
-    fn: Callable[P, R],
+    fn: Callable[P, R] = None,  # pyright: ignore[reportArgumentType]
     dtype: DTypeLike = "float16",
     *,
     lists: AutocastLists | None = None,
@@ -74,9 +69,11 @@ def autocast[**P, R](
     float32 float32
     """
     if not callable(fn):
+        got = "no function" if fn is None else brief(fn)
         raise TypeError(
-            f"autocast takes a function, got {brief(fn)}. As a decorator with options "
-            'write `@functools.partial(jamp.autocast, dtype="bfloat16")`.'
+            f"autocast takes a function, got {got}. Write `jamp.autocast(fn)(x)`: it "
+            "is no context manager. As a decorator with options write "
+            '`@functools.partial(jamp.autocast, dtype="bfloat16")`.'
         )
     return autocast_in(scope_of(dtype, lists, promote), fn)
 
@@ -91,13 +88,11 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
         # What is written here, an autocast around it is to leave as it is.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
-        with mark if tracing.value else contextlib.nullcontext():
-            try:
-                saved = scope._replace(saved=is_checkpointed(values))
-                outs = jc.jaxpr_as_fun(_rewritten(jaxpr, saved))(*values)
-            except jax.errors.UnexpectedTracerError as error:
-                error.add_note(_CLOSED_OVER)
-                raise
+        nothing = contextlib.nullcontext()
+        advice = advising() if has_rules(jaxpr) else nothing
+        with mark if tracing.value else nothing, advice:
+            saved = scope._replace(saved=is_checkpointed(values))
+            outs = jc.jaxpr_as_fun(_rewritten(jaxpr, saved))(*values)
         # Outside of jit, constants come as JAX keeps them; and casts are never weak.
         pairs = zip(outs, jaxpr.outvars, strict=True)
         return rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
@@ -113,7 +108,10 @@ def scope_of(
     fp8: Any = None,
 ) -> Scope:
     """The scope of a whole program, from what `autocast` is given."""
-    half = np.dtype(dtype)
+    try:
+        half = np.dtype(dtype)
+    except TypeError:
+        half = None
     if half not in HALF_DTYPES:
         raise ValueError(f"`dtype` must be float16 or bfloat16, got {dtype!r}.")
     if promote not in get_args(Promote.__value__):

@@ -17,6 +17,8 @@ from jamp._autocast.lists import (
     AutocastLists,
     What,
     library_place,
+    rule_of,
+    rules_for,
 )
 from jamp._autocast.marks import KERNEL, MARKERS
 from jamp._autocast.primitives import (
@@ -89,7 +91,7 @@ _MARKED_BY = {
 def explain(
     fn: Callable[..., Any],
     dtype: DTypeLike = jnp.float16,
-    *,
+    *args: Any,
     lists: AutocastLists | None = None,
     promote: Promote = "widest",
 ) -> Callable[..., Explanation]:
@@ -106,6 +108,7 @@ def explain(
             `scaled_value_and_grad`.
         dtype: float16 or bfloat16. Of a state, the level decides this and what follows.
         lists: additions to the table of operations.
+        args: none. They belong to the function that is returned.
         promote: "widest" or "narrowest".
 
     Returns:
@@ -114,6 +117,7 @@ def explain(
 
     Raises:
         ValueError: `dtype` or `promote` is none of these.
+        TypeError: it is given the arguments of `fn`.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -125,6 +129,11 @@ def explain(
     >>> explanation.half_share
     1.0
     """
+    if args or isinstance(dtype, AmpState) or hasattr(dtype, "shape"):
+        raise TypeError(
+            "explain takes a function alone: write `explain(fn)(*args)`, or "
+            "`explain(loss_fn)(state, *args)`."
+        )
     scope = scope_of(dtype, lists, promote)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
@@ -274,7 +283,7 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
     name = eqn.primitive.name
     if note.primitive == name:
         return note
-    rule = around.lists.rule_of(primitive_name(eqn))
+    rule = rule_of(around.lists, primitive_name(eqn))
     if rule is None or name == "convert_element_type":
         return None
     why = "list" if rule is Rule.FLOAT32 else "operands"
@@ -286,7 +295,7 @@ def _decision_in_step(
 ) -> tuple[Note, str]:
     """The same of an equation of a program that JAX has differentiated."""
     name, names = eqn.primitive.name, f"{around.names}/{own}"
-    listed = around.lists.rule_of(primitive_name(eqn))
+    listed = rule_of(around.lists, primitive_name(eqn))
     rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
     written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
     if around.default == "region":  # of `disable_casts`
@@ -332,7 +341,7 @@ def _sentence(note: Note, lists: AutocastLists) -> str:
 
 def _users_rule(lists: AutocastLists, what: What, *names: str) -> str:
     """What the user has typed for one of some names; "" if for none."""
-    users = dict(lists.rules_for(what))
+    users = dict(rules_for(lists, what))
     found = (name for name in names if name in users)
     return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
 

@@ -2,9 +2,11 @@
 functions that are replaced while it traces: for its thread, no longer."""
 
 import functools
+import gc
 import pickle
 import threading
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +190,9 @@ def test_lists_are_values():
         (lambda: LISTS.with_region("(", "half"), "got no regex, '\\('"),
         (lambda: LISTS.with_primitive("exp", "fp16"), "one of 'half', .*got 'fp16'"),
         (lambda: jamp.autocast("bfloat16"), "takes a function, got 'bfloat16'"),
+        (lambda: jamp.autocast(), "got no function.*no context manager"),
+        (lambda: jamp.autocast(dtype="bfloat16"), "functools.partial"),
+        (lambda: jamp.autocast(product, "fp16"), "float16 or bfloat16, got 'fp16'"),
         (lambda: jamp.autocast(product, lists={}), "must be a jamp.AutocastLists"),
     ],
 )
@@ -315,3 +320,72 @@ def test_methods_are_replaced_and_put_back_as_they_were(owner, name):
     lists = LISTS.register_float_function(owner, name)
     assert found(lambda x: getattr(owner(), name)(x), lists=lists) == [FLOAT]
     assert dict(vars(owner)) == before
+
+
+def test_what_a_program_sets_or_deletes_while_it_is_traced_stays_so():
+    class Base:
+        @staticmethod
+        def product(x):
+            return x @ x
+
+    class Inherits(Base):
+        pass
+
+    def mine(x):
+        return x
+
+    def set_it(x):
+        Inherits.product = staticmethod(mine)
+        return x
+
+    def delete_it(x):
+        del Base.product
+        return x
+
+    for place, change in ((Inherits, set_it), (Base, delete_it)):
+        lists = LISTS.register_float_function(place, "product")
+        jamp.autocast(change, lists=lists)(X)
+    assert Inherits.product is mine
+    assert not hasattr(Base, "product")
+
+
+def test_registered_objects_and_policies_are_freed():
+    def object_of(rule):
+        owner = types.SimpleNamespace(product=lambda x: x @ x)
+        lists = LISTS.register_float_function(owner, "product")
+        jax.jit(jamp.autocast(lambda x: owner.product(x), lists=lists))(X)
+        return weakref.ref(owner.product)
+
+    def policy_of(level):
+        def keep(*args, **params):
+            return False
+
+        loss = jax.checkpoint(lambda w: (w @ w).sum(), policy=keep)
+        state = jamp.initialize(X, optax.sgd(0.1), level, verbosity=0)
+        jax.make_jaxpr(jamp.scaled_grad(loss))(state)
+        return weakref.ref(keep)
+
+    refs = [object_of("float32"), policy_of("O6")]
+    jax.clear_caches()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+SCOPES = {  # and what a product in it runs in
+    "jamp_float32_block": HALF,
+    "my_jamp_float32": HALF,
+    "x.jamp_recorded": HALF,
+    "jamp_float32": FLOAT,
+    "a/jamp_float32/b": FLOAT,
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_mark_is_a_whole_scope(scope):
+    def fn(x):
+        with jax.named_scope(scope):
+            return x @ x
+
+    assert found(fn) == [SCOPES[scope]]
+    mapped = jax.vmap(lambda x: jax.jvp(fn, (x,), (x,))[1])
+    assert set(found(lambda x: mapped(x[None]))) == {SCOPES[scope]}

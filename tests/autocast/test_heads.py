@@ -9,6 +9,7 @@ from jax import lax, nn
 
 import jamp
 from benchmarks import h200
+from jamp._autocast import labels
 from tests.programs import evaluate, walk
 
 N, CLASSES = 6, 10
@@ -242,3 +243,19 @@ def test_what_a_step_of_a_head_costs_an_h200(tied, promote, traffic, temp):
     hand = cost(by_hand)
     assert ours.traffic <= traffic * hand.traffic
     assert ours.temp <= temp * hand.temp
+
+
+@pytest.mark.eight_devices
+def test_indices_are_computed_on_the_host(monkeypatch):
+    """The accelerator is busy, or it is another program's."""
+    found, original = [], np.asarray
+
+    def spy(x, *args):
+        found.extend(x.devices() if isinstance(x, jax.Array) else ())
+        return original(x, *args)
+
+    monkeypatch.setattr(labels.np, "asarray", spy)
+    mean = lambda w: LOSSES["rows"](X @ w, LABELS).mean()  # noqa: E731
+    with jax.default_device(jax.devices()[1]):
+        jax.make_jaxpr(jamp.autocast(mean))(W)
+    assert set(found) == {jax.devices("cpu")[0]}

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp._autocast import rewrite, softmax
+from jamp._autocast import heads, islands, rewrite, softmax
 from tests.programs import results, walk
 
 # An odd number of rows tells activations from weights.
@@ -222,3 +222,27 @@ def test_a_norm_casts_once_or_apart_from_its_statistics(promote, casts):
     program = jax.make_jaxpr(jamp.autocast(norm, promote=promote))(jnp.eye(8))
     wide = [e for e in program.eqns if e.params.get("new_dtype") == jnp.float32]
     assert [e.invars[0].aval.shape for e in wide[:-1]] == casts * [(8, 8)]
+
+
+@pytest.mark.parametrize("promote", ["widest", "narrowest"])
+def test_islands_are_found_in_time_linear_in_depth(promote, monkeypatch):
+    """A residual stream in float32 was walked to its begin for each layer."""
+    times, original = [], islands.may_be_inside
+
+    def counting(*args):
+        times.append(1)
+        return original(*args)
+
+    def visits(depth):
+        def fn(w, x):
+            for _ in range(depth):
+                x = x + jnp.tanh(x) @ w
+            return x
+
+        times.clear()
+        jax.make_jaxpr(jamp.autocast(fn, promote=promote))(W, X)
+        return len(times)
+
+    for place in (islands, heads):
+        monkeypatch.setattr(place, "may_be_inside", counting)
+    assert visits(40) <= 2.1 * visits(20)

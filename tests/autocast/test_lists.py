@@ -15,6 +15,7 @@ from jamp._autocast.lists import (
     LIBRARY_ROWS,
     SOLVER_ROWS,
     AutocastLists,
+    rule_of,
 )
 from jamp._autocast.primitives import ROWS, Rule, Traits, traits_of
 
@@ -94,4 +95,4 @@ APEX = {
 def test_rules_are_those_of_apex():
     for rule, names in APEX.items():
         for name in names.split():
-            assert AutocastLists().rule_of(name) is rule, name
+            assert rule_of(AutocastLists(), name) is rule, name

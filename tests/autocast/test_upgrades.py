@@ -246,7 +246,7 @@ class Mystery(hijax.HiPrim):
 
     def expand(self, w, x):
         if self.params["fails"]:
-            raise NotImplementedError
+            raise self.params["fails"]
         return layer(w, x)
 
     def vjp_fwd(self, nzs_in, w, x):
@@ -275,11 +275,15 @@ def test_an_object_runs_as_the_user_says():
     assert [p.lhs for p in products_of(lowered)] == ["float32", "float16"]
 
 
-def test_an_object_that_does_not_say_what_it_does_is_opaque():
-    fn = functools.partial(mystery, fails=True)
-    with pytest.warns(jamp.AutocastWarning, match="'Mystery'"):
+@pytest.mark.parametrize("error", [NotImplementedError(), KeyError("scale")])
+def test_an_object_that_does_not_say_what_it_does_is_opaque(error):
+    fn = functools.partial(mystery, fails=error)
+    rewrite._warn_of_unknown.cache_clear()
+    with pytest.warns(jamp.AutocastWarning, match="'Mystery'") as warned:
         found = products(half(fn), W, X)
     assert [p.lhs for p in found] == ["float16"]
+    reports = [w for w in warned if "raised KeyError: 'scale'" in str(w.message)]
+    assert len(reports) == isinstance(error, KeyError)
 
 
 # ---- primitives of the old kind that hold programs, or none

@@ -14,6 +14,7 @@ from benchmarks import h200
 from tests.devices import test_many_devices_h200 as steps
 from tests.devices.eight_devices import AXES, mesh_of
 from tests.optimizers.mixed_leaves import FAST
+from tests.programs import walk
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 PARAMS = {"w": np.ones((16, 4), np.float32), "b": np.ones(4, np.float32)}
@@ -186,3 +187,23 @@ def test_h200s_sum_gradients_in_float32():
     half, wide = sent(), sent(reduce_dtype="float32")
     assert half["f16"] >= 2 * (256 * 512 + 512 * 128)
     assert wide == {"f16": 0, "f32": half["f32"] + 2 * half["f16"]}
+
+
+def test_calls_share_their_programs_as_they_did():
+    """Each call had a copy of its own: JAX lowered 14 programs in the place of 4."""
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+
+    def stacked(params, x):
+        for _ in range(6):
+            x = layer(params["w"], x)
+        return x.sum()
+
+    def programs(reduce_dtype):
+        options = {"reduce_dtype": reduce_dtype, "verbosity": 0}
+        params = {"w": jnp.eye(4)}
+        state = jamp.initialize(params, optax.sgd(0.1), "O5", **options)
+        traced = jax.make_jaxpr(jamp.scaled_grad(stacked))(state, jnp.ones((2, 4)))
+        eqns = [e for e in walk(traced.jaxpr) if e.primitive.name == "jit"]
+        return len({id(e.params["jaxpr"]) for e in eqns})
+
+    assert programs("float32") == programs(None)

@@ -411,3 +411,10 @@ def test_each_operation_of_a_step_has_its_reason(level):
     step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
     text = step.as_text(debug_info=True)
     assert "transpose" in text and "jamp_why" not in text
+
+
+def test_arguments_belong_to_the_function_that_is_returned():
+    x = jnp.ones((2, 2))
+    for args in ((x,), (x, x), (jnp.float16, x)):
+        with pytest.raises(TypeError, match=r"write `explain\(fn\)\(\*args\)`"):
+            jamp.explain(jnp.matmul, *args)
