@@ -11,7 +11,9 @@ FAILED: dict[tuple[object, ...], str] = {}
 
 
 def cpu_devices(count: int) -> str:
-    return f"--xla_force_host_platform_device_count={count}"
+    """XLA_FLAGS for this many devices, beside the flags that are set already."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
 def run(module: str, *args: str, **variables: str) -> str:

@@ -140,8 +140,6 @@ def assert_it_holds(inside, outside=alone, dtype=None, spoil=None, halves=(F16, 
         first, halved, *plain = run(inside, outside, F32(rate), trees, grads)
         masters = assert_invariant(*first)
         others = [by_path(params) for params, _ in plain] + [assert_split(*halved)]
-        if halves == (BF16, BF16):
-            assert_same_bits(others[-1], masters)
         for other in others:
             assert_close(other, masters, 1e-5, 1e-5 * rate)
         for x in map(np.float32, jax.tree.leaves(first[0])):
