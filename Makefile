@@ -55,9 +55,8 @@ HAS_ALL := python3 -c 'import importlib.util as u; names = "flax hypothesis jax_
 RESULTS ?= benchmarks/results
 
 # benchmarks/README.md has the calls for a machine that is lent.
-gpu: ## time and test on a GPU, in under 8 minutes; ARGS=--rehearse does so on a CPU
-	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test \
-		$(VENV)/$(if $(findstring --rehearse,$(ARGS)),h200,.cuda)
+gpu: ## time and test on a GPU, in under 8 minutes
+	@$(HAS_ALL) || $(MAKE) --no-print-directory $(VENV)/.test $(VENV)/.cuda
 	python=$$($(HAS_ALL) && echo python3 || echo $(PYTHON)) && \
 	$$python -m benchmarks.gpu --results $(RESULTS) $(ARGS)
 

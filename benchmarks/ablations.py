@@ -2,7 +2,6 @@
 
     python -m benchmarks.ablations            # adds what is not there yet
     python -m benchmarks.ablations gpt2 vit --modes O5 --without softmax,islands
-    python -m benchmarks.ablations --again    # what is there, of this commit
     python -m benchmarks.ablations --table    # Markdown, of what is there
 
 Steps are compiled for an H200, as in `benchmarks.lean`, and given as multiples of the
@@ -121,7 +120,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(lean.CASES)}")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--without", default=",".join(MECHANISMS))
-    parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     if args.table:
@@ -131,8 +129,7 @@ def main() -> None:
     models, modes = args.names or CHEAPEST_FIRST, args.modes.split(",")
     names = (AS_IS, *args.without.split(","))
     wanted = itertools.product(models, names, modes)
-    by_key = ((model, mode, name) for model, name, mode in wanted)
-    measure_missing(map(_key, read()) if args.again else by_key)
+    measure_missing((model, mode, name) for model, name, mode in wanted)
 
 
 if __name__ == "__main__":

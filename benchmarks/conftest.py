@@ -1,11 +1,10 @@
-"""What `pytest benchmarks` adds: its options, and the conditions in its JSON."""
+"""What `pytest benchmarks` adds: the conditions in its JSON."""
 
 import datetime
 import importlib.metadata
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,41 +14,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 import jax
 
 _PACKAGES = ("jamp", "jax", "jaxlib", "optax", "torch", "numpy")
-
-
-def pytest_addoption(parser):
-    group = parser.getgroup("jamp")
-    group.addoption(
-        "--deadline",
-        type=float,
-        metavar="SECONDS",
-        help="begin no optimizer step this long after the start, and keep the results",
-    )
-    group.addoption(
-        "--all-specs",
-        action="store_true",
-        help="time what takes minutes to trace or compile too",
-    )
-
-
-def pytest_configure(config):
-    config.stash[STARTED] = time.monotonic()
-
-
-STARTED = pytest.StashKey[float]()
-
-
-@pytest.fixture(scope="session")
-def time_left(request):
-    """Seconds until `--deadline`; None without one."""
-    deadline = request.config.getoption("--deadline")
-
-    def left():
-        if deadline is None:
-            return None
-        return max(deadline - (time.monotonic() - request.config.stash[STARTED]), 0)
-
-    return left
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,7 +1,6 @@
 """Trains two examples and a small diffusion model at every level, from three seeds.
 
     python -m benchmarks.convergence                # adds what is not there yet
-    python -m benchmarks.convergence --again        # is what is there of this commit?
     python -m benchmarks.convergence --table        # Markdown, of what is there
 
 Each run is a line of benchmarks/results/convergence.jsonl, written when it ends: the
@@ -116,13 +115,6 @@ TASKS: dict[str, Callable[[str, int, int], Run]] = {
     "diffusion": diffusion,
     "char_lm": char_lm,
 }
-HELD_OUT = {
-    "digits": "test accuracy in %",
-    "diffusion": "test loss",
-    "char_lm": "validation loss",
-}
-
-
 read = functools.partial(runs.read, RESULTS)
 
 
@@ -138,35 +130,27 @@ def run_missing() -> None:
 
 
 def table(found: list[Run]) -> str:
-    """Means and standard deviations over seeds, in Markdown."""
-    lines = []
-    for task in dict.fromkeys(run["task"] for run in found):
-        lines += [
-            "",
-            f"| {task} | training loss | {HELD_OUT[task]} | skipped | scale |",
-        ]
-        lines.append("|---|---|---|---|---|")
-        for level in LEVELS:
-            of_level = [r for r in found if (r["task"], r["level"]) == (task, level)]
-            if of_level:
-                cells = [_spread(of_level, name) for name in ("loss", "held_out")]
-                skipped = ", ".join(f"{run['skipped']}" for run in of_level)
-                scales = ", ".join({f"{run['scale']:g}": 0 for run in of_level})
-                lines.append(
-                    f"| {level} | {' | '.join(cells)} | {skipped} | {scales} |"
-                )
-    return "\n".join(lines[1:])
+    """Per task, the mean training loss and held-out figure and their deviations."""
+    tasks = list(dict.fromkeys(run["task"] for run in found))
+    lines = [f"| training, held out | {' | '.join(tasks)} |"]
+    lines.append("|---" * (len(tasks) + 1) + "|")
+    for level in LEVELS:
+        cells = []
+        for task in tasks:
+            same = [r for r in found if (r["task"], r["level"]) == (task, level)]
+            cells.append(
+                ", ".join(_spread(same, name) for name in ("loss", "held_out"))
+            )
+        lines.append(f"| {level} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _spread(runs: list[Run], name: str) -> str:
     values = [run[name] for run in runs]
     digits = 2 if values[0] > 10 else 4
     mean = f"{statistics.mean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}"
+    return f"{mean}±{statistics.stdev(values):.{digits}f}"
 
 
 if __name__ == "__main__":
-    changed = functools.partial(runs.drop_changed, RESULTS, NAMES, run)
-    runs.command(__doc__, run_missing, lambda: table(read()), changed)
+    runs.command(__doc__, run_missing, lambda: table(read()))

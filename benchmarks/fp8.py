@@ -1,8 +1,7 @@
 """Trains three models with products in fp8, beside the same in bfloat16.
 
     python -m benchmarks.fp8            # adds what is not there yet
-    python -m benchmarks.fp8 --again    # is what is there of this commit?
-    python -m benchmarks.fp8 --table    # Markdown, of what is there, and predictions
+    python -m benchmarks.fp8 --table    # Markdown, of what is there
 
 A CNN with dense layers on images of digits and the two language models of
 `benchmarks.rounding`, at O5 with `fp8=Fp8(smallest=16)`, from five seeds. Each run is a
@@ -27,7 +26,6 @@ from benchmarks import rounding, runs
 from benchmarks.rounding import NAMES, SEEDS, STEPS, of_linen, of_nnx, trained
 from benchmarks.runs import Run
 from jamp import optimizers
-from jamp._autocast.fp8 import predicted_seconds
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "fp8.jsonl"
 SETTINGS = {"O5": {}, "fp8": {"fp8": jamp.Fp8(smallest=16)}}
@@ -116,26 +114,5 @@ def table(found: list[Run]) -> str:
     return "\n".join(lines)
 
 
-# Of a product by a weight: rows, K, N, and how many products share the rows.
-PRODUCTS = {
-    "GPT-2, 768 to 3,072": (8192, 768, 3072, 1),
-    "GPT-2, 768 to 768": (8192, 768, 768, 1),
-    "Llama 3 8B, 4,096 to 14,336": (8192, 4096, 14336, 2),
-    "Llama 3 8B, 4,096 to 4,096": (8192, 4096, 4096, 3),
-    "Llama 3 70B, 8,192 to 28,672": (8192, 8192, 28672, 2),
-}
-
-
-def table_of_products() -> str:
-    """Predicted, not measured: milliseconds at the peak of an H200."""
-    lines = ["| 8,192 rows | bfloat16, ms | fp8, ms | ratio |", "|---|---|---|---|"]
-    for name, sizes in PRODUCTS.items():
-        half, fp8 = (1e3 * seconds for seconds in predicted_seconds(*sizes))
-        lines.append(f"| {name} | {half:.3g} | {fp8:.3g} | {half / fp8:.2f} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    tables = lambda: f"{table(read())}\n\n{table_of_products()}"  # noqa: E731
-    changed = functools.partial(runs.drop_changed, RESULTS, NAMES, run)
-    runs.command(__doc__, run_missing, tables, changed)
+    runs.command(__doc__, run_missing, lambda: table(read()))

@@ -3,7 +3,6 @@
     python -m benchmarks.lean                  # all models on an H200, by both modes
     python -m benchmarks.lean gpt2 vit --modes narrowest,O5
     python -m benchmarks.lean gpt2 --tpu       # on a TPU v5e; needs libtpu
-    python -m benchmarks.lean --again          # what is saved, of this commit
     python -m benchmarks.lean --table          # Markdown, of what is saved
 
 Saves in benchmarks/results/lean.json, with the last commit that changed autocast, and
@@ -210,16 +209,12 @@ def ones(shapes: Any) -> Any:
 
 def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
     """What a step costs, by jamp or by hand."""
-    lowered = _lowered(name, mode, ours, on_tpu)
-    return cost_of(lowered, "v5e" if on_tpu else "H200")
-
-
-def _lowered(name: str, mode: str, ours: bool, on_tpu: bool) -> Any:
     step, state = program(name, mode, ours)
     case = CASES[name]
     key = jax.eval_shape(jax.random.key, 0)
     args = (state, (case.inputs, case.targets), key)
-    return (tpu if on_tpu else h200).lower_step(step, *args, donate=(0,))
+    lowered = (tpu if on_tpu else h200).lower_step(step, *args, donate=(0,))
+    return cost_of(lowered, "v5e" if on_tpu else "H200")
 
 
 def cost_of(lowered: Any, target: str) -> Measured:
@@ -266,48 +261,28 @@ def key_of(entry: Entry) -> tuple[str, str, str]:
     return entry["model"], entry["mode"], entry["target"]
 
 
-def digests(name: str, mode: str, target: str) -> list[str]:
-    """Of a step by jamp, and of the one by hand."""
-    return [digest(x, target) for x in _lowered_pair(name, mode, target)]
-
-
-def _lowered_pair(name: str, mode: str, target: str) -> list[Any]:
-    return [_lowered(name, mode, ours, target == "v5e") for ours in (True, False)]
-
-
-def saved(name: str, mode: str, target: str) -> Entry:
-    """What a step costs, saved: looked up where both programs are as they were."""
-    entries = {key_of(entry): entry for entry in read()}
-    pair = _lowered_pair(name, mode, target)
-    programs = [digest(lowered, target) for lowered in pair]
-    entry = entries.get((name, mode, target), {})
-    if entry.get("programs") != programs:
-        ours, hand = (cost_of(lowered, target) for lowered in pair)
-        figures = {k: round(x, 4) for k, x in ours.over(hand)._asdict().items()}
-        size = {"GB by hand": round(hand.traffic / 1e9, 1), "programs": programs}
-        entry = {"model": name, "mode": mode} | figures | size
-    # Read again: another target may have been saved meanwhile.
-    entries = {key_of(entry): entry for entry in read()}
-    entries[name, mode, target] = entry = entry | conditions(target)
+def save(name: str, mode: str, target: str) -> Entry:
+    """Measures a step beside the one by hand, and saves the ratios."""
+    ours, hand = (measure(name, mode, x, target == "v5e") for x in (True, False))
+    figures = {k: round(x, 4) for k, x in ours.over(hand)._asdict().items()}
+    size = {"GB by hand": round(hand.traffic / 1e9, 1)}
+    entry = {"model": name, "mode": mode} | figures | size | conditions(target)
+    entries = {key_of(entry): entry for entry in [*read(), entry]}
     order = [(n, m, t) for n in CASES for t in TARGETS for m in MODES]
     lines = [json.dumps(entries[key]) for key in order if key in entries]
     RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")
     return entry
 
 
-def table(entries: list[Entry]) -> str:
-    """Traffic and temporary memory, and the commits that they were counted at."""
+def table(entries: list[Entry], target: str = "H200") -> str:
+    """Traffic and temporary memory, by model and mode."""
     modes = [mode for mode in MODES if mode != "O2"]
-    columns = [(t, m) for t in TARGETS for m in modes if (t, m) != ("v5e", "O6")]
-    heads = " | ".join(f"{target} {mode}" for target, mode in columns)
-    lines = [f"| | {heads} | commit |", "|---" * (len(columns) + 2) + "|"]
+    lines = [f"| {target} | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_key = {key_of(entry): entry for entry in entries}
     for name in CASES:
-        row = [by_key.get((name, mode, target)) for target, mode in columns]
+        row = [by_key.get((name, mode, target)) for mode in modes]
         cells = [f"{e['traffic']:.3f}, {e['temp']:.3f}" if e else "" for e in row]
-        commits = dict.fromkeys(f"`{e['commit']}`" for e in row if e)
-        if commits:
-            lines.append(f"| {' | '.join([name, *cells, ' '.join(commits)])} |")
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 
@@ -316,19 +291,18 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--modes", default="widest,narrowest", help=",".join(MODES))
     parser.add_argument("--tpu", action="store_true")
-    parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     target = "v5e" if args.tpu else "H200"
     if args.table:
-        print(table(read()))
+        print(table(read(), target))
         return
     modes = args.modes.split(",")
     cells = [(name, mode, target) for name in args.names or CASES for mode in modes]
-    for name, mode, target in map(key_of, read()) if args.again else cells:
+    for name, mode, target in cells:
         start = time.monotonic()
-        cell = saved(name, mode, target)
+        cell = save(name, mode, target)
         figures = " ".join(f"{cell[field]:6.3f}" for field in Measured._fields)
         spent = f"({cell['GB by hand']:5.1f} GB)  {time.monotonic() - start:4.0f} s"
         print(f"{name:14} {target} {mode:10} {figures} {spent}", flush=True)

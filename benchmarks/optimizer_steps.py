@@ -1,4 +1,4 @@
-"""One optimizer step of O5, done by jamp, by optax and by torch.
+"""One optimizer step of O5, done by jamp and by optax.
 
 All begin with scaled bfloat16 gradients, and end with new float32 masters and moments
 and bfloat16 parameters. All check the gradients inside of the step, and skip it without
@@ -225,52 +225,6 @@ def run_jitted(
         lambda: state.skipped_steps == 0,
         contestant.bytes_moved,
         steps,
-    )
-
-
-def run_torch(spec: Spec, device: str) -> Running:
-    """torch's fused AdamW on float32 masters, under torch's GradScaler.
-
-    torch's optimizer wants gradients in the dtype of what it steps, so they are widened
-    first. No step waits for the host.
-    """
-    import torch
-
-    torch.manual_seed(0)
-    is_half = [k not in spec.fp32 for k in range(len(spec.shapes))]
-    masters, grads, widened = [], [], []
-    for shape, half in zip(spec.shapes, is_half, strict=True):
-        master = PARAM_SIZE * torch.randn(shape, device=device)
-        grad = torch.randn(shape, device=device)
-        master.grad = torch.empty_like(master)
-        masters.append(master)
-        grads.append(grad.bfloat16() if half else grad)
-        widened.append(master.grad)
-    rounded = [m for m, half in zip(masters, is_half, strict=True) if half]
-    halves = [m.bfloat16() for m in rounded]
-    optimizer = torch.optim.AdamW(
-        masters, lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
-    scaler = torch.amp.GradScaler(device, init_scale=SCALE)
-    scaler.scale(torch.zeros((), device=device))  # makes its tensors
-
-    def step():
-        torch._foreach_copy_(widened, grads)
-        scaler.step(optimizer)
-        scaler.update()
-        torch._foreach_copy_(halves, rounded)
-
-    def row(tensor):
-        return _row(tensor).float().cpu().numpy().copy()
-
-    first = halves[0] if is_half[0] else masters[0]
-    return Running(
-        step,
-        torch.cuda.synchronize if device == "cuda" else lambda: None,
-        lambda: row(first),
-        first_steps(row(masters[0]), row(grads[0])),
-        lambda: scaler.get_scale() >= SCALE,
-        least_bytes(spec),
     )
 
 

@@ -1,7 +1,6 @@
 """Trains two language models with fewer bytes per parameter than float32 masters take.
 
     python -m benchmarks.rounding            # adds what is not there yet
-    python -m benchmarks.rounding --again    # is what is there of this commit?
     python -m benchmarks.rounding --table    # Markdown, of what is there
 
 The NNX transformer of the examples and a GPT-2-like one of Linen, on the text of
@@ -135,5 +134,4 @@ def table(found: list[Run]) -> str:
 
 
 if __name__ == "__main__":
-    changed = functools.partial(runs.drop_changed, RESULTS, NAMES, run)
-    runs.command(__doc__, run_missing, lambda: table(read()), changed)
+    runs.command(__doc__, run_missing, lambda: table(read()))

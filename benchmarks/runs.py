@@ -1,11 +1,4 @@
-"""Runs that take long: each is a line of a file, and only what is missing is run.
-
-run_missing(RESULTS, ("model", "seed"), [("CNN", 0), ("CNN", 1)], run)
-{"model": "CNN", "seed": 0, "loss": 0.31}     # was there
-{"model": "CNN", "seed": 1, "loss": 0.29, "seconds": 8, ...}  # of `run("CNN", 1)`
-
-A line's `commit` is the last change of the source at which its figures were seen.
-"""
+"""Store each long run as a line of a file, and do only the runs that are missing."""
 
 import argparse
 import datetime
@@ -28,13 +21,6 @@ def read(path: pathlib.Path) -> list[Run]:
     return [json.loads(line) for line in lines]
 
 
-def add(path: pathlib.Path, run: Run) -> None:
-    """Writes a run behind the others."""
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(run) + "\n")
-
-
 def run_missing(
     path: pathlib.Path,
     names: Sequence[str],
@@ -48,47 +34,19 @@ def run_missing(
             start = time.monotonic()
             found = dict(zip(names, cell, strict=True)) | run(*cell)
             seconds = round(time.monotonic() - start)
-            add(path, found | {"seconds": seconds} | conditions())
+            line = json.dumps(found | {"seconds": seconds} | conditions())
+            with path.open("a") as file:
+                print(line, file=file)
             print(*found.values(), flush=True)
 
 
-def drop_changed(
-    path: pathlib.Path, names: Sequence[str], run: Callable[..., Run]
-) -> None:
-    """Runs one seed of each anew, and keeps the lines of those that give every digit.
-
-    Other seeds are other arguments of the same programs. What is kept is of this
-    commit; what is not counts as missing. Threads can move a digit of the same program,
-    which is run for nothing then.
-    """
-    commit = conditions()["commit"]
-    same: dict[tuple[Any, ...], bool] = {}
-    kept = []
-    for line in read(path):
-        *like, seed = (line[name] for name in names)
-        if tuple(like) not in same:
-            is_same = run(*like, seed).items() <= line.items()
-            same[tuple(like)] = is_same
-            print(*like, seed, "as before" if is_same else "other digits", flush=True)
-        if same[tuple(like)]:
-            kept.append(json.dumps(line | {"commit": commit}) + "\n")
-    path.write_text("".join(kept))
-
-
 def command(
-    doc: str | None,
-    run_missing: Callable[[], None],
-    table: Callable[[], str],
-    drop_changed: Callable[[], None] = lambda: None,
+    doc: str | None, run_missing: Callable[[], None], table: Callable[[], str]
 ) -> None:
-    """Runs what is missing, or has changed, and prints a table: `--table` only that."""
+    """Does the missing runs and prints the table; `--table` only prints."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--again", action="store_true", help="one seed of each, too")
-    args = parser.parse_args()
-    if args.again:
-        drop_changed()
-    if not args.table:
+    if not parser.parse_args().table:
         run_missing()
     print(table())
 

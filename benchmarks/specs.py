@@ -126,21 +126,10 @@ def single_leaf(size: int = 2**29) -> Spec:
     return Spec(f"one leaf of {size:,}", ((size,),))
 
 
-def full_specs() -> tuple[Spec, ...]:
-    """The models in their own size, for a GPU; first what fills it best."""
-    models = (resnet50(), bert_large(), gpt2_xl(), llama_8b_shard())
-    return (single_leaf(), *models, many_leaves(), tiny_leaves())
-
-
 def gpu_specs() -> tuple[Spec, ...]:
     """What is timed on a GPU: first what tells most, last what compiles for long."""
     models = (bert_large(), resnet50(), llama_8b_shard(), single_leaf(), gpt2_xl())
     return (many_leaves(), *models, tiny_leaves(500))
-
-
-def rehearsal_specs() -> tuple[Spec, ...]:
-    """Trees that kernels can be emulated on."""
-    return (many_leaves(pairs=1, width=128), single_leaf(2**11), tiny_leaves(3))
 
 
 def small_specs() -> tuple[Spec, ...]:

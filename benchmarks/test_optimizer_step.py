@@ -1,19 +1,16 @@
-"""Time of an optimizer step at O5: jamp's fused Adam, the optax chain, torch's AdamW.
+"""Time of an optimizer step at O5: jamp's fused Adam and the optax chain.
 
 On a GPU the trees are those of real models; on a CPU they are small. Steps are chained
 on the device, 32 to a program: to hand JAX a thousand arrays takes the host longer than
 a GPU takes for the step, and a training step hands them over once, with the model. The
 host waits once per round. Gradients are finite, so every step is taken; the check for
-that is in the time of each. Compiling is not: all programs are compiled first, side by
-side.
+that is in the time of each.
 """
 
 import functools
 import itertools
 import math
-import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import jax
 import jax.numpy as jnp
@@ -28,35 +25,21 @@ from benchmarks.optimizer_steps import (
     names,
     optax_chain,
     run_jitted,
-    run_torch,
 )
-from benchmarks.specs import full_specs, rehearsal_specs, small_specs, tiny_leaves
+from benchmarks.specs import gpu_specs, small_specs
 from pallas_kernels._run import BackendError, check_device
 
 ON_GPU = jax.default_backend() == "gpu"
-REHEARSES = os.environ.get("JAMP_GPU") == "rehearse"
 SECONDS = 1.5 if ON_GPU else 0.5  # of timing, for each
 IN_A_PROGRAM = 32 if ON_GPU else 1  # steps
 LONGEST_CHAIN, SHORTEST_ROUND = 32, 0.05
 COPIED = 2**30  # bytes
 
-# XLA takes minutes to compile the chain on 2,000 leaves, and more than in proportion;
-# tracing hundreds of leaves once more for a variant takes its time too.
-MOST_LEAVES, MOST_LEAVES_OF_VARIANT = 1000, 300
-VARIANT = "16-bit remainder"
-SPECS = (*full_specs(), tiny_leaves(500)) if ON_GPU else small_specs()
-SPECS = rehearsal_specs() if REHEARSES else SPECS
-
-pytestmark = pytest.mark.filterwarnings("default")  # torch's are not ours to mend
+SPECS = gpu_specs() if ON_GPU else small_specs()
 
 
 def backends():
-    """Those that run here, but for the interpreter, which is for finding errors.
-
-    In a rehearsal it stands in for Mosaic.
-    """
-    if REHEARSES:
-        return ["xla", "mosaic"]
+    """The backends that run on this device, without the interpreter."""
     try:
         check_device("mosaic")
         return ["xla", "mosaic"]
@@ -67,16 +50,13 @@ def backends():
 def contestants():
     jitted = {"optax chain": optax_chain}
     for backend in backends():
-        runs = "interpret" if REHEARSES and backend == "mosaic" else backend
-        fused = functools.partial(jamp_fused, backend=runs)
-        jitted[f"jamp fused, {backend}"] = fused
-        low = functools.partial(fused, store_remainder=True)
-        jitted[f"jamp fused, {backend}, {VARIANT}"] = low
+        jitted[f"jamp fused, {backend}"] = functools.partial(
+            jamp_fused, backend=backend
+        )
     return jitted
 
 
 JITTED = contestants()
-TORCH = "torch fused AdamW"
 
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU fresh pages take most of the time")
@@ -108,23 +88,12 @@ def inputs(request):
     return spec, params, grads
 
 
-@pytest.mark.parametrize("contestant", [*JITTED, TORCH])
-def test_optimizer_step(benchmark, inputs, contestant, programs, time_left, request):
+@pytest.mark.parametrize("contestant", JITTED)
+def test_optimizer_step(benchmark, inputs, contestant):
     spec, params, grads = inputs
-    if _is_slow(spec, contestant) and not request.config.getoption("--all-specs"):
-        pytest.skip("slow to trace or to compile: --all-specs")
-    if time_left() == 0:
-        pytest.skip("after the deadline")
-    if contestant == TORCH:
-        running = _start_torch(spec)
-    else:
-        compiled = programs.get((spec, contestant))
-        if compiled is None or not all(program.done() for program in compiled):
-            pytest.skip("not compiled by the deadline")
-        functions = [program.result() for program in compiled]
-        running = run_jitted(
-            JITTED[contestant](spec), *functions, params, grads, IN_A_PROGRAM
-        )
+    made = JITTED[contestant](spec)
+    step = jax.jit(chained(made.step, IN_A_PROGRAM), donate_argnums=0)
+    running = run_jitted(made, jax.jit(made.init), step, params, grads, IN_A_PROGRAM)
 
     running.call()
     first = {"rtol": 2**-8, "atol": 1e-7}  # rounded to bfloat16
@@ -141,69 +110,6 @@ def test_optimizer_step(benchmark, inputs, contestant, programs, time_left, requ
     _time(benchmark, running.call, running.wait, running.steps)
     assert running.is_clean()
     assert np.isfinite(running.row()).all()
-
-
-def _start_torch(spec):
-    torch = pytest.importorskip("torch", exc_type=ImportError)
-    if ON_GPU and not torch.cuda.is_available():
-        pytest.skip("torch without CUDA")
-    if ON_GPU:
-        torch.cuda.empty_cache()
-    return run_torch(spec, "cuda" if ON_GPU else "cpu")
-
-
-def _is_slow(spec, contestant):
-    most = MOST_LEAVES_OF_VARIANT if VARIANT in contestant else MOST_LEAVES
-    return len(spec.shapes) > most
-
-
-@pytest.fixture(scope="session")
-def programs(request, time_left):
-    """Per cell, the compiled `init` and `step`, as futures.
-
-    A step on hundreds of leaves compiles for half a minute on one core. Compiled one
-    after another they would take longer than all the timing.
-    """
-    pool = ThreadPoolExecutor(os.cpu_count())
-    compiling = {}
-    for spec, contestant in _cells(request):
-        if time_left() == 0:
-            break
-        try:
-            lowered = _lower(spec, JITTED[contestant](spec))
-            programs = [pool.submit(program.compile) for program in lowered]
-        except Exception as error:
-            programs = [Future()]
-            programs[0].set_exception(error)
-        compiling[spec, contestant] = programs
-    wait([p for pair in compiling.values() for p in pair], timeout=time_left())
-    pool.shutdown(wait=False, cancel_futures=True)
-    return compiling
-
-
-def _cells(request):
-    """The pairs of spec and jitted contestant that this session is to time."""
-    every = request.config.getoption("--all-specs")
-    for item in request.session.items:
-        if item.originalname == test_optimizer_step.__name__:
-            spec, contestant = (
-                item.callspec.params[k] for k in ("inputs", "contestant")
-            )
-            if contestant in JITTED and (every or not _is_slow(spec, contestant)):
-                yield spec, contestant
-
-
-def _lower(spec, contestant):
-    leaves = list(zip(names(spec), spec.shapes, strict=True))
-    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in leaves}
-    grads = {
-        name: jax.ShapeDtypeStruct(s, jnp.float32 if "fp32" in name else HALF)
-        for name, s in leaves
-    }
-    init = jax.jit(contestant.init).lower(params)
-    state = jax.eval_shape(contestant.init, params)
-    steps = chained(contestant.step, IN_A_PROGRAM)
-    return init, jax.jit(steps, donate_argnums=0).lower(state, grads)
 
 
 def _time(benchmark, call, wait, steps=1):

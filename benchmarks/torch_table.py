@@ -1,6 +1,6 @@
 """The error of autocast beside that of torch's rules, on the programs of a table.
 
-`python -m benchmarks.torch_table [NAME ...]` prints it. The error of a result, or of
+The error of a result, or of
 the gradient in an argument, is the norm of its distance from float64 over the norm of
 that, both over all seeds. Rounding is luck in one run: so many seeds, and 1.1 Ã—.
 """
@@ -8,7 +8,6 @@ that, both over all seeds. Rounding is luck in one run: so many seeds, and 1.1 Ã
 import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jamp
-from tests.autocast.small_programs import PROGRAMS, Program
+from tests.autocast.small_programs import Program
 from tests.oracles.torch_autocast import torch_autocast
 
 HALVES = ("float16", "bfloat16")
@@ -42,10 +41,6 @@ class Row(NamedTuple):
         """Whether no error is more than so many times torch's."""
         pairs = zip(self.jamp, self.torch, strict=True)
         return all(got < np.inf and got <= times * least + 1e-6 for got, least in pairs)
-
-    def __str__(self) -> str:
-        errors = (" ".join(f"{e:.2e}" for e in errors) for errors in self[2:])
-        return " | ".join([self.name, self.half, *errors, "OK" * self.is_fine()])
 
 
 def drawn(seed: Any, outs: list) -> list:
@@ -137,13 +132,3 @@ def measure(name: str, program: Program, *halves: str) -> list[Row]:
         found = (runs(cast, program) for cast in casts)
         rows.append(Row(name, half, *(list(map(error, got, exact)) for got in found)))
     return rows
-
-
-def main(names: list[str]) -> None:
-    print("program | dtype | jamp: values, gradients | torch: the same")
-    for name in names or PROGRAMS:
-        print(*measure(name, PROGRAMS[name], *HALVES), sep="\n", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -127,9 +127,7 @@ def torch_step(who: str, size: Size, device: str) -> Callable[[], float]:
             x = self.norm(self.blocks(self.token(tokens) + self.place(places)))
             return F.linear(x, self.token.weight)
 
-    half = (
-        torch.float16 if "float16" in who and "bfloat16" not in who else torch.bfloat16
-    )
+    half = torch.bfloat16 if "bfloat16" in who else torch.float16
     model = Model().to(device)
     options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     optimizer = torch.optim.AdamW(model.parameters(), **options, fused=True)

@@ -3,16 +3,21 @@
 import gc
 import importlib.util
 import os
+import platform
 import tempfile
 
 # Before JAX is imported; otherwise its CUDA plugin looks for a GPU, cuDNN and cuPTI.
-# JAMP_GPU may also be "rehearse": what a GPU would do, on the CPU.
-os.environ["JAX_PLATFORMS"] = "cuda,cpu" if os.environ.get("JAMP_GPU") == "1" else "cpu"
+os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "JAMP_GPU" in os.environ else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Nearly all programs run a few times, and compiling them takes all the time. XLA
     # rounds and fuses as ever: what it leaves out is LLVM's. For child processes, too.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # XLA orders sums by the processor's widest instructions: without a pin, the last
+    # digits differ between machines. For child processes, too.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if platform.machine() in ("x86_64", "AMD64") and "xla_cpu_max_isa" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX2".strip()
 
 import hypothesis
 import jax

@@ -2,7 +2,8 @@
 
 A mutant has one comparison, operator, constant or statement changed. It lives in the
 memory of one process, a fork of this one, and no file is touched. A seed draws the
-mutants: a run can be repeated. `tests/mutation_results.md` has what was found.
+mutants: a run can be repeated. The tests of a module are those in the folder that
+mirrors its package; the file that bears its name runs first.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import jax
 import optax  # noqa: F401
 import pytest
 
-from tests.mutated import TESTS
 from tests.pages import ROOT
 
 NEVER_RUN = ("@overload", "if TYPE_CHECKING")
@@ -121,10 +121,17 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def file_of(test: str) -> str:
-    folder, _, name = test.rpartition("/")
-    (path,) = ROOT.glob(f"tests/{folder or '*'}/test_{name}.py")
-    return str(path)
+def tests_of(file: pathlib.Path) -> list[str]:
+    """The files in the folder of tests that mirrors a module's package."""
+    _, *inner, name = file.relative_to(ROOT).with_suffix("").parts
+    folder = inner[0].strip("_") if inner else ""
+    named = f"test_{name.strip('_')}.py"
+    found = sorted(ROOT.glob(f"tests/{folder}/test_*.py")) if folder else []
+    if file.is_relative_to(ROOT / "pallas_kernels"):
+        found = sorted(ROOT.glob("tests/pallas_kernels/test_*.py"))
+        found += sorted(ROOT.glob("tests/optimizers/test_*.py"))
+    found = found or sorted(ROOT.glob("tests/state/test_*.py"))
+    return [str(path) for path in sorted(found, key=lambda path: path.name != named)]
 
 
 def main() -> None:
@@ -135,10 +142,12 @@ def main() -> None:
     given = parser.parse_args()
     print(f"{datetime.date.today()}, JAX {jax.__version__}, {' '.join(sys.argv[1:])}")
     asked = given.modules or [""]
-    for name in (name for name in TESTS if any(part in name for part in asked)):
-        file = ROOT / name
-        tests, _, only = TESTS[name].partition(" -k ")
-        tests = [*(file_of(test) for test in tests.split()), "-k", only]
+    files = [*ROOT.glob("jamp/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
+    for file in sorted(file for file in files if not file.name.startswith("__")):
+        name = str(file.relative_to(ROOT))
+        if not any(part in name for part in asked):
+            continue
+        tests = [*tests_of(file), "-m", "not slow and not h200"]
         with tempfile.TemporaryDirectory() as cache:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = cache  # for all forks
             source, before = file.read_text(), os.times()

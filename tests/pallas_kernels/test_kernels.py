@@ -1,0 +1,55 @@
+"""Every kernel computes what XLA does: interpreted on a CPU, compiled on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+from tests.bits import assert_same_bits
+from tests.pallas_kernels import everything, kernels
+
+ON_GPU = jax.default_backend() == "gpu"
+KERNELS = pk.Options(backend="mosaic" if ON_GPU else "interpret")
+# A block and a remainder, a remainder alone, and a leaf that XLA takes.
+SIZES = [(1024 + 256 + 44, 200, 44)]
+SIZES += [kernels.SIZES, (2**20 + 1,)] if ON_GPU else []
+
+
+def run(name, options, *args):
+    return jax.jit(functools.partial(kernels.CASES[name].call, options))(*args)
+
+
+@pytest.mark.gpu
+def test_gpu_run_is_on_a_gpu():
+    # JAX falls back to the CPU without an error if CUDA does not start.
+    assert ON_GPU
+
+
+@pytest.mark.parametrize("name", kernels.CASES)
+def test_kernel_computes_what_xla_does(name):
+    for sizes in SIZES:
+        args = kernels.CASES[name].make(sizes)
+        found = run(name, KERNELS, *args)
+        expected = run(name, pk.Options(backend="xla"), *args)
+        kernels.assert_close(found, expected)
+        if name == "everything":
+            everything.assert_ran(args[0], found)
+        if name in kernels.NARROW:  # both round by the same random bits
+            for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                if x.dtype == jnp.bfloat16:  # by other bits: 0.67
+                    assert (np.asarray(x) == np.asarray(y)).mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in kernels.CASES if ", copied, " in n or n == "everything"]
+)
+def test_a_skip_changes_no_bit(name):
+    *args, _ = kernels.CASES[name].make(SIZES[0][:2])  # XLA writes copies
+    found = run(name, KERNELS, *args, jnp.bool_(True))
+    if name == "everything":
+        everything.assert_skipped(args[0], found)
+    else:
+        assert_same_bits(found, (args[0], args[1]))
