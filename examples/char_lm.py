@@ -11,14 +11,13 @@ other levels come, from one seed and on the same batches.
 """
 
 import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from pydoc_data.topics import topics
 
-from flags import Flags, run_script
 
-
-# ---- The command line: first, as JAX takes a while to import -------------------------
+# ---- The command line, parsed before JAX is imported so that --help is fast ---------
 def parse(argv=None):
-    parser = Flags(__doc__)
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--opt-level", default="O2", help="O0 to O6")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
@@ -210,4 +209,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -15,13 +15,12 @@ fake" D skips its step and G takes it, in "G" the other way round.
 """
 
 import pathlib
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
-from flags import Flags, run_script
 
-
-# ---- The command line: first, as JAX takes a while to import -------------------------
+# ---- The command line, parsed before JAX is imported so that --help is fast ---------
 def parse(argv=None):
-    parser = Flags(__doc__)
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--opt_level", "--opt-level", default="O1", help="O0 to O6")
     add("--niter", type=int, default=60, help="epochs")
@@ -207,4 +206,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

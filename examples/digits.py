@@ -11,16 +11,17 @@ A resumed run ends with the same bits as one that was never stopped.
 
 import pathlib
 import time
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
-from flags import Flags, run_script, saver
 
-
-# ---- The command line: first, as JAX takes a while to import -------------------------
+# ---- The command line, parsed before JAX is imported so that --help is fast ---------
 def parse(argv=None):
-    shared = {"opt_level": "O2", "keep_batchnorm_fp32": None, "loss_scale": None}
-    shared |= {"init_scale": None, "resume": False, "seed": 0, "plot": "digits.png"}
-    parser = Flags(__doc__, **shared)
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group()
+    add("--opt-level", default="O2", help="O0 to O6")
+    add("--keep-batchnorm-fp32", metavar="BOOL", help="True or False")
+    add("--loss-scale", help="dynamic, or a number such as 128.0")
+    add("--init-scale", type=float, help="a dynamic scale that starts here")
     either.add_argument("--compare", action="store_true", help="train at O0 to O5")
     either.add_argument("--beside", metavar="LEVEL", help="also, with its own scale")
     either.add_argument("--checkpoint-dir", type=pathlib.Path, help="for every epoch")
@@ -28,7 +29,13 @@ def parse(argv=None):
     add("--steps", type=int, help="instead of --epochs")
     add("-b", "--batch-size", type=int, default=64)
     add("--lr", type=float, default=3e-3, help="at the first step; a cosine ends at 0")
-    return parser.parse_args(argv)
+    add("--resume", action="store_true", help="from the newest checkpoint, if any")
+    add("--seed", type=int, default=0, help="of params and data")
+    add("--plot", default="digits.png", help="the picture to write")
+    options = parser.parse_args(argv)
+    if options.resume and not options.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
+    return options
 
 
 if __name__ == "__main__":
@@ -115,7 +122,7 @@ def train(opt_level, options):
     )
     history, test_accuracy, done = [], {}, 0
     if folder:
-        manager = saver(ocp.CheckpointManager(folder.absolute()))
+        manager = ocp.CheckpointManager(folder.absolute())
         done = manager.latest_step() or 0
         if done >= steps or (done and not options.resume):
             raise SystemExit(f"{folder}: {done} of {steps} steps. Resume or rename it.")
@@ -198,4 +205,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -13,7 +13,6 @@ state; only their rows of the batch differ. At the end each says what it has: a 
 of its params, its loss scale, its skips. They are the same, whatever happened.
 """
 
-import argparse
 import os
 import pathlib
 import socket
@@ -22,16 +21,15 @@ import sys
 import threading
 import time
 import zlib
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
 
-from flags import Flags, run_script
 
-
-# ---- The command line: first, as JAX takes a while to import -------------------------
+# ---- The command line, parsed before JAX is imported so that --help is fast ---------
 def parse(argv=None):
-    parser = Flags(__doc__)
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--processes", type=int, default=1, help="to start on this machine's CPU")
-    add("--launched", action="store_true", help=argparse.SUPPRESS)
+    add("--launched", action="store_true", help=SUPPRESS)
     add("--opt-level", default="O2", help="O0 to O6")
     add("--loss-scale", metavar="SCALE", help="dynamic, or a number such as 128.0")
     add("--fsdp", action="store_true", help="split params, masters and moments, too")
@@ -43,7 +41,10 @@ def parse(argv=None):
     add("--save-every", type=int, default=50, metavar="STEPS")
     add("--resume", action="store_true", help="from the newest checkpoint, if any")
     add("--plot", default="distributed.png", metavar="PATH")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.resume and not options.checkpoint_dir:
+        parser.error("--resume needs --checkpoint-dir")
+    return options
 
 
 if __name__ == "__main__":
@@ -212,4 +213,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

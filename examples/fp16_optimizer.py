@@ -8,12 +8,12 @@ For code written for `apex.fp16_utils`: what was a method call there is one here
 the state going in and coming out. A new program has less to write: see digits.py.
 """
 
-from flags import Flags, run_script
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 
-# ---- The command line: first, as JAX takes a while to import -------------------------
+# ---- The command line, parsed before JAX is imported so that --help is fast ---------
 def parse(argv=None):
-    parser = Flags(__doc__)
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--init-scale", type=float, default=65536, help="if dynamic")
     parser.add_argument("--static-loss-scale", type=float)
     parser.add_argument("--steps", type=int, default=400)
@@ -22,6 +22,7 @@ def parse(argv=None):
 
 if __name__ == "__main__":
     parse()
+
 
 import flax.linen as nn
 import jax
@@ -93,4 +94,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

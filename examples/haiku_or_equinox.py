@@ -1,12 +1,14 @@
 """Train an MLP of Haiku, or one of Equinox, on handwritten digits, by the same step."""
 
 import re
-
-from flags import Flags, run_script
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 
 def parse(argv=None):
-    parser = Flags(__doc__, opt_level="O2", loss_scale=None, seed=0)
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--opt-level", default="O2", help="O0 to O6")
+    parser.add_argument("--loss-scale", help="dynamic, or a number such as 128.0")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--framework", choices=("haiku", "equinox"), default="haiku")
     parser.add_argument("--steps", type=int, default=1000)
     return parser.parse_args(argv)
@@ -64,4 +66,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

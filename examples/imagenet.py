@@ -15,8 +15,7 @@ import functools
 import os
 import pathlib
 import time
-
-from flags import Flags, run_script, saver
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 # With their defaults: apex's, and from --width on ours.
 FLAGS = {"-j --workers": 4, "--epochs": 90, "--start-epoch": 0, "-b --batch-size": 256}
@@ -25,16 +24,20 @@ FLAGS |= {"-e --evaluate": False, "--prof": -1, "--deterministic": False}
 FLAGS |= {"--sync-bn --sync_bn": False, "--width": 64, "--image-size": 224}
 
 
-# ---- The command line: first, as JAX takes a while to import -------------------------
+# ---- The command line, parsed before JAX is imported so that --help is fast ---------
 def parse(argv=None):
-    shared = {"opt_level": "O2", "keep_batchnorm_fp32": None, "loss_scale": None}
-    parser = Flags(__doc__, **shared, seed=0, plot="imagenet.png")
+    parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add, path = parser.add_argument, {"type": pathlib.Path}
     add("data", nargs="?", **path, help="a folder; without one, see --generate")
     add("-a", "--arch", default="resnet18", help="resnet18 or resnet50")
     for flags, default in FLAGS.items():
         kind = {"action": "store_true"} if default is False else {"type": type(default)}
         add(*flags.split(), **kind, default=default)
+    add("--opt-level", default="O2", help="O0 to O6")
+    add("--keep-batchnorm-fp32", metavar="BOOL", help="True or False")
+    add("--loss-scale", help="dynamic, or a number such as 128.0")
+    add("--seed", type=int, default=0)
+    add("--plot", default="imagenet.png")
     add("--generate", **path, help="where patterns are drawn, or are already")
     add("--steps", type=int, help="instead of --epochs")
     add("--checkpoint-dir", **path, help="to save every epoch in")
@@ -152,7 +155,7 @@ def train(args):
     if args.evaluate:
         validate(done)
         return {"state": state, "val": columns(val)}
-    manager = folder and saver(ocp.CheckpointManager(folder.absolute()))
+    manager = folder and ocp.CheckpointManager(folder.absolute())
     if done >= steps or (manager and (manager.latest_step() or 0) > done):
         raise SystemExit(f"{done} of {steps} steps done. Resume {folder} or rename it.")
     train_step = make_train_step(mesh, args.sync_bn)
@@ -215,4 +218,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()
