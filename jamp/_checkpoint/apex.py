@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jamp._core.devices import moves_constants, placed_like
+from jamp._core.numbers import check_count, check_scale, number
 from jamp._core.tree import is_traced
-from jamp._scaling.incoming import check_count, check_scale_value, number
-from jamp._scaling.rules import StaticLossScale
+from jamp._scaling.rules import StaticLossScale, check_state, current_scale
 from jamp._state.amp_state import AmpState
 
 _ENTRIES = ("loss_scale", "unskipped")
@@ -41,7 +41,7 @@ def state_dict(state: AmpState) -> dict[str, dict[str, float | int]]:
     _check_state(state, "jamp.state_dict(state)")
     return {
         f"loss_scaler{loss_id}": {
-            "loss_scale": float(rule.current(scale_state)),
+            "loss_scale": float(current_scale(rule, scale_state)),
             "unskipped": int(scale_state.unskipped),
         }
         for loss_id, (rule, scale_state) in enumerate(
@@ -89,8 +89,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
 
 
 def _check_state(state: object, call: str) -> None:
-    if not isinstance(state, AmpState):
-        raise TypeError(f"{call} takes an AmpState, got {type(state).__name__}.")
+    check_state(state, call)
     if is_traced(state.loss_scales[0].scale):
         raise TypeError(f"{call} gives numbers of Python: call it outside of `jit`.")
 
@@ -112,7 +111,7 @@ def _checked(state_dict: Any, num_losses: int) -> list[tuple[float, int]]:
         entry = state_dict[name]
         if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
             raise ValueError(f"{name} must hold {list(_ENTRIES)}, got {entry!r}.")
-        check_scale_value(f"{name}['loss_scale']", entry["loss_scale"])
+        check_scale(f"{name}['loss_scale']", entry["loss_scale"])
         check_count(f"{name}['unskipped']", entry["unskipped"])
         found.append((number(entry["loss_scale"]), int(number(entry["unskipped"]))))
     return found

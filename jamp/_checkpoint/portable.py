@@ -14,9 +14,10 @@ from jamp._core import groups
 from jamp._core.devices import moves_constants, placed_like
 from jamp._core.dtypes import cast, is_float
 from jamp._core.names import check_same, filled, named
+from jamp._core.numbers import number
 from jamp._core.tree import unshared
-from jamp._scaling.incoming import check_counters, check_scale_state, number
-from jamp._scaling.rules import LossScaleRule, LossScaleState
+from jamp._scaling.incoming import check_counters, check_scale_state
+from jamp._scaling.rules import LossScaleRule, LossScaleState, check_state
 from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields
 from jamp._state.new_state import first_weights
@@ -62,8 +63,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     >>> print(jamp.from_checkpoint(moved, checkpoint).params["w"])
     [0.100098 0.100098]
     """
-    if not isinstance(state, AmpState):
-        raise TypeError(f"to_checkpoint takes an AmpState, got {type(state).__name__}.")
+    check_state(state, "jamp.to_checkpoint(state)")
     scalers = zip(state.loss_scale_rules, state.loss_scales, strict=True)
     level = (state.properties.opt_level or "O0").removeprefix("O")
     return {
@@ -103,11 +103,7 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
             missing, unexpected, or of another shape or dtype. Nothing is made before
             all has been checked.
     """
-    if not isinstance(state, AmpState):
-        raise TypeError(
-            "from_checkpoint takes an AmpState first, to read the checkpoint into, got "
-            f"{type(state).__name__}."
-        )
+    check_state(state, "jamp.from_checkpoint(state, checkpoint)")
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
     _check_found(found, expected, state)

@@ -1,7 +1,9 @@
 """Where arrays are: whether they can meet, and how they get where others are."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -112,15 +114,62 @@ def _warn_of_device(kind: str) -> None:
     )
 
 
+_GUARDS = ("host_to_device", "device_to_device", "device_to_host")
+# The caller's levels of `jax.transfer_guard`, while a function of jamp runs.
+_callers_levels: ContextVar[tuple[Any, ...] | None] = ContextVar("levels", default=None)
+
+
 def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """Lets a function through `jax.transfer_guard`, which stops constants as well."""
+    """Lets the constants of a function of jamp through `jax.transfer_guard`.
+
+    The caller's own functions run in `callers_guard`, which restores it.
+    """
 
     @functools.wraps(fn)
     def let_through(*args: P.args, **kwargs: P.kwargs) -> T:
-        with jax.transfer_guard("allow"):
+        if _callers_levels.get() is not None:
             return fn(*args, **kwargs)
+        levels = (getattr(jax.config, f"jax_transfer_guard_{x}") for x in _GUARDS)
+        token = _callers_levels.set(tuple(levels))
+        try:
+            with jax.transfer_guard("allow"):
+                return fn(*args, **kwargs)
+        finally:
+            _callers_levels.reset(token)
 
     return let_through
+
+
+@contextlib.contextmanager
+def callers_guard() -> Iterator[None]:
+    """Restores the caller's `jax.transfer_guard`, for a function of the caller's."""
+    levels = _callers_levels.get()
+    if levels is None:
+        yield
+        return
+    token = _callers_levels.set(None)
+    try:
+        with contextlib.ExitStack() as stack:
+            for name, level in zip(_GUARDS, levels, strict=True):
+                stack.enter_context(
+                    getattr(jax, f"transfer_guard_{name}")(level or "allow")
+                )
+            yield
+    finally:
+        _callers_levels.reset(token)
+
+
+def check_transfers(tree: Any) -> None:
+    """Lets the caller's `jax.transfer_guard` see the NumPy arrays that a loss takes.
+
+    Autocast moves them to the device before the loss runs.
+    """
+    levels = _callers_levels.get()
+    if levels and levels[0] not in (None, "allow"):
+        with callers_guard():
+            for x in jax.tree.leaves(tree):
+                if isinstance(x, np.ndarray):
+                    jnp.asarray(x)
 
 
 @functools.lru_cache(maxsize=64)

@@ -103,9 +103,25 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     if not leaves:
         return jnp.asarray(True)
-    # XLA for a CPU would compute all of it again in the step of each leaf.
+    # On a CPU, XLA would compute the whole check again in the step of each leaf.
     barrier = lax.optimization_barrier
     return lax.platform_dependent(_all_finite(leaves), cpu=barrier, default=lambda x: x)
+
+
+def unscaled_finite(
+    tx: Any, grads: PyTree, divided: PyTree, scale: Array | None = None
+) -> Bool[Array, ""]:
+    """Whether all gradients are finite once they are divided by their scale.
+
+    Args:
+        tx: the optimizer that they are for. A fused one, with masters or without,
+            checks many small leaves in one kernel.
+        grads: the gradients before the division.
+        divided: the gradients after it.
+        scale: what they are divided by, shape (); None for 1.
+    """
+    check = getattr(getattr(tx, "inner", tx), "all_finite", None)
+    return all_finite(divided) if check is None else check(grads, scale)
 
 
 @functools.partial(jax.jit, inline=True)  # or `jax_debug_nans` would see the NaN

@@ -12,6 +12,7 @@ from jamp._autocast.fp8 import Fp8
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, MODEL_DTYPES
+from jamp._core.numbers import is_scale, number
 from jamp._core.path_rules import parse_rules
 
 
@@ -115,11 +116,8 @@ def _parse_loss_scale(value: Any) -> Any:
         return value
     if hasattr(value, "scale_loss") and not isinstance(value, type):  # a rule object
         return value
-    try:
-        scale = 0.0 if isinstance(value, bool | bytes | type) else float(value)
-    except (TypeError, ValueError):
-        scale = 0.0
-    if not 2.0**-126 <= scale <= 2.0**126:  # as in _scaling/rules
+    scale = number(value, text=True)
+    if not is_scale(scale):
         raise ValueError(
             "loss_scale must be 'dynamic', a positive finite number of at most 2**126 "
             "(also as a string), or a rule such as jamp.DynamicLossScale(), found "

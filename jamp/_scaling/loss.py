@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jamp._autocast.reduction import summed_in_float32
@@ -25,14 +26,23 @@ from jamp._core.tree import (
     with_trained,
 )
 from jamp._core.warnings import PrecisionWarning, warn
-from jamp._policy.levels import Properties
+from jamp._scaling.mapped_axis import alike
 from jamp._scaling.rules import (
     HasLossScales,
     LossScaleRule,
     LossScaleState,
+    check_state,
+    current_scale,
     unscale_tree,
 )
-from jamp._scaling.unscaled import nan_unless, warn_of_float32_gradients
+from jamp._scaling.twice import (
+    check_not_scaled,
+    check_not_unscaled,
+    remember_scaled,
+    run_loss,
+)
+from jamp._scaling.unscaled import nan_unless, warn_without_scale
+from pallas_kernels.layouts import row_major_on_cuda
 
 _CONSTANT = (
     "The loss does not depend on the params that loss_fn was called with: all "
@@ -45,6 +55,11 @@ _CONSTANT = (
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
     """The float32 loss times a loss scale, for a `jax.grad` of your own.
 
+    `unscale` sees the gradients, not the loss: if the loss overflows and its gradients
+    do not (`abs`, `max`, `where` and `clip` hide NaN from them), the step is taken.
+    `scaled_value_and_grad` skips such a step. Inside of its loss function, return the
+    loss itself.
+
     Args:
         loss: a float scalar.
         state: an AmpState.
@@ -56,6 +71,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     Raises:
         TypeError: the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
+        ValueError: the loss is scaled already, or `scaled_value_and_grad` will do so.
 
     >>> import jax, jax.numpy as jnp, jamp, optax
     >>> state = jamp.initialize(
@@ -67,15 +83,16 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     [4. 4.] [1. 1.]
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss(loss, state)")
-    return rule.scale_loss(checked_loss(loss)[0], scale_state)
+    check_not_scaled(loss)
+    return remember_scaled(rule.scale_loss(checked_loss(loss)[0], scale_state))
 
 
 @moves_constants
 def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
-    """Gradients of a loss from `scale_loss`, in float32, divided by the scale.
+    """Divides the gradients of a loss from `scale_loss` by the scale, in float32.
 
-    If one of them is not finite, all are NaN, as of `scaled_value_and_grad`. A static
-    scale does not look: inf stays inf.
+    If one of them is not finite, all become NaN, as in `scaled_value_and_grad`. A
+    static scale does not check: inf stays inf.
 
     Args:
         grads: a tree of gradients.
@@ -88,10 +105,12 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     Raises:
         TypeError: `state` is not an AmpState.
         IndexError: `loss_id` is out of range.
+        ValueError: jamp unscaled the gradients already.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
-    warn_of_float32_gradients(grads, state)
-    raw, scale = split_overwrite(grads)[0], rule.current(scale_state)
+    check_not_unscaled(jax.tree.leaves(grads))
+    warn_without_scale(jax.tree.leaves(grads), state)
+    raw, scale = split_overwrite(grads)[0], current_scale(rule, scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.checks else None
     return with_trained(grads, nan_unless(finite, divided, raw, scale, loss_id))
@@ -101,11 +120,7 @@ def find_loss_scale(
     state: Any, loss_id: int, call: str
 ) -> tuple[LossScaleRule, LossScaleState]:
     """The rule and the state of a loss scale; `call` is what the user wrote."""
-    if not isinstance(getattr(state, "properties", None), Properties):
-        raise TypeError(
-            f"{call} takes the AmpState that `jamp.initialize` returned, got "
-            f"{type(state).__name__}."
-        )
+    check_state(state, call)
     count = len(state.loss_scale_rules)
     try:
         index = operator.index(loss_id)
@@ -161,16 +176,25 @@ def grad_of_scaled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     has_aux: bool = False,
+    *,
+    checks: bool,
 ) -> tuple[Any, PyTree]:
     """The loss, or `(loss, aux)`, and gradients of the loss times a scale.
 
-    For apex's older interfaces, without a policy. The product is float32.
+    For apex's older interfaces, without a policy. The product is float32. If `checks`,
+    all gradients of a loss that is not finite are NaN.
     """
+    loss_fn = run_loss(loss_fn)
 
     def run(trained):
         return loss_fn(merge(trained, params), *args, **kwargs)
 
     value, grads = grad_of_product(run, differentiable(params), scale, has_aux)
+    if checks:
+        finite = lax.is_finite(value[0])
+        grads = jax.tree.map(
+            lambda g: g * jnp.where(alike(finite, g), 1, np.nan).astype(g.dtype), grads
+        )
     return (value if has_aux else value[0]), grads
 
 
@@ -181,9 +205,10 @@ def grad_of_product(
     has_aux: bool,
     in_float32: bool = False,
 ) -> tuple[tuple[Array, Any], PyTree]:
-    """`((loss, aux), grads)`: the gradients are of the loss times a scale.
+    """`((loss, aux), grads)`, with the gradients of the loss times a scale.
 
-    In the dtypes of the params, or summed and left in float32.
+    They have the dtypes of the params; with `in_float32` they are summed in float32,
+    and stay so.
     """
 
     def scaled_loss(trained):
@@ -196,36 +221,3 @@ def grad_of_product(
     grad = jax.grad(scaled_loss, has_aux=True)
     grads, value = (summed_in_float32(grad) if in_float32 else grad)(trained)
     return value, row_major_on_cuda(grads)
-
-
-def row_major_on_cuda(grads: PyTree) -> PyTree:
-    """Asks XLA, on NVIDIA GPUs only, for row-major gradients of three axes and more.
-
-    cuDNN writes the gradient of an HWIO kernel as OHWI. XLA then runs the optimizer in
-    that layout, and transposes the params, masters, moments and half params back:
-    compiled for an H200, 64 bytes per parameter of an Adam step instead of 32.
-    Transposing the gradient alone is cheaper, and the finite check fuses into that.
-
-    So are those of attention's kernels of three axes, which XLA would rather have the
-    other way round. A learned position embedding is left alone: its gradient is a sum
-    of activations, which XLA would lay out as is asked of it, and a ViT's with the
-    batch innermost, so that a step moves 17 % more bytes. It shows by its first axis,
-    of one.
-    """
-    leaves, structure = jax.tree.flatten(grads)
-    indices = [
-        i for i, x in enumerate(leaves) if x.ndim > 3 or x.ndim == 3 and x.shape[0] > 1
-    ]
-    chosen = [leaves[i] for i in indices]
-    if chosen:
-        chosen = jax.lax.platform_dependent(
-            chosen, cuda=_row_major, default=lambda x: x
-        )
-    for i, x in zip(indices, chosen, strict=True):
-        leaves[i] = x
-    return structure.unflatten(leaves)
-
-
-def _row_major(leaves: list[Array]) -> list[Array]:
-    layouts = [Layout(major_to_minor=tuple(range(x.ndim))) for x in leaves]
-    return list(map(with_layout_constraint, leaves, layouts))

@@ -111,6 +111,16 @@ def agreed(
     return jax.lax.pmin(finite.astype(jnp.int32), tuple(rest)) > 0
 
 
+def alike(flag: Bool[Array, ""], x: Array) -> Bool[Array, ""]:
+    """The flag of a loss, the same on all devices that hold the same `x`.
+
+    In a `shard_map` each device has a loss of its own, and JAX sums the gradients of
+    replicated params over them.
+    """
+    axes = tuple(varying_axes(flag) - varying_axes(x))
+    return jax.lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
+
+
 def _checks_vma() -> bool:
     """Whether the `shard_map` around knows what varies: check_vma=True."""
     axes = tuple(_manual_axes())

@@ -4,6 +4,7 @@ After apex/amp/scaler.py, with the hysteresis of apex's update_scale_hysteresis 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -16,12 +17,13 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jamp._core.dtypes import FLOAT32, is_differentiable, widen
 from jamp._core.groups import HasGroups
-
-# Between these a scale and its reciprocal are normal numbers of float32. A scale of 0
-# never recovers (apex issues 834 and 930); a subnormal reciprocal is flushed to zero.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+from jamp._core.numbers import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_count,
+    check_scale,
+    number,
+)
 
 _ZERO, _ONE = np.int32(0), np.int32(1)
 
@@ -51,6 +53,20 @@ class HasLossScales(HasGroups, Protocol):
     def loss_scale_rules(self) -> Any: ...
     @property
     def properties(self) -> Any: ...
+
+
+def check_state(state: object, call: str) -> None:
+    """Raises unless `state` is an AmpState; `call` is what the caller wrote."""
+    if hasattr(state, "loss_scale_rules") and hasattr(state, "apply_gradients"):
+        return
+    remedy = ""
+    if any(cls.__module__.startswith("flax.nnx") for cls in type(state).__mro__):
+        name = call.partition("(")[0].replace("jamp.", "jamp.nnx.", 1)
+        remedy = f" For NNX write `{name}`, with the model and the optimizer."
+    raise TypeError(
+        f"{call} takes the AmpState that `jamp.initialize` returned, got "
+        f"{type(state).__name__}.{remedy}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,46 +110,38 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         for name in ("init_scale", "factor", "min_scale", "max_scale"):
             value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, float(value))  # hashable, not an array
+            if value is None and name in ("min_scale", "max_scale"):
+                continue
+            if name == "factor" and not 1 < number(value) < math.inf:
+                raise ValueError(f"`factor` must be greater than 1, got {value!r}.")
+            if name != "factor" and not (name == "min_scale" and number(value) == 0):
+                check_scale(name, value, capped=name != "min_scale")
+            object.__setattr__(self, name, number(value))  # hashable, no array
         for name in ("window", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or value != int(value) or value < 1:
-                raise ValueError(
-                    f"`{name}` must be an integer of at least 1, got {value}."
-                )
-            object.__setattr__(self, name, int(value))
-        if not 1 < self.factor < float("inf"):
-            raise ValueError(f"`factor` must be greater than 1, got {self.factor}.")
-        check_scale("init_scale", self.init_scale, capped=True)
-        if self.min_scale:
-            check_scale("min_scale", self.min_scale)
-        if self.max_scale is not None:
-            check_scale("max_scale", self.max_scale, capped=True)
-        if not self.floor <= self.ceiling:
+            check_count(name, getattr(self, name), least=1)
+            object.__setattr__(self, name, int(getattr(self, name)))
+        if not self._floor <= self._ceiling:
             raise ValueError(
                 f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
                 f"{self.max_scale}."
             )
-        if self.init_scale < self.floor:
+        if self.init_scale < self._floor:
             raise ValueError(
                 f"`init_scale` must be at least `min_scale`, got {self.init_scale} and "
                 f"{self.min_scale}."
             )
 
     @property
-    def floor(self) -> float:
-        """The scale never falls below this."""
+    def _floor(self) -> float:
         return max(self.min_scale or SMALLEST_SCALE, SMALLEST_SCALE)
 
     @property
-    def ceiling(self) -> float:
-        """The scale never grows above this."""
+    def _ceiling(self) -> float:
         return min(self.max_scale or LARGEST_SCALE, LARGEST_SCALE)
 
     def init(self) -> LossScaleState:
         """The state before the first step."""
-        return _state(min(self.init_scale, self.ceiling), self.hysteresis)
+        return _state(min(self.init_scale, self._ceiling), self.hysteresis)
 
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
         """The state after a step whose gradients were all finite, or not."""
@@ -146,12 +154,12 @@ class DynamicLossScale:
         grows = lax.ge(unskipped, np.int32(self.window))
         falls = lax.bitwise_and(lax.bitwise_not(finite), lax.eq(left, _ZERO))
         grown = lax.min(
-            lax.mul(scale, np.float32(self.factor)), np.float32(self.ceiling)
+            lax.mul(scale, np.float32(self.factor)), np.float32(self._ceiling)
         )
         fallen = lax.clamp(
-            np.float32(self.floor),
+            np.float32(self._floor),
             lax.div(scale, np.float32(self.factor)),
-            np.float32(self.ceiling),
+            np.float32(self._ceiling),
         )
         return LossScaleState(
             scale=lax.select(grows, grown, lax.select(falls, fallen, scale)),
@@ -160,17 +168,13 @@ class DynamicLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
-    def current(self, state: LossScaleState) -> Float[Array, ""]:
-        """The scale of this step."""
-        return state.scale
-
     def scale_loss(self, loss: Array, state: LossScaleState) -> Float[Array, ""]:
         """The loss in float32 times the scale."""
-        return jnp.asarray(loss).astype(jnp.float32) * self.current(state)
+        return jnp.asarray(loss).astype(jnp.float32) * current_scale(self, state)
 
     def unscale(self, tree: PyTree, state: LossScaleState) -> PyTree:
         """Float leaves in float32, divided by the scale; other leaves as they are."""
-        return unscale_tree(tree, self.current(state))
+        return unscale_tree(tree, current_scale(self, state))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,20 +200,13 @@ class StaticLossScale:
     check: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale, bool):
-            raise ValueError(f"`scale` must be a number, got {self.scale}.")
-        object.__setattr__(self, "scale", float(self.scale))
         check_scale("scale", self.scale)
+        object.__setattr__(self, "scale", number(self.scale))
 
     @property
     def checks(self) -> bool:
         """Whether gradients are checked, and steps skipped."""
         return self.check
-
-    @property
-    def floor(self) -> float:
-        """The scale never falls below this."""
-        return self.scale
 
     def init(self) -> LossScaleState:
         """The state before the first step."""
@@ -226,21 +223,28 @@ class StaticLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
-    def current(self, state: LossScaleState) -> Float[Array, ""]:
-        """The scale, as a constant: compiled with scale 1, products fold away."""
-        del state
-        return jnp.asarray(self.scale, jnp.float32)
-
     def scale_loss(self, loss: Array, state: LossScaleState) -> Float[Array, ""]:
         """The loss in float32 times the scale."""
-        return jnp.asarray(loss).astype(jnp.float32) * self.current(state)
+        return jnp.asarray(loss).astype(jnp.float32) * current_scale(self, state)
 
     def unscale(self, tree: PyTree, state: LossScaleState) -> PyTree:
         """Float leaves in float32, divided by the scale; other leaves as they are."""
-        return unscale_tree(tree, self.current(state))
+        return unscale_tree(tree, current_scale(self, state))
 
 
 type LossScaleRule = DynamicLossScale | StaticLossScale
+
+
+def current_scale(rule: LossScaleRule, state: LossScaleState) -> Float[Array, ""]:
+    """The scale of this step. A static one is a constant: products with 1 fold away."""
+    if isinstance(rule, StaticLossScale):
+        return jnp.asarray(rule.scale, FLOAT32)
+    return state.scale
+
+
+def lowest_scale(rule: LossScaleRule) -> float:
+    """The scale below which a rule never falls."""
+    return rule.scale if isinstance(rule, StaticLossScale) else rule._floor
 
 
 def scales_in_use(
@@ -248,12 +252,12 @@ def scales_in_use(
 ) -> Any:
     """What losses are multiplied by: the scale, or of several losses a tuple."""
     pairs = zip(rules, states, strict=True)
-    scales = tuple(_like(rule.current(s), s.scale) for rule, s in pairs)
+    scales = tuple(_like(current_scale(rule, s), s.scale) for rule, s in pairs)
     return scales[0] if len(scales) == 1 else scales
 
 
 def _like(scale: Any, of_state: Any) -> Any:
-    """A scale with the shape, and in the place, of that in a state."""
+    """A scale with the shape and placement of the one in a state."""
     if scale is of_state or not isinstance(of_state, jax.Array):
         return of_state
     return jnp.full_like(of_state, scale)
@@ -299,14 +303,3 @@ def _state(scale: float, hysteresis: int) -> LossScaleState:
 def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:
     """`consecutive_skips` after one more step."""
     return lax.select(finite, _ZERO, optax.safe_increment(state.consecutive_skips))
-
-
-def check_scale(name: str, scale: float, capped: bool = False) -> None:
-    """Raises unless float32 holds a scale and, if nothing caps it, its reciprocal."""
-    most, limit = LARGEST_SCALE, "2**126, where float32 holds it and its reciprocal"
-    if capped:
-        most, limit = FLOAT32_MAX, "3.4e38, float32's largest"
-    if not SMALLEST_SCALE <= scale <= most:
-        raise ValueError(
-            f"`{name}` must be a number between 2**-126 and {limit}, got {scale}."
-        )

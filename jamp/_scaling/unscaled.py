@@ -1,22 +1,18 @@
-"""Gradients divided by the loss scale, all NaN after an overflow; and a memory of them.
+"""Gradients divided by the loss scale, all NaN after an overflow; and a table of them.
 
-    half gradient g, scale s, all finite f  ->  float32(g) * (1 / s) * (1 if f else NaN)
+    half gradient g, scale s, finite f  ->  float32(g) * (1 / s) * (1 if f else NaN)
 
-So an overflow survives what people do with gradients: sums, means, norms, clips, `sign`
-and any optax chain, and `apply_gradients` finds it in whatever it gets.
+An overflow so survives what people do with gradients (sums, means, norms, clips, `sign`
+and any optax chain), and `apply_gradients` finds it in whatever it gets.
 
-Of a leaf that comes to it unchanged, a table remembers the flag, so that nobody looks
-twice, and the half gradient, which a fused optimizer unscales on its way. Nothing but
-bytes depends on the table, and it keeps nothing alive.
-
-`jax.value_and_grad` left in place of `jamp.scaled_value_and_grad` gives gradients that
-look right: float32 ones at O1 and O4, of a loss that no scale and no level touched. Of
-those the program that is being traced says where they come from.
+A table remembers, for each leaf, the flag, so that `apply_gradients` does not check
+again, and the half gradient, which a fused optimizer unscales while it steps. A leaf
+that changed is not in the table. Only the number of bytes depends on the table, and it
+keeps nothing alive.
 """
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,29 +20,41 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._autocast.fp8 import is_product
-from jamp._autocast.tracers import equation_of
-from jamp._core.dtypes import FLOAT32, is_differentiable, is_half
+from jamp._autocast.tracers import ancestors, equation_of
+from jamp._core.dtypes import FLOAT32, is_differentiable
 from jamp._core.tree import is_traced
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.rules import HasLossScales
 
+_NO_SCALE = (
+    "The gradients are computed from the params without the loss scale, which is "
+    "dynamic: small gradients are lost in half. Write "
+    "`jamp.scaled_value_and_grad(loss_fn)(state, ...)`, or `jamp.scale_loss` before "
+    "`jax.grad` and `jamp.unscale` after it. Pass loss_scale=1 to jamp.initialize if "
+    "the whole loss is float32."
+)
+
 
 class Raw(NamedTuple):
-    """What an unscaled gradient was made of.
+    """What an unscaled gradient was made from.
 
     Attributes:
-        loss_id: of which loss.
+        loss_id: the loss that it is for.
         grad: the gradient times the scale, in the dtype of its param; None if gone.
         scale: what it was divided by, shape (), float32.
-        finite: whether all gradients of the loss are finite, shape (), bool; None if
-            the rule does not check.
+        finite: whether the loss and all its gradients are finite, shape (), bool; None
+            if the rule does not check.
     """
 
     loss_id: int
     grad: Array | None
     scale: Float[Array, ""]
     finite: Bool[Array, ""] | None
+
+
+# By the id of a leaf: the leaf, whether the rule checks, and functions that return the
+# rest. They hold tracers weakly: a strong reference would keep their trace alive.
+_table: dict[int, tuple[Callable[[], Any], bool, int, list[Callable[[], Any]]]] = {}
 
 
 def nan_unless(
@@ -56,14 +64,14 @@ def nan_unless(
     scale: Float[Array, ""],
     loss_id: int,
 ) -> PyTree:
-    """Gradients divided by the scale; all NaN if one of them is not finite.
+    """Multiplies unscaled gradients by NaN after an overflow, and remembers them.
 
     Args:
-        finite: whether all of them are finite; None for a rule that does not check.
+        finite: whether there was no overflow; None for a rule that does not check.
         divided: the gradients in float32, divided by the scale.
-        grads: what they were before, which is remembered of each leaf.
+        grads: the gradients before the division.
         scale: what they were divided by.
-        loss_id: of which loss they are.
+        loss_id: the loss that they are for.
     """
     factor = None
     if finite is not None:
@@ -72,31 +80,37 @@ def nan_unless(
     for i, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
         if factor is not None and is_differentiable(leaf):
             leaves[i] = lax.mul(leaf, lax.convert_element_type(factor, leaf.dtype))
-        if isinstance(grad, jax.Array):
+        if isinstance(grad, jax.Array) and is_differentiable(grad):
             _remember(leaves[i], Raw(loss_id, grad, scale, finite))
     return structure.unflatten(leaves)
 
 
+def _remember(leaf: Array, raw: Raw) -> None:
+    key = id(leaf)
+    hold = lambda x: weakref.ref(x) if is_traced(x) else lambda: x  # noqa: E731
+    parts = [weakref.ref(raw.grad), hold(raw.scale), hold(raw.finite)]
+    own = weakref.ref(leaf, lambda _: _table.pop(key, None))
+    _table[key] = own, raw.finite is not None, raw.loss_id, parts
+
+
 def raw_of(leaf: object) -> Raw | None:
-    """What a gradient was made of, if it is the very array that `nan_unless` made."""
-    entry = _table.get(id(leaf))
-    if entry is None or entry.leaf() is not leaf:
+    """What a gradient was made from, if `nan_unless` made this very array."""
+    own, checks, loss_id, parts = _table.get(id(leaf), (lambda: None, False, 0, ()))
+    if leaf is None or own() is not leaf:
         return None
-    scale, finite = entry.scale(), entry.finite()
-    if scale is None or (entry.checks and finite is None):
+    grad, scale, finite = (part() for part in parts)
+    if scale is None or (checks and finite is None):
         return None
-    return Raw(entry.loss_id, entry.grad(), scale, finite)
+    return Raw(loss_id, grad, scale, finite)
 
 
 def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] | None]:
-    """The gradients that a tree was made of, and what they were divided by.
-
-    Else the tree and None: where a leaf is not known, or of another scale.
+    """The gradients before the division, and the scale; else `grads` and None.
 
     Args:
         grads: unscaled gradients.
-        skips: whether the step skips if they are not finite: only then may the NaN of
-            an overflow be left out.
+        skips: whether the step skips after an overflow. Only then may the gradients
+            before the division, which lack its NaN, replace them.
     """
     leaves, structure = jax.tree.flatten(grads)
     raws = [raw_of(leaf) for leaf in leaves]
@@ -109,125 +123,22 @@ def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] |
     return structure.unflatten([raw.grad for raw in known]), scale
 
 
-class _Entry(NamedTuple):
-    """A leaf and its `Raw`, by weak references.
-
-    Strong ones of tracers would keep their trace, and with it all that it computes.
-    """
-
-    leaf: Callable[[], Any]
-    loss_id: int
-    grad: Callable[[], Any]
-    scale: Callable[[], Any]
-    finite: Callable[[], Any]
-    checks: bool
-
-
-_table: dict[int, _Entry] = {}  # by the id of the leaf
-
-
-def _remember(leaf: Array, raw: Raw) -> None:
-    key = id(leaf)
-    scale, finite = (
-        weakref.ref(x) if is_traced(x) else functools.partial(lambda x: x, x)
-        for x in (raw.scale, raw.finite)
-    )
-    _table[key] = _Entry(
-        leaf=weakref.ref(leaf, lambda _: _table.pop(key, None)),
-        loss_id=raw.loss_id,
-        grad=weakref.ref(raw.grad),
-        scale=scale,
-        finite=finite,
-        checks=raw.finite is not None,
-    )
-
-
-# ---- gradients that jamp did not unscale
-
-_UNSCALED = (
-    "The gradients are computed of the params, and the loss scale, which is dynamic, "
-    "has no part in it: in half, small ones are lost. {}, or `jamp.scale_loss` before "
-    "`jax.grad` and `jamp.unscale` after it; loss_scale=1 if all of it is float32."
-)
-_FLOAT32 = (
-    "The gradients are computed of the params in float32 alone, and the level is {}. "
-    "{}, or call `state.apply_fn` in place of `model.apply`."
-)
-_WRITE = "Write `jamp.scaled_value_and_grad(loss_fn)(state, ...)`"
-
-
-def warn_of_plain_gradients(grads: Sequence[Any], state: HasLossScales) -> None:
-    """Warns of gradients of the params that were not scaled, or not computed in half.
+def warn_without_scale(grads: Sequence[Any], state: HasLossScales) -> None:
+    """Warns if a traced program computes gradients from the params without the scale.
 
     Args:
-        grads: leaves. Those that jamp unscaled are known; the others are followed to
-            what they were computed of, if one program computes all of it.
-        state: that they are for.
+        grads: leaves. Those that jamp unscaled are known.
+        state: the state that they are for.
     """
-    unknown = [x for x in grads if raw_of(x) is None]
-    if not unknown:
+    others = [x for x in grads if raw_of(x) is None and equation_of(x) is not None]
+    if not others or not any(rule.moves for rule in state.loss_scale_rules):
         return
-    scales = [scale_state.scale for scale_state in state.loss_scales]
-    scales = {id(x) for x in computed_of(scales, _is_scalar)}
-    values = computed_of(unknown, lambda x: id(x) not in scales and raw_of(x) is None)
+    # The scale of a later step of the same program is computed from earlier scales.
+    is_scale = lambda x: getattr(x, "shape", None) == () and x.dtype == FLOAT32  # noqa: E731
+    now = [scale_state.scale for scale_state in state.loss_scales]
+    scales = set(map(id, ancestors(now, is_scale)))
+    is_scaled = lambda x: id(x) in scales or raw_of(x) is not None  # noqa: E731
+    found = ancestors(others, lambda x: not is_scaled(x))
     params = set(map(id, jax.tree.leaves(state.params)))
-    if not any(id(x) in params for x in values):
-        return
-    if any(id(x) in scales or raw_of(x) is not None for x in values):
-        return
-    if any(rule.moves for rule in state.loss_scale_rules):
-        warn(_UNSCALED.format(_WRITE), PrecisionWarning)
-    else:
-        warn_of_float32_gradients(unknown, state)
-
-
-def warn_of_float32_gradients(grads: PyTree, state: HasLossScales) -> None:
-    """Warns of gradients of the params, at a level that casts, of which nothing is
-    half."""
-    params = set(map(id, jax.tree.leaves(state.params)))
-    values = computed_of(jax.tree.leaves(grads), lambda x: id(x) not in params)
-    of_params = any(id(x) in params for x in values)
-    if state.properties.patch_functions and of_params and _is_float32_alone(values):
-        level = state.properties.opt_level
-        warn(_FLOAT32.format(level, _WRITE), PrecisionWarning)
-
-
-def _is_scalar(x: Any) -> bool:
-    """Whether a scale may be what one before it became: by clean or bad steps."""
-    return getattr(x, "shape", None) == () and x.dtype == FLOAT32
-
-
-def computed_of(values: Iterable[Any], follows: Callable[[Any], bool]) -> list[Any]:
-    """Values, and what those were computed of that are to be followed."""
-    seen: dict[int, Any] = {}
-    waiting = list(values)
-    while waiting:
-        x = waiting.pop()
-        if id(x) in seen:
-            continue
-        seen[id(x)] = x
-        eqn = equation_of(x)
-        if eqn is not None and follows(x):
-            waiting += eqn.invars
-    return list(seen.values())
-
-
-def _is_float32_alone(values: Sequence[Any]) -> bool:
-    """Whether there are products among what made values, and nothing is half."""
-    if any(map(is_half, values)):
-        return False
-    made = [eqn for x in values if (eqn := equation_of(x)) is not None]
-    inside = list(_equations_in(made))
-    results = (v.aval for eqn in inside for v in eqn.outvars)
-    has_product = any(map(is_product, (*made, *inside)))
-    return has_product and not any(map(is_half, results))
-
-
-def _equations_in(eqns: Iterable[Any]) -> Iterable[Any]:
-    """The equations of the programs in equations."""
-    for eqn in eqns:
-        is_program = lambda x: hasattr(x, "eqns")  # noqa: E731
-        for part in jax.tree.leaves(eqn.params, is_leaf=is_program):
-            if is_program(part):
-                yield from part.eqns
-                yield from _equations_in(part.eqns)
+    if any(id(x) in params for x in found) and not any(map(is_scaled, found)):
+        warn(_NO_SCALE, PrecisionWarning)

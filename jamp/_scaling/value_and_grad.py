@@ -9,40 +9,55 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import check_same_devices, moves_constants
+from jamp._core.devices import (
+    check_same_devices,
+    check_transfers,
+    moves_constants,
+)
 from jamp._core.groups import Key, Wrt
 from jamp._core.show import shapes
 from jamp._core.tree import (
-    all_finite,
     differentiable,
     merge,
     split_overwrite,
+    unscaled_finite,
     with_trained,
 )
 from jamp._policy.forward import forward_policy, under_policy
 from jamp._scaling import mapped_axis
 from jamp._scaling.loss import find_loss_scale, grad_of_product
-from jamp._scaling.rules import HasLossScales, unscale_tree
+from jamp._scaling.rules import HasLossScales, current_scale, unscale_tree
+from jamp._scaling.twice import run_loss
 from jamp._scaling.unscaled import nan_unless
-from jamp.optimizers import FusedTransformation
-from jamp.optimizers._masters import bare
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 _CALLED = (
     "jamp called loss_fn({}). The params of the state come first: after the state, "
     "pass the arguments that follow them."
 )
+_TRACED = (
+    "jamp traces loss_fn, as jax.jit does: in place of `if` and `float`, write "
+    "jnp.where, or return the value with has_aux=True."
+)
 
 
-def no_argnums[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """Says what to write in place of an option of `jax.value_and_grad`."""
+def check_call[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
+    """Raises for arguments of the returned function, and for options of JAX."""
 
     @functools.wraps(fn)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if len(args) > 1:
+            raise TypeError(
+                f"{fn.__name__} takes the loss function alone and returns a function. "
+                f"Write `{fn.__name__}(loss_fn)(state, *args)`; with NNX "
+                f"`jamp.nnx.{fn.__name__}(loss_fn)(model, optimizer, *args)`."
+            )
         if "argnums" in kwargs:
             raise TypeError(
                 f"{fn.__name__} has no argnums: the first argument of loss_fn is the "
@@ -78,7 +93,7 @@ def scaled_value_and_grad[**P, Aux](
     has_aux: Literal[True],
     **options: Unpack[GradOptions],
 ) -> Callable[Concatenate[HasLossScales, P], tuple[tuple[Array, Aux], Any]]: ...
-@no_argnums
+@check_call
 def scaled_value_and_grad(
     loss_fn: Callable[..., Any],
     *,
@@ -91,8 +106,8 @@ def scaled_value_and_grad(
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
 
     The gradients are a plain tree, divided by the scale: sum them, clip them, take
-    their norm. After an overflow all of them are NaN, and `AmpState.apply_gradients`
-    skips a step whose gradients are not finite.
+    their norm. If one of them or the loss is not finite, all of them are NaN, and
+    `AmpState.apply_gradients` skips a step whose gradients are not finite.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`;
@@ -113,8 +128,8 @@ def scaled_value_and_grad(
         loss unscaled in float32; the gradients in float32 (float64 of float64 params),
         in the structure of the params, with None where a param is not a float. With
         `wrt=key` the tree of that group; with several keys the container of all groups,
-        None for the others (in a dict, no entry). A static scale does not look for an
-        overflow: inf stays inf.
+        None for the others (in a dict, no entry). A static scale does not check: inf
+        stays inf.
 
     Raises:
         ValueError: `predivide` is not a positive number, or without `axis_name`.
@@ -123,7 +138,7 @@ def scaled_value_and_grad(
         TypeError: `state` is not an AmpState; the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
         ValueError: `wrt` names no group; `axis_name` is not bound; arguments are on
-            other devices than the state.
+            other devices than the state; `loss_fn` calls `scale_loss` on its loss.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -165,8 +180,12 @@ class ScaledGrad:
     def checked(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]:
-        """`((loss, aux), grads, finite)`: the flag is None if no rule checks."""
+        """`((loss, aux), grads, finite)`; the flag is None if the rule does not check.
+
+        It says whether the loss and all its gradients are finite.
+        """
         check_same_devices(("state", state), ("args", args), *kwargs.items())
+        check_transfers((args, kwargs))
         if self.axis_name is not None:
             mapped_axis.check_bound(self.axis_name)
         (loss, aux), grads = self.raw(state, *args, **kwargs)
@@ -176,9 +195,10 @@ class ScaledGrad:
             )
         raw = {k: split_overwrite(tree)[0] for k, tree in grads.items()}
         rule = state.loss_scale_rules[self.loss_id]
-        scale = rule.current(state.loss_scales[self.loss_id])
-        divided = unscale_tree(raw, scale)
-        finite = self._finite(state, raw, divided, scale) if rule.checks else None
+        scale = current_scale(rule, state.loss_scales[self.loss_id])
+        divided, finite = unscale_tree(raw, scale), None
+        if rule.checks:
+            finite = self._finite(state, loss, raw, divided, scale)
         divided = nan_unless(finite, divided, raw, scale, self.loss_id)
         grads = {k: with_trained(grads[k], divided[k]) for k in grads}
         return (loss, aux), groups.pack_wrt(grads, self.wrt, state.params), finite
@@ -199,38 +219,45 @@ class ScaledGrad:
             mapped_axis.warn_of_half_sums(trained)
         else:
             trained = mapped_axis.varying(trained, self.axis_name)
-        run_loss = under_policy(self.loss_fn, state.properties, state.params)
+        loss_fn = run_loss(self.loss_fn)
+        loss_fn = under_policy(loss_fn, state.properties, state.params)
 
         def run(trained):
             merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
             params = groups.pack(merged, state.params)
             try:
-                return run_loss(params, *args, **kwargs)
+                return loss_fn(params, *args, **kwargs)
+            except jax.errors.ConcretizationTypeError as error:
+                error.add_note(_TRACED)
+                raise
             except (TypeError, IndexError, AttributeError) as error:
                 error.add_note(_CALLED.format(shapes((params, *args))))
                 raise
 
         with forward_policy(state.properties):
-            scale = rule.current(scale_state)
+            scale = current_scale(rule, scale_state)
             in_float32 = state.properties.reduce_dtype is not None
             return grad_of_product(run, trained, scale, self.has_aux, in_float32)
 
     def _finite(
         self,
         state: HasLossScales,
+        loss: Array,
         raw: dict[Key, PyTree],
         divided: dict[Key, PyTree],
         scale: Float[Array, ""],
     ) -> Bool[Array, ""]:
-        """Whether all are finite; by the kernels of the optimizer that steps them."""
-        finite = []
-        for key in raw:
-            tx = bare(groups.get(state.tx, key))
-            if isinstance(tx, FusedTransformation):
-                finite.append(tx.all_finite(raw[key], scale))
-            else:
-                finite.append(all_finite(divided[key]))
+        """Whether the loss and its gradients are finite.
+
+        `abs`, `max`, `where` and `clip` select in the backward pass: the gradients of a
+        loss that is NaN can be finite.
+        """
+        finite = [
+            unscaled_finite(groups.get(state.tx, k), raw[k], divided[k], scale)
+            for k in raw
+        ]
         flag = functools.reduce(jnp.logical_and, finite)
+        flag = flag & mapped_axis.alike(lax.is_finite(loss), flag)
         if self.axis_name is None:
             return flag
         return mapped_axis.agreed(flag, scale, self.axis_name)
@@ -250,6 +277,7 @@ def scaled_grad[**P, Aux](
     has_aux: Literal[True],
     **options: Unpack[GradOptions],
 ) -> Callable[Concatenate[HasLossScales, P], tuple[Any, Aux]]: ...
+@check_call
 def scaled_grad(
     loss_fn: Callable[..., Any],
     *,

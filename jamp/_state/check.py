@@ -6,6 +6,7 @@ import numpy as np
 
 from jamp._core.devices import moves_constants
 from jamp._scaling.incoming import check_scale_state
+from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
 
 _ASK = (
@@ -49,8 +50,7 @@ def check(
     Traceback (most recent call last):
     FloatingPointError: Loss 0 skipped 3 steps in a row, its scale is 8192: ...
     """
-    if not isinstance(state, AmpState):
-        raise TypeError(f"jamp.check takes an AmpState, got {type(state).__name__}.")
+    check_state(state, "jamp.check(state)")
     if isinstance(max_consecutive_skips, bool) or max_consecutive_skips < 1:
         raise ValueError(
             f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}."
@@ -61,7 +61,7 @@ def check(
         check_scale_state(f"loss_scales/{loss_id}", scale_state._asdict(), rule)
         members = scale_state.consecutive_skips, scale_state.scale
         for skips, scale in zip(*map(np.ravel, members), strict=True):
-            at_floor = rule.moves and skips > 0 and scale <= rule.floor
+            at_floor = rule.moves and skips > 0 and scale <= lowest_scale(rule)
             if skips >= max_consecutive_skips or at_floor:
                 raise FloatingPointError(
                     f"Loss {loss_id} skipped {skips} steps in a row, its scale is "

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from flax.training.train_state import TrainState
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._autocast.tracers import equation_of
+from jamp._autocast.tracers import ancestors, equation_of
 from jamp._core import groups
 from jamp._core.dtypes import is_half, widen
 from jamp._core.groups import Key
 from jamp._core.tree import is_traced
 from jamp._core.warnings import PrecisionWarning, warn
-from jamp._scaling.unscaled import computed_of
 
 _FIELD = (
     "The field {} is {}, and like the params: an average in half stands still. Begin "
@@ -88,7 +87,7 @@ def _is_moved(old: Any, new: Any) -> bool:
 
 def _is_computed_of(old: Any, new: Any) -> bool:
     """Whether a program computes `new` by arithmetic of halves, `old` among them."""
-    values = computed_of([new], lambda x: x is not old and _is_arithmetic(x))
+    values = ancestors([new], lambda x: x is not old and _is_arithmetic(x))
     others = (x for x in values if x is not old and jnp.ndim(x) > 0)
     # Else a gradient, noise: a state of a moment, for one evaluation.
     known = (_is_arithmetic(x) or is_half(x) and _name(x) in _HANDED_ON for x in others)

@@ -32,7 +32,7 @@ from jamp._core.tree import (
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.rules import HasLossScales
-from jamp._scaling.unscaled import raw_of, still_scaled, warn_of_plain_gradients
+from jamp._scaling.unscaled import raw_of, still_scaled, warn_without_scale
 from jamp._state.incoming import kind_of
 from jamp.optimizers import FusedTransformation, _masters as masters
 from pallas_kernels import Weight
@@ -146,7 +146,7 @@ def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
         _warn_half(trees, state)
         trees = widen_tree(trees)
     else:
-        warn_of_plain_gradients(leaves, state)
+        warn_without_scale(leaves, state)
     return LossGrads(loss_id, finite, trees, overwrite)
 
 

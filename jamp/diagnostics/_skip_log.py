@@ -104,7 +104,7 @@ class SkipLog:
     def add(
         self, state: AmpState, loss: Array, grads: PyTree, loss_id: int = 0
     ) -> Self:
-        """The log after a step: one entry more if its gradients are not finite.
+        """The log after a step: one more entry if its loss or gradients overflowed.
 
         Call it in the `jit` of `scaled_value_and_grad`, with what that returned: it
         sees there which gradients overflowed. Elsewhere all of them are NaN.
@@ -129,7 +129,8 @@ class SkipLog:
         place = self.count % len(self.step)
         flags = [~leaf_is_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
         checks = state.loss_scale_rules[loss_id].checks
-        skipped = functools.reduce(jnp.logical_or, flags) & checks
+        bad = functools.reduce(jnp.logical_or, flags, ~jnp.isfinite(loss))
+        skipped = bad & checks
         scale = jax.tree.leaves(state.loss_scale)[loss_id]
 
         def put(old, new):

@@ -11,7 +11,7 @@ from jax.extend import core as jc
 from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
-from jamp._scaling.rules import DynamicLossScale
+from jamp._scaling.rules import DynamicLossScale, current_scale
 from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
@@ -89,7 +89,7 @@ def scaled_step(
     rules = list(state.loss_scale_rules)
     rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
     state = state.replace(loss_scale_rules=tuple(rules))
-    path, scale = f"loss_scales/{loss_id}/scale", float(rule.current(before))
+    path, scale = f"loss_scales/{loss_id}/scale", float(current_scale(rule, before))
     step = traced(name, loss_fn, state, args, kwargs, loss_id, wrt)
     return step._replace(scale_path=path, scale=scale)
 

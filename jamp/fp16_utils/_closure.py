@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp._core.dtypes import is_differentiable
 from jamp._core.tree import is_traced
-from jamp._scaling.rules import LossScaleRule
+from jamp._scaling.rules import LossScaleRule, lowest_scale
 from jamp._state.closure import rounded, with_gradient
 from jamp.fp16_utils._state import FP16_OptimizerState, say
 
@@ -27,7 +27,7 @@ def call_until_finite(
 
     def goes_on(carry):
         state = carry[1]
-        return state.overflow & (state.loss_scale > rule.floor)
+        return state.overflow & (state.loss_scale > lowest_scale(rule))
 
     if is_traced(state.overflow):
         return jax.lax.while_loop(goes_on, lambda c: _call(closure, c[1]), carry)

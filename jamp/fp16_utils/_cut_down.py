@@ -18,11 +18,10 @@ from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 from jamp._core.groups import Key
 from jamp._core.names import named
+from jamp._core.numbers import check_count, check_scale
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
-from jamp._scaling.incoming import check_count, check_scale_value
 from jamp._scaling.loss import grad_of_scaled
-from jamp._scaling.rules import check_scale
 from jamp._state.closure import rounded
 from jamp._state.incoming import check_containers
 from jamp.fp16_utils._scalers import (
@@ -194,7 +193,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         _check(state, "backward(state, loss_fn, ...)")
         value, grads = grad_of_scaled(
-            loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
+            loss_fn, state.params, state.loss_scale, args, kwargs, has_aux, checks=True
         )
         flat = {key: ravel_pytree(groups.get(grads, key))[0] for key in self._txs}
         flat = groups.pack(flat, state.fp16_flat)
@@ -283,7 +282,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         _check(state, "load_state_dict(state, state_dict)")
         alike = "the optimizer, the params and the kind of loss scale"
         parts = checked_parts(self._saved(state), state_dict, alike)
-        check_scale_value("cur_scale", state_dict["cur_scale"])
+        check_scale("cur_scale", state_dict["cur_scale"])
         check_count("cur_iter", state_dict["cur_iter"])
         masters = parts["fp32_groups_flat"]
         scaler = {k: parts[k] for k in LossScalerState._fields if k in parts}

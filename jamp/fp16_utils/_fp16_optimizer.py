@@ -17,11 +17,11 @@ from jamp._core.devices import placed_like
 from jamp._core.dtypes import MODEL_DTYPES, is_half
 from jamp._core.names import named
 from jamp._core.tree import (
-    all_finite,
     differentiable,
     is_traced,
     select,
     strong_array,
+    unscaled_finite,
     unshared,
     widen_tree,
 )
@@ -44,7 +44,6 @@ from jamp.fp16_utils._state import (
     say,
     zeros,
 )
-from jamp.optimizers import FusedTransformation
 from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
 
 _check_state = functools.partial(check_state, FP16_OptimizerState)
@@ -159,7 +158,13 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         _check_state(state, "backward(state, loss_fn, ...)")
         value, grads = grad_of_scaled(
-            loss_fn, state.params, state.loss_scale, args, kwargs, has_aux
+            loss_fn,
+            state.params,
+            state.loss_scale,
+            args,
+            kwargs,
+            has_aux,
+            checks=self.rule.checks,
         )
         state = state.replace(model_grads=added(state.model_grads, widen_tree(grads)))
         if update_master_grads:
@@ -375,10 +380,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
     def _finite(self, grads: PyTree) -> Any:
         if not self.rule.checks:
             return jnp.asarray(True)
-        inner = self.optimizer.inner
-        if isinstance(inner, FusedTransformation):
-            return inner.all_finite(grads)
-        return all_finite(grads)
+        return unscaled_finite(self.optimizer, grads, grads)
 
     def _say_groups(self, params: PyTree) -> None:
         lines = ["FP16_Optimizer processing param group 0:"]

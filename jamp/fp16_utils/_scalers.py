@@ -79,7 +79,9 @@ class _Scaler:
         Raises:
             TypeError: the loss is not a float scalar.
         """
-        return grad_of_scaled(loss_fn, params, state.cur_scale, args, kwargs)
+        checks = isinstance(self, DynamicLossScaler)
+        scale = state.cur_scale
+        return grad_of_scaled(loss_fn, params, scale, args, kwargs, checks=checks)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
 from jamp._policy.forward import scope_by
-from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, no_argnums
+from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, check_call
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
     Models,
@@ -34,7 +34,7 @@ def scaled_value_and_grad(
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: Literal[True], **options: Unpack[GradOptions]
 ) -> Fn[tuple[tuple[Array, Any], Any]]: ...
-@no_argnums
+@check_call
 def scaled_value_and_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Fn[tuple[Any, Any]]:

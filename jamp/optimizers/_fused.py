@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 from typing_extensions import TypeIs
 
+from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
 from jamp._core.show import brief
 from jamp._core.tree import check_like
@@ -229,6 +230,7 @@ class FusedRule(Hyperparameters, Rule):
         _check_leaves(params, "params")
         return self.state(jnp.zeros((), jnp.int32), *self.moments(params))
 
+    @moves_constants
     def update(
         self,
         updates: PyTree,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 
+from jamp._core.devices import callers_guard
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copied, select
@@ -302,7 +303,8 @@ def step_weights(
     # Wrapped here: what wraps makes a new function each time, and is never equal.
     tx = optax.with_extra_args_support(tx)
     grads = jax.tree.map(widen, grads)
-    updates, new_state = tx.update(grads, state, masters, **extra_args)
+    with callers_guard():
+        updates, new_state = tx.update(grads, state, masters, **extra_args)
     stepped = optax.apply_updates(masters, updates)
     if clean is not None:
         new_state = select(clean, new_state, state)

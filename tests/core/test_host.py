@@ -5,8 +5,10 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jamp
 import jamp.nnx
@@ -34,19 +36,59 @@ def run(level, tx):
     state = jamp.load_state_dict(state, jamp.state_dict(state))
     jamp.check(state)
     state = state.replace(params=jamp.master_params(state))
-    own = jamp.unscale(grads, state)
+    own = jamp.unscale(state.params, state)
     return state.load_params(PARAMS, reset_optimizer=True), loss, checkpoint, own
+
+
+DISALLOWED = "Disallowed host-to-device transfer"
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_a_transfer_guard_stops_none_of_our_constants(level):
-    for tx in (ADAM, jamp.optimizers.fused_adam(1e-2)):
-        expected = run(level, tx)
-        assert expected[0].step == 1
-        with jax.transfer_guard("disallow"):
-            assert_same_bits(run(level, tx), expected)
-            with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-                jnp.zeros(3)  # it is on again
+    tx = jamp.optimizers.fused_adam(1e-2)
+    expected = run(level, tx)
+    assert expected[0].step == 1
+    with jax.transfer_guard("disallow"):
+        assert_same_bits(run(level, tx), expected)
+        with pytest.raises(Exception, match=DISALLOWED):
+            jnp.zeros(3)  # it is on again
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_it_guards_the_loss_and_the_optimizer_of_the_user(level):
+    """As it does in plain JAX, whose `jax.value_and_grad` raises as well."""
+    numpy = np.asarray(X)
+    ids = np.asarray([0, 1])  # a batch of tokens, which autocast does not trace
+    state = make(level)
+    table = lambda params, ids: params["w"].astype(jnp.float32)[ids].sum()  # noqa: E731
+    moves = lambda params, x: loss_fn(params, x + jax.device_put(numpy))  # noqa: E731
+    own = lambda params, x: loss_fn(params, jnp.asarray(numpy) + x)  # noqa: E731
+    grads = jamp.scaled_grad(loss_fn)(state, X)
+    calls = [
+        lambda: jamp.scaled_grad(loss_fn)(state, numpy),
+        lambda: jamp.scaled_value_and_grad(loss_fn)(state, x=numpy),
+        lambda: jamp.scaled_grad(table)(state, ids),
+        lambda: state.apply_gradients(grads=grads),  # optax.adam makes constants
+    ]
+    if level == "O0":  # autocast traces the loss, and a program keeps its constants
+        calls.append(lambda: jamp.scaled_grad(own)(state, X))
+    for call in calls:
+        call()
+        with jax.transfer_guard("disallow"), pytest.raises(Exception, match=DISALLOWED):
+            call()
+    with jax.transfer_guard("disallow"):
+        jamp.scaled_grad(moves)(state, X)  # explicit
+
+
+def test_it_guards_the_loss_of_nnx():
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    both = jamp.nnx.initialize(model, ADAM, "O0", verbosity=0)
+    grads_of = jamp.nnx.scaled_grad(lambda model, x: model(x).sum())
+    grads_of(*both, np.asarray(X))
+    with jax.transfer_guard("disallow"):
+        grads_of(*both, X)
+        with pytest.raises(Exception, match=DISALLOWED):
+            grads_of(*both, np.asarray(X))
 
 
 def half_loss(params):

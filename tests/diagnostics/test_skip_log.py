@@ -117,3 +117,17 @@ def test_what_they_cannot_take():
         SkipLog.of(state, 0)
     with pytest.raises(ValueError, match="w01, w02, w03 differ"):
         SkipLog.of(one).add(state, jnp.float32(0), grads)
+
+
+def test_a_loss_that_is_not_finite_is_a_skip_of_no_leaf():
+    state = begin()
+    hidden = lambda p, x: jnp.abs(loss_fn(p, jnp.ones(N)) + x)  # noqa: E731
+
+    @jax.jit
+    def hidden_step(state, log, x):
+        loss, grads = jamp.scaled_value_and_grad(hidden)(state, x)
+        return log.add(state, loss, grads)
+
+    log = hidden_step(state, SkipLog.of(state), jnp.float32(np.nan))
+    (skip,) = log.skips()
+    assert np.isnan(skip.loss) and skip.params == ()

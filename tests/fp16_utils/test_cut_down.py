@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=key):
             optimizer.load_state_dict(state, saved)
     for key, value in {"cur_scale": np.float32(np.nan), "cur_iter": -1}.items():
-        with pytest.raises(ValueError, match=f"{key} must be a"):
+        with pytest.raises(ValueError, match=f"{key}` must be a"):
             optimizer.load_state_dict(state, good | {key: value})
     static = cut_down(dynamic_loss_scale=False)
     with pytest.raises(ValueError, match="scale_window is unexpected"):

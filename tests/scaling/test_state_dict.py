@@ -80,8 +80,8 @@ def test_a_static_scale_takes_another_value():
 ONE = scalers((4.0, 1))
 ENTRIES = r"loss_scaler0 must hold \['loss_scale', 'unskipped'\], got "
 NAMES = r"\['loss_scaler0'\].*num_losses=1.*jamp.initialize"
-SCALE = r"loss_scaler0\['loss_scale'\] must be a finite number .* got {}\."
-COUNT = r"loss_scaler0\['unskipped'\] must be a count, got {}\."
+SCALE = r"loss_scaler0\['loss_scale'\]` must be a finite number .* got {}\."
+COUNT = r"loss_scaler0\['unskipped'\]` must be an integer of at least 0, got {}\."
 BAD_SCALES = (0.0, -2.0, np.nan, -np.inf, 2.0**127, "4", True, None, [4.0], 1e-40)
 BAD_COUNTS = (-1, 0.5, np.nan, np.inf, "4", True, None, [1])
 WRONG = [
@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_named():
             with pytest.raises((ValueError, OverflowError), match=words):
                 jamp.load_state_dict(make(level), given)
     for call, words in (
-        (lambda s: jamp.state_dict(s.params), "AmpState, got dict"),
-        (lambda s: jamp.load_state_dict(s.params, ONE), "AmpState, got dict"),
+        (lambda s: jamp.state_dict(s.params), "AmpState .* got dict"),
+        (lambda s: jamp.load_state_dict(s.params, ONE), "AmpState .* got dict"),
         (lambda s: jamp.load_state_dict(s, [ONE]), "mapping, got list"),
         (jax.jit(lambda s: jamp.state_dict(s)), "outside of `jit`"),
     ):
@@ -182,7 +182,7 @@ def test_it_raises_after_n_skips_in_a_row_and_not_before():
 def test_what_check_refuses():
     with pytest.raises((TypeError, RuntimeError), match="(?s)concrete|traced"):
         jax.jit(lambda s: jamp.check(s) or 0)(make())
-    with pytest.raises(TypeError, match="AmpState, got dict"):
+    with pytest.raises(TypeError, match="AmpState .* got dict"):
         jamp.check({"w": 1.0})
     for bad in (0, -1, True):
         with pytest.raises(ValueError, match=f"max_consecutive_skips .* got {bad}"):

@@ -1,0 +1,34 @@
+"""The layout of gradients on NVIDIA GPUs, which the kernels of an optimizer inherit."""
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, PyTree
+
+
+def row_major_on_cuda(grads: PyTree) -> PyTree:
+    """Asks XLA, on NVIDIA GPUs only, for row-major gradients of rank 3 and more.
+
+    cuDNN writes the gradient of an HWIO kernel as OHWI. XLA then runs the optimizer in
+    that layout, and transposes the params, masters, moments and half params back:
+    compiled for an H200, 64 bytes per parameter of an Adam step instead of 32.
+    Transposing the gradient alone is cheaper, and the finite check fuses into that. The
+    same holds for attention's kernels of rank 3.
+
+    A leading axis of size 1 does not count: such an array of rank 3 is a matrix, and
+    XLA chooses its layout.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    indices = [i for i, x in enumerate(leaves) if x.ndim - (x.shape[:1] == (1,)) >= 3]
+    chosen = [leaves[i] for i in indices]
+    if chosen:
+        chosen = jax.lax.platform_dependent(
+            chosen, cuda=_row_major, default=lambda x: x
+        )
+    for i, x in zip(indices, chosen, strict=True):
+        leaves[i] = x
+    return structure.unflatten(leaves)
+
+
+def _row_major(leaves: list[Array]) -> list[Array]:
+    layouts = [Layout(major_to_minor=tuple(range(x.ndim))) for x in leaves]
+    return list(map(with_layout_constraint, leaves, layouts))

@@ -1,0 +1,122 @@
+"""A loss that is scaled twice, gradients that are unscaled twice: errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp import fp16_utils
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+W, X = np.float32([0.5, -0.25, 1.0]), jnp.float32([0.5, 1.0, 0.25])
+RULE = jamp.DynamicLossScale(64.0)
+
+
+def make(level):
+    params = {"w": jnp.asarray(W)}
+    return jamp.initialize(params, optax.sgd(1.0), level, loss_scale=RULE, verbosity=0)
+
+
+def loss_fn(params, x=X):
+    return (params["w"].astype(jnp.float32) * x).sum() ** 2
+
+
+def scaled(state, params):
+    return jamp.scale_loss(loss_fn(params), state)
+
+
+grads_of = jamp.scaled_grad
+own = lambda s, f: jax.grad(f)(s.params)  # noqa: E731
+RETURN, ONE = "Delete the call of jamp.scale_loss", "Delete one of the two calls"
+# What is written, and what the error says to delete.
+WRONG = {
+    "in the loss": (lambda s: grads_of(lambda p: scaled(s, p))(s), RETURN),
+    "beside a penalty": (lambda s: grads_of(lambda p: scaled(s, p) + 1)(s), RETURN),
+    "with aux": (
+        lambda s: grads_of(lambda p: (scaled(s, p), 1), has_aux=True)(s),
+        RETURN,
+    ),
+    "in a jit of the loss": (
+        lambda s: grads_of(jax.jit(lambda p: scaled(s, p)))(s),
+        RETURN,
+    ),
+    "in a checkpoint": (
+        lambda s: grads_of(jax.checkpoint(lambda p: scaled(s, p)))(s),
+        RETURN,
+    ),
+    "for each example": (
+        lambda s: grads_of(
+            lambda p: jax.vmap(lambda x: jamp.scale_loss(loss_fn(p, x), s))(X).mean()
+        )(s),
+        RETURN,
+    ),
+    "in a closure": (
+        lambda s: jax.grad(jamp.closure(lambda p: scaled(s, p))(s))({"w": X}),
+        RETURN,
+    ),
+    "in another's loss": (
+        lambda s: grads_of(lambda p: scaled(make("O2"), p))(s),
+        RETURN,
+    ),
+    "scaled twice": (
+        lambda s: own(s, lambda p: jamp.scale_loss(scaled(s, p), s)),
+        ONE,
+    ),
+    "unscale of scaled_grad": (
+        lambda s: jamp.unscale(grads_of(loss_fn)(s), s),
+        "Delete the call of jamp.unscale",
+    ),
+    "unscale twice": (
+        lambda s: jamp.unscale(jamp.unscale(own(s, lambda p: scaled(s, p)), s), s),
+        "Delete the call of jamp.unscale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_raises_while_tracing_and_says_what_to_delete(level, name):
+    call, says = WRONG[name]
+    state = make(level)
+    for run in (call, jax.jit(call)):
+        with pytest.raises(ValueError, match=says):
+            run(state)
+    assert not np.isnan(grads_of(loss_fn)(state)["w"]).any()  # nothing is left behind
+
+
+def test_the_older_optimizer_raises_too():
+    optimizer = fp16_utils.FP16_Optimizer(optax.sgd(1.0), verbose=False)
+    state = optimizer.init({"w": jnp.asarray(W, jnp.float16)})
+    amp = make("O2")
+    with pytest.raises(ValueError, match=RETURN):
+        optimizer.backward(state, lambda p: scaled(amp, p))
+
+
+def penalized(state, params, x):
+    """A gradient penalty: an inner gradient, scaled and unscaled, that is right."""
+    inner = jax.grad(lambda x: jamp.scale_loss(loss_fn(params, x), state))(x)
+    return loss_fn(params, x) + (jamp.unscale(inner, state) ** 2).sum()
+
+
+def limited(state, params, x):
+    """A number that is scaled, not a loss."""
+    limit = jamp.scale_loss(jnp.asarray(0.25), state) + jamp.scale_loss(x.sum(), state)
+    return loss_fn(params, x) + 0 * limit
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("right", [penalized, limited])
+def test_what_is_right_stays_right(right, level):
+    state = make(level)
+
+    def run(state, x):
+        return jamp.scaled_grad(lambda p, x: right(state, p, x))(state, x)["w"]
+
+    expected = jax.grad(lambda w: loss_fn({"w": w}))(jnp.asarray(W))
+    if right is penalized:  # (w . x)^2 has the slope 2 (w . x) w in x
+        penalty = lambda w: 4 * (w * X).sum() ** 2 * (w**2).sum()  # noqa: E731
+        expected = expected + jax.grad(penalty)(jnp.asarray(W))
+    for each in (run, jax.jit(run)):
+        np.testing.assert_allclose(each(state, X), expected, rtol=2e-2)
