@@ -116,7 +116,7 @@ def _warn_of_device(kind: str) -> None:
 
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
 # The caller's levels of `jax.transfer_guard`, while a function of jamp runs.
-_callers_levels: ContextVar[tuple[Any, ...] | None] = ContextVar("levels", default=None)
+_callers_levels: ContextVar[list[Any] | None] = ContextVar("levels", default=None)
 
 
 def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
@@ -129,8 +129,8 @@ def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
     def let_through(*args: P.args, **kwargs: P.kwargs) -> T:
         if _callers_levels.get() is not None:
             return fn(*args, **kwargs)
-        levels = (getattr(jax.config, f"jax_transfer_guard_{x}") for x in _GUARDS)
-        token = _callers_levels.set(tuple(levels))
+        levels = [getattr(jax.config, f"jax_transfer_guard_{x}") for x in _GUARDS]
+        token = _callers_levels.set(levels)
         try:
             with jax.transfer_guard("allow"):
                 return fn(*args, **kwargs)

@@ -24,70 +24,68 @@ from jamp._policy.levels import Properties, half_dtype, output_dtype
 policy = jax.make_user_context(default_value=None)
 
 
-@contextlib.contextmanager
-def forward_policy(properties: Properties) -> Iterator[None]:
-    """Runs models under `properties`; entering the same ones twice changes nothing."""
-    if policy.value == properties:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(policy(properties))
-        if properties.cast_model_type or properties.cast_model_outputs is not None:
-            stack.enter_context(nn.intercept_methods(_Linen(properties)))
-        yield
-
-
 def model_inputs[T](tree: T, properties: Properties) -> T:
-    """What enters a model: float32, at the half levels rounded where half reads it."""
+    """Casts the inputs of a model to float32, and marks them where half reads them."""
     tree = cast_floats(tree, FLOAT32) if properties.cast_model_type else tree
     return at_boundary(tree) if half_dtype(properties) else tree
 
 
 def model_outputs[T](tree: T, properties: Properties) -> T:
-    """What leaves a model: in float32, or as `cast_model_outputs` says."""
+    """Casts the outputs of a model to float32, or as `cast_model_outputs` says."""
     if half_dtype(properties):
         tree = at_boundary(cast_floats(tree, FLOAT32))
     dtype = output_dtype(properties)
     return tree if dtype is None else cast_floats(tree, dtype)
 
 
+@contextlib.contextmanager
 def under_policy(
-    fn: Callable[..., Any], properties: Properties, params: PyTree
-) -> Callable[..., Any]:
-    """A function of params, first, and anything else, as its level writes it.
+    fn: Callable[..., Any],
+    properties: Properties,
+    params: PyTree,
+    write: Callable[..., Any] | None = None,
+) -> Iterator[Callable[..., Any]]:
+    """Runs models under `properties`, and yields `fn` as its level writes it.
 
     At O1 and O4 that is `autocast`. At the levels that cast, `fn` sees the half params
-    in float32, so that nothing promotes, and is written in half by the same passes: its
-    products of these params, and what else half is enough for. `params` are those that
-    it will be called with, or others of their dtypes. Call it in `forward_policy`,
-    entered after this.
-    """
-    scope = scope_under(properties, params)
-    if scope is None:
-        return fn
+    in float32, so that nothing promotes, and the same passes write it in half: its
+    matmuls of these params, and whatever else half is enough for. If the policy around
+    is the same and no param is half, that program is written already, and `fn` stays
+    as it is.
 
+    Args:
+        fn: a function of the params, first, and anything else.
+        properties: the level.
+        params: those that `fn` will be called with, or others of their dtypes.
+        write: `(scope, fn) -> fn`, in place of the default.
+    """
+    half, scope = half_dtype(properties), None
+    if half:
+        is_new = half in [getattr(x, "dtype", None) for x in jax.tree.leaves(params)]
+    else:
+        is_new = policy.value != properties
+    if is_new:
+        scope = scope_by(properties)
+    written = fn if scope is None else (write or _written)(scope, fn)
+    if policy.value == properties:
+        yield written
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(policy(properties))
+        if properties.cast_model_type or properties.cast_model_outputs is not None:
+            stack.enter_context(nn.intercept_methods(_Linen(properties)))
+        yield written
+
+
+def _written(scope: Scope, fn: Callable[..., Any]) -> Callable[..., Any]:
     def shown(params, /, *args, **kwargs):
         return fn(shown_params(params, scope.policy), *args, **kwargs)
 
     return autocast_in(scope, shown)
 
 
-def scope_under(properties: Properties, params: PyTree) -> Scope | None:
-    """In what to write a program of these params.
-
-    None where neither the policy nor half params are new: what is around the program
-    is written already.
-    """
-    half = half_dtype(properties)
-    if half:
-        is_new = any(getattr(x, "dtype", None) == half for x in jax.tree.leaves(params))
-    else:
-        is_new = policy.value != properties
-    return scope_by(properties) if is_new else None
-
-
 def scope_by(properties: Properties) -> Scope | None:
-    """In what a level writes a whole program; None where it leaves all as it is."""
+    """The scope in which a level rewrites a program, or None if it rewrites nothing."""
     half = half_dtype(properties)
     dtype = half or (properties.patch_functions and properties.patch_functions_type)
     if not dtype:
@@ -98,7 +96,7 @@ def scope_by(properties: Properties) -> Scope | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """`apply_fn` under a policy. Hashes by value, so that jit does not retrace."""
+    """`apply_fn` under a policy. It hashes by value, so that jit does not retrace."""
 
     apply_fn: Callable[..., Any]
     properties: Properties
@@ -116,8 +114,7 @@ class _Forward:
             return model_outputs(first, self.properties), *updated
 
         params = variables["params"] if is_flax else variables
-        written = under_policy(run, self.properties, params)
-        with forward_policy(self.properties):
+        with under_policy(run, self.properties, params) as written:
             return written(params, *args, **kwargs)
 
 
@@ -152,7 +149,7 @@ def cast_forward(
 
 
 def forwards(apply_fn: Any, properties: Properties) -> Any:
-    """What a state has as `apply_fn`: of each group, or one that says there is none."""
+    """The `apply_fn` of a state: one, one per group, or one that raises."""
     if apply_fn is None or apply_fn is no_forward:
         return no_forward
     if not isinstance(apply_fn, list | tuple | Mapping):
@@ -163,7 +160,7 @@ def forwards(apply_fn: Any, properties: Properties) -> Any:
 
 
 def no_forward(*_: object, **__: object) -> NoReturn:
-    """What `state.apply_fn` is where none was given."""
+    """The `apply_fn` of a state that was given none."""
     raise TypeError(
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
         "*args) -> outputs`, to jamp.initialize. Call an NNX model itself."
@@ -189,7 +186,7 @@ class _Linen:
             or context.module.is_initializing()
         ):
             return next_fun(*args, **kwargs)
-        # A model that a module applies, such as a teacher, is one by itself.
+        # A model applied inside another module, such as a teacher, is a separate model.
         outermost = not self.running
         is_root = scope.parent is None and scope.path == ()
         if not outermost and (not is_root or scope is self.running[-1]):

@@ -120,46 +120,44 @@ class DynamicLossScale:
         for name in ("window", "hysteresis"):
             check_count(name, getattr(self, name), least=1)
             object.__setattr__(self, name, int(getattr(self, name)))
-        if not self._floor <= self._ceiling:
+        lowest, highest = self._limits
+        if not lowest <= highest:
             raise ValueError(
                 f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
                 f"{self.max_scale}."
             )
-        if self.init_scale < self._floor:
+        if self.init_scale < lowest:
             raise ValueError(
                 f"`init_scale` must be at least `min_scale`, got {self.init_scale} and "
                 f"{self.min_scale}."
             )
 
     @property
-    def _floor(self) -> float:
-        return max(self.min_scale or SMALLEST_SCALE, SMALLEST_SCALE)
-
-    @property
-    def _ceiling(self) -> float:
-        return min(self.max_scale or LARGEST_SCALE, LARGEST_SCALE)
+    def _limits(self) -> tuple[float, float]:
+        """The scale stays between these two."""
+        lowest = max(self.min_scale or SMALLEST_SCALE, SMALLEST_SCALE)
+        return lowest, min(self.max_scale or LARGEST_SCALE, LARGEST_SCALE)
 
     def init(self) -> LossScaleState:
         """The state before the first step."""
-        return _state(min(self.init_scale, self._ceiling), self.hysteresis)
+        return _state(min(self.init_scale, self._limits[1]), self.hysteresis)
 
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
         """The state after a step whose gradients were all finite, or not."""
         # Of `lax`: each function of `jnp` is traced as a program of its own.
         finite, scale = jnp.asarray(finite), jnp.asarray(state.scale, FLOAT32)
+        lowest, highest = map(np.float32, self._limits)
         left = lax.max(lax.sub(state.hysteresis, _ONE), _ZERO)
         left = lax.select(finite, np.int32(self.hysteresis), left)
         unskipped = lax.select(finite, lax.add(state.unskipped, _ONE), _ZERO)
         # At least, not equal: a checkpoint may come from a run with a longer window.
         grows = lax.ge(unskipped, np.int32(self.window))
         falls = lax.bitwise_and(lax.bitwise_not(finite), lax.eq(left, _ZERO))
-        grown = lax.min(
-            lax.mul(scale, np.float32(self.factor)), np.float32(self._ceiling)
-        )
+        grown = lax.min(lax.mul(scale, np.float32(self.factor)), highest)
         fallen = lax.clamp(
-            np.float32(self._floor),
+            lowest,
             lax.div(scale, np.float32(self.factor)),
-            np.float32(self._ceiling),
+            highest,
         )
         return LossScaleState(
             scale=lax.select(grows, grown, lax.select(falls, fallen, scale)),
@@ -244,7 +242,7 @@ def current_scale(rule: LossScaleRule, state: LossScaleState) -> Float[Array, ""
 
 def lowest_scale(rule: LossScaleRule) -> float:
     """The scale below which a rule never falls."""
-    return rule.scale if isinstance(rule, StaticLossScale) else rule._floor
+    return rule.scale if isinstance(rule, StaticLossScale) else rule._limits[0]
 
 
 def scales_in_use(

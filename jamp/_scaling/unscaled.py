@@ -98,7 +98,7 @@ def raw_of(leaf: object) -> Raw | None:
     own, checks, loss_id, parts = _table.get(id(leaf), (lambda: None, False, 0, ()))
     if leaf is None or own() is not leaf:
         return None
-    grad, scale, finite = (part() for part in parts)
+    grad, scale, finite = [part() for part in parts]
     if scale is None or (checks and finite is None):
         return None
     return Raw(loss_id, grad, scale, finite)
@@ -116,7 +116,7 @@ def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] |
     raws = [raw_of(leaf) for leaf in leaves]
     known = [raw for raw in raws if raw and raw.grad is not None]
     scales = {id(raw.scale): raw.scale for raw in known}
-    checked = any(raw.finite is not None for raw in known)
+    checked = any([raw.finite is not None for raw in known])
     if len(known) < len(leaves) or len(scales) != 1 or (checked and not skips):
         return grads, None
     (scale,) = scales.values()

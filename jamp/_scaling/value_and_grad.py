@@ -29,7 +29,7 @@ from jamp._core.tree import (
     unscaled_finite,
     with_trained,
 )
-from jamp._policy.forward import forward_policy, under_policy
+from jamp._policy.forward import under_policy
 from jamp._scaling import mapped_axis
 from jamp._scaling.loss import find_loss_scale, grad_of_product
 from jamp._scaling.rules import HasLossScales, current_scale, unscale_tree
@@ -219,14 +219,13 @@ class ScaledGrad:
             mapped_axis.warn_of_half_sums(trained)
         else:
             trained = mapped_axis.varying(trained, self.axis_name)
-        loss_fn = run_loss(self.loss_fn)
-        loss_fn = under_policy(loss_fn, state.properties, state.params)
+        policy = under_policy(run_loss(self.loss_fn), state.properties, state.params)
 
         def run(trained):
             merged = whole | {k: merge(trained[k], whole[k]) for k in keys}
             params = groups.pack(merged, state.params)
             try:
-                return loss_fn(params, *args, **kwargs)
+                return written(params, *args, **kwargs)
             except jax.errors.ConcretizationTypeError as error:
                 error.add_note(_TRACED)
                 raise
@@ -234,7 +233,7 @@ class ScaledGrad:
                 error.add_note(_CALLED.format(shapes((params, *args))))
                 raise
 
-        with forward_policy(state.properties):
+        with policy as written:
             scale = current_scale(rule, scale_state)
             in_float32 = state.properties.reduce_dtype is not None
             return grad_of_product(run, trained, scale, self.has_aux, in_float32)

@@ -12,10 +12,9 @@ from jamp._autocast.program import Scope
 from jamp._autocast.transform import Promote, autocast_in as pure_in, scope_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES, names_dtype
 from jamp._policy.forward import (
-    forward_policy,
     model_inputs,
     model_outputs,
-    scope_under,
+    under_policy,
 )
 from jamp._policy.levels import Properties
 from jamp.nnx._variables import (
@@ -163,9 +162,8 @@ def _under_level(
         return map_arrays(lambda x: model_outputs(x, properties), out)
 
     def call(model, *args, **kwargs):
-        scope = scope_under(properties, nnx.as_pure(nnx.state(model)))
-        written = run if scope is None else autocast_in(scope, run)
-        with forward_policy(properties):
+        params = nnx.as_pure(nnx.state(model))
+        with under_policy(run, properties, params, autocast_in) as written:
             return written(model, *args, **kwargs)
 
     return call

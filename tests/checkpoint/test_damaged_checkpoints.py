@@ -143,7 +143,9 @@ def test_a_thousand_damaged_trees(form):
 def test_a_state_that_orbax_restored_is_looked_at_by_check():
     bad = STATE.loss_scales[0]._replace(scale=jnp.float32(np.nan))
     found = STATE.replace(loss_scales=(bad,))  # Orbax looks at no value
-    with pytest.raises(ValueError, match="loss_scales/0/scale` must be a finite number"):
+    with pytest.raises(
+        ValueError, match="loss_scales/0/scale` must be a finite number"
+    ):
         jamp.check(found)
     with pytest.raises(ValueError, match="loss_scaler0/loss_scale` must be a finite"):
         jamp.from_checkpoint(STATE, found)

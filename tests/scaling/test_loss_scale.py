@@ -152,7 +152,7 @@ def test_scale_never_reaches_zero(factor):
     assert rule.scale_loss(jnp.float32(4.0), state) == 2.0**-124
     assert rule.unscale({"w": jnp.float32(2.0**-124)}, state)["w"] == 4.0
     np.testing.assert_allclose(rule.update(state, True).scale, SMALLEST * factor)
-    assert jamp.DynamicLossScale(min_scale=0)._floor == SMALLEST
+    assert jamp.DynamicLossScale(min_scale=0)._limits[0] == SMALLEST
 
 
 @pytest.mark.parametrize("factor", [2.0, 1e30])
