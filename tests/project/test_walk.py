@@ -16,14 +16,13 @@ ROOMS = tuple(str(ROOT / name) for name in ("jamp", "pallas_kernels"))
 
 
 def functions_called(fn: Callable[..., Any], *args: Any) -> tuple[Any, set[Any]]:
-    """What `fn` gives, and the functions of ours that ran: their file and name."""
+    """What `fn` returns, and our functions that ran, lambdas and generators too."""
     called = set()
 
     def note(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        ours = code.co_filename.startswith(ROOMS) and not code.co_name.startswith("<")
-        if event == "call" and ours:
-            called.add((code.co_filename, code.co_qualname))
+        if event == "call" and code.co_filename.startswith(ROOMS):
+            called.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -55,6 +54,6 @@ def test_a_fused_step_at_o2():
 
     jax.make_jaxpr(step)(state, jnp.ones((2, 4), jnp.float32))
     whole = found["grads"] | found["step"]
-    assert 20 < len(found["step"]) <= 68
-    assert len(whole) <= 235
-    assert len({file for file, _ in whole}) <= 36
+    assert 20 < len(found["step"]) <= 80
+    assert len(whole) <= 290
+    assert len({file for file, *_ in whole}) <= 41
