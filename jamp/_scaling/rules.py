@@ -63,6 +63,11 @@ def check_state(state: object, call: str) -> None:
     if any(cls.__module__.startswith("flax.nnx") for cls in type(state).__mro__):
         name = call.partition("(")[0].replace("jamp.", "jamp.nnx.", 1)
         remedy = f" For NNX write `{name}`, with the model and the optimizer."
+    if call.startswith("jamp.diagnostics."):
+        remedy = (
+            " For NNX, first write `loss_fn, state = jamp.nnx.pure(loss_fn, model, "
+            "optimizer)`."
+        )
     raise TypeError(
         f"{call} takes the AmpState that `jamp.initialize` returned, got "
         f"{type(state).__name__}.{remedy}"

@@ -10,8 +10,8 @@ from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
 
 _ASK = (
-    "`print(jamp.diagnostics.locate(loss_fn, state, batch))` names the operation, its "
-    "line and what to do (jamp.nnx.locate for NNX)."
+    "`print(jamp.diagnostics.locate(loss_fn)(state, batch))` names the operation, its "
+    "line and the fix."
 )
 
 
@@ -31,7 +31,7 @@ def check(
         state: an AmpState with concrete arrays.
         max_consecutive_skips: how many skips in a row are too many.
         locate: what to add to the message, called only then: `lambda:
-            jamp.diagnostics.locate(loss_fn, state, batch)` names the operation that
+            jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation that
             overflowed, with its line.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What an operation is called, and what to do about one that overflowed."""
+"""Names an operation in words, and says what to do about one that overflowed."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from jamp._autocast.primitives import primitive_name
 from jamp.diagnostics._location import Location
 
 _WORDS = {
-    "dot_general": "a matrix product",
-    "ragged_dot_general": "a matrix product",
+    "dot_general": "a matmul",
+    "ragged_dot_general": "a matmul",
     "conv_general_dilated": "a convolution",
     "mul": "a product x * y",
     "add": "a sum x + y",
@@ -24,28 +24,24 @@ _WORDS = {
     "pow": "a power x ** y",
     "exp": "an exponential",
     "exp2": "an exponential",
-    "expm1": "an exponential",
     "log": "a logarithm",
     "log1p": "a logarithm",
     "sqrt": "a square root",
     "rsqrt": "a reciprocal square root",
     "reduce_sum": "a sum over axes",
-    "cumsum": "a cumulative sum",
     "psum": "a sum over devices",
-    "scatter-add": "a sum into rows, as of an embedding's gradient",
+    "scatter-add": "a sum into rows, as in an embedding's gradient",
 }
-
 _CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
 _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _SUMS = ("reduce_sum", "cumsum", "psum", "scatter-add")
 _ROOTS = ("rsqrt", "sqrt", "pow", "integer_pow", "cbrt")
-# Larger params than these are rare but where a learning rate is too high.
-_LARGE_PARAM = 1e3
+_LARGE_PARAM = 1e3  # params grow beyond this if the learning rate is too high
 
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
-    """An operation in words, with a result in a dtype; that of a cast says to what."""
+    """An operation in words. A cast names the dtype of its result."""
     name = primitive_name(eqn)
     if name not in _CASTS:
         return _WORDS.get(name, f"`{name}`")
@@ -72,32 +68,39 @@ def advice_for(found: Location, largest: tuple[float, str]) -> str:
     return text.format(most=f"{float(most):.5g}", dtype=dtype)
 
 
+def scale_advice(scale: float, clean: float, moves: bool) -> str:
+    """The advice if the gradients are finite at `clean` and lower loss scales.
+
+    Args:
+        scale: the present loss scale.
+        clean: the largest power of two below it at which the gradients are finite.
+        moves: whether the scale is dynamic.
+    """
+    then = 'is static: write loss_scale="dynamic".'
+    if moves:
+        skips = math.ceil(math.log2(scale / clean))
+        then = f"falls by itself, in {skips} skipped step(s): there is nothing to fix."
+    finite = f"at {clean:g} all gradients are finite"
+    return f"Only the loss scale is too high: {finite}. It {then}"
+
+
 def _dtype_of_range(found: Location) -> str:
-    """The dtype whose range the result has: that of a rounding is narrower."""
-    is_cast = found.primitive in _CASTS
-    return found.operation.removeprefix(_CAST) if is_cast else found.dtype
+    """The dtype that limits the result; a rounding is narrower than its dtype."""
+    if found.primitive in _CASTS:
+        return found.operation.removeprefix(_CAST)
+    return found.result.dtype if found.result else ""
 
 
 def _is_float16(found: Location) -> bool:
     return _dtype_of_range(found) == "float16"
 
 
-def _has_nan(found: Location) -> bool:
-    return found.result is not None and found.result.nans > 0
-
-
 def _reads_zero(found: Location) -> bool:
-    """Whether the last operand holds zero, or may."""
-    last = found.operands[-1] if found.operands else None
-    return (
-        last is not None and last.low is not None and last.low <= 0 <= (last.high or 0)
-    )
-
-
-def _reads_infinite_number(found: Location) -> bool:
-    """Whether one of two operands is an infinite number of the program."""
-    operands = found.operands
-    return len(operands) == 2 and any(x.infs and x.shape == () for x in operands)
+    """Whether zero is in the range of the last operand."""
+    for operand in found.operands[-1:]:
+        if operand.low is not None and operand.high is not None:
+            return operand.low <= 0 <= operand.high
+    return False
 
 
 _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
@@ -108,28 +111,23 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         lambda f: f.phase == "input",
-        "It came in like this: look for it in the data, with "
-        "`np.isfinite(batch).all()`, before the step.",
+        "The argument holds it: check the data before the step, with "
+        "`np.isfinite(batch).all()`.",
     ),
     (
-        _reads_infinite_number,
-        "A number in the program is beyond {most}, {dtype}'s largest: multiply by "
-        "smaller ones in turn, or compute this in float32.",
-    ),
-    (
-        lambda f: _has_nan(f) and any(x.infs for x in f.operands),
-        "Infinities met, as where all of a row is masked: mask with "
-        "`jnp.finfo(x.dtype).min` in place of -inf, or give such rows a value.",
+        lambda f: bool(f.result and f.result.nans) and any(x.infs for x in f.operands),
+        "Infinities met, as where a whole row is masked: mask with "
+        "`jnp.finfo(x.dtype).min` instead of -inf, or give such rows a value.",
     ),
     (
         lambda f: f.primitive in ("exp", "exp2", "expm1"),
         "An exponential of a large number: subtract the maximum first, as "
-        "`jax.nn.softmax` and `jax.nn.logsumexp` do, or take the loss of logits.",
+        "`jax.nn.softmax` and `jax.nn.logsumexp` do, or compute the loss from logits.",
     ),
     (
-        lambda f: f.primitive in ("log", "log1p", "log2"),
-        "A logarithm of zero or less: `jnp.log(jnp.maximum(x, eps))`, or "
-        "`jax.nn.log_softmax` of the logits in place of log(softmax(x)).",
+        lambda f: f.primitive in ("log", "log1p"),
+        "A logarithm of zero or less: write `jnp.log(jnp.maximum(x, eps))`, or "
+        "`jax.nn.log_softmax` of the logits instead of log(softmax(x)).",
     ),
     (
         lambda f: f.primitive == "div" and f.phase == "backward" and _reads_zero(f),
@@ -138,8 +136,8 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         lambda f: f.primitive in ("div", "rem") and _reads_zero(f),
-        "A division by zero: add an epsilon that the dtype can hold to what is "
-        "divided by, or replace its zeros by `jnp.where` before dividing.",
+        "A division by zero: add an epsilon that the dtype can hold to the "
+        "denominator, or replace its zeros by `jnp.where` before the division.",
     ),
     (
         lambda f: f.primitive in _ROOTS and _reads_zero(f),
@@ -148,18 +146,18 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         lambda f: f.phase == "backward" and _is_float16(f),
-        "The gradient itself is beyond {most}, float16's largest: take the "
-        "mean of the loss in place of its sum, weigh it less, or use O4 or O5.",
+        "The gradient itself is beyond {most}, float16's largest: take the mean of the "
+        "loss instead of its sum, give it a smaller weight, or use O4 or O5.",
     ),
     (
         lambda f: f.primitive in _CASTS and _is_float16(f),
         "A float32 value is beyond {most}, float16's largest: scale it down, "
-        "keep what reads it in float32 (`keep_fp32=`), or use O4 or O5.",
+        "keep its reader in float32 (`keep_fp32=`), or use O4 or O5.",
     ),
     (
         lambda f: f.primitive in _PRODUCTS and _is_float16(f),
-        "The sum of products is beyond {most}, float16's largest: scale an "
-        "operand before the product (queries by 1/sqrt(d)), normalize, or use O5.",
+        "The matmul is beyond {most}, float16's largest: scale an operand before it "
+        "(queries by 1/sqrt(d)), normalize the operand, or use O5.",
     ),
     (
         lambda f: f.primitive in _SUMS and _is_float16(f),
@@ -168,31 +166,18 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         lambda f: f.result is not None and f.result.infs == 0,
-        "The operation is not defined there: keep its operands where it is, "
-        "by `jnp.where` or `jnp.clip` before it.",
+        "The operation is not defined for these operands: bound them before it, with "
+        "`jnp.where` or `jnp.clip`.",
     ),
     (
         _is_float16,
         "The result is beyond {most}, float16's largest: train in bfloat16 (O4, O5), "
-        "whose range is that of float32, or compute this in float32 "
+        "which has the range of float32, or compute this in float32 "
         "(`jamp.float_function`, `keep_fp32=`).",
     ),
     (
         lambda f: True,
-        "The result is beyond {most}, {dtype}'s largest: bound its input: "
-        "normalize it, clip it, or lower the learning rate.",
+        "The result is beyond {most}, {dtype}'s largest: normalize its operands, clip "
+        "them, or lower the learning rate.",
     ),
 )
-
-
-def scale_advice(scale: float, clean: float, moves: bool) -> str:
-    """When the gradients are finite at a lower loss scale, of which `clean` is largest.
-
-    A dynamic scale moves.
-    """
-    then = 'is static: write loss_scale="dynamic".'
-    if moves:
-        skips = math.ceil(math.log2(scale / clean))
-        then = f"comes down by itself, in {skips} skipped step(s): nothing to mend."
-    finite = f"at {clean:g} all gradients are finite"
-    return f"Only the loss scale is too high: {finite}. It {then}"

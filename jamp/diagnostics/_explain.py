@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core as jc
 from jax.typing import DTypeLike
@@ -29,22 +28,15 @@ from jamp._autocast.primitives import (
     primitive_name,
     traits_of,
 )
-from jamp._autocast.program import (
-    KEPT,
-    NO_MODEL,
-    PRECISION,
-    dtypes_of,
-)
+from jamp._autocast.program import KEPT, NO_MODEL, PRECISION, dtypes_of
 from jamp._autocast.reasons import CAST, Note, note_in, notes_in, noting, without_notes
 from jamp._autocast.tracing import disabled
 from jamp._autocast.transform import Promote, scope_of, written_program
 from jamp._state.amp_state import AmpState
-from jamp._state.step import groups_of
 from jamp.diagnostics._explanation import Explanation
-from jamp.diagnostics._operation import Operation, bytes_of, is_fp8, product_of
+from jamp.diagnostics._operation import Operation, flops_of, is_fp8
 from jamp.diagnostics._source import is_backward, module_path, user_line
-from jamp.diagnostics._step import traced
-from jamp.optimizers._masters import MasterWeights
+from jamp.diagnostics._step import function_first, matmul_dtype, trace_step
 
 _REASONS = {
     "feeder": "What reads its result runs in float32.",
@@ -88,36 +80,34 @@ _MARKED_BY = {
 }
 
 
+@function_first
 def explain(
     fn: Callable[..., Any],
     dtype: DTypeLike = jnp.float16,
-    *args: Any,
+    *,
     lists: AutocastLists | None = None,
     promote: Promote = "widest",
 ) -> Callable[..., Explanation]:
-    """Says what runs in which precision: of a function under autocast, or of a step.
+    """Explains the precision of each operation, of a function or of a step.
 
-    `explain(fn, dtype)(*args)` says what `autocast(fn, dtype)` does with each
-    operation, and why; the answer comes from autocast itself. `explain(loss_fn)(state,
-    *args)` says what a step at the level of an AmpState runs, forward and backward.
-    Nothing is compiled and nothing runs, so that `jax.ShapeDtypeStruct` will do for
-    arrays.
+    `explain(fn, dtype)(*args)` explains `autocast(fn, dtype)`. `explain(loss_fn)(state,
+    *args)` explains a step at the level of an AmpState, forward and backward. It
+    compiles nothing and runs nothing, so that arrays may be `jax.ShapeDtypeStruct`s.
 
     Args:
         fn: any function of arrays, as for `autocast`; or a loss function, as for
             `scaled_value_and_grad`.
-        dtype: float16 or bfloat16. Of a state, the level decides this and what follows.
+        dtype: float16 or bfloat16. For a state, the level decides this, `lists` and
+            `promote`.
         lists: additions to the table of operations.
-        args: none. They belong to the function that is returned.
         promote: "widest" or "narrowest".
 
     Returns:
-        A function of the arguments of `fn`, or of a state and the arguments after the
-        params, that returns an `Explanation`: `print` it.
+        `f(*args, **kwargs) -> Explanation`, or `f(state, *args, **kwargs)`: print it.
 
     Raises:
         ValueError: `dtype` or `promote` is none of these.
-        TypeError: it is given the arguments of `fn`.
+        TypeError: it is given arguments of `fn`.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -129,16 +119,11 @@ def explain(
     >>> explanation.half_share
     1.0
     """
-    if args or isinstance(dtype, AmpState) or hasattr(dtype, "shape"):
-        raise TypeError(
-            "explain takes a function alone: write `explain(fn)(*args)`, or "
-            "`explain(loss_fn)(state, *args)`."
-        )
     scope = scope_of(dtype, lists, promote)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         if args and isinstance(args[0], AmpState):
-            return _explained_step(fn, args[0], args[1:], kwargs)
+            return _explain_step(fn, args[0], args[1:], kwargs)
         with noting(True):
             program = written_program(fn, args, kwargs, scope)
         default = "region" if disabled.value else ""
@@ -148,55 +133,38 @@ def explain(
     return explained
 
 
-def _explained_step(
+def _explain_step(
     loss_fn: Callable[..., Any],
     state: AmpState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Explanation:
     with noting(True):
-        program = traced("explain", loss_fn, state, args, kwargs).program
+        program = trace_step(loss_fn, state, args, kwargs).program
     properties = state.properties
     lists = properties.lists or AutocastLists()
-    half = properties.cast_model_type or properties.patch_functions_type
     default = "level" if properties.opt_level == "O0" else "gradient"
     found = _operations(program, _Enclosing(lists, default))
-    # Not what nobody wrote: the scale, the finite check.
     return Explanation(
-        dtype=str(half or jnp.dtype(jnp.float32)),
+        dtype=str(matmul_dtype(properties) or "float32"),
         level=properties.opt_level,
+        # Drop what the user did not write: the loss scaling and the finite check.
         operations=tuple(op for op in found if op.module or op.source),
-        memory=tuple(_memory_of(state)),
     )
 
 
-def _memory_of(state: AmpState) -> Iterator[str]:
-    """What a state keeps in fewer bits than by default, and what is summed in more."""
-    groups = groups_of(state).values()
-    moments = jax.tree.leaves([group.inner_state for group in groups])
-    if state.properties.stochastic_rounding:
-        yield "params without masters, rounded stochastically"
-    if any(isinstance(x.tx, MasterWeights) and x.tx.store_remainder for x in groups):
-        yield "masters as 16-bit remainders"
-    if any(x.dtype == jnp.bfloat16 for x in moments):
-        yield "moments in bfloat16"
-    if state.properties.reduce_dtype is not None:
-        yield "gradients summed in float32"
-
-
 class _Enclosing(NamedTuple):
-    """What a program is inside of, on which line, and how often it runs there."""
+    """The surroundings of a program."""
 
     lists: AutocastLists  # the user's
-    # Of a step, whose operations are all shown, why those without a note are as they
-    # are; "" of a function: of that, the user's are shown.
+    # Why an operation of a step without a note has its dtype; "" for a function, whose
+    # operations without a note are not the user's.
     default: str = ""
-    path: tuple[str, ...] = ()  # this and the next as of an `Operation`
+    path: tuple[str, ...] = ()
     source: str = ""
-    names: str = ""  # the name stack of what holds the program
-    times: int = 1
-    # Whether the user's program has it too: not if autocast has put it there, as a
-    # checkpoint or to compute an operation.
+    names: str = ""  # the name stack of the holder
+    times: int = 1  # how often the program runs
+    # False for a program that autocast added, such as a checkpoint.
     is_users: bool = True
 
 
@@ -226,27 +194,28 @@ def _operation(
     eqn: jc.JaxprEqn, note: Note, reason: str, around: _Enclosing
 ) -> Operation:
     names, frames = without_notes(around.names), frames_of(eqn)
-    flops, sizes = product_of(eqn)
+    dtype = None if note.why == "program" else note.dtype or _own_dtype(eqn)
+    flops, sizes = flops_of(eqn) if "float" in str(dtype) else (None, None)
+    is_late = is_backward(names) or note.why in ("derivative", "gradient")
     return Operation(
         path=around.path,
         source=around.source,
-        name_stack="/".join(filter(None, names.split("/"))),
         module=module_path(names),
+        phase="backward" if is_late else "forward",
         primitive=eqn.primitive.name,
         trips=frames[0].trips if frames else 1,
         in_dtypes=tuple(note.operands.split()),
-        dtype=None if note.why == "program" else note.dtype or _own_dtype(eqn),
+        dtype=dtype,
         rule=note.rule or None,
         why=note.why,
         reason=reason,
         flops=None if flops is None else flops * around.times,
         sizes=sizes,
-        bytes=bytes_of(eqn) * around.times,
     )
 
 
 def _own_dtype(eqn: jc.JaxprEqn) -> str | None:
-    """What an operation runs in as it stands; None without a result."""
+    """The dtype of an operation as it is written; None without a result."""
     if traits_of(eqn.primitive.name).shape is Shape.PRODUCT:
         # `preferred_element_type` may say otherwise of the result.
         return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
@@ -259,9 +228,9 @@ def _own_dtype(eqn: jc.JaxprEqn) -> str | None:
 def _decision_in_function(
     eqn: jc.JaxprEqn, own: str, around: _Enclosing
 ) -> tuple[Note, str] | None:
-    """The note on an operation of the user's function; None if it is not one.
+    """The note on an operation of the user's function; None for autocast's own.
 
-    The equation is as autocast wrote it, and `own` is its name stack.
+    `own` is the equation's name stack.
     """
     if frames_of(eqn):
         note = next((note for note in notes_in(own) if note.holds_program), None)
@@ -275,10 +244,10 @@ def _decision_in_function(
 
 
 def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | None:
-    """That of an equation of the function that autocast computes an operation by.
+    """The note on an equation of a function by which autocast computes an operation.
 
-    What does the same there stands for it. A softmax's sums and exponentiates too, by
-    the lists.
+    The equation of the same primitive has the operation's note. The sums and
+    exponentials of a softmax follow the lists.
     """
     name = eqn.primitive.name
     if note.primitive == name:
@@ -293,7 +262,7 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
 def _decision_in_step(
     eqn: jc.JaxprEqn, own: str, around: _Enclosing
 ) -> tuple[Note, str]:
-    """The same of an equation of a program that JAX has differentiated."""
+    """The note on an equation of a program that JAX has differentiated."""
     name, names = eqn.primitive.name, f"{around.names}/{own}"
     listed = rule_of(around.lists, primitive_name(eqn))
     rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
@@ -318,7 +287,7 @@ def _decision_in_step(
 
 
 def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
-    """A note with the word for what decided, and the same in a sentence."""
+    """A note with its final `why`, and the reason in a sentence."""
     note = note._replace(why=_WHY_IN_FLOAT32.get(note.region, note.why))
     return note, _sentence(note, around.lists)
 
@@ -340,7 +309,7 @@ def _sentence(note: Note, lists: AutocastLists) -> str:
 
 
 def _users_rule(lists: AutocastLists, what: What, *names: str) -> str:
-    """What the user has typed for one of some names; "" if for none."""
+    """The user's rule for one of some names; "" if there is none."""
     users = dict(rules_for(lists, what))
     found = (name for name in names if name in users)
     return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")

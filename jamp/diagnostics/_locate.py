@@ -1,4 +1,4 @@
-"""`locate`: runs a batch that overflowed again, and finds the first operation."""
+"""`locate`: replays a batch that overflowed, and finds the first operation."""
 
 import bisect
 import dataclasses
@@ -10,90 +10,88 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jamp._core.devices import moves_constants
 from jamp._core.groups import Wrt
 from jamp._core.tree import differentiable, path_string
-from jamp._state.amp_state import AmpState
 from jamp.diagnostics._advice import advice_for, scale_advice
-from jamp.diagnostics._location import Location, first_location, range_of
-from jamp.diagnostics._programs import replayed
-from jamp.diagnostics._step import Step, scaled_step
+from jamp.diagnostics._location import Location, range_of
+from jamp.diagnostics._programs import replay_step
+from jamp.diagnostics._replay import first_location
+from jamp.diagnostics._step import Step, function_first, trace_scaled_step
 
 
-@moves_constants
+@function_first
 def locate(
-    loss_fn: Callable[..., Any],
-    state: AmpState,
-    *args: Any,
-    loss_id: int = 0,
-    wrt: Wrt = None,
-    **kwargs: Any,
-) -> Location:
-    """Finds the operation that a batch's loss or gradients are not finite for.
+    loss_fn: Callable[..., Any], *, loss_id: int = 0, wrt: Wrt = None
+) -> Callable[..., Location]:
+    """Finds the operation that makes a batch's loss or gradients not finite.
 
-    Runs `jamp.scaled_value_and_grad(loss_fn)(state, *args, **kwargs)` again, outside of
-    `jit`, one operation at a time, forward and backward, at the state's level and loss
-    scale. In order of execution, it names the first operation whose result is not
-    finite while its operands are, of those that the loss or a gradient depends on.
-    What is infinite on purpose, as a mask, and leaves no trace is passed over.
+    It runs `jamp.scaled_value_and_grad(loss_fn)(state, *args, **kwargs)` again, outside
+    of `jit`, one operation at a time, forward and backward, at the state's level and
+    loss scale. It names the first operation, in order of execution, whose result is not
+    finite although its operands are, among those that the loss or a gradient depends
+    on. It passes over infinities that are intended, such as those of a mask.
 
-    It takes as long as a step does without compiling, and the memory of one; the
-    training step stays as it is.
+    It takes the time of a step without compilation, and the memory of a step.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
             If the step runs under `shard_map`, a loss that calls `jax.shard_map`.
-        state: the AmpState before the step, with concrete arrays. A skip leaves params
-            as they were, so the state after it will do: then the scale is a lower one.
-        *args: the rest of what `loss_fn` takes: the batch.
         loss_id: which of the state's loss scales to use.
         wrt: the groups to differentiate, as in the step.
-        **kwargs: as `*args`.
 
     Returns:
-        A `Location`: print it.
+        `f(state, *args, **kwargs) -> Location`: print it. `state` is the AmpState
+        before the step. The state after it works too, because a skipped step keeps the
+        params; its scale is lower.
 
-    Raises:
-        TypeError: `state` is not an AmpState, or arrays are traced: called under `jit`.
+    Raises (when called):
+        TypeError: `state` is not an AmpState, or arrays are traced.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> params = {"w": jnp.full((2, 2), 300.0)}
     >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
     >>> def loss_fn(params):
     ...     return (params["w"] @ params["w"]).sum(dtype="float32")
-    >>> found = locate(loss_fn, state)
+    >>> found = locate(loss_fn)(state)
     >>> print(found.operation, found.phase, found.operands[0], found.near)
-    a matrix product forward float16[2, 2] in [300, 300] w
+    a matmul forward float16[2, 2] in [300, 300] w
     """
-    step = scaled_step("locate", loss_fn, state, args, kwargs, loss_id, wrt)
+
+    def located(state, /, *args, **kwargs):
+        call = ("locate", loss_fn, state, args, kwargs, loss_id, wrt)
+        step = trace_scaled_step(*call)
+        with jax.transfer_guard("allow"):
+            moves = state.loss_scale_rules[loss_id].moves
+            return _located(step, moves, state.params)
+
+    return located
+
+
+def _located(step: Step, scale_moves: bool, params: PyTree) -> Location:
     found = _location_at(step, step.scale)
     if found.finite:
         return found
     if step.scale > 1 and (found.phase == "backward" or math.isfinite(found.loss)):
         halvings = math.ceil(math.log2(step.scale))
-        at_least = _location_at(step, step.scale / 2**halvings)
-        if at_least.finite:
-            n = bisect.bisect(
-                range(1, halvings),
-                False,
-                key=lambda n: _location_at(step, step.scale / 2**n).finite,
-            )
-            moves = state.loss_scale_rules[loss_id].moves
-            advice = scale_advice(step.scale, step.scale / 2 ** (n + 1), moves)
+        at = lambda n: _location_at(step, step.scale / 2**n)  # noqa: E731
+        lowest = at(halvings)
+        if lowest.finite:
+            tries = range(1, halvings)
+            n = 1 + bisect.bisect(tries, False, key=lambda n: at(n).finite)
+            advice = scale_advice(step.scale, step.scale / 2**n, scale_moves)
             return dataclasses.replace(found, advice=advice)
-        # What overflows at the least scale, too, does not for the scale.
-        found = at_least
-    return dataclasses.replace(found, advice=advice_for(found, _largest(state.params)))
+        found = lowest  # it overflows at any scale: report the cause at scale 1
+    return dataclasses.replace(found, advice=advice_for(found, _largest(params)))
 
 
 def _location_at(step: Step, scale: float) -> Location:
-    """What a run at a scale gave, without advice."""
-    loss, *grads = replayed(step, scale)
+    """The location at a loss scale, without advice."""
+    loss, *grads = replay_step(step, scale)
     number, total = float(np.asarray(loss.array, np.float32)), len(step.paths)
     location = first_location(v.cause for v in (loss, *grads) if v.cause)
     if location is None:
-        return Location(True, number, scale, total=total)
-    # What only gradients need is of the backward pass, wherever JAX computes it.
+        return Location(number, scale, total=total)
+    # JAX computes some residuals of the backward pass in the forward pass.
     is_late = location.phase == "forward" and loss.cause is None
     bad = (path for path, g in zip(step.paths, grads, strict=True) if g.cause)
     return dataclasses.replace(
@@ -107,8 +105,9 @@ def _location_at(step: Step, scale: float) -> Location:
 
 
 def _largest(params: PyTree) -> tuple[float, str]:
-    """The largest absolute value of the params, and where it is."""
+    """The largest absolute value of the params, and its path."""
     leaves = jax.tree.leaves_with_path(differentiable(params))
     with jax.debug_infs(False):
-        found = [(range_of(x).magnitude, path_string(path)) for path, x in leaves]
-    return max(found, default=(0.0, ""))
+        found = [(range_of(x), path_string(path)) for path, x in leaves]
+    sizes = ((max(abs(r.low or 0.0), abs(r.high or 0.0)), path) for r, path in found)
+    return max(sizes, default=(0.0, ""))

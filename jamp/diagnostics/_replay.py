@@ -1,13 +1,14 @@
-"""Runs a program again, one operation at a time, and looks at each result.
+"""Replays a program one operation at a time, and looks at each result.
 
-What a jitted step computes in one piece is computed here as it is written, so that each
-value can be looked at. Values are freed when they were read for the last time.
+The replay frees a value after its last reader.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jc
@@ -15,61 +16,89 @@ from jax.extend import core as jc
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
-from jamp._autocast.program import Atom
 from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._advice import words_of
-from jamp.diagnostics._location import (
-    Array,
-    Cause,
-    Location,
-    Range,
-    names_of,
-    not_finite,
-    parents_of,
-    range_of,
-)
+from jamp.diagnostics._location import Array, Location, Range, range_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 
 _ARITHMETIC = ("add", "div", "mul", "sub")
 _CONSTANT = "a constant"
-# Of one operand each: of several, a result is made of all of them.
 _MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cause:
+    """Why a value is not finite, with the causes of its operands."""
+
+    order: int  # in the order of execution
+    has_nan: bool
+    parents: tuple["Cause", ...] = ()
+    location: Location | None = None  # None if the parents explain the value
+    is_mask: bool = False  # an infinity that came in, and may be intended
+
+    @functools.cached_property
+    def is_intended(self) -> bool:
+        """Whether all of it comes from masks. The parents' answers are cached."""
+        from_masks = bool(self.parents) and all(p.is_intended for p in self.parents)
+        return not self.has_nan and (self.is_mask or from_masks)
+
+
+def parents_of(has_nan: bool, causes: Iterable[Cause]) -> tuple[Cause, ...]:
+    """The causes that explain a result: a NaN comes from NaNs if there are any."""
+    parents = tuple(dict.fromkeys(causes))
+    nans = tuple(cause for cause in parents if cause.has_nan)
+    return nans if has_nan and nans else parents
+
+
+def first_location(causes: Iterable[Cause]) -> Location | None:
+    """The first location among some causes and all of their ancestors.
+
+    Intended infinities come last, because most of them are harmless.
+    """
+    found: dict[Cause, None] = {}
+    waiting = list(causes)
+    while waiting:
+        if (cause := waiting.pop()) not in found:
+            found[cause] = None
+            waiting += cause.parents
+    located = (cause for cause in found if cause.location)
+    first = min(located, key=lambda c: (c.is_intended, c.order), default=None)
+    return first.location if first else None
 
 
 class Value(NamedTuple):
     """A value of the program."""
 
     array: Array
-    cause: Cause | None = None  # why it is not finite; None if it is
-    near: str = ""  # the path of the param that was read last on the way to it
-    maker: "Site | None" = None  # what computed it; None if it came in
+    cause: Cause | None = None  # None if the value is finite
+    near: str = ""  # the path of the param that was read last before it
+    maker: "Site | None" = None  # the operation that computed it
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Where a program stands, and how its operations are run."""
+    """The surroundings of a program, and how to run its operations."""
 
-    names: str = ""  # the name scopes of the operations that hold it
-    source: str = ""  # the user's line of the innermost one that has one
-    loops: tuple[str, ...] = ()  # the iterations that it is in
-    # How many devices' values are side by side in each array: its first axis, if any.
-    devices: tuple[int, ...] = ()
-    # Runs an equation, as a function, on its operands.
+    names: str = ""  # the name scopes
+    source: str = ""  # the user's line
+    loops: tuple[str, ...] = ()  # the iterations
+    devices: tuple[int, ...] = ()  # under shard_map, the leading axis of each array
+    # Runs an equation, given as a function, on arrays.
     evaluate: Callable[..., Sequence[Array]] = lambda fn, arrays: fn(*arrays)
 
-    def lifted(self, x: Array) -> Array:
-        """A constant, as the arrays of this context are."""
+    def lift(self, x: Array) -> Array:
+        """Repeats a constant for each device."""
         if not self.devices:
             return x
         return jnp.broadcast_to(x, (*self.devices, *np.shape(x)))
 
     def range_of(self, x: Array) -> Range:
-        """The range of an array in the shape that the user knows it by."""
+        """The range of an array, in the shape that the user knows."""
         return range_of(x, np.shape(x)[len(self.devices) :])
 
 
 class Site(NamedTuple):
-    """An equation, the program that it is of, and where that stands."""
+    """An equation, its program and the surroundings."""
 
     eqn: jc.JaxprEqn
     program: jc.Jaxpr
@@ -77,7 +106,7 @@ class Site(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The user's line. JAX keeps none in its jitted functions."""
+        """The user's line. JAX records none inside of its own jitted functions."""
         return user_line(self.eqn) or self.context.source
 
     @property
@@ -87,16 +116,16 @@ class Site(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Of which numbers of its operands its results are made."""
+        """How results depend on operands."""
         return traits_of(self.eqn.primitive.name).shape
 
     @property
     def moves(self) -> bool:
-        """Whether it hands on the very numbers of its one array of floats."""
+        """Whether the result holds the numbers of the one float operand."""
         floats = [v for v in self.eqn.invars if is_differentiable(v.aval)]
         return self.shape in _MOVES and len(floats) <= 1
 
-    def context_inside(self, *loops: str) -> Context:
+    def inside(self, *loops: str) -> Context:
         """The context of a program that the equation holds."""
         loops = (*self.context.loops, *loops)
         return dataclasses.replace(
@@ -105,138 +134,130 @@ class Site(NamedTuple):
 
 
 type ReplayRule = Callable[["Replay", Site, list[Value]], list[Value]]
-# Is called with an operation, what it reads, each result, and the param before it.
-type Observe = Callable[[Site, Sequence[Value], Array, str], None]
 
 
 class Replay:
-    """One run: what it has seen so far."""
+    """One run of a program."""
 
-    def __init__(
-        self,
-        rule_of: Callable[[jc.JaxprEqn], ReplayRule],
-        observe: Observe | None = None,
-    ):
-        self.rule_of, self.observe = rule_of, observe
+    def __init__(self, rule_of: Callable[[jc.JaxprEqn], ReplayRule]):
+        self.rule_of = rule_of
         self.order = 0
-        self.reads: dict[str, int] = {}  # when a param was first computed with
+        self.reads: dict[str, int] = {}  # when each param was read first
 
     def run(
         self, program: jc.Jaxpr, values: list[Value], context: Context
     ) -> list[Value]:
-        """The results of a program. It empties `values`: memory is freed as it goes."""
+        """Returns the results of a program. Empties `values` to free memory."""
         env = dict(zip(program.invars, values, strict=True))
         for var, x in zip(program.constvars, program.consts, strict=True):
-            env[var] = self.incoming(context.lifted(x))
+            env[var] = self.incoming(context.lift(x))
         values.clear()
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, jc.Literal):
+                array = np.asarray(atom.val, atom.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+                return self.incoming(context.lift(array))
+            return env[atom]
+
         last = _last_readers(program)
         for i, eqn in enumerate(program.eqns):
-            read = [self._read(v, env, context) for v in eqn.invars]
+            operands = [read(v) for v in eqn.invars]
             for var in eqn.invars:
                 if isinstance(var, jc.Var) and last[var] == i:
                     env.pop(var, None)
-            outs = self.rule_of(eqn)(self, Site(eqn, program, context), read)
+            outs = self.rule_of(eqn)(self, Site(eqn, program, context), operands)
             env |= zip(eqn.outvars, outs, strict=True)
-        return [self._read(v, env, context) for v in program.outvars]
+        return [read(v) for v in program.outvars]
 
     def incoming(self, array: Array, name: str = _CONSTANT) -> Value:
-        """A value that the function is given, or a constant of the program.
-
-        Infinities may be meant so: those of the program, and -inf, a mask's.
-        """
+        """An argument or a constant. -inf, and any infinite constant, may be a mask."""
         near = name if name.startswith("params") else ""
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, near=near)
         found = Location(operation=name, phase="input", result=range_of(array))
         positive = name != _CONSTANT and bool((array == np.inf).any())
-        cause = Cause(self.order, nan, location=found, is_wish=not positive)
+        cause = Cause(self.order, nan, location=found, is_mask=not positive)
         return Value(array, cause, near)
 
-    def seen(self, site: Site, array: Array, read: Sequence[Value], near: str) -> Value:
-        """A result of an equation, with where it comes from if it is not finite."""
+    def result(
+        self, site: Site, array: Array, read: Sequence[Value], near: str
+    ) -> Value:
+        """A result of an equation, with its cause if it is not finite."""
         maker = read[0].maker if site.moves and read else site
-        if self.observe is not None:
-            self.observe(site, read, array, near)
         nan, inf = not_finite(array)
         if not (nan or inf):
             return Value(array, None, near, maker)
         parents = parents_of(nan, (v.cause for v in read if v.cause))
-        if site.eqn.primitive.name in _ARITHMETIC and _reads_infinite_number(site.eqn):
-            parents = ()  # 1e5 in float16: no mask, but where it begins
-        meant, location = all(p.is_intended for p in parents), None
-        if not parents or (nan and meant):
-            location = _location_of(site, array, read, near, names_of(parents))
+        if site.eqn.primitive.name in _ARITHMETIC and _has_inf_literal(site.eqn):
+            parents = ()  # a constant beyond float16, such as 1e5, is not a mask
+        intended, location = all(p.is_intended for p in parents), None
+        if not parents or (nan and intended):
+            location = _location_of(site, array, read, near)
         return Value(array, Cause(self.order, nan, parents, location), near, maker)
 
     def near(self, site: Site, read: Sequence[Value]) -> str:
         """The param that was read last on the way to an operation.
 
-        Of the backward pass: of the operation that it is the derivative of, which reads
-        what that read. The product that gives a weight's gradient reads what came
-        before that weight, and what comes back to it.
+        A backward operation belongs to the param of its forward operation, which was
+        read first. The product that gives a weight's gradient reads the input of that
+        layer and the cotangent of its output: the weight was read in between.
         """
         paths = [v.near for v in read if v.near]
         if site.moves:
             return paths[0] if paths else ""
+        order = lambda path: self.reads.get(path, self.order)  # noqa: E731
         if not is_backward(site.names):
             # A loop as a whole reads all params of its body at once.
             for path in [] if frames_of(site.eqn) else paths:
                 self.reads.setdefault(path, self.order)
-            return max(paths, key=self._order, default="")
+            return max(paths, key=order, default="")
         reads_param = any(v.near and v.maker is None for v in read)
         is_weights = site.shape is Shape.PRODUCT and not reads_param
-        return (max if is_weights else min)(paths, key=self._order, default="")
-
-    def _order(self, path: str) -> int:
-        return self.reads.get(path, self.order)
-
-    def _read(self, atom: Atom, env: dict[jc.Var, Value], context: Context) -> Value:
-        if isinstance(atom, jc.Literal):
-            aval: Any = atom.aval
-            return self.incoming(context.lifted(np.asarray(atom.val, aval.dtype)))
-        return env[atom]
+        return (max if is_weights else min)(paths, key=order, default="")
 
 
-def operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
-    """The rule of what holds no program, or none that can be looked into."""
+def run_operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
+    """The rule for an equation that holds no program."""
     replay.order += 1
     near = replay.near(site, read)
     fn = jc.jaxpr_as_fun(jax_internals.program_around(site.eqn, site.program))
     outs = site.context.evaluate(fn, [v.array for v in read])
-    return [replay.seen(site, x, read, near) for x in outs]
+    return [replay.result(site, x, read, near) for x in outs]
+
+
+def not_finite(x: object) -> tuple[bool, bool]:
+    """Whether an array holds NaN, and whether it holds infinities."""
+    nan, inf = np.asarray(_flags(x)) if is_differentiable(x) else (False, False)
+    return bool(nan), bool(inf)
+
+
+@jax.jit
+def _flags(x):
+    return jnp.stack([jnp.isnan(x).any(), jnp.isinf(x).any()])
 
 
 def _last_readers(program: jc.Jaxpr) -> dict[jc.Var, int]:
-    """By variable, the place of the last equation that reads it; -1 of a result."""
-    last = dict.fromkeys((v for v in program.outvars if isinstance(v, jc.Var)), -1)
-    for i, eqn in reversed(list(enumerate(program.eqns))):
-        for var in eqn.invars:
-            if isinstance(var, jc.Var):
-                last.setdefault(var, i)
-    return last
+    """The last equation that reads each variable; -1 for a result of the program."""
+    readers = [(v, i) for i, eqn in enumerate(program.eqns) for v in eqn.invars]
+    readers += [(v, -1) for v in program.outvars]
+    return {v: i for v, i in readers if isinstance(v, jc.Var)}
 
 
-def _reads_infinite_number(eqn: jc.JaxprEqn) -> bool:
-    literals = [v.val for v in eqn.invars if isinstance(v, jc.Literal)]
-    return any(
-        is_differentiable(x) and bool(np.isinf(x)) for x in map(np.asarray, literals)
-    )
+def _has_inf_literal(eqn: jc.JaxprEqn) -> bool:
+    literals = [np.asarray(v.val) for v in eqn.invars if isinstance(v, jc.Literal)]
+    return any(is_differentiable(x) and bool(np.isinf(x)) for x in literals)
 
 
 def _location_of(
-    site: Site,
-    array: Array,
-    read: Sequence[Value],
-    near: str,
-    infinities: tuple[str, ...],
+    site: Site, array: Array, read: Sequence[Value], near: str
 ) -> Location:
-    """The report of an operation, if it turns out to be the first: without the loss."""
+    """The location of an operation, without the loss and the gradients."""
     floats, context = [v for v in read if is_differentiable(v.array)], site.context
-    made_by, maker = ("", ""), floats[0].maker if site.moves and floats else None
-    if maker is not None:
-        made_by = f"`{primitive_name(maker.eqn)}`", maker.line
-    result = context.range_of(array)
+    result, made_by = context.range_of(array), ""
+    if site.moves and floats and (maker := floats[0].maker):
+        line = f" at {maker.line}" if maker.line else ""
+        made_by = f"`{primitive_name(maker.eqn)}`{line}"
     return Location(
         operation=words_of(site.eqn, result.dtype),
         primitive=primitive_name(site.eqn),
@@ -247,6 +268,5 @@ def _location_of(
         loops=context.loops,
         operands=tuple(context.range_of(v.array) for v in floats),
         result=result,
-        made_by=" at ".join(filter(None, made_by)),
-        infinities=infinities,
+        made_by=made_by,
     )

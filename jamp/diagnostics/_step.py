@@ -1,5 +1,6 @@
-"""A step as a program: the loss and the gradients of a batch."""
+"""Traces the loss and the gradients of a step as one program."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,28 +12,48 @@ from jax.extend import core as jc
 from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
-from jamp._scaling.rules import DynamicLossScale, current_scale
+from jamp._policy.levels import Properties, half_dtype
+from jamp._scaling.rules import DynamicLossScale, check_state, current_scale
 from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
 
 class Step(NamedTuple):
-    """A program that gives the loss and the gradients."""
+    """A program that returns the loss and the scaled gradients."""
 
     program: jc.Jaxpr
-    values: list[tuple[Any, str]]  # what it takes, and the paths of that
+    inputs: list[tuple[Any, str]]  # with their tree paths
     paths: list[str]  # of the gradients
-    scale_path: str = ""  # of the loss scale; "" if that is a constant of the program
-    scale: float = 1.0  # the one of the state
+    scale: float = 1.0  # the state's loss scale
+    scale_path: str = ""  # the input that holds it
 
-    def values_at(self, scale: float) -> list[tuple[Any, str]]:
-        """What the program takes, at a scale."""
-        given = {self.scale_path: jnp.asarray(scale, jnp.float32)}
-        return [(given.get(path, x), path) for x, path in self.values]
+    def inputs_at(self, scale: float) -> list[tuple[Any, str]]:
+        """The inputs with another loss scale."""
+        scaled = {self.scale_path: jnp.asarray(scale, jnp.float32)}
+        return [(scaled.get(path, x), path) for x, path in self.inputs]
 
 
-def traced(
-    name: str,
+def function_first[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
+    """Raises if `fn(loss_fn, **options)` also gets arguments of the loss."""
+
+    @functools.wraps(fn)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        # `explain` takes a dtype, as `autocast` does.
+        rest = [x for x in args[1:] if not isinstance(x, str | type | np.dtype)]
+        if rest or not all(map(callable, args[:1])):
+            raise TypeError(
+                f"jamp.diagnostics.{fn.__name__} takes a function and options, got "
+                f"({', '.join(type(x).__name__ for x in args)}). Write "
+                f"{fn.__name__}(loss_fn)(state, *args)."
+            )
+        return fn(*args, **kwargs)
+
+    return checked
+
+
+def trace_step(
     loss_fn: Callable[..., Any],
     state: AmpState,
     args: tuple[Any, ...],
@@ -40,75 +61,60 @@ def traced(
     loss_id: int = 0,
     wrt: Wrt = None,
 ) -> Step:
-    """The step of a loss function, for the function of `jamp.diagnostics` of a name.
+    """Traces a step. Arrays may be shapes; Python's numbers stay constants."""
 
-    Shapes do for arrays. Paths are those in the state, or in the arguments. Python's
-    numbers are not traced, as they are not in a step's code.
-    """
-    _check_state(name, state)
+    def with_aux(*args, **kwargs):
+        out = loss_fn(*args, **kwargs)
+        return (out[0] if isinstance(out, tuple) else out), None
+
+    step = ScaledGrad(with_aux, has_aux=True, loss_id=loss_id, wrt=wrt).raw
     given = state, {"args": args, "kwargs": kwargs}
-    step = ScaledGrad(with_aux(loss_fn), has_aux=True, loss_id=loss_id, wrt=wrt).raw
     named, structure = jax.tree.flatten_with_path(given)
-    leaves = [x for _, x in named]
-    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    places = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
-    paths: list[str] = []
+    is_array = [isinstance(x, _ARRAYS) for _, x in named]
 
-    def flat(*arrays):
-        found = dict(zip(places, arrays, strict=True))
-        filled = [found.get(i, x) for i, x in enumerate(leaves)]
-        state, given = jax.tree.unflatten(structure, filled)
+    def run(*arrays):
+        rest = iter(arrays)
+        pairs = zip(named, is_array, strict=True)
+        leaves = [next(rest) if traced else x for (_, x), traced in pairs]
+        state, given = jax.tree.unflatten(structure, leaves)
         (loss, _), grads = step(state, *given["args"], **given["kwargs"])
-        packed = groups.pack_wrt(grads, wrt, state.params)
-        of_grads = jax.tree.leaves_with_path(packed)
-        paths[:] = [path_string(path) for path, _ in of_grads]
-        return [loss, *(x for _, x in of_grads)]
+        return loss, groups.pack_wrt(grads, wrt, state.params)
 
-    program = jax.make_jaxpr(flat)(*(leaves[i] for i in places))
-    values = [(leaves[i], path_string(named[i][0][1:])) for i in places]
-    return Step(program, values, paths)
+    pairs = zip(named, is_array, strict=True)
+    inputs = [(x, path_string(path[1:])) for (path, x), traced in pairs if traced]
+    program, outs = jax.make_jaxpr(run, return_shape=True)(*(x for x, _ in inputs))
+    paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outs[1])]
+    return Step(program, inputs, paths)
 
 
-def scaled_step(
+def trace_scaled_step(
     name: str,
     loss_fn: Callable[..., Any],
     state: AmpState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss_id: int = 0,
-    wrt: Wrt = None,
+    loss_id: int,
+    wrt: Wrt,
 ) -> Step:
-    """`traced`, of values, with the loss scale among what it takes, at any level."""
-    _check_state(name, state)
+    """Traces a step on values, with the loss scale as an input at every level."""
+    call = f"jamp.diagnostics.{name}(loss_fn)(state, *args)"
+    check_state(state, call)
     if any(map(is_traced, jax.tree.leaves((state, args, kwargs)))):
         raise TypeError(
-            f"jamp.diagnostics.{name} looks at values, and got traced arrays: call it "
-            "outside of jit, with the state and the batch that the step was given."
+            f"{call} reads values, and got traced arrays: call it outside of jit, "
+            "with the state and the batch of the step."
         )
     rule, before = state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
     rules = list(state.loss_scale_rules)
     rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
-    state = state.replace(loss_scale_rules=tuple(rules))
-    path, scale = f"loss_scales/{loss_id}/scale", float(current_scale(rule, before))
-    step = traced(name, loss_fn, state, args, kwargs, loss_id, wrt)
-    return step._replace(scale_path=path, scale=scale)
+    dynamic = state.replace(loss_scale_rules=tuple(rules))
+    step = trace_step(loss_fn, dynamic, args, kwargs, loss_id, wrt)
+    with jax.transfer_guard("allow"):
+        scale = float(current_scale(rule, before))
+    return step._replace(scale=scale, scale_path=f"loss_scales/{loss_id}/scale")
 
 
-def _check_state(name: str, state: object) -> None:
-    """Raises unless it is an AmpState."""
-    if not isinstance(state, AmpState):
-        raise TypeError(
-            f"jamp.diagnostics.{name} takes `(loss_fn, state, *args)` with the "
-            f"AmpState of jamp.initialize, got {type(state).__name__}. For NNX, use "
-            f"jamp.nnx.{name}(loss_fn, model, optimizer, *args)."
-        )
-
-
-def with_aux(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss function that gives `(loss, None)`, whether it has an aux or not."""
-
-    def both(*args, **kwargs):
-        out = loss_fn(*args, **kwargs)
-        return (out[0] if isinstance(out, tuple) else out), None
-
-    return both
+def matmul_dtype(properties: Properties) -> Any:
+    """The half dtype of a level's matmuls; None if they run in float32."""
+    autocast = properties.patch_functions_type if properties.patch_functions else None
+    return half_dtype(properties) or autocast

@@ -5,14 +5,9 @@ functions of the other rooms and come back: nothing is scaled or stepped here.
 """
 
 from jamp.nnx._autocast import autocast as autocast
-from jamp.nnx._diagnostics import (
-    explain as explain,
-    locate as locate,
-    numerics as numerics,
-    recommend_scale as recommend_scale,
-)
 from jamp.nnx._initialize import initialize as initialize
 from jamp.nnx._optimizer import Optimizer as Optimizer
+from jamp.nnx._pure import pure as pure
 from jamp.nnx._scaled_grad import (
     scaled_grad as scaled_grad,
     scaled_value_and_grad as scaled_value_and_grad,

@@ -136,7 +136,7 @@ class Optimizer(nnx.Optimizer):
     def update(
         self,
         models: Models,
-        grads: PyTree,
+        grads: PyTree = None,
         /,
         *,
         loss_id: int | Sequence[int] = 0,
@@ -158,7 +158,8 @@ class Optimizer(nnx.Optimizer):
         """
         is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
         swapped = any(map(is_module, jax.tree.leaves(grads, is_leaf=is_module)))
-        if swapped or not all(map(is_module, entries(models).values())):
+        one = grads is None  # `update(grads)`, as in older versions of Flax
+        if one or swapped or not all(map(is_module, entries(models).values())):
             raise TypeError("Write optimizer.update(model, grads): the model first.")
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)

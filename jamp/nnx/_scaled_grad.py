@@ -4,24 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
-import jax
-from flax import nnx
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from jamp._core.devices import moves_constants
 from jamp._core.tree import select
-from jamp._policy.forward import scope_by
 from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, check_call
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import (
-    Models,
-    by_path,
-    check_arguments_apart,
-    from_pure,
-    shown,
-    take_out,
-    written_back,
-)
+from jamp.nnx._pure import PureLoss, check_optimizer
+from jamp.nnx._variables import Models
 
 type Fn[T] = Callable[..., T]
 
@@ -102,76 +92,3 @@ def scaled_grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad
-
-
-def check_optimizer(
-    optimizer: object, call: str, takes: str = "(model, optimizer, ...)"
-) -> None:
-    """Raises a TypeError unless it is one of jamp."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"jamp.nnx.{call} takes `{takes}` of jamp.nnx.initialize, got "
-            f"{type(optimizer).__name__} for the optimizer."
-        )
-
-
-class PureLoss:
-    """`(params, *others, variables) -> (loss, (aux, after))`, of one call of a loss.
-
-    Attributes:
-        before: the arrays of what is not trained: in the models, and in NNX objects
-            among the other arguments.
-        others: the other arguments that are none.
-    """
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        has_aux: bool,
-        models: Models,
-        optimizer: Optimizer,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ):
-        self.loss_fn, self.has_aux = loss_fn, has_aux
-        self.models, self.wrt = models, optimizer.wrt
-        self.scope = scope_by(optimizer.properties)
-        self.graphdef, _, self.rest = nnx.split(models, self.wrt, ...)
-        self.nodes, self.others, self.put_back = take_out((args, kwargs))
-        check_arguments_apart(models, self.nodes)
-        self.nodes_def, self.nodes_state = nnx.split(self.nodes)
-        self.before = nnx.as_pure(self.rest), nnx.as_pure(self.nodes_state)
-
-    def __call__(self, params: PyTree, *others: Any, variables: PyTree) -> Any:
-        """The loss, its aux, and what it left in what is not trained."""
-        # Params that are not trained; `params` are shown so already.
-        frozen = from_pure(self.rest, shown(self.rest, variables[0], self.scope))
-        there = nnx.merge(self.graphdef, by_path(params), frozen)
-        nodes = nnx.merge(self.nodes_def, from_pure(self.nodes_state, variables[1]))
-        args, kwargs = self.put_back(nodes, others)
-        out = self.loss_fn(there, *args, **kwargs)
-        loss, aux = out if self.has_aux else (out, None)
-        left = nnx.state(there, nnx.Not(self.wrt)), nnx.state(nodes)
-        after = nnx.as_pure(left)
-        _check_structure(variables, after)
-        return loss, (aux, (written_back(self.rest, after[0]), after[1]))
-
-    def write_back(self, after: PyTree) -> None:
-        """Puts what a loss left into the objects that were given."""
-        nnx.update(self.models, from_pure(self.rest, after[0]))
-        nnx.update(self.nodes, from_pure(self.nodes_state, after[1]))
-
-
-def _check_structure(before: PyTree, after: PyTree) -> None:
-    """Raises if the loss made Variables, which a step that is skipped cannot have."""
-    if jax.tree.structure(before) == jax.tree.structure(after):
-        return
-    names = [
-        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-        for tree in (before, after)
-    ]
-    raise ValueError(
-        "The loss function added Variables to the model or removed some: "
-        f"{sorted(names[0] ^ names[1])}. What `sow` leaves, take out in the loss with "
-        "`nnx.pop(model, nnx.Intermediate)`, and return it as aux."
-    )

@@ -112,18 +112,25 @@ INSIDE = {
 # name: program, what w and x are multiplied by, words of the operation, the pass, words
 # of the advice
 PROGRAMS = {
-    "attention logit": (attention_logit, 1, 100, "matrix product", "f", "1/sqrt"),
+    "attention logit": (attention_logit, 1, 100, "matmul", "f", "1/sqrt"),
     "log(0)": (log_of_zero, 1, 1, "a logarithm", "f", "log_softmax"),
     "0/0": (zero_by_zero, 1, 0, "a quotient", "f", "by zero"),
-    "NaN in the data": (data, 1, np.nan, "args/0", "i", "in the data"),
+    "NaN in the data": (data, 1, np.nan, "args/0", "i", "check the data"),
     "NaN in the params": (data, np.nan, 1, "params", "i", "checkpoint"),
-    "learning rate": (learning_rate, 3e4, 1, "matrix product", "f", "learning rate"),
+    "learning rate": (learning_rate, 3e4, 1, "matmul", "f", "learning rate"),
     "exp in a loss": (exp_in_a_loss, 100, 1, "an exponential", "f", "maximum first"),
     "softmax of all -inf": (masked_softmax, 1, 1, "difference", "f", "row is masked"),
     "a norm's rsqrt(0)": (rsqrt_of_zero, 1, 0, "square root", "f", "epsilon"),
     "sqrt'(0)": (sqrt_at_zero, 1, 0, "quotient", "b", "epsilon inside"),
-    "a gradient": (large_gradient, 1, 1, "product|cast", "b", "mean of the loss"),
-    "behind a good mask": (behind_a_good_mask, 1, 1, "product", "f", "65504"),
+    "a gradient": (
+        large_gradient,
+        1,
+        1,
+        "matmul|product|cast",
+        "b",
+        "mean of the loss",
+    ),
+    "behind a good mask": (behind_a_good_mask, 1, 1, "matmul", "f", "65504"),
 }
 
 
@@ -146,13 +153,14 @@ def run(framework, level, fn, w, x, **options):
     options |= {"opt_level": level, "verbosity": 0}
     if framework == "NNX":
         both = jamp.nnx.initialize(NetNNX(fn, w), optax.sgd(1.0), **options)
-        return jamp.nnx.locate(lambda model, x: total(model(x)), *both, x)
+        loss, state = jamp.nnx.pure(lambda model, x: total(model(x)), *both)
+        return locate(loss)(state, x)
     apply_fn = lambda variables, x: fn(variables["params"]["w"], x)  # noqa: E731
     state = jamp.initialize(
         {"w": jnp.asarray(w)}, optax.sgd(1.0), apply_fn=apply_fn, **options
     )
     loss = lambda params, x: (total(state.apply_fn({"params": params}, x)), "aux")  # noqa: E731
-    return locate(loss, state, x)
+    return locate(loss)(state, x)
 
 
 def lines_of(fn):
@@ -180,7 +188,6 @@ def test_culprit(name):
         assert found.module == ""  # of Linen it is on the page docs/overflow.md
         assert found.near in ("w", "")
         assert found.result is not None and found.result.infs + found.result.nans > 0
-        assert found.result.shape == found.shape and found.dtype == found.result.dtype
 
 
 @pytest.mark.parametrize("fn", INSIDE)
@@ -190,7 +197,7 @@ def test_inside_of_what_holds_programs(fn):
         text = str(found)
         assert (found.loops, found.phase) == (INSIDE[fn], "forward"), text
         assert found.source in lines_of(step), text
-        assert found.operation == "a matrix product", text
+        assert found.operation == "a matmul", text
 
 
 @pytest.mark.eight_devices
@@ -216,7 +223,7 @@ def test_on_one_device_of_eight():
     loops = ("a shard_map over data", "iteration 1 of 3 of a scan")
     assert found.loops == loops
     assert found.source in lines_of(step) and found.primitive == "dot_general"
-    assert found.result.infs == 32 and found.shape == (4, 8)
+    assert found.result.infs == 32 and found.result.shape == (4, 8)
 
 
 def test_an_infinity_beside_a_nan_is_not_its_cause():
@@ -225,7 +232,7 @@ def test_an_infinity_beside_a_nan_is_not_its_cause():
         return total(jnp.minimum(h / h, best))  # here
 
     best = np.full((4, 8), np.inf, np.float32)
-    found = locate(loss, params_state("O0"), ONES, best)
+    found = locate(loss)(params_state("O0"), ONES, best)
     assert (found.primitive, found.source) == ("div", lines_of(loss)[0]), found
 
 
@@ -243,7 +250,7 @@ def test_only_the_loss_scale_is_too_high():
     begun = dict.fromkeys(("init_scale", "max_scale"), 2.0**30)
     rule = jamp.DynamicLossScale(**begun)
     for scale, says in ((rule, "in 16 skipped"), (2.0**30, 'loss_scale="dynamic"')):
-        found = locate(two_layers, params_state(loss_scale=scale), ONES)
+        found = locate(two_layers)(params_state(loss_scale=scale), ONES)
         assert (found.phase, found.scale, found.loss) == ("backward", 2.0**30, 32)
         # The gradients are sums of 4 ones, times the scale: 65504 / 4 > 2**13.
         assert "at 8192 all gradients are finite" in found.advice, found
@@ -255,10 +262,10 @@ def test_every_level(level):
     state = params_state(level)
     before = jax.tree.map(np.array, state)
     with jax.debug_nans(True), jax.transfer_guard("disallow"):
-        found = locate(two_layers, state, ONES)
+        found = locate(two_layers)(state, ONES)
     assert found.finite is (level != "O2") or found.phase == "backward"
     assert not found.finite or str(found).startswith("All is finite: the loss is 32")
-    found = locate(two_layers, state, 2 * ONES, power=200)
+    found = locate(two_layers)(state, 2 * ONES, power=200)
     assert (found.phase, found.params) == ("forward", ("a/w", "b/w")), found
     assert (found.near, found.operation) == ("a/w", "a power x ** n"), found
     jax.tree.map(np.testing.assert_array_equal, before, state)  # it changed nothing
@@ -271,26 +278,26 @@ def test_check_names_the_culprit():
     step = jax.jit(jamp.scaled_grad(loss_fn))
     for _ in range(2):
         state = state.apply_gradients(grads=step(state))
-    culprit = lambda: locate(loss_fn, state)  # noqa: E731
+    culprit = lambda: locate(loss_fn)(state)  # noqa: E731
     assert jamp.check(state, 3, locate=culprit) is None
     with pytest.raises(FloatingPointError) as error:
         jamp.check(state, 2, locate=culprit)
     text = str(error.value)
     assert text.startswith("Loss 0 skipped 2 steps in a row, its scale is 16384")
     assert "a logarithm" in text and lines_of(log_of_zero)[0] in text.replace("\n", "")
-    with pytest.raises(FloatingPointError, match=r"jamp.diagnostics.locate\(loss_fn"):
+    with pytest.raises(FloatingPointError, match=r"locate\(loss_fn\)\(state"):
         jamp.check(state, 2)
 
 
 def test_what_it_cannot_take():
     state = params_state()
     with pytest.raises(TypeError, match="outside of jit, with the state and the batch"):
-        jax.jit(lambda s, x: locate(two_layers, s, x))(state, ONES)
-    with pytest.raises(TypeError, match="the AmpState of jamp.initialize, got dict"):
-        locate(two_layers, state.params, ONES)
+        jax.jit(lambda s, x: locate(two_layers)(s, x))(state, ONES)
+    with pytest.raises(TypeError, match="the AmpState .* got dict"):
+        locate(two_layers)(state.params, ONES)
     model = NetNNX(data, EYE)
     with pytest.raises(TypeError, match="got NetNNX for the optimizer"):
-        jamp.nnx.locate(lambda model: model, model, model)
+        jamp.nnx.pure(lambda model: model, model, model)
 
 
 def test_groups_and_losses():
@@ -298,5 +305,5 @@ def test_groups_and_losses():
     tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
     state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
     loss = lambda params: total(params["a"] @ params["b"])  # noqa: E731
-    found = locate(loss, state, loss_id=1, wrt="b")
+    found = locate(loss, loss_id=1, wrt="b")(state)
     assert (found.total, found.params, found.loss) == (1, ("",), np.inf)

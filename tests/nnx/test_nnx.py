@@ -392,10 +392,10 @@ BAD_CALLS = {
     r"nnx.scaled_grad\(loss_fn\) takes .* got NoneType": (
         lambda: grads_of(loss_fn, make()[0], None, X)
     ),
-    r"nnx.explain\(loss_fn\) takes .* got NoneType": (
-        lambda: jamp.nnx.explain(loss_fn)(make()[0], None, X)
+    r"nnx.pure takes .* got int": lambda: jamp.nnx.pure(loss_fn, make()[0], 3),
+    r"optimizer.update\(model, grads\)": (
+        lambda: make()[1].update(nnx.state(linear()))
     ),
-    "nnx.locate takes .* got int": lambda: jamp.nnx.locate(loss_fn, make()[0], 3, X),
 }
 
 

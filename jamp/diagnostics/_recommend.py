@@ -1,0 +1,103 @@
+"""`recommend_scale`: the loss scale at which a batch's gradients fit the half dtype."""
+
+import bisect
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jc
+from jaxtyping import Array
+
+from jamp._core.groups import Wrt
+from jamp._core.tree import all_finite
+from jamp.diagnostics._step import function_first, matmul_dtype, trace_scaled_step
+
+_LARGEST = 24  # apex's ceiling is 2**24
+_MAX_LOST = 1e-3  # the share of gradients that may round to zero
+_MARGIN = 3  # powers of two between the largest safe scale and the recommended one
+_LOCATE = "`print(jamp.diagnostics.locate(loss_fn)(state, *args))` names the operation."
+
+
+@function_first
+def recommend_scale(
+    loss_fn: Callable[..., Any], *, loss_id: int = 0, wrt: Wrt = None
+) -> Callable[..., float]:
+    """Recommends a loss scale for a batch, at the level of a state.
+
+    In float16, it is an eighth of the largest power of two up to 2**24 at which no
+    gradient overflows; or more, if float16 would round more than 1 in 1,000 gradients
+    to zero. In bfloat16, which has the range of float32, it is 1. Use it for
+    `DynamicLossScale(init_scale=...)`, which then skips no first steps, or as a static
+    scale. It compiles the step once.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
+        loss_id: which of the state's loss scales to use.
+        wrt: the groups to differentiate, as in the step.
+
+    Returns:
+        `f(state, *args, **kwargs) -> float`.
+
+    Raises (when called):
+        TypeError: `state` is not an AmpState, or arrays are traced.
+        ValueError: the level does not compute in half.
+        FloatingPointError: the loss or a gradient is not finite at any scale.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O2", verbosity=0)
+    >>> loss_fn = lambda w: 100 * w.sum(dtype="float32")
+    >>> recommend_scale(loss_fn)(state)  # 100 * 512 < 65504
+    64.0
+    """
+
+    def recommended(state, /, *args, **kwargs):
+        call = ("recommend_scale", loss_fn, state, args, kwargs, loss_id, wrt)
+        step = trace_scaled_step(*call)
+        half = matmul_dtype(state.properties)
+        if half is None:
+            raise ValueError(
+                f"A state at {state.properties.opt_level} does not compute in half: "
+                "initialize one at the level to train at, such as O2."
+            )
+        run = jax.jit(jc.jaxpr_as_fun(step.program))
+
+        @functools.cache
+        def outputs(power: int) -> list[Array]:
+            return run(*(x for x, _ in step.inputs_at(2.0**power)))
+
+        def overflows(power: int) -> bool:
+            return not all_finite(outputs(power)[1:])
+
+        def loses_digits(power: int) -> bool:
+            return _share_lost(outputs(high)[1:], 2.0 ** (power - high)) > _MAX_LOST
+
+        with jax.transfer_guard("allow"):
+            loss = float(outputs(0)[0])
+            if not np.isfinite(loss):
+                raise FloatingPointError(
+                    f"The loss is {loss} at any loss scale: the forward pass "
+                    f"overflows in {half}. {_LOCATE}"
+                )
+            if overflows(0):
+                raise FloatingPointError(
+                    f"A gradient is not finite in {half} at any loss scale. {_LOCATE}"
+                )
+            if half == jnp.bfloat16:
+                return 1.0
+            high = bisect.bisect_left(range(1, _LARGEST + 1), True, key=overflows)
+            low = next((p for p in range(high) if not loses_digits(p)), high)
+            return 2.0 ** max(low, high - _MARGIN, 0)
+
+    return recommended
+
+
+@jax.jit
+def _share_lost(grads: list[Array], factor: float) -> Array:
+    """The share of nonzero gradients that float16 rounds to zero after scaling."""
+    sizes = [jnp.abs(g).astype(jnp.float32) for g in grads]
+    least = jnp.float32(2.0**-25)  # half the smallest number of float16
+    lost = sum(jnp.sum((x > 0) & (x * factor <= least)) for x in sizes)
+    return lost / jnp.maximum(1, sum(jnp.sum(x > 0) for x in sizes))

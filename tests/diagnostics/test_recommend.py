@@ -1,0 +1,77 @@
+"""`recommend_scale`: scales derived by hand, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp.diagnostics import recommend_scale
+
+pytestmark = pytest.mark.standard_promotion  # as in the reader's program
+
+
+def state_of(level="O2", **options):
+    params = {"a": jnp.ones(1000), "b": {"w": jnp.ones(1000)}}
+    return jamp.initialize(params, optax.sgd(1.0), level, verbosity=0, **options)
+
+
+def loss_fn(params, scale):
+    """The gradients are the argument, whose name is also an option's elsewhere."""
+    a, b = (p.astype(jnp.float32) for p in jax.tree.leaves(params))
+    return (a * scale[0] + b * scale[1]).sum(), "aux"
+
+
+# The largest gradient g, the smallest, and the scale. g * 2**p is at most 65504; three
+# powers less, unless the smallest gradient is then at most half of 2**-24.
+@pytest.mark.parametrize(
+    "large, small, expected",
+    [
+        (1.0, 2.0**-30, 2**12),
+        (10.0, 2.0**-35, 2**11),
+        (1e-4, 1e-4, 2**21),
+        (65504.0, 65504.0, 1),
+    ],
+)
+def test_scales_by_hand(large, small, expected):
+    x = np.full((2, 1000), large, np.float32)
+    x[1, ::2] = small
+    assert recommend_scale(loss_fn)(state_of(), scale=x) == expected
+
+
+def matmul_loss(params, x):
+    return (x @ params["w"]).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O6"])
+def test_each_level_is_judged_by_its_half_dtype(level):
+    x = np.full((8, 8), 100, np.float32)
+    params = {"w": jnp.ones((8, 8))}
+    state = jamp.initialize(params, optax.sgd(1.0), level, verbosity=0)
+    # Each gradient is a sum of eight hundreds: 800 * 2**6 < 65504 < 800 * 2**7.
+    expected = 1 if level in ("O4", "O5", "O6") else 2**3
+    assert recommend_scale(matmul_loss)(state, x) == expected
+    # float16 overflows in the forward pass, and no scale changes that.
+    huge = x * np.float32(600)
+    if expected > 1:
+        with pytest.raises(FloatingPointError, match="forward pass .* in float16.*loc"):
+            recommend_scale(matmul_loss)(state, huge)
+    else:
+        assert recommend_scale(matmul_loss)(state, huge) == 1
+
+
+def test_what_it_refuses():
+    x = np.full((2, 1000), 1e6, np.float32)
+    with pytest.raises(FloatingPointError, match="A gradient is not finite in float16"):
+        recommend_scale(loss_fn)(state_of(), x)
+    without_half = state_of("O0"), state_of("O1", patch_functions=False)
+    for state in without_half:
+        with pytest.raises(ValueError, match="does not compute in half: initialize"):
+            recommend_scale(loss_fn)(state, x)
+    with pytest.raises(TypeError, match=r"recommend_scale\(loss_fn\)\(state, \*args\)"):
+        jax.jit(lambda x: recommend_scale(loss_fn)(state_of(), x))(x)
+    with pytest.raises(TypeError, match="AmpState .* got dict.*nnx.pure"):
+        recommend_scale(loss_fn)({}, x)
+    with pytest.raises(TypeError, match=r"got \(function, AmpState\). Write recommend"):
+        recommend_scale(loss_fn, state_of())
