@@ -22,20 +22,20 @@ says what the rules mean and how to change them for a program.
 _TITLES = {
     Rule.HALF: "In half",
     Rule.FLOAT32: "In float32",
-    Rule.PROMOTE: "In the widest dtype of their operands, or as their readers want it",
+    Rule.PROMOTE: "In the widest dtype of their operands, or as their readers need",
     Rule.MOVE: "In the widest dtype of their operands",
-    Rule.RECORDED: "As the program has them",
+    Rule.RECORDED: "In the dtype that the program has",
 }
 _PROGRAMS = """\
-## What holds programs
+## Operations that contain programs
 
-Their programs are read by the same lists: {names}.
+Autocast applies the same lists to the programs inside {names}.
 
-## What is in no list
+## Operations in no list
 
-It cannot be looked into, and runs as the program has it, with a warning that names it:
-kernels of Pallas and calls of foreign functions. What only runs in half, such
-as cuDNN's attention, is [called so](autocast.md#what-only-runs-in-half).
+Autocast cannot look into Pallas kernels and foreign functions. They run in the dtype
+that the program has, and a warning names them. Some operations, such as cuDNN's
+attention, [only run in half](autocast.md#what-only-runs-in-half).
 """
 
 
@@ -46,9 +46,9 @@ def page() -> str:
         for rule, title in _TITLES.items()
     ]
     functions = _section("Functions, by the name of their `jit`", FUNCTION_ROWS)
-    libraries = _section("Functions of JAX, by their place", LIBRARY_ROWS)
+    libraries = _section("Functions of JAX, by module", LIBRARY_ROWS)
     solvers = _section(
-        "Functions of JAX that call yours: only what they multiply themselves",
+        "Functions of JAX that call yours: only their own matmuls",
         SOLVER_ROWS,
     )
     programs = _PROGRAMS.format(names=_names(RULES))

@@ -38,8 +38,8 @@ LIBRARY_ROWS = (
         "jax.scipy.signal.* jax.scipy.spatial.* jax.numpy.cov jax.numpy.corrcoef "
         "jax.numpy.poly jax.numpy.polydiv jax.numpy.polyfit jax.numpy.polymul "
         "jax.numpy.roots jax.random.multivariate_normal",
-        "Linear algebra and statistics: they multiply what then nearly cancels.",
-        "torch: most raise in half; there they have no products that are cast",
+        "Their products nearly cancel in linear algebra and statistics.",
+        "torch: most raise in half, and none contains a matmul that is cast",
     ),
     _row(
         Rule.HALF,
@@ -47,7 +47,7 @@ LIBRARY_ROWS = (
         "jax.numpy.linalg.outer jax.numpy.linalg.tensordot jax.numpy.linalg.vecdot "
         "jax.scipy.signal.convolve jax.scipy.signal.convolve2d "
         "jax.scipy.signal.correlate jax.scipy.signal.correlate2d",
-        "They are the products themselves, by another name: as by any other.",
+        "These are matmuls and convolutions under another name.",
         "apex FP16_FUNCS: matmul, conv1d, conv2d; torch: chain_matmul",
     ),
 )
@@ -58,7 +58,7 @@ SOLVER_ROWS = (
         Rule.FLOAT32,
         "jax.experimental.ode.* jax.scipy.integrate.* jax.scipy.optimize.* "
         "jax.scipy.sparse.*",
-        "Solvers: they add small steps. The functions that they call are as any other.",
+        "Solvers add small steps. The functions that they call follow the usual rules.",
         "torch: has none",
     ),
 )

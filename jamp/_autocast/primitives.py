@@ -88,15 +88,15 @@ ROWS = (
     ),
     _row(
         Rule.FLOAT32,
-        "Steep or ill conditioned where half has few digits.",
+        "They are steep or ill-conditioned where half has few digits.",
         "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; the others likewise",
         "elementwise costly: sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
         "atanh erf erfc erf_inv",
     ),
     _row(
         Rule.FLOAT32,
-        "Special functions: series that lose digits, without half kernels.",
-        "torch: erfinv, as in apex; the others are in no list",
+        "Special functions are series that lose digits, and have no half kernels.",
+        "torch and apex: erfinv; no list has the others",
         "elementwise costly: lgamma digamma",
         "elementwise slow: polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
         "bessel_i1e regularized_incomplete_beta polynomial one_minus_square",
@@ -111,7 +111,7 @@ ROWS = (
     ),
     _row(
         Rule.FLOAT32,
-        "Linear algebra and FFT: there are no half kernels.",
+        "Linear algebra and FFTs have no half kernels.",
         "torch: raises in half",
         "mix: cholesky cholesky_update eig eigh svd qr lu schur hessenberg tridiagonal "
         "householder_product ormqr triangular_solve tridiagonal_solve geqrf geqp3 "
@@ -120,13 +120,13 @@ ROWS = (
     _row(
         Rule.FLOAT32,
         "Sorting: no half kernels on all backends, and ties would change the order.",
-        "torch: in no list, nor in apex",
+        "neither torch nor apex lists them",
         "mix: sort top_k approx_top_k",
     ),
     _row(
         Rule.PROMOTE,
         "Elementwise, or a choice among values: as exact as their operands.",
-        "apex CASTS: add, div, mul, eq, ge, ...; torch: what is in no list",
+        "apex CASTS: add, div, mul, eq, ge, ...; torch: operations in no list",
         "elementwise rounds keeps_range: add sub add_any sqrt",
         "elementwise rounds reads_operands: mul div",
         "elementwise rounds costly: tanh logistic",
@@ -140,7 +140,7 @@ ROWS = (
     ),
     _row(
         Rule.MOVE,
-        "They move values: what goes in comes out.",
+        "They move values and compute nothing.",
         "apex SEQUENCE_CASTS: cat, stack",
         "repeat: broadcast_in_dim broadcast_to tile",
         "reshape: reshape squeeze transpose copy",
@@ -157,7 +157,7 @@ ROWS = (
     ),
     _row(
         Rule.RECORDED,
-        "Their dtype is their meaning, or they have none.",
+        "Their dtype is part of their meaning, or they have no float dtype.",
         "torch: not in any list; random numbers are drawn as the program says",
         "same: convert_element_type",
         "mark: reduce_precision",
@@ -178,7 +178,7 @@ ROWS = (
     ),
     _row(
         Rule.RECORDED,
-        "Solvers, which need their digits, and what Equinox's loops are made of.",
+        "Solvers need their digits. The others implement Equinox's loops.",
         "torch: not in any list",
         "opaque: CustomRoot _RootLinearMap linear_solve maybe_set nonbatchable "
         "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
