@@ -1,4 +1,4 @@
-"""For the site: pages that lie outside of docs/, and redirects of those that moved."""
+"""Adds pages from outside docs/ to the site, and redirects of moved pages."""
 
 import pathlib
 import re
@@ -8,9 +8,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_OUTSIDE = {  # what the repository's readers find where it belongs
+_OUTSIDE = {  # pages that belong beside their subject in the repository
     "index.md": "README.md",
     "deviations.md": "tests/docs/deviations.md",
+    "examples.md": "examples/README.md",
     "results_in_full.md": "benchmarks/results/README.md",
 }
 _TO_DOCS = re.compile(r"\]\((?:\.\./)*docs/(\S+\.(?:md|svg)\S*)\)")
@@ -24,7 +25,7 @@ _REDIRECT = """\
 
 
 def on_files(files: Files, config: MkDocsConfig, **kwargs: Any) -> Files:
-    """Adds the pages from outside: links lead to the site's pages, or are words."""
+    """Adds the pages from outside; links to files without a page become plain text."""
     del kwargs
     for page, path in _OUTSIDE.items():
         text = _TO_DOCS.sub(r"](./\1)", (_ROOT / path).read_text())
@@ -36,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig, **kwargs: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Links from docs/ to the pages outside lead to them."""
+    """Points links from docs/ at the added pages."""
     del kwargs
     for page, path in _OUTSIDE.items():
         markdown = markdown.replace(f"](../{path}", f"]({page}")
