@@ -10,19 +10,35 @@ help: ## print this list
 demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 	$(PYTHON) examples/digits.py $(or $(ARGS),--init-scale 1e12 --beside O0)
 
-# In the order of their names: with the files of many tests first, long ones came last.
-test: $(VENV)/h200 ## run the tests and the doctests
-	$(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+# Files run in the order of their names: with the files of many tests first, long ones
+# came last.
+PYTEST = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Digits that could differ with the processor's instructions.
+NUMERIC = tests/optimizers tests/scaling tests/state tests/fp16_utils tests/checkpoint \
+	tests/docs/test_docs.py jamp
+
+test: $(VENV)/.test ## run the fast tests and the doctests
+	$(PYTEST) -m "not slow and not h200" $(ARGS)
+
+test-rest: $(VENV)/h200 ## run the tests that `make test` leaves out
+	$(PYTEST) -m "slow or h200" $(ARGS)
+
+test-isa: $(VENV)/.test ## run numeric tests with AVX512, and with all that the CPU has
+	XLA_FLAGS=--xla_cpu_max_isa=AVX512 $(PYTEST) -m "not h200" $(NUMERIC) $(ARGS)
+	XLA_FLAGS=--xla_cpu_max_isa= $(PYTEST) -m "not h200" $(NUMERIC) $(ARGS)
+
+test-all: test test-rest test-isa ## run every test
 
 test-next: ## the same for autocast on JAX's newest pre-release, in .venv-next
 	$(MAKE) --no-print-directory VENV=$(VENV)-next $(VENV)-next/.suite
 	$(VENV)-next/bin/python -m pip install --quiet --upgrade --pre jax
 	JAMP_UNTESTED_JAX=1 $(VENV)-next/bin/python -m pytest -n 2 --dist loadfile tests/autocast $(ARGS)
 
-sweep: $(VENV)/.test ## hold autocast to all functions of JAX, and to random programs
-	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 -m sweep tests $(ARGS)
+sweep: $(VENV)/.test ## check autocast on all functions of JAX
+	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 tests/autocast/test_sweep.py tests/autocast/test_torch.py \
+		tests/autocast/test_explicit_mesh.py $(ARGS)
 
-fuzz: $(VENV)/.test ## hold autocast to 30,000 random programs, from SEED on; other properties too
+fuzz: $(VENV)/.test ## check 30,000 random programs, from SEED on, and other properties
 	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_fuzz.py tests/core/test_properties.py $(ARGS)
 
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
@@ -31,14 +47,15 @@ soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anythi
 noise: $(VENV)/.test ## do pages and doctests print digits that rounding moves?
 	JAMP_NOISE=1 $(PYTHON) -m pytest -n 2 tests/docs/test_docs.py jamp pallas_kernels $(ARGS)
 
-budgets: $(VENV)/h200 ## hold fourteen architectures to the bytes of half by hand
-	JAMP_BUDGETS=1 $(PYTHON) -m pytest -m budgets tests $(ARGS)
+budgets: $(VENV)/h200 ## compare the bytes of fourteen architectures with half by hand
+	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/project/test_lean.py tests/project/test_fp8.py \
+		tests/optimizers/test_optimizer_bytes.py tests/state/test_faults.py $(ARGS)
 
-mutate: $(VENV)/h200 ## change modules at random: do their tests see it?
+mutate: $(VENV)/.test ## change modules at random: do their tests see it?
 	$(ON_CPU) JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTHON) -m tests.mutate $(ARGS)
 
-tpu: $(VENV)/tpu ## the same for a TPU v5e, compiled without one
-	JAMP_TPU=1 $(PYTHON) -m pytest -m tpu tests/project/test_lean.py $(ARGS)
+tpu: $(VENV)/tpu ## compare the bytes on a TPU v5e, compiled without one
+	JAMP_TPU=1 $(PYTHON) -m pytest tests/project/test_lean.py -k tpu $(ARGS)
 
 lint: $(VENV)/.test ## check format, style and types
 	$(PYTHON) -m ruff format --check .
@@ -89,6 +106,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test test-next sweep fuzz soak noise budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak noise budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -32,9 +32,20 @@ hypothesis.settings.load_profile("jamp")
 ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
+# `make test` leaves these out: they take long, or they guard claims and not behavior.
+SLOW = """
+autocast/test_ablations autocast/test_accuracy autocast/test_explicit_mesh
+autocast/test_fuzz autocast/test_libraries autocast/test_sweep autocast/test_upgrades
+checkpoint/test_resume core/test_properties
+devices/test_many_devices devices/test_many_hosts devices/test_sync_batchnorm
+docs/test_distributed pallas_kernels/test_launch policy/test_forward_linen
+project/test_lean state/test_faults state/test_soak
+""".split()
+
 # Tests, workers and child processes compile the same small programs. JAX guards no file
 # of its cache: who reads half of one warns and compiles.
 MADE = None
+LEFT_OUT = pytest.StashKey[int]()
 if not ON_GPU:
     jax.config.update("jax_num_cpu_devices", 8)  # most programs use one
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -65,18 +76,43 @@ def pytest_collection_modifyitems(items):
         from tests import noise
 
         noise.install()
-    for marker in ("fuzz", "sweep", "budgets", "tpu"):
-        if f"JAMP_{marker.upper()}" not in os.environ:
-            items[:] = [i for i in items if not i.get_closest_marker(marker)]
     for item in items:
         assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
+        folder, file = item.path.parent.name, item.path.stem
+        if f"{folder}/{file}" in SLOW:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and "JAMP_GPU" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
         if item.get_closest_marker("eight_devices") and ON_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs eight devices: make test"))
+            item.add_marker(pytest.mark.skip(reason="needs eight CPU devices"))
         if item.get_closest_marker("h200") and not CUDA_COMPILER:
-            reason = "needs XLA's compiler for GPUs: make test"
+            reason = "needs XLA's compiler for GPUs: make .venv/h200"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_deselected(items):
+    config = items[0].config
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if (count := config.stash.get(LEFT_OUT, 0)) and "slow" in config.option.markexpr:
+        terminalreporter.write_line(
+            f"{count} tests did not run: `-m '{config.option.markexpr}'` leaves them "
+            "out (pages, examples, hosts, sweeps, programs for a GPU that is absent). "
+            "`make test-all` runs every test, `make test-rest` only what `make test` "
+            "leaves out."
+        )
 
 
 def pytest_collection_finish():

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jamp
 from tests.autocast.constructs import TABLE
 from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes, distance
+from tests.support.extent import more
 
 half = functools.partial(jamp.autocast, dtype="float16")
 NOT_OF_JAX = ("conv", "ragged_dot", "dot_product_attention_after_norms", "shard_map")
@@ -61,10 +62,11 @@ FEW = {
     "not jitted": "matmul scan custom_jvp softmax labels bias",
 }
 CASES = [
-    pytest.param(way, name, marks=() if name in FEW[way].split() else pytest.mark.sweep)
+    (way, name)
     for way in WAYS
     for name in (*CONSTRUCTS, *LOSSES)
     if name not in ABSENT.get(way, "").split()
+    if name in FEW[way].split() or more("SWEEP", [name])
 ]
 
 

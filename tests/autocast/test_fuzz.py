@@ -17,6 +17,7 @@ import jamp
 from tests.autocast import against_torch
 from tests.autocast.random_programs import EVERY, is_smooth, program, run
 from tests.programs import evaluate
+from tests.support.extent import more
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100
@@ -107,8 +108,7 @@ def many(check, chunk):
     return found
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", more("FUZZ", range(CHUNKS)))
 def test_many_random_programs(chunk):
     found = many(lambda seed: check(program(seed), *case(seed)), chunk)
     assert found.count(None) < CHUNK / 10
@@ -119,8 +119,7 @@ def test_layers_are_as_accurate_as_by_torchs_rules(seeds):
     assert_accurate(seeds)
 
 
-@pytest.mark.fuzz
-@pytest.mark.parametrize("chunk", range(LAYERED_CHUNKS))
+@pytest.mark.parametrize("chunk", more("FUZZ", range(LAYERED_CHUNKS)))
 def test_many_programs_of_layers(chunk):
     start = int(os.environ["JAMP_FUZZ"]) + chunk * LAYERED
     jax.clear_caches()

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.torch_table import HALVES, measure
 from tests.autocast.small_programs import PROGRAMS
 from tests.oracles.torch_autocast import torch_autocast
+from tests.support.extent import more
 
 # Less accurate, by a factor of 3.5 at most: a norm of half values gives half.
 EXCEPT = ("group_norm_after_conv",)
@@ -81,7 +82,6 @@ def test_no_less_accurate_than_torch(name, half):
     check(name, half)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", more("SWEEP", PROGRAMS))
 def test_no_less_accurate_in_either_dtype(name):
     check(name, *HALVES)

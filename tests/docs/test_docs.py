@@ -18,8 +18,13 @@ FENCED = re.compile(
 )
 
 
+FIRST = "README.md", "docs/quickstart.md"
+LATER = [page for page in PAGES if "```py" in PAGES[page] and page not in FIRST]
+LATER = [pytest.param(page, marks=pytest.mark.slow) for page in LATER]
+
+
 @pytest.mark.standard_promotion  # as in the reader's program
-@pytest.mark.parametrize("page", [page for page in PAGES if "```py" in PAGES[page]])
+@pytest.mark.parametrize("page", [*FIRST, *LATER])
 def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path):
     blocks = list(FENCED.finditer(PAGES[page]))
     # None in another form, indented or under another name, escapes the pattern.
@@ -90,6 +95,7 @@ def pictures():
     return runpy.run_path(str(DOCS / "pictures.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
     (losses, scales, skips), (flat, _, _) = pictures["runs"](steps=80)
@@ -99,6 +105,7 @@ def test_one_run_recovers_and_the_other_stays_at_its_first_loss(pictures):
     assert abs(flat / flat[0] - 1).max() < 0.03  # each step has data of its own
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_without_masters_training_falls_behind_float32(pictures):
     float32, masters, none = pictures["masters_runs"](steps=80).values()

@@ -35,6 +35,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_prints_and_draws(name, tmp_path, monkeypatch, capsys):
     flags, said, (picture, size) = RUNS[name]
@@ -48,6 +49,7 @@ def test_an_example_prints_and_draws(name, tmp_path, monkeypatch, capsys):
     assert png_size(tmp_path / picture) == size
 
 
+@pytest.mark.slow
 def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
     flags = ["--init-scale", str(2.0**24), "--steps", "150"]
     state, _, accuracy = load("fp16_optimizer").main(flags)
@@ -57,6 +59,7 @@ def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
     assert accuracy >= 0.93
 
 
+@pytest.mark.slow
 def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     char_lm = load("char_lm")
     char_lm.LEVELS = {name: char_lm.LEVELS[name] for name in ("O0", "O2")}
@@ -72,6 +75,7 @@ def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     assert Counter(run["text"][1])[" "] >= 5
 
 
+@pytest.mark.slow
 def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
     bert_lamb = load("bert_lamb", SIZE=120)
     flags = f"--layers 1 --hidden 32 --length 20 --lr 0.01 --init-scale {2.0**24}"
@@ -90,6 +94,7 @@ def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
     np.testing.assert_allclose(run["lr"][: halvings.max() + 1], 0.01 / 15, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["haiku", "equinox"])
 def test_haiku_and_equinox_learn_in_half_as_in_float32(framework, capsys):
     flags = f"--framework {framework} --steps 120 --loss-scale 128.0 --opt-level"
@@ -103,6 +108,7 @@ def test_haiku_and_equinox_learn_in_half_as_in_float32(framework, capsys):
 
 
 # ---- imagenet.py -------------------------------------------------------------------
+@pytest.mark.slow
 def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(tmp_path):
     imagenet, data = load("imagenet"), tmp_path / "patterns"
     imagenet.ARCHS["tiny"] = ((), False)  # a convolution, BatchNorm and a dense layer

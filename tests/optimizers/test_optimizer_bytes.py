@@ -14,6 +14,7 @@ from benchmarks import h200, optimizer_steps as timed, specs
 from benchmarks.hlo import Program
 from jamp import optimizers as jo
 from tests.pages import SHOWN
+from tests.support.extent import more
 
 pytestmark = pytest.mark.standard_promotion  # optax promotes
 
@@ -113,7 +114,7 @@ def launched(name: str) -> Compiled:
 
 
 IN_XLA = "`fused_adam`, XLA"  # what each GPU runs that nobody has measured
-REST = [pytest.param(x, marks=pytest.mark.budgets) for x in LAUNCHES if x != IN_XLA]
+REST = more("BUDGETS", (x for x in LAUNCHES if x != IN_XLA))
 
 
 @pytest.mark.h200
@@ -178,9 +179,7 @@ IN_CI = [name for name in TREES if name != "300 leaves"]  # of which 40 are like
 
 
 @pytest.mark.h200
-@pytest.mark.parametrize(
-    "name", [*IN_CI, pytest.param("300 leaves", marks=pytest.mark.budgets)]
-)
+@pytest.mark.parametrize("name", [*IN_CI, *more("BUDGETS", ["300 leaves"])])
 def test_trees_in_few_launches_and_in_place(name, record_property):
     tree = TREES[name]
     spec, options = tree.spec, tree.options

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 
 import equinox as eqx
 import haiku as hk
@@ -18,6 +19,7 @@ from benchmarks.hlo import Program
 from benchmarks.lean_transformers import GPT2
 from jamp._autocast import quantized
 from tests.programs import product_runs
+from tests.support.extent import more
 
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
 
@@ -111,11 +113,8 @@ def equinox():
 
 FIVE = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 # A minute each: by `make budgets`. CI has a small one.
-CASES = [("small", "H200")] + [
-    pytest.param(name, target, marks=pytest.mark.budgets)
-    for name in FIVE
-    for target in ("H200", "B200")
-]
+CASES = [("small", "H200")]
+CASES += more("BUDGETS", itertools.product(FIVE, ("H200", "B200")))
 SMALL = lean.text(GPT2(2, width=384, scan=True), 4, 128)
 # XLA would make one product of those that share an operand.
 SINGLE = CUBLAS | {"xla_gpu_dot_merger_threshold_mb": 0}

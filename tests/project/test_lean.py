@@ -7,13 +7,13 @@ the suite two architectures are a sample, for each takes 20 seconds; `make budge
 compiles them all, and `make tpu` five for a TPU v5e, in a quarter of an hour.
 """
 
-import importlib.util
 from typing import NamedTuple
 
 import jax
 import pytest
 
 from benchmarks import lean
+from tests.support.extent import more
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -64,11 +64,7 @@ SAMPLE = [("gpt2", "widest"), ("vit", "O5")]
 IN_FP8 = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES if mode != "O6"]
 ALL += [(name, "O6") for name in IN_FP8]
-REST = [pytest.param(*c, marks=pytest.mark.budgets) for c in ALL if c not in SAMPLE]
-
-tpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make tpu"
-)
+REST = more("BUDGETS", (case for case in ALL if case not in SAMPLE))
 
 
 def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> None:
@@ -86,9 +82,7 @@ def test_a_step_is_as_lean_as_by_hand(name, mode):
     assert_lean(name, mode, EXCEPTIONS.get((name, mode), BOUNDS[mode]))
 
 
-@tpu
-@pytest.mark.tpu
-@pytest.mark.parametrize("mode", ON_TPU)
+@pytest.mark.parametrize("mode", more("TPU", ON_TPU))
 @pytest.mark.parametrize("name", TPU_NAMES)
 def test_a_step_is_as_lean_on_a_tpu(name, mode):
     bound = EXCEPTIONS_ON_TPU.get((name, mode), ON_TPU[mode])
@@ -111,10 +105,10 @@ def calls(name: str, mode: str) -> int:
     return lower()
 
 
-LONG_TO_TRACE = pytest.param("resnet50", marks=pytest.mark.budgets)
+TRACED = ["gpt2", "gpt2-scan", *more("BUDGETS", ["resnet50"])]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-scan", LONG_TO_TRACE])
+@pytest.mark.parametrize("name", TRACED)
 def test_tracing_and_lowering_take_little_more_than_half_as_long_again(name):
     ratio = calls(name, "widest") / calls(name, "plain")
     assert ratio <= 1.57, ratio  # 1.53, 1.41 and 1.55

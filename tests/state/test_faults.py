@@ -13,6 +13,7 @@ import jamp.nnx
 from benchmarks import h200
 from tests.bits import assert_same_bits, copy
 from tests.oracles import loss_scale as oracle
+from tests.support.extent import more
 
 pytestmark = pytest.mark.standard_promotion  # as in a user's program
 
@@ -150,9 +151,9 @@ def test_more_elements_than_int32_counts(tx, traffic):
     assert per_param == pytest.approx(traffic, abs=1e-3) and program.temp < 4096
 
 
-@pytest.mark.budgets
-def test_ten_thousand_leaves():
-    params = {f"layer{i}": (3,) for i in range(10_000)}
+@pytest.mark.parametrize("count", more("BUDGETS", [10_000]))
+def test_ten_thousand_leaves(count):
+    params = {f"layer{i}": (3,) for i in range(count)}
     state = shape_of(params, jamp.optimizers.fused_sgd(0.5))
     lowered = jax.jit(ones_step).lower(state)
     assert jax.tree.structure(lowered.out_info) == jax.tree.structure(state)
