@@ -76,6 +76,13 @@ if TYPE_CHECKING:
     from jamp import fp16_utils as fp16_utils, nnx as nnx
     from jamp.diagnostics import explain as explain
 
+# Names of other libraries, and what to write in their place.
+_ELSEWHERE = {
+    "GradScaler": "Write jamp.scaled_value_and_grad(loss_fn)(state, ...).",
+    "DynamicScale": "Pass loss_scale=jamp.DynamicLossScale(...) to jamp.initialize.",
+    "Policy": "Pass opt_level to jamp.initialize; jamp.Properties holds what it means.",
+    "amp": "jamp has amp's functions itself: jamp.initialize, jamp.scale_loss.",
+}
 _LATE = ("diagnostics", "fp16_utils", "nnx")
 # What `help(jamp)` shows, and `import *` takes: NNX is loaded by neither.
 __all__ = [*filter(_is_ours, globals()), "explain"]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -87,7 +94,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("jamp.diagnostics").explain
     if name in _LATE:
         return importlib.import_module(f"jamp.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    remedy = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{remedy}")
 
 
 def __dir__() -> list[str]:

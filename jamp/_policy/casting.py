@@ -19,8 +19,10 @@ from jamp._core.tree import (
     is_overwritten,
     mapping_like,
     path_parts,
+    path_string,
 )
-from jamp._policy.levels import Properties
+from jamp._core.warnings import UnusedOptionWarning, warn
+from jamp._policy.levels import Properties, half_dtype
 from jamp._policy.options import parse_model_dtype
 
 # A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
@@ -40,9 +42,10 @@ def cast_model(
     """Casts the floats of a model, as `initialize` does at the levels that cast.
 
     A leaf stays in float32 if it belongs to a BatchNorm under `keep_batchnorm_fp32`, or
-    if `keep_fp32` names it. A leaf belongs to a BatchNorm if `batch_stats` has a `mean`
-    and a `var` at its module's path; without `batch_stats`, if its module's name says
-    so (`BatchNorm_0`, `bn1`, `batch_norm`). LayerNorm and all else are cast. Running
+    if `keep_fp32` names it. A leaf belongs to a BatchNorm if it is in an
+    `equinox.nn.BatchNorm`, or if `batch_stats` has a mean and a variance of its module:
+    Flax's `mean` and `var`, or Haiku's `mean_ema` and `var_ema`. Without `batch_stats`,
+    the name of its module decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running
     statistics are float32 at every level; integers, bools, PRNG keys and complex
     numbers are never cast.
 
@@ -72,8 +75,9 @@ def cast_model(
     is_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
     if is_variables:
         batch_stats = tree.get("batch_stats", batch_stats)
-    keep = keep_rule(keep_batchnorm_fp32, batch_stats, keep_fp32)
-    check_rules("keep_fp32", keep_fp32, tree["params"] if is_variables else tree)
+    params = tree["params"] if is_variables else tree
+    keep = keep_rule(params, keep_batchnorm_fp32, batch_stats, keep_fp32)
+    check_rules("keep_fp32", keep_fp32, params)
     if not is_variables:
         return cast_params(tree, dtype, keep)
 
@@ -87,19 +91,41 @@ def cast_model(
 
 
 def cast_to_level(params: PyTree, properties: Properties, batch_stats: PyTree) -> Any:
-    """Casts params as their opt level says; None for `batch_stats` goes by names."""
-    dtype = properties.cast_model_type
+    """Casts params as their opt level says; `batch_stats` may be None."""
+    dtype, given = properties.cast_model_type, properties.keep_fp32
     if not dtype:
         return params
-    keep = keep_rule(properties.keep_batchnorm_fp32, batch_stats, properties.keep_fp32)
+    keep = keep_rule(params, properties.keep_batchnorm_fp32, batch_stats, given)
     return cast_params(params, dtype, keep)
 
 
+def warn_without_batchnorm(
+    params: PyTree, properties: Properties, batch_stats: PyTree
+) -> None:
+    """Warns if `keep_batchnorm_fp32=True` keeps nothing in float32."""
+    is_batchnorm = functools.cache(_batchnorm_test(params, batch_stats))
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    if half_dtype(properties) and properties.keep_batchnorm_fp32:
+        if not any(is_batchnorm(path_parts(path)[:-1]) for path, _ in paths):
+            warn(_NO_BATCHNORM, UnusedOptionWarning)
+
+
+_NO_BATCHNORM = (
+    "keep_batchnorm_fp32=True has no effect: jamp recognizes no BatchNorm in the "
+    "params. Pass batch_stats=, which makes the recognition exact, or name the leaves "
+    "with keep_fp32=."
+)
+
+
 def keep_rule(
-    keep_batchnorm_fp32: bool | None, batch_stats: PyTree, keep_fp32: Collection[Any]
+    params: PyTree,
+    keep_batchnorm_fp32: bool | None,
+    batch_stats: PyTree,
+    keep_fp32: Collection[Any],
 ) -> Keep:
     """The predicate `(path's parts, leaf) -> bool` for leaves that stay in float32."""
-    is_batchnorm = functools.cache(_batchnorm_test(batch_stats))  # once for a module
+    # Called once per module.
+    is_batchnorm = functools.cache(_batchnorm_test(params, batch_stats))
 
     def keep(parts, leaf):
         if keep_batchnorm_fp32 and is_batchnorm(parts[:-1]):
@@ -128,17 +154,35 @@ def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
     return structure.unflatten(in_one_program(cast, leaves, dtypes))
 
 
-def _batchnorm_test(batch_stats: PyTree) -> Callable[[tuple[str, ...]], bool]:
-    """Says of a module's path whether it is a BatchNorm's."""
-    if batch_stats is None:
-        return lambda module: any(
-            _BATCHNORM.search(name)
-            for name in module[-1:]
-            for name in name.split("/")[-1:]
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(batch_stats)
-    paths = {path_parts(path) for path, _ in leaves}
-    modules = {path[:-1] for path in paths}
-    exact = {m for m in modules if {(*m, "mean"), (*m, "var")} <= paths}
-    # Params may come as {"params": params}, which statistics never do.
-    return lambda module: tuple(x for x in module if x != "params") in exact
+def _batchnorm_test(
+    params: PyTree, batch_stats: PyTree
+) -> Callable[[tuple[str, ...]], bool]:
+    """The predicate for the path of a module that is a BatchNorm."""
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_equinox_batchnorm)
+    found = {path_parts(path) for path, x in nodes if _is_equinox_batchnorm(x)}
+    paths = jax.tree_util.tree_leaves_with_path(batch_stats)
+    names = {f"/{path_string(path)}" for path, _ in paths}
+    exact: set[str] = set()
+    for mean, var in _STATISTICS:
+        modules = {name.removesuffix(mean) for name in names if name.endswith(mean)}
+        exact |= {module for module in modules if module + var in names}
+
+    def is_batchnorm(module):
+        if found and any(module[:i] in found for i in range(len(module) + 1)):
+            return True
+        if batch_stats is None:
+            own = module[-1].split("/")[-1] if module else ""
+            return bool(_BATCHNORM.search(own))
+        # Params may come as {"params": params}, which statistics never do.
+        return "".join(f"/{x}" for x in module if x != "params") in exact
+
+    return is_batchnorm
+
+
+# Flax's and Haiku's.
+_STATISTICS = (("/mean", "/var"), ("/~/mean_ema/average", "/~/var_ema/average"))
+
+
+def _is_equinox_batchnorm(x: object) -> bool:
+    cls = type(x)
+    return cls.__name__ == "BatchNorm" and cls.__module__.startswith("equinox.")

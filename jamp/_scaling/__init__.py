@@ -1,6 +1,7 @@
-"""Loss scales, and gradients of scaled losses.
+"""Loss scales, and the gradients of scaled losses.
 
-May import `_core`, `_autocast`, `_policy` and `optimizers`. A change of when a scale
+May import `_core`, `_autocast` and `_policy`. A change of when a scale
 moves goes into `rules`; of how gradients are made into `value_and_grad`, and from there
-into `mapped_axis`; of what they are after an overflow into `unscaled`.
+into `mapped_axis`; of what they are after an overflow into `unscaled`; of
+what may not be scaled twice into `twice`.
 """

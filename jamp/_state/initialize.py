@@ -22,7 +22,7 @@ from jamp._core.devices import check_same_devices, moves_constants, warn_without
 from jamp._core.path_rules import check_rules
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
-from jamp._policy.casting import cast_to_level
+from jamp._policy.casting import cast_to_level, warn_without_batchnorm
 from jamp._policy.forward import forwards
 from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties, describe
 from jamp._policy.options import hint
@@ -180,6 +180,8 @@ def _initialized(
         check_rules("Fp8(keep=)", properties.fp8.rules, params, frozen)
         warn_without_fp8()
     model_params = cast_to_level(params, properties, fields.get("batch_stats"))
+    if overrides.get("keep_batchnorm_fp32"):
+        warn_without_batchnorm(params, properties, fields.get("batch_stats"))
     has_masters = properties.master_weights and tx is not None
     if store_remainder and enabled and not has_masters:
         reason = f"{opt_level} keeps no master weights"

@@ -122,7 +122,7 @@ def BN_convert_float(params: PyTree, batch_stats: PyTree = None) -> Any:  # noqa
     >>> print(BN_convert_float(params)["bn1"]["scale"].dtype)
     float32
     """
-    return cast_params(params, None, keep_rule(True, batch_stats, ()))
+    return cast_params(params, None, keep_rule(params, True, batch_stats, ()))
 
 
 def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree, Any]:

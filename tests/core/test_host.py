@@ -151,3 +151,11 @@ def test_a_state_comes_back_from_pickle(fields):
     assert (type(again), again.tx) == (type(state), state.tx)
     assert jax.tree.structure(again) == jax.tree.structure(state)
     assert_same_bits(again, state)
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "DynamicScale", "Policy", "amp"])
+def test_a_name_of_another_library_names_its_counterpart(name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'\..*jamp\.\w+"):
+        getattr(jamp, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'\\.$"):
+        jamp.nothing  # noqa: B018

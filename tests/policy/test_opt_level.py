@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import re
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -246,6 +247,10 @@ Dense_0 batch scale_by_batch"""
 WHITENED = {"whitening": NORM, "Dense_0": DENSE}
 WHITENED_STATS = {"whitening": STATS}
 IN_ENCODER = {"encoder": {"kernel": ones(2), "whitening": NORM}}
+HAIKU = {"net/norm1": NORM, "net/norm2": NORM, "net/linear": DENSE}
+EMA = {"average": ones(2), "hidden": ones(2)}
+HAIKU_STATE = {"net/norm1/~/mean_ema": EMA, "net/norm1/~/var_ema": EMA}
+HAIKU_STATE |= {"net/norm2/~/mean_ema": EMA}  # no variance
 # A tree, BatchNorm's statistics, and the modules that stay in float32.
 BATCHNORM_ROWS = [
     (NETWORK, None, NETWORK_KEPT),
@@ -258,6 +263,7 @@ BATCHNORM_ROWS = [
     (WHITENED, WHITENED_STATS, "whitening"),
     (IN_ENCODER, {"encoder": WHITENED_STATS}, "encoder/whitening"),
     ({"params": NORM, "batch_stats": STATS}, None, "params batch_stats"),
+    (HAIKU, HAIKU_STATE, "net/norm1"),
 ]
 # A tree, what to keep, and what is kept.
 KEEP_ROWS = [
@@ -284,6 +290,29 @@ def test_what_is_not_kept_goes_half(row):
     abstract = jax.eval_shape(lambda: jamp.cast_model(tree, half, **options))
     assert jax.eval_shape(lambda: out) == abstract
     assert_same_bits(jamp.cast_model(out, half, **options), out)
+
+
+def test_a_batchnorm_of_equinox_is_known_by_its_class():
+    norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
+    layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    params = eqx.filter({"norm1": norm, "layers": [layer]}, eqx.is_inexact_array)
+    for stats in (None, {}):
+        half = jamp.cast_model(params, F16, keep_batchnorm_fp32=True, batch_stats=stats)
+        assert {x.dtype for x in jax.tree.leaves(half["norm1"])} == {F32}
+        assert {x.dtype for x in jax.tree.leaves(half["layers"])} == {F16}
+
+
+def test_keep_batchnorm_fp32_without_a_batchnorm_warns():
+    given = {"keep_batchnorm_fp32": True, "verbosity": 0}
+    for params, fields in (
+        ({"norm1": NORM, "layer": DENSE}, {}),
+        ({"bn": NORM}, {"batch_stats": {}}),
+    ):
+        with pytest.warns(jamp.UnusedOptionWarning, match="no BatchNorm.*batch_stats="):
+            jamp.initialize(params, None, "O2", **given, **fields)
+        jamp.initialize(params, None, "O2", verbosity=0, **fields)  # its default
+    jamp.initialize({"bn": NORM}, None, "O2", **given)
+    jamp.initialize({"norm1": NORM}, None, "O0", **given)
 
 
 REFUSED_CASTS = [
