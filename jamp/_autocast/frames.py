@@ -224,10 +224,3 @@ def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
     params = eqn.params
     counts = params["cond_nconsts"], params["body_nconsts"]
     return params["cond_jaxpr"], params["body_jaxpr"], *counts
-
-
-def shard_map_options(eqn: jc.JaxprEqn) -> dict[str, Any]:
-    """What `jax.shard_map` was given, but for the function and its `out_specs`."""
-    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
-    name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"
-    return options | {"axis_names": frozenset(eqn.params[name])}

@@ -37,7 +37,6 @@ _CASTS = ("convert_element_type", "reduce_precision")
 _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 _SUMS = ("reduce_sum", "cumsum", "psum", "scatter-add")
 _ROOTS = ("rsqrt", "sqrt", "pow", "integer_pow", "cbrt")
-_LARGE_PARAM = 1e3  # params grow beyond this if the learning rate is too high
 
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
@@ -49,19 +48,8 @@ def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
     return f"{_CAST}{'float16' if in_float16 else dtype}"
 
 
-def advice_for(found: Location, largest: tuple[float, str]) -> str:
-    """One sentence: the first row of the table that applies.
-
-    Args:
-        found: the operation, or the argument.
-        largest: the largest absolute value of the params, and its path.
-    """
-    size, path = largest
-    if found.phase == "forward" and size >= _LARGE_PARAM:
-        return (
-            f"The params have grown to {size:.3g} ({path}): the learning rate is too "
-            "high; lower it, warm it up, or clip the gradients."
-        )
+def advice_for(found: Location) -> str:
+    """One sentence: the first row of the table that applies."""
     dtype = _dtype_of_range(found)
     most: Any = jnp.finfo(dtype).max
     text = next(text for applies, text in _TABLE if applies(found))

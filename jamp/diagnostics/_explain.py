@@ -193,7 +193,7 @@ def _operations(program: jc.Jaxpr, around: _Enclosing) -> Iterator[Operation]:
 def _operation(
     eqn: jc.JaxprEqn, note: Note, reason: str, around: _Enclosing
 ) -> Operation:
-    names, frames = without_notes(around.names), frames_of(eqn)
+    names = without_notes(around.names)
     dtype = None if note.why == "program" else note.dtype or _own_dtype(eqn)
     flops, sizes = flops_of(eqn) if "float" in str(dtype) else (None, None)
     is_late = is_backward(names) or note.why in ("derivative", "gradient")
@@ -203,8 +203,6 @@ def _operation(
         module=module_path(names),
         phase="backward" if is_late else "forward",
         primitive=eqn.primitive.name,
-        trips=frames[0].trips if frames else 1,
-        in_dtypes=tuple(note.operands.split()),
         dtype=dtype,
         rule=note.rule or None,
         why=note.why,

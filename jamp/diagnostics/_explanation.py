@@ -156,9 +156,7 @@ _LISTED = ("operation", "runs in", "why", "FLOPs", "module", "line")
 
 def _cells(op: Operation) -> tuple[str, ...]:
     """A row of the list; dots indent the operations of an inner program."""
-    trips = "" if op.trips == 1 else f" × {op.trips or '?'}"
-    label = op.path[-1].partition(" ")[2] if op.path else ""
-    name = f"{'· ' * len(op.path)}{label and f'{label}: '}{op.primitive}{trips}"
+    name = "· " * len(op.path) + op.primitive
     flops = _magnitude(op.flops or 0)
     return name, op.dtype or "", op.why, flops, op.module, _short(op.source)
 

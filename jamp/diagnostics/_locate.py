@@ -8,12 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
 
 from jamp._core.groups import Wrt
-from jamp._core.tree import differentiable, path_string
 from jamp.diagnostics._advice import advice_for, scale_advice
-from jamp.diagnostics._location import Location, range_of
+from jamp.diagnostics._location import Location
 from jamp.diagnostics._programs import replay_step
 from jamp.diagnostics._replay import first_location
 from jamp.diagnostics._step import Step, function_first, trace_scaled_step
@@ -35,7 +33,6 @@ def locate(
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
-            If the step runs under `shard_map`, a loss that calls `jax.shard_map`.
         loss_id: which of the state's loss scales to use.
         wrt: the groups to differentiate, as in the step.
 
@@ -62,12 +59,12 @@ def locate(
         step = trace_scaled_step(*call)
         with jax.transfer_guard("allow"):
             moves = state.loss_scale_rules[loss_id].moves
-            return _located(step, moves, state.params)
+            return _located(step, moves)
 
     return located
 
 
-def _located(step: Step, scale_moves: bool, params: PyTree) -> Location:
+def _located(step: Step, scale_moves: bool) -> Location:
     found = _location_at(step, step.scale)
     if found.finite:
         return found
@@ -81,7 +78,7 @@ def _located(step: Step, scale_moves: bool, params: PyTree) -> Location:
             advice = scale_advice(step.scale, step.scale / 2**n, scale_moves)
             return dataclasses.replace(found, advice=advice)
         found = lowest  # it overflows at any scale: report the cause at scale 1
-    return dataclasses.replace(found, advice=advice_for(found, _largest(params)))
+    return dataclasses.replace(found, advice=advice_for(found))
 
 
 def _location_at(step: Step, scale: float) -> Location:
@@ -102,12 +99,3 @@ def _location_at(step: Step, scale: float) -> Location:
         params=tuple(bad),
         total=total,
     )
-
-
-def _largest(params: PyTree) -> tuple[float, str]:
-    """The largest absolute value of the params, and its path."""
-    leaves = jax.tree.leaves_with_path(differentiable(params))
-    with jax.debug_infs(False):
-        found = [(range_of(x), path_string(path)) for path, x in leaves]
-    sizes = ((max(abs(r.low or 0.0), abs(r.high or 0.0)), path) for r, path in found)
-    return max(sizes, default=(0.0, ""))

@@ -126,12 +126,11 @@ class Location:
     __repr__ = __str__
 
 
-def range_of(x: Array, shape: tuple[int, ...] | None = None) -> Range:
-    """The range of a float array; `shape` replaces the shape that it reports."""
+def range_of(x: Array) -> Range:
+    """The range of a float array."""
     low, high, finite, nans, infs = _statistics(x)
     low, high = (float(v) + 0.0 if finite else None for v in (low, high))  # +0.0: no -0
-    shape = np.shape(x) if shape is None else shape
-    return Range(str(x.dtype), shape, low, high, int(nans), int(infs))
+    return Range(str(x.dtype), np.shape(x), low, high, int(nans), int(infs))
 
 
 @jax.jit

@@ -1,8 +1,6 @@
 """One operation of an explained program, and its FLOPs.
 
-FLOPs are counted as XLA does (xla/service/hlo_cost_analysis.cc, HandleDot and
-HandleConvolution): a multiplication and its addition are two; products with padding or
-with the holes of a dilation count nothing.
+A multiplication and its addition are two FLOPs.
 """
 
 import dataclasses
@@ -10,11 +8,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast.primitives import Shape, traits_of
-from jamp._autocast.program import shape_of
+from jamp._autocast.program import shape_of, size_of
 
 # Operations that move values compute nothing; nor do these, in any precision.
 _TRIVIAL = (Shape.SAME, Shape.MARK)
@@ -30,8 +27,6 @@ class Operation:
         module: the modules and name scopes around it, such as `Net/Block_0`.
         phase: "backward" if it exists for a derivative, else "forward".
         primitive: the name in `jax.make_jaxpr`.
-        trips: how often it runs the program that it holds; None if unknown.
-        in_dtypes: of its operands in the user's program.
         dtype: the dtype that it runs in; None if it holds a program.
         rule: of the lists or the region: "half", "float32", "promote", "move" or
             "recorded".
@@ -46,8 +41,6 @@ class Operation:
     module: str
     phase: str
     primitive: str
-    trips: int | None
-    in_dtypes: tuple[str, ...]
     dtype: str | None
     rule: str | None
     why: str
@@ -108,8 +101,8 @@ def flops_of(eqn: jc.JaxprEqn) -> tuple[int | None, tuple[int, ...] | None]:
 
     - `dot_general`: 2 B M N K, for batch, free and contracted sizes; M, N and K.
     - `ragged_dot_general`: the same without the groups: a row meets one group.
-    - `conv_general_dilated`: 2 N O I for each pair of an output position and a kernel
-      position that meet in the input, for batch, output and input features; O and I.
+    - `conv_general_dilated`: 2 I for each output value and kernel position, for I input
+      features of a group, padding included; the features of the kernel.
     """
     name, groups = eqn.primitive.name, ()
     numbers: Any = eqn.params.get("dimension_numbers")
@@ -120,27 +113,12 @@ def flops_of(eqn: jc.JaxprEqn) -> tuple[int | None, tuple[int, ...] | None]:
         return None, None
     lhs, rhs = map(shape_of, eqn.invars[:2])
     if name == "conv_general_dilated":
-        features = tuple(rhs[axis] for axis in numbers.rhs_spec[:2])
-        return _convolution_flops(eqn), features
+        features, inputs, *positions = (rhs[axis] for axis in numbers.rhs_spec)
+        flops = 2 * size_of(eqn.outvars[0]) * inputs * math.prod(positions)
+        return flops, (features, inputs)
     (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
     rows = (s for axis, s in enumerate(lhs) if axis not in {*of_lhs, *batch_lhs})
     shared = {*of_rhs, *batch_rhs, *groups}
     n = math.prod(s for axis, s in enumerate(rhs) if axis not in shared)
     sizes = math.prod(rows), n, math.prod(lhs[axis] for axis in of_lhs)
     return 2 * math.prod(lhs) * n, sizes
-
-
-def _convolution_flops(eqn: jc.JaxprEqn) -> int:
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    lhs, rhs, out = map(shape_of, (*eqn.invars, *eqn.outvars))
-    batch, features, *positions = (out[axis] for axis in numbers.out_spec)
-    inputs, *kernel = (rhs[axis] for axis in numbers.rhs_spec[1:])
-    found = 2 * batch * features * inputs
-    for i, axis in enumerate(numbers.lhs_spec[2:]):
-        starts = np.arange(positions[i]) * params["window_strides"][i]
-        places = np.arange(kernel[i]) * params["rhs_dilation"][i]
-        places = starts[:, None] + places - params["padding"][i][0]
-        holes = params["lhs_dilation"][i]
-        meets = (places >= 0) & (places <= (lhs[axis] - 1) * holes)
-        found *= int((meets & (places % holes == 0)).sum())
-    return found

@@ -18,7 +18,7 @@ from jamp._autocast.frames import frames_of
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._advice import words_of
-from jamp.diagnostics._location import Array, Location, Range, range_of
+from jamp.diagnostics._location import Array, Location, range_of
 from jamp.diagnostics._source import is_backward, module_path, user_line
 
 _ARITHMETIC = ("add", "div", "mul", "sub")
@@ -75,26 +75,12 @@ class Value(NamedTuple):
     maker: "Site | None" = None  # the operation that computed it
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """The surroundings of a program, and how to run its operations."""
+class Context(NamedTuple):
+    """The surroundings of a program."""
 
     names: str = ""  # the name scopes
     source: str = ""  # the user's line
     loops: tuple[str, ...] = ()  # the iterations
-    devices: tuple[int, ...] = ()  # under shard_map, the leading axis of each array
-    # Runs an equation, given as a function, on arrays.
-    evaluate: Callable[..., Sequence[Array]] = lambda fn, arrays: fn(*arrays)
-
-    def lift(self, x: Array) -> Array:
-        """Repeats a constant for each device."""
-        if not self.devices:
-            return x
-        return jnp.broadcast_to(x, (*self.devices, *np.shape(x)))
-
-    def range_of(self, x: Array) -> Range:
-        """The range of an array, in the shape that the user knows."""
-        return range_of(x, np.shape(x)[len(self.devices) :])
 
 
 class Site(NamedTuple):
@@ -127,10 +113,7 @@ class Site(NamedTuple):
 
     def inside(self, *loops: str) -> Context:
         """The context of a program that the equation holds."""
-        loops = (*self.context.loops, *loops)
-        return dataclasses.replace(
-            self.context, names=self.names, source=self.line, loops=loops
-        )
+        return Context(self.names, self.line, (*self.context.loops, *loops))
 
 
 type ReplayRule = Callable[["Replay", Site, list[Value]], list[Value]]
@@ -150,13 +133,13 @@ class Replay:
         """Returns the results of a program. Empties `values` to free memory."""
         env = dict(zip(program.invars, values, strict=True))
         for var, x in zip(program.constvars, program.consts, strict=True):
-            env[var] = self.incoming(context.lift(x))
+            env[var] = self.incoming(x)
         values.clear()
 
         def read(atom: Any) -> Value:
             if isinstance(atom, jc.Literal):
                 array = np.asarray(atom.val, atom.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-                return self.incoming(context.lift(array))
+                return self.incoming(array)
             return env[atom]
 
         last = _last_readers(program)
@@ -222,7 +205,7 @@ def run_operation(replay: Replay, site: Site, read: list[Value]) -> list[Value]:
     replay.order += 1
     near = replay.near(site, read)
     fn = jc.jaxpr_as_fun(jax_internals.program_around(site.eqn, site.program))
-    outs = site.context.evaluate(fn, [v.array for v in read])
+    outs = fn(*(v.array for v in read))
     return [replay.result(site, x, read, near) for x in outs]
 
 
@@ -253,8 +236,8 @@ def _location_of(
     site: Site, array: Array, read: Sequence[Value], near: str
 ) -> Location:
     """The location of an operation, without the loss and the gradients."""
-    floats, context = [v for v in read if is_differentiable(v.array)], site.context
-    result, made_by = context.range_of(array), ""
+    floats = [v for v in read if is_differentiable(v.array)]
+    result, made_by = range_of(array), ""
     if site.moves and floats and (maker := floats[0].maker):
         line = f" at {maker.line}" if maker.line else ""
         made_by = f"`{primitive_name(maker.eqn)}`{line}"
@@ -265,8 +248,8 @@ def _location_of(
         source=site.line,
         module=module_path(site.names),
         near=near.removeprefix("params/"),
-        loops=context.loops,
-        operands=tuple(context.range_of(v.array) for v in floats),
+        loops=site.context.loops,
+        operands=tuple(range_of(v.array) for v in floats),
         result=result,
         made_by=made_by,
     )

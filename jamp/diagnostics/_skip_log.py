@@ -18,12 +18,11 @@ _SHOWN = 4
 
 
 class Skip(NamedTuple):
-    """A step that was skipped.
+    """A skipped step.
 
     Attributes:
-        step: steps that were not skipped before it.
-        loss: the loss.
-        scale: the loss scale that the gradients were scaled by.
+        step: how many steps were taken before it.
+        loss, scale: the loss and the loss scale.
         params: the paths of the params whose gradients were not finite.
     """
 
@@ -45,18 +44,15 @@ class Skip(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class SkipLog:
-    """A ring buffer of the last skips: carry it through the steps, and print it.
+    """The last skipped steps, in a ring buffer: carry it through the steps.
 
-    It reads what the check of the gradients reads, in the same pass, and writes a few
-    words. Nothing waits for the device until it is printed.
+    Only `print` and `skips` wait for the device.
 
     Attributes:
-        step: of each entry, shape (size,), int32.
-        loss: likewise, float32.
-        scale: likewise, float32.
-        bad: which leaves were not finite, shape (size, leaves), bool.
-        count: how many skips there were in all, shape (), int32.
-        paths: of the leaves. Static.
+        step, loss, scale: of each entry.
+        bad: which leaves of each entry were not finite.
+        count: the number of all skips.
+        paths: the paths of the leaves. Static.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> params = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -80,14 +76,9 @@ class SkipLog:
 
     @classmethod
     def of(cls, state: AmpState, size: int = 16) -> Self:
-        """An empty log for the gradients of all params of a state.
+        """An empty log for a state; for NNX, for `optimizer.amp_state(model)`.
 
-        Args:
-            state: an AmpState; of NNX, `optimizer.amp_state(model)`.
-            size: how many skips to keep: the last ones.
-
-        Raises:
-            ValueError: `size` is less than 1.
+        `size` is how many skips it keeps; a ValueError if it is less than 1.
         """
         if size < 1:
             raise ValueError(f"`size` must be at least 1, got {size}.")
@@ -106,25 +97,23 @@ class SkipLog:
     ) -> Self:
         """The log after a step: one more entry if its loss or gradients overflowed.
 
-        Call it in the `jit` of `scaled_value_and_grad`, with what that returned: it
-        sees there which gradients overflowed. Elsewhere all of them are NaN.
+        Call it in the same `jit` as `scaled_value_and_grad`, with the results of that:
+        elsewhere all gradients of the step are NaN.
 
         Args:
             state: the state before the step, or the Optimizer of `jamp.nnx`.
-            loss: the loss, shape ().
-            grads: of `scaled_value_and_grad` of all params.
-            loss_id: of which loss they are.
+            loss, grads: the results for all params.
+            loss_id: which loss they belong to.
 
         Raises:
-            ValueError: the gradients are of other params than the log was made for.
+            ValueError: the gradients have other paths than the params of the log.
         """
         tree = trained_params(grads)
         if (paths := _paths(tree)) != self.paths:
             odd = sorted({*paths} ^ {*self.paths})[:3]
             raise ValueError(
-                f"The gradients are not of the params of this log: {', '.join(odd)} "
-                "differ. Make it with SkipLog.of(state) of the same state, and give it "
-                "the gradients of all groups."
+                f"The gradients do not match the params of this log: {', '.join(odd)} "
+                "differ. Pass the gradients of all groups, of the state in SkipLog.of."
             )
         place = self.count % len(self.step)
         flags = [~leaf_is_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]

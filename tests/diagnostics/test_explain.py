@@ -218,9 +218,8 @@ def test_what_autocast_adds_is_not_listed_and_what_it_computes_otherwise_is():
     assert {name for op in operations for name in op.path} == {"jit"}
     names = [op.primitive for op in operations]
     assert sorted(names) == sorted(primitives_of(jax.make_jaxpr(attention)(X, X)))
-    # Each call of a program that is written once; operands as the user has them.
+    # Each call of a program that is written once.
     assert names.count("tanh") == 2
-    assert {op.in_dtypes for op in operations if op.flops} == {("float32",) * 2}
 
 
 def test_lines_are_the_users():
@@ -268,8 +267,8 @@ def test_nothing_runs_and_nothing_is_compiled():
 
 def test_dict_and_list():
     explanation = jamp.explain(everywhere)(X, X)
-    # Programs are indented, and trips counted.
-    cells = ("scan × 2", "while × ?", "· cond: lt", "· branch 0: transpose", "· · max")
+    # Inner programs are indented.
+    cells = ("scan", "while", "· lt", "· transpose", "· · max")
     text = explanation.show(filter="all")
     assert [cell for cell in cells if f"\n{cell} " not in text] == []
     lists = LISTS.with_region("head", "float32")
