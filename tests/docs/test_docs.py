@@ -42,6 +42,16 @@ def test_page_runs_and_prints_what_it_shows(page, capsys, monkeypatch, tmp_path)
             assert printed == block["output"], f"{page}:{line}"
 
 
+NEW_PAGES = "inference", "training_script", "which_level"
+WORDS = {"README.md": 800, "docs/results.md": 1100}
+WORDS |= {f"docs/{name}.md": 600 for name in NEW_PAGES}
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_a_page_stays_short(page):
+    assert len(PAGES[page].split()) <= WORDS[page]
+
+
 PINNED = sorted(
     {
         (page, file, test)
