@@ -22,6 +22,20 @@ def assert_same_bits(a, b) -> None:
         assert bits(x) == bits(y), f"{where}: {x} != {y}"
 
 
+def assert_rounded_alike(a, b, rtol=1e-6) -> None:
+    """The same structure and dtypes, and values within a rounding.
+
+    For two programs that XLA compiles separately: it may sum in another order.
+    """
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
+    for (path, x), y in pairs:
+        where = jax.tree_util.keystr(path)
+        assert x.dtype == y.dtype, where
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol, rtol, err_msg=where)
+
+
 def copy(tree):
     """Host copies, which no donation can delete."""
     return jax.tree.map(

@@ -13,7 +13,7 @@ import pytest
 import pallas_kernels as pk
 from jamp import optimizers as jo
 from pallas_kernels._rounding import numbers_of_flat, strides_of
-from tests.bits import assert_same_bits
+from tests.bits import assert_rounded_alike, assert_same_bits
 from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
 from tests.optimizers.fused import FIELDS, each_bare, fresh
 from tests.oracles import rounding
@@ -123,7 +123,7 @@ def test_moments_and_nothing_else_are_in_moment_dtype(name):
     # The first step reads moments of zero: it is float32's.
     plain = fresh(name)
     expected, _ = jax.jit(plain.update)(params, plain.init(params), params)
-    assert_same_bits(updates, expected)
+    assert_rounded_alike(updates, expected)
     bad = jax.tree.map(lambda x: x + jnp.nan, params)
     _, after = jax.jit(tx.update)(bad, new, params, found_inf=jnp.bool_(True))
     assert_same_bits(after, new)

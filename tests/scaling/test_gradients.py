@@ -22,7 +22,7 @@ import jamp
 from benchmarks import h200
 from jamp import optimizers as jo
 from jamp._scaling import unscaled
-from tests.bits import assert_same_bits
+from tests.bits import assert_rounded_alike
 from tests.states import assert_skipped, wide
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -309,7 +309,7 @@ def test_nothing_but_bytes_depends_on_it(name, level, monkeypatch):
 
     known = run()
     monkeypatch.setattr(unscaled, "_remember", lambda *_: None)
-    assert_same_bits(run(), known)
+    assert_rounded_alike(run(), known)
     skips = [[int(state.skipped_steps) for state in states] for states in known]
     assert skips == [[0, 0, 0], [1, 2, 3], [0, 1, 1]]
 

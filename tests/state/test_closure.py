@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.bits import assert_same_bits
+from tests.bits import assert_rounded_alike, assert_same_bits
 from tests.policy.forward_models import products
 from tests.states import assert_skipped, make, wide, with_scales
 
@@ -126,7 +126,7 @@ def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
     at = jamp.master_params(state)
     (loss, tree), expected, pulled = both(state, at)
     assert (loss.dtype, loss.shape, tree["w"].dtype) == (jnp.float32, (), jnp.float32)
-    assert_same_bits((loss, tree), expected)
+    assert_rounded_alike((loss, tree), expected)
     # Its derivative is multiplied as any other.
     np.testing.assert_array_equal(pulled["w"], -2 * tree["w"])
     half = "float32" if level == "O0" else "float16"
