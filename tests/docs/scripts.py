@@ -1,4 +1,4 @@
-"""What the tests of the examples share."""
+"""Helpers for the tests of the examples."""
 
 import importlib.util
 import struct

@@ -1,4 +1,4 @@
-"""What apex does and jamp does otherwise, or alike, that no other test pins."""
+"""Deviations from apex, and agreements with it, that no other test checks."""
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,7 @@ W, X = jnp.full((2, 1), 2.0), jnp.full((4, 2), 2.5)  # x @ w is 10
 
 
 def run(fn, *args, **options):
-    """What each operation of `fn` runs in under autocast."""
+    """Returns primitive, dtype and rule of each operation of `fn` under autocast."""
     return [
         (op.primitive, op.dtype, op.rule)
         for op in jamp.explain(fn, **options)(*args).operations
@@ -50,7 +50,7 @@ def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32():
 
 # 13 and 36. Operations that apex refuses in half: binary cross entropy
 def cross_entropy(w, x):
-    """Of probabilities, with a target of 0: in half, 1 - p is 0 and this is inf."""
+    """Cross entropy of probabilities at target 0, which is inf if p rounds to 1."""
     return -jnp.log(1 - jax.nn.sigmoid(x @ w)).mean()
 
 
@@ -60,7 +60,7 @@ def test_binary_cross_entropy_needs_no_switch_and_runs_in_float32():
     assert {name for name, *_ in rest} >= {"logistic", "sub", "log"}
     assert {dtype for _, dtype, _ in rest} == {"float32"}
     with jamp.disable_casts():
-        # Of your own half: what you wrote runs, and its range is yours to mind.
+        # With casts disabled, your half operands run as written and can overflow.
         assert cross_entropy(W.astype(jnp.float16), X.astype(jnp.float16)) == jnp.inf
     found = jamp.autocast(cross_entropy)(W, X)
     np.testing.assert_allclose(found, np.log1p(np.exp(10.0)), rtol=1e-3)
