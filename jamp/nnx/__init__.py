@@ -1,7 +1,7 @@
 """jamp for Flax NNX: models that hold their Variables, and change in place.
 
-May import all rooms but `linen` and `tools`. Arrays go out of a model into the
-functions of the other rooms and come back: nothing is scaled or stepped here.
+May import all packages. It splits models into arrays for the functions of the other
+packages, and puts the results back: it scales nothing and steps nothing itself.
 """
 
 from jamp.nnx._autocast import autocast as autocast

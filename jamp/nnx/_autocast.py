@@ -1,7 +1,7 @@
 """Functions of NNX models, and the calls of models, in half."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -18,6 +18,7 @@ from jamp._policy.forward import (
 )
 from jamp._policy.levels import Properties
 from jamp.nnx._variables import (
+    check_same_variables,
     from_pure,
     map_arrays,
     shown,
@@ -36,15 +37,8 @@ def autocast[**P, R](
 ) -> Callable[P, R]:
     """`jamp.autocast` for functions of NNX models.
 
-    The models among the arguments are passed and returned as arrays, so what `fn`
-    writes into them (running statistics, counters of keys) is written when it is done.
-
-    Args:
-        fn: takes NNX modules, arrays, and whatever else.
-        dtype, lists, promote: as of `jamp.autocast`; None is float16.
-
-    Returns:
-        A function with the signature of `fn`.
+    The models among the arguments keep what `fn` writes into them, such as running
+    statistics. Args, returns: see `jamp.autocast`; a dtype of None is float16.
 
     >>> import jax.numpy as jnp
     >>> model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -62,7 +56,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
     def autocast_fn(*args, **kwargs):
         nodes, others, put_back = take_out((args, kwargs))
         graphdef, state = nnx.split(nodes)
-        written: list[Any] = []
+        variables = dict(nnx.to_flat_state(state))
 
         def pure(values, others):
             there = nnx.merge(graphdef, from_pure(state, shown(state, values, scope)))
@@ -70,30 +64,21 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
             args, kwargs = put_back(there, others)
             out = fn(*args, **kwargs)  # pyright: ignore[reportCallIssue]
             after = values_by_path(there)
-            _check_paths(before, after)
-            written[:] = [path for path in after if after[path] is not before[path]]
-            return out, [after[path] for path in written]
+            check_same_variables(before, after)
+            # None if not written: a Variable of an outer trace can only be read.
+            pairs = ((before[path], after[path]) for path in variables)
+            return out, [None if old is new else new for old, new in pairs]
 
         out, values = pure_in(scope, pure)(nnx.as_pure(state), others)
-        # Those alone: a Variable of an outer trace may be read here, but not be set.
-        variables = dict(nnx.to_flat_state(state))
-        left = {
-            path: written_back(variables[path], value)
-            for path, value in zip(written, values, strict=True)
+        written = {
+            path: written_back(variable, value)
+            for (path, variable), value in zip(variables.items(), values, strict=True)
+            if value is not None
         }
-        nnx.update(nodes, nnx.from_flat_state(left))
+        nnx.update(nodes, nnx.from_flat_state(written))
         return out
 
     return autocast_fn
-
-
-def _check_paths(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-    if before.keys() != after.keys():
-        names = ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]
-        raise ValueError(
-            f"The function added or removed Variables, {sorted(names)}. Under autocast "
-            "it can only write to those that are there."
-        )
 
 
 _PROPERTIES = "_jamp_properties"

@@ -68,9 +68,8 @@ def initialize(
         without a tx the models alone.
 
     Raises:
-        ValueError: a model has a policy already; two models share a Variable; and what
-            `jamp.initialize` raises.
-        TypeError: `models` are not modules; an option that NNX has no use for.
+        ValueError: a model was initialized before; two models share a Variable.
+        TypeError: `models` are not modules; an unknown option.
 
     >>> import jax.numpy as jnp, jamp.nnx, optax
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -97,11 +96,7 @@ def initialize(
                 "tx is an nnx.Optimizer: pass its transformation, `optimizer.tx`. "
                 "jamp.nnx.initialize returns the optimizer to use."
             )
-    for name in ("apply_fn", "batch_stats", "state_class"):
-        if name in options:
-            raise TypeError(f"jamp.nnx.initialize has no {name}: the model holds it.")
-    known = InitOptions.__optional_keys__
-    check_options("jamp.nnx.initialize", options, known)
+    check_options("jamp.nnx.initialize", options, InitOptions.__optional_keys__)
     params = arrays_of(models, wrt)
     frozen = arrays_of(models, nnx.All(nnx.Param, nnx.Not(wrt)))
     stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm

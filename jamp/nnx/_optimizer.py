@@ -20,22 +20,27 @@ from jamp._scaling.rules import scales_in_use
 from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
 from jamp._state.step import master_params
-from jamp.nnx._variables import Models, arrays_of, by_path, entries, map_variables
+from jamp.nnx._variables import (
+    Models,
+    arrays_of,
+    by_keystr,
+    by_path,
+    entries,
+    map_variables,
+)
 
 # What an AmpState has beyond its params, and what is static.
 _PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
 
 
 class Optimizer(nnx.Optimizer):
-    """Steps an NNX model, or several, with masters and loss scales.
-
-    Made by `jamp.nnx.initialize`.
+    """Steps NNX models with masters and loss scales. `jamp.nnx.initialize` makes it.
 
     Attributes:
-        step, opt_state, loss_scales, skipped_steps, last_step_skipped: as of
-            `jamp.AmpState`, as Variables.
-        tx, properties, loss_scale_rules: as of `jamp.AmpState`. Static.
-        wrt: the filter of the Variables that are trained. Static.
+        step, opt_state, loss_scales, skipped_steps, last_step_skipped: Variables with
+            the fields of `jamp.AmpState`.
+        tx, properties, loss_scale_rules: the static fields of `jamp.AmpState`.
+        wrt: the filter of the trained Variables. Static.
     """
 
     def __init__(self, state: AmpState, wrt: filterlib.Filter):
@@ -45,7 +50,7 @@ class Optimizer(nnx.Optimizer):
         self.tx = state.tx
         self.properties: Properties = state.properties
         self.loss_scale_rules = nnx.static(state.loss_scale_rules)
-        leaves = _by_keystr(state.params).items()
+        leaves = by_keystr(state.params).items()
         shapes = tuple((path, x.shape, str(x.dtype)) for path, x in leaves)
         self.shapes = nnx.static(shapes)  # which hash
         self.step = OptState(state.step)
@@ -53,7 +58,7 @@ class Optimizer(nnx.Optimizer):
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
 
     def __repr__(self) -> str:
-        """A line for each thing one asks for, where NNX shows all Variables."""
+        """A summary, as of an AmpState; NNX would show all Variables."""
         parts = {name: nnx.as_pure(getattr(self, name)) for name in _PARTS}
         parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
         state = types.SimpleNamespace(**parts)
@@ -64,11 +69,7 @@ class Optimizer(nnx.Optimizer):
     def amp_state(self, models: Models) -> AmpState:
         """The AmpState of both: for `jamp.to_checkpoint`, `jamp.check` and the like.
 
-        Args:
-            models: the model, or the container of them, that it was initialized with.
-
-        Raises:
-            ValueError: trained Variables of other paths, shapes or dtypes.
+        A ValueError if trained Variables have other paths, shapes or dtypes.
         """
         return self._state_with(arrays_of(models, self.wrt))
 
@@ -77,7 +78,7 @@ class Optimizer(nnx.Optimizer):
         return {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
 
     def _state_with(self, params: PyTree) -> AmpState:
-        check_same(_by_keystr(params), self._like, _NOT_THE_ONE, _REMEDY)
+        check_same(by_keystr(params), self._like, _NOT_THE_ONE, _REMEDY)
         return AmpState(
             apply_fn=no_forward,
             params=params,
@@ -98,19 +99,16 @@ class Optimizer(nnx.Optimizer):
     def load_params(
         self, models: Models, params: PyTree = None, *, reset_optimizer: bool = False
     ) -> None:
-        """Puts other params into the model, and the masters after them, in place.
+        """`AmpState.load_params`: sets the params of the model, and the masters.
 
-        As `AmpState.load_params`. `nnx.update(model, ...)` alone would not do: the next
-        step sets the params from the masters.
+        After `nnx.update(model, ...)` alone, the next step would restore the params
+        from the masters.
 
         Args:
             models: the model, or the container of them.
-            params: nested dicts of arrays by path, `nnx.State`s or models, in float32
-                or half; None for what is in the model now.
+            params: nested dicts of arrays, `nnx.State`s or models, in float32 or half;
+                None for the present values in the model.
             reset_optimizer: whether to reset the optimizer's state.
-
-        Raises:
-            ValueError: another structure or shape.
 
         >>> import jax.numpy as jnp, jamp.nnx, optax
         >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
@@ -142,19 +140,13 @@ class Optimizer(nnx.Optimizer):
         loss_id: int | Sequence[int] = 0,
         **update_args: Any,
     ) -> None:
-        """Steps; or skips, if the gradients are not finite.
-
-        As `AmpState.apply_gradients`, in place.
+        """`AmpState.apply_gradients`, in place: steps, or skips after an overflow.
 
         Args:
             models: the model, or the container of them.
-            grads: of `jamp.nnx.scaled_grad`, or what you made of them; with several
-                of `loss_id` a sequence of them.
-            loss_id: whose scale moves, or those of several losses.
+            grads: the gradients; a sequence of them for several losses.
+            loss_id: the loss, or a sequence of several.
             **update_args: extra arguments for `tx.update`.
-
-        Raises:
-            ValueError: gradients or models differ from what was initialized.
         """
         is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
         swapped = any(map(is_module, jax.tree.leaves(grads, is_leaf=is_module)))
@@ -184,11 +176,6 @@ _REMEDY = (
     "Pass what one call of jamp.nnx.initialize returned. After `nnx.update(model, "
     "params)`, `optimizer.load_params(model)` casts them, and sets the masters."
 )
-
-
-def _by_keystr(params: PyTree) -> dict[str, jax.Array]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def _pure(grads: PyTree, wrt: filterlib.Filter) -> Any:

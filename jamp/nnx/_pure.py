@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import PyTree
 
@@ -12,8 +11,10 @@ from jamp._state.amp_state import AmpState
 from jamp.nnx._optimizer import Optimizer
 from jamp.nnx._variables import (
     Models,
+    by_keystr,
     by_path,
     check_arguments_apart,
+    check_same_variables,
     from_pure,
     shown,
     take_out,
@@ -70,12 +71,10 @@ def check_optimizer(
 
 
 class PureLoss:
-    """`(params, *others, variables) -> (loss, (aux, after))`, of one call of a loss.
+    """One call of a loss: `(params, *others, variables) -> (loss, (aux, after))`.
 
-    Attributes:
-        before: the arrays of what is not trained: in the models, and in NNX objects
-            among the other arguments.
-        others: the other arguments that are none.
+    `before` and `after` hold the Variables that are not trained, of the models and of
+    NNX objects among the arguments; `others` the arguments that are no NNX objects.
     """
 
     def __init__(
@@ -107,25 +106,10 @@ class PureLoss:
         loss, aux = out if self.has_aux else (out, None)
         left = nnx.state(there, nnx.Not(self.wrt)), nnx.state(nodes)
         after = nnx.as_pure(left)
-        _check_structure(variables, after)
+        check_same_variables(*map(by_keystr, (variables, after)))
         return loss, (aux, (written_back(self.rest, after[0]), after[1]))
 
     def write_back(self, after: PyTree) -> None:
         """Puts what a loss left into the objects that were given."""
         nnx.update(self.models, from_pure(self.rest, after[0]))
         nnx.update(self.nodes, from_pure(self.nodes_state, after[1]))
-
-
-def _check_structure(before: PyTree, after: PyTree) -> None:
-    """Raises if the loss made Variables, which a step that is skipped cannot have."""
-    if jax.tree.structure(before) == jax.tree.structure(after):
-        return
-    names = [
-        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
-        for tree in (before, after)
-    ]
-    raise ValueError(
-        "The loss function added Variables to the model or removed some: "
-        f"{sorted(names[0] ^ names[1])}. What `sow` leaves, take out in the loss with "
-        "`nnx.pop(model, nnx.Intermediate)`, and return it as aux."
-    )

@@ -30,10 +30,9 @@ def scaled_value_and_grad(
 ) -> Fn[tuple[Any, Any]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
-    What the loss writes into the model (BatchNorm's statistics, counters of keys), or
-    into NNX objects among the other arguments, is kept if its gradients are finite, and
-    else is as before. What it writes into trained Variables is dropped: the optimizer
-    steps its masters of what they were.
+    If the gradients are finite, the model, and NNX objects among the other arguments,
+    keep what the loss writes into them, such as running statistics; else they stay as
+    before. Writes into trained Variables are dropped.
 
     Args:
         loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
@@ -45,10 +44,9 @@ def scaled_value_and_grad(
         grads)`; `grads` for `optimizer.update(model, grads)`.
 
     Raises (when called):
-        TypeError: `optimizer` is not of `jamp.nnx.initialize`; the loss is not a float
-            scalar.
-        ValueError: the model is not of the optimizer's shapes; an argument shares
-            Variables with it; the loss makes Variables.
+        TypeError: `optimizer` is not of `jamp.nnx.initialize`.
+        ValueError: the model does not match the optimizer; an argument shares Variables
+            with it; the loss adds or removes Variables.
     """
 
     @functools.wraps(loss_fn)

@@ -16,11 +16,7 @@ type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
 
 
 def entries(models: Models) -> dict[Any, nnx.Module]:
-    """The modules of one model (under the key None) or of a container, by key.
-
-    Raises:
-        TypeError: it is none; or what `nnx.split` makes of one.
-    """
+    """The modules of one model (under the key None) or of a container, by key."""
     if isinstance(models, nnx.Module):
         return {None: models}
     is_container = isinstance(models, list | tuple)
@@ -69,6 +65,17 @@ def check_arguments_apart(models: Models, nodes: tuple[Any, ...]) -> None:
                 )
 
 
+def check_same_variables(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
+    """Raises if a function added Variables or removed some, given theirs by path."""
+    if before.keys() != after.keys():
+        names = sorted(map(str, before.keys() ^ after.keys()))
+        raise ValueError(
+            f"The function added or removed Variables: {', '.join(names)}. It can only "
+            "write to existing ones. Inside of the function, take out the results of "
+            "`sow` with `nnx.pop(model, nnx.Intermediate)`, and return them."
+        )
+
+
 def variables_of(node: PyTree) -> list[tuple[Any, nnx.Variable]]:
     """The Variables in a tree of NNX objects, with their paths."""
     return [(path, x) for path, x in nnx.iter_graph(node) if _is_variable(x)]
@@ -76,13 +83,18 @@ def variables_of(node: PyTree) -> list[tuple[Any, nnx.Variable]]:
 
 def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
     """The values of the Variables that a filter picks: nested dicts by path."""
-
-    def arrays(model):
-        return nnx.to_pure_dict(nnx.state(model, wrt))
-
     entries(models)  # or an error
-    is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
-    return jax.tree.map(arrays, models, is_leaf=is_module)
+    return jax.tree.map(
+        lambda model: nnx.to_pure_dict(nnx.state(model, wrt)),
+        models,
+        is_leaf=lambda x: isinstance(x, nnx.Module),
+    )
+
+
+def by_keystr(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
 def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
@@ -92,8 +104,7 @@ def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
 
 
 def by_path(arrays: PyTree) -> Mapping[Any, Any]:
-    """What `arrays_of` gave, or trees like it, as `nnx.update` and `nnx.merge` take it:
-    the models of a list by their numbers."""
+    """Trees of `arrays_of`, for `nnx.update` and `nnx.merge`: a list becomes a dict."""
     return dict(enumerate(arrays)) if isinstance(arrays, list | tuple) else arrays
 
 
@@ -139,11 +150,7 @@ def map_arrays[T](fn: Callable[[Any], Any], tree: T) -> T:
 def take_out(
     arguments: PyTree,
 ) -> tuple[tuple[Any, ...], list[Any], Callable[[Any, Any], Any]]:
-    """Takes the NNX objects out of a tree of arguments.
-
-    Returns:
-        The objects, the other leaves, and a function that puts such two together again.
-    """
+    """The NNX objects of a tree, its other leaves, and a function that joins both."""
     leaves, structure = jax.tree.flatten(arguments, is_leaf=is_node)
 
     def put_back(nodes, others):

@@ -113,9 +113,9 @@ def test_overrides_reach_the_modules():
     assert products(lambda model, x: model(x), model, X)[0].lhs == "float32"
 
 
-@pytest.mark.parametrize(("level", "bad"), [("O1", np.nan), ("O2", np.inf)])
-def test_a_skip_keeps_every_bit_but_the_scale(level, bad):
-    model, optimizer = make(level)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_skip_keeps_every_bit_but_the_scale(bad):
+    model, optimizer = make()
     jitted(model, optimizer, X)
     before = arrays((model, optimizer))
     jitted(model, optimizer, X * np.float32(bad))
@@ -159,9 +159,8 @@ def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
     assert model.dropout.rngs.count[...] == plain.dropout.rngs.count[...] == 1
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_objects_among_the_arguments_keep_what_is_written(level):
-    model, optimizer = make(level, nnx.Sequential(linear(), nnx.Dropout(0.5)))
+def test_objects_among_the_arguments_keep_what_is_written():
+    model, optimizer = make("O2", nnx.Sequential(linear(), nnx.Dropout(0.5)))
     rngs, teacher = nnx.Rngs(5), CNN(nnx.Rngs(1))
     calls = nnx.Variable(jnp.zeros(()))
     model(X, rngs=rngs)
@@ -241,9 +240,8 @@ class Scanned(nnx.Module):
         return run(self.blocks, x)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_layers_run_in_half_and_learn(level):
-    model, optimizer = make(level, Scanned(nnx.Rngs(0)), **LOW)
+def test_layers_run_in_half_and_learn():
+    model, optimizer = make("O1", Scanned(nnx.Rngs(0)), **LOW)
     plain = nnx.jit(lambda model, x: model(x))(Scanned(nnx.Rngs(0)), X)
     found = products(lambda model, x: model(x), model, X)
     assert found and not any(p.is_wide for p in found)
@@ -363,7 +361,7 @@ def noting(model, x):
 
 
 BAD_CALLS = {
-    "added Variables.*'note'.*nnx.pop": lambda: grads_of(noting, *make(), X),
+    "removed Variables: .*'note'.*nnx.pop": lambda: grads_of(noting, *make(), X),
     "added or removed Variables.*note": (
         lambda: nnx.jit(jamp.nnx.autocast(noting))(CNN(nnx.Rngs(0)), X)
     ),
@@ -373,7 +371,7 @@ BAD_CALLS = {
     ),
     "got int": lambda: make(model=3),
     "models hold 3, which is not an nnx.Module": lambda: make(model=[3], tx=[ADAM]),
-    "has no apply_fn": lambda: make(apply_fn=len),
+    "unknown keyword 'apply_fn'": lambda: make(apply_fn=len),
     "unknown keyword 'ema'": lambda: make(ema=jnp.ones(2)),
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),
     r"got a State.*nnx.merge\(graphdef, state\)": lambda: train_step(
