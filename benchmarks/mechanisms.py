@@ -25,7 +25,7 @@ class Mechanism(NamedTuple):
     """A mechanism of autocast, and how to switch it off."""
 
     says: str
-    place: str  # of the function that is replaced, in jamp/_autocast
+    place: str  # of the function that is replaced; by default in jamp._autocast
     off: Callable[[Function], Function]  # gives, of the original, what replaces it
 
 
@@ -257,22 +257,22 @@ MECHANISMS = {
     ),
     "quantized once": Mechanism(
         "What several products read is quantized for all of them (O6).",
-        "rewrite.Rewriter._quantized",
+        "jamp._fp8.write._quantized",
         _each_by_itself,
     ),
     "weights in fp8": Mechanism(
         "Outside of loops weights are kept in fp8: devices gather them once (O6).",
-        "rewrite.product_of",
+        "jamp._fp8.write.product_of",
         _always_again,
     ),
     "quantizing barrier": Mechanism(
         "On a GPU what is quantized is written in half, with its largest number (O6).",
-        "quantized.apart",
+        "jamp._fp8.quantized.apart",
         _first,
     ),
     "quantized before loops": Mechanism(
         "Weights that a loop around the gradient shares are quantized before it (O6).",
-        "tracers._is_of",
+        "jamp._fp8.outermost._is_of",
         _gives(False),
     ),
     "moving calls": Mechanism(
@@ -287,7 +287,8 @@ MECHANISMS = {
 def without(name: str) -> Iterator[None]:
     """Switches a mechanism off."""
     row = MECHANISMS[name]
-    place = f"jamp._autocast.{row.place}"
+    inside = row.place.startswith("jamp.")
+    place = row.place if inside else f"jamp._autocast.{row.place}"
     with mock.patch(place, row.off(pkgutil.resolve_name(place))):
         jax.clear_caches()  # of what was traced before, nothing may be used again
         yield

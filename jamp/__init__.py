@@ -15,7 +15,6 @@ if _problem := _requirements.jax_problem():
     raise ImportError(_problem)
 
 from jamp import optimizers as optimizers
-from jamp._autocast.fp8 import Fp8 as Fp8
 from jamp._autocast.lists import AutocastLists as AutocastLists
 from jamp._autocast.marks import (
     disable_casts as disable_casts,
@@ -39,6 +38,7 @@ from jamp._core.warnings import (
     PrecisionWarning as PrecisionWarning,
     UnusedOptionWarning as UnusedOptionWarning,
 )
+from jamp._fp8.options import Fp8 as Fp8
 from jamp._policy.casting import cast_model as cast_model
 from jamp._policy.forward import cast_forward as cast_forward
 from jamp._policy.levels import OptLevelError as OptLevelError, Properties as Properties

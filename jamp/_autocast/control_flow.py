@@ -44,9 +44,8 @@ from jamp._autocast.program import (
     recorded,
     region_rule,
 )
-from jamp._autocast.quantized import SharedKept
 from jamp._autocast.rewrite import Rewriter, rewrite
-from jamp._autocast.values import feeds_of, wants_of_results
+from jamp._autocast.values import wants_by_uses, wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
@@ -67,7 +66,7 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         outs = recorded(eqn.outvars)
         written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
     if rewriter.scope.policy.fp8 and eqn.primitive.name == CHECKPOINT:
-        policy = SharedKept(eqn.params["policy"])
+        policy = rewriter.scope.policy.fp8.checkpoint_policy(eqn.params["policy"])
         eqn = eqn.replace(params=eqn.params | {"policy": policy})
     _emit(rewriter, eqn, ins, written)
 
@@ -123,7 +122,7 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     given = rewriter.facts.operand_facts(eqn.invars)
     facts = rewriter.facts.program(eqn, frames[0].program, given)
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    wants = feeds_of(eqn.outvars, rewriter.values)
+    wants = wants_by_uses(eqn.outvars, rewriter.values)
     _emit(rewriter, eqn, ins, [rewrite(facts, ins, outs, wants, rewriter.rules)])
 
 

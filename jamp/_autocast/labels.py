@@ -168,7 +168,7 @@ def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
     return np.asarray(value)
 
 
-def _host() -> jax.Device | None:
+def _host() -> Any:
     """The CPU, which computes indices beside the device; None if JAX has no CPU."""
     try:
         return jax.local_devices(backend="cpu")[0]

@@ -200,6 +200,11 @@ def primitive_name(eqn: Any) -> str:
     return type(eqn.params["_prim"]).__name__ if is_hi else name
 
 
+def is_product(eqn: Any) -> bool:
+    """Whether an equation is a matmul or a convolution."""
+    return traits_of(primitive_name(eqn)).shape is Shape.PRODUCT
+
+
 def is_listed(primitive: str) -> bool:
     """Whether a row has a primitive."""
     return primitive in _TRAITS

@@ -53,7 +53,7 @@ class Policy:
     promote: str  # "widest" or "narrowest", for operations whose operands differ
     # Whether only products of a half model are cast.
     of_model: bool = False
-    fp8: Any = None  # an `Fp8` where products run in that
+    fp8: Any = None  # a `Products` of `_fp8`, where matmuls run in fp8
 
 
 class Scope(NamedTuple):

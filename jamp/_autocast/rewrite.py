@@ -35,10 +35,9 @@ from jamp._autocast.program import (
     recorded,
     shape_of,
 )
-from jamp._autocast.quantized import FORWARD, Of, product_of, quantize
 from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import broadcast, repeated, rows_of, with_bias, with_weight
-from jamp._autocast.values import Want, values_of
+from jamp._autocast.values import Choice, Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -176,8 +175,8 @@ class Rewriter:
             return
         dtype = choice.computed
         if choice.fp8 is not None:
-            self._write_in_fp8(eqn, choice.fp8, choice.summed)
-            dtype = np.dtype(FORWARD)
+            self._write_in_fp8(eqn, choice)
+            dtype = self.scope.policy.fp8.dtype
         elif choice.summed is not None:
             self._write_summed(eqn, choice.summed)
         elif choice.repeated is not None:
@@ -276,37 +275,16 @@ class Rewriter:
             eqn.replace(invars=operands, outvars=[self._bind(out, FLOAT32)])
         )
 
-    def _write_in_fp8(
-        self, eqn: jc.JaxprEqn, weight: jc.Var, summed: jc.Var | None
-    ) -> None:
-        """Writes a product by a weight, each quantized once for all products."""
-        half, first = self.scope.policy.dtype, eqn.invars[0] is weight
-        loop, shared = self.scope.loop, weight is summed
-        # A scan would stack the slices of its weights in fp8, beside those in half.
-        again = loop and not shared
-        # Its program keeps the line of the user's that it was traced for.
-        make = product_of.__wrapped__ if noting.value else product_of
-        numbers, fp8 = eqn.params["dimension_numbers"], self.scope.policy.fp8
-        operands = []
-        of_weight = Of.SHARED if loop and shared else Of.WEIGHT
-        x = eqn.invars[1 if first else 0]
-        for v, of in ((x, Of.INPUT), (weight, of_weight)):
-            quantized = self._quantized(self.read(v, half), of, eqn)
-            operands += self.read(v, FLOAT32 if v is summed else half), *quantized
+    def _write_in_fp8(self, eqn: jc.JaxprEqn, choice: Choice) -> None:
+        """Writes a product as `Policy.fp8` does."""
+        half, fp8 = self.scope.policy.dtype, self.scope.policy.fp8
+        function, operands = fp8.call(self, eqn, choice.fp8, choice.summed)
         results = [self._bind(eqn.outvars[0], half)]
-        function = make(numbers, first, half, fp8.grad_weight, again=again)
         written = jax_internals.call(function, operands, results, eqn, varying=True)
         if written is None:
             self._write(eqn, half)
         else:
             self.eqns.append(written)
-
-    def _quantized(self, half: Atom, of: Of, eqn: jc.JaxprEqn) -> list[jc.Var]:
-        if half not in self.quantized:
-            written = jax_internals.call(_QUANTIZE[of], [half], None, eqn, varying=True)
-            self.eqns.append(written)
-            self.quantized[half] = written.outvars
-        return self.quantized[half]
 
     def _note(
         self,
@@ -328,10 +306,6 @@ class Rewriter:
         if why != "program":
             casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
         self.eqns[self.begin :] = [*casts, noted(last, note)]
-
-
-# JAX traces each once.
-_QUANTIZE = {of: functools.partial(quantize, of=of) for of in Of}
 
 
 def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:

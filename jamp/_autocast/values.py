@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from jax.extend import core as jc
 
 from jamp._autocast.facts import Facts
-from jamp._autocast.fp8 import feeds_itself, multiplies, weight_of, why_half
 from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.primitives import Rule, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float32
@@ -34,8 +33,8 @@ class Want(NamedTuple):
     # Whether one of them keeps it for the backward pass of a loop, as it is computed.
     kept: bool = False
     carried: bool = False  # whether it goes to the next trip of a loop in float32
-    # Whether a product is made of it, one that comes later in the user's program.
-    feeds: bool = False
+    # What is made of it later in the user's program, as far as `Policy.fp8` asks.
+    uses: frozenset[str] = frozenset()
 
 
 _IN_FLOAT32, _IN_HALF = Want(True, True), Want(False, False)
@@ -64,6 +63,8 @@ class Values:
 
     def __init__(self, facts: Facts, wants: dict[jc.Var, Want]):
         self.facts, self.wants = facts, wants
+        fp8 = facts.scope.policy.fp8
+        self.fp8 = fp8.plan(facts) if fp8 else None
         # Of those that were written so far, by the user's variables.
         self.computed: dict[jc.Var, Any] = {}
 
@@ -73,6 +74,10 @@ class Values:
         """What is wanted of a value."""
         is_literal = isinstance(atom, jc.Literal)
         return NOBODY if is_literal else self.wants.get(atom, NOBODY)
+
+    def uses_of(self, atoms: Sequence[Atom]) -> list[frozenset[str]]:
+        """What is made of each of some values."""
+        return [self.want_of(v).uses for v in atoms]
 
     def want_float32(self, atom: Atom) -> bool:
         """Whether a value should be computed in float32 for those who read it.
@@ -209,12 +214,10 @@ class Values:
     def _choice_of_product(self, eqn: jc.JaxprEqn) -> Choice:
         facts = self.facts
         half = Choice(facts.half, "list", facts.weight(eqn))
-        if not facts.scope.policy.fp8 or facts.ruling(eqn)[1]:
+        if self.fp8 is None or facts.ruling(eqn)[1]:
             return half
-        why = why_half(facts, eqn, self.want_of(eqn.outvars[0]).feeds)
-        if why:
-            return half._replace(why=why)
-        return half._replace(why="fp8", fp8=weight_of(facts, eqn))
+        why, weight = self.fp8.decide(eqn, self.want_of(eqn.outvars[0]).uses)
+        return half._replace(why=why, fp8=weight)
 
     def _choice_by_votes(self, eqn: jc.JaxprEqn, rule: Rule) -> Choice:
         facts = self.facts
@@ -299,9 +302,10 @@ def _together(wants: Iterable[Want]) -> Want:
     first, *others = wants = [want for want in wants if want != NOBODY] or [NOBODY]
     if not others:
         return first
-    alls, *rest = zip(*wants, strict=True)
+    alls, *rest, uses = zip(*wants, strict=True)
     agreed = False if False in alls else True if True in alls else None
-    return Want(agreed, *map(any, rest))
+    some, kept, carried = map(any, rest)
+    return Want(agreed, some, kept, carried, frozenset().union(*uses))
 
 
 def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
@@ -310,11 +314,11 @@ def _wants_of_operands(eqn: jc.JaxprEqn, values: Values) -> Sequence[Want]:
         return _wants_of_programs(eqn, values)
     rule, _ = values.facts.ruling(eqn)
     want = _wants_by_rule(eqn, rule, values)
-    feeds = values.facts.scope.policy.fp8 is not None and (
-        multiplies(eqn) or any(values.want_of(v).feeds for v in eqn.outvars)
-    )
-    other = Want(feeds=feeds)
-    return [want._replace(feeds=feeds) if is_float32(v) else other for v in eqn.invars]
+    if values.fp8 is None:
+        return [want if is_float32(v) else NOBODY for v in eqn.invars]
+    uses = values.fp8.uses_of_operands(eqn, values.uses_of(eqn.outvars))
+    pairs = zip(eqn.invars, uses, strict=True)
+    return [(want if is_float32(v) else NOBODY)._replace(uses=u) for v, u in pairs]
 
 
 def _wants_of_programs(eqn: jc.JaxprEqn, values: Values) -> list[Want]:
@@ -353,9 +357,9 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     return want._replace(some=some, kept=kept, carried=carried)
 
 
-def feeds_of(results: Sequence[Atom], values: Values) -> list[Want]:
-    """Of results of which no more is known, whether a product is made of them."""
-    return [Want(feeds=values.want_of(v).feeds) for v in results]
+def wants_by_uses(results: Sequence[Atom], values: Values) -> list[Want]:
+    """What is wanted of results of which no more is known than what is made of them."""
+    return [Want(uses=uses) for uses in values.uses_of(results)]
 
 
 def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]:
@@ -366,7 +370,7 @@ def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]
     found = values_of(program, wants_of_results(frame, values))
     fixed = frame.consts + frame.carries
     wants = list(map(found.want_of, frame.program.invars))
-    return [*[Want(feeds=w.feeds) for w in wants[:fixed]], *wants[fixed:]]
+    return [*[Want(uses=w.uses) for w in wants[:fixed]], *wants[fixed:]]
 
 
 def wants_of_results(frame: Frame, values: Values) -> list[Want]:
@@ -374,9 +378,8 @@ def wants_of_results(frame: Frame, values: Values) -> list[Want]:
     carries = frame.results[: frame.carries]
     votes = [values.facts[v].vote for v in carries]
     carried = [Want(carried=vote == FLOAT32) for vote in votes]
-    if values.facts.scope.policy.fp8 and carries:
-        again = feeds_itself(frame.program, frame.consts, frame.carries)
-        feeds = [values.want_of(v).feeds for v in carries]
-        pairs = zip(carried, map(any, zip(again, feeds, strict=True)), strict=True)
-        carried = [want._replace(feeds=feeds) for want, feeds in pairs]
+    if values.fp8 and carries:
+        uses = values.fp8.uses_of_carries(frame, values.uses_of(carries))
+        pairs = zip(carried, uses, strict=True)
+        carried = [want._replace(uses=uses) for want, uses in pairs]
     return [*carried, *map(values.want_of, frame.results[frame.carries :])]

@@ -18,6 +18,7 @@ from jamp._autocast.program import Scope
 from jamp._autocast.transform import autocast_in, scope_of
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, cast_floats
+from jamp._fp8.write import Products
 from jamp._policy.levels import Properties, half_dtype, output_dtype
 
 # `policy.value` is the innermost.
@@ -91,7 +92,8 @@ def scope_by(properties: Properties) -> Scope | None:
     if not dtype:
         return None
     options = properties.lists, properties.promote
-    return scope_of(dtype, *options, of_model=bool(half), fp8=properties.fp8)
+    fp8 = properties.fp8 and Products(properties.fp8)
+    return scope_of(dtype, *options, of_model=bool(half), fp8=fp8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Literal, Unpack
 
 import jax.numpy as jnp
 
-from jamp._autocast.fp8 import Fp8
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+from jamp._fp8.options import Fp8
 from jamp._policy.options import PARSERS, LevelOptions, check_options
 
 type OptLevel = Literal["O0", "O1", "O2", "O3", "O4", "O5", "O6"]

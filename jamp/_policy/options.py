@@ -8,12 +8,12 @@ from typing import Any, Literal, TypedDict
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jamp._autocast.fp8 import Fp8
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import CASTABLE_DTYPES, FLOAT32, MODEL_DTYPES
 from jamp._core.numbers import is_scale, number
 from jamp._core.path_rules import parse_rules
+from jamp._fp8.options import Fp8
 
 
 class LevelOptions(TypedDict, total=False):

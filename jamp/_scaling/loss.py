@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jamp._autocast.reduction import summed_in_float32
 from jamp._autocast.tracers import depends_on
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
@@ -27,6 +26,7 @@ from jamp._core.tree import (
 )
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling.mapped_axis import alike
+from jamp._scaling.reduction import summed_in_float32
 from jamp._scaling.rules import (
     HasLossScales,
     LossScaleRule,

@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 from typing_extensions import TypeVar
 
-from jamp._autocast.fp8 import Fp8
 from jamp._autocast.transform import Promote
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants, warn_without_fp8
 from jamp._core.path_rules import check_rules
 from jamp._core.tree import strong_array, unshared
 from jamp._core.warnings import UnusedOptionWarning, warn
+from jamp._fp8.options import Fp8
 from jamp._policy.casting import cast_to_level, warn_without_batchnorm
 from jamp._policy.forward import forwards
 from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties, describe

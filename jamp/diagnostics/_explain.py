@@ -62,6 +62,7 @@ _REASONS = {
     "fp8 weight": "Half, not fp8: no plain product of an activation by a weight.",
     "fp8 input": "Half, not fp8: it reads what the model is given.",
     "fp8 last": "Half, not fp8: no product reads what is made of it, as of logits.",
+    "fp8 order": "Half, not fp8: `top_k`, `sort` or `argmax` orders its results.",
     "fp8 kept": "Half, not fp8: `Fp8(keep=)` names its weight.",
     "fp8 derivative": "Half, not fp8: a function has a derivative of its own.",
     "fp8 disabled": "Half, not fp8: `disable_fp8`.",

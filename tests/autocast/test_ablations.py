@@ -13,6 +13,7 @@ import jamp
 from benchmarks import ablations, lean
 from benchmarks.mechanisms import MECHANISMS, without
 from jamp._autocast import marks, transform
+from jamp._fp8.write import Products
 
 
 class Example(NamedTuple):
@@ -131,7 +132,7 @@ EXAMPLES = {
 
 def program(example: Example) -> str:
     """The program of its gradients, without addresses."""
-    fp8 = jamp.Fp8(smallest=1) if example.fp8 else None
+    fp8 = Products(jamp.Fp8(smallest=1)) if example.fp8 else None
     options = example.promote, example.of_model, fp8
     scope = transform.scope_of(example.half, None, *options)
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes]

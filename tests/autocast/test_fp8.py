@@ -14,7 +14,9 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
-from jamp._autocast.quantized import Of, quantize
+from jamp._fp8 import plan
+from jamp._fp8.quantized import Of, quantize
+from tests.autocast.constructs import custom_vjp
 from tests.oracles import fp8 as oracle
 from tests.programs import walk
 
@@ -249,6 +251,96 @@ UNLIKE = {  # and why, as `explain` says
     "custom_vjp": ("fp8 derivative", lambda x, w: custom(x, w)),
     "custom_jvp": ("fp8 derivative", lambda x, w: custom_forward(x, w)),
 }
+
+
+ORDERS = {
+    "top_k": lambda r: jax.lax.top_k(jax.nn.softmax(r), 2)[0],
+    "argmax": lambda r: jax.nn.one_hot(r.argmax(-1), N),
+    "argmin": lambda r: jax.nn.one_hot((-r).argmin(-1), N),
+    "sort": lambda r: jnp.sort(jax.nn.sigmoid(r) + jnp.arange(N)),
+    "argsort": lambda r: jnp.take_along_axis(r, jnp.argsort(r), -1),
+    "approx_max_k": lambda r: jax.lax.approx_max_k(r, 2)[0],
+}
+INSIDE = {
+    "cast": lambda f: lambda r: f(r.astype(BF16).reshape(-1, N).astype(r.dtype)),
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: lambda r: jax.vmap(f)(r[None])[0],
+    "scan": lambda f: lambda r: jax.lax.scan(lambda c, r: (c, f(r)), 0, r[None])[1][0],
+    "carry": lambda f: (
+        lambda r: jax.lax.scan(lambda c, _: (c * 2, f(c)), r, length=2)[1][0]
+    ),
+    "cond": lambda f: lambda r: jax.lax.cond(r[0, 0] > 0, f, f, r),
+    "shard_map": lambda f: jax.shard_map(
+        f, mesh=jax.make_mesh((1,), ("d",)), in_specs=P(), out_specs=P()
+    ),
+    "custom_vjp": lambda f: custom_vjp(f, lambda r: (f(r), r), lambda r, g: (r,)),
+}
+ROUTERS = {name: (f, "jit") for name, f in ORDERS.items()}
+ROUTERS |= {name: (ORDERS["top_k"], name) for name in INSIDE}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_product_whose_results_are_ordered_stays_in_half(name):
+    """A router in fp8 sent 7 % of the tokens to other experts."""
+    order, where = ROUTERS[name]
+
+    def fn(params, x):
+        h = jnp.tanh(x * params["one"] @ params["w"])
+        gates = INSIDE[where](order)(h @ params["router"])
+        h = jnp.tanh(h @ params["v"]) * gates.sum(-1, keepdims=True)
+        return (h @ params["last"]).sum()
+
+    params = weights("w", "router", "v", "last") | {"one": jnp.ones(())}
+    assert why(fn, state_of(params), X) == ["fp8", "fp8 order", "fp8", "fp8 last"]
+
+
+def test_products_are_looked_up_in_time_linear_in_depth(monkeypatch):
+    """Each product looked for its operand's readers in the whole program."""
+    times, original = [], plan.weight_of
+
+    def counting(*args):
+        times.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(plan, "weight_of", counting)
+
+    def lookups(depth):
+        def fn(params, x):
+            for _ in range(depth):
+                x = jnp.tanh(x @ params["w"])
+            return (x @ params["w"]).sum()
+
+        times.clear()
+        jax.make_jaxpr(jamp.scaled_grad(fn))(state_of(weights("w")), X)
+        return len(times)
+
+    assert lookups(20) <= 2.1 * lookups(10)
+
+
+def test_nested_loops_are_read_once_for_each_use(monkeypatch):
+    times, original = [], plan._uses_by_operation
+
+    def counting(*args):
+        times.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(plan, "_uses_by_operation", counting)
+
+    def nested(depth):
+        if not depth:
+            return lambda x, w: x @ w
+        inner = nested(depth - 1)
+        body = lambda w: lambda c, _: ((inner(c[0], w), c[0] * 2), None)  # noqa: E731
+        return lambda x, w: jax.lax.scan(body(w), (x, x), length=2)[0][1]
+
+    def reads(depth):
+        fn = lambda params, x: nested(depth)(x, params["w"]).sum()  # noqa: E731
+        times.clear()
+        jax.make_jaxpr(jamp.scaled_grad(fn))(state_of(weights("w")), X)
+        return len(times)
+
+    assert reads(8) <= 3 * reads(4)
 
 
 @jax.custom_vjp

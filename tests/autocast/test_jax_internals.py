@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from jamp._autocast import frames, jax_internals, tracers
 from jamp._autocast.primitives import primitive_name
-from jamp._autocast.quantized import Of, quantize
+from jamp._fp8.quantized import Of, quantize
 from tests.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4

@@ -16,12 +16,12 @@ PACKAGES = ("pallas_kernels", "jamp")
 LAYERS = (
     ("pallas_kernels",),
     ("jamp._core",),
-    ("jamp._autocast", "jamp.optimizers"),
+    ("jamp._autocast",),
+    ("jamp._fp8", "jamp.optimizers"),
     ("jamp._policy",),
     ("jamp._scaling",),
     ("jamp._state",),
-    ("jamp._checkpoint",),
-    ("jamp.fp16_utils", "jamp.diagnostics"),
+    ("jamp._checkpoint", "jamp.fp16_utils", "jamp.diagnostics"),
     ("jamp.nnx",),
     ("jamp",),
     ("jamp.__main__",),
@@ -47,6 +47,7 @@ INTERNALS = {
     "jamp._autocast.frames",
     "jamp._autocast.hijax",
     "jamp._autocast.tracers",
+    "jamp._fp8.outermost",
 }
 ENTRIES = {name.partition(".")[2] for layer in LAYERS for name in layer} - {""}
 

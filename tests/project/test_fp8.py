@@ -17,7 +17,7 @@ from benchmarks import h200, lean
 from benchmarks.h200 import CHEAP
 from benchmarks.hlo import Program
 from benchmarks.lean_transformers import GPT2
-from jamp._autocast import quantized
+from jamp._fp8 import quantized
 from tests.programs import product_runs
 from tests.support.extent import more
 

@@ -32,8 +32,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jamp._autocast.sums import apart
-from jamp._autocast.tracers import Outermost
 from jamp._core.dtypes import FLOAT32
+from jamp._fp8.outermost import Outermost
 from pallas_kernels._compat import varying_axes
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -1,0 +1,209 @@
+"""Which products run in fp8, by what they read, by who reads them, and by their size.
+
+h = tanh (dot_general x w1)    half: x is what the program is given
+y = dot_general h w2           fp8, if it is large: an activation by a weight
+s = dot_general y y            half: no weight
+r = dot_general y w3           half: `top_k` orders what is made of it
+z = dot_general y w4           half: no product reads what is made of it
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jc
+
+from jamp._autocast.facts import PLAIN, Facts
+from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.marks import Source
+from jamp._autocast.primitives import Shape, is_product, primitive_name, traits_of
+from jamp._autocast.program import (
+    Atom,
+    disables_fp8,
+    is_float32,
+    name_stack,
+    shape_of,
+)
+from jamp._fp8.options import Fp8
+
+# What is made of a value later in the program.
+type Uses = frozenset[str]
+PRODUCT, ORDER = "product", "order"
+NOTHING, PRODUCTS, ORDERED = (frozenset(), frozenset((PRODUCT,)), frozenset((ORDER,)))
+_ORDERS = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
+# Their results are in the order of their operands, as far as that is known.
+_PASSES = (
+    *(Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.MOVE),
+)
+
+# NVIDIA's data sheet of the H200 SXM, without sparsity: products in FLOP/s, and memory
+# in B/s. The H100's ratio is 1.4 times that, the B200's 1.35.
+_BF16, _FP8, _MEMORY = 989e12, 1979e12, 4.8e12
+# Of an element that is quantized: read for its largest, read again, and written for the
+# forward product and for the backward one, which contracts another axis.
+_MOVED = 2 + 2 + 1 + 1
+
+
+class Plan:
+    """What runs in fp8 in one program, of which the facts are known."""
+
+    def __init__(self, fp8: Fp8, facts: Facts):
+        self.fp8, self.facts = fp8, facts
+
+    def decide(self, eqn: jc.JaxprEqn, uses: Uses) -> tuple[str, jc.Var | None]:
+        """Why a product runs as it does, and its weight if it runs in fp8.
+
+        `uses` says what is made of its result.
+        """
+        weight = weight_of(self.facts, eqn)
+        why = self._why_half(eqn, weight, uses)
+        return (why, None) if why else ("fp8", weight)
+
+    def _why_half(self, eqn: jc.JaxprEqn, weight: jc.Var | None, uses: Uses) -> str:
+        facts = self.facts
+        if facts.scope.derived:
+            # Nobody knows what is a gradient or a tangent in it.
+            return "fp8 derivative"
+        if weight is None:
+            return "fp8 weight"
+        x = eqn.invars[1 if weight is eqn.invars[0] else 0]
+        if not facts.depends_on_params(x):
+            return "fp8 input"
+        if PRODUCT not in uses:
+            return "fp8 last"
+        if ORDER in uses:
+            return "fp8 order"
+        if Source.STAYS in facts[weight].source:
+            return "fp8 kept"
+        if disables_fp8(name_stack(facts.scope, eqn)):
+            return "fp8 disabled"
+        is_small = _is_small(self.fp8, eqn, x, weight, self.readers[x])
+        return "fp8 small" if is_small else ""
+
+    @functools.cached_property
+    def readers(self) -> Counter[Atom]:
+        """How many products by weights read a value: it is quantized once for all."""
+        eqns = [e for e in self.facts.jaxpr.eqns if weight_of(self.facts, e)]
+        read = [v for e in eqns for v in e.invars if isinstance(v, jc.Var)]
+        return Counter(read)
+
+    def uses_of_operands(self, eqn: jc.JaxprEqn, results: Sequence[Uses]) -> list[Uses]:
+        """What is made of each operand, given what is made of each result."""
+        return uses_of_operands(eqn, results, self.facts.scope.written)
+
+    def uses_of_carries(self, frame: Frame, results: Sequence[Uses]) -> list[Uses]:
+        """What is made of each carry of a loop, in the next trip or after the loop."""
+        uses = dict(zip(frame.results, results, strict=False))
+        found = _uses_in_frame(frame, uses, self.facts.scope.written)
+        found = found[frame.consts :][: frame.carries]
+        return [a | b for a, b in zip(found, results, strict=True)]
+
+
+def weight_of(facts: Facts, eqn: jc.JaxprEqn) -> jc.Var | None:
+    """The operand of a plain product that is made of params alone, if one is."""
+    if primitive_name(eqn) != "dot_general" or not PLAIN <= eqn.params.items():
+        return None
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    if batch or not all(map(is_float32, eqn.invars)):
+        return None
+    weights = [v for v in eqn.invars if facts.is_weight(v)]
+    return weights[0] if len(weights) == 1 and isinstance(weights[0], jc.Var) else None
+
+
+def _is_small(
+    fp8: Fp8, eqn: jc.JaxprEqn, x: Atom, weight: jc.Var, readers: int
+) -> bool:
+    first = weight is eqn.invars[0]
+    sums = eqn.params["dimension_numbers"][0][0 if first else 1]
+    k = math.prod(shape_of(weight)[i] for i in sums)
+    m, n = (math.prod(shape_of(v)) // max(k, 1) for v in (x, weight))
+    if fp8.smallest is not None or not m * k * n:
+        return not m * k * n or min(k, n) < (fp8.smallest or 1)
+    half, in_fp8 = predicted_seconds(m, k, n, readers)
+    return half < in_fp8
+
+
+def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, float]:
+    """Of M rows by K columns, times K by N, with both gradients: in half, and in fp8.
+
+    On an H200 at its peak; `readers` is how many products share the M rows.
+    """
+    flops, moved = 3 * 2 * m * k * n, _MOVED * (m * k / readers + m * n + k * n)
+    return flops / _BF16, flops / _FP8 + moved / _MEMORY
+
+
+# ---- what is made of a value, read backward
+
+
+def uses_of_operands(
+    eqn: jc.JaxprEqn, results: Sequence[Uses], known: dict[Any, Any]
+) -> list[Uses]:
+    """What is made of each operand of an equation, given the same of its results.
+
+    The same of programs in it is `known` afterwards, so that each is read once.
+    """
+    frames = frames_of(eqn)
+    if not frames:
+        return _uses_by_operation(eqn, NOTHING.union(*results))
+    found: dict[Atom, Uses] = {}
+    uses: dict[Atom, Uses] = dict(zip(eqn.outvars, results, strict=True))
+    for frame in frames:
+        _note(found, frame.operands, _uses_in_frame(frame, uses, known))
+    return _uses_of(eqn.invars, found)
+
+
+def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
+    name = primitive_name(eqn)
+    ordered = eqn.params.get("num_keys", 1) if name in _ORDERS else 0
+    product = PRODUCTS if is_product(eqn) else of_result & PRODUCTS
+    # A product, or a sum, of what is ordered is another value.
+    passed = product | (of_result if traits_of(name).shape in _PASSES else NOTHING)
+    return [
+        passed | (ORDERED if i < ordered else NOTHING) for i in range(len(eqn.invars))
+    ]
+
+
+def _uses_in_frame(
+    frame: Frame, uses: Mapping[Atom, Uses], known: dict[Any, Any]
+) -> list[Uses]:
+    """What is made of each operand of a program, in it or after it."""
+    results = _uses_of(frame.results, uses)
+    results += [NOTHING] * (len(frame.program.outvars) - len(results))
+    carries = slice(frame.consts, frame.consts + frame.carries)
+    while True:
+        found = _uses_of_inputs(frame.program, results, known)
+        pairs = zip(results, found[carries], strict=False)
+        again = [*(a | b for a, b in pairs), *results[frame.carries :]]
+        if frame.kind is not Kind.LOOP or again == results:
+            return found
+        results = again
+
+
+def _uses_of_inputs(
+    program: jc.Jaxpr, results: Sequence[Uses], known: dict[Any, Any]
+) -> list[Uses]:
+    key = "uses", id(program), *results
+    if key not in known:
+        uses: dict[Atom, Uses] = {}
+        _note(uses, program.outvars, results)
+        for eqn in reversed(program.eqns):
+            of_results = _uses_of(eqn.outvars, uses)
+            _note(uses, eqn.invars, uses_of_operands(eqn, of_results, known))
+        # The program is kept, so that its `id` stays its own.
+        known[key] = program, _uses_of(program.invars, uses)
+    return known[key][1]
+
+
+def _uses_of(atoms: Sequence[Atom], uses: Mapping[Atom, Uses]) -> list[Uses]:
+    is_var = [isinstance(v, jc.Var) for v in atoms]
+    pairs = zip(atoms, is_var, strict=True)
+    return [uses.get(v, NOTHING) if var else NOTHING for v, var in pairs]
+
+
+def _note(uses: dict[Atom, Uses], atoms: Sequence[Atom], found: Sequence[Uses]) -> None:
+    for atom, new in zip(atoms, found, strict=True):
+        if isinstance(atom, jc.Var):
+            uses[atom] = uses.get(atom, NOTHING) | new

@@ -1,0 +1,86 @@
+"""Writes a matmul in fp8: the hooks that `_autocast` calls.
+
+y = dot_general x w        x8 e = quantize x; w8 d = quantize w
+                           y = product x x8 e w w8 d
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast import jax_internals
+from jamp._autocast.facts import Facts
+from jamp._autocast.program import Atom
+from jamp._autocast.reasons import noting
+from jamp._autocast.rewrite import Rewriter
+from jamp._core.dtypes import FLOAT32
+from jamp._core.path_rules import matches
+from jamp._fp8.options import Fp8
+from jamp._fp8.plan import Plan
+from jamp._fp8.quantized import FORWARD, Of, SharedKept, product_of, quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """How an autocast runs matmuls in fp8: its `Policy.fp8`."""
+
+    options: Fp8
+    dtype = np.dtype(FORWARD)
+
+    def keeps(self, path: str, leaf: Any) -> bool:
+        """Whether the matmuls of a param stay in half."""
+        return matches(self.options.rules, path, leaf)
+
+    def plan(self, facts: Facts) -> Plan:
+        """Which matmuls of a program run in fp8."""
+        return Plan(self.options, facts)
+
+    def checkpoint_policy(self, policy: Callable[..., Any] | None) -> SharedKept:
+        """The policy of a checkpoint in which matmuls run in fp8."""
+        return SharedKept(policy)
+
+    def call(
+        self,
+        rewriter: Rewriter,
+        eqn: jc.JaxprEqn,
+        weight: jc.Var,
+        summed: jc.Var | None,
+    ) -> tuple[Callable[..., Any], list[Atom]]:
+        """The function and the operands that stand for a matmul by a weight.
+
+        Each operand is quantized once for all matmuls that read it.
+        """
+        half, first = rewriter.scope.policy.dtype, eqn.invars[0] is weight
+        loop, shared = rewriter.scope.loop, weight is summed
+        # A scan would stack the slices of its weights in fp8, beside those in half.
+        again = loop and not shared
+        # Its program keeps the line of the user's that it was traced for.
+        make = product_of.__wrapped__ if noting.value else product_of
+        numbers = eqn.params["dimension_numbers"]
+        operands: list[Atom] = []
+        of_weight = Of.SHARED if loop and shared else Of.WEIGHT
+        x = eqn.invars[1 if first else 0]
+        for v, of in ((x, Of.INPUT), (weight, of_weight)):
+            quantized = _quantized(rewriter, rewriter.read(v, half), of, eqn)
+            operands += rewriter.read(v, FLOAT32 if v is summed else half), *quantized
+        grad_weight = self.options.grad_weight
+        return make(numbers, first, half, grad_weight, again=again), operands
+
+
+def _quantized(
+    rewriter: Rewriter, half: Atom, of: Of, eqn: jc.JaxprEqn
+) -> list[jc.Var]:
+    known = rewriter.quantized
+    if half not in known:
+        written = jax_internals.call(_QUANTIZE[of], [half], None, eqn, varying=True)
+        rewriter.eqns.append(written)
+        known[half] = written.outvars
+    return known[half]
+
+
+# JAX traces each once.
+_QUANTIZE = {of: functools.partial(quantize, of=of) for of in Of}
