@@ -219,7 +219,7 @@ _DTYPE_LEVELS = {
 }
 
 
-def check_level(opt_level: object) -> None:
+def check_level(opt_level: Any) -> None:
     """Raises an OptLevelError unless `opt_level` names a level."""
     if isinstance(opt_level, str) and opt_level in LEVELS:
         return

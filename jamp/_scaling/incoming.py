@@ -29,7 +29,7 @@ def check_scale_state(
         elif name in _COUNTS:
             check_count(f"{where}/{name}", value)
     most = getattr(rule, "hysteresis", None)
-    value = entry.get("hysteresis")
+    value: Any = entry.get("hysteresis")
     if most is not None and is_known(value) and np.max(value) > most:
         raise ValueError(
             f"{where}/hysteresis is {value}, more than the {most} of the state's rule: "

@@ -77,22 +77,18 @@ def warn_of_half_sums(params: PyTree) -> None:
             return
 
 
-def averaged(
-    grads: PyTree, loss: Array, axis_name: Hashable, predivide: float | None
-) -> tuple[PyTree, Array]:
-    """Gradients and loss, averaged over an axis in float32.
+def averaged(tree: PyTree, axis_name: Hashable, predivide: float | None) -> PyTree:
+    """A tree of gradients and losses, averaged over an axis in float32.
 
-    With `predivide`, gradients are divided by it before the sum, which can overflow
-    otherwise, and by the rest of the number of devices after it.
+    With `predivide`, divides by it before the sum, which can overflow otherwise, and by
+    the rest of the number of devices after it.
     """
-    loss = jax.lax.pmean(loss, axis_name)
-    grads = widen_tree(grads)
+    tree = widen_tree(tree)
     if predivide is None:
-        return jax.lax.pmean(grads, axis_name), loss
+        return jax.lax.pmean(tree, axis_name)
     after = predivide / math.prod(map(jax.lax.axis_size, _names(axis_name)))
-    divided = jax.tree.map(lambda g: g / predivide, grads)
-    summed = jax.lax.psum(divided, axis_name)
-    return jax.tree.map(lambda g: g * after, summed), loss
+    summed = jax.lax.psum(jax.tree.map(lambda x: x / predivide, tree), axis_name)
+    return jax.tree.map(lambda x: x * after, summed)
 
 
 def agreed(

@@ -61,8 +61,12 @@ def check_state(state: object, call: str) -> None:
         return
     remedy = ""
     if any(cls.__module__.startswith("flax.nnx") for cls in type(state).__mro__):
-        name = call.partition("(")[0].replace("jamp.", "jamp.nnx.", 1)
-        remedy = f" For NNX write `{name}`, with the model and the optimizer."
+        remedy = " For NNX pass `optimizer.amp_state(model)`."
+        if call.startswith("jamp.scaled_"):
+            name = call.partition("(")[0].removeprefix("jamp.")
+            remedy = (
+                f" For NNX write `jamp.nnx.{name}(loss_fn)(model, optimizer, ...)`."
+            )
     if call.startswith("jamp.diagnostics."):
         remedy = (
             " For NNX, first write `loss_fn, state = jamp.nnx.pure(loss_fn, model, "

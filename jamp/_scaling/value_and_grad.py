@@ -190,9 +190,8 @@ class ScaledGrad:
             mapped_axis.check_bound(self.axis_name)
         (loss, aux), grads = self.raw(state, *args, **kwargs)
         if self.axis_name is not None:
-            grads, loss = mapped_axis.averaged(
-                grads, loss, self.axis_name, self.predivide
-            )
+            both = grads, loss
+            grads, loss = mapped_axis.averaged(both, self.axis_name, self.predivide)
         raw = {k: split_overwrite(tree)[0] for k, tree in grads.items()}
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])
