@@ -18,6 +18,9 @@ _HEAD = """\
 
 Generated from `primitives` and `lists` of `jamp/_autocast`. [Autocast](autocast.md)
 says what the rules mean and how to change them for a program.
+
+A `dot_general` without a contracted dimension follows the rule of `mul`; one without a
+free dimension follows that of `reduce_sum`. Dimensions of size 1 do not count.
 """
 _TITLES = {
     Rule.HALF: "In half",

@@ -1,5 +1,6 @@
 """What a program computes, whatever compiles it: the matrix products of its jaxpr."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +35,17 @@ def products(fn: Callable, *args: Any) -> list[Product]:
 
 def products_of(jaxpr: Jaxpr) -> list[Product]:
     """Every product of a program that is traced already."""
-    return [_product(e) for e in walk(jaxpr) if e.primitive.name in PRODUCTS]
+    return [_product(e) for e in walk(jaxpr) if is_product(e)]
+
+
+def is_product(equation: JaxprEqn) -> bool:
+    """Whether it is a convolution or a matmul: of M x K by K x N, K and M N above 1."""
+    if equation.primitive.name != "dot_general":
+        return equation.primitive.name in PRODUCTS
+    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+    lhs, rhs = (v.aval.shape for v in equation.invars)
+    b, k = (math.prod(lhs[i] for i in axes) for axes in (batch, contracted))
+    return k != 1 and math.prod(lhs) * math.prod(rhs) != (b * k) ** 2
 
 
 def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
@@ -64,7 +75,7 @@ def product_runs(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[str, ...]]:
     """How often a product runs, by the types of its factors: in a scan each trip."""
     found: Counter[tuple[str, ...]] = Counter()
     for equation in jaxpr.eqns:
-        if equation.primitive.name in PRODUCTS:
+        if is_product(equation):
             found[tuple(str(v.aval.dtype) for v in equation.invars)] += times
         is_scan = equation.primitive.name == "scan"
         trips = equation.params["length"] if is_scan else 1

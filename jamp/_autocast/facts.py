@@ -21,9 +21,10 @@ from jax.extend import core as jc
 from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.jax_internals import is_weak_scalar
+from jamp._autocast.loops import added_carries
 from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule, Shape, traits_of
+from jamp._autocast.primitives import Rule, Shape, is_plain, primitive_name, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -58,9 +59,6 @@ _NO_SOURCE = Source(0)
 _LITERAL = Fact(None, source=_NO_SOURCE)
 _ASKING = Fact(FLOAT32, asks=True, source=_NO_SOURCE)
 
-# Of a product with no wish of the user's.
-PLAIN = {"precision": None, "out_sharding": None}.items()
-
 
 class Facts:
     """What is known of the values of a program.
@@ -70,9 +68,8 @@ class Facts:
 
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
         policy = scope.policy
-        self.jaxpr, self.scope, self.half = jaxpr, scope, policy.dtype
-        self.given = given
-        self.widest = policy.promote == "widest"
+        self.jaxpr, self.given, self.scope = jaxpr, given, scope
+        self.half, self.widest = policy.dtype, policy.promote == "widest"
         self._facts: dict[jc.Var, Fact] = {}
         # By the `id` of the equation, all three.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
@@ -105,10 +102,9 @@ class Facts:
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
         """As `program.ruling`; a product may be in float32 for its weight."""
-        found = self._rules.get(id(eqn))
-        if found is None:
-            found = self._rules[id(eqn)] = self._ruling(eqn)
-        return found
+        if id(eqn) not in self._rules:
+            self._rules[id(eqn)] = self._ruling(eqn)
+        return self._rules[id(eqn)]
 
     def is_castable(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an equation may be cast, as `program.is_castable_eqn` says."""
@@ -156,16 +152,14 @@ class Facts:
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
         """The dtypes that operands ask for."""
-        found = {self[v].vote for v in atoms}
-        found.discard(None)
-        return found
+        return {self[v].vote for v in atoms} - {None}
 
     def asks(self, eqn: jc.JaxprEqn) -> bool:
         """Whether an operand of an equation asks for float32 by its number."""
         fill = eqn.params.get("fill_value")
         fills = fill is not None and is_float32(eqn.outvars[0])
         asks = any([self[v].asks for v in eqn.invars])
-        return asks or (fills and exceeds_half(fill, self.half))
+        return asks or fills and exceeds_half(fill, self.half)
 
     def full_size(self, eqn: jc.JaxprEqn) -> list[Atom]:
         """The operands that are as large as the result, and not by being broadcast."""
@@ -190,6 +184,7 @@ class Facts:
 
         A norm ends one: its result is read twice in the backward pass, so in half.
         """
+        # By its own name: the gradients of a `dot_general` that multiplies are matmuls.
         if rule is not Rule.PROMOTE or not traits_of(eqn.primitive.name).rounds:
             return False
         origin = self[eqn.outvars[0]].origin
@@ -219,7 +214,7 @@ class Facts:
 
         All trips of a loop share it, or its rows are looked up as well.
         """
-        if eqn.primitive.name != "dot_general" or not PLAIN <= eqn.params.items():
+        if not is_plain(eqn):
             return None
         shared = [v for v in eqn.invars if is_float32(v) and self._is_summed(v)]
         return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
@@ -294,19 +289,25 @@ class Facts:
         return facts
 
     def _loop_facts(self, frame: Frame, found: "Facts") -> list[Fact]:
-        facts = []
-        starts = frame.operands[frame.consts :]
+        facts, in_half = [], self._half_carries(frame, found)
         for i, inner in enumerate(frame.program.outvars):
-            vote = found[inner].vote
-            outer = self._unknown(frame.results[i])._replace(source=found[inner].source)
-            if i < frame.carries:
-                # An activation: half after each trip, and no sum that began with zero.
-                start = self[starts[i]]
-                active = vote == self.half and start.vote is not None
-                if self.widest or not active or start.asks:
-                    vote = outer.vote
-            facts.append(outer._replace(vote=vote))
+            fact = self._unknown(frame.results[i])._replace(source=found[inner].source)
+            if i >= frame.carries or i in in_half:
+                fact = fact._replace(vote=found[inner].vote)
+            facts.append(fact)
         return facts
+
+    def _half_carries(self, frame: Frame, found: "Facts") -> set[int]:
+        """The carries that are activations: half after each trip, and no sums."""
+        starts = [self[v] for v in frame.operands[frame.consts :][: frame.carries]]
+        votes = [found[v].vote for v in frame.program.outvars]
+        pairs = enumerate(zip(votes, starts, strict=False))
+        given = (i for i, (v, x) in pairs if v == self.half and x.vote and not x.asks)
+        in_half = set() if self.widest else set(given)
+        of_model = self.scope.policy.of_model
+        slices = frame.operands[frame.consts + frame.carries :]
+        are_weights = [not of_model or self.is_weight(v) for v in slices]
+        return in_half and in_half - added_carries(frame, are_weights)
 
     def trip_facts(self, frame: Frame) -> list[Fact]:
         """What is known of the inputs of a scan's body, with all carries in float32."""
@@ -347,7 +348,7 @@ class Facts:
         if eqn.primitive.name == "gather" and first.shared and first.vote == FLOAT32:
             self.tables |= first.origin.roots
         literal = all([fact.asks or not fact.vote for fact in given])
-        traits = traits_of(eqn.primitive.name)
+        traits = traits_of(primitive_name(eqn))
         keeps = rule is Rule.MOVE or traits.keeps_range
         asks = (keeps or literal) and self.asks(eqn)
         vote = self._vote(eqn, out, rule, asks)
@@ -396,5 +397,4 @@ def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
 
 
 def _joint_source(facts: Iterable[Fact]) -> Source:
-    sources = {fact.source for fact in facts}
-    return functools.reduce(operator.or_, sources, _NO_SOURCE)
+    return functools.reduce(operator.or_, {f.source for f in facts}, _NO_SOURCE)

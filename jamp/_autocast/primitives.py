@@ -8,6 +8,8 @@ After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is mad
 """
 
 import enum
+import functools
+import math
 from typing import Any, NamedTuple
 
 
@@ -194,15 +196,42 @@ _TRAITS = {
 
 
 def primitive_name(eqn: Any) -> str:
-    """The name of what an equation does: of the newer kind, of the object's class."""
+    """The name by which the table knows what an equation does.
+
+    An object of JAX's newer kind goes by its class. A `dot_general` that is no matmul
+    goes by what it computes: "mul" without a contracted dimension, "reduce_sum" without
+    a free one. Dimensions of size 1 do not count.
+    """
     name = eqn.primitive.name
+    if name == "dot_general":
+        lhs, rhs = eqn.invars
+        numbers = eqn.params["dimension_numbers"]
+        return _name_of_dot(numbers, lhs.aval.shape, rhs.aval.shape)
     is_hi = name == "call_hi_primitive"
     return type(eqn.params["_prim"]).__name__ if is_hi else name
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_of_dot(numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> str:
+    contracted, batch = numbers
+    if math.prod(lhs[i] for i in contracted[0]) == 1:
+        return "mul"
+    for shape, *used in zip((lhs, rhs), contracted, batch, strict=True):
+        taken = set().union(*used)
+        if math.prod(n for i, n in enumerate(shape) if i not in taken) != 1:
+            return "dot_general"
+    return "reduce_sum"
 
 
 def is_product(eqn: Any) -> bool:
     """Whether an equation is a matmul or a convolution."""
     return traits_of(primitive_name(eqn)).shape is Shape.PRODUCT
+
+
+def is_plain(eqn: Any) -> bool:
+    """Whether an equation is a matmul without a wish of the user's."""
+    options = eqn.params.get("precision"), eqn.params.get("out_sharding")
+    return primitive_name(eqn) == "dot_general" and options == (None, None)
 
 
 def is_listed(primitive: str) -> bool:

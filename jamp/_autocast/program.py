@@ -128,7 +128,7 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     if found is None and listed is Rule.HALF and not scope.library:
         paths = jax_internals.calling_functions(eqn)
         region, where = rule_of_library(scope.policy.lists, paths)
-    if region is None and listed is Rule.HALF and _wants_float32_product(eqn):
+    if region is None and _wants_float32_product(eqn):
         return Rule.FLOAT32, PRECISION
     if listed is None or listed is Rule.RECORDED or region is None:
         return listed, ""
@@ -143,9 +143,9 @@ def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
     That is `HIGHEST` for one operand or both, or an algorithm that reads more than half
     of them. "high" and "default" leave it to the backend.
     """
-    if not all(map(is_float32, eqn.invars[:2])):
-        return False  # by the user's own cast
     precision = eqn.params.get("precision")
+    if precision is None or not all(map(is_float32, eqn.invars[:2])):
+        return False  # by the user's own cast
     if isinstance(precision, lax.DotAlgorithm):
         names = precision.lhs_precision_type, precision.rhs_precision_type
         counts = precision.lhs_component_count, precision.rhs_component_count

@@ -299,7 +299,7 @@ class Rewriter:
             return
         if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
             why, dtype, region = "no float32", "", ""
-        name, operands = eqn.primitive.name, " ".join(dtypes_of(eqn.invars))
+        name, operands = primitive_name(eqn), " ".join(dtypes_of(eqn.invars))
         rule_name = rule.value if rule else ""
         note = Note(name, why, rule_name, str(dtype), region, operands)
         *casts, last = self.eqns[self.begin :]

@@ -19,7 +19,7 @@ from jax.extend import core as jc
 
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of
-from jamp._autocast.primitives import Rule, traits_of
+from jamp._autocast.primitives import Rule, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float32
 from jamp._core.dtypes import FLOAT32
 
@@ -182,9 +182,9 @@ class Values:
             return Choice(facts.half, "operands", table)
         bias = facts.bias(eqn)
         # With widest a whole stream of float32 may read it, at twice the bytes.
-        if bias is not None and (
-            facts.widest or not self.meets_float32(eqn.outvars[0])
-        ):
+        (out, *_) = eqn.outvars
+        is_half = facts.widest or not self.meets_float32(out)
+        if bias is not None and is_half and not self.is_carried(out):
             return Choice(facts.half, "bias", bias)
         if not any(map(is_float32, eqn.outvars)):
             # A comparison: of a rounded copy, `w > 0` would differ for tiny `w`.
@@ -233,8 +233,7 @@ class Values:
                 return Choice(FLOAT32, "feeder")
         if self._rounds_for_residual(eqn):
             return Choice(FLOAT32, "feeder")
-        if FLOAT32 in votes and any(map(self.is_carried, eqn.outvars)):
-            # A sum over the trips of a loop would stop growing in half.
+        if self._is_sum_of_loop(eqn, rule):
             return Choice(FLOAT32, "carry")
         small = facts.smaller(eqn)
         if rule is Rule.PROMOTE and (
@@ -251,6 +250,19 @@ class Values:
         if facts.widest and facts.is_ratio(eqn):
             return Choice(FLOAT32, "ratio")
         return Choice(facts.half, "operands" if len(votes) == 1 else "narrowest")
+
+    def _is_sum_of_loop(self, eqn: jc.JaxprEqn, rule: Rule) -> bool:
+        """Whether it is a term of what a loop carries in float32, or all of that.
+
+        In half a sum over the iterations would stop growing. A factor of a term may be
+        half, as the gates of an LSTM are.
+        """
+        dtypes, outs = self.facts.votes(eqn.invars), set(eqn.outvars)
+        if rule is Rule.MOVE or traits_of(eqn.primitive.name).keeps_range:
+            dtypes |= set(map(self.computed_dtype, self._voters(eqn)))
+        else:
+            outs &= set(self.facts.jaxpr.outvars)
+        return FLOAT32 in dtypes and any(map(self.is_carried, outs))
 
     def _rounds_for_residual(self, eqn: jc.JaxprEqn) -> bool:
         """Whether a loop would keep half of what all others read in float32.
@@ -343,7 +355,7 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
         return NOBODY
     # A weight that is only moved, to where a product reads it, is float32 too.
     computes = rule is Rule.PROMOTE and facts.votes(outs) == {FLOAT32}
-    if facts.scope.loop and computes and traits_of(eqn.primitive.name).reads_operands:
+    if facts.scope.loop and computes and traits_of(primitive_name(eqn)).reads_operands:
         return Want(kept=True)
     if computes or facts.asks(eqn):
         return _IN_FLOAT32
@@ -351,7 +363,8 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     want = _together(map(values.want_of, outs))
     some = values.is_chained(eqn, rule) or any(map(values.want_float32, outs))
     moves = rule is Rule.MOVE
-    kept, carried = want.kept and moves, want.carried and moves
+    adds = moves or traits_of(eqn.primitive.name).keeps_range
+    kept, carried = want.kept and moves, want.carried and adds
     if want.all and values.goes_on(eqn):
         want = want._replace(all=False)
     return want._replace(some=some, kept=kept, carried=carried)

@@ -15,10 +15,16 @@ from typing import Any
 
 from jax.extend import core as jc
 
-from jamp._autocast.facts import PLAIN, Facts
+from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
-from jamp._autocast.primitives import Shape, is_product, primitive_name, traits_of
+from jamp._autocast.primitives import (
+    Shape,
+    is_plain,
+    is_product,
+    primitive_name,
+    traits_of,
+)
 from jamp._autocast.program import (
     Atom,
     disables_fp8,
@@ -104,7 +110,7 @@ class Plan:
 
 def weight_of(facts: Facts, eqn: jc.JaxprEqn) -> jc.Var | None:
     """The operand of a plain product that is made of params alone, if one is."""
-    if primitive_name(eqn) != "dot_general" or not PLAIN <= eqn.params.items():
+    if not is_plain(eqn):
         return None
     _, (batch, _) = eqn.params["dimension_numbers"]
     if batch or not all(map(is_float32, eqn.invars)):

@@ -19,6 +19,7 @@ from jamp._autocast.lists import (
     rule_of,
     rules_for,
 )
+from jamp._autocast.loops import waits_for_half
 from jamp._autocast.marks import KERNEL, MARKERS
 from jamp._autocast.primitives import (
     ROWS,
@@ -56,6 +57,9 @@ _REASONS = {
     "no float32": "Nothing that could be cast.",
     "unknown primitive": "No list has it: it runs as the float32 program has it.",
     "program": "It holds a program: see inside.",
+    "half condition": "Its condition depends on a matmul in half, whose rounding may "
+    "never let it end. Compute the residual in float32, loosen the tolerance, or limit "
+    "the iterations.",
     "kept": "Its weight is a param that this level keeps in float32.",
     "no half param": "None of its operands depends on a param in half.",
     "fp8": "It is a large product of an activation by a weight.",
@@ -198,6 +202,7 @@ def _operation(
     dtype = None if note.why == "program" else note.dtype or _own_dtype(eqn)
     flops, sizes = flops_of(eqn) if "float" in str(dtype) else (None, None)
     is_late = is_backward(names) or note.why in ("derivative", "gradient")
+    waits = eqn.primitive.name == "while" and waits_for_half(eqn)
     return Operation(
         path=around.path,
         source=around.source,
@@ -206,8 +211,8 @@ def _operation(
         primitive=eqn.primitive.name,
         dtype=dtype,
         rule=note.rule or None,
-        why=note.why,
-        reason=reason,
+        why="half condition" if waits else note.why,
+        reason=_REASONS["half condition"] if waits else reason,
         flops=None if flops is None else flops * around.times,
         sizes=sizes,
     )
@@ -248,10 +253,10 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
     The equation of the same primitive has the operation's note. The sums and
     exponentials of a softmax follow the lists.
     """
-    name = eqn.primitive.name
+    name = primitive_name(eqn)
     if note.primitive == name:
         return note
-    rule = rule_of(around.lists, primitive_name(eqn))
+    rule = rule_of(around.lists, name)
     if rule is None or name == "convert_element_type":
         return None
     why = "list" if rule is Rule.FLOAT32 else "operands"
@@ -262,8 +267,8 @@ def _decision_in_step(
     eqn: jc.JaxprEqn, own: str, around: _Enclosing
 ) -> tuple[Note, str]:
     """The note on an equation of a program that JAX has differentiated."""
-    name, names = eqn.primitive.name, f"{around.names}/{own}"
-    listed = rule_of(around.lists, primitive_name(eqn))
+    name, names = primitive_name(eqn), f"{around.names}/{own}"
+    listed = rule_of(around.lists, name)
     rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
     written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
     if around.default == "region":  # of `disable_casts`

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend import core as jc
 
-from jamp._autocast.primitives import Shape, traits_of
+from jamp._autocast.primitives import Shape, is_product, traits_of
 from jamp._autocast.program import shape_of, size_of
 
 # Operations that move values compute nothing; nor do these, in any precision.
@@ -78,7 +78,7 @@ def total_flops(operations: Iterable[Operation]) -> tuple[int, int]:
 def warnings_of(op: Operation, level: str) -> list[str]:
     """Reasons why an operation wastes matrix units, or is unknown to autocast."""
     where = f"{op.source}: " if op.source else ""
-    if op.why == "unknown primitive":
+    if op.why in ("unknown primitive", "half condition"):
         return [f"{where}{op.primitive}: {op.why}. {op.reason}"]
     if op.why == "level" and op.rule is None and "float" in str(op.dtype):
         return [f"{where}{op.primitive}: jamp cannot look inside. It runs as called."]
@@ -104,13 +104,13 @@ def flops_of(eqn: jc.JaxprEqn) -> tuple[int | None, tuple[int, ...] | None]:
     - `conv_general_dilated`: 2 I for each output value and kernel position, for I input
       features of a group, padding included; the features of the kernel.
     """
+    if not is_product(eqn):
+        return None, None
     name, groups = eqn.primitive.name, ()
     numbers: Any = eqn.params.get("dimension_numbers")
     if name == "ragged_dot_general":
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    elif name not in ("dot_general", "conv_general_dilated"):
-        return None, None
     lhs, rhs = map(shape_of, eqn.invars[:2])
     if name == "conv_general_dilated":
         features, inputs, *positions = (rhs[axis] for axis in numbers.rhs_spec)

@@ -1,4 +1,4 @@
-"""Weights that all trips of a loop share: one sum for each, in float32."""
+"""Weights that all trips of a loop share, and sums over its trips: in float32."""
 
 import functools
 import types
@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -146,6 +147,184 @@ def test_what_reads_a_gate_reads_the_same_digits(half, promote):
 
     cast = jamp.autocast(lambda xs: repeat(cell, START, xs), half, promote=promote)
     np.testing.assert_allclose(evaluate(cast, XS), 1, rtol=1e-6)
+
+
+# ---- loops that add to their carry
+
+SMALL, STEPS = 1 / 512, 200  # of a carry of 1: half of what bfloat16 has after it
+GROWN = (1 + SMALL) ** STEPS
+EYE = jnp.eye(4)
+
+
+def small(c, w):
+    return SMALL * (c @ w)
+
+
+def looped(body):
+    return lambda w, c: repeat(lambda c, _: body(c, w), c, length=STEPS)
+
+
+def midpoint(c, w):
+    half = c + small(c, w) / 2
+    return c + small(half, w) * (1 - SMALL / 2) / (1 + SMALL / 2)  # so that it is exact
+
+
+def substeps(c, w):
+    return repeat(lambda c, _: c + small(c, w) / 2, c, length=2)
+
+
+def masked(c, w):
+    new = jnp.clip((c + small(c, w) / 2) + small(c, w) / 2, -1e3, 1e3)
+    return jnp.where(jnp.isfinite(new), new, c)
+
+
+INTEGRATE = {
+    "scan": looped(lambda c, w: c + small(c, w)),
+    "jit": looped(jax.jit(midpoint)),
+    "checkpoint": looped(jax.checkpoint(lambda c, w: small(c, w) + c)),
+    "substeps": looped(substeps),
+    "masked": looped(masked),
+    "decay": looped(lambda c, w: (1 - SMALL) * c + 2 * small(c, w)),
+    "subtracts": looped(lambda c, w: c - small(-c, w)),
+    "two": lambda w, c: jax.lax.scan(
+        lambda cs, _: ((cs[0] + small(cs[1], w), cs[1] + small(cs[0], w)), None),
+        (c, c),
+        length=STEPS,
+    )[0][0],
+    "fori": lambda w, c: jax.lax.fori_loop(0, STEPS, lambda _, c: c + small(c, w), c),
+    "while": lambda w, c: jax.lax.while_loop(
+        lambda state: state[0] < STEPS,
+        lambda state: (state[0] + 1, state[1] + small(state[1], w)),
+        (0, c),
+    )[1],
+    # Of one row, what is added looks like a product and its bias.
+    "one row": lambda w, c: looped(lambda c, w: c + c @ w)(SMALL * w, c[0]),
+    "data": lambda w, c: repeat(
+        lambda c, x: c + x @ w, c, c * jnp.full((STEPS, 1, 1), 2**-8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTEGRATE)
+def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
+    """At every level, also where the carry begins as the result of a product."""
+    loop = INTEGRATE[name]
+    exact = 1 + STEPS / 256 if name == "data" else GROWN
+    start = jnp.ones((2, 4))
+
+    def loss_fn(w, start):
+        ends = loop(w, start), loop(w, start @ w)
+        return 0.0 * w.sum(), jax.lax.stop_gradient(ends)
+
+    states = {
+        level: jamp.initialize(EYE, optax.sgd(0.1), level, verbosity=0)
+        for level in ("O0", "O1", "O2", "O4", "O5", "O6")
+    }
+    grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
+    found = {level: grad(state, start)[0][1] for level, state in states.items()}
+    for promote in ("widest", "narrowest"):
+        cast = jamp.autocast(loss_fn, "bfloat16", promote=promote)
+        found[promote] = jax.jit(cast)(EYE, start)[1]
+    for where, ends in found.items():
+        for end in ends:
+            np.testing.assert_allclose(end, exact, rtol=2**-7, err_msg=where)
+
+
+def carries(fn, *args, **options):
+    """The dtypes that the innermost scan carries in bfloat16 and narrowest."""
+    fn = jamp.autocast(fn, "bfloat16", promote="narrowest")
+    *_, scan = (
+        e for e in walk(jax.make_jaxpr(fn)(*args)) if e.primitive.name == "scan"
+    )
+    _, count = frames.scan_counts(scan)
+    return {str(v.aval.dtype) for v in scan.outvars[:count]} - {"int32"}
+
+
+def over_layers(ws, x):
+    return repeat(lambda x, w: x + jnp.tanh(x @ w), x, ws)
+
+
+def by_counter(ws, x):
+    return jax.lax.fori_loop(0, len(ws), lambda i, x: x + jnp.tanh(x @ ws[i]), x)
+
+
+def gated(ws, x):
+    def cell(h, x):
+        gate = jax.nn.sigmoid(x @ ws[0] + h @ ws[1])
+        return gate * h + (1 - gate) * jnp.tanh(x @ ws[2])
+
+    return repeat(cell, x @ ws[0], jnp.stack([x, x]))
+
+
+def masked_cell(ws, x):
+    cell = lambda h, x: jnp.where(x[:1] > 0, jnp.tanh(x @ ws[0] + h @ ws[1]), h)  # noqa: E731
+    return repeat(cell, x @ ws[0], jnp.stack([x, x]))
+
+
+@pytest.mark.parametrize("fn", [over_layers, by_counter, gated, masked_cell])
+def test_layers_and_gates_keep_their_budget(fn):
+    assert carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4))) == {"bfloat16"}
+
+
+# ---- loops that wait for a residual
+
+
+def cell(w, x, z, product=jnp.matmul):
+    return jnp.tanh(product(z, w) / 9 + x)
+
+
+def fixed_point(w, x, cell=cell):
+    """A deep equilibrium: of a bfloat16 product the residual never falls below 1e-4."""
+    step = lambda c: (cell(w, x, c[0]), c[0])  # noqa: E731
+    ends = lambda c: jnp.abs(c[0] - c[1]).max() > 1e-4  # noqa: E731
+    return jax.lax.while_loop(ends, step, (cell(w, x, x), x))[0]
+
+
+def late(w, x):
+    """What the condition reads depends on the product by way of two other carries."""
+    step = lambda c: (c[1], c[2], (c[2] @ w).sum() * x, c[3] + 1)  # noqa: E731
+    return jax.lax.while_loop(lambda c: c[0].sum() > 0, step, (x, x, x, 0))[1]
+
+
+def in_condition(w, x):
+    return jax.lax.while_loop(lambda z: (z @ w).sum() > 1, lambda z: z / 2, x)
+
+
+def counted(w, x):
+    return jax.lax.while_loop(
+        lambda c: c[0] < 9, lambda c: (c[0] + 1, c[1] @ w), (0, x)
+    )[1]
+
+
+def in_float32(w, x):
+    precise = jamp.float_function(jnp.matmul)
+    return fixed_point(w, x, functools.partial(cell, product=precise))
+
+
+WAITING = {
+    fixed_point: True,
+    jax.jit(jax.checkpoint(fixed_point)): True,
+    late: True,
+    in_condition: True,
+    counted: False,
+    in_float32: False,
+}
+
+
+@pytest.mark.parametrize("fn", WAITING)
+def test_explain_warns_of_a_condition_that_depends_on_a_half_product(fn):
+    x = jnp.ones((8, 8))
+    warnings = {"autocast": jamp.explain(fn)(x, x).warnings}
+    for level in ("O0", "O1", "O2", "O4", "O5", "O6"):
+        state = jamp.initialize(x, optax.sgd(0.1), level, verbosity=0)
+        loss_fn = lambda w, x: 0 * w.sum() + jax.lax.stop_gradient(fn(w, x)).sum()  # noqa: E731
+        warnings[level] = jamp.explain(loss_fn)(state, x).warnings
+    for where, found in warnings.items():
+        waits = [w for w in found if "while: half condition" in w]
+        assert len(waits) == (WAITING[fn] and where != "O0"), where
+
+
+# ---- on GPUs
 
 
 @pytest.mark.h200

@@ -305,14 +305,14 @@ def carries(fn, *args):
 
 @pytest.mark.parametrize(("promote", "stream"), [("widest", 32), ("narrowest", 16)])
 def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, stream):
-    def layers(w, x):
-        def layer(carry, _):
+    def layers(ws, x):
+        def layer(carry, w):
             x, total, mean = carry
             y = x @ w
             return (x + y, total + y.sum(), 0.9 * mean + 0.1 * w[0]), None
 
-        return jax.lax.scan(layer, (x, 0.0, w[0]), length=3)[0]
+        return jax.lax.scan(layer, (x, 0.0, x[0]), ws)[0]
 
     x = jnp.ones((8, 8))
-    found = carries(jamp.autocast(layers, promote=promote), x / 8, x)
+    found = carries(jamp.autocast(layers, promote=promote), jnp.stack([x, x]), x)
     assert found == [f"float{stream}", "float32", "float32"]

@@ -99,8 +99,8 @@ class Witness(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        w = self.param("w", nn.initializers.ones, (1, 1))
-        rounded = jnp.full((1, 1), np.float32(1 + 2.0**-12)) @ w == w
+        w = self.param("w", nn.initializers.ones, (2, 2))
+        rounded = jnp.diag(jnp.full(2, np.float32(1 + 2.0**-12))) @ w == w
         return nn.Dense(2)(x), jnp.where(rounded, 2, 4)[0, 0]
 
 

@@ -1,0 +1,139 @@
+"""What flows through a loop: which carries it adds to, what its condition reads.
+
+    scan { w c. y = tanh (dot_general c w); d = add c y }    it adds to c
+    scan { c w. y = tanh (dot_general c w); d = add c y }    layers: it slices w
+    scan { w c. f = ...; y = ...; d = add (mul f c) y }      a gate, as in an LSTM
+
+A loop that adds small steps to its carry integrates: in half, the steps would be lost.
+A loop over layers does so too, but not often, and takes other weights each time.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend import core as jc
+
+from jamp._autocast.frames import Frame, frames_of, while_programs
+from jamp._autocast.primitives import Shape, is_product, primitive_name, traits_of
+from jamp._autocast.program import Atom, dtype_of, is_float, size_of
+
+type Tags = frozenset[Any]
+type TagRule = Callable[[jc.JaxprEqn, list[Tags]], Tags]
+
+
+class On(enum.Enum):
+    """What a value in the body of a loop depends on."""
+
+    CARRY = "carry"  # what the last iteration made
+    WEIGHT = "weight"  # a weight of this iteration: sliced, or looked up by a counter
+    DATA = "data"  # other data of this iteration
+    NUMBER = "number"  # a single number of this iteration, such as its time
+    LAYER = "layer"  # a product of a carry and a weight of this iteration
+    HALF = "half"  # a product in half
+
+
+# A value that is a carry, or adds to one, also has a pair: the place of the carry, and
+# whether something was added.
+_ADD = ("add", "sub", "add_any")
+_CHOOSE = ("select_n", "max", "min", "clamp", "neg")
+_MOVE = (Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT)
+_MOVE = (*_MOVE, Shape.MOVE)
+
+
+def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
+    """The tags of a program's results, given those of its inputs.
+
+    The `rule` gives the tags of an equation's results. A loop inside is read once: what
+    it carries may depend on all that it takes.
+    """
+    known: dict[Atom, Tags] = dict(zip(program.invars, given, strict=True))
+
+    def tags_of(atom: Atom) -> Tags:
+        return known.get(atom, frozenset()) if isinstance(atom, jc.Var) else frozenset()
+
+    for eqn in program.eqns:
+        frames = frames_of(eqn)
+        if not frames:
+            tags = rule(eqn, list(map(tags_of, eqn.invars)))
+            known.update(dict.fromkeys(eqn.outvars, tags))
+        for frame in frames:
+            inside = list(map(tags_of, frame.operands))
+            begin, end = frame.consts, frame.consts + frame.carries
+            inside[begin:end] = _with_all(inside[begin:end], inside)
+            outs = flow(frame.program, inside, rule)
+            outs[: frame.carries] = _with_all(outs[: frame.carries], outs)
+            for var, tags in zip(frame.results, outs, strict=False):
+                known[var] = tags_of(var) | tags
+    return list(map(tags_of, program.outvars))
+
+
+def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
+    """The tags of a loop's carries after several iterations: those of all values."""
+    shared = {tag for tags in values for tag in tags if not isinstance(tag, tuple)}
+    return [tags | shared for tags in carries]
+
+
+def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
+    """The carries that a loop adds to, with the same weights in all iterations.
+
+    `are_weights` says of each array that the loop slices whether it may be a weight. An
+    integer that is carried is a counter, and what it looks up is such a slice.
+    """
+    given: list[Tags] = [frozenset()] * frame.consts
+    for i, v in enumerate(frame.operands[frame.consts :][: frame.carries]):
+        tags = (On.CARRY, (i, False)) if is_float(v) else (On.WEIGHT,)
+        given.append(frozenset(tags))
+    slices = frame.program.invars[len(given) :]
+    for v, is_weight in zip(slices, are_weights, strict=True):
+        of_data = On.NUMBER if _is_number(v) else On.DATA
+        given.append(frozenset((On.WEIGHT if is_weight else of_data,)))
+    found = flow(frame.program, given, _added)[: frame.carries]
+    pairs = enumerate(found)
+    return {i for i, tags in pairs if (i, True) in tags and On.LAYER not in tags}
+
+
+def _is_number(atom: Atom) -> bool:
+    return is_float(atom) and size_of(atom) == 1
+
+
+def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
+    name, union = primitive_name(eqn), frozenset[Any]().union(*given)
+    if union and On.CARRY not in union and all(map(_is_number, eqn.outvars)):
+        return _NUMBER
+    on = frozenset(tag for tag in union if isinstance(tag, On))
+    if is_product(eqn):
+        rest = [tags for tags in given[:2] if On.CARRY not in tags]
+        layer = On.CARRY in on and any(On.WEIGHT in tags for tags in rest)
+        return on | {On.LAYER} if layer else on
+    if name in _ADD:
+        return on | {(place, True) for place, _ in union - on}
+    if name in _CHOOSE or traits_of(name).shape in _MOVE:
+        return union
+    if name in ("mul", "div"):
+        # A number, or what is the same in all iterations, is no gate.
+        first, second = given
+        kept = first if second <= _NUMBER else frozenset()
+        return on | kept | (second if first <= _NUMBER and name == "mul" else on)
+    return on
+
+
+_NUMBER = frozenset((On.NUMBER,))
+
+
+def waits_for_half(eqn: jc.JaxprEqn) -> bool:
+    """Whether the condition of a while loop depends on a product in half inside it."""
+    test, body, first, second = while_programs(eqn)
+    carries: list[Tags] = [frozenset()] * (len(eqn.invars) - first - second)
+    while True:
+        found = flow(body, [frozenset()] * second + carries, _in_half)
+        if found == carries:
+            (result,) = flow(test, [frozenset()] * first + carries, _in_half)
+            return On.HALF in result
+        carries = [a | b for a, b in zip(carries, found, strict=True)]
+
+
+def _in_half(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
+    bits = [dtype_of(v).itemsize * 8 for v in eqn.invars if is_float(v)]
+    is_half = is_product(eqn) and any(n <= 16 for n in bits)
+    return frozenset((On.HALF,)) if is_half else frozenset().union(*given)

@@ -1,0 +1,147 @@
+"""A `dot_general` that is no matmul follows the rules of `mul` and `reduce_sum`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+from jamp._autocast.primitives import primitive_name
+from tests.autocast.constructs import custom_vjp, repeat
+from tests.programs import walk
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
+rng = np.random.default_rng(0)
+normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+
+# By their einsum: what the call is, and the shapes of its operands.
+CALLS = {
+    "i,j->ij": ("mul", (3,), (4,)),
+    "bi,bj->bij": ("mul", (2, 3), (2, 4)),
+    "b,bd->bd": ("mul", (2,), (2, 4)),
+    "ik,kj->ij": ("mul", (3, 1), (1, 4)),
+    "d,d->": ("reduce_sum", (4,), (4,)),
+    "bd,bd->b": ("reduce_sum", (2, 4), (2, 4)),
+    "bid,bdj->bij": ("reduce_sum", (2, 1, 4), (2, 4, 1)),
+    "bd,d->b": ("dot_general", (2, 4), (4,)),
+    "bij,bj->bi": ("dot_general", (2, 3, 4), (2, 4)),
+    "bi,ij->bj": ("dot_general", (1, 3), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("spec", CALLS)
+def test_what_a_call_is(spec):
+    name, *shapes = CALLS[spec]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = jax.make_jaxpr(lambda *args: jnp.einsum(spec, *args))(*args)
+    (eqn,) = (e for e in walk(program.jaxpr) if e.primitive.name == "dot_general")
+    assert primitive_name(eqn) == name
+    (op,) = (
+        op
+        for op in jamp.explain(lambda *args: jnp.einsum(spec, *args))(*args).operations
+        if op.primitive == "dot_general"
+    )
+    rule = {"mul": "promote", "reduce_sum": "float32", "dot_general": "half"}[name]
+    is_matmul = name == "dot_general"
+    assert op.rule == rule and (op.flops is not None) == is_matmul
+    assert ("Matrix units" in op.reason) == is_matmul
+
+
+def custom_jvp(fn):
+    function = jax.custom_jvp(fn)
+    function.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
+    return function
+
+
+T, FREQUENCIES = jnp.arange(1024.0), 1.0 / 10000.0 ** (jnp.arange(0, 64, 2) / 64)
+EXACT = np.cos(np.arange(1024.0)[:, None] * np.asarray(FREQUENCIES, float))
+AROUND = {
+    "plain": lambda fn: fn,
+    "jit": jax.jit,
+    "vmap": lambda fn: (
+        lambda x: jax.vmap(lambda x: fn(x[None])[0])(x)  # one position at a time
+    ),
+    "scan": lambda fn: lambda x: repeat(lambda c, _: fn(x), fn(x), length=2),
+    "custom_jvp": custom_jvp,
+    "custom_vjp": lambda fn: custom_vjp(fn, lambda x: (fn(x), x), lambda x, _: (x,)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_rotary_angles_keep_their_digits_at_every_level(around):
+    outer = AROUND[around](lambda t: jnp.einsum("i,j->ij", t, FREQUENCIES))
+
+    def loss_fn(params):
+        return (params["w"] ** 2).sum(), jnp.cos(outer(T))
+
+    for level in LEVELS:
+        state = jamp.initialize({"w": jnp.ones(2)}, optax.sgd(0.1), level, verbosity=0)
+        (_, got), _ = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
+        np.testing.assert_allclose(got, EXACT, atol=1e-4, err_msg=level)
+    for promote in ("widest", "narrowest"):
+        cast = jamp.autocast(lambda: loss_fn({"w": T})[1], promote=promote)
+        np.testing.assert_allclose(cast(), EXACT, atol=1e-4, err_msg=promote)
+
+
+X, W, Y = normal(8, 64) * 60, normal(64, 64) / 8, normal(8, 64)
+NORMS = {
+    "einsum": lambda h: jnp.einsum("bd,bd->b", h, h),
+    "vmap": lambda h: jax.vmap(jnp.dot)(h, h),
+    "matmul": lambda h: (h[:, None] @ h[:, :, None])[:, 0, 0],
+    "sum": lambda h: (h * h).sum(-1),
+}
+
+
+def normalized_loss(params, squared):
+    h = X @ params["w"]  # its rows have norms of 480, whose squares overflow float16
+    return ((h / jnp.sqrt(squared(h))[:, None] - Y) ** 2).mean()
+
+
+def exact_gradient():
+    x, w, y = (np.asarray(a, float) for a in (X, W, Y))
+    h = x @ w
+    norm = np.sqrt((h * h).sum(-1, keepdims=True))
+    g = 2 * (h / norm - y) / y.size
+    return x.T @ (g / norm - h * (g * h).sum(-1, keepdims=True) / norm**3)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_inner_product_is_a_sum_in_float32(norm):
+    rule = jamp.DynamicLossScale(init_scale=16.0)
+    for level in LEVELS:
+        options = {"loss_scale": rule} if level in ("O1", "O2") else {}
+        state = jamp.initialize({"w": W}, optax.sgd(0.1), level, verbosity=0, **options)
+        grads = jamp.scaled_grad(normalized_loss)(state, NORMS[norm])
+        error = np.linalg.norm(np.asarray(grads["w"], float) - exact_gradient())
+        eps = 2.0**-7 if level in ("O4", "O5", "O6") else 2.0**-10
+        assert error <= 4 * eps * np.linalg.norm(exact_gradient()), level
+
+
+def test_calls_of_a_gradient_inside_of_a_loss():
+    """What a transpose makes: of a matvec the gradient of its matrix is a product."""
+
+    def penalty(w, t):
+        of_matrix = jax.grad(lambda w: jnp.cos(w @ t).sum())(w)  # - sin(w @ t) ⊗ t
+        return of_matrix
+
+    w, t = jnp.zeros((4, 3)), jnp.asarray([1001.0, 3.0, 5.0])
+    np.testing.assert_array_equal(jamp.autocast(penalty)(w, t), jnp.zeros((4, 3)))
+    ones = jax.grad(lambda w, t: (w @ t).sum())  # 1 ⊗ t, of float32 operands
+    for promote in ("widest", "narrowest"):
+        cast = jamp.autocast(ones, "bfloat16", promote=promote)
+        np.testing.assert_array_equal(cast(w, t)[0], t)
+
+
+def test_a_wish_for_float32_is_one_and_half_stays_half():
+    h, s = normal(4, 8), normal(4)
+
+    def scaled(h, s, **options):
+        return jnp.einsum("b,bd->bd", s @ jnp.eye(4), h @ jnp.eye(8), **options)
+
+    def dtype(**options):
+        found = jamp.explain(lambda h, s: scaled(h, s, **options))(h, s).operations
+        return found[-1].dtype, found[-1].why
+
+    assert dtype() == ("float16", "operands")
+    assert dtype(precision="highest") == ("float32", "precision")
