@@ -25,6 +25,6 @@ class Doctests(griffe.Extension):
 
 
 def _sentence(found: re.Match[str]) -> str:
-    """What a function returns; a colon in it is not that of a type or a name."""
+    """Escapes the colon in a `Returns:` section, which the parser takes for a type."""
     head, _, text = found[0].partition("\n")
     return head + "\n" + _COLON.sub(lambda m: m[1] or "&#58;", text)

@@ -1,6 +1,6 @@
 """Draws the pictures of README and site: `python docs/pictures.py [NAME ...]`.
 
-What they show comes from the library: each number is a dtype, a property or a run.
+Each number in them is a dtype, a property or a run of the library.
 """
 
 import functools
@@ -120,7 +120,7 @@ def draw_runs():
 
 
 def digits(level, steps=400, **options):
-    """Losses of an MLP on images of digits, by Adam at a learning rate of 0.0001."""
+    """Returns the losses of an MLP on digits with Adam (learning rate 0.0001)."""
     images, labels = map(jnp.asarray, load_digits(return_X_y=True))
     images = images.astype(jnp.float32) / 16
     keys = jax.random.split(jax.random.key(0), 2)
@@ -152,7 +152,7 @@ def digits(level, steps=400, **options):
 
 
 def masters_runs(steps=400):
-    """In float32, at O5, and in bfloat16 without masters."""
+    """Returns losses in float32, at O5, and in bfloat16 without masters."""
     return {
         "float32 (O0)": digits("O0", steps),
         "bfloat16, float32 masters (O5)": digits("O5", steps),
@@ -202,7 +202,7 @@ def draw_formats():
 
 
 def level_table():
-    """What a small model with a BatchNorm is at each level, as the library made it."""
+    """Returns the dtypes and the loss scale of a small model at each level."""
     shapes = {
         "BatchNorm_0": {"scale": (8,)},
         "first": {"kernel": (8, 4096)},
@@ -271,7 +271,7 @@ def draw_levels():
 
 
 def boxes(axes, items, width=1.9, height=0.8):
-    """Draws (x, y, text, color) boxes and returns the way from one to another."""
+    """Draws boxes from (x, y, text, color), and returns a function that adds arrows."""
     for x, y, text, color in items:
         box = FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.1")
         box.set(facecolor=color, edgecolor=DARK, linewidth=0.8)
@@ -321,7 +321,7 @@ def draw_scale():
 
 
 def held_bytes(level, tx=jamp.optimizers.fused_adam, **options):
-    """Bytes per parameter that a state of Adam holds: params, masters, moments."""
+    """Returns bytes per parameter of params, masters and Adam's moments."""
     params = {"w": jnp.ones(64)}
     state = jamp.initialize(params, tx(1e-3), level, verbosity=0, **options)
     inner = getattr(state.opt_state, "inner_state", state.opt_state)
@@ -331,7 +331,7 @@ def held_bytes(level, tx=jamp.optimizers.fused_adam, **options):
 
 
 def adam_bytes(store_remainder):
-    """Bytes per parameter, by array, that fused_adam at O5 reads and writes."""
+    """Returns bytes per parameter and array that fused_adam reads and writes at O5."""
     param, master, moments = held_bytes("O5", store_remainder=store_remainder)
     name = "remainder" if store_remainder else "master"
     read = {"gradient, to check": param, "gradient": param, name: master}
@@ -407,7 +407,7 @@ def draw_memory():
 
 
 def peers():
-    """By model and contestant: bytes moved and held on an H200, over plain JAX's."""
+    """Returns bytes and memory on an H200, relative to plain JAX."""
     file = FOLDER.parents[1] / "benchmarks" / "results" / "compared.jsonl"
     found, plain = {}, {}
     for row in map(json.loads, file.read_text().splitlines()):
@@ -439,7 +439,7 @@ def draw_peers():
 
 
 def fp8_curves():
-    """By model and setting, the losses of each seed that has a curve."""
+    """Returns the loss curves of each seed, by model and setting."""
     file = FOLDER.parents[1] / "benchmarks" / "results" / "fp8.jsonl"
     found = {}
     for run in map(json.loads, file.read_text().splitlines()):
