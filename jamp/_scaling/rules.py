@@ -78,8 +78,20 @@ def check_state(state: object, call: str) -> None:
     )
 
 
+class _Rule:
+    """What both rules do with the current scale."""
+
+    def scale_loss(self, loss: Array, state: LossScaleState) -> Float[Array, ""]:
+        """The loss in float32 times the scale."""
+        return jnp.asarray(loss).astype(jnp.float32) * current_scale(self, state)
+
+    def unscale(self, tree: PyTree, state: LossScaleState) -> PyTree:
+        """Float leaves in float32, divided by the scale; other leaves as they are."""
+        return unscale_tree(tree, current_scale(self, state))
+
+
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale:
+class DynamicLossScale(_Rule):
     """Multiplies the scale by `factor` after `window` clean steps, divides on overflow.
 
     With `finite` telling whether all gradients of the step were finite:
@@ -175,17 +187,9 @@ class DynamicLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
-    def scale_loss(self, loss: Array, state: LossScaleState) -> Float[Array, ""]:
-        """The loss in float32 times the scale."""
-        return jnp.asarray(loss).astype(jnp.float32) * current_scale(self, state)
-
-    def unscale(self, tree: PyTree, state: LossScaleState) -> PyTree:
-        """Float leaves in float32, divided by the scale; other leaves as they are."""
-        return unscale_tree(tree, current_scale(self, state))
-
 
 @dataclasses.dataclass(frozen=True)
-class StaticLossScale:
+class StaticLossScale(_Rule):
     """A scale that never moves.
 
     Attributes:
@@ -230,19 +234,11 @@ class StaticLossScale:
             consecutive_skips=count_skips(state, finite),
         )
 
-    def scale_loss(self, loss: Array, state: LossScaleState) -> Float[Array, ""]:
-        """The loss in float32 times the scale."""
-        return jnp.asarray(loss).astype(jnp.float32) * current_scale(self, state)
-
-    def unscale(self, tree: PyTree, state: LossScaleState) -> PyTree:
-        """Float leaves in float32, divided by the scale; other leaves as they are."""
-        return unscale_tree(tree, current_scale(self, state))
-
 
 type LossScaleRule = DynamicLossScale | StaticLossScale
 
 
-def current_scale(rule: LossScaleRule, state: LossScaleState) -> Float[Array, ""]:
+def current_scale(rule: Any, state: LossScaleState) -> Float[Array, ""]:
     """The scale of this step. A static one is a constant: products with 1 fold away."""
     if isinstance(rule, StaticLossScale):
         return jnp.asarray(rule.scale, FLOAT32)
