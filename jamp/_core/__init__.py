@@ -1,5 +1,5 @@
-"""What every other room stands on: dtypes, trees, groups, devices, warnings.
+"""The foundation of all packages: dtypes, trees, groups, devices, warnings.
 
-May import JAX, Flax and `pallas_kernels`, and nothing else of jamp. A change goes here
-if two rooms need it and neither is its home.
+May import JAX, Flax and `pallas_kernels`, and nothing else of jamp. Code
+belongs here if two packages need it and neither owns it.
 """

@@ -1,4 +1,4 @@
-"""Where arrays are: whether they can meet, and how they get where others are."""
+"""Devices of arrays: checks that they agree, and placement like another array."""
 
 import contextlib
 import functools
@@ -19,8 +19,8 @@ from pallas_kernels._compat import compute_capability
 def check_same_devices(*named: tuple[str, Any]) -> None:
     """Raises if arrays are on different meshes, or some on one and some elsewhere.
 
-    JAX would say so at the first operation on two of them, without their names. What
-    is traced, or may be anywhere, is left out.
+    JAX would say so at the first operation on two of them, without their names. Tracers
+    and uncommitted arrays are left out.
     """
     first: dict[Any, str] = {}  # by their devices, where the first array is
     for name, tree in named:
@@ -41,9 +41,9 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
 
 
 def placed_like(x: Any, like: Any) -> jax.Array:
-    """`x` as an array in the dtype of `like`, or its own if that is a PRNG key's.
+    """`x` as an array on the sharding of `like`, if `like` has one.
 
-    It is where `like` is, if that is an array, or a shape, that says so.
+    A number takes the dtype of `like`; arrays and PRNG keys keep their own.
     """
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     x = x if is_key or hasattr(x, "dtype") else jnp.asarray(x, like.dtype)
@@ -60,9 +60,9 @@ def placed_like(x: Any, like: Any) -> jax.Array:
 
 
 def put(x: Any, sharding: Any) -> jax.Array:
-    """`jax.device_put`; by value, where it puts an array of this host on all hosts.
+    """`jax.device_put`, by value if it puts an array of this host on all hosts.
 
-    JAX 0.12 would make an array that has no shards to look at, and Orbax fails.
+    Otherwise JAX 0.12 makes an array without addressable shards, and Orbax fails.
     """
     local = getattr(x, "is_fully_addressable", True)
     if sharding.is_fully_addressable or not local:
@@ -77,25 +77,25 @@ def put(x: Any, sharding: Any) -> jax.Array:
 
 
 def in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """The same, with a spec that names every axis of an array, by None too."""
+    """The sharding, with a spec that names every axis of an array."""
     rest = (None,) * (ndim - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
 
 
-# The first compute capability of NVIDIA's whose matrix units multiply it.
+# The first NVIDIA compute capability whose matrix units multiply the dtype.
 UNITS = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
 _TPUS_WITH_FP8 = ("TPU7", "TPU v7")
 
 
 def multiplied_by(device: Any) -> list[str] | None:
-    """The half dtypes that a GPU's matrix units multiply; None if nobody knows."""
+    """The half dtypes that a GPU's matrix units multiply; None if unknown."""
     capability = compute_capability(device)
     known = [name for name, first in UNITS.items() if capability >= first]
     return known if capability else None
 
 
 def warn_without_fp8() -> None:
-    """Warns once where fp8 is no faster: on a GPU or TPU without units for it."""
+    """Warns once on a GPU or TPU without fp8 units, where fp8 is not faster."""
     device = jax.local_devices()[0]
     known = multiplied_by(device)
     old_tpu = device.platform == "tpu" and not device.device_kind.startswith(
@@ -174,7 +174,7 @@ def check_transfers(tree: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _devices(sharding: Sharding) -> tuple[Any, ...]:
-    """In the order of a mesh, which two programs must share as well."""
+    """Its devices in mesh order, because two programs must share the order too."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))

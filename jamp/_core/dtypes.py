@@ -57,9 +57,9 @@ def names_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
 def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Rounds `x` to `dtype`; below float32, what is out of range is its largest finite.
 
-    A half parameter at infinity would stay NaN for ever, a clamped one comes back.
-    Jitted, since a model has a thousand leaves: operation by operation takes five times
-    as long.
+    A half parameter at infinity would stay NaN; a clamped one recovers. It is jitted
+    because a model has a thousand leaves: one operation at a time takes five times as
+    long.
     """
     x = jnp.asarray(x)
     if x.dtype != dtype:

@@ -19,7 +19,7 @@ SINGLE: Key = None
 
 
 class HasGroups(Protocol):
-    """What a state has of each group, in one tree or in containers."""
+    """The per-group parts of a state, in one tree or in containers."""
 
     @property
     def params(self) -> Any: ...

@@ -16,8 +16,8 @@ from jamp._core.tree import KeyPath, path_parts
 def named(tree: PyTree) -> Any:
     """A tree as dicts by name, as `flax.serialization.to_state_dict` names things.
 
-    Of any pytree: fields of a dataclass or NamedTuple by name, entries of a sequence as
-    "0", "1". PRNG keys become their data, which every library can write.
+    Takes any pytree. Fields of a dataclass or NamedTuple keep their names, entries of a
+    sequence are "0", "1". PRNG keys become their data, which every library can write.
     """
     if tree is None:
         return None
@@ -52,7 +52,7 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
 
     Args:
         given: a tree of names and values.
-        expected: the same of arrays or shapes.
+        expected: a tree of names, and arrays or shapes.
         what: names `given` in the message: `"The checkpoint"`.
         remedy: the sentence that says what to do instead.
     """
@@ -62,7 +62,7 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
         [f"{path} is missing" for path in want if path not in have],
         [f"{path} is unexpected" for path in have if path not in want],
     )
-    # Some of each kind first: of another optimizer all is missing, and all unexpected.
+    # Interleaves the kinds: with another optimizer, all is both missing and unexpected.
     mixed = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds)))
     problems = sorted(mixed, key=lambda d: not d.startswith("params"))
     if problems:

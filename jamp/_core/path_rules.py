@@ -14,7 +14,7 @@ type PathRule = str | re.Pattern[str] | Callable[[str, Any], bool]
 
 
 def parse_rules(name: str, value: Any) -> tuple[PathRule, ...]:
-    """One rule or several as a tuple; `name` is that of the option."""
+    """One rule or several as a tuple; `name` names the option."""
     rules = tuple(value) if isinstance(value, list | tuple) else (value,)
     for rule in rules:
         if isinstance(rule, str):

@@ -67,17 +67,17 @@ def is_overwritten(parts: tuple[str, ...]) -> bool:
 
 
 def trained_params(params: PyTree) -> PyTree:
-    """What an optimizer steps of the params: floats, and none of that collection."""
+    """The params that an optimizer steps: floats outside of that collection."""
     return differentiable(split_overwrite(params)[0])
 
 
 def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
-    """The inverse of `trained_params`: `params` with other values in what it gave.
+    """The inverse of `trained_params`: `params` with new trained values.
 
     Args:
-        params: whole; the rest comes from there.
-        trained: the new values.
-        overwrite: those of the collection; None for the ones in `params`.
+        params: the whole params; all else comes from them.
+        trained: new values for the trained params.
+        overwrite: new values for the collection; None to keep the old ones.
     """
     whole, old = split_overwrite(params)
     whole = merge(trained, whole)
@@ -133,7 +133,7 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 
 @functools.partial(jax.jit, inline=True)
 def leaf_is_finite(x: Array) -> Bool[Array, ""]:
-    """`all_finite` of one leaf, by the numbers that it reads for all of them."""
+    """`all_finite` for one leaf, from the same sum, which XLA computes once."""
     return lax.is_finite(_zero_or_nan(x))
 
 
@@ -173,8 +173,8 @@ def in_one_program(
 ) -> list[Any]:
     """`fn(leaf, dtype)` of each leaf whose dtype is not None; the others as they are.
 
-    A program for each of a thousand leaves takes three times as long. What is in
-    different places has programs of its own, so that nothing moves.
+    A program for each of a thousand leaves takes three times as long. Each placement
+    gets a program of its own, so that nothing moves.
     """
     places: dict[Any, list[int]] = {}
     for i, dtype in enumerate(dtypes):
@@ -203,7 +203,8 @@ def _copy(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
 def unshared[T](tree: T, given: PyTree) -> T:
     """A tree of strong arrays, each of which is there once and nowhere else.
 
-    Copied is what the user has too, or what occurs twice: donation ends them.
+    Copies leaves that the caller also holds or that occur twice, because donating the
+    state would delete them.
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = list(map(strong_array, leaves))
@@ -214,7 +215,7 @@ def unshared[T](tree: T, given: PyTree) -> T:
 
 
 def unshared_arrays[T](tree: T, others: PyTree) -> T:
-    """The same of a tree's arrays that have values; other leaves are left alone."""
+    """Does the same for arrays with values, and leaves other leaves alone."""
     leaves, structure = jax.tree.flatten(tree)
     pairs = zip(leaves, _shared(leaves, jax.tree.leaves(others)), strict=True)
     dtypes = [
@@ -273,7 +274,8 @@ def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
         if _kind(new) > _kind(old):
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} is {jnp.result_type(new)}, and "
-                f"the state has it in {old.dtype}: give it so, or begin in the other."
+                f"the state stores {old.dtype}. Cast it, or initialize the state with "
+                "the wider dtype."
             )
 
 

@@ -127,8 +127,7 @@ def cast_forward(
 
     With half params, the function is written in half: every product of a param that is
     not kept in float32. It sees params and inputs as float32 itself, so nothing that it
-    promotes falls out of half. Outputs are float32, or
-    `cast_model_outputs`.
+    promotes falls out of half. Outputs are float32, or `cast_model_outputs`.
 
     Args:
         apply_fn: `(variables, *args, **kwargs) -> outputs`; under a keyword `mutable`,
@@ -136,8 +135,8 @@ def cast_forward(
         properties: the level, from `Properties.from_opt_level`.
 
     Returns:
-        A function with the signature of `apply_fn`; it hashes by value. What is cast so
-        already is returned as it is.
+        A function with the signature of `apply_fn`; it hashes by value. An
+        `apply_fn` that has this cast already is returned as it is.
 
     >>> import jax.numpy as jnp
     >>> def apply(w, x):
@@ -193,7 +192,7 @@ class _Linen:
         is_root = scope.parent is None and scope.path == ()
         if not outermost and (not is_root or scope is self.running[-1]):
             return next_fun(*args, **kwargs)
-        # Nobody knows yet whether its params are half: a teacher's are not.
+        # Its params may be half or, as a teacher's, float32: not known yet.
         half = half_dtype(self.properties)
         if half:
             args, kwargs = at_boundary((args, kwargs))

@@ -36,7 +36,7 @@ class OptLevelError(ValueError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """What an opt level means, after the user's overrides. Immutable; hashes by value.
+    """The properties of an opt level after overrides. Immutable; hashes by value.
 
     Attributes:
         enabled: False turns everything off.
@@ -145,7 +145,7 @@ def half_dtype(properties: Properties) -> Any:
 
 
 def computes_in_half(properties: Properties) -> bool:
-    """Whether matmuls run in half: those of a half model, or all under autocast."""
+    """Whether matmuls run in half: in a half model, or under autocast."""
     return half_dtype(properties) is not None or properties.patch_functions
 
 

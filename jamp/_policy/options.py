@@ -83,7 +83,7 @@ def _parse_fp8(value: Any) -> Fp8 | None:
 def _dtype_among(
     name: str, legal: tuple[Any, ...], or_false: bool = False
 ) -> Callable[[Any], Any]:
-    """A parser of what names one of some dtypes."""
+    """A parser for the names of some dtypes."""
 
     def parse(value):
         if or_false and value is False:
@@ -101,7 +101,7 @@ def _dtype_among(
 
 
 def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], Any]:
-    """A parser of what is a key of `allowed`, a bool or a string."""
+    """A parser for the keys of `allowed`, which are bools or strings."""
 
     def parse(value):
         if not isinstance(value, bool | str) or value not in allowed:

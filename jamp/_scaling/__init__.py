@@ -1,8 +1,6 @@
 """Loss scales, and the gradients of scaled losses.
 
-May import `_core`, `_autocast` and `_policy`. A change of when a scale
-moves goes into `rules`; of how gradients are made into `value_and_grad`, and from there
-into `mapped_axis`; of what they are after an overflow into `unscaled`; of
-what may not be scaled twice into `twice`; of their sums in float32 over a batch or
-devices into `reduction`.
+May import `_core`, `_autocast` and `_policy`. `rules` says when a scale moves,
+`value_and_grad` and `mapped_axis` make the gradients, `reduction` sums them in float32,
+`unscaled` makes them NaN after an overflow, and `twice` refuses to scale twice.
 """

@@ -29,7 +29,7 @@ _ZERO, _ONE = np.int32(0), np.int32(1)
 
 
 class LossScaleState(NamedTuple):
-    """What a loss scale remembers between steps.
+    """The state of a loss scale between steps.
 
     Attributes:
         scale: the factor on the loss, shape (), float32.
@@ -45,7 +45,7 @@ class LossScaleState(NamedTuple):
 
 
 class HasLossScales(HasGroups, Protocol):
-    """What this room needs of an `AmpState`."""
+    """The part of an `AmpState` that this package reads."""
 
     @property
     def loss_scales(self) -> Any: ...
@@ -253,7 +253,7 @@ def lowest_scale(rule: LossScaleRule) -> float:
 def scales_in_use(
     rules: Sequence[LossScaleRule], states: Sequence[LossScaleState]
 ) -> Any:
-    """What losses are multiplied by: the scale, or of several losses a tuple."""
+    """The scale of the next loss; for several losses a tuple of scales."""
     pairs = zip(rules, states, strict=True)
     scales = tuple(_like(current_scale(rule, s), s.scale) for rule, s in pairs)
     return scales[0] if len(scales) == 1 else scales

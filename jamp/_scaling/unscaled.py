@@ -1,4 +1,4 @@
-"""Gradients divided by the loss scale, all NaN after an overflow; and a table of them.
+"""Gradients divided by the loss scale, and NaN after an overflow; a table of them.
 
     half gradient g, scale s, finite f  ->  float32(g) * (1 / s) * (1 if f else NaN)
 
@@ -36,7 +36,7 @@ _NO_SCALE = (
 
 
 class Raw(NamedTuple):
-    """What an unscaled gradient was made from.
+    """The origin of an unscaled gradient.
 
     Attributes:
         loss_id: the loss that it is for.
@@ -94,7 +94,7 @@ def _remember(leaf: Array, raw: Raw) -> None:
 
 
 def raw_of(leaf: object) -> Raw | None:
-    """What a gradient was made from, if `nan_unless` made this very array."""
+    """The origin of a gradient, if `nan_unless` made this very array."""
     own, checks, loss_id, parts = _table.get(id(leaf), (lambda: None, False, 0, ()))
     if leaf is None or own() is not leaf:
         return None
