@@ -121,17 +121,21 @@ def dies(file: pathlib.Path, tree: Any, tests: list[str], limit: int) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
+# By package, the folders of tests that do not bear its name.
+FOLDERS = {"_fp8": ["autocast"], "jamp": ["state"]}
+FOLDERS["pallas_kernels"] = FOLDERS["mosaic"] = ["pallas_kernels", "optimizers"]
+
+
 def tests_of(file: pathlib.Path) -> list[str]:
-    """The files in the folder of tests that mirrors a module's package."""
-    _, *inner, name = file.relative_to(ROOT).with_suffix("").parts
-    folder = inner[0].strip("_") if inner else ""
-    named = f"test_{name.strip('_')}.py"
-    found = sorted(ROOT.glob(f"tests/{folder}/test_*.py")) if folder else []
-    if file.is_relative_to(ROOT / "pallas_kernels"):
-        found = sorted(ROOT.glob("tests/pallas_kernels/test_*.py"))
-        found += sorted(ROOT.glob("tests/optimizers/test_*.py"))
-    found = found or sorted(ROOT.glob("tests/state/test_*.py"))
-    return [str(path) for path in sorted(found, key=lambda path: path.name != named)]
+    """The files in the folders of tests that mirror a module's package."""
+    first, *inner, name = file.relative_to(ROOT).with_suffix("").parts
+    package = inner[0] if inner else first
+    folders = FOLDERS.get(package, [package.strip("_")])
+    found = [
+        path for f in folders for path in sorted(ROOT.glob(f"tests/{f}/test_*.py"))
+    ]
+    namesake = f"test_{name.strip('_')}.py"
+    return [str(path) for path in sorted(found, key=lambda path: path.name != namesake)]
 
 
 def main() -> None:
