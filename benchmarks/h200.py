@@ -1,6 +1,6 @@
 """Compile a program for an H200 on a machine without a GPU, and count what it costs.
 
-XLA's GPU compiler runs on the CPU; `make test` installs it (tests/compilers.py). Set
+XLA's GPU compiler runs on the CPU; `make .venv/h200` installs it. Set
 JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN. Nothing
 runs and nothing is allocated; `benchmarks.hlo` says what can be read off the result.
 """

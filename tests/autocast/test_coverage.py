@@ -56,7 +56,7 @@ def test_coverage(name):
     assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
 
 
-# ---- the walk of tests.programs must see a product in every kind of sub-program
+# ---- the walk of `programs` must see a product in every kind of sub-program
 
 
 COUNTS = dict(matmul=1, nested_jit=3, scan=2, while_loop=2, cond=2, remat=2)
