@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.hlo import Program
-from tests import compilers as compilers
+from tests.support import compilers as compilers
 
 
 def _text_proto(fields: dict[str, Any]) -> str:

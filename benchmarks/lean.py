@@ -43,7 +43,7 @@ from jax.typing import DTypeLike
 import jamp
 from benchmarks import h200, hlo, lean_images, lean_transformers as lean_text, tpu
 from benchmarks.runs import commit_of
-from tests import by_hand
+from tests.support import by_hand
 
 TX = optax.adam(1e-3)
 MODES = ("widest", "narrowest", "O2", "O5", "O6")

@@ -27,8 +27,8 @@ import jamp.nnx
 from benchmarks import runs
 from benchmarks.runs import Run
 from jamp import optimizers
-from tests import models
 from tests.docs.scripts import load
+from tests.support import models
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "rounding.jsonl"
 NAMES = ("model", "setting", "seed")

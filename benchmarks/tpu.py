@@ -17,7 +17,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests import compilers as compilers
+from tests.support import compilers as compilers
 
 
 class Compiled:

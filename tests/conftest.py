@@ -23,7 +23,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import compilers as compilers
+from tests.support import compilers as compilers
 
 # Compiling takes longer than any deadline, and CI must not depend on luck.
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
@@ -73,7 +73,7 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_collection_modifyitems(items):
     if "JAMP_NOISE" in os.environ:
-        from tests import noise
+        from tests.support import noise
 
         noise.install()
     for item in items:

@@ -24,7 +24,7 @@ import jax
 import optax  # noqa: F401
 import pytest
 
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 NEVER_RUN = ("@overload", "if TYPE_CHECKING")
 PAIRS = "And Or, Add Sub, Mult Div, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"

@@ -35,7 +35,7 @@ from tests.autocast.random_layers import (
 from tests.autocast.random_programs import program
 from tests.autocast.small_programs import Program, normal
 from tests.oracles.torch_autocast import torch_autocast
-from tests.programs import evaluate
+from tests.support.programs import evaluate
 
 DRAWS, MORE_DRAWS = 64, 1024  # the latter where a median of the former is beyond
 TIMES, OF_SCALE = 2, 1e-6  # torch's error

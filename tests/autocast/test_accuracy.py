@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.programs import evaluate
+from tests.support.programs import evaluate
 
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import pytest
 
 import jamp
 from tests.autocast.constructs import FORWARD_ONLY, TABLE, N
-from tests.programs import evaluate, products
+from tests.support.programs import evaluate, products
 
 TOLERANCE = 8 * 2.0**-10  # several roundings in a row
 W, X = np.random.default_rng(0).normal(size=(2, N, N)).astype(np.float32)

@@ -18,7 +18,7 @@ from jamp._fp8 import plan
 from jamp._fp8.quantized import Of, quantize
 from tests.autocast.constructs import custom_vjp
 from tests.oracles import fp8 as oracle
-from tests.programs import walk
+from tests.support.programs import walk
 
 pytestmark = pytest.mark.standard_promotion
 

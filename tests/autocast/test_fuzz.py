@@ -16,8 +16,8 @@ import pytest
 import jamp
 from tests.autocast import against_torch
 from tests.autocast.random_programs import EVERY, is_smooth, program, run
-from tests.programs import evaluate
 from tests.support.extent import more
+from tests.support.programs import evaluate
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100

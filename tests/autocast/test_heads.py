@@ -10,7 +10,7 @@ from jax import lax, nn
 import jamp
 from benchmarks import h200
 from jamp._autocast import labels
-from tests.programs import evaluate, walk
+from tests.support.programs import evaluate, walk
 
 N, CLASSES = 6, 10
 ROWS = jnp.arange(N)

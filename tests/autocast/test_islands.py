@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp._autocast import heads, islands, rewrite, softmax
-from tests.programs import results, walk
+from tests.support.programs import results, walk
 
 # An odd number of rows tells activations from weights.
 ROWS, WIDTH = 7, 8

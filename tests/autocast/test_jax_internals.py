@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jamp._autocast import frames, jax_internals, tracers
 from jamp._autocast.primitives import primitive_name
 from jamp._fp8.quantized import Of, quantize
-from tests.programs import walk
+from tests.support.programs import walk
 
 X = jnp.arange(4.0).reshape(2, 2) / 4
 W = X.T + 1

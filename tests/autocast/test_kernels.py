@@ -16,8 +16,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 import jamp
 from benchmarks import h200
 from jamp._autocast import jax_internals
-from tests.by_jamp import amp_init, amp_step
-from tests.programs import products
+from tests.support.by_jamp import amp_init, amp_step
+from tests.support.programs import products
 
 HALVES = (jnp.float16, jnp.bfloat16)
 X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)

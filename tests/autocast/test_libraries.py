@@ -9,7 +9,7 @@ import pytest
 
 import jamp
 from jamp._autocast import rewrite
-from tests.programs import products, walk
+from tests.support.programs import products, walk
 
 # A lent machine with a GPU may not have them.
 eqxi = pytest.importorskip("equinox.internal")

@@ -14,7 +14,7 @@ import jamp
 from benchmarks import h200
 from jamp._autocast import frames, sums
 from tests.autocast.constructs import custom_vjp, repeat
-from tests.programs import evaluate, walk
+from tests.support.programs import evaluate, walk
 
 N = 8
 rng = np.random.default_rng(0)

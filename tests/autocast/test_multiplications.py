@@ -9,7 +9,7 @@ import pytest
 import jamp
 from jamp._autocast.primitives import primitive_name
 from tests.autocast.constructs import custom_vjp, repeat
-from tests.programs import walk
+from tests.support.programs import walk
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
 rng = np.random.default_rng(0)

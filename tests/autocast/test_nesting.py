@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 import jamp
 from jamp._autocast import facts, rewrite, values
 from tests.autocast.constructs import repeat
-from tests.programs import products, results, walk
+from tests.support.programs import products, results, walk
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
 

@@ -13,7 +13,7 @@ import jamp
 from jamp._autocast.frames import frames_of
 from jamp._autocast.primitives import primitive_name
 from tests.autocast.constructs import repeat
-from tests.programs import evaluate, products, results, walk
+from tests.support.programs import evaluate, products, results, walk
 
 HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3

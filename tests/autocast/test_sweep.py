@@ -18,8 +18,8 @@ from jax import lax
 from jax.scipy import fft, linalg, ndimage, signal, special, stats
 
 import jamp
-from tests.programs import evaluate, products_of
 from tests.support.extent import more
+from tests.support.programs import evaluate, products_of
 
 SCIPY = (fft, linalg, ndimage, signal, special, stats)
 MODULES = (jnp, jnp.linalg, jnp.fft, jax.nn, lax, lax.linalg, jax.image, jax.random)

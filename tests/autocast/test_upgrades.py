@@ -19,7 +19,7 @@ import jamp
 from jamp._autocast import rewrite
 from tests.autocast.constructs import CUSTOM, TABLE, custom_vjp, layer, squared
 from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes, distance
-from tests.programs import evaluate, products, products_of
+from tests.support.programs import evaluate, products, products_of
 
 DIFFERENTIABLE = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
 OLD = jax.__version_info__ < (0, 12)

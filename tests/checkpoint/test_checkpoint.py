@@ -13,8 +13,8 @@ from flax import serialization
 from flax.training.train_state import TrainState
 
 import jamp
-from tests.bits import assert_same_bits, copy
 from tests.optimizers.fused import OPTIMIZERS, first, fresh
+from tests.support.bits import assert_same_bits, copy
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -164,7 +164,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.message
 @pytest.mark.parametrize("words, checkpoint, options", WRONG)
 def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, options):
     checkpoint, target = checkpoint(), whole(**options)
@@ -175,7 +174,6 @@ def test_what_does_not_fit_is_named_and_nothing_changes(words, checkpoint, optio
     assert_same_bits(jax.tree.map(np.array, checkpoint), held)
 
 
-@pytest.mark.message
 def test_several_differences_are_told_at_once_but_not_all_of_many():
     checkpoint = changed(BIAS)
     del checkpoint["step"]
@@ -187,7 +185,6 @@ def test_several_differences_are_told_at_once_but_not_all_of_many():
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.message
 def test_the_arguments_the_wrong_way_round():
     state, checkpoint = whole(), saved()
     for call, args, words in (
@@ -214,7 +211,6 @@ OTHER_STATES = [
 ]
 
 
-@pytest.mark.message
 @pytest.mark.parametrize("given, wanted, words", OTHER_STATES)
 def test_flax_puts_no_leaf_where_another_dtype_or_shape_belongs(given, wanted, words):
     state, target = whole(**given), whole(**wanted)

@@ -16,9 +16,9 @@ from flax.training.train_state import TrainState
 
 import jamp
 from jamp import optimizers as jo
-from tests import subprocesses
-from tests.bits import assert_same_bits, bits, copy
-from tests.states import RUNNING
+from tests.support import subprocesses
+from tests.support.bits import assert_same_bits, bits, copy
+from tests.support.states import RUNNING
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam on half trees
 

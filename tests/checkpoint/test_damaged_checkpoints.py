@@ -17,7 +17,7 @@ import pytest
 from flax import serialization
 
 import jamp
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 

@@ -20,8 +20,8 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
-from tests import subprocesses
-from tests.pages import SHOWN
+from tests.support import subprocesses
+from tests.support.pages import SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the process
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jamp
 import jamp.nnx
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 pytestmark = pytest.mark.standard_promotion  # optax and Flax promote
 

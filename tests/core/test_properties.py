@@ -13,7 +13,7 @@ from flax.core import freeze
 from hypothesis import given, settings, strategies as st
 
 import jamp
-from tests.bits import assert_same_bits, bits
+from tests.support.bits import assert_same_bits, bits
 
 few = settings(max_examples=3000 if "JAMP_FUZZ" in os.environ else 10)
 Pair = collections.namedtuple("Pair", "left right")

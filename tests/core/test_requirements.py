@@ -8,7 +8,7 @@ import pytest
 
 import jamp
 from jamp._core import requirements
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -330,7 +330,6 @@ def test_a_sum_in_half_over_replicated_params_warns(level):
             traced(state, check_vma, jamp.scaled_grad)
 
 
-@pytest.mark.message
 def test_an_axis_must_be_there_and_predivide_be_positive():
     words = "(?s)'nowhere'.*not bound.*'d'.*jax.shard_map.*jit.*leave"
     with pytest.raises(ValueError, match=words):

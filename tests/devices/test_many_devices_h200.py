@@ -177,7 +177,6 @@ def test_xla_steps_sharded_params_without_gathering_them():
     assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
 
 
-@pytest.mark.message
 def test_mosaic_under_a_shard_map_takes_averages_and_refuses_what_varies():
     mesh, tx = h200.make_mesh(8), jo.fused_adam(backend="mosaic")
     init = functools.partial(start, tx=tx, level="O2")

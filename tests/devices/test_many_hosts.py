@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import misplaced
-from tests.subprocesses import ROOT, cpu_devices
+from tests.support.subprocesses import ROOT, cpu_devices
 
 SGD, ADAM = optax.sgd(0.5, momentum=0.5), jamp.optimizers.fused_adam(0.125)
 CASES = ["O1 jit", "O2 shard_map"]

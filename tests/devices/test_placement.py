@@ -30,7 +30,6 @@ TWO = "a mesh (data: 2) of devices [0, 1]"
 ONE = "devices [3]"
 
 
-@pytest.mark.message
 @pytest.mark.eight_devices
 def test_arrays_on_different_devices_are_named():
     rows = np.ones((4, 4), np.float32)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import jamp
 from tests.devices.eight_devices import collectives
-from tests.states import assert_skipped
+from tests.support.states import assert_skipped
 
 # Flax's layers compute in the promotion of what they are given.
 pytestmark = pytest.mark.standard_promotion

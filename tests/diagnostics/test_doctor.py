@@ -8,7 +8,7 @@ import pytest
 
 import jamp
 from jamp.diagnostics import _doctor
-from tests import subprocesses
+from tests.support import subprocesses
 
 
 def test_it_prints_a_screen():

@@ -17,7 +17,7 @@ from jamp._autocast import rewrite
 from jamp.diagnostics._explanation import _short as short
 from jamp.diagnostics._operation import computes
 from tests.autocast.constructs import repeat
-from tests.programs import products
+from tests.support.programs import products
 
 LISTS = jamp.AutocastLists()
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import surface
-from tests.pages import PAGES, ROOT
+from tests.support.pages import PAGES, ROOT
 
 FENCED = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<output>.*?)^```$)?",

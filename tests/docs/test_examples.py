@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.bits import assert_same_bits
 from tests.docs.scripts import EXAMPLES, load, needs_extra, png_size
+from tests.support.bits import assert_same_bits
 
 pytestmark = [needs_extra, pytest.mark.standard_promotion]
 

@@ -7,7 +7,7 @@ import optax
 from jax import lax
 
 from jamp import fp16_utils, optimizers
-from tests.states import dot
+from tests.support.states import dot
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 

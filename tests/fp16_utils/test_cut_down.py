@@ -9,7 +9,6 @@ import pytest
 import jamp
 from jamp.fp16_utils import DynamicLossScaler
 from jamp.optimizers import FP16_Optimizer, fused_adam, fused_sgd
-from tests.bits import assert_same_bits
 from tests.fp16_utils.fp16 import (
     BF16,
     F32,
@@ -20,7 +19,8 @@ from tests.fp16_utils.fp16 import (
     steps,
 )
 from tests.optimizers.fused import update
-from tests.states import dot
+from tests.support.bits import assert_same_bits
+from tests.support.states import dot
 
 
 def flat(tree):

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 from jamp import fp16_utils as fu
-from tests.bits import assert_same_bits
 from tests.fp16_utils.fp16 import BF16, F16, F32, host
 from tests.oracles import fp16_optimizer as oracle
+from tests.support.bits import assert_same_bits
 
 
 def tree(dtype=F32):

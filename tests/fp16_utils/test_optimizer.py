@@ -13,7 +13,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import jamp
 from jamp.fp16_utils import FP16_Optimizer, clip_grad_norm
 from jamp.optimizers import fused_adam
-from tests.bits import assert_same_bits, copy
 from tests.fp16_utils.fp16 import (
     F16,
     F32,
@@ -26,7 +25,8 @@ from tests.fp16_utils.fp16 import (
     run,
     steps,
 )
-from tests.states import dot
+from tests.support.bits import assert_same_bits, copy
+from tests.support.states import dot
 
 # What a step computes
 

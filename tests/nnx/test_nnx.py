@@ -15,8 +15,8 @@ from flax import nnx
 import jamp
 import jamp.nnx
 from jamp._policy.options import InitOptions
-from tests.bits import assert_same_bits
-from tests.programs import products
+from tests.support.bits import assert_same_bits
+from tests.support.programs import products
 
 pytestmark = pytest.mark.standard_promotion  # Flax's layers promote
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import Weight
-from tests.bits import assert_same_bits
 from tests.optimizers.mixed_leaves import (
     BF16,
     F16,
@@ -24,6 +23,7 @@ from tests.optimizers.mixed_leaves import (
     weights_of,
 )
 from tests.oracles.steps import Result
+from tests.support.bits import assert_same_bits
 
 STEPS = 20
 # Steps that find inf, the first and the last one among them: rules for the first step

@@ -81,7 +81,6 @@ def test_a_mask_says_which_leaves_decay(name):
         (lambda params: {"dense": 1, "gain": True}, "mask.*bool"),
     ],
 )
-@pytest.mark.message
 def test_a_mask_has_the_structure_of_the_params_and_holds_bools(name, mask, text):
     with pytest.raises(REFUSED, match=text):
         first_update(decaying(name, mask))
@@ -139,7 +138,6 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("factory, options, text", ERRORS, ids=str)
-@pytest.mark.message
 def test_options_that_make_no_sense_are_an_error(factory, options, text):
     with pytest.raises((*REFUSED, RuntimeError), match=text):
         FACTORIES[factory](**({"learning_rate": 0.1} | options))
@@ -160,14 +158,12 @@ MISTAKEN = [
 
 
 @pytest.mark.parametrize("tx, other, arguments, text", MISTAKEN)
-@pytest.mark.message
 def test_an_update_refuses_what_is_of_another_kind(tx, other, arguments, text):
     """Of several numbers each leaf would have its own, and skip by itself."""
     with pytest.raises(REFUSED, match=text):
         tx.update(PARAMS, other.init(PARAMS), PARAMS, **arguments)
 
 
-@pytest.mark.message
 def test_moments_of_other_params_are_an_error():
     tx = jo.fused_adam(0.1)
     state = tx.init(PARAMS | {"gain": jnp.ones((1, 1))})
@@ -178,7 +174,6 @@ def test_moments_of_other_params_are_an_error():
 
 
 @pytest.mark.parametrize("factory", [jo.fused_adam, jo.fused_lamb])
-@pytest.mark.message
 def test_a_norm_of_0_clips_nothing_and_a_negative_one_is_an_error(factory):
     with pytest.raises(ValueError, match="max_grad_norm.*-1"):
         factory(0.1, max_grad_norm=-1.0)
@@ -199,7 +194,6 @@ def test_names_of_the_largest_norm():
         assert (got != euclidean).all()
 
 
-@pytest.mark.message
 def test_what_larc_wraps():
     for bad in (optax.sgd, nn.Dense(2)):  # which has an `init`
         with pytest.raises(TypeError, match="(?i)transformation"):
@@ -211,7 +205,6 @@ def test_what_larc_wraps():
 
 
 @each_place
-@pytest.mark.message
 def test_gradients_of_another_tree_or_no_params_are_an_error(name):
     tx = decaying(name)
     state = tx.init(PARAMS)
@@ -224,7 +217,6 @@ def test_gradients_of_another_tree_or_no_params_are_an_error(name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.complex64, jnp.int32])
-@pytest.mark.message
 def test_leaves_that_are_not_real_are_an_error_with_the_path(dtype):
     params = {"layer": [{"w": jnp.ones(2)}, {"odd": jnp.ones(2, dtype)}]}
     with pytest.raises(TypeError, match=r"params\W+layer\W+1\W+odd"):
@@ -275,7 +267,6 @@ def test_the_device_is_asked_before_the_compiler(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [*BARE, "larc_sgd"])
-@pytest.mark.message
 def test_backends(name):
     def backed(backend):
         if name == "larc_sgd":

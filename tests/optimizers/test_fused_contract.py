@@ -10,7 +10,6 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
-from tests.bits import assert_same_bits
 from tests.optimizers.fused import (
     FIELDS,
     OPTIMIZERS,
@@ -24,6 +23,7 @@ from tests.optimizers.fused import (
     tree,
     update,
 )
+from tests.support.bits import assert_same_bits
 
 
 def schema(tree):
@@ -193,7 +193,6 @@ def test_inject_hyperparams_with_every_option(factory, options):
     assert_close(first(traced, params)[0], expected, rtol=1e-5)
 
 
-@pytest.mark.message
 def test_a_norm_type_that_optax_traces_is_an_error_with_the_way_out():
     tx = optax.inject_hyperparams(jo.fused_novograd)(learning_rate=0.1)
     with pytest.raises((TypeError, ValueError), match="(?s)norm_type.*static_args"):

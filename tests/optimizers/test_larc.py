@@ -8,7 +8,6 @@ import optax
 import pytest
 
 from jamp import optimizers as jo
-from tests.bits import assert_same_bits
 from tests.optimizers.fused import assert_close, first, update
 from tests.optimizers.fused_steps import (
     SKIPPED,
@@ -19,6 +18,7 @@ from tests.optimizers.fused_steps import (
 )
 from tests.optimizers.mixed_leaves import KINDS
 from tests.oracles import fused as oracles
+from tests.support.bits import assert_same_bits
 
 # optax's inner transformations promote as they like.
 pytestmark = pytest.mark.standard_promotion

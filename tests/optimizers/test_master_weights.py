@@ -18,8 +18,8 @@ from jax import lax
 import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join, split
-from tests.bits import assert_same_bits
 from tests.optimizers.fused import assert_close, fresh
+from tests.support.bits import assert_same_bits
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 RATES = [1e-4, 1e-2, 1.0]
@@ -314,7 +314,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.message
 @pytest.mark.parametrize("row", ERRORS)
 def test_trees_that_do_not_match_are_an_error_with_the_path(row):
     grads, params, text = ERRORS[row]
@@ -326,7 +325,6 @@ def test_trees_that_do_not_match_are_an_error_with_the_path(row):
         tx.update(PARAMS, optax.EmptyState(), PARAMS)
 
 
-@pytest.mark.message
 def test_what_is_no_transformation_or_wrapped_already_is_refused():
     for bad in (optax.sgd, 0.1, None, (optax.sgd(0.1),)):
         with pytest.raises(TypeError, match="(?i)transformation"):

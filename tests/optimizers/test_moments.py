@@ -13,10 +13,10 @@ import pytest
 import pallas_kernels as pk
 from jamp import optimizers as jo
 from pallas_kernels._rounding import numbers_of_flat, strides_of
-from tests.bits import assert_rounded_alike, assert_same_bits
 from tests.devices.eight_devices import LEAVES, SPECS, mesh_of, placed
 from tests.optimizers.fused import FIELDS, each_bare, fresh
 from tests.oracles import rounding
+from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 # Zeros, what bfloat16 holds and nearly holds, denormals, the largest, and no numbers.
@@ -131,7 +131,6 @@ def test_moments_and_nothing_else_are_in_moment_dtype(name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "nonsense", None, jnp.float64])
-@pytest.mark.message
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match="fused_adam: moment_dtype must be 'float32'"):
         jo.fused_adam(moment_dtype=dtype)

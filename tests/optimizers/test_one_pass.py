@@ -12,10 +12,10 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join
-from tests.bits import assert_same_bits, bits
 from tests.optimizers.fused import assert_close, larc_sgd
 from tests.optimizers.mixed_leaves import FAST
-from tests.states import HALF, assert_skipped, dot
+from tests.support.bits import assert_same_bits, bits
+from tests.support.states import HALF, assert_skipped, dot
 
 F32 = jnp.float32
 STEPS = 6

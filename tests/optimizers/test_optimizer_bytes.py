@@ -13,8 +13,8 @@ import jamp
 from benchmarks import h200, optimizer_steps as timed, specs
 from benchmarks.hlo import Program
 from jamp import optimizers as jo
-from tests.pages import SHOWN
 from tests.support.extent import more
+from tests.support.pages import SHOWN
 
 pytestmark = pytest.mark.standard_promotion  # optax promotes
 

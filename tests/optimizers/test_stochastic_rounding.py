@@ -11,10 +11,10 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
-from tests.bits import assert_same_bits
 from tests.optimizers.mixed_leaves import FAST
 from tests.oracles import rounding
-from tests.states import assert_skipped
+from tests.support.bits import assert_same_bits
+from tests.support.states import assert_skipped
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 BARE = {"master_weights": False, "stochastic_rounding": True, "verbosity": 0}
@@ -145,13 +145,11 @@ def test_checkpoints_pass_between_levels_with_masters_and_without():
         ("O5", {"cast_model_type": False}),
     ],
 )
-@pytest.mark.message
 def test_it_is_for_bfloat16_params_without_masters(level, options):
     with pytest.raises(jamp.OptLevelError, match="stochastic_rounding.*'O5', master"):
         jamp.initialize(weights(), optax.sgd(0.1), level, **(BARE | options))
 
 
-@pytest.mark.message
 def test_initialize_takes_the_bare_transformation():
     tx = optax.chain(optax.trace(0.9), jo.stochastic_rounding(optax.sgd(0.1)))
     with pytest.raises(ValueError, match="stochastic_rounding=True"):

@@ -66,7 +66,6 @@ def test_split_and_join_are_exact_for_all_lower_halves(upper, sign):
     assert len(np.unique(upper_bits(high)[nan])) == len(np.unique(low[nan])) == any(nan)
 
 
-@pytest.mark.message
 def test_other_params_are_refused():
     half, wide = {"v": jnp.ones(1, BF16), "w": jnp.ones(1, "f2")}, {"w": jnp.ones(1)}
     float16 = r"bfloat16.*\['w'\].*float16.*O5"

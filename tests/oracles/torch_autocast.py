@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core as jc, linear_util
 
-from tests.programs import PRODUCTS, products_of
+from tests.support.programs import PRODUCTS, products_of
 
 # The lists, by the names of primitives, and of functions that JAX jits by name.
 FLOAT32 = frozenset(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from tests.bits import assert_same_bits
 from tests.pallas_kernels import everything, kernels
+from tests.support.bits import assert_same_bits
 
 ON_GPU = jax.default_backend() == "gpu"
 KERNELS = pk.Options(backend="mosaic" if ON_GPU else "interpret")

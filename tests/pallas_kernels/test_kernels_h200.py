@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests import subprocesses
 from tests.pallas_kernels import kernels
+from tests.support import subprocesses
 
 TARGETS = {"H200": "sm_90a", "B200": "sm_100a"}
 SPILLS = re.compile(r"(\d+) bytes (?:stack frame|spill stores|spill loads)")

@@ -15,8 +15,8 @@ import optax
 from jax.typing import DTypeLike
 
 import jamp
-from tests import programs
-from tests.models import CNN, Transformer
+from tests.support import programs
+from tests.support.models import CNN, Transformer
 
 
 class Recurrent(nn.Module):

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import jamp
-from tests import by_hand, models
-from tests.bits import assert_same_bits
-from tests.by_jamp import amp_init, amp_step
-from tests.states import with_scales
+from tests.support import by_hand, models
+from tests.support.bits import assert_same_bits
+from tests.support.by_jamp import amp_init, amp_step
+from tests.support.states import with_scales
 
 # optax, and a model with `dtype=`, promote; as in the programs that users write.
 pytestmark = pytest.mark.standard_promotion

@@ -13,7 +13,6 @@ import pytest
 from flax.core import FrozenDict
 
 import jamp
-from tests.bits import assert_same_bits
 from tests.policy.forward_models import (
     TOKENS,
     Tied,
@@ -24,6 +23,7 @@ from tests.policy.forward_models import (
     state_of,
     under_policy,
 )
+from tests.support.bits import assert_same_bits
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
 pytestmark = pytest.mark.standard_promotion

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import jamp
-from tests import programs
-from tests.models import Transformer
 from tests.policy.forward_models import (
     CASES,
     SMALL,
@@ -22,7 +20,9 @@ from tests.policy.forward_models import (
     state_of,
     variables_of,
 )
-from tests.states import HALF
+from tests.support import programs
+from tests.support.models import Transformer
+from tests.support.states import HALF
 
 # Flax itself promotes: half inputs meet BatchNorm's float32 parameters.
 pytestmark = pytest.mark.standard_promotion

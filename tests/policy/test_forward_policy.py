@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from tests.bits import assert_rounded_alike
-from tests.models import CNN
 from tests.policy.forward_models import (
     IMAGES,
     Headed,
@@ -23,6 +21,8 @@ from tests.policy.forward_models import (
     under_policy,
     variables_of,
 )
+from tests.support.bits import assert_rounded_alike
+from tests.support.models import CNN
 
 pytestmark = pytest.mark.standard_promotion
 

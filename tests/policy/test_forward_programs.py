@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jamp
 import jamp.nnx
 from tests.policy.forward_models import normal, products
-from tests.programs import evaluate
+from tests.support.programs import evaluate
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -13,7 +13,7 @@ from flax.core import freeze
 
 import jamp
 from jamp._policy.levels import describe
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 F16, BF16, F32 = (jnp.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 FP8 = jamp.Fp8(keep="head", grad_weight=False, smallest=256)

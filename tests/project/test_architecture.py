@@ -8,7 +8,7 @@ import re
 
 import jamp
 from tests import surface
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 PACKAGES = ("pallas_kernels", "jamp")
 

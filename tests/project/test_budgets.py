@@ -13,8 +13,8 @@ import jamp
 import jamp.nnx
 from benchmarks import h200
 from benchmarks.hlo import Program
-from tests import by_hand
-from tests.by_jamp import amp_init, amp_step
+from tests.support import by_hand
+from tests.support.by_jamp import amp_init, amp_step
 
 # optax, and a model with `dtype=`, promote; as in the programs that users write.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]

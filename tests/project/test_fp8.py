@@ -18,8 +18,8 @@ from benchmarks.h200 import CHEAP
 from benchmarks.hlo import Program
 from benchmarks.lean_transformers import GPT2
 from jamp._fp8 import quantized
-from tests.programs import product_runs
 from tests.support.extent import more
+from tests.support.programs import product_runs
 
 pytestmark = [pytest.mark.h200, pytest.mark.standard_promotion]
 

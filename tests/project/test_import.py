@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jamp
-from tests import subprocesses
+from tests.support import subprocesses
 
 LATE = (
     "jax.experimental.pallas.mosaic_gpu",

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 # After "# ->" the type that pyright must reveal of the line's expression; after "# !!"
 # the rule that it must say the line breaks. On other lines it must find nothing.

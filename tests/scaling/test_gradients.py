@@ -22,8 +22,8 @@ import jamp
 from benchmarks import h200
 from jamp import optimizers as jo
 from jamp._scaling import unscaled
-from tests.bits import assert_rounded_alike
-from tests.states import assert_skipped, wide
+from tests.support.bits import assert_rounded_alike
+from tests.support.states import assert_skipped, wide
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 START = {"w": np.float32([1.0, -2.0, 0.5]), "b": np.float32([0.25, 0.5])}

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jamp
 import jamp.nnx
 from jamp import fp16_utils, optimizers as jo
-from tests.states import assert_skipped
+from tests.support.states import assert_skipped
 
 START = np.float32([1.0, -2.0, 0.5])
 LEVELS = ("O0", "O1", "O2", "O5")

@@ -14,8 +14,8 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import jamp
-from tests.bits import assert_same_bits
-from tests.states import (
+from tests.support.bits import assert_same_bits
+from tests.support.states import (
     RUNNING,
     make,
     params,

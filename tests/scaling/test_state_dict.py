@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jamp
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 
 def make(level="O2", **kwargs):
@@ -94,7 +94,6 @@ WRONG = [
 ]
 
 
-@pytest.mark.message
 def test_what_does_not_fit_is_named():
     for given, words in WRONG:
         for level in ("O0", "O2"):

@@ -10,8 +10,8 @@ from flax.traverse_util import flatten_dict
 
 import jamp
 from jamp.optimizers import fused_adam
-from tests.bits import assert_same_bits, bits, copy
-from tests.states import HALF
+from tests.support.bits import assert_same_bits, bits, copy
+from tests.support.states import HALF
 
 LR = 2.0**-6
 
@@ -263,7 +263,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.message
 @pytest.mark.parametrize("make_state, args, error, words", REFUSED)
 def test_what_does_not_fit_is_refused_and_changes_nothing(
     make_state, args, error, words

@@ -13,9 +13,9 @@ from jax import lax
 
 import jamp
 from jamp.optimizers import fused_sgd
-from tests.bits import assert_same_bits, bits, copy
 from tests.oracles import fused as oracle
-from tests.states import (
+from tests.support.bits import assert_same_bits, bits, copy
+from tests.support.states import (
     HALF,
     RUNNING,
     SGD,

@@ -14,8 +14,8 @@ import pytest
 
 import jamp
 import jamp.nnx
-from tests.bits import assert_same_bits
-from tests.states import SGD, make, params, wide
+from tests.support.bits import assert_same_bits
+from tests.support.states import SGD, make, params, wide
 
 STEP, STEPS = 1e-3, 3000
 START = {"w": jnp.linspace(0.5, 2.0, 16), "b": jnp.full(3, -0.75)}

@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.bits import assert_rounded_alike, assert_same_bits
 from tests.policy.forward_models import products
-from tests.states import assert_skipped, make, wide, with_scales
+from tests.support.bits import assert_rounded_alike, assert_same_bits
+from tests.support.states import assert_skipped, make, wide, with_scales
 
 # The same objects each time: jit compares them. Zoom takes twice as long to compile.
 ZOOM = optax.lbfgs()

@@ -11,8 +11,8 @@ from jax import lax
 import jamp
 import jamp.nnx
 from benchmarks import h200
-from tests.bits import assert_same_bits, copy
 from tests.oracles import loss_scale as oracle
+from tests.support.bits import assert_same_bits, copy
 from tests.support.extent import more
 
 pytestmark = pytest.mark.standard_promotion  # as in a user's program

@@ -15,8 +15,8 @@ from flax.training.train_state import TrainState
 
 import jamp
 from jamp._policy.levels import describe
-from tests.bits import assert_same_bits
-from tests.states import HALF, LEVELS, RUNNING
+from tests.support.bits import assert_same_bits
+from tests.support.states import HALF, LEVELS, RUNNING
 
 LISTS = jamp.AutocastLists()
 SGD = optax.sgd(0.5, momentum=0.9)

@@ -10,8 +10,8 @@ from flax.core import FrozenDict
 
 import jamp
 import jamp.nnx
-from tests.bits import assert_same_bits, bits
-from tests.states import HALF, make
+from tests.support.bits import assert_same_bits, bits
+from tests.support.states import HALF, make
 
 pytestmark = pytest.mark.standard_promotion  # optax and Flax promote
 

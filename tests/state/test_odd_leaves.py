@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jamp
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 LEVELS = ["O0", "O2", "O5"]
 KINDS = [jnp.float8_e4m3fn, jnp.float8_e5m2]

@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import jamp
 from tests.oracles import loss_scale
-from tests.states import like, make, wide, with_scales
+from tests.support.states import like, make, wide, with_scales
 
 # Everything that a state holds, after every step
 

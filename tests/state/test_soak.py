@@ -16,7 +16,7 @@ from flax import nnx
 import jamp
 import jamp.nnx
 from tests.oracles import loss_scale as oracle
-from tests.states import wide
+from tests.support.states import wide
 
 STEPS = int(os.environ.get("JAMP_SOAK", 40))
 EVERY = STEPS // 20

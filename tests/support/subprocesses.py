@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 
 SECONDS = 300
 FAILED: dict[tuple[object, ...], str] = {}

@@ -1,11 +1,11 @@
-"""The steps of `tests.by_hand` as people write them with jamp."""
+"""The steps of `tests.support.by_hand` as people write them with jamp."""
 
 from typing import Any
 
 from jax import Array
 
 import jamp
-from tests.by_hand import loss_of
+from tests.support.by_hand import loss_of
 
 type PyTree = Any
 

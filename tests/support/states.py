@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 import jamp
-from tests.bits import assert_same_bits
+from tests.support.bits import assert_same_bits
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 RUNNING = ("O0", "O2", "O3", "O5")  # the levels without autocast
