@@ -34,8 +34,7 @@ _WORDS = {
 }
 _CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
-_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-_SUMS = ("reduce_sum", "cumsum", "psum", "scatter-add")
+_PRODUCTS = ("a matmul", "a convolution")
 _ROOTS = ("rsqrt", "sqrt", "pow", "integer_pow", "cbrt")
 
 
@@ -85,10 +84,8 @@ def _is_float16(found: Location) -> bool:
 
 def _reads_zero(found: Location) -> bool:
     """Whether zero is in the range of the last operand."""
-    for operand in found.operands[-1:]:
-        if operand.low is not None and operand.high is not None:
-            return operand.low <= 0 <= operand.high
-    return False
+    ranges = [(x.low or 0, x.high or 0) for x in found.operands[-1:]]
+    return any(low <= 0 <= high for low, high in ranges)
 
 
 _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
@@ -108,12 +105,12 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "`jnp.finfo(x.dtype).min` instead of -inf, or give such rows a value.",
     ),
     (
-        lambda f: f.primitive in ("exp", "exp2", "expm1"),
+        lambda f: f.operation == "an exponential",
         "An exponential of a large number: subtract the maximum first, as "
         "`jax.nn.softmax` and `jax.nn.logsumexp` do, or compute the loss from logits.",
     ),
     (
-        lambda f: f.primitive in ("log", "log1p"),
+        lambda f: f.operation == "a logarithm",
         "A logarithm of zero or less: write `jnp.log(jnp.maximum(x, eps))`, or "
         "`jax.nn.log_softmax` of the logits instead of log(softmax(x)).",
     ),
@@ -123,7 +120,7 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "at zero: add an epsilon inside, or put a `jnp.where` before it, not after.",
     ),
     (
-        lambda f: f.primitive in ("div", "rem") and _reads_zero(f),
+        lambda f: f.primitive == "div" and _reads_zero(f),
         "A division by zero: add an epsilon that the dtype can hold to the "
         "denominator, or replace its zeros by `jnp.where` before the division.",
     ),
@@ -143,12 +140,12 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "keep its reader in float32 (`keep_fp32=`), or use O4 or O5.",
     ),
     (
-        lambda f: f.primitive in _PRODUCTS and _is_float16(f),
+        lambda f: f.operation in _PRODUCTS and _is_float16(f),
         "The matmul is beyond {most}, float16's largest: scale an operand before it "
         "(queries by 1/sqrt(d)), normalize the operand, or use O5.",
     ),
     (
-        lambda f: f.primitive in _SUMS and _is_float16(f),
+        lambda f: f.operation.startswith("a sum") and _is_float16(f),
         "The sum is beyond {most}, float16's largest: sum in float32, "
         "`x.sum(dtype=jnp.float32)`, or take the mean.",
     ),

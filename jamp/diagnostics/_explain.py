@@ -260,7 +260,7 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
     if rule is None or name == "convert_element_type":
         return None
     why = "list" if rule is Rule.FLOAT32 else "operands"
-    return Note(name, why, rule.value, operands=" ".join(dtypes_of(eqn.invars)))
+    return Note(name, why, rule.value)
 
 
 def _decision_in_step(
@@ -269,8 +269,8 @@ def _decision_in_step(
     """The note on an equation of a program that JAX has differentiated."""
     name, names = primitive_name(eqn), f"{around.names}/{own}"
     listed = rule_of(around.lists, name)
-    rule, operands = listed.value if listed else "", " ".join(dtypes_of(eqn.invars))
-    written = Note(name, around.default, rule, _own_dtype(eqn) or "", "", operands)
+    rule = listed.value if listed else ""
+    written = Note(name, around.default, rule, _own_dtype(eqn) or "")
     if around.default == "region":  # of `disable_casts`
         leave = Rule.RECORDED
         written = written._replace(rule=leave.value, region=MARKERS[leave])

@@ -19,6 +19,7 @@ from jamp.diagnostics._operation import (
 )
 
 _SHOWN = 6  # warnings below the tree
+_WIDTH = 100  # characters of a line of the tree
 _LEAST = 30  # characters of the last column, however long the names are
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # The tree has less room than the sentences of `explain`.
@@ -82,18 +83,14 @@ class Explanation:
         totals = {name: getattr(self, name) for name in names}
         return json.loads(json.dumps(dataclasses.asdict(self) | totals))
 
-    def show(
-        self, *, depth: int | None = None, filter: str | None = None, width: int = 100
-    ) -> str:
+    def show(self, *, depth: int | None = None, filter: str | None = None) -> str:
         """Returns the tree of modules, with equal ones in one line; or a list.
 
         Args:
             depth: how many levels of modules to show; None for all.
             filter: lists operations, each with its line: "products", "float32" (those
                 that do not run in half), "all", or a regex to search in "module
-                operation file:line", such as " exp ". With `depth`, the tree shows
-                those operations alone.
-            width: of the text. Source lines are never cut.
+                operation file:line". With `depth`, the tree shows those alone.
 
         Raises:
             ValueError: `depth` is less than 1, or `filter` is not a regex.
@@ -104,10 +101,10 @@ class Explanation:
         if filter is not None and depth is None:
             return _columns(_LISTED, *map(_cells, chosen))
         warnings = [f"! {warning}" for warning in self.warnings]
-        more = len(warnings) - _SHOWN
-        if more > 0:
+        if len(warnings) > _SHOWN:
+            more = len(warnings) - _SHOWN
             warnings[_SHOWN:] = [f"! and {more} more in `.warnings`."]
-        return "\n".join([self._title(), _tree(chosen, depth or 99, width), *warnings])
+        return "\n".join([self._title(), _tree(chosen, depth or 99), *warnings])
 
     def _title(self) -> str:
         matmuls = sum(op.flops is not None for op in self.operations)
@@ -139,14 +136,13 @@ def _chosen(operations: Sequence[Operation], filter: str | None) -> list[Operati
     if filter == "float32":
         return [op for op in found if not is_half(op.dtype)]
     try:
-        regex = re.compile(filter)
+        search = re.compile(filter).search
     except re.error as error:
         raise ValueError(
             f"`filter` must be 'products', 'float32', 'all' or a regex, got "
             f"{filter!r}: {error}."
         ) from None
-    words = ((op, f"{op.module} {op.primitive} {op.source}") for op in found)
-    return [op for op, text in words if regex.search(text)]
+    return [op for op in found if search(f"{op.module} {op.primitive} {op.source}")]
 
 
 # ---- a list
@@ -183,94 +179,64 @@ def _magnitude(number: int) -> str:
 # ---- a tree
 
 
-@dataclasses.dataclass
-class _Module:
-    """Equal neighboring modules; or a source line outside of modules."""
+class _Node:
+    """The modules of one pattern, such as `Block_*`; or a source line."""
 
-    names: list[str]
-    operations: list[Operation]  # of the first one
-    own: list[Operation]  # those of them outside of inner modules
-    inside: "list[_Module]"
-
-    def likeness(self) -> object:
-        """Equal for modules that compute the same in the same precisions."""
-        forward = [op for op in self.own if op.phase == "forward"]
-        own = Counter((op.primitive, op.dtype, op.why) for op in forward)
-        inside = [(module.names, module.likeness()) for module in self.inside]
-        return own, total_flops(self.own), inside
-
-    def cells(self) -> tuple[str, str, str]:
-        """The label, the FLOPs of each, and the share of them that is in half."""
-        names, (total, half) = self.names, total_flops(self.operations)
-        stem = re.escape(re.sub(r"\d+$", "", names[0]))
-        is_row = all(re.fullmatch(stem + r"\d+", name) for name in names)
-        joined = len(names) > 2 and is_row
-        label = f"{names[0]} … {names[-1]}" if joined else ", ".join(names)
-        if not total:
-            return label, "", ""
-        count = f"{len(names)} × " if len(names) > 1 else ""
-        share = f"{half / total:.1%}".replace("100.0%", "100%")
-        return label, count + _magnitude(total), share
+    def __init__(self):
+        self.paths: set[str] = set()  # of the modules
+        self.operations: list[Operation] = []
+        self.own: list[Operation] = []  # those outside of inner nodes
+        self.inside: dict[str, _Node] = {}
 
 
-def _modules(operations: Iterable[Operation], depth: int = 0) -> list[_Module]:
-    """The modules inside of `depth` others."""
-    by_path: dict[tuple[str, ...], list[Operation]] = {}
-    for op in operations:
-        names = _names(op)
-        if computes(op) and len(names) > depth:
-            by_path.setdefault(names[: depth + 1], []).append(op)
-    modules: list[_Module] = []
-    for path, members in by_path.items():
-        own = [op for op in members if _names(op) == path]
-        module = _Module([path[-1]], members, own, _modules(members, depth + 1))
-        if modules and modules[-1].likeness() == module.likeness():
-            modules[-1].names += module.names
-        else:
-            modules.append(module)
-    return modules
-
-
-def _names(op: Operation) -> tuple[str, ...]:
-    if op.module:
-        return tuple(op.module.split("/"))
-    return (_short(op.source) or "(JAX)",)
-
-
-def _tree(operations: Sequence[Operation], depth: int, width: int) -> str:
-    head = ("module", "FLOPs", "in half", "computed in float32, and why")
-    rows = [head, *_rows(_modules(operations), depth, "")]
+def _tree(operations: Iterable[Operation], depth: int) -> str:
+    root = _Node()
+    for op in filter(computes, operations):
+        names = op.module.split("/") if op.module else [_short(op.source) or "(JAX)"]
+        node = root
+        for i, name in enumerate(names[:depth], 1):
+            pattern = re.sub(r"\d+", "*", name) if op.module else name
+            node = node.inside.setdefault(pattern, _Node())
+            node.paths.add("/".join(names[:i]))
+            node.operations.append(op)
+        node.own.append(op)
+    rows = [("module", "FLOPs", "in half", "computed in float32, and why")]
+    rows += _rows(root, "")
     names, flops = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines = []
     for name, number, share, rest in rows:
         before = f"{name:<{names}}  {number:>{flops}}  {share:>7}  "
-        room = max(width - len(before), _LEAST)
+        room = max(_WIDTH - len(before), _LEAST)
         cut = textwrap.wrap(rest, room, max_lines=2, placeholder=" …") or [""]
         lines += [before + cut[0], *(" " * len(before) + more for more in cut[1:])]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _rows(
-    modules: Iterable[_Module], depth: int, indent: str
-) -> Iterator[tuple[str, str, str, str]]:
-    for module in modules:
-        label, flops, share = module.cells()
-        # The last level shows the operations of inner modules, too.
-        rest = _float32_words(module.operations if depth == 1 else module.own)
-        yield indent + label, flops, share, rest
-        if depth > 1:
-            yield from _rows(module.inside, depth - 1, indent + "  ")
+def _rows(node: _Node, indent: str) -> Iterator[tuple[str, str, str, str]]:
+    """The cells of inner nodes. Counts and FLOPs are averages over equal modules."""
+    for pattern, inner in node.inside.items():
+        count = len(inner.paths)
+        names = {path.rpartition("/")[2] for path in inner.paths}
+        label = names.pop() if len(names) == 1 and "*" in pattern else pattern
+        times = round(count / max(1, len(node.paths)))
+        total, half = total_flops(inner.operations)
+        flops = (f"{times} × " if times > 1 else "") + _magnitude(total // count)
+        share = f"{half / total:.1%}".replace("100.0%", "100%") if total else ""
+        words = _float32_words(inner.own, count)
+        yield indent + label, flops if total else "", share, words
+        yield from _rows(inner, indent + "  ")
 
 
-def _float32_words(operations: Iterable[Operation]) -> str:
-    """The operations in float32, and why."""
+def _float32_words(operations: Iterable[Operation], modules: int) -> str:
+    """The operations in float32, and why, in one of several equal modules."""
     counts: dict[str, Counter[str]] = {}
     for op in operations:
         if op.phase == "forward" and not is_half(op.dtype):
             counts.setdefault(op.why, Counter())[op.primitive] += 1
     parts = []
     for why, names in counts.items():
-        words = (name if n == 1 else f"{name} {n}×" for name, n in names.items())
+        pairs = ((name, -(-n // modules)) for name, n in names.items())
+        words = (name if n == 1 else f"{name} {n}×" for name, n in pairs)
         reason = f" ({_WHY.get(why, why)})" if why != "level" else ""
         parts.append(", ".join(words) + reason)
     return "; ".join(parts)

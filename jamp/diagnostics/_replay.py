@@ -101,15 +101,10 @@ class Site(NamedTuple):
         return f"{self.context.names}/{jax_internals.name_stack(self.eqn)}"
 
     @property
-    def shape(self) -> Shape:
-        """How results depend on operands."""
-        return traits_of(self.eqn.primitive.name).shape
-
-    @property
     def moves(self) -> bool:
         """Whether the result holds the numbers of the one float operand."""
         floats = [v for v in self.eqn.invars if is_differentiable(v.aval)]
-        return self.shape in _MOVES and len(floats) <= 1
+        return traits_of(self.eqn.primitive.name).shape in _MOVES and len(floats) <= 1
 
     def inside(self, *loops: str) -> Context:
         """The context of a program that the equation holds."""
@@ -196,7 +191,8 @@ class Replay:
                 self.reads.setdefault(path, self.order)
             return max(paths, key=order, default="")
         reads_param = any(v.near and v.maker is None for v in read)
-        is_weights = site.shape is Shape.PRODUCT and not reads_param
+        is_product = traits_of(site.eqn.primitive.name).shape is Shape.PRODUCT
+        is_weights = is_product and not reads_param
         return (max if is_weights else min)(paths, key=order, default="")
 
 
