@@ -30,7 +30,7 @@ from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.tracers import is_checkpointed
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
-from jamp._core.show import brief
+from jamp._core.show import short_repr
 
 type Promote = Literal["widest", "narrowest"]
 
@@ -69,7 +69,7 @@ def autocast[**P, R](
     float32 float32
     """
     if not callable(fn):
-        got = "no function" if fn is None else brief(fn)
+        got = "no function" if fn is None else short_repr(fn)
         raise TypeError(
             f"autocast takes a function, got {got}. Write `jamp.autocast(fn)(x)`: it "
             "is no context manager. As a decorator with options write "
@@ -118,7 +118,9 @@ def scope_of(
         raise ValueError(f"`promote` must be 'widest' or 'narrowest', got {promote!r}.")
     lists = AutocastLists() if lists is None else lists
     if not isinstance(lists, AutocastLists):
-        raise TypeError(f"`lists` must be a jamp.AutocastLists, got {brief(lists)}.")
+        raise TypeError(
+            f"`lists` must be a jamp.AutocastLists, got {short_repr(lists)}."
+        )
     return Scope(Policy(half, lists, promote, of_model, fp8))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._core.devices import moves_constants, placed_like
+from jamp._core.devices import moves_constants, place_like
 from jamp._core.numbers import check_count, check_scale, number
 from jamp._core.tree import is_traced
 from jamp._scaling.rules import StaticLossScale, check_state, current_scale
@@ -82,8 +82,8 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
         if isinstance(rule, StaticLossScale):
             rules[loss_id] = StaticLossScale(scale, check=rule.check)
         scales[loss_id] = old._replace(
-            scale=placed_like(jnp.float32(scale), old.scale),
-            unskipped=placed_like(jnp.int32(unskipped), old.unskipped),
+            scale=place_like(jnp.float32(scale), old.scale),
+            unskipped=place_like(jnp.int32(unskipped), old.unskipped),
         )
     return state.replace(loss_scales=tuple(scales), loss_scale_rules=tuple(rules))
 

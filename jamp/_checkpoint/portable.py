@@ -11,11 +11,11 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants, placed_like
+from jamp._core.devices import moves_constants, place_like
 from jamp._core.dtypes import cast, is_float
-from jamp._core.names import check_same, filled, named
+from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import number
-from jamp._core.tree import unshared
+from jamp._core.tree import copy_shared
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_state
 from jamp._state.amp_state import AmpState, extra_fields
@@ -67,14 +67,14 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     scalers = zip(state.loss_scale_rules, state.loss_scales, strict=True)
     level = (state.properties.opt_level or "O0").removeprefix("O")
     return {
-        "version": placed_like(np.int32(VERSION), state.step),
-        "opt_level": placed_like(np.int32(level), state.step),
+        "version": place_like(np.int32(VERSION), state.step),
+        "opt_level": place_like(np.int32(level), state.step),
         "step": state.step,
-        "params": named(master_params(state)),
-        "opt_state": named(_inner_states(state)),
+        "params": to_names(master_params(state)),
+        "opt_state": to_names(_inner_states(state)),
         **{f"loss_scaler{i}": _scaler(*pair) for i, pair in enumerate(scalers)},
-        **{name: named(getattr(state, name)) for name in _COUNTERS},
-        "fields": {name: named(getattr(state, name)) for name in _extra(state)},
+        **{name: to_names(getattr(state, name)) for name in _COUNTERS},
+        "fields": {name: to_names(getattr(state, name)) for name in _extra(state)},
     }
 
 
@@ -107,8 +107,8 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
     _check_found(found, expected, state)
-    originals = filled(state.params, found["params"])
-    inner = filled(_inner_states(state), found["opt_state"])
+    originals = from_names(state.params, found["params"])
+    inner = from_names(_inner_states(state), found["opt_state"])
     read = {
         key: _group(group, groups.get(originals, key), groups.get(inner, key))
         for key, group in groups_of(state).items()
@@ -118,10 +118,10 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     restored = state.replace(
         **packed(read, state.params),
         loss_scales=_scales(state, found),
-        **{name: filled(getattr(state, name), x) for name, x in others.items()},
+        **{name: from_names(getattr(state, name), x) for name, x in others.items()},
     )
-    restored = jax.tree.map(placed_like, restored, state)
-    return unshared(restored, (state, checkpoint, found))
+    restored = jax.tree.map(place_like, restored, state)
+    return copy_shared(restored, (state, checkpoint, found))
 
 
 def _inner_states(state: AmpState) -> Any:
@@ -139,7 +139,7 @@ def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
     names = ("loss_scale", *LossScaleState._fields[1:])
     return {
         **dict(zip(names, scale_state, strict=True)),
-        "dynamic": placed_like(np.bool_(rule.moves), scale_state.unskipped),
+        "dynamic": place_like(np.bool_(rule.moves), scale_state.unskipped),
     }
 
 
@@ -148,7 +148,7 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
     if isinstance(checkpoint, AmpState):
         return to_checkpoint(checkpoint)
     if isinstance(checkpoint, TrainState):
-        checkpoint = named(checkpoint)
+        checkpoint = to_names(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise TypeError(f"{_WHAT_IS_READ}; got {type(checkpoint).__name__}.")
     if not {"version", "opt_level"}.intersection(checkpoint):
@@ -184,14 +184,14 @@ def _from_flax(
         raise ValueError(
             f"{_WHAT_IS_READ}; got a dict with the keys {sorted(map(str, checkpoint))}."
         )
-    names = named(checkpoint)  # Orbax without a target restores tuples as lists
+    names = to_names(checkpoint)  # Orbax without a target restores tuples as lists
     fields = {k: names.pop(k) for k in list(names) if k not in _FLAX}
     if state.tx is None:
         names["opt_state"] = None
     known: dict[str, Any] = {"fields": {}}
     if not isinstance(state.step, jax.ShapeDtypeStruct):  # something to fall back on
         known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
-        known["fields"] = {k: named(getattr(state, k)) for k in _extra(state)}
+        known["fields"] = {k: to_names(getattr(state, k)) for k in _extra(state)}
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
     fresh |= {
         f"loss_scaler{i}": _scaler(rule, rule.init())

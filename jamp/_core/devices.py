@@ -40,7 +40,7 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
         )
 
 
-def placed_like(x: Any, like: Any) -> jax.Array:
+def place_like(x: Any, like: Any) -> jax.Array:
     """`x` as an array on the sharding of `like`, if `like` has one.
 
     A number takes the dtype of `like`; arrays and PRNG keys keep their own.
@@ -69,14 +69,16 @@ def put(x: Any, sharding: Any) -> jax.Array:
         return jax.device_put(x, sharding, may_alias=False)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        data = put(data, in_full(sharding, data.ndim))  # as a program gives it back
+        data = put(
+            data, with_full_spec(sharding, data.ndim)
+        )  # as a program gives it back
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     x = np.asarray(x)
     own = lambda index: np.array(x[index])  # noqa: E731 - a view may be aliased
     return jax.make_array_from_callback(x.shape, sharding, own)
 
 
-def in_full(sharding: NamedSharding, ndim: int) -> NamedSharding:
+def with_full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """The sharding, with a spec that names every axis of an array."""
     rest = (None,) * (ndim - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
@@ -87,7 +89,7 @@ UNITS = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
 _TPUS_WITH_FP8 = ("TPU7", "TPU v7")
 
 
-def multiplied_by(device: Any) -> list[str] | None:
+def matmul_dtypes(device: Any) -> list[str] | None:
     """The half dtypes that a GPU's matrix units multiply; None if unknown."""
     capability = compute_capability(device)
     known = [name for name, first in UNITS.items() if capability >= first]
@@ -97,7 +99,7 @@ def multiplied_by(device: Any) -> list[str] | None:
 def warn_without_fp8() -> None:
     """Warns once on a GPU or TPU without fp8 units, where fp8 is not faster."""
     device = jax.local_devices()[0]
-    known = multiplied_by(device)
+    known = matmul_dtypes(device)
     old_tpu = device.platform == "tpu" and not device.device_kind.startswith(
         _TPUS_WITH_FP8
     )

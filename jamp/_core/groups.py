@@ -70,7 +70,7 @@ def pack(values: Mapping[Key, Any], like: Any) -> Any:
     return like._make(entries) if hasattr(like, "_make") else type(like)(entries)
 
 
-def hashable(values: Mapping[Key, Any], like: Any) -> Any:
+def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
     """Like `pack`, in a container that hashes by value: a tuple or a FrozenDict."""
     packed = pack(values, like)
     if SINGLE in values:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jamp._core.devices import placed_like
+from jamp._core.devices import place_like
 from jamp._core.tree import KeyPath, path_parts
 
 
-def named(tree: PyTree) -> Any:
+def to_names(tree: PyTree) -> Any:
     """A tree as dicts by name, as `flax.serialization.to_state_dict` names things.
 
     Takes any pytree. Fields of a dataclass or NamedTuple keep their names, entries of a
@@ -26,10 +26,10 @@ def named(tree: PyTree) -> Any:
     )[0]
     if len(children) == 1 and children[0][0] == ():
         return jax.random.key_data(tree) if _is_key(tree) else tree
-    return {path_parts(path)[0]: named(child) for path, child in children}
+    return {path_parts(path)[0]: to_names(child) for path, child in children}
 
 
-def filled(like: PyTree, names: PyTree) -> Any:
+def from_names(like: PyTree, names: PyTree) -> Any:
     """A tree like `like`, from the values in `names`, which match it already.
 
     Values come as arrays of their own dtype, placed as the leaves of `like`.
@@ -42,7 +42,7 @@ def filled(like: PyTree, names: PyTree) -> Any:
         if _is_key(x):
             impl = jax.random.key_impl(jax.lax.full((), 0, x.dtype))
             value = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
-        return placed_like(value, x)
+        return place_like(value, x)
 
     return jax.tree_util.tree_map_with_path(leaf, like)
 

@@ -11,7 +11,7 @@ from jamp._core.dtypes import is_half
 from jamp._core.tree import path_string
 
 
-def shown(tree: PyTree) -> str:
+def format_values(tree: PyTree) -> str:
     """The numbers of arrays; dtype and shape of one that has no value, as a tracer."""
 
     def leaf(x):
@@ -23,22 +23,22 @@ def shown(tree: PyTree) -> str:
     return str(jax.tree.map(leaf, tree)).replace("'", "")
 
 
-def brief(thing: object) -> str:
+def short_repr(thing: object) -> str:
     """What `repr` says; of a module, where that takes twenty lines, its class."""
     text = repr(thing)
     return text if "\n" not in text else f"{type(thing).__name__}(...)"
 
 
-def shapes(tree: PyTree) -> str:
+def format_shapes(tree: PyTree) -> str:
     """Arguments by dtype and shape: `"float32[8, 4], {'w': float32[4]}"`."""
 
     def leaf(x):
-        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else brief(x)
+        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else short_repr(x)
 
     return str(jax.tree.map(leaf, tree)).replace("'", "")[1:-1]
 
 
-def counted(tree: PyTree) -> str:
+def format_counts(tree: PyTree) -> str:
     """How many numbers a tree holds, by dtype: `"1,024 float16, 64 float32"`."""
     counts: Counter[str] = Counter()
     for x in jax.tree.leaves(tree):
@@ -59,10 +59,11 @@ def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
     return "\n  ".join(
         (
             f"{title} at {level}",
-            f"params: {counted(params)}",
-            f"optimizer state: {counted(opt_state)}",
-            f"step: {shown(state.step)}, skipped: {shown(state.skipped_steps)}",
-            f"loss scale: {shown(state.loss_scale)}",
+            f"params: {format_counts(params)}",
+            f"optimizer state: {format_counts(opt_state)}",
+            f"step: {format_values(state.step)}, "
+            f"skipped: {format_values(state.skipped_steps)}",
+            f"loss scale: {format_values(state.loss_scale)}",
             *([names] if small else ()),
         )
     )

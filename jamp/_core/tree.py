@@ -163,12 +163,12 @@ def strong_array(x: Any) -> Any:
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
-def copied(leaves: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+def copy_leaves(leaves: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """Copies, which can be donated; leaves whose dtype is None are left alone."""
-    return in_one_program(_copy, leaves, dtypes)
+    return map_in_one_program(_copy, leaves, dtypes)
 
 
-def in_one_program(
+def map_in_one_program(
     fn: Callable[[Any, Any], Any], leaves: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
     """`fn(leaf, dtype)` of each leaf whose dtype is not None; the others as they are.
@@ -200,7 +200,7 @@ def _copy(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
     return jnp.array(x, dtype, copy=True)
 
 
-def unshared[T](tree: T, given: PyTree) -> T:
+def copy_shared[T](tree: T, given: PyTree) -> T:
     """A tree of strong arrays, each of which is there once and nowhere else.
 
     Copies leaves that the caller also holds or that occur twice, because donating the
@@ -211,10 +211,10 @@ def unshared[T](tree: T, given: PyTree) -> T:
     shared = _shared(leaves, jax.tree.leaves(given))
     pairs = zip(arrays, shared, strict=True)
     dtypes = [x.dtype if is_shared else None for x, is_shared in pairs]
-    return structure.unflatten(copied(arrays, dtypes))
+    return structure.unflatten(copy_leaves(arrays, dtypes))
 
 
-def unshared_arrays[T](tree: T, others: PyTree) -> T:
+def copy_shared_arrays[T](tree: T, others: PyTree) -> T:
     """Does the same for arrays with values, and leaves other leaves alone."""
     leaves, structure = jax.tree.flatten(tree)
     pairs = zip(leaves, _shared(leaves, jax.tree.leaves(others)), strict=True)
@@ -222,7 +222,7 @@ def unshared_arrays[T](tree: T, others: PyTree) -> T:
         x.dtype if is_shared and isinstance(x, jax.Array) and not is_traced(x) else None
         for x, is_shared in pairs
     ]
-    return structure.unflatten(copied(leaves, dtypes))
+    return structure.unflatten(copy_leaves(leaves, dtypes))
 
 
 def _shared(leaves: list[Any], others: list[Any]) -> Iterator[bool]:

@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 from jamp._core.dtypes import FLOAT32, cast, is_castable
 from jamp._core.path_rules import check_rules, matches, parse_rules
 from jamp._core.tree import (
-    in_one_program,
     is_overwritten,
+    map_in_one_program,
     mapping_like,
     path_parts,
     path_string,
@@ -151,7 +151,7 @@ def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = [x for _, x in paths]
     dtypes = [wanted(path, x) for path, x in paths]
-    return structure.unflatten(in_one_program(cast, leaves, dtypes))
+    return structure.unflatten(map_in_one_program(cast, leaves, dtypes))
 
 
 def _batchnorm_test(

@@ -157,7 +157,7 @@ def forwards(apply_fn: Any, properties: Properties) -> Any:
         return cast_forward(apply_fn, properties)
     by_key = groups.split(apply_fn, groups.group_keys(apply_fn))
     cast = {key: cast_forward(fn, properties) for key, fn in by_key.items()}
-    return groups.hashable(cast, apply_fn)
+    return groups.pack_hashable(cast, apply_fn)
 
 
 def no_forward(*_: object, **__: object) -> NoReturn:

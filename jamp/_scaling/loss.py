@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from jamp._autocast.tracers import depends_on
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
-from jamp._core.show import brief
+from jamp._core.show import short_repr
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -125,7 +125,7 @@ def find_loss_scale(
     try:
         index = operator.index(loss_id)
     except TypeError:
-        raise TypeError(f"loss_id must be an int, got {brief(loss_id)}.") from None
+        raise TypeError(f"loss_id must be an int, got {short_repr(loss_id)}.") from None
     if isinstance(loss_id, bool) or index not in range(count):
         raise IndexError(
             f"loss_id={loss_id!r} is out of range: the state has {count} loss "

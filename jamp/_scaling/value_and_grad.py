@@ -21,7 +21,7 @@ from jamp._core.devices import (
     moves_constants,
 )
 from jamp._core.groups import Key, Wrt
-from jamp._core.show import shapes
+from jamp._core.show import format_shapes
 from jamp._core.tree import (
     differentiable,
     merge,
@@ -229,7 +229,7 @@ class ScaledGrad:
                 error.add_note(_TRACED)
                 raise
             except (TypeError, IndexError, AttributeError) as error:
-                error.add_note(_CALLED.format(shapes((params, *args))))
+                error.add_note(_CALLED.format(format_shapes((params, *args))))
                 raise
 
         with policy as written:

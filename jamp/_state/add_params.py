@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.groups import SINGLE, Key
-from jamp._core.tree import mapping_like, path_string, strong_array, unshared
+from jamp._core.tree import copy_shared, mapping_like, path_string, strong_array
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
@@ -63,7 +63,7 @@ def grown[S](
         loss_scale_rules=old.loss_scale_rules,
         **_fields(old, keys, extra, fields),
     )
-    return unshared(_keeping_bits(new, old), (params, fields))
+    return copy_shared(_keeping_bits(new, old), (params, fields))
 
 
 def _fields(

@@ -16,7 +16,7 @@ from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.groups import Key
 from jamp._core.show import summary
-from jamp._core.tree import check_kinds, check_like, select, unshared_arrays
+from jamp._core.tree import check_kinds, check_like, copy_shared_arrays, select
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import (
@@ -361,7 +361,7 @@ def _unshared(state: AmpState, changes: dict[str, Any]) -> dict[str, Any]:
     if not extra:
         return changes
     others = [changes.get(n, getattr(state, n)) for n in own if n not in extra]
-    return changes | unshared_arrays(extra, others)
+    return changes | copy_shared_arrays(extra, others)
 
 
 def _check_field(state: AmpState, name: str, new: PyTree) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
-from jamp._core.show import brief
+from jamp._core.show import short_repr
 from jamp._core.tree import is_overwritten, path_parts
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
@@ -35,7 +35,7 @@ def check_containers(params: PyTree, tx: Any) -> None:
         )
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"params hold no arrays: got {brief(params)}. Pass the params, "
+            f"params hold no arrays: got {short_repr(params)}. Pass the params, "
             '`model.init(key, x)["params"]`.'
         )
     for variables in (params, *_entries(params)):
@@ -59,7 +59,7 @@ def check_containers(params: PyTree, tx: Any) -> None:
                 "state.params, or jamp.master_params(state) of an AmpState."
             )
         raise TypeError(
-            f"{where} is {brief(leaf)}, which is not an array. Pass the params, "
+            f"{where} is {short_repr(leaf)}, which is not an array. Pass the params, "
             '`model.init(key, x)["params"]`, and `apply_fn=model.apply`.'
         )
     if isinstance(tx, MasterWeights):
@@ -69,12 +69,12 @@ def check_containers(params: PyTree, tx: Any) -> None:
     if not isinstance(tx, list | tuple | Mapping):
         raise TypeError(
             "tx must be an optax transformation, or a list, tuple or dict of them, "
-            f"got {brief(tx)}."
+            f"got {short_repr(tx)}."
         )
     for entry in _entries(tx):
         if not groups.is_transformation(entry):
             raise TypeError(
-                f"tx holds {brief(entry)}, which is not an optax transformation."
+                f"tx holds {short_repr(entry)}, which is not an optax transformation."
             )
         if isinstance(entry, MasterWeights):
             raise ValueError(ALREADY_WRAPPED)

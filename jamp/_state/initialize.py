@@ -19,7 +19,7 @@ from jamp._autocast.transform import Promote
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants, warn_without_fp8
 from jamp._core.path_rules import check_rules
-from jamp._core.tree import strong_array, unshared
+from jamp._core.tree import copy_shared, strong_array
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._fp8.options import Fp8
 from jamp._policy.casting import cast_to_level, warn_without_batchnorm
@@ -202,7 +202,7 @@ def _initialized(
         loss_scale_rules=rules,
         **fields,
     )
-    return settled(unshared(state, (params, fields)), params)
+    return settled(copy_shared(state, (params, fields)), params)
 
 
 def _field(name: str, value: Any, state_class: type[AmpState]) -> Any:

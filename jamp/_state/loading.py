@@ -13,14 +13,14 @@ from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import moves_constants, placed_like
+from jamp._core.devices import moves_constants, place_like
 from jamp._core.dtypes import FLOAT32, cast, is_float, widen
-from jamp._core.names import check_same, filled, named
+from jamp._core.names import check_same, from_names, to_names
 from jamp._core.tree import (
     check_like,
+    copy_shared,
     strong_array,
     trained_params,
-    unshared,
     widen_tree,
 )
 from jamp._scaling.incoming import check_counters, check_scale_state
@@ -41,10 +41,10 @@ _REMEDY = (
 def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """What `AmpState.load_params` replaces in the state, by name."""
     given = jax.tree.map(strong_array, params)
-    check_like(named(given), named(state.params), "params", _REMEDY)
-    params = filled(state.params, named(given))
+    check_like(to_names(given), to_names(state.params), "params", _REMEDY)
+    params = from_names(state.params, to_names(given))
     _check_dtypes(params, state.params)
-    params = jax.tree.map(placed_like, params, state.params)
+    params = jax.tree.map(place_like, params, state.params)
     entered = {
         key: _entered(group, groups.get(params, key), reset_optimizer)
         for key, group in groups_of(state).items()
@@ -52,12 +52,12 @@ def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str
     changes = packed(entered, state.params)
     before = {name: getattr(state, name) for name in changes}
     if jax.tree.structure(changes) == jax.tree.structure(before):
-        changes = jax.tree.map(placed_like, changes, before)
+        changes = jax.tree.map(place_like, changes, before)
     else:  # another optimizer, begun from the params
         changes = settled(changes, params)
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
-    return unshared(changes, theirs)
+    return copy_shared(changes, theirs)
 
 
 def has_values(*trees: PyTree) -> bool:
@@ -132,7 +132,7 @@ def register(state_class: type) -> None:
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
-    return {name: named(getattr(state, name)) for name in array_fields(state)}
+    return {name: to_names(getattr(state, name)) for name in array_fields(state)}
 
 
 def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
@@ -147,7 +147,9 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
         scale_state = state_dict["loss_scales"][str(i)]
         check_scale_state(f"loss_scales/{i}", scale_state, rule)
     check_counters(state_dict)
-    fields = {k: filled(getattr(state, k), state_dict[k]) for k in array_fields(state)}
+    fields = {
+        k: from_names(getattr(state, k), state_dict[k]) for k in array_fields(state)
+    }
     return state.replace(**fields)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.devices import in_full, put
+from jamp._core.devices import put, with_full_spec
 from jamp._core.dtypes import is_castable
 from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
@@ -58,7 +58,7 @@ def new_state[S](
     return state_class(
         step=jnp.int32(0),
         apply_fn=apply_fn,
-        tx=groups.hashable({k: group.tx for k, group in begun.items()}, txs),
+        tx=groups.pack_hashable({k: group.tx for k, group in begun.items()}, txs),
         **packed(begun, params),
         loss_scales=tuple(rule.init() for rule in loss_scale_rules),
         skipped_steps=groups.pack({k: jnp.int32(0) for k in begun}, params),
@@ -89,7 +89,7 @@ def in_place_of(state: Any, txs: Any) -> Any:
             bare = masters.bare(tx)
             tx = _wrapped(bare, group.params, state.properties, remainder)
         new[key] = tx
-    return groups.hashable(new, state.tx)
+    return groups.pack_hashable(new, state.tx)
 
 
 def _wrapped(
@@ -199,7 +199,7 @@ def settled[T](state: T, params: PyTree) -> T:
 def _as_given_back(sharding: NamedSharding, ndim: int) -> NamedSharding:
     """As a program writes the sharding of a result: on Explicit axes in full."""
     explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
-    return in_full(sharding, ndim) if explicit else sharding
+    return with_full_spec(sharding, ndim) if explicit else sharding
 
 
 def _alike(x: Any, param: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jamp._core.devices import multiplied_by
+from jamp._core.devices import matmul_dtypes
 
 _PACKAGES = ("jamp-jax", "jax", "jaxlib", "flax", "optax", "numpy", "jax-cuda13-plugin")
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVICES")
@@ -51,7 +51,7 @@ def _half(device: Any) -> str:
         return "half is correct here, and no faster"
     if device.platform == "tpu":
         return "multiplies bfloat16: use O4 or O5; float16 is slow"
-    known = multiplied_by(device)
+    known = matmul_dtypes(device)
     if known is None:
         return "unknown"
     names = ", ".join(known) or "no half"

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 from jamp._core.groups import Key
-from jamp._core.names import named
+from jamp._core.names import to_names
 from jamp._core.numbers import check_count, check_scale
-from jamp._core.tree import strong_array, unshared
+from jamp._core.tree import copy_shared, strong_array
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._scaling.loss import grad_of_scaled
 from jamp._state.closure import rounded
@@ -267,7 +267,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def state_dict(self, state: FP16OptimizerState) -> dict[str, Any]:
         """All that a checkpoint needs but gradients, by apex's names."""
-        return named(self._saved(state))
+        return to_names(self._saved(state))
 
     def load_state_dict(
         self, state: FP16OptimizerState, state_dict: Mapping[str, Any]
@@ -292,7 +292,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             opt_state=parts["optimizer_state_dict"],
             loss_scaler=state.loss_scaler._replace(**scaler),
         )
-        return unshared(loaded, (state, state_dict))
+        return copy_shared(loaded, (state, state_dict))
 
     def _saved(self, state: FP16OptimizerState) -> dict[str, PyTree]:
         saved = {

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from jamp._core.devices import placed_like
+from jamp._core.devices import place_like
 from jamp._core.dtypes import MODEL_DTYPES, is_half
-from jamp._core.names import named
+from jamp._core.names import to_names
 from jamp._core.tree import (
+    copy_shared,
     differentiable,
     is_traced,
     select,
     strong_array,
     unscaled_finite,
-    unshared,
     widen_tree,
 )
 from jamp._core.warnings import PrecisionWarning, warn
@@ -128,7 +128,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             first_closure_call_this_step=jnp.asarray(True),
             loss_scaler=self.rule.init(),
         )
-        return unshared(state, given)
+        return copy_shared(state, given)
 
     def backward(
         self,
@@ -312,7 +312,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         """
         if not is_traced(value):
             check_scale("value", float(value))  # pyright: ignore[reportArgumentType]
-        scale = placed_like(jnp.asarray(value, jnp.float32), state.loss_scale)
+        scale = place_like(jnp.asarray(value, jnp.float32), state.loss_scale)
         rescaled = jax.tree.map(
             lambda g: g * (scale / state.loss_scale).astype(g.dtype), state.model_grads
         )
@@ -329,7 +329,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Gradients are not in it; save after `step`. (The state itself is a pytree, which
         Flax and Orbax save whole.)
         """
-        return named(self._saved(state))
+        return to_names(self._saved(state))
 
     def load_state_dict(
         self, state: FP16_OptimizerState, state_dict: Mapping[str, Any]
@@ -360,7 +360,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         opt_state = MasterWeightsState(masters, parts.pop("optimizer_state_dict"))
         params = rounded(widened, state.params)
         loaded = state.replace(params=params, opt_state=opt_state, **parts)
-        return unshared(loaded, (state, state_dict))
+        return copy_shared(loaded, (state, state_dict))
 
     def _saved(self, state: FP16_OptimizerState) -> dict[str, PyTree]:
         own = jax.tree.map(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jamp._core.names import check_same, filled, named
+from jamp._core.names import check_same, from_names, to_names
 from jamp._core.tree import differentiable, is_traced, widen_tree
 from jamp._scaling.rules import LossScaleState
 from jamp.optimizers._masters import MasterWeightsState
@@ -82,8 +82,8 @@ def checked_parts(
         kind = type(state_dict).__name__
         raise TypeError(f"load_state_dict takes a mapping, got {kind}.")
     remedy = f"Nothing was loaded: wrap {alike} of the run that saved it."
-    check_same(state_dict, jax.eval_shape(named, saved), "The state dict", remedy)
-    return filled(saved, state_dict)
+    check_same(state_dict, jax.eval_shape(to_names, saved), "The state dict", remedy)
+    return from_names(saved, state_dict)
 
 
 def needed[T](grads: T | None) -> T:

@@ -21,7 +21,7 @@ from typing_extensions import TypeIs
 
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
-from jamp._core.show import brief
+from jamp._core.show import short_repr
 from jamp._core.tree import check_like
 from jamp.optimizers._masks import Mask as Mask, MaskByValue, bools_like, checked_bool
 from pallas_kernels import (
@@ -92,7 +92,7 @@ class Hyperparameters:
     def _not_one(self, name: str, value: object) -> TypeError:
         """What to raise where each leaf would have a number of its own."""
         remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
-        text = f"{self.name}: {name} must be a number, got {brief(value)}.{remedy}"
+        text = f"{self.name}: {name} must be a number, got {short_repr(value)}.{remedy}"
         return TypeError(text)
 
     def rate(self, count: Count) -> Float[Array, ""]:

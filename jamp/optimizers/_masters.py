@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 from jamp._core.devices import callers_guard
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
-from jamp._core.tree import copied, select
+from jamp._core.tree import copy_leaves, select
 from jamp.optimizers._fused import Transformation, check_step
 from pallas_kernels import Weight, keys_of, split, stochastic
 
@@ -192,7 +192,7 @@ class _MasterRule:
             weights = with_masters(params, params, store_remainder=remainder)
         else:  # taken for the originals of params that are cast afterwards
             dtypes = [jnp.result_type(p) for p in leaves]
-            masters = copied(leaves, dtypes)
+            masters = copy_leaves(leaves, dtypes)
             weights = structure.unflatten(map(Weight, leaves, masters))
         return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))
 
@@ -242,7 +242,7 @@ def with_masters(
     leaves, structure = jax.tree.flatten(params)
     dtypes = [FLOAT32 if is_half(p) else None for p in leaves]
     # A master that shared its buffer with a param could not be donated.
-    masters = copied(structure.flatten_up_to(originals), dtypes)
+    masters = copy_leaves(structure.flatten_up_to(originals), dtypes)
     weights = []
     for param, dtype, master in zip(leaves, dtypes, masters, strict=True):
         if dtype is None:
