@@ -32,13 +32,18 @@ hypothesis.settings.load_profile("jamp")
 ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
-# `make test` leaves these out: they take long, or they guard claims and not behavior.
+# `make test` leaves these files and tests out: they take long, or they guard claims and
+# not behavior.
 SLOW = """
 autocast/test_ablations autocast/test_accuracy autocast/test_explicit_mesh
 autocast/test_fuzz autocast/test_libraries autocast/test_sweep autocast/test_upgrades
 checkpoint/test_resume core/test_properties
 devices/test_many_devices devices/test_many_hosts devices/test_sync_batchnorm
-docs/test_distributed pallas_kernels/test_launch policy/test_forward_linen
+docs/test_distributed
+optimizers/test_fused_optimizers::test_55_leaves
+optimizers/test_fused_optimizers::test_one_leaf_in_a_kernel
+optimizers/test_one_pass::test_a_step_is_the_same_optimizers_in_optaxs_way
+pallas_kernels/test_launch policy/test_forward_linen
 project/test_lean state/test_faults state/test_soak
 """.split()
 
@@ -78,8 +83,8 @@ def pytest_collection_modifyitems(items):
         noise.install()
     for item in items:
         assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
-        folder, file = item.path.parent.name, item.path.stem
-        if f"{folder}/{file}" in SLOW:
+        file = f"{item.path.parent.name}/{item.path.stem}"
+        if not {file, f"{file}::{item.name.partition('[')[0]}"}.isdisjoint(SLOW):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and "JAMP_GPU" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))

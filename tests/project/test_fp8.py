@@ -4,8 +4,6 @@ import collections
 import functools
 import itertools
 
-import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -99,18 +97,6 @@ def test_all_that_are_chosen_are_products_of_cublas(target):
     assert scaled + unscaled == 3 * chosen and scaled >= 2 * chosen
 
 
-def haiku():
-    widths = [WIDTH, WIDTH, WIDTH, 8]
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP(widths)(x)))
-    return jax.eval_shape(net.init, jax.random.key(0), shape(1, WIDTH)), net.apply
-
-
-def equinox():
-    net = eqx.nn.MLP(WIDTH, 8, WIDTH, 3, key=jax.random.key(0))
-    params, static = eqx.partition(net, eqx.is_array)
-    return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
-
-
 FIVE = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 # A minute each: by `make budgets`. CI has a small one.
 CASES = [("small", "H200")]
@@ -139,20 +125,6 @@ def test_what_is_written_in_fp8_runs_so_in_linen_models(name, target):
     backward = written["float8_e5m2", "float8_e4m3fn"]
     forward = written["float8_e4m3fn", "float8_e4m3fn"]
     assert 0 < forward <= backward <= 2 * forward
-
-
-@pytest.mark.parametrize("make", [haiku, equinox], ids=lambda f: f.__name__)
-def test_in_models_of_others_too(make):
-    params, apply = make()
-
-    def step(state, x):
-        loss_fn = lambda params, x: jnp.square(apply(params, x)).mean()  # noqa: E731
-        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
-        return state.apply_gradients(grads=grads), loss
-
-    found = calls(compiled(step=step, state=state_of(params=params), rows=(512,)))
-    fp8 = sum(n for (name, _), n in found.items() if name.endswith("f8"))
-    assert fp8 == 2 * 3  # the first of four reads the input, the last gives the output
 
 
 def summed_inside(wrap, state, batches):
