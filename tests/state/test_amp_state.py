@@ -417,7 +417,11 @@ class _Run(jamp.AmpState):
     "begun, given, words",
     [
         (jnp.int32(0), jnp.float32(0.5), "extra is float32, and .* stores int32"),
-        ({"a": jnp.bool_(True)}, {"a": 2}, r"extra\['a'\] is int32, and .* stores bool"),
+        (
+            {"a": jnp.bool_(True)},
+            {"a": 2},
+            r"extra\['a'\] is int32, and .* stores bool",
+        ),
     ],
 )
 def test_a_field_is_not_cast_to_what_holds_less(begun, given, words):
