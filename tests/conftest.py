@@ -36,6 +36,7 @@ CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 # not behavior.
 SLOW = """
 autocast/test_ablations autocast/test_accuracy autocast/test_explicit_mesh
+autocast/test_fp8::test_wherever_products_run_in_half
 autocast/test_fuzz autocast/test_libraries autocast/test_sweep autocast/test_upgrades
 checkpoint/test_resume core/test_properties
 devices/test_many_devices devices/test_many_hosts devices/test_sync_batchnorm
