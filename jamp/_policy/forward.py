@@ -142,7 +142,7 @@ def cast_forward(
     >>> def apply(w, x):
     ...     return jnp.dot(x, w)
     >>> half = cast_forward(apply, Properties.from_opt_level("O3"))
-    >>> half(jnp.ones(3, jnp.float16), jnp.full(3, 1.0004)).item()  # 1.0004 is rounded
+    >>> half(jnp.ones(3, jnp.float16), jnp.full((2, 3), 1.0004))[0].item()  # rounded
     3.0
     """
     is_cast = isinstance(apply_fn, _Forward) and apply_fn.properties == properties
