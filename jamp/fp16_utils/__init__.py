@@ -1,13 +1,17 @@
-"""apex's `fp16_utils` in functional form: take the state first, return it last.
+"""apex's older interfaces in functional form: methods take the state and return it.
 
-May import all rooms but `linen`, `nnx`, `diagnostics` and `tools`. Here lives what
-apex has in older forms: both FP16_Optimizers (`_cut_down` is that of apex.optimizers),
-the first loss scalers, and helpers for masters by hand. New features go elsewhere.
+May import all rooms but `nnx` and `diagnostics`. It has both FP16_Optimizers (apex had
+the flat one in apex.optimizers), the first loss scalers, and helpers for masters by
+hand. New features go elsewhere.
 """
 
+from jamp.fp16_utils._flat import (
+    FlatFP16_Optimizer as FlatFP16_Optimizer,
+    FlatFP16State as FlatFP16State,
+)
 from jamp.fp16_utils._fp16_optimizer import (
     FP16_Optimizer as FP16_Optimizer,
-    FP16_OptimizerState as FP16_OptimizerState,
+    FP16State as FP16State,
 )
 from jamp.fp16_utils._fp16util import (
     BN_convert_float as BN_convert_float,

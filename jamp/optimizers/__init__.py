@@ -5,8 +5,6 @@ hyperparameters, its step; what all share is in `_fused`. How optax steps half p
 with masters beside them or without, is in `_masters`.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from jamp.optimizers._adagrad import (
     FusedAdagradState as FusedAdagradState,
     fused_adagrad as fused_adagrad,
@@ -30,18 +28,3 @@ from jamp.optimizers._novograd import (
     fused_novograd as fused_novograd,
 )
 from jamp.optimizers._sgd import FusedSGDState as FusedSGDState, fused_sgd as fused_sgd
-
-if TYPE_CHECKING:
-    from jamp.fp16_utils._cut_down import (
-        FP16_Optimizer as FP16_Optimizer,
-        FP16OptimizerState as FP16OptimizerState,
-    )
-
-
-def __getattr__(name: str) -> Any:
-    """apex has its cut-down FP16_Optimizer here; ours lives with its kind."""
-    if name in ("FP16_Optimizer", "FP16OptimizerState"):
-        from jamp.fp16_utils import _cut_down
-
-        return getattr(_cut_down, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,10 +62,10 @@ def make(tx=None, *, window=4, dynamic=True, **kwargs):
 
 
 def cut_down(tx=None, **kwargs):
-    """The one of optimizers."""
+    """The flat one, which is cut down."""
     kwargs = {"dynamic_loss_scale": True, "verbose": False} | kwargs
     tx = tx or optimizers.fused_adam(1e-2, legacy=True)
-    return optimizers.FP16_Optimizer(tx, **kwargs)
+    return fp16_utils.FlatFP16_Optimizer(tx, **kwargs)
 
 
 def step_of(optimizer):

@@ -26,12 +26,8 @@ LAYERS = (
     ("jamp",),
     ("jamp.__main__",),
 )
-# Imported when they are first used: names that apex has in another place; and NNX, a
-# lazy attribute of `jamp`, because a program without NNX should not load it.
-LATE = {
-    ("jamp.optimizers", "jamp.fp16_utils._cut_down"),
-    ("jamp", "jamp.nnx"),
-}
+# A lazy attribute of `jamp`, because a program without NNX should not load it.
+LATE = {("jamp", "jamp.nnx")}
 # What JAX documents nowhere, and the files that may ask for it all the same.
 UNDOCUMENTED = (
     "jax._src aval.mat strip_weak_type manual_axis_type source_info with_consts remat2 "

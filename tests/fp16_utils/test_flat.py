@@ -1,4 +1,4 @@
-"""optimizers.FP16_Optimizer, the cut-down one, against what it is made of."""
+"""fp16_utils.FlatFP16_Optimizer against the parts that it is made of."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jamp
-from jamp.fp16_utils import DynamicLossScaler
-from jamp.optimizers import FP16_Optimizer, fused_adam, fused_sgd
+from jamp.fp16_utils import DynamicLossScaler, FlatFP16_Optimizer
+from jamp.optimizers import fused_adam, fused_sgd
 from tests.fp16_utils.fp16 import (
     BF16,
     F32,
@@ -16,6 +16,8 @@ from tests.fp16_utils.fp16 import (
     data,
     group,
     like,
+    make,
+    params,
     steps,
 )
 from tests.optimizers.fused import update
@@ -74,7 +76,7 @@ def test_a_group_is_one_half_and_one_fp32_vector():
     optimizer, tree = cut_down(), group(dtype=BF16)
     state, xs = optimizer.init(tree), data(1, tree=group())
     _, pending = optimizer.backward(state, dot, xs[0])
-    vectors = (state.fp16_flat, state.fp32_flat, state.opt_state, pending.grads)
+    vectors = (state.fp16_flat, state.opt_state, pending.grads)
     described = [(v.dtype, v.shape) for v in jax.tree.leaves(vectors) if v.ndim]
     assert described == [(d, (11,)) for d in (BF16, F32, F32, F32, BF16)]
     assert_same_bits(jax.jit(optimizer.init)(tree), state)
@@ -94,7 +96,7 @@ def test_steps_are_those_of_8_1_and_skips_are_in_silence(where, tx, capsys):
     tree, overflows = group(), (3, 4, 8)
     xs = data(12, overflows, tree=tree)
     state = assert_run(tree, [tx], xs, where=where)
-    assert int(state.last_overflow_iter) == 8
+    assert int(state.loss_scaler.last_overflow_iter) == 8
     norms = [np.linalg.norm(flat(x)) for i, x in enumerate(xs) if i not in overflows]
     assert min(norms) < 6.5e-3 < max(norms)
     assert np.abs(state.fp32_flat - np.float32(flat(tree))).max() > 1e-3
@@ -143,11 +145,11 @@ def test_a_skip_leaves_every_bit_with_a_static_scale_too(where, dynamic, bad, ca
     before, _ = steps(optimizer, optimizer.init(trees), [good])
     step = jax.jit(optimizer.step) if where == "jit" else optimizer.step
     after = step(optimizer.backward(before, dot, x)[1])
-    for field in ("fp16_flat", "fp32_flat", "opt_state", "params"):
+    for field in ("fp16_flat", "opt_state", "params"):
         assert_same_bits(getattr(after, field), getattr(before, field))
     assert after.overflow
-    assert after.cur_iter == 2
-    assert optimizer.loss_scale(after) == after.cur_scale == scale / (1 + dynamic)
+    assert after.loss_scaler.cur_iter == 2
+    assert after.loss_scale == scale / (1 + dynamic)
     message = f"Grad overflow on iteration 1\nUsing {kind} loss scale of {scale}\n"
     assert capsys.readouterr().out == (message if where == "eager" else "")
     clean = step(optimizer.backward(optimizer.zero_grad(after), dot, good)[1])
@@ -167,14 +169,14 @@ def test_a_norm_beyond_float32_is_an_overflow():
 UNUSED = jamp.UnusedOptionWarning
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
-    (lambda *_: FP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
+    (lambda *_: FlatFP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
     (lambda o, _: o.init([group(), jnp.ones(2, BF16)]), TypeError, "all float16, or"),
     (
         lambda *_: cut_down([fused_adam(), fused_adam()]).init([group(), {}]),
         *(TypeError, r"params\[1\] hold no arrays"),
     ),
     (lambda o, s: o.load_state_dict(s, []), TypeError, "takes a mapping, got list"),
-    (lambda o, _: o.load_state_dict(group(), {}), TypeError, "load_state_dict.*state"),
+    (lambda o, _: o.load_state_dict(group(), {}), TypeError, "take the state that"),
     (lambda o, s: o.step(s), ValueError, "backward"),
     (lambda o, s: o.step(s, lambda s: s), UNUSED, "does not call a closure"),
     (
@@ -206,3 +208,23 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="scale_window is unexpected"):
         static.load_state_dict(static.init(tree), good)
     assert_same_bits(state, before)
+
+
+def test_a_loss_that_is_not_finite_skips_though_its_gradients_are_finite():
+    """`maximum` selects in the backward pass and hides the NaN of the other branch."""
+
+    def loss_fn(params, bad):
+        return jnp.maximum(dot(params, like(2.0**-9, params)), 0) + bad
+
+    for optimizer, tree in ((cut_down(), group()), (make(), params())):
+        start = optimizer.init(tree)
+        for bad in (np.inf, np.nan):
+            loss, state = optimizer.backward(start, loss_fn, np.float32(bad))
+            after = optimizer.step(state)
+            assert not np.isfinite(loss)
+            assert after.overflow
+            assert after.loss_scale == 2.0**15
+            assert_same_bits(after.params, start.params)
+    static = make(dynamic=False)  # apex's static scale checks nothing
+    _, state = static.backward(static.init(params()), loss_fn, np.float32(np.nan))
+    assert not static.step(state).overflow
