@@ -15,7 +15,7 @@ demo: $(VENV)/.examples ## train a CNN on handwritten digits at O2, beside O0
 PYTEST = $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Digits that could differ with the processor's instructions.
 NUMERIC = tests/optimizers tests/scaling tests/state tests/fp16_utils tests/checkpoint \
-	tests/docs/test_docs.py jamp
+	tests/docs/test_docs.py jamp pallas_kernels
 
 test: $(VENV)/.test ## run the fast tests and the doctests
 	$(PYTEST) -m "not slow and not h200" $(ARGS)
@@ -43,9 +43,6 @@ fuzz: $(VENV)/.test ## check 30,000 random programs, from SEED on, and other pro
 
 soak: $(VENV)/.test ## train for 20,000 steps with random overflows: does anything grow?
 	JAMP_SOAK=20000 $(PYTHON) -m pytest -s tests/state/test_soak.py $(ARGS)
-
-noise: $(VENV)/.test ## do pages and doctests print digits that rounding moves?
-	JAMP_NOISE=1 $(PYTHON) -m pytest -n 2 tests/docs/test_docs.py jamp pallas_kernels $(ARGS)
 
 budgets: $(VENV)/h200 ## compare the bytes of fourteen architectures with half by hand
 	JAMP_BUDGETS=1 $(PYTHON) -m pytest tests/project/test_lean.py tests/project/test_fp8.py \
@@ -106,6 +103,6 @@ $(VENV)/pyvenv.cfg: $(shell test -x $(PYTHON) || echo FORCE)
 	python=$$(sh .ci/find_python) && "$$python" -m venv --clear $(VENV)
 FORCE:
 
-.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak noise budgets mutate tpu lint bench gpu dist docs
+.PHONY: help demo test test-rest test-isa test-all test-next sweep fuzz soak budgets mutate tpu lint bench gpu dist docs
 .NOTPARALLEL:
 .DELETE_ON_ERROR:

@@ -78,10 +78,6 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    if "JAMP_NOISE" in os.environ:
-        from tests.support import noise
-
-        noise.install()
     for item in items:
         assert " at 0x" not in item.nodeid, "workers must agree on the ids of tests"
         file = f"{item.path.parent.name}/{item.path.stem}"
