@@ -45,7 +45,7 @@ from jamp._autocast.program import (
     region_rule,
 )
 from jamp._autocast.rewrite import Rewriter, rewrite
-from jamp._autocast.values import wants_by_uses, wants_of_results
+from jamp._autocast.values import NOBODY, Want, wants_of_closed, wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
@@ -122,8 +122,8 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     given = rewriter.facts.operand_facts(eqn.invars)
     facts = rewriter.facts.program(eqn, frames[0].program, given)
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    wants = wants_by_uses(eqn.outvars, rewriter.values)
-    _emit(rewriter, eqn, ins, [rewrite(facts, ins, outs, wants, rewriter.rules)])
+    wants = wants_of_closed(eqn.outvars, rewriter.values)
+    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, outs, wants=wants)])
 
 
 def _program(
@@ -132,10 +132,11 @@ def _program(
     ins: Sequence[Any],
     outs: Sequence[Any] | None = None,
     frame: Frame | None = None,
+    wants: Sequence[Want] = (),
 ) -> jc.Jaxpr:
-    """A program, rewritten. Of one in a frame it is known who reads its results."""
+    """A program, rewritten. For one in a frame, `wants` are those of its results."""
     outs = [None] * len(facts.jaxpr.outvars) if outs is None else outs
-    wants = wants_of_results(frame, rewriter.values) if frame else ()
+    wants = wants_of_results(frame, rewriter.values) if frame else wants
     return rewrite(facts, ins, outs, wants, rewriter.rules)
 
 
@@ -156,6 +157,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     prim = hi_primitive(eqn)
     consts = 0 if prim is not None else derivatives.custom_consts(eqn)
     args, known = ins[consts:], facts.given[consts:]
+    wants = wants_of_closed(eqn.outvars, rewriter.values)
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -170,6 +172,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
             rewriter.facts.program(eqn, jaxpr, given),
             _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
             _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
+            wants=_with_tangents(wants, zeros),
         )
 
     tracing = _tracing(rewriter, eqn)
@@ -202,8 +205,11 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         facts = rewriter.facts.program(eqn, jaxpr, ())
         ins, outs = recorded(jaxpr.invars), recorded(jaxpr.outvars)
-        return _program(rewriter, facts, ins, outs)
+        # Those of `fwd` come last, after what it keeps.
+        found = [*[NOBODY] * len(outs), *wants][len(wants) :]
+        return _program(rewriter, facts, ins, outs, wants=found)
 
+    wants = wants_of_closed(eqn.outvars, rewriter.values)
     inner = write(frames[0].program)
     # Values of an outer program come in as those that the function closes over do; and
     # as there, they have no derivative.

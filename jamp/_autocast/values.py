@@ -370,9 +370,10 @@ def _wants_by_rule(eqn: jc.JaxprEqn, rule: Rule | None, values: Values) -> Want:
     return want._replace(some=some, kept=kept, carried=carried)
 
 
-def wants_by_uses(results: Sequence[Atom], values: Values) -> list[Want]:
-    """What is wanted of results of which no more is known than what is made of them."""
-    return [Want(uses=uses) for uses in values.uses_of(results)]
+def wants_of_closed(results: Sequence[Atom], values: Values) -> list[Want]:
+    """What is wanted of the results of a program that keeps the user's dtypes."""
+    wants = map(values.want_of, results)
+    return [Want(carried=want.carried, uses=want.uses) for want in wants]
 
 
 def _wants_of_inputs(frame: Frame, program: Facts, values: Values) -> list[Want]:

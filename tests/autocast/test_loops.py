@@ -178,10 +178,25 @@ def masked(c, w):
     return jnp.where(jnp.isfinite(new), new, c)
 
 
+@jax.custom_jvp
+def by_jvp(c, w):
+    return c + small(c, w)
+
+
+by_jvp.defjvp(lambda primals, t: jax.jvp(lambda c, w: c + small(c, w), primals, t))
+by_vjp = custom_vjp(
+    lambda c, w: c + small(c, w),
+    lambda c, w: (c + small(c, w), w),
+    lambda w, g: (g + small(g, w.T), w),
+)
+
+
 INTEGRATE = {
     "scan": looped(lambda c, w: c + small(c, w)),
     "jit": looped(jax.jit(midpoint)),
     "checkpoint": looped(jax.checkpoint(lambda c, w: small(c, w) + c)),
+    "custom_jvp": looped(by_jvp),
+    "custom_vjp": looped(by_vjp),
     "substeps": looped(substeps),
     "masked": looped(masked),
     "decay": looped(lambda c, w: (1 - SMALL) * c + 2 * small(c, w)),
