@@ -141,11 +141,11 @@ def test_nnx_keeps_what_the_model_held():
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("cut_down", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_both_fp16_optimizers_skip(cut_down, dynamic):
-    if cut_down:
-        optimizer = jo.FP16_Optimizer(
+def test_both_fp16_optimizers_skip(flat, dynamic):
+    if flat:
+        optimizer = fp16_utils.FlatFP16_Optimizer(
             jo.fused_adam(0.1), dynamic_loss_scale=dynamic, verbose=False
         )
     else:
@@ -161,7 +161,7 @@ def test_both_fp16_optimizers_skip(cut_down, dynamic):
         for _ in range(20):
             state = optimizer.zero_grad(jax.jit(step)(state, jnp.float32(1.0)))
     before = np.asarray(state.params["w"])
-    checks = dynamic or cut_down  # the cut-down one always looks at the norm
+    checks = dynamic or flat  # the flat one always looks at the norm
     for x, skips in ((np.nan, checks), (1.0, False)):
         after = jax.jit(step)(state, jnp.float32(x))
         assert after.overflow == skips
