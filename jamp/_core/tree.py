@@ -109,7 +109,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def unscaled_finite(
-    tx: Any, grads: PyTree, divided: PyTree, scale: Array | None = None
+    tx: Any, grads: PyTree, divided: PyTree, scale: Array
 ) -> Bool[Array, ""]:
     """Whether all gradients are finite once they are divided by their scale.
 
@@ -118,7 +118,7 @@ def unscaled_finite(
             checks many small leaves in one kernel.
         grads: the gradients before the division.
         divided: the gradients after it.
-        scale: what they are divided by, shape (); None for 1.
+        scale: what they are divided by, shape ().
     """
     check = getattr(getattr(tx, "inner", tx), "all_finite", None)
     return all_finite(divided) if check is None else check(grads, scale)
