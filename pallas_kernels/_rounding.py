@@ -32,10 +32,10 @@ def mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
     return x ^ (x >> 16)
 
 
-def keys_of(count: ArrayLike, leaves: int) -> UInt32[Array, " n"]:
-    """What the hash takes of the step after `count` steps, and of each leaf."""
+def keys_of(count: ArrayLike, salts: Sequence[int]) -> UInt32[Array, " n"]:
+    """A key per leaf for the step after `count` steps, from the leaf's own number."""
     step = mix(jnp.asarray(count).astype(jnp.uint32))
-    return mix(step + jnp.arange(leaves, dtype=jnp.uint32))
+    return mix(step + np.array(salts, np.uint32))
 
 
 class Noise(NamedTuple):

@@ -180,6 +180,7 @@ def step(
     options: Options,
     *,
     count: ArrayLike = 0,
+    salts: Sequence[int] | None = None,
     rounds: bool = False,
     only_updates: bool = False,
 ) -> tuple[list[Any], dict[str, list[Array]]]:
@@ -191,6 +192,8 @@ def step(
         numbers: for the formula, each of shape (), or (n,) for one per leaf.
         options: how to run.
         count: steps taken before, shape (), for stochastic rounding.
+        salts: a 32-bit number per leaf, which its random bits depend on; None for its
+            place in the list.
         rounds: whether to round bfloat16 weights without masters stochastically.
         only_updates: whether to return what to add to the weights, in float32, and
             leave the weights.
@@ -200,7 +203,8 @@ def step(
     """
     columns, tags = _columns_and_tags(rule, leaves, only_updates, rounds)
     is_rounded = any(tag.rounded for tag in tags)
-    keys = keys_of(count, len(tags)) if is_rounded else None
+    salts = range(len(tags)) if salts is None else salts
+    keys = keys_of(count, salts) if is_rounded else None
     results = run(_STEP, columns, options, numbers, tags, keys).leaves.values()
     moments = {name: [leaf[name] for leaf in results] for name in leaves.moments}
     if only_updates:

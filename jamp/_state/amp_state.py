@@ -209,6 +209,7 @@ class AmpState(_Replace, TrainState, kw_only=True):
                 overwrite=overwrite,
                 clean=None if clean is True else clean,
                 count=count,
+                key=key,
                 update_args=update_args or {},
             )
             skipped[key] = jnp.logical_not(clean)

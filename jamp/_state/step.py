@@ -232,7 +232,7 @@ class Group(NamedTuple):
         """What is trained of the params, with the masters that are kept beside it."""
         trained = trained_params(self.params)
         if isinstance(self.tx, masters.MasterWeights):
-            return masters.joined(trained, self.opt_state.masters)
+            return masters.join_masters(trained, self.opt_state.masters)
         return jax.tree.map(Weight, trained)
 
     def check_masters(self) -> None:
@@ -245,7 +245,7 @@ class Group(NamedTuple):
         self, weights: PyTree, inner_state: PyTree, overwrite: PyTree = None
     ) -> Self:
         """The group with other weights, optimizer state, and values of fp8 scales."""
-        trained, kept = masters.parted(weights)
+        trained, kept = masters.split_masters(weights)
         if isinstance(self.tx, masters.MasterWeights):
             inner_state = masters.MasterWeightsState(kept, inner_state)
         params = with_trained(self.params, trained, overwrite)
@@ -319,6 +319,7 @@ def step(
     overwrite: PyTree = None,
     clean: Bool[Array, ""] | None = None,
     count: ArrayLike | None = None,
+    key: Key = groups.SINGLE,
     update_args: Mapping[str, Any],
 ) -> Group:
     """Steps the masters, or where there are none the params, widened for the step.
@@ -337,6 +338,7 @@ def step(
             for always.
         count: steps taken before, where params without masters are rounded
             stochastically.
+        key: of the group, which random bits depend on.
         update_args: extra arguments for `tx.update`.
 
     Returns:
@@ -353,11 +355,12 @@ def step(
             grad_scale=scale,
             found_inf=skip,
             rounds=count is not None,
+            group=key,
         )
     else:
         try:
             weights, state, _ = masters.step_weights(
-                inner, grads, state, weights, clean, count, **update_args
+                inner, grads, state, weights, clean, count, key, **update_args
             )
         except TypeError as error:
             if "required keyword-only argument" not in str(error):

@@ -154,7 +154,7 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
             opt_state, flat = state.opt_state, state.fp16_flat
             group = Group(tx, groups.get(opt_state, key), groups.get(flat, key))
             own = groups.get(fresh, key)
-            stepped[key] = step(group, own, clean=clean, update_args={})
+            stepped[key] = step(group, own, clean=clean, key=key, update_args={})
         fields = packed(stepped, state.fp16_flat)
         moved = self._scaler.update_scale(scaler, ~clean)
         return state.replace(

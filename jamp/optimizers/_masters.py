@@ -6,6 +6,7 @@ beside the params, with holes where a param is its own: no array occurs twice in
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -18,6 +19,7 @@ from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copy_leaves, select
 from jamp.optimizers._fused import Transformation, check_step
+from jamp.optimizers._salts import leaf_salts
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
@@ -129,10 +131,10 @@ class StochasticRoundingState(NamedTuple):
 def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
     r"""Steps bfloat16 params with `tx` and no masters, rounding them stochastically.
 
-    The step is in float32; the param becomes one of the two bfloat16 around it, the
-    upper one as often as it is nearer, so that small steps add up in the mean. The bits
-    are a hash of step, leaf and element: nothing is kept but a count, and they are the
-    same under any sharding and after a resume. Other params are stepped as `tx` does.
+    The step is in float32. Each param becomes one of the two bfloat16 around it, with
+    a probability that keeps the mean, so that small steps add up. The random bits are a
+    hash of step, path and element: the state keeps only a count, and the bits are the
+    same under any sharding and after a resume. Other params are stepped as by `tx`.
 
     Place it last in a chain: `update` returns what makes `optax.apply_updates` land on
     the rounded params. Under `jamp.initialize` write `stochastic_rounding=True` there.
@@ -159,7 +161,7 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
     return Transformation.from_rule(_StochasticRule(tx))
 
 
-def landing(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
+def delta_to(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
     """What makes `optax.apply_updates` land on half params; else the update itself."""
     return jax.tree.map(
         lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
@@ -194,17 +196,19 @@ class _MasterRule:
             dtypes = [jnp.result_type(p) for p in leaves]
             masters = copy_leaves(leaves, dtypes)
             weights = structure.unflatten(map(Weight, leaves, masters))
-        return MasterWeightsState(parted(weights)[1], self.tx.init(values(weights)))
+        return MasterWeightsState(
+            split_masters(weights)[1], self.tx.init(values(weights))
+        )
 
     def update(self, updates, state, params=None, **extra_args):
         _check_update(updates, state, params)
-        weights = joined(params, state.masters)
+        weights = join_masters(params, state.masters)
         new, inner_state, updates = step_weights(
             self.tx, updates, state.inner_state, weights, **extra_args
         )
-        new, masters = parted(new)
+        new, masters = split_masters(new)
         state = MasterWeightsState(masters, inner_state)
-        return landing(updates, new, params), state
+        return delta_to(updates, new, params), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +227,7 @@ class _StochasticRule:
         )
         count = optax.safe_increment(count)
         state = state._replace(count=count, inner_state=inner_state)
-        return landing(updates, parted(new)[0], params), state
+        return delta_to(updates, split_masters(new)[0], params), state
 
 
 def with_masters(
@@ -254,7 +258,7 @@ def with_masters(
     return structure.unflatten(weights)
 
 
-def joined(params: PyTree, masters: PyTree) -> PyTree:
+def join_masters(params: PyTree, masters: PyTree) -> PyTree:
     """A tree of `Weight` from params, and masters as a state keeps them."""
     leaves, structure = jax.tree.flatten(params)
     kept = structure.flatten_up_to(masters)
@@ -262,8 +266,8 @@ def joined(params: PyTree, masters: PyTree) -> PyTree:
     return structure.unflatten(map(Weight, leaves, masters))
 
 
-def parted(weights: PyTree) -> tuple[PyTree, PyTree]:
-    """The inverse of `joined`: params, and masters with holes."""
+def split_masters(weights: PyTree) -> tuple[PyTree, PyTree]:
+    """The inverse of `join_masters`: params, and masters with holes."""
     leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
     masters = [_HOLE if w.master is None else w.master for w in leaves]
     params = [w.param for w in leaves]
@@ -282,6 +286,7 @@ def step_weights(
     weights: PyTree,
     clean: Bool[Array, ""] | None = None,
     count: ArrayLike | None = None,
+    group: Hashable = None,
     **extra_args: Any,
 ) -> tuple[PyTree, Any, PyTree]:
     """Steps a tree of `Weight` with an optax transformation.
@@ -294,6 +299,7 @@ def step_weights(
         clean: whether to take the step, shape (), bool; None for always.
         count: steps taken before, to round bfloat16 weights without masters
             stochastically; None to round them to nearest.
+        group: the key of the group of these weights, for the random bits.
         **extra_args: for `tx.update`.
 
     Returns:
@@ -309,7 +315,9 @@ def step_weights(
     if clean is not None:
         new_state = select(clean, new_state, state)
     leaves, structure = jax.tree.flatten(weights, is_leaf=_is_weight)
-    keys = [None] * len(leaves) if count is None else [*keys_of(count, len(leaves))]
+    keys: Any = [None] * len(leaves)
+    if count is not None:
+        keys = keys_of(count, leaf_salts(stepped, group))
     each = zip(leaves, structure.flatten_up_to(stepped), keys, strict=True)
     new = structure.unflatten([_written(*leaf, clean) for leaf in each])
     return new, new_state, updates

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,11 @@ def oracle(params, grads, steps, rate):
     p = {k: x.astype(BF16).astype(np.float32) for k, x in params.items()}
     p["kept"] = params["kept"]
     for t in range(steps):
-        for k, name in enumerate(("a", "b", "kept")):
+        for name in ("a", "b", "kept"):
             p[name] = p[name] - np.float32(rate) * grads[name]
             if name != "kept":
                 elements = np.arange(p[name].size).reshape(p[name].shape)
-                random = rounding.random_16(t, k, elements, 2)
+                random = rounding.random_16(t, crc32(name.encode()), elements, 2)
                 p[name] = np.float32(rounding.rounded(p[name], random))
     return p
 
@@ -92,6 +93,38 @@ def test_the_wrapper_lands_on_the_same_params_in_a_loop_of_ones_own():
     assert jo.stochastic_rounding(sgd) == jo.stochastic_rounding(sgd) != tx
     again = jo.stochastic_rounding(jo.fused_adam(0.1))
     assert pickle.loads(pickle.dumps(again)) == again
+
+
+@pytest.mark.parametrize("where", ["jit", "eager"])
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(1.0), jo.fused_sgd(1.0, 0.9, moment_dtype="bfloat16")]
+)
+def test_equal_groups_and_equal_leaves_are_rounded_independently(tx, where):
+    """A quarter of the weights stays at 1: two kinds differ in 2 p (1 - p) of them."""
+    tree = {"a": jnp.ones(4096), "b": jnp.ones(4096)}
+    one = functools.partial(jamp.initialize, loss_scale=1.0, opt_level="O5", **BARE)
+    state = one({"x": tree, "y": tree}, {"x": tx, "y": tx})
+    grads = jax.tree.map(lambda w: jnp.full(w.shape, 1e-3), state.params)
+
+    def step(state):
+        return state.apply_gradients(grads=grads)
+
+    step = jax.jit(step, compiler_options=FAST) if where == "jit" else step
+    first = step(state)
+    flipped = [p != 1 for p in jax.tree.leaves(first.params)]
+    rate = 1e-3 * 2**8  # bfloat16's spacing below 1 is 2**-8
+    for k, one_leaf in enumerate(flipped):
+        assert one_leaf.mean() == pytest.approx(rate, abs=0.03)
+        for other in flipped[:k]:
+            unequal = (one_leaf != other).mean()
+            assert unequal == pytest.approx(2 * rate * (1 - rate), abs=0.04)
+    # A resumed run rounds as the run that went on.
+    again = jamp.from_checkpoint(state, jamp.to_checkpoint(first))
+    assert_same_bits(step(again), step(first))
+    moments = optax.tree.get_all_with_path(step(first).opt_state, "trace")
+    if moments:
+        mine, theirs = (np.float32(x["a"]) for _, x in moments[:2])
+        assert (mine != theirs).any()
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(1.0), jo.fused_sgd(1.0)])

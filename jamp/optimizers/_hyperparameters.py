@@ -1,0 +1,120 @@
+"""Hyperparameters that every optimizer here has: their ranges, the rate, the mask."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
+from typing_extensions import TypeIs
+
+from jamp._core.show import short_repr
+from jamp.optimizers._masks import Mask, MaskByValue, bools_like, checked_bool
+from pallas_kernels import Options, check_backend
+
+type Count = Int[Array, ""]
+# By name, of shape (), or (n,) for one per leaf.
+type Scalars = dict[str, ArrayLike]
+type ScalarOrSchedule = float | Array | Callable[[Array], Any]
+
+
+def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> Any:
+    """A field that holds a number, from 0 to below a limit, or may hold None."""
+    return dataclasses.field(metadata={"below": below, "optional": optional}, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What every optimizer here has.
+
+    Attributes:
+        learning_rate: a number, or a schedule of the count of steps.
+        weight_decay: of the leaves that decay.
+        mask: which leaves decay.
+        backend: where to run.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+    """
+
+    name: ClassVar[str]
+
+    learning_rate: ScalarOrSchedule = number()
+    weight_decay: ArrayLike = number()
+    mask: Mask
+    backend: str
+    shardings: Any = None
+
+    def __post_init__(self):
+        check_backend(self.backend)
+        if self.mask is not None and not callable(self.mask):
+            leaves, structure = jax.tree.flatten(self.mask)
+            mask = MaskByValue(tuple(map(checked_bool, leaves)), structure)
+            object.__setattr__(self, "mask", mask)
+        for field in dataclasses.fields(self):
+            if "below" in field.metadata:
+                self._check_number(field.name, **field.metadata)
+
+    def _check_number(self, name: str, below: float, optional: bool) -> None:
+        value: Any = getattr(self, name)
+        is_schedule = name == "learning_rate" and callable(self.learning_rate)
+        if is_schedule or (optional and value is None):
+            return
+        if isinstance(value, bool) or not is_one(value):
+            raise self._not_one(name, value)
+        if is_number(value) and not 0 <= value < below:
+            raise ValueError(f"{self.name}: invalid {name}: {value}.")
+
+    def _not_one(self, name: str, value: object) -> TypeError:
+        """What to raise where each leaf would have a number of its own."""
+        remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
+        text = f"{self.name}: {name} must be a number, got {short_repr(value)}.{remedy}"
+        return TypeError(text)
+
+    def rate(self, count: Count) -> Float[Array, ""]:
+        """The learning rate of the step after `count` steps."""
+        rate = self.learning_rate
+        if callable(rate):
+            rate = rate(count)
+            if not is_one(rate):
+                raise self._not_one("what the schedule returns", rate)
+        return jnp.asarray(rate, jnp.float32)
+
+    def options(
+        self, grad_scale: ArrayLike | None = None, found_inf: ArrayLike | None = None
+    ) -> Options:
+        """How kernels run, on gradients that are to be divided by a scale."""
+        for name, value in (("grad_scale", grad_scale), ("found_inf", found_inf)):
+            if isinstance(value, tuple | list) or getattr(value, "shape", ()):
+                raise self._not_one(name, value)
+        unscale = skip = None
+        if grad_scale is not None:
+            unscale = 1 / jnp.asarray(grad_scale, jnp.float32)
+        if found_inf is not None:
+            skip = jnp.asarray(found_inf).astype(bool)
+        return Options(unscale, skip, self.backend, self.shardings)
+
+    def decays(self, params: PyTree) -> list[bool]:
+        """Per leaf, whether it decays."""
+        decays = [True] * len(jax.tree.leaves(params))
+        if self.mask is not None:
+            decays = bools_like(params, self.mask(params))
+        if is_zero(self.weight_decay):
+            decays = [False] * len(decays)  # which costs nothing
+        return decays
+
+
+def is_one(x: object) -> bool:
+    """Whether `x` is one number, known now or traced."""
+    return is_number(x) or getattr(x, "shape", None) == ()
+
+
+def is_number(x: object) -> TypeIs[int | float | np.number]:
+    """Whether `x` is a number of Python or NumPy, known now."""
+    return isinstance(x, int | float | np.number)
+
+
+def is_zero(x: object) -> bool:
+    """Whether it is Python's 0: what is traced is not."""
+    return isinstance(x, int | float | np.number) and bool(x == 0)
