@@ -96,8 +96,8 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
     2.0 [0. 0.] [0. 0.]
     """
 
-    state_class: ClassVar = FlatFP16State
-    checks: ClassVar = True
+    state_class: ClassVar[type] = FlatFP16State
+    checks: ClassVar[bool] = True
 
     def _configure(self, tx: Any, static: float, args: Any) -> None:
         self.optimizer = tx

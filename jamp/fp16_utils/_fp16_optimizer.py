@@ -88,7 +88,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
     0.5 [ 0. -1.] 64.0
     """
 
-    state_class: ClassVar = FP16State
+    state_class: ClassVar[type] = FP16State
 
     @property
     def checks(self) -> bool:
@@ -99,7 +99,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
             raise ValueError(
                 "FP16_Optimizer keeps the masters itself: pass the bare transformation."
             )
-        self.optimizer = master_weights(tx)
+        self.optimizer: MasterWeights = master_weights(tx)
         self.rule: rules.LossScaleRule = rules.StaticLossScale(static)
         if self.dynamic_loss_scale:
             names = {"init_scale": "init_scale", "scale_factor": "factor"}
