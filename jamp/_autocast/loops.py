@@ -37,8 +37,10 @@ class On(enum.Enum):
 # whether something was added.
 _ADD = ("add", "sub", "add_any")
 _CHOOSE = ("select_n", "max", "min", "clamp", "neg")
-_MOVE = (Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT)
-_MOVE = (*_MOVE, Shape.MOVE)
+_MOVE = (
+    *(Shape.SAME, Shape.MARK, Shape.RESHAPE),
+    *(Shape.REARRANGE, Shape.REPEAT, Shape.MOVE),
+)
 
 
 def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
@@ -81,20 +83,23 @@ def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
     integer that is carried is a counter, and what it looks up is such a slice.
     """
     given: list[Tags] = [frozenset()] * frame.consts
-    for i, v in enumerate(frame.operands[frame.consts :][: frame.carries]):
-        tags = (On.CARRY, (i, False)) if is_float(v) else (On.WEIGHT,)
+    for i, v in enumerate(frame.program.invars[frame.consts :]):
+        if i < frame.carries:
+            tags = (On.CARRY, (i, False)) if is_float(v) else (On.WEIGHT,)
+        elif _is_number(v):
+            tags = (On.NUMBER,)
+        else:
+            tags = (On.WEIGHT if are_weights[i - frame.carries] else On.DATA,)
         given.append(frozenset(tags))
-    slices = frame.program.invars[len(given) :]
-    for v, is_weight in zip(slices, are_weights, strict=True):
-        of_data = On.NUMBER if _is_number(v) else On.DATA
-        given.append(frozenset((On.WEIGHT if is_weight else of_data,)))
-    found = flow(frame.program, given, _added)[: frame.carries]
-    pairs = enumerate(found)
-    return {i for i, tags in pairs if (i, True) in tags and On.LAYER not in tags}
+    found = enumerate(flow(frame.program, given, _added)[: frame.carries])
+    return {i for i, tags in found if (i, True) in tags and On.LAYER not in tags}
 
 
 def _is_number(atom: Atom) -> bool:
     return is_float(atom) and size_of(atom) == 1
+
+
+_NUMBER = frozenset((On.NUMBER,))
 
 
 def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
@@ -113,12 +118,10 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
     if name in ("mul", "div"):
         # A number, or what is the same in all iterations, is no gate.
         first, second = given
-        kept = first if second <= _NUMBER else frozenset()
-        return on | kept | (second if first <= _NUMBER and name == "mul" else on)
+        if second <= _NUMBER:
+            return on | first
+        return on | second if name == "mul" and first <= _NUMBER else on
     return on
-
-
-_NUMBER = frozenset((On.NUMBER,))
 
 
 def waits_for_half(eqn: jc.JaxprEqn) -> bool:

@@ -200,6 +200,9 @@ INTEGRATE = {
     "substeps": looped(substeps),
     "masked": looped(masked),
     "decay": looped(lambda c, w: (1 - SMALL) * c + 2 * small(c, w)),
+    "numbers": lambda w, c: repeat(
+        lambda c, t: (1 - t) * c + 2 * t * (c @ w), c, jnp.full(STEPS, SMALL)
+    ),
     "subtracts": looped(lambda c, w: c - small(-c, w)),
     "two": lambda w, c: jax.lax.scan(
         lambda cs, _: ((cs[0] + small(cs[1], w), cs[1] + small(cs[0], w)), None),
