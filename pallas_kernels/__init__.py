@@ -33,7 +33,6 @@ from pallas_kernels._xla import (
     widen as widen,
 )
 from pallas_kernels.norms import (
-    defects as defects,
     found_inf as found_inf,
     norm as norm,
 )

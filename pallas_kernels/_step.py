@@ -169,7 +169,7 @@ class _Tag(NamedTuple):
     decays: bool
     storage: Kind
     dtype: DTypeLike  # of the param
-    only_updates: bool
+    gives: Literal["weights", "updates", "norms"]
     rounded: tuple[tuple[str, int], ...]  # what is stochastically, and by which bits
 
 
@@ -201,16 +201,18 @@ def step(
     Returns:
         The new weights, or the updates; and by name the new moments, per leaf.
     """
-    columns, tags = _columns_and_tags(rule, leaves, only_updates, rounds)
-    is_rounded = any(tag.rounded for tag in tags)
-    salts = range(len(tags)) if salts is None else salts
-    keys = keys_of(count, salts) if is_rounded else None
+    columns, tags = _columns_and_tags(
+        rule, leaves, "updates" if only_updates else "weights", rounds
+    )
+    keys = None
+    if any([tag.rounded for tag in tags]):
+        keys = keys_of(count, range(len(tags)) if salts is None else salts)
     results = run(_STEP, columns, options, numbers, tags, keys).leaves.values()
     moments = {name: [leaf[name] for leaf in results] for name in leaves.moments}
     if only_updates:
         return [leaf["update"] for leaf in results], moments
     written = [
-        Weight(*(leaf[name] for name in _COLUMNS[weight.kind]))
+        Weight(*[leaf[name] for name in _COLUMNS[weight.kind]])
         for weight, leaf in zip(leaves.weights, results, strict=True)
     ]
     return written, moments
@@ -228,13 +230,13 @@ def step_norms(
     2 B per weight more than to store it, and takes no memory. XLA keeps it, 4 B per
     weight.
     """
-    columns, tags = _columns_and_tags(rule, leaves, only_updates=True)
+    columns, tags = _columns_and_tags(rule, leaves, "norms")
     found = run(_NORMS, columns, options, numbers, tags).reductions
     return jnp.sqrt(found["weight"]), jnp.sqrt(found["added"])
 
 
 def _columns_and_tags(
-    rule: Rule, leaves: Leaves, only_updates: bool, rounds: bool = False
+    rule: Rule, leaves: Leaves, gives: Any, rounds: bool = False
 ) -> tuple[list[Leaf], list[_Tag]]:
     """Per leaf, its arrays by the names that kernels know, and what is static."""
     columns, tags = [], []
@@ -242,38 +244,47 @@ def _columns_and_tags(
     for k, (weight, grad, decays) in enumerate(every):
         leaf = {"grad": grad, **dict(zip(_COLUMNS[weight.kind], weight, strict=False))}
         leaf |= {name: xs[k] for name, xs in leaves.moments.items()}
-        if only_updates:
+        if gives != "weights":
             leaf.pop("copy", None)
         places = list(zip(leaves.moments, itertools.count()))
-        if rounds and weight.kind == "own" and not only_updates:
+        if rounds and weight.kind == "own" and gives == "weights":
             places.append(("weight", WEIGHT))
-        rounded = tuple((c, at) for c, at in places if leaf[c].dtype == jnp.bfloat16)
+        rounded = tuple([(c, at) for c, at in places if leaf[c].dtype == jnp.bfloat16])
         columns.append(leaf)
         kept = weight.kind, weight.param.dtype
-        tags.append(_Tag(rule, decays, *kept, only_updates, rounded))
+        tags.append(_Tag(rule, decays, *kept, gives, rounded))
     return columns, tags
 
 
 def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
-    numbers, grad, weight, moments = _read(numbers, tag, blocks)
+    """The rule's step, on joined weights and unscaled gradients.
+
+    Float64 weights, which only XLA steps, are stepped in float64.
+    """
+    moments = dict(blocks)
+    weight, grad = moments.pop("weight"), moments.pop("grad")
+    if tag.storage == "split":
+        weight = join(weight, moments.pop("low"))
+    # Norms of all leaves together are float64 where one leaf is.
+    numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
+    moments = {name: x.astype(weight.dtype) for name, x in moments.items()}
+    grad = grad.astype(weight.dtype)
+    if "unscale" in numbers:
+        grad = grad * numbers["unscale"]
     delta, moments = tag.rule.formula(numbers, tag.decays, grad, weight, moments)
-    if tag.only_updates:
+    if tag.gives == "norms":
+        return {"weight": weight * weight, "added": delta * delta}
+    if tag.gives == "updates":
         return {"update": delta, **moments}
     return {"weight": weight + delta, **moments}
-
-
-def _squares(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
-    numbers, grad, weight, moments = _read(numbers, tag, blocks)
-    delta, _ = tag.rule.formula(numbers, tag.decays, grad, weight, moments)
-    return {"weight": weight * weight, "added": delta * delta}
 
 
 def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
     """The new weights and moments as they are kept."""
     results = dict(results)
-    if tag.storage == "split" and not tag.only_updates:
+    if tag.storage == "split" and tag.gives == "weights":
         results["weight"], results["low"] = split_wide(results["weight"])
-    if tag.storage == "own" and not tag.only_updates:
+    if tag.storage == "own" and tag.gives == "weights":
         results["weight"] = saturate(results["weight"], tag.dtype)
     if noise is not None:
         for name, place in tag.rounded:
@@ -281,25 +292,5 @@ def _stored(tag: _Tag, results: Blocks, noise: Noise | None) -> Blocks:
     return results
 
 
-def _read(
-    numbers: Numbers, tag: _Tag, blocks: Blocks
-) -> tuple[Numbers, Array, Array, Blocks]:
-    """What a formula takes: the weights joined, the gradient unscaled.
-
-    Float64 weights, which only XLA steps, are stepped in float64.
-    """
-    rest = dict(blocks)
-    weight, grad = rest.pop("weight"), rest.pop("grad")
-    if tag.storage == "split":
-        weight = join(weight, rest.pop("low"))
-    # Norms of all leaves together are float64 where one leaf is.
-    numbers = {name: x.astype(weight.dtype) for name, x in numbers.items()}
-    rest = {name: x.astype(weight.dtype) for name, x in rest.items()}
-    grad = grad.astype(weight.dtype)
-    if "unscale" in numbers:
-        grad = grad * numbers["unscale"]
-    return numbers, grad, weight, rest
-
-
 _STEP = Job(_stepped, copies={"copy": "weight"}, stored=_stored)
-_NORMS = Job(_squares, reductions={"weight": "sum", "added": "sum"})
+_NORMS = Job(_stepped, reductions={"weight": "sum", "added": "sum"})

@@ -30,15 +30,12 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
 
 def widen(x: Array) -> Array:
-    """Floats of less than 32 bits as float32; all else as it is."""
-    return x.astype(jnp.float32) if _is_narrow(getattr(x, "dtype", None)) else x
-
-
-@functools.cache
-def _is_narrow(dtype: DTypeLike | None) -> bool:
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return jnp.finfo(dtype).bits < 32
+    """Casts floats of less than 32 bits to float32; returns all else as it is."""
+    dtype: Any = getattr(x, "dtype", None)
+    narrow = dtype is not None and dtype.itemsize < 4
+    return (
+        x.astype(jnp.float32) if narrow and jnp.issubdtype(dtype, jnp.floating) else x
+    )
 
 
 def saturate(x: Array, dtype: DTypeLike) -> Array:
@@ -133,7 +130,7 @@ def kinds(
     """Leaves with the same columns, dtypes and tag: those that one kernel can take."""
     found: dict[Any, list[int]] = {}
     for k in members:
-        columns = tuple((name, x.dtype) for name, x in leaves[k].items())
+        columns = tuple([(name, x.dtype) for name, x in leaves[k].items()])
         found.setdefault((tags[k], columns), []).append(k)
     return list(found.values())
 
@@ -160,11 +157,15 @@ def run_in_xla(
     if job.totals:
         numbers = dict(zip(names, packed, strict=True))
         totals = [
-            Results({}, reduce_group(job, tags[ks[0]], batch, numbers))
+            reduce_group(job, tags[ks[0]], batch, numbers)
             for ks in groups
             for batch in _groups_to_reduce(ks, leaves, flattens)
         ]
-        return Results(dict.fromkeys(members, {}), combined(job, totals).reductions)
+        whole = {
+            name: functools.reduce(JOIN[how], [total[name] for total in totals])
+            for name, how in job.reductions.items()
+        }
+        return Results(dict.fromkeys(members, {}), whole)
     done = {}
     for group, shared in _groups_with_numbers(groups, leaves, packed):
         for k in group:
@@ -205,7 +206,8 @@ def _groups_with_numbers(
         numbers = padded if len(group) == 1 else vector
         yield group, [numbers[j] for j in range(packed.size)]
     scalars = list(packed)
-    yield from (([k], scalars) for k in large)
+    for k in large:
+        yield [k], scalars
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))

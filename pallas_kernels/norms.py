@@ -59,11 +59,6 @@ def found_inf(
     return ~jnp.isfinite(found["defects"])
 
 
-def defects(x: Array) -> Array:
-    """0 where finite; NaN, which differs from 0 and stays so in a sum, where not."""
-    return x - x
-
-
 def _measured(numbers: Numbers, order: float, columns: Blocks) -> Blocks:
     del numbers
     x = columns["x"].astype(jnp.float32)
@@ -73,9 +68,11 @@ def _measured(numbers: Numbers, order: float, columns: Blocks) -> Blocks:
 def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
     del tag
     x = columns["x"].astype(jnp.float32)
-    # A compiler may contract product and difference: a rounding error or an infinity is
-    # left. Comparisons would be more than XLA fuses into the sum of eight leaves.
-    return {"defects": defects(x * numbers["unscale"] if "unscale" in numbers else x)}
+    x = x * numbers["unscale"] if "unscale" in numbers else x
+    # 0 where finite, otherwise NaN, which stays NaN in a sum. A compiler may contract
+    # product and difference: a rounding error or an infinity is left. Comparisons would
+    # be more than XLA fuses into the sum of eight leaves.
+    return {"defects": x - x}
 
 
 _FOUND_INF = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)
