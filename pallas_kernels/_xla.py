@@ -32,10 +32,9 @@ JOIN = {"sum": jnp.add, "max": jnp.maximum}
 def widen(x: Array) -> Array:
     """Casts floats of less than 32 bits to float32; returns all else as it is."""
     dtype: Any = getattr(x, "dtype", None)
-    narrow = dtype is not None and dtype.itemsize < 4
-    return (
-        x.astype(jnp.float32) if narrow and jnp.issubdtype(dtype, jnp.floating) else x
-    )
+    if dtype is None or dtype.itemsize >= 4 or not jnp.issubdtype(dtype, jnp.floating):
+        return x
+    return x.astype(jnp.float32)
 
 
 def saturate(x: Array, dtype: DTypeLike) -> Array:

@@ -60,7 +60,17 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    return fused.FusedTransformation.from_rule(FusedAdagrad(**locals()))
+    return fused.FusedTransformation.from_rule(
+        FusedAdagrad(
+            learning_rate=learning_rate,
+            eps=eps,
+            weight_decay=weight_decay,
+            adagrad_w_mode=adagrad_w_mode,
+            mask=mask,
+            moment_dtype=moment_dtype,
+            backend=backend,
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

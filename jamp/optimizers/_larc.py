@@ -79,21 +79,29 @@ def larc(
     [3.  3.9]
     """
     check_transformation("larc", inner)
-    fields: dict[str, Any] = {**locals(), "backend": "xla"}
+    backend = "xla"
     if isinstance(inner, fused.FusedTransformation):
-        for name in ("learning_rate", "weight_decay", "mask"):
-            if fields[name] is None:
-                fields[name] = getattr(inner.rule, name)
-        fields |= {"inner": inner.replace(weight_decay=0.0)}
-        fields |= {"backend": inner.rule.backend}
-    if fields["weight_decay"] is None:
-        fields["weight_decay"] = 0.0
-    if clip and fields["learning_rate"] is None:
+        rule, backend = inner.rule, inner.rule.backend
+        learning_rate = rule.learning_rate if learning_rate is None else learning_rate
+        weight_decay = rule.weight_decay if weight_decay is None else weight_decay
+        mask = rule.mask if mask is None else mask
+        inner = inner.replace(weight_decay=0.0)
+    if clip and learning_rate is None:
         raise ValueError(
             "larc clips at the learning rate, and cannot know that of the wrapped "
             "transformation: pass `larc(inner, learning_rate)`, or clip=False."
         )
-    return fused.Transformation.from_rule(_LARC(**fields))
+    rule = _LARC(
+        inner=inner,
+        learning_rate=learning_rate,
+        trust_coefficient=trust_coefficient,
+        clip=clip,
+        eps=eps,
+        weight_decay=0.0 if weight_decay is None else weight_decay,
+        mask=mask,
+        backend=backend,
+    )
+    return fused.Transformation.from_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

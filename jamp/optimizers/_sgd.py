@@ -77,7 +77,19 @@ def fused_sgd(
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return fused.FusedTransformation.from_rule(FusedSGD(**locals()))
+    return fused.FusedTransformation.from_rule(
+        FusedSGD(
+            learning_rate=learning_rate,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
+            mask=mask,
+            moment_dtype=moment_dtype,
+            backend=backend,
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
