@@ -1,4 +1,4 @@
-"""What flows through a loop: which carries it adds to, what its condition reads.
+"""Which carries a loop adds to, and whether its condition depends on a half product.
 
     scan { w c. y = tanh (dot_general c w); d = add c y }    it adds to c
     scan { c w. y = tanh (dot_general c w); d = add c y }    layers: it slices w
@@ -23,7 +23,7 @@ type TagRule = Callable[[jc.JaxprEqn, list[Tags]], Tags]
 
 
 class On(enum.Enum):
-    """What a value in the body of a loop depends on."""
+    """Tags: a value in the body of a loop depends on this."""
 
     CARRY = "carry"  # what the last iteration made
     WEIGHT = "weight"  # a weight of this iteration: sliced, or looked up by a counter
@@ -44,10 +44,10 @@ _MOVE = (
 
 
 def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
-    """The tags of a program's results, given those of its inputs.
+    """Returns the tags of a program's results, given the tags of its inputs.
 
-    The `rule` gives the tags of an equation's results. A loop inside is read once: what
-    it carries may depend on all that it takes.
+    The `rule` maps an equation and the tags of its operands to the tags of its results.
+    An inner loop is read once, as if each carry depended on all of its operands.
     """
     known: dict[Atom, Tags] = dict(zip(program.invars, given, strict=True))
 
@@ -71,16 +71,16 @@ def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
 
 
 def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
-    """The tags of a loop's carries after several iterations: those of all values."""
+    """Adds the tags of all values to each carry, as several iterations may do."""
     shared = {tag for tags in values for tag in tags if not isinstance(tag, tuple)}
     return [tags | shared for tags in carries]
 
 
 def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
-    """The carries that a loop adds to, with the same weights in all iterations.
+    """Returns the carries that a loop adds to with the same weights in all iterations.
 
-    `are_weights` says of each array that the loop slices whether it may be a weight. An
-    integer that is carried is a counter, and what it looks up is such a slice.
+    `are_weights` says for each array that the loop slices whether it may be a weight.
+    A carried integer is a counter, and an array that it indexes may be a weight too.
     """
     given: list[Tags] = [frozenset()] * frame.consts
     for i, v in enumerate(frame.program.invars[frame.consts :]):
@@ -116,7 +116,7 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
     if name in _CHOOSE or traits_of(name).shape in _MOVE:
         return union
     if name in ("mul", "div"):
-        # A number, or what is the same in all iterations, is no gate.
+        # A single number and a constant of the loop are not gates.
         first, second = given
         if second <= _NUMBER:
             return on | first
@@ -125,7 +125,7 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
 
 
 def waits_for_half(eqn: jc.JaxprEqn) -> bool:
-    """Whether the condition of a while loop depends on a product in half inside it."""
+    """Whether the condition of a while loop depends on a half product in the loop."""
     test, body, first, second = while_programs(eqn)
     carries: list[Tags] = [frozenset()] * (len(eqn.invars) - first - second)
     while True:
