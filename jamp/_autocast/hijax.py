@@ -56,7 +56,7 @@ def program_of_hi(prim: Any) -> jc.Jaxpr | None:
 
 @functools.lru_cache(maxsize=256)
 def _expanded(same: Itself) -> jc.Jaxpr | None:
-    """What an object says that it does; None if JAX cannot trace that by itself.
+    """Traces the `expand` of an object; None if JAX cannot trace it by itself.
 
     An `expand` may need what is only there where the object is bound, such as a named
     axis. So an error in it is reported, and the object runs as the user's program has
@@ -158,7 +158,7 @@ def with_jvp_rule(prim: Any, program: jc.Jaxpr, write: Write, tracing: Trace) ->
         values = [*jax.tree.leaves(primals), *(t for t in dots if not is_zero(t))]
         outs = jc.jaxpr_as_fun(write(jaxpr, absent, zeros))(*values)
         out, there = outs[: len(zeros)], outs[len(zeros) :]
-        # A zero has the dtype of what it is the tangent of.
+        # A zero has the dtype of its primal.
         types = [jax.typeof(x).to_tangent_aval() for x in out]
         pairs = zip(out_dots, types, strict=True)
         out_dots = [type(t)(aval) if is_zero(t) else t for t, aval in pairs]
@@ -190,7 +190,7 @@ def _traced_rule(prim: Any, dots: Sequence[Any], tree: Any) -> tuple[Any, Any, A
 
 
 def _filled(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Tangents with values in the place of all that are no zeros."""
+    """Tangents, with a value in the place of each that is not a zero."""
     left = iter(values)
     return [t if is_zero(t) else next(left) for t in tangents]
 

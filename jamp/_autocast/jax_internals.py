@@ -52,7 +52,7 @@ def unnamed(program: jc.Jaxpr) -> jc.Jaxpr:
 
 
 def conv_features(eqn: jc.JaxprEqn) -> int:
-    """How many channels come out of a convolution.
+    """The number of output channels of a convolution.
 
     The first entry of a side's dimension numbers is the axis of its batch, or of the
     output channels of the kernel.
@@ -119,7 +119,7 @@ def in_dtype(aval: Any, dtype: DTypeLike) -> Any:
 
 
 def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
-    """Whether it is a number that takes the dtype of what it meets, as Python's do."""
+    """Whether it is a number without a dtype of its own, as in Python."""
     aval: Any = atom.aval
     return getattr(aval, "weak_type", False) and aval.shape == ()
 
@@ -224,11 +224,11 @@ def call(
 ) -> Any:
     """The one equation that a function is traced to, in the place of another one.
 
-    What it is for operands of the same types is `known` afterwards. Without `results`,
-    these are new variables.
+    The equation for operands of the same types is `known` afterwards. Without
+    `results`, the results are new variables.
 
-    None if a result is of another type: sharded explicitly or, unless `varying`, one
-    that varies over an axis of `shard_map`.
+    Returns None if a result has another type: an explicit sharding or, unless
+    `varying`, an axis of `shard_map` over which it varies.
     """
     known = {} if known is None else known
     key = function, tuple([v.aval for v in operands]), place.ctx
@@ -245,7 +245,7 @@ def call(
 
 
 def _in_mesh(ctx: Any, fn: Callable[[], Any], varying: bool) -> Any:
-    """What a function gives where an equation stands, of which that is the context.
+    """Calls a function in the context of an equation.
 
     Types vary over the axes of a `shard_map` only while JAX traces one.
     """
@@ -338,7 +338,7 @@ def _structure(
 ) -> Any:
     """What equations are but for the names of their variables and outer scopes.
 
-    None if that is unknown, because a parameter has no hash.
+    Returns None if a parameter has no hash.
     """
     numbers: dict[Any, int] = {}
 

@@ -88,9 +88,9 @@ class AutocastLists:
     A rule that matches nothing has no effect, so a misspelt name is not an error: it
     may belong to another model. `jamp.explain` names the rule of each operation.
 
-    >>> lists = AutocastLists().with_primitive("tanh", "float32")
-    >>> lists = lists.with_region("head/", "float32")
     >>> import jax.numpy as jnp, jamp
+    >>> lists = jamp.AutocastLists().with_primitive("tanh", "float32")
+    >>> lists = lists.with_region("head/", "float32")
     >>> explain = jamp.explain(lambda x: jnp.tanh(x @ x), lists=lists)
     >>> [(op.primitive, op.dtype) for op in explain(jnp.ones((2, 2))).operations]
     [('dot_general', 'float16'), ('tanh', 'float32')]

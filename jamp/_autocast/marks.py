@@ -1,4 +1,4 @@
-"""Marks in a program of what is to run how: the user's, and those of a half model.
+"""Marks in a program that say how its operations run: of the user and of a half model.
 
     float_function(jnp.matmul)(x, w)    y:f32 = dot_general x w        # jamp_float32
     half_kernel(attention)(q)           p:f16 = ... convert q          # jamp_kernel
@@ -99,7 +99,7 @@ def disable_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def disable_fp8() -> Iterator[None]:
-    """Leaves fp8 out of what is traced inside: its products run in half.
+    """Turns fp8 off for the code inside: its matmuls run in half.
 
     A context manager and a decorator. May be nested, and ends with an exception too.
 
@@ -199,7 +199,7 @@ def _is_float32_array(x: Any) -> bool:
 def traced_for(
     half: Any, lists: AutocastLists, casts: bool = True
 ) -> AbstractContextManager[None]:
-    """In what to trace a function: with its marks, and half for kernels if `casts`."""
+    """Traces a function with its marks, and with half for kernels if `casts`."""
     return tracing_for(half, list(_replaced(lists)), casts)
 
 
@@ -226,7 +226,7 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
 
 
 class Source(enum.Flag):
-    """What a value depends on."""
+    """The inputs that a value depends on."""
 
     HALF = enum.auto()  # params in half
     KEPT = enum.auto()  # params that stay float32
@@ -246,7 +246,7 @@ _SOURCES = {name: source for source, name in _NAMES.items()}
 
 
 def marked_source(eqn: jc.JaxprEqn) -> Source | None:
-    """What a value depends on from an equation on, if that is a mark."""
+    """The inputs that a mark names for its result; None for any other equation."""
     is_name = eqn.primitive.name == "name"
     return _SOURCES.get(eqn.params["name"]) if is_name else None
 

@@ -46,7 +46,7 @@ _NO_FP8 = re.compile(_MARK.format(NO_FP8))
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What an autocast was asked for."""
+    """The options of an autocast."""
 
     dtype: Any  # the half dtype
     lists: AutocastLists  # the user's additions to the table
@@ -158,7 +158,7 @@ def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
 
 
 def dtype_of(atom: Atom) -> Any:
-    """The dtype in the user's program; None for what has none, such as a token."""
+    """The dtype in the user's program; None if it has none, as a token."""
     aval: Any = atom.aval
     try:
         return aval.dtype  # a call of `getattr` for each would take as long again
@@ -185,7 +185,7 @@ _size = functools.cache(math.prod)
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
-    """The shape of a value; () for what has none."""
+    """The shape of a value; () if it has none."""
     aval: Any = atom.aval
     try:
         return aval.shape

@@ -14,7 +14,7 @@ from jax.core import Tracer
 def equation_of(x: object) -> Any:
     """The equation by which the program that is being traced makes `x`.
 
-    None of its inputs, and of what is not a value of such a program.
+    Returns None for an input, and for a value of no such program.
     """
     return getattr(x, "parent", None) if isinstance(x, Tracer) else None
 

@@ -1,4 +1,4 @@
-"""What a thread traces for, and the functions that are replaced meanwhile.
+"""The dtype that a thread traces for, and the functions that are replaced meanwhile.
 
     jnp.matmul(x, w)    to most threads: jnp.matmul(x, w)
                         to one that traces: float_function(jnp.matmul)(x, w)
@@ -48,7 +48,7 @@ class Replaced(NamedTuple):
 
 
 class Tracing(NamedTuple):
-    """What an autocast traces for."""
+    """The options of the autocast that a thread traces for."""
 
     half: Any  # the half dtype
     replaced: tuple[Replaced, ...]  # the functions that are called otherwise
@@ -121,7 +121,7 @@ def _steered(attribute: _Attribute, original: Function) -> Function:
         here = tracing.value
         replaced = here.replaced if here else ()
         hows = [r.how for r in replaced if (r.module, r.name) == attribute]
-        # Of several, the last in the lists decides.
+        # The last rule in the lists decides.
         return (hows[-1](original) if hows else original)(*args, **kwargs)
 
     if inspect.isfunction(original):

@@ -86,7 +86,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
         if disabled.value:
             return fn(*args, **kwargs)
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
-        # What is written here, an autocast around it is to leave as it is.
+        # An autocast around this one leaves the written program as it is.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
         nothing = contextlib.nullcontext()
         advice = advising() if has_rules(jaxpr) else nothing
@@ -141,8 +141,8 @@ def _trace(
     """The program of a call.
 
     Returns:
-        The program, the arrays that it takes, and what makes the result of `fn` of the
-        arrays that it gives: other arguments and results pass beside it.
+        The program, the arrays that it takes, and a function that makes the result of
+        `fn` from the arrays that it returns. Other arguments and results bypass it.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     static = [None if _is_array(x) else x for x in leaves]
@@ -189,5 +189,5 @@ def _is_array(x: object) -> bool:
 
 
 def _owned(x: Any) -> Any:
-    """A copy of NumPy's arrays: what comes out must not change when they do."""
+    """A copy of a NumPy array, because a result must not change with an argument."""
     return jnp.array(x) if isinstance(x, np.ndarray | np.inexact) else x

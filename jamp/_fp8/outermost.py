@@ -21,8 +21,8 @@ class Outermost(Primitive):
 
     The body of a loop, traced, closes over tracers of the program around the loop, and
     JAX writes the loop there once it has the body: what is bound there before stands
-    before the loop. XLA for a GPU would compute it on each trip. Of what is cast or
-    rearranged in the body, that is bound there too.
+    before the loop. XLA for a GPU would compute it on each trip. Casts and
+    rearrangements of a value in the body are bound there too.
     """
 
     def __init__(self, name: str, kept: Callable[..., bool]):
@@ -46,11 +46,14 @@ _MOVES = ("convert_element_type", "reshape", "squeeze", "transpose")
 
 
 def _closed_over(x: Any, kind: type) -> Any:
-    """What a value of a loop's body is in a program around it; itself if in none."""
+    """The value in a program around a loop that a value of its body stands for.
+
+    It is the value itself if there is none.
+    """
     eqn = equation_of(x)
     if eqn is None or eqn.primitive.name not in _MOVES:
         own = x.get_referent() if isinstance(x, Tracer) else x
-        # Of an example of `vmap` it is the whole batch.
+        # An example of `vmap` stands for the whole batch.
         return own if _is_of(own, kind) and jnp.shape(own) == jnp.shape(x) else x
     (operand,) = eqn.invars
     own = _closed_over(operand, kind)

@@ -1,4 +1,4 @@
-"""Which products run in fp8, by what they read, by who reads them, and by their size.
+"""Which matmuls run in fp8, by their operands, their readers and their size.
 
 h = tanh (dot_general x w1)    half: x is what the program is given
 y = dot_general h w2           fp8, if it is large: an activation by a weight
@@ -34,7 +34,7 @@ from jamp._autocast.program import (
 )
 from jamp._fp8.options import Fp8
 
-# What is made of a value later in the program.
+# How a value is used later in the program.
 type Uses = frozenset[str]
 PRODUCT, ORDER = "product", "order"
 NOTHING, PRODUCTS, ORDERED = (frozenset(), frozenset((PRODUCT,)), frozenset((ORDER,)))
@@ -48,8 +48,8 @@ _PASSES = (
 # NVIDIA's data sheet of the H200 SXM, without sparsity: products in FLOP/s, and memory
 # in B/s. The H100's ratio is 1.4 times that, the B200's 1.35.
 _BF16, _FP8, _MEMORY = 989e12, 1979e12, 4.8e12
-# Of an element that is quantized: read for its largest, read again, and written for the
-# forward product and for the backward one, which contracts another axis.
+# Bytes per quantized element: it is read for the largest number, read again, and
+# written for the forward and the backward product, which contracts another axis.
 _MOVED = 2 + 2 + 1 + 1
 
 
@@ -62,7 +62,7 @@ class Plan:
     def decide(self, eqn: jc.JaxprEqn, uses: Uses) -> tuple[str, jc.Var | None]:
         """Why a product runs as it does, and its weight if it runs in fp8.
 
-        `uses` says what is made of its result.
+        `uses` are the uses of its result.
         """
         weight = weight_of(self.facts, eqn)
         why = self._why_half(eqn, weight, uses)
@@ -71,7 +71,7 @@ class Plan:
     def _why_half(self, eqn: jc.JaxprEqn, weight: jc.Var | None, uses: Uses) -> str:
         facts = self.facts
         if facts.scope.derived:
-            # Nobody knows what is a gradient or a tangent in it.
+            # Its operands may be gradients or tangents.
             return "fp8 derivative"
         if weight is None:
             return "fp8 weight"
@@ -97,11 +97,11 @@ class Plan:
         return Counter(read)
 
     def uses_of_operands(self, eqn: jc.JaxprEqn, results: Sequence[Uses]) -> list[Uses]:
-        """What is made of each operand, given what is made of each result."""
+        """The uses of each operand, given the uses of each result."""
         return uses_of_operands(eqn, results, self.facts.scope.written)
 
     def uses_of_carries(self, frame: Frame, results: Sequence[Uses]) -> list[Uses]:
-        """What is made of each carry of a loop, in the next trip or after the loop."""
+        """The uses of each carry of a loop, in the next trip or after the loop."""
         uses = dict(zip(frame.results, results, strict=False))
         found = _uses_in_frame(frame, uses, self.facts.scope.written)
         found = found[frame.consts :][: frame.carries]
@@ -133,7 +133,7 @@ def _is_small(
 
 
 def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, float]:
-    """Of M rows by K columns, times K by N, with both gradients: in half, and in fp8.
+    """Seconds of an M by K by N matmul with both gradients, in half and in fp8.
 
     On an H200 at its peak; `readers` is how many products share the M rows.
     """
@@ -147,9 +147,9 @@ def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, 
 def uses_of_operands(
     eqn: jc.JaxprEqn, results: Sequence[Uses], known: dict[Any, Any]
 ) -> list[Uses]:
-    """What is made of each operand of an equation, given the same of its results.
+    """The uses of each operand of an equation, given the uses of its results.
 
-    The same of programs in it is `known` afterwards, so that each is read once.
+    The uses in nested programs are `known` afterwards, so that each is read once.
     """
     frames = frames_of(eqn)
     if not frames:
@@ -165,7 +165,7 @@ def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
     name = primitive_name(eqn)
     ordered = eqn.params.get("num_keys", 1) if name in _ORDERS else 0
     product = PRODUCTS if is_product(eqn) else of_result & PRODUCTS
-    # A product, or a sum, of what is ordered is another value.
+    # A product or a sum has another order than its operands.
     passed = product | (of_result if traits_of(name).shape in _PASSES else NOTHING)
     return [
         passed | (ORDERED if i < ordered else NOTHING) for i in range(len(eqn.invars))
@@ -175,7 +175,7 @@ def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
 def _uses_in_frame(
     frame: Frame, uses: Mapping[Atom, Uses], known: dict[Any, Any]
 ) -> list[Uses]:
-    """What is made of each operand of a program, in it or after it."""
+    """The uses of each operand of a program, in it or after it."""
     results = _uses_of(frame.results, uses)
     results += [NOTHING] * (len(frame.program.outvars) - len(results))
     carries = slice(frame.consts, frame.consts + frame.carries)

@@ -48,7 +48,7 @@ type Numbers = tuple[_Axes, _Axes]  # those that are contracted, and those of a 
 
 
 class Of(enum.Enum):
-    """What is quantized."""
+    """The kinds of quantized arrays."""
 
     INPUT = enum.auto()  # for products that know its derivative, as the next one
     WEIGHT = enum.auto()
@@ -141,7 +141,7 @@ def _quantized(x: Array, of: Of) -> list[Array]:
     dtype = np.dtype(BACKWARD if of is Of.COTANGENT else FORWARD)
     largest = jnp.max(jnp.abs(x)).astype(FLOAT32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
-    # Of the smallest power of two that 1.75 times is no smaller than the largest.
+    # 1.75 times the smallest such power of two is at least the largest number.
     exponent = ((bits + _PAST_1_75) >> _DIGITS) - _BIAS - _TOP[dtype]
     exponent = lax.clamp(_ONE * (1 - _BIAS), exponent, _ONE * (_BIAS - 1))
     exponent = jnp.where((bits > 0) & (bits < _INFINITY), exponent, 0)
@@ -241,7 +241,7 @@ def _unpacked(kept: Sequence[Array]) -> tuple[Array, Array]:
 def _transposed(
     cotangent: Any, tangent: Any, *kept: Array, numbers: Numbers, first: bool, **_: Any
 ) -> list[Any]:
-    """The gradient of what the tangent is of: the cotangent times what is kept."""
+    """The gradient of the primal: the cotangent times the kept operand."""
     nothing = [None] * len(kept)
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(tangent.aval), *nothing]
@@ -254,7 +254,7 @@ def _transposed(
     begin = len(t_batch) + (len(t_free) if first else 0)
     summed = tuple(range(begin, begin + len(k_free))), k_free
     batch = tuple(range(len(t_batch))), tuple(k_batch)
-    # Its axes, by those of the tangent.
+    # The axes of the tangent, in the order of the axes of the gradient.
     axes = [*t_batch, *t_free, *(t_sum[i] for i in np.argsort(k_sum))]
     gradient = _multiplied(
         g8,

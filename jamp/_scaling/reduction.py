@@ -3,9 +3,9 @@
     g:f16 = dot_general ct x           g':f32 = dot_general[float32] ct x
     h:f16 = add_any g (transpose f)    h':f32 = add_any g' (transpose f')
 
-A gradient in half comes out of its product, or its sum over a batch, in half; and where
-arrays are sharded XLA sums that over devices, in half. So what leads from there to a
-gradient is written in float32, through loops and calls; operands of products stay half.
+A half gradient is the half result of a product or of a sum over a batch. Where arrays
+are sharded, XLA sums it over devices in half. So all operations from there to the
+gradient are written in float32, through loops and calls. Matmuls keep half operands.
 """
 
 import functools
@@ -23,10 +23,10 @@ from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
-# What comes out in float32 if all that goes in does.
+# Their results are in float32 if all their operands are.
 _PASS = (Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT, Shape.MOVE, Shape.MARK)
 _ALSO = "add add_any sub mul div neg select_n psum psum_invariant".split()
-# What goes in is as large as the activations, and stays half until it is read.
+# Their operands are as large as the activations, and stay half until they are read.
 _SUMS = ("reduce_sum", "scatter-add", "reduce_scatter")
 _CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
 
@@ -196,7 +196,7 @@ class _Widening:
         programs, invars = [], list(eqn.invars)
         frames = frames_of(eqn)
         taken = [self.asked(f.program, self._outs(f, asked)) for f in frames]
-        # Of branches one may ask for an operand that another does not.
+        # One branch may ask for an operand that another does not.
         pairs = [(f.program.invars, vs) for f, vs in zip(frames, taken, strict=True)]
         wide = {i for inner, vs in pairs for i, v in enumerate(inner) if v in vs}
         for frame in frames:
