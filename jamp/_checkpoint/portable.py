@@ -16,6 +16,7 @@ from jamp._core.dtypes import cast, is_float
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import number
 from jamp._core.tree import copy_shared
+from jamp._policy.levels import LEVELS
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_state
 from jamp._state.amp_state import AmpState, extra_fields
@@ -151,7 +152,10 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
         checkpoint = to_names(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise TypeError(f"{_WHAT_IS_READ}; got {type(checkpoint).__name__}.")
-    if not {"version", "opt_level"}.intersection(checkpoint):
+    ours = "opt_level" in checkpoint or any(
+        map(_SCALER.fullmatch, map(str, checkpoint))
+    )
+    if not ours:  # a Flax state may have a field `version` of its own
         return _from_flax(checkpoint, state, expected)
     version = number(checkpoint.get("version"))
     if version < 1 or version % 1:
@@ -163,6 +167,12 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
         raise ValueError(
             f"The checkpoint is of version {int(version)}, and this jamp reads "
             f"versions 1 to {VERSION}: install a newer jamp."
+        )
+    level = number(checkpoint.get("opt_level", 0))
+    if level not in range(len(LEVELS)):
+        raise ValueError(
+            f"The checkpoint's opt_level is {checkpoint['opt_level']!r}, expected 0 to "
+            f"{len(LEVELS) - 1}: it is damaged."
         )
     found = dict(checkpoint)
     if state.tx is None:  # for inference: what an optimizer left is not needed
@@ -226,8 +236,9 @@ def _check_found(
         expected,
         "The checkpoint",
         "Call jamp.initialize with the model, the optimizer and the fields of the run "
-        "that saved it; the opt level may be another, and half params must be cast to "
-        "float32 first.",
+        "that saved it; the opt level may be another. If its params "
+        "and moments are half, cast them first: `jax.tree.map(lambda x: x.astype("
+        "'float32') if x.dtype in ('bfloat16', 'float16') else x, checkpoint)`.",
     )
     for i, rule in enumerate(state.loss_scale_rules):
         name = f"loss_scaler{i}"

@@ -78,13 +78,14 @@ def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
     return FrozenDict(packed) if isinstance(like, Mapping) else tuple(packed)
 
 
-def is_container(value: object, keys: tuple[Key, ...]) -> bool:
-    """Whether `value` holds one entry per group."""
-    if keys == (SINGLE,):
-        return False
-    if isinstance(value, Mapping):
-        return set(value) == set(keys)
-    return isinstance(value, list | tuple) and tuple(range(len(value))) == keys
+def is_per_group(value: object, keys: tuple[Key, ...]) -> bool:
+    """Whether a field holds one entry per group: a mapping with exactly their keys.
+
+    The keys of groups in a list or tuple are their positions. A sequence is never per
+    group: a NamedTuple of an optimizer may be as long as there are groups.
+    """
+    several = keys != (SINGLE,)
+    return several and isinstance(value, Mapping) and set(value) == set(keys)
 
 
 def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:

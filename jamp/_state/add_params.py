@@ -74,7 +74,7 @@ def _fields(
     for name, more in fields.items():
         if name in extra:
             more = jax.tree.map(strong_array, more)
-            per_group = groups.is_container(grown[name], keys)
+            per_group = groups.is_per_group(grown[name], keys)
             grown[name] = (_extended if per_group else _merged)(grown[name], more, name)
         elif name != "batch_stats":  # which has said which params are BatchNorm's
             raise TypeError(
@@ -82,7 +82,7 @@ def _fields(
                 f"{list(extra)}. Declare it with `jamp.initialize(..., {name}=...)`."
             )
     for name in extra:
-        if name not in fields and groups.is_container(getattr(state, name), keys):
+        if name not in fields and groups.is_per_group(getattr(state, name), keys):
             raise ValueError(
                 f"The field {name} has one entry per group, so the new groups need "
                 f"theirs: `add_params(..., {name}=...)`, in the same container."

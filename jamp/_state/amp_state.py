@@ -14,9 +14,11 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants
+from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
 from jamp._core.tree import check_kinds, check_like, copy_shared_arrays, select
+from jamp._core.warnings import PrecisionWarning, warn
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import (
@@ -26,7 +28,6 @@ from jamp._scaling.rules import (
     scales_in_use,
 )
 from jamp._state.add_params import grown
-from jamp._state.half_averages import warn_of_half_edit, warn_of_half_field
 from jamp._state.loading import array_fields, has_values, loaded, register
 from jamp._state.new_state import in_place_of
 from jamp._state.step import (
@@ -42,6 +43,12 @@ from jamp._state.step import (
 _FIELD_REMEDY = (
     "a field keeps its structure and shapes; to change them, use "
     "`state.replace(...)` outside of the step."
+)
+_HALF_FIELD = (
+    "The field {} has the structure of the params, and starts in {}: an average in "
+    "half stands still. Start from `jamp.master_params(state)`, or from the float32 "
+    "params given to jamp.initialize, and move it by "
+    "`jamp.incremental_update(state, state.{}, step_size)`."
 )
 
 
@@ -77,10 +84,10 @@ class _Replace:
             changes["apply_fn"] = forwards(changes["apply_fn"], state.properties)
         params = changes.get("params", state.params)
         for name in set(changes).intersection(extra_fields(state)):
-            _check_field(state, name, changes[name])
+            old = getattr(state, name)
+            warn_of_half_field(name, changes[name], state.params, old)
         loads = params is not state.params and "opt_state" not in changes
         if loads and has_values(params, state.params):
-            warn_of_half_edit(state, params)
             changes |= loaded(state, params, False)
         new = dataclasses.replace(state, **_unshared(state, changes))
         is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
@@ -347,8 +354,8 @@ def _next_field(
     old, keys = getattr(state, name), groups.group_keys(state.tx)
     check_like(new, old, name, _FIELD_REMEDY)
     check_kinds(new, old, name)
-    _check_field(state, name, new)
-    if groups.is_container(old, keys):
+    warn_of_half_field(name, new, state.params, old)
+    if groups.is_per_group(old, keys):
         chosen = {k: select(x.clean, new[k], old[k]) for k, x in given.items()}
         return groups.pack(groups.split(old, keys) | chosen, old)
     clean = functools.reduce(jnp.logical_and, [x.clean for x in given.values()])
@@ -365,9 +372,19 @@ def _unshared(state: AmpState, changes: dict[str, Any]) -> dict[str, Any]:
     return changes | copy_shared_arrays(extra, others)
 
 
-def _check_field(state: AmpState, name: str, new: PyTree) -> None:
-    keys, old = groups.group_keys(state.tx), getattr(state, name)
-    warn_of_half_field(name, new, state.params, keys, old)
+def warn_of_half_field(
+    name: str, new: PyTree, params: PyTree, old: PyTree = None
+) -> None:
+    """Warns if a field like the params starts in half: an average would stand still."""
+    halves = [x.dtype for x in jax.tree.leaves(new) if is_half(x)]
+    if not halves or any(map(is_half, jax.tree.leaves(old))):
+        return
+    forms = [
+        (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
+        for tree in (new, params)
+    ]
+    if forms[0] == forms[1]:
+        warn(_HALF_FIELD.format(name, halves[0], name), PrecisionWarning)
 
 
 def extra_fields(state: AmpState) -> list[str]:

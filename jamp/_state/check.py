@@ -1,6 +1,7 @@
 """A look at the loss scales from the host: has one collapsed?"""
 
 from collections.abc import Callable
+from numbers import Integral
 
 import numpy as np
 
@@ -51,9 +52,10 @@ def check(
     FloatingPointError: Loss 0 skipped 3 steps in a row, its scale is 8192: ...
     """
     check_state(state, "jamp.check(state)")
-    if isinstance(max_consecutive_skips, bool) or max_consecutive_skips < 1:
+    most = max_consecutive_skips
+    if isinstance(most, bool) or not isinstance(most, Integral) or most < 1:
         raise ValueError(
-            f"max_consecutive_skips must be at least 1, got {max_consecutive_skips}."
+            f"max_consecutive_skips must be an integer of at least 1, got {most!r}."
         )
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)

@@ -16,7 +16,6 @@ from jaxtyping import PyTree
 from typing_extensions import TypeVar
 
 from jamp._autocast.transform import Promote
-from jamp._core import groups
 from jamp._core.devices import check_same_devices, moves_constants, warn_without_fp8
 from jamp._core.path_rules import check_rules
 from jamp._core.tree import copy_shared, strong_array
@@ -27,8 +26,7 @@ from jamp._policy.forward import forwards
 from jamp._policy.levels import BRIEFS, LEVELS, OptLevel, Properties, describe
 from jamp._policy.options import hint
 from jamp._scaling.rules import DynamicLossScale, LossScaleRule, loss_scale_rule
-from jamp._state.amp_state import AmpState, Field
-from jamp._state.half_averages import warn_of_half_field
+from jamp._state.amp_state import AmpState, Field, warn_of_half_field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.new_state import new_state, settled
 
@@ -170,7 +168,7 @@ def _initialized(
 
     fields = {name: _field(name, x, state_class) for name, x in fields.items()}
     for name, value in fields.items():
-        warn_of_half_field(name, value, params, groups.group_keys(tx))
+        warn_of_half_field(name, value, params)
     check_same_devices(("params", params), *fields.items())
     params = jax.tree.map(strong_array, params)
     if enabled and not allow_incoming_model_not_fp32:

@@ -134,11 +134,7 @@ def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
         expected = differentiable(groups.get(state.params, key))
-        try:
-            check_like(entry, expected, what, _REMEDY)
-        except ValueError:
-            if not _takes_examples(entry, groups_of(state)[key]):
-                raise
+        check_like(entry, expected, what, _REMEDY)
         trees[key], overwrite[key] = split_overwrite(entry)
     leaves = jax.tree.leaves(trees)
     finite = _finite(leaves, loss_id) if rule.checks else True
@@ -257,26 +253,6 @@ def groups_of(state: HasGroups) -> dict[Key, Group]:
     keys = groups.group_keys(state.tx)
     parts = [groups.split(x, keys) for x in (state.tx, state.opt_state, state.params)]
     return {key: Group(*(part[key] for part in parts)) for key in keys}
-
-
-def _takes_examples(grads: PyTree, group: Group) -> bool:
-    """Whether gradients have an axis of examples in front, which `tx` takes away.
-
-    As of DP-SGD, which clips the gradients of each example before it averages them.
-    """
-    trained, tx = trained_params(group.params), masters.bare(group.tx)
-    pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(trained), strict=False))
-    if not pairs or any(jnp.ndim(g) != p.ndim + 1 for g, p in pairs):
-        return False
-    weights = masters.values(group.weights())
-    try:
-        updates, _ = jax.eval_shape(
-            tx.update, widen_tree(grads), group.inner_state, weights
-        )
-    except (TypeError, ValueError):
-        return False
-    same = jax.tree.structure(grads) == jax.tree.structure(trained)
-    return same and jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, trained)
 
 
 def packed(by_key: Mapping[Key, Group], like: PyTree) -> dict[str, Any]:

@@ -183,6 +183,6 @@ def test_what_check_refuses():
         jax.jit(lambda s: jamp.check(s) or 0)(make())
     with pytest.raises(TypeError, match="AmpState .* got dict"):
         jamp.check({"w": 1.0})
-    for bad in (0, -1, True):
+    for bad in (0, -1, True, 50.5, None):
         with pytest.raises(ValueError, match=f"max_consecutive_skips .* got {bad}"):
             jamp.check(make(), max_consecutive_skips=bad)

@@ -310,3 +310,21 @@ def test_check_sees_one_of_two_losses_that_never_fits_their_scale(bad):
     assert jamp.check(state, max_consecutive_skips=6) is None
     with pytest.raises(FloatingPointError):
         jamp.check(state, max_consecutive_skips=5)
+
+
+@pytest.mark.parametrize("pack", [list, tuple])
+def test_a_field_is_per_group_only_if_it_is_a_mapping_of_their_keys(pack):
+    tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
+    ema = optax.EmaState(count=jnp.int32(0), ema=jnp.zeros(()))
+    fields = {
+        "ema": ema,
+        "meters": (jnp.zeros(()),) * 2,
+        "own": {0: jnp.int32(0), 1: jnp.int32(0)},
+    }
+    state = make("O2", pack([tree, tree]), pack([tx, tx]), **fields)
+    new = {"ema": optax.EmaState(jnp.int32(1), jnp.ones(())), "meters": (1.0, 2.0)}
+    new["own"] = {0: jnp.int32(1), 1: jnp.int32(1)}
+    after = state.apply_gradients(grads=pack([like(tree, 0.5), None]), **new)
+    assert (after.ema.count, after.ema.ema) == (1, 1)
+    assert after.meters == (1, 2)
+    assert after.own == {0: 1, 1: 0}
