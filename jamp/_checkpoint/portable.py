@@ -22,6 +22,7 @@ from jamp._scaling.rules import LossScaleRule, LossScaleState, check_state
 from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields
 from jamp._state.new_state import first_weights
+from jamp._state.stalls import forget
 from jamp._state.step import Group, groups_of, master_params, packed
 
 VERSION = 1
@@ -122,6 +123,7 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
         **{name: from_names(getattr(state, name), x) for name, x in others.items()},
     )
     restored = jax.tree.map(place_like, restored, state)
+    forget()
     return copy_shared(restored, (state, checkpoint, found))
 
 

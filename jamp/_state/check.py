@@ -1,18 +1,27 @@
-"""A look at the loss scales from the host: has one collapsed?"""
+"""`check`, on the host: raises if a loss scale has collapsed or a state has stalled."""
 
 from collections.abc import Callable
 from numbers import Integral
 
+import jax
 import numpy as np
 
 from jamp._core.devices import moves_constants
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.rules import check_state, lowest_scale
 from jamp._state.amp_state import AmpState
+from jamp._state.stalls import Seen, watch
 
 _ASK = (
     "`print(jamp.diagnostics.locate(loss_fn)(state, batch))` names the operation, its "
     "line and the fix."
+)
+_STALLED = (
+    "{} new states in a row have the same step ({}) and the same skipped_steps ({}): "
+    "nothing trains. If a guard of yours keeps the old state, such as `lax.cond(ok, "
+    "apply, keep)` or `jnp.where(ok, new, old)`, delete it, because apply_gradients "
+    "skips the step itself; or select the gradients: `jax.tree.map(lambda g: "
+    "jnp.where(ok, g, jnp.nan), grads)`. Do not check a state that you do not train."
 )
 
 
@@ -22,25 +31,32 @@ def check(
     max_consecutive_skips: int = 50,
     *,
     locate: Callable[[], object] | None = None,
+    verbosity: int = 1,
 ) -> None:
-    """Raises, on the host, when a loss scale has collapsed: the run is lost.
+    """Raises, on the host, if the run is lost.
 
-    A skip now and then is how dynamic scaling works. Nothing raises under `jit`, so
-    call this outside of it, every few hundred steps: it waits for the step.
+    A few skips are normal. Nothing raises under `jit`, so call `check` outside of it,
+    every few hundred steps. It waits for the step.
+
+    `check` also remembers the counters of its last call with this run. If it gets a new
+    state and neither `step` nor `skipped_steps` has changed, the state has stalled. If
+    `skipped_steps` has increased, it prints apex's line, once per call and loss.
 
     Args:
         state: an AmpState with concrete arrays.
-        max_consecutive_skips: how many skips in a row are too many.
-        locate: what to add to the message, called only then: `lambda:
-            jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation that
-            overflowed, with its line.
+        max_consecutive_skips: how many skips in a row are too many, and how many
+            stalled states in a row.
+        locate: returns a text for the message, and is called only if there is one:
+            `lambda: jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation
+            that overflowed, with its line.
+        verbosity: 1 prints skips on process 0; 0 prints nothing.
 
     Raises:
         TypeError: `state` is not an AmpState.
         ValueError: `max_consecutive_skips` is less than 1; or a loss scale is 0,
             negative, inf or NaN, as Orbax may restore it into a state.
-        FloatingPointError: a dynamic scale sits at its floor after a skip, or there
-            were `max_consecutive_skips` in a row.
+        FloatingPointError: a dynamic scale is at its floor after a skip; there were
+            `max_consecutive_skips` skips in a row; or as many states had stalled.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O2", verbosity=0)
@@ -57,6 +73,9 @@ def check(
         raise ValueError(
             f"max_consecutive_skips must be an integer of at least 1, got {most!r}."
         )
+    before, now = watch(state)
+    if verbosity > 0 and before is not None and now.skips > before.skips:
+        _print_skips(state, before, now)
     for loss_id, (rule, scale_state) in enumerate(
         zip(state.loss_scale_rules, state.loss_scales, strict=True)
     ):
@@ -70,3 +89,20 @@ def check(
                     f"{scale:g}: the gradients are not finite at any scale. "
                     + (_ASK if locate is None else str(locate()))
                 )
+    if now.stalls >= most and state.tx is not None:
+        counters = jax.device_get((state.step, state.skipped_steps))
+        raise FloatingPointError(_STALLED.format(now.stalls, *counters))
+
+
+def _print_skips(state: AmpState, before: Seen, now: Seen) -> None:
+    """Prints apex's line for each loss that overflowed since the last call."""
+    for i, rule in enumerate(state.loss_scale_rules):
+        # With several losses, `skipped_steps` does not tell whose gradients overflowed.
+        is_last = np.any(state.loss_scales[i].consecutive_skips)
+        fell = now.scales[i] < before.scales[i]
+        overflowed = len(state.loss_scales) == 1 or is_last or fell
+        if rule.moves and overflowed and jax.process_index() == 0:
+            print(
+                f"Gradient overflow.  Skipping step, loss scaler {i} reducing loss "
+                f"scale to {now.scales[i]}"
+            )

@@ -29,6 +29,7 @@ from jamp._scaling.rules import DynamicLossScale, LossScaleRule, loss_scale_rule
 from jamp._state.amp_state import AmpState, Field, warn_of_half_field
 from jamp._state.incoming import ARRAY_LIKE, check_containers, check_float32
 from jamp._state.new_state import new_state, settled
+from jamp._state.stalls import forget
 
 S = TypeVar("S", bound=AmpState, default=AmpState)
 _NAME = re.compile(r"AmpState\[(\w+(?:,\w+)*)\]")
@@ -200,6 +201,7 @@ def _initialized(
         loss_scale_rules=rules,
         **fields,
     )
+    forget()
     return settled(copy_shared(state, (params, fields)), params)
 
 

@@ -186,3 +186,104 @@ def test_what_check_refuses():
     for bad in (0, -1, True, 50.5, None):
         with pytest.raises(ValueError, match=f"max_consecutive_skips .* got {bad}"):
             jamp.check(make(), max_consecutive_skips=bad)
+
+
+# jamp.check between calls: a state that stands still
+
+
+def guarded(guard, donate=False):
+    """A step as a float32 script has it, with a guard of its own."""
+
+    def train_step(state, x):
+        def loss_fn(params, x):
+            return (params["w"].astype(jnp.float32) * x).sum()
+
+        grads = jamp.scaled_grad(loss_fn)(state, x)
+        norm = optax.tree.norm(grads)
+        new = state.apply_gradients(grads=grads)
+        if guard == "cond":
+            return jax.lax.cond(jnp.isfinite(norm), lambda: new, lambda: state)
+        if guard == "select":
+            return jax.tree.map(lambda a, b: jnp.where(norm < 100, a, b), new, state)
+        return new
+
+    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+@pytest.mark.parametrize("guard", ["none", "cond", "select"])
+@pytest.mark.parametrize("level, x, donate", [("O1", 1e34, False), ("O2", 3.0, True)])
+def test_a_guard_that_keeps_the_state_is_noticed(guard, level, x, donate):
+    state, train_step = make(level), guarded(guard, donate)  # x * 2**16 overflows
+    raised = []
+    for _ in range(5):
+        state = train_step(state, jnp.float32(x))
+        try:
+            jamp.check(state, max_consecutive_skips=4, verbosity=0)
+            raised.append("")
+        except FloatingPointError as error:
+            raised.append(str(error))
+    assert raised[:4] == [""] * 4
+    words = r"4 new states .* step \(0\) .* skipped_steps \(0\).*where\(ok, g, jnp.nan"
+    assert bool(re.search(words, raised[4])) == (guard != "none")
+
+
+def renewed(state):
+    """The state with new arrays, as a step returns it that takes and keeps it."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+
+def test_what_stands_still_on_purpose_is_no_stall():
+    state = after(1)
+    checkpoint, train_step = jamp.to_checkpoint(state), guarded("none")
+    twins = [step(make(), 1.0), step(make(), 2.0)]  # with equal counters
+    evaluated = jax.jit(lambda state: (state, state.params["w"].sum()))
+    frozen = jamp.initialize({"w": jnp.ones(3)}, None, "O2", verbosity=0)
+    for i in range(6):
+        jamp.check(state, 2)  # an evaluation
+        state = evaluated(state)[0]
+        jamp.check(jamp.from_checkpoint(state, checkpoint), 2)
+        jamp.check(renewed(frozen), 2)
+        for k in range(2):
+            jamp.check(twins[k], 2)
+        if i % 2:  # both move; the first by a target's update, which is no step
+            moved = jax.tree.map(lambda x: x + 1, jamp.master_params(twins[0]))
+            twins[0] = renewed(twins[0].replace(params=moved))
+            twins[1] = train_step(twins[1], jnp.float32(0.5))
+        else:
+            twins = [renewed(twins[0]), twins[1]]
+
+
+def test_each_of_two_states_is_seen_by_itself():
+    stalled, train_step = make(), guarded("none")
+    trained = jamp.initialize({"w": jnp.ones(2)}, optax.sgd(0.5), "O2", verbosity=0)
+    for i in range(4):
+        stalled, trained = renewed(stalled), train_step(trained, jnp.float32(0.5))
+        jamp.check(trained, 3)
+        if i < 3:
+            jamp.check(stalled, 3)
+    with pytest.raises(FloatingPointError, match="3 new states"):
+        jamp.check(stalled, 3)
+
+
+def test_it_prints_skips_as_apex_does(capsys):
+    # apex_semantics 4.4, apex/amp/handle.py; once per call.
+    line = (
+        "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
+    )
+    state = make(num_losses=2)
+    jamp.check(state)
+    for xs, losses, text in (
+        ((0.5,), (0,), ""),
+        ((np.inf, np.inf, 0.5), (1, 1, 1), line.format(1, 16384.0)),
+        ((np.inf,), (0,), line.format(0, 32768.0)),
+        ((0.5,), (1,), ""),
+    ):
+        for x, loss_id in zip(xs, losses, strict=True):
+            state = step(state, x, loss_id)
+        capsys.readouterr()
+        jamp.check(state)
+        assert capsys.readouterr().out == text
+        jamp.check(state)
+        assert capsys.readouterr().out == ""
+    jamp.check(step(state, np.inf), verbosity=0)
+    assert capsys.readouterr().out == ""
