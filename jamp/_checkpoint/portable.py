@@ -18,7 +18,7 @@ from jamp._core.numbers import number
 from jamp._core.tree import copy_shared
 from jamp._policy.levels import LEVELS
 from jamp._scaling.incoming import check_counters, check_scale_state
-from jamp._scaling.rules import LossScaleRule, LossScaleState, check_state
+from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields
 from jamp._state.new_state import first_weights
@@ -65,7 +65,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
     >>> print(jamp.from_checkpoint(moved, checkpoint).params["w"])
     [0.100098 0.100098]
     """
-    check_state(state, "jamp.to_checkpoint(state)")
+    check_single(state, "jamp.to_checkpoint(state)")
     scalers = zip(state.loss_scale_rules, state.loss_scales, strict=True)
     level = (state.properties.opt_level or "O0").removeprefix("O")
     return {
@@ -105,7 +105,7 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
             missing, unexpected, or of another shape or dtype. Nothing is made before
             all has been checked.
     """
-    check_state(state, "jamp.from_checkpoint(state, checkpoint)")
+    check_single(state, "jamp.from_checkpoint(state, checkpoint)")
     expected = jax.eval_shape(to_checkpoint, state)
     found = _read(checkpoint, state, expected)
     _check_found(found, expected, state)
@@ -240,7 +240,8 @@ def _check_found(
         "Call jamp.initialize with the model, the optimizer and the fields of the run "
         "that saved it; the opt level may be another. If its params "
         "and moments are half, cast them first: `jax.tree.map(lambda x: x.astype("
-        "'float32') if x.dtype in ('bfloat16', 'float16') else x, checkpoint)`.",
+        "'float32') if getattr(x, 'dtype', None) in ('bfloat16', 'float16') else x, "
+        "checkpoint)`.",
     )
     for i, rule in enumerate(state.loss_scale_rules):
         name = f"loss_scaler{i}"
@@ -268,12 +269,8 @@ def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):
-        scaler, like = found[f"loss_scaler{i}"], state.loss_scales[i]
-        # Of an ensemble's members each has its own.
-        first = (
-            jnp.broadcast_to(x, y.shape) for x, y in zip(rule.init(), like, strict=True)
-        )
-        scale = LossScaleState(*first)
+        scaler = found[f"loss_scaler{i}"]
+        scale = rule.init()
         if bool(scaler["dynamic"]) == rule.moves:
             counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
             value = scaler["loss_scale"] if rule.moves else scale.scale

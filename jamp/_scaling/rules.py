@@ -78,6 +78,19 @@ def check_state(state: object, call: str) -> None:
     )
 
 
+def check_single(state: Any, call: str) -> None:
+    """Raises unless `state` is one AmpState: not replicated, and not an ensemble."""
+    check_state(state, call)
+    shape = jnp.shape(state.step)
+    if shape:
+        raise ValueError(
+            f"{call} takes one state, and `state.step` has shape {shape}: the state is "
+            "replicated or an ensemble. Call it inside of `pmap` or `vmap`, or pass "
+            "`flax.jax_utils.unreplicate(state)` or, for member i, "
+            "`jax.tree.map(lambda x: x[i], state)`."
+        )
+
+
 class _Rule:
     """What both rules do with the current scale."""
 

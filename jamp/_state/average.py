@@ -13,6 +13,7 @@ from jamp._core import groups
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable, is_half
 from jamp._core.tree import check_like, select
+from jamp._scaling.rules import check_single
 from jamp._state.amp_state import AmpState
 from jamp._state.step import groups_of, master_params
 
@@ -57,6 +58,9 @@ def incremental_update[T](
     >>> print(incremental_update(state, target, 0.25).params)
     [0.25]
     """
+    for state in (new, old):
+        if isinstance(state, AmpState):
+            check_single(state, "jamp.incremental_update(new, old, step_size)")
     if isinstance(old, AmpState):
         for group in groups_of(old).values():
             if not old.properties.master_weights or group.tx is None:

@@ -24,6 +24,7 @@ from jamp._core.tree import (
     widen_tree,
 )
 from jamp._scaling.incoming import check_counters, check_scale_state
+from jamp._scaling.rules import check_single
 from jamp._state.incoming import ARRAY_LIKE
 from jamp._state.new_state import begun_from, first_weights, settled
 from jamp._state.step import Group, groups_of, packed
@@ -40,6 +41,8 @@ _REMEDY = (
 @moves_constants
 def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
     """What `AmpState.load_params` replaces in the state, by name."""
+    if reset_optimizer:
+        check_single(state, "state.load_params(params, reset_optimizer=True)")
     given = jax.tree.map(strong_array, params)
     check_like(to_names(given), to_names(state.params), "params", _REMEDY)
     params = from_names(state.params, to_names(given))

@@ -40,10 +40,15 @@ class MasterWeightsState(NamedTuple):
 
     def __getattr__(self, name: str) -> NoReturn:
         """Says where a field of the optimizer's own state is."""
+        hint = "At any opt level, `optax.tree.get(state, name)` finds a value by name."
+        if name == "b1":  # schedule_free_eval_params reads it first
+            hint = (
+                "Write `optax.contrib.schedule_free_eval_params("
+                "state.opt_state.inner_state, jamp.master_params(state))`."
+            )
         raise AttributeError(
             f"MasterWeightsState has no {name!r}: it holds `masters` and the state of "
-            "the optimizer inside, `inner_state`. At any opt level, "
-            "`optax.tree.get(state, name)` finds a value by its name."
+            f"the optimizer inside, `inner_state`. {hint}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -139,9 +140,14 @@ BIAS, MU = "params/dense/bias", "opt_state/0/mu/dense/bias"
 F16, F32 = np.float16, np.float32
 TWO = np.ones(2, F32)
 IN_HALF = TrainState.create(apply_fn=None, params={"w": jnp.ones(2, F16)}, tx=ADAM)
+IN_BF16 = {"w": jnp.ones(2, jnp.bfloat16)}
+LIKE = {"tree": {"w": jnp.ones(2)}}
+PURE = (
+    r"bfloat16, expected float32.*params and moments are half.*jax\.tree\.map\(lambda"
+)
 RBG, KEY = jax.random.key(1, impl="rbg"), jax.random.key(1)
 MODELS = {"tree": [jnp.ones(2)] * 2, "tx": [ADAM] * 2}
-CAST = "float16, expected float32.*cast to float32 first"
+CAST = "float16, expected float32.*cast them first"
 RAW = "flax.serialization.from_state_dict.*same opt level.*to_checkpoint"
 TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
 # Words of the message, in their order; the checkpoint, made when needed; the target.
@@ -161,6 +167,8 @@ WRONG = [
     (f"{TAKES}.*'dense'", lambda: {"dense": {"bias": TWO}}, {}),
     (f"params/w.*{CAST}", lambda: IN_HALF, {"tree": {"w": jnp.ones(2)}}),
     ("step is 1.5", lambda: {"params": saved()["params"], "step": 1.5}, {}),
+    ("opt_level is .*99.* 0 to 6", lambda: changed("opt_level", np.int32(99)), {}),
+    (PURE, lambda: TrainState.create(apply_fn=None, params=IN_BF16, tx=ADAM), LIKE),
 ]
 
 
@@ -183,6 +191,55 @@ def test_several_differences_are_told_at_once_but_not_all_of_many():
     with pytest.raises(ValueError, match="layer0") as error:
         jamp.from_checkpoint(whole(tree=other), saved())
     assert len(str(error.value)) < 1000
+
+
+class Versioned(TrainState):
+    version: jax.Array
+
+
+def test_a_flax_state_may_have_a_field_version():
+    kwargs = {"params": {"w": jnp.full(2, 0.1)}, "tx": ADAM, "version": jnp.int32(7)}
+    plain = Versioned.create(apply_fn=None, **kwargs)
+    target = whole(tree={"w": jnp.ones(2)}, version=jnp.int32(0), ema=plain.params["w"])
+    for form in (plain, serialization.to_state_dict(plain)):
+        found = jamp.from_checkpoint(target, form)
+        assert found.version == 7
+        assert_same_bits(jamp.master_params(found), plain.params)
+
+
+def test_a_pure_bfloat16_run_is_read_as_the_error_shows():
+    plain = TrainState.create(apply_fn=None, params=IN_BF16, tx=ADAM)
+    for form in (plain, serialization.to_state_dict(plain)):
+        with pytest.raises(ValueError) as error:
+            jamp.from_checkpoint(whole(**LIKE), form)
+        (shown,) = re.findall("`(jax.tree.map.*)`", str(error.value))
+        cast = eval(shown, {"jax": jax, "checkpoint": form})
+        found = jamp.from_checkpoint(whole(**LIKE), cast)
+        assert_same_bits(found.params["w"], jnp.ones(2, F16))
+
+
+REPLICATED = {
+    "replicated": lambda: jax.tree.map(lambda x: jnp.stack([x, x]), whole()),
+    "an ensemble": lambda: jax.vmap(lambda w: whole(tree=w))(jnp.ones((2, 3))),
+}
+
+
+@pytest.mark.parametrize("kind", REPLICATED)
+def test_a_replicated_state_and_an_ensemble_are_refused(kind):
+    state = REPLICATED[kind]()
+    for call in (
+        jamp.to_checkpoint,
+        lambda state: jamp.from_checkpoint(state, saved()),
+        lambda state: state.load_params(state.params, reset_optimizer=True),
+        lambda state: jamp.incremental_update(state, state, 0.5),
+        lambda state: jamp.incremental_update(state, jamp.master_params(state), 0.5),
+        jamp.state_dict,
+        lambda state: jamp.load_state_dict(state, {}),
+    ):
+        with pytest.raises(ValueError, match=r"shape \(2,\).*unreplicate.*x\[i\]"):
+            call(state)
+    average = jax.vmap(lambda s: jamp.incremental_update(s, s, 0.5))(state)
+    assert_same_bits(average.params, state.params)
 
 
 def test_the_arguments_the_wrong_way_round():

@@ -273,18 +273,11 @@ def with_fields(level, seed):
     return make(level, seed, ema=ema, rng=keys)
 
 
-def ensemble(level, seed):
-    trees = [params(seed), params(seed + 10)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-    return jax.vmap(lambda tree: make(level, tree=tree))(stacked)
-
-
 KINDS = {
     **{name: functools.partial(make, tree=tree) for name, tree in TREES.items()},
     **{name: functools.partial(make, tx=tx) for name, tx in OPTIMIZERS.items()},
     "groups": with_groups,
     "fields": with_fields,
-    "an ensemble": ensemble,
 }
 
 

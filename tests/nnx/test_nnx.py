@@ -444,3 +444,20 @@ def test_the_types_name_the_keywords_that_go_on_to_jamp():
     names = {p.name for p in params if p.kind is p.KEYWORD_ONLY}
     own = {"apply_fn", "state_class"}
     assert InitOptions.__annotations__.keys() == names - own
+
+
+def test_masters_follow_a_clip_inside_of_the_step():
+    model, optimizer = jamp.nnx.initialize(linear(), optax.sgd(0.1), "O5", verbosity=0)
+
+    @nnx.jit
+    def step(model, optimizer):
+        train_step(model, optimizer, X[0])
+        clipped = jax.tree.map(lambda w: w.clip(-0.01, 0.01), nnx.state(model))
+        nnx.update(model, clipped)
+        optimizer.load_params(model)
+
+    for _ in range(2):
+        step(model, optimizer)
+    masters = optimizer.master_params(model)["kernel"]
+    assert_same_bits(masters.astype(jnp.bfloat16), model.kernel[...])
+    assert abs(masters).max() <= jnp.bfloat16(0.01)

@@ -296,6 +296,19 @@ def test_init_shares_no_array_with_the_params_or_within_the_state(make):
         assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
+def test_schedule_free_params_for_evaluation():
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    state = jamp.initialize({"w": jnp.ones(3)}, tx, "O2", verbosity=0)
+    state = state.apply_gradients(grads={"w": jnp.full(3, 0.5)})
+    evaluate = optax.contrib.schedule_free_eval_params
+    with pytest.raises(
+        AttributeError, match=r"opt_state.inner_state, jamp.master_para"
+    ):
+        evaluate(state.opt_state, state.params)
+    found = evaluate(state.opt_state.inner_state, jamp.master_params(state))
+    np.testing.assert_allclose(found["w"], 0.95, 1e-6)  # after one step x is z
+
+
 # The interface of optax
 
 
