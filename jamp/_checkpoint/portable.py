@@ -26,6 +26,7 @@ from jamp._state.stalls import forget
 from jamp._state.step import Group, groups_of, master_params, packed
 
 VERSION = 1
+_SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])
 _SCALER = re.compile(r"loss_scaler\d+")
 _FLAX = ("step", "params", "opt_state")
 _COUNTERS = ("skipped_steps", "last_step_skipped")
@@ -37,12 +38,12 @@ _WHAT_IS_READ = (
 
 @moves_constants
 def to_checkpoint(state: AmpState) -> dict[str, Any]:
-    """The state as nested dicts of arrays by name, in the same form at every level.
+    """Returns the state as nested dicts of arrays, in the same form at every level.
 
-    The params are float32: the masters, where there are any. So another level can read
-    them, and so can plain Flax. Nothing is copied or rounded. Flax's msgpack and Orbax
-    write it; typed PRNG keys are in it as their data. `jax.eval_shape(to_checkpoint,
-    state)` is the target that Orbax restores into.
+    The params are the float32 masters, so every level and plain Flax can read them. No
+    array is copied or rounded. Flax's msgpack and Orbax can write the dicts, because
+    they contain typed PRNG keys as data. Orbax restores into
+    `jax.eval_shape(to_checkpoint, state)`.
 
     Args:
         state: an AmpState.
@@ -54,6 +55,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
     Raises:
         TypeError: `state` is not an AmpState.
+        ValueError: the state is replicated or an ensemble.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> params, tx = {"w": jnp.full(2, 0.1)}, optax.sgd(0.1, momentum=0.9)
@@ -82,28 +84,28 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 
 @moves_constants
 def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
-    """The state with the values of a checkpoint, from this opt level or another.
+    """Returns the state with the values of a checkpoint, also from another opt level.
 
-    From the same level every bit comes back. From another, masters, moments, counters
-    and fields do; the params are the masters rounded to this level. A loss scale comes
-    along where both are dynamic; else this level's starts again. Arrays are copied, so
-    donating the state never deletes the checkpoint's.
+    From the same level, every bit returns. From another one, masters, moments, counters
+    and fields do, and the params are the masters rounded to this level. A loss scale is
+    read if both levels have a dynamic one; otherwise this level's starts again. Arrays
+    are copied, so donating the state does not delete the checkpoint's.
 
     Args:
-        state: what `jamp.initialize` made, with the same model, optimizer and number of
-            losses; or its shapes. It says the level, and where arrays are.
-        checkpoint: what `to_checkpoint` gave; or a float32 TrainState of plain Flax, or
-            its state dict `{"step", "params", "opt_state"}`, in which all but `params`
-            may be left out.
+        state: an AmpState with the same model, optimizer and number of losses, or its
+            shapes. It sets the level and the placement of the arrays.
+        checkpoint: the result of `to_checkpoint`; or a float32 TrainState of plain
+            Flax, or its state dict `{"step", "params", "opt_state"}`, of which only
+            `params` is required.
 
     Returns:
         A state like `state`.
 
     Raises:
         TypeError: `state` is not an AmpState, or `checkpoint` cannot be read.
-        ValueError: a newer version, another number of losses, or a leaf that is
-            missing, unexpected, or of another shape or dtype. Nothing is made before
-            all has been checked.
+        ValueError: a newer version; another number of losses; a leaf is missing,
+            unexpected, or has another shape or dtype; or the state is replicated or an
+            ensemble. All checks come first.
     """
     check_single(state, "jamp.from_checkpoint(state, checkpoint)")
     expected = jax.eval_shape(to_checkpoint, state)
@@ -128,7 +130,7 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
 
 
 def _inner_states(state: AmpState) -> Any:
-    """Per group the state of the optimizer without masters, alike at all levels."""
+    """The optimizer's state of each group without masters, as at every level."""
     inner = {key: group.inner_state for key, group in groups_of(state).items()}
     return groups.pack(inner, state.params)
 
@@ -139,43 +141,38 @@ def _extra(state: AmpState) -> list[str]:
 
 
 def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
-    names = ("loss_scale", *LossScaleState._fields[1:])
     return {
-        **dict(zip(names, scale_state, strict=True)),
+        **dict(zip(_SCALER_NAMES, scale_state, strict=True)),
         "dynamic": place_like(np.bool_(rule.moves), scale_state.unskipped),
     }
 
 
 def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint in the present form, whatever it was."""
+    """Converts a checkpoint of any accepted kind to the present form."""
     if isinstance(checkpoint, AmpState):
         return to_checkpoint(checkpoint)
     if isinstance(checkpoint, TrainState):
         checkpoint = to_names(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise TypeError(f"{_WHAT_IS_READ}; got {type(checkpoint).__name__}.")
-    ours = "opt_level" in checkpoint or any(
-        map(_SCALER.fullmatch, map(str, checkpoint))
-    )
-    if not ours:  # a Flax state may have a field `version` of its own
+    # A Flax state may have a field `version` too.
+    if "opt_level" not in checkpoint and not _scalers(checkpoint):
         return _from_flax(checkpoint, state, expected)
-    version = number(checkpoint.get("version"))
-    if version < 1 or version % 1:
-        raise ValueError(
-            f"The checkpoint's version is {checkpoint.get('version')!r}, expected a "
-            "number of at least 1: it is damaged."
-        )
-    if version > VERSION:
+    version, level = (number(checkpoint.get(x, 0)) for x in ("version", "opt_level"))
+    if version > VERSION and version % 1 == 0:
         raise ValueError(
             f"The checkpoint is of version {int(version)}, and this jamp reads "
             f"versions 1 to {VERSION}: install a newer jamp."
         )
-    level = number(checkpoint.get("opt_level", 0))
-    if level not in range(len(LEVELS)):
-        raise ValueError(
-            f"The checkpoint's opt_level is {checkpoint['opt_level']!r}, expected 0 to "
-            f"{len(LEVELS) - 1}: it is damaged."
-        )
+    for name, value, allowed in (
+        ("version", version, range(1, VERSION + 1)),
+        ("opt_level", level, range(len(LEVELS))),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"The checkpoint's {name} is {checkpoint.get(name)!r}, expected "
+                f"{allowed[0]} to {allowed[-1]}: it is damaged."
+            )
     found = dict(checkpoint)
     if state.tx is None:  # for inference: what an optimizer left is not needed
         found |= {"opt_state": None, **_zeros(expected, _COUNTERS)}
@@ -185,7 +182,7 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
 def _from_flax(
     checkpoint: Mapping[str, Any], state: AmpState, expected: dict[str, Any]
 ) -> dict[str, Any]:
-    """What plain Flax knows, and the rest as of a fresh state."""
+    """Adds the values of a fresh state to those of plain Flax."""
     if "loss_scales" in checkpoint:
         raise ValueError(
             "The checkpoint is an AmpState itself, as Flax names its parts: restore it "
@@ -212,26 +209,24 @@ def _from_flax(
     return fresh | known | names | {"fields": known["fields"] | fields}
 
 
+def _scalers(names: Mapping[Any, Any]) -> list[str]:
+    """The names of the loss scales."""
+    return sorted(name for name in map(str, names) if _SCALER.fullmatch(name))
+
+
 def _zeros(expected: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        name: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), expected[name])
-        for name in names
-    }
+    return {name: jax.tree.map(jnp.zeros_like, expected[name]) for name in names}
 
 
 def _check_found(
     found: dict[str, Any], expected: dict[str, Any], state: AmpState
 ) -> None:
-    """Raises for what is not of this state, or no training comes to."""
-    scalers = [
-        sorted(name for name in tree if _SCALER.fullmatch(str(name)))
-        for tree in (found, expected)
-    ]
-    if scalers[0] and scalers[0] != scalers[1]:
+    """Raises if the checkpoint does not fit the state, or has impossible numbers."""
+    given, wanted = _scalers(found), _scalers(expected)
+    if given and given != wanted:
         raise ValueError(
-            f"The checkpoint has {len(scalers[0])} loss scale(s), {scalers[0]}, the "
-            f"state {len(scalers[1])}: pass num_losses={len(scalers[0])} to "
-            "jamp.initialize."
+            f"The checkpoint has {len(given)} loss scale(s), {given}, the state "
+            f"{len(wanted)}: pass num_losses={len(given)} to jamp.initialize."
         )
     check_same(
         found,
@@ -263,17 +258,15 @@ def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
-    """Those of the checkpoint that mean the same here; else the first of their rules.
+    """The scales of the checkpoint if both rules move or neither does, else new ones.
 
-    A static scale is what its rule says.
+    A static scale is always the one of its rule.
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):
-        scaler = found[f"loss_scaler{i}"]
-        scale = rule.init()
+        scaler, scale = found[f"loss_scaler{i}"], rule.init()
         if bool(scaler["dynamic"]) == rule.moves:
-            counts = {name: scaler[name] for name in LossScaleState._fields[1:]}
-            value = scaler["loss_scale"] if rule.moves else scale.scale
-            scale = LossScaleState(value, **counts)
+            read = LossScaleState(*(scaler[name] for name in _SCALER_NAMES))
+            scale = read if rule.moves else read._replace(scale=scale.scale)
         scales.append(scale)
     return tuple(scales)

@@ -1,7 +1,7 @@
-"""`incremental_update`: averages and target networks, which move by little, in float32.
+"""`incremental_update` moves averages and target networks in float32.
 
-A half that moves by less than its unit stands still: at a decay of 0.999 an average in
-bfloat16 covers a hundredth of its way.
+In half, updates below half a unit are lost: with decay 0.999, an average in bfloat16
+covers 1 % of the distance.
 """
 
 import jax
@@ -17,11 +17,11 @@ from jamp._scaling.rules import check_single
 from jamp._state.amp_state import AmpState
 from jamp._state.step import groups_of, master_params
 
-_REMEDY = "it moves like `jamp.master_params(new)`; begin with that."
-_STANDS_STILL = (
-    "old{} is {}, and would stand still. Begin an average with `jamp.master_params("
-    "state)`; a target state keeps masters at O2, O5 and O6, with "
-    "`optax.set_to_zero()` if nothing trains it."
+_REMEDY = "start the average from `jamp.master_params(new)`."
+_IN_HALF = (
+    "old{} is {}, which loses small updates. Start an average from "
+    "`jamp.master_params(state)`. A target state has masters at O2, O5 and O6; its tx "
+    "is `optax.set_to_zero()` if nothing trains it."
 )
 
 
@@ -29,7 +29,7 @@ _STANDS_STILL = (
 def incremental_update[T](
     new: PyTree, old: T, step_size: float | Float[Array, ""]
 ) -> T:
-    r"""`optax.incremental_update` of a state's masters: an average, a target network.
+    r"""Moves an average or a target network, as `optax.incremental_update` does.
 
     $$m_\mathrm{old}' = s\,m_\mathrm{new} + (1 - s)\,m_\mathrm{old}$$
 
@@ -37,18 +37,17 @@ def incremental_update[T](
     bits.
 
     Args:
-        new: what to move towards: an AmpState, or a tree in float32.
-        old: what moves: a tree in float32, begun as `jamp.master_params(state)`; or an
-            AmpState, whose masters move, and whose params are their cast.
-        step_size: $s$, the share of the way, shape (): 1 - decay of an average, tau of
-            a target network.
+        new: an AmpState, or a tree in float32.
+        old: a tree in float32, first `jamp.master_params(state)`; or an AmpState, whose
+            masters move and whose params are their cast.
+        step_size: $s$, shape (): 1 - decay of an average, tau of a target network.
 
     Returns:
-        `old`, moved. Leaves that are not floats are those of `new`.
+        The new value of `old`, with the non-float leaves of `new`.
 
     Raises:
-        ValueError: `old` is half, without masters; or differs from `new` in structure
-            or shape.
+        ValueError: `old` is half, without masters; it differs from `new` in structure
+            or shape; or a state is replicated or an ensemble.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> make = lambda w: jamp.initialize(w, optax.sgd(0.1), "O2", verbosity=0)
@@ -88,4 +87,4 @@ def _check_wide(tree: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_half(leaf):
             where = jax.tree_util.keystr(path)
-            raise ValueError(_STANDS_STILL.format(where, jnp.result_type(leaf)))
+            raise ValueError(_IN_HALF.format(where, jnp.result_type(leaf)))

@@ -35,7 +35,7 @@ def check(
 ) -> None:
     """Raises, on the host, if the run is lost.
 
-    A few skips are normal. Nothing raises under `jit`, so call `check` outside of it,
+    A few skips are normal. A jitted step cannot raise, so call `check` outside of it,
     every few hundred steps. It waits for the step.
 
     `check` also remembers the counters of its last call with this run. If it gets a new
@@ -46,7 +46,7 @@ def check(
         state: an AmpState with concrete arrays.
         max_consecutive_skips: how many skips in a row are too many, and how many
             stalled states in a row.
-        locate: returns a text for the message, and is called only if there is one:
+        locate: returns a text for the message about skips, and is called only for it:
             `lambda: jamp.diagnostics.locate(loss_fn)(state, batch)` names the operation
             that overflowed, with its line.
         verbosity: 1 prints skips on process 0; 0 prints nothing.
@@ -96,12 +96,16 @@ def check(
 
 def _print_skips(state: AmpState, before: Seen, now: Seen) -> None:
     """Prints apex's line for each loss that overflowed since the last call."""
+    if jax.process_index() != 0:
+        return
     for i, rule in enumerate(state.loss_scale_rules):
-        # With several losses, `skipped_steps` does not tell whose gradients overflowed.
-        is_last = np.any(state.loss_scales[i].consecutive_skips)
-        fell = now.scales[i] < before.scales[i]
-        overflowed = len(state.loss_scales) == 1 or is_last or fell
-        if rule.moves and overflowed and jax.process_index() == 0:
+        # `skipped_steps` does not tell which of several losses overflowed.
+        overflowed = (
+            len(state.loss_scales) == 1
+            or now.scales[i] < before.scales[i]
+            or np.any(state.loss_scales[i].consecutive_skips)
+        )
+        if rule.moves and overflowed:
             print(
                 f"Gradient overflow.  Skipping step, loss scaler {i} reducing loss "
                 f"scale to {now.scales[i]}"

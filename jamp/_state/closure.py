@@ -1,4 +1,4 @@
-"""`closure`: the loss as optimizers that evaluate it themselves want it."""
+"""`closure`: the loss for optimizers that evaluate it themselves."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jamp._core import groups
 from jamp._core.dtypes import cast, is_half
-from jamp._core.groups import Key, Wrt
+from jamp._core.groups import Wrt
 from jamp._core.tree import trained_params, with_trained
 from jamp._scaling.loss import find_loss_scale
 from jamp._scaling.value_and_grad import scaled_value_and_grad
@@ -23,11 +23,11 @@ def closure(
     loss_id: int = 0,
     wrt: Wrt = None,
 ) -> Callable[..., Callable[[PyTree], Float[Array, ""]]]:
-    """The loss of a batch as a function of float32 params, for a line search.
+    """Returns the loss of a batch as a function of float32 params, for a line search.
 
-    torch's closure, for `optax.lbfgs` and its kind, which evaluate the loss more than
-    once per step. They do so at masters: those are rounded to the params' dtypes, and
-    the loss runs under the state's policy. The derivative is that of the *scaled* loss,
+    As torch's closure, for `optax.lbfgs` and others that evaluate the loss more than
+    once per step. They pass masters, which are rounded to the params' dtypes, and the
+    loss runs under the state's policy. The derivative is taken of the *scaled* loss and
     unscaled in float32, so it does not underflow.
 
     Args:
@@ -66,8 +66,11 @@ def closure(
         (key,) = groups.resolve_wrt(wrt, keys)
 
         def value_and_grad(params):
-            loss: Any
-            loss, grads = both(_state_at(state, key, params), *args, **kwargs)
+            entries = groups.split(state.params, keys)
+            entries[key] = rounded(params, entries[key])
+            packed = groups.pack(entries, state.params)
+            at: Any = dataclasses.replace(state, params=packed)
+            loss, grads = both(at, *args, **kwargs)
             return (loss[0] if has_aux else loss), grads
 
         return with_gradient(value_and_grad)
@@ -78,7 +81,7 @@ def closure(
 def with_gradient(
     value_and_grad: Callable[[PyTree], tuple[Float[Array, ""], PyTree]],
 ) -> Callable[[PyTree], Float[Array, ""]]:
-    """The value as a function whose derivative is the gradient that comes with it."""
+    """Returns the value as a function with the given gradient as its derivative."""
 
     @jax.custom_vjp
     def value_fn(params):
@@ -92,17 +95,9 @@ def with_gradient(
 
 
 def rounded(masters: PyTree, params: PyTree) -> PyTree:
-    """The masters where `params` are trained, in the dtypes of `params`."""
+    """Rounds the masters of trained params to the dtypes of `params`."""
 
     def leaf(master, param):
         return cast(master, param.dtype) if is_half(param) else master
 
     return with_trained(params, jax.tree.map(leaf, masters, trained_params(params)))
-
-
-def _state_at(state: Any, key: Key, masters: PyTree) -> Any:
-    """The state with one group's params rounded from `masters`."""
-    params = rounded(masters, groups.get(state.params, key))
-    keys = groups.group_keys(state.tx)
-    entries = groups.split(state.params, keys) | {key: params}
-    return dataclasses.replace(state, params=groups.pack(entries, state.params))

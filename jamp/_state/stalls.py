@@ -38,10 +38,10 @@ _runs: collections.OrderedDict[int, Seen] = collections.OrderedDict()
 
 
 def watch(state: Any) -> tuple[Seen | None, Seen]:
-    """What was seen of the run of a state before, and with this state.
+    """Returns what was remembered of the state's run before, and what is now.
 
-    A state with new arrays and the values of the one before has stalled. The same
-    arrays, as in a loop that evaluates, have not.
+    A state has stalled if its arrays are new and its values are not. The same arrays,
+    as in an evaluation, are not a stall.
     """
     leaves = jax.tree.leaves(state.params)
     static = state.tx, state.apply_fn, state.loss_scale_rules

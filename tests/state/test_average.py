@@ -98,7 +98,7 @@ WRONG = {
         "O5",
     ),
     "old.* is float16.*set_to_zero": (lambda s: s, "O3"),
-    r"new have an unexpected leaf at \['b'\].*begin": (
+    r"new have an unexpected leaf at \['b'\].*start": (
         lambda s: {"w": s.params["w"]},
         "O0",
     ),
