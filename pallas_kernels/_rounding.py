@@ -1,9 +1,8 @@
 """Stochastic rounding to bfloat16, by a hash in place of a random generator.
 
-Rounding to nearest loses every change below half a unit for ever; rounded up as often
-as the rest is large, the mean is right. The bits are a hash of step, leaf and element:
-no state holds them, and they are the same on any backend, under any sharding and after
-a resume.
+Rounding to nearest loses every change below half a unit. Stochastic rounding keeps the
+mean. The bits are a hash of step, leaf and element, so that no state holds them, and
+every backend, sharding and resumed run draws the same.
 """
 
 from collections.abc import Sequence
@@ -22,11 +21,8 @@ NAN, SIGN = np.uint32(0x7FC00000), np.uint32(0x80000000)
 
 
 def mix(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
-    """A permutation of all 32-bit numbers without a pattern: Wellons' lowbias32.
-
-    What is added first keeps 0 from being mapped to itself.
-    """
-    x = x + np.uint32(0x9E3779B9)
+    """Wellons' lowbias32, a permutation of all 32-bit numbers without a pattern."""
+    x = x + np.uint32(0x9E3779B9)  # or 0 would stay 0
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -59,10 +55,10 @@ class Noise(NamedTuple):
 
 @jax.custom_jvp
 def rounded(x: Float[Array, "*s"], bits: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
-    """A float32 that bfloat16 holds: `x`, or one of the two around it.
+    """Rounds to one of the two bfloat16 around `x`, as a float32.
 
-    The one away from zero, as often as `x` is nearer to it. Infinity stays, NaNs become
-    one NaN of either sign, and what is finite stays finite. Tangents are those of `x`.
+    The nearer one is more likely. Infinity stays, NaNs become one NaN of either sign,
+    and finite numbers stay finite. The derivative is 1.
     """
     # On bits: arithmetic would flush denormals on a CPU.
     raw = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
@@ -77,10 +73,7 @@ rounded.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
 
 
 def stochastic(x: Float[Array, "*s"], key: UInt32[Array, ""]) -> BFloat16[Array, "*s"]:
-    """A weight of a leaf as a bfloat16, rounded by the bits of a key of `keys_of`.
-
-    What is out of range becomes the largest finite, as in `saturate`.
-    """
+    """Rounds a leaf's weights to bfloat16 with a key of `keys_of`, and saturates."""
     limit = float(jnp.finfo(jnp.bfloat16).max)
     noise = Noise(key, numbers_like(x, strides_of(x.shape)))
     x = rounded(jnp.clip(x, -limit, limit), noise.bits(WEIGHT))
@@ -88,12 +81,12 @@ def stochastic(x: Float[Array, "*s"], key: UInt32[Array, ""]) -> BFloat16[Array,
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """How far apart elements are along each dimension, row by row."""
+    """The distance of neighbours along each dimension, row by row."""
     return tuple(int(np.prod(shape[d + 1 :])) for d in range(len(shape)))
 
 
 def numbers_like(x: Array, strides: Sequence[int]) -> UInt32[Array, "*s"]:
-    """The number of each element of `x`, of strides in a whole that it is a part of."""
+    """The number of each element of `x` in the whole array with these strides."""
     sharding = jax.typeof(x).sharding
     number = jnp.zeros_like(x, jnp.uint32)
     for d, stride in enumerate(strides):
@@ -105,7 +98,7 @@ def numbers_like(x: Array, strides: Sequence[int]) -> UInt32[Array, "*s"]:
 def numbers_of_flat(
     flat: UInt32[Array, "*s"], shape: Sequence[int], strides: Sequence[int]
 ) -> UInt32[Array, "*s"]:
-    """The same of elements by their place in an array of a shape, row by row."""
+    """Does the same for elements given by their flat place in an array of a shape."""
     number, inner, reached = flat, 1, 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if stride != reached:  # the whole is wider than the part

@@ -1,8 +1,8 @@
 """Runs one formula over many leaves: in Mosaic GPU kernels where they fit, else in XLA.
 
-A formula is a plain function of float32 blocks. A result that is named as a column
+A formula is a plain function of float32 blocks. A result with the name of a column
 replaces it, one named in `reductions` is reduced over its leaf, and any other is a new
-array. Which backend runs it depends on the device, and on where the arrays are.
+array.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,14 +35,14 @@ class BackendError(RuntimeError):
 
 
 class Options(NamedTuple):
-    """What all operations take.
+    """Options of all operations.
 
     Attributes:
-        unscale: what gradients are multiplied by, shape (), float32; None for 1.
+        unscale: the factor on gradients, shape (), float32; None for 1.
         skip: if true, nothing changes, shape (), bool; None for never.
-        backend: where to run, one of `BACKENDS`.
-        shardings: per leaf a NamedSharding, where tracing cannot know it: on a mesh of
-            Auto axes.
+        backend: one of `BACKENDS`.
+        shardings: per leaf a NamedSharding, for a mesh of Auto axes, where tracing
+            cannot know it.
     """
 
     unscale: Float[Array, ""] | None = None
@@ -65,13 +65,12 @@ def run(
     """Runs `job` over leaves, each a dict of arrays of one shape.
 
     Args:
-        job: what to do.
-        leaves: what to work on; leaves may have different columns and dtypes.
-        options: how to run. With `skip` all columns keep their bits, and new arrays are
-            zero; reductions are made regardless. `unscale` is a number for the formula.
-        numbers: further ones by name, as float32: of shape (), or (n,) for one per
-            leaf.
-        tags: per leaf, something static for the formula.
+        job: the formula, and how its results are kept.
+        leaves: they may have different columns and dtypes.
+        options: with `skip` all columns keep their bits, and new arrays are zero, but
+            reductions are computed. `unscale` is a number for the formula.
+        numbers: by name, as float32, of shape (), or (n,) for one per leaf.
+        tags: per leaf, a static value for the formula.
         keys: one per leaf, where `job.stored` rounds stochastically.
     """
     given = {"skip": options.skip, "unscale": options.unscale, **(numbers or {})}
@@ -104,7 +103,7 @@ def run(
 
 
 def check_backend(backend: str) -> None:
-    """Raises a ValueError for what is none of `BACKENDS`."""
+    """Raises a ValueError unless `backend` is one of `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}.")
 
@@ -112,10 +111,16 @@ def check_backend(backend: str) -> None:
 def check_device(backend: str, arrays: Iterable[Array] = ()) -> None:
     """Raises a BackendError for "mosaic" on a device that it cannot compile for.
 
-    The mesh of the arrays, if they have one, says the device. Otherwise JAX's default
-    device does.
+    The device comes from the arrays' mesh, or is JAX's default.
     """
-    kind, supported = _target(arrays)
+    device = jax.local_devices()[0]
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    told = (getattr(mesh, "abstract_device", None) for mesh in meshes)
+    kind = next(filter(None, told), device).device_kind
+    if kind == device.device_kind:
+        supported = compute_capability(device) >= _OLDEST
+    else:
+        supported = _is_supported_kind(kind)
     if backend == "mosaic" and not supported:
         raise BackendError(
             f"backend='mosaic' needs an NVIDIA GPU of compute capability 9.0 or newer, "
@@ -124,29 +129,17 @@ def check_device(backend: str, arrays: Iterable[Array] = ()) -> None:
         )
 
 
-def _target(arrays: Iterable[Array]) -> tuple[str, bool]:
-    """The kind of the device that the program is for, and whether Mosaic knows it."""
-    device = jax.local_devices()[0]
-    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-    told = (getattr(mesh, "abstract_device", None) for mesh in meshes)
-    kind = next(filter(None, told), device).device_kind
-    if kind != device.device_kind:
-        return kind, _is_supported_kind(kind)
-    return kind, compute_capability(device) >= _OLDEST
-
-
 def _is_supported_kind(kind: str) -> bool:
     words = kind.replace("-", " ").split()
     return words[:1] == ["NVIDIA"] and any(w in _SUPPORTED_KINDS for w in words)
 
 
 class Placement(NamedTuple):
-    """Where the leaves of one call are.
+    """The mesh and shardings of the leaves of one call.
 
     Attributes:
-        mesh: the mesh to spread over; None if a kernel may run on the arrays as they
-            are: on one device, or inside of a `shard_map`.
-        specs: per leaf, how it is sharded.
+        mesh: the mesh to spread over; None on one device or inside of a `shard_map`.
+        specs: per leaf, its sharding.
         unknown: why a kernel cannot run; empty if it can.
     """
 
@@ -158,9 +151,9 @@ class Placement(NamedTuple):
 def placement_of(
     leaves: Sequence[Leaf], shardings: Sequence[Sharding] | None
 ) -> Placement:
-    """Where `leaves` are; `shardings` say it per leaf, on a mesh of Auto axes."""
+    """The placement of leaves, with their `shardings` on a mesh of Auto axes."""
     told = [s for s in shardings or () if isinstance(s, NamedSharding)]
-    # The sharding that decides for a leaf is that of its weight, where it has one.
+    # A leaf's weight, if it has one, decides on its sharding.
     deciding = [leaf.get("weight", next(iter(leaf.values()))) for leaf in leaves]
     types = [jax.typeof(x).sharding for x in deciding]
     meshes = [s.mesh for s in (*types, *told) if not s.mesh.empty and s.mesh.size > 1]

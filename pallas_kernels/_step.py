@@ -1,7 +1,7 @@
 """An optimizer step over leaves: unscale, update moments and weights, or skip.
 
-A formula sees float32 weights and returns what to add to them. Here is what that means
-for each way to keep a weight.
+A formula sees float32 weights and returns the updates to add to them. This module
+applies it to each way of keeping a weight.
 """
 
 import itertools
@@ -38,18 +38,17 @@ type Kind = Literal["own", "copied", "split"]
 
 _LOW = jnp.dtype(jnp.uint16)
 
-# Under which names kernels know a param, and its master.
+# The names of a param and its master in kernels.
 _COLUMNS = {"own": ["weight"], "copied": ["copy", "weight"], "split": ["weight", "low"]}
 
 
 class Weight(NamedTuple):
-    """A param, and the master beside it.
+    """A param and its master.
 
     Attributes:
-        param: what the model consumes.
-        master: what an optimizer steps in its place: a float32 copy, from which `param`
-            is rounded; or its 16 low bits, uint16, beside a bfloat16 `param`.
-            None for a param that is its own master.
+        param: the model's param.
+        master: a float32 copy, or the 16 low bits, uint16, of a bfloat16 param. A param
+            is its own master if this is None.
     """
 
     param: Array
@@ -64,7 +63,7 @@ class Weight(NamedTuple):
 
     @property
     def value(self) -> Array:
-        """What an optimizer steps, in float32 at least."""
+        """The master, or the param itself, in float32 at least."""
         if self.master is None:
             return widen(self.param)
         split = self.kind == "split"
@@ -75,7 +74,7 @@ class Weight(NamedTuple):
 def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
     """The float32 whose halves `split` returned, bit for bit.
 
-    Tangents are those of the high half: bits have no derivative.
+    Only the high half has a derivative.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.float32(0.1)
@@ -95,10 +94,9 @@ def split(
 ) -> tuple[Float[Array, "..."], UInt16[Array, "..."]]:
     """A float32 as a bfloat16 and its 16 low bits.
 
-    The bfloat16 is `x` rounded to nearest, exact ties away from zero: of an even
-    bfloat16 round-to-nearest-even has 65,537 preimages, one more than 16 bits can tell
-    apart. NaNs become one NaN of either sign. What would round to infinity stays the
-    largest finite.
+    The bfloat16 is `x` rounded to nearest, exact ties away from zero, because 16 bits
+    cannot tell apart the 65,537 floats that round to an even bfloat16. NaNs become one
+    NaN of either sign. Numbers that would round to infinity become the largest finite.
     """
     high, low = split_wide(computed_once(x))
     return high.astype(jnp.bfloat16), low.astype(jnp.uint16)
@@ -127,7 +125,7 @@ _LARGEST = np.uint32(0x7F7F7FFF)
 
 
 class Rule(Protocol):
-    """What an optimizer does with a weight. Equal rules are compiled once."""
+    """The formula of an optimizer. Equal rules are compiled once."""
 
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
@@ -148,13 +146,12 @@ class Rule(Protocol):
 
 
 class Leaves(NamedTuple):
-    """What is stepped.
+    """Weights, and arrays of the same shapes.
 
     Attributes:
-        weights: what to step.
-        grads: one per weight, of its shape.
-        moments: by name, one per weight, of its shape; what is bfloat16 is rounded
-            stochastically.
+        weights: the weights to step.
+        grads: one per weight.
+        moments: by name, one per weight; bfloat16 is rounded stochastically.
         decays: whether each weight decays.
     """
 
@@ -170,7 +167,7 @@ class _Tag(NamedTuple):
     storage: Kind
     dtype: DTypeLike  # of the param
     gives: Literal["weights", "updates", "norms"]
-    rounded: tuple[tuple[str, int], ...]  # what is stochastically, and by which bits
+    rounded: tuple[tuple[str, int], ...]  # stochastically, and by which bits
 
 
 def step(
@@ -187,19 +184,14 @@ def step(
     """Steps every leaf by a rule, in one pass.
 
     Args:
-        rule: the formula.
-        leaves: what to step.
-        numbers: for the formula, each of shape (), or (n,) for one per leaf.
-        options: how to run.
+        rule, leaves, numbers, options: see `run` and `Rule.formula`.
         count: steps taken before, shape (), for stochastic rounding.
-        salts: a 32-bit number per leaf, which its random bits depend on; None for its
-            place in the list.
+        salts: per leaf a 32-bit seed of its random bits; None for its place.
         rounds: whether to round bfloat16 weights without masters stochastically.
-        only_updates: whether to return what to add to the weights, in float32, and
-            leave the weights.
+        only_updates: whether to return float32 updates instead of new weights.
 
     Returns:
-        The new weights, or the updates; and by name the new moments, per leaf.
+        The new weights or the updates, and the new moments by name.
     """
     columns, tags = _columns_and_tags(
         rule, leaves, "updates" if only_updates else "weights", rounds
@@ -224,11 +216,10 @@ def step_norms(
     numbers: Mapping[str, ArrayLike],
     options: Options,
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Per leaf, the norms of the weight and of what `step` would add to it.
+    """Per leaf, the norms of the weight and of the update that `step` would add.
 
-    Nothing is written, and kernels compute the step again when it is taken: that moves
-    2 B per weight more than to store it, and takes no memory. XLA keeps it, 4 B per
-    weight.
+    Kernels compute the update again in `step`: this moves 2 B per weight more than
+    storing it, and takes no memory. XLA keeps it, 4 B per weight.
     """
     columns, tags = _columns_and_tags(rule, leaves, "norms")
     found = run(_NORMS, columns, options, numbers, tags).reductions
@@ -238,7 +229,7 @@ def step_norms(
 def _columns_and_tags(
     rule: Rule, leaves: Leaves, gives: Any, rounds: bool = False
 ) -> tuple[list[Leaf], list[_Tag]]:
-    """Per leaf, its arrays by the names that kernels know, and what is static."""
+    """Per leaf, its arrays by the names in kernels, and its static tag."""
     columns, tags = [], []
     every = zip(leaves.weights, leaves.grads, leaves.decays, strict=True)
     for k, (weight, grad, decays) in enumerate(every):

@@ -1,4 +1,4 @@
-"""Jobs, and what XLA makes of them: on one leaf, or on small leaves side by side."""
+"""Jobs, and how XLA runs them on one leaf, or on small leaves side by side."""
 
 import dataclasses
 import functools
@@ -48,9 +48,9 @@ def saturate(x: Array, dtype: DTypeLike) -> Array:
 def computed_once[T](values: T) -> T:
     """Keeps XLA on the CPU from computing arrays again for each fusion that reads them.
 
-    Two fusions can round differently, one with a fused multiply-add and one without:
-    the halves of a split would be of two values. On a GPU all that is made of a value
-    is one fusion, which a barrier would break up.
+    Two fusions can round differently, one with a fused multiply-add and one without, so
+    that the halves of a split would not match. A GPU has one fusion, which a barrier
+    would break up.
     """
     barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(values, cpu=barrier, default=lambda x: x)
@@ -58,20 +58,17 @@ def computed_once[T](values: T) -> T:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """What to run, but for the arrays and the numbers.
-
-    A job is compiled for itself, and not for what equals it: make one per module.
+    """A formula, and how its results are kept. JAX compiles each job by identity.
 
     Attributes:
-        formula: `(numbers, tag, columns) -> results`, in float32; a plain function:
-            what is static and differs is in the tags.
+        formula: `(numbers, tag, columns) -> results`, in float32.
         copies: columns that are written and never read, each with the result that it
             is rounded from.
-        reductions: results to reduce over each leaf: "sum", or "max" of what is not
-            negative.
-        totals: whether to reduce over all leaves, and give nothing else.
-        stored: `(tag, results, noise) -> results`: how results are stored, such as in
-            two halves, that must be of one value; `noise` is for stochastic rounding.
+        reductions: results to reduce over each leaf by "sum", or by "max" if they are
+            not negative.
+        totals: whether to reduce over all leaves, and return nothing else.
+        stored: `(tag, results, noise) -> results` before they are written, such as into
+            two halves; `noise` is for stochastic rounding.
     """
 
     formula: Formula
@@ -94,7 +91,7 @@ class Job:
 
 
 class Results(NamedTuple):
-    """What a job gave for some leaves.
+    """Results of a job for some leaves.
 
     Attributes:
         leaves: by number, a leaf's written columns and new arrays.
@@ -106,7 +103,7 @@ class Results(NamedTuple):
 
 
 def combined(job: Job, parts: Sequence[Results]) -> Results:
-    """Several parts as one, its leaves in order."""
+    """Joins parts, with leaves in order."""
     leaves = {k: blocks for part in parts for k, blocks in part.leaves.items()}
     reductions = {}
     for name, how in job.reductions.items():
@@ -126,7 +123,7 @@ def size_of(leaf: Leaf) -> int:
 def kinds(
     members: Sequence[int], leaves: Sequence[Leaf], tags: Sequence[Any]
 ) -> list[list[int]]:
-    """Leaves with the same columns, dtypes and tag: those that one kernel can take."""
+    """Groups leaves that one kernel can take: same columns, dtypes and tag."""
     found: dict[Any, list[int]] = {}
     for k in members:
         columns = tuple([(name, x.dtype) for name, x in leaves[k].items()])
@@ -148,9 +145,9 @@ def run_in_xla(
 ) -> Results:
     """Runs the leaves `members`, in order, so that XLA merges what it can.
 
-    `names` are of the numbers: `packed` has those for all leaves, `table` a row of
-    further ones per leaf. `flattens` lets totals take leaves concatenated. `keys` are
-    for stochastic rounding, of leaves with `strides`, if those are not their own.
+    `names` first name the numbers in `packed`, which all leaves share, then a row of
+    `table`. `flattens` lets totals concatenate leaves. `keys` are for stochastic
+    rounding, and `strides` tell which part of a whole array each leaf is.
     """
     groups = kinds(members, leaves, tags)
     if job.totals:
@@ -184,11 +181,10 @@ def _groups_with_numbers(
 ) -> Iterator[tuple[Sequence[int], list[Array]]]:
     """Groups leaves that XLA shall update in one kernel, each with the numbers.
 
-    XLA merges fusions of equal size that share a non-scalar operand, as many as fit. So
-    small leaves of one kind read their numbers from one vector per group: behind a
-    barrier, or XLA would see through it. A leaf on its own reads scalars, which a CPU
-    keeps in registers; large ones gain nothing from company, and eleven in one kernel
-    would take all registers of a GPU.
+    XLA merges fusions of equal size that share a non-scalar operand. So small leaves of
+    one kind read their numbers from one vector per group, behind a barrier that keeps
+    XLA from splitting it. A large leaf reads scalars, which a CPU keeps in registers;
+    eleven large leaves in one kernel would take all registers of a GPU.
     """
     sizes = [size_of(leaf) for leaf in leaves]
     small, large = [], []
@@ -218,7 +214,7 @@ def run_leaf(
     numbers: Numbers,
     key: UInt32[Array, ""] | None,
 ) -> tuple[Blocks, dict[str, Array]]:
-    """A leaf's written columns and new arrays; its reductions."""
+    """Returns a leaf's written columns and new arrays, and its reductions."""
     results = job.formula(numbers, tag, job.read(leaf))
     if job.stored is not None:
         noise = None
@@ -238,7 +234,7 @@ def run_leaf(
         if skip is not None:
             x = jnp.where(skip, jnp.zeros_like(x) if old is None else old, x)
         written[name] = x
-    # Of what was selected: the other way round it would read the old column too.
+    # After the select: before it, the copies would read the old column too.
     kept = {name: widen(x) for name, x in written.items()}
     return written | job.copied(leaf, kept), reduced
 
@@ -246,10 +242,9 @@ def run_leaf(
 def _groups_to_reduce(
     members: Sequence[int], leaves: Sequence[Leaf], flattens: bool
 ) -> list[list[Leaf]]:
-    """Leaves of one kind in groups that one kernel can reduce.
+    """Groups leaves of one kind that one kernel can reduce.
 
-    Totals need not know what is whose. On one device leaves of one shape go together,
-    and small ones of any shape concatenated.
+    On one device it joins leaves of one shape, and concatenates small ones.
     """
     if not flattens:
         return [[leaves[k]] for k in members]

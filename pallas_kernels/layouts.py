@@ -9,13 +9,10 @@ def row_major_on_cuda(grads: PyTree) -> PyTree:
     """Asks XLA, on NVIDIA GPUs only, for row-major gradients of rank 3 and more.
 
     cuDNN writes the gradient of an HWIO kernel as OHWI. XLA then runs the optimizer in
-    that layout, and transposes the params, masters, moments and half params back:
-    compiled for an H200, 64 bytes per parameter of an Adam step instead of 32.
-    Transposing the gradient alone is cheaper, and the finite check fuses into that. The
-    same holds for attention's kernels of rank 3.
-
-    A leading axis of size 1 does not count: such an array of rank 3 is a matrix, and
-    XLA chooses its layout.
+    that layout, and transposes params, masters and moments back: 64 bytes per parameter
+    of an Adam step on an H200 instead of 32. Transposing the gradient alone is cheaper.
+    Attention's kernels of rank 3 behave alike. An array with a leading axis of size 1
+    is a matrix, whose layout XLA chooses.
     """
     leaves, structure = jax.tree.flatten(grads)
     indices = [i for i, x in enumerate(leaves) if x.ndim - (x.shape[:1] == (1,)) >= 3]

@@ -33,7 +33,7 @@ _DYNAMIC = DynamicLossScaler(2.0**16, scale_factor=2.0, scale_window=1000)
 
 
 class FlatFP16State(flax.struct.PyTreeNode):
-    """State of `FlatFP16_Optimizer`. Buffers come once per group.
+    """State of `FlatFP16_Optimizer`. Each group has its own buffers.
 
     Attributes:
         fp16_flat: the params, half, shape (n,).
@@ -63,7 +63,7 @@ class FlatFP16State(flax.struct.PyTreeNode):
     @property
     def fp32_flat(self) -> Any:
         """The masters, float32, shape (n,)."""
-        return _of_each("masters", self.opt_state)
+        return _field_of_each("masters", self.opt_state)
 
     @property
     def loss_scale(self) -> Float[Array, ""]:
@@ -79,8 +79,8 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
     but not below 1, and doubles every 1000 clean steps.
 
     Args:
-        init_optimizer: one of `jamp.optimizers`, such as `fused_adam(legacy=True,
-            max_grad_norm=1.0)`; or a list, tuple or dict of them, one per group.
+        init_optimizer: one of `jamp.optimizers`, or a list, tuple or dict with one per
+            group.
         static_loss_scale, dynamic_loss_scale: see `FP16_Optimizer`.
         dynamic_loss_args: a SystemError, as in apex.
         verbose: whether to print overflows under a dynamic scale.
@@ -118,19 +118,20 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
         """The state for trees of half params, in the container of the optimizers.
 
         Raises:
-            TypeError: a leaf that is not half, or of another dtype than the first.
-            ValueError: params in another container than the optimizers.
+            TypeError: a leaf is not half, or its dtype differs from the first leaf's.
+            ValueError: params are in another container than the optimizers.
         """
         check_containers(params, self.optimizer)
-        begun, specs = {}, {}
+        by_key, specs = {}, []
         for key, tx in self._txs.items():
             tree = groups.get(params, key)
             _check_half(tree, "params" if key is None else f"params[{key!r}]")
-            flat, specs[key] = ravel_pytree(tree)
-            begun[key] = begun_group(tx, flat, flat)
-        fields = packed(begun, params)
-        own = fields["params"], fields["opt_state"], None, jnp.asarray(False)
-        state = FlatFP16State(*own, self._scaler.init(), tuple(specs.items()))
+            flat, unravel = ravel_pytree(tree)
+            specs.append((key, unravel))
+            by_key[key] = begun_group(tx, flat, flat)
+        flat, opt_state = packed(by_key, params).values()
+        overflow, scaler = jnp.asarray(False), self._scaler.init()
+        state = FlatFP16State(flat, opt_state, None, overflow, scaler, tuple(specs))
         return copy_shared(state, params)
 
     def _add(self, state: FlatFP16State, grads: PyTree) -> FlatFP16State:
@@ -138,7 +139,7 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
         return state.replace(grads=add(state.grads, groups.pack(flat, grads)))
 
     def step(self, state: FlatFP16State, closure: object = None) -> FlatFP16State:
-        """Steps or skips, and moves the scale. A closure is not called, as in apex."""
+        """Steps or skips, and moves the scale. It calls no closure, as in apex."""
         self._check(state)
         if closure is not None:
             warn("FlatFP16_Optimizer does not call a closure.", UnusedOptionWarning)
@@ -149,17 +150,17 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
             kind = "dynamic" if self.dynamic_loss_scale else "static"
             scale = f"Using {kind} loss scale of {scaler.cur_scale}"
             say(~clean, f"Grad overflow on iteration {scaler.cur_iter}\n{scale}")
-        stepped, fresh = {}, unscale_tree(grads, scaler.cur_scale)
+        by_key, fresh = {}, unscale_tree(grads, scaler.cur_scale)
         for key, tx in self._txs.items():
-            opt_state, flat = state.opt_state, state.fp16_flat
-            group = Group(tx, groups.get(opt_state, key), groups.get(flat, key))
-            own = groups.get(fresh, key)
-            stepped[key] = step(group, own, clean=clean, key=key, update_args={})
-        fields = packed(stepped, state.fp16_flat)
+            parts = state.opt_state, state.fp16_flat, fresh
+            opt_state, flat, own = (groups.get(part, key) for part in parts)
+            group = Group(tx, opt_state, flat)
+            by_key[key] = step(group, own, clean=clean, key=key, update_args={})
+        flat, opt_state = packed(by_key, state.fp16_flat).values()
         moved = self._scaler.update_scale(scaler, ~clean)
         return state.replace(
-            fp16_flat=fields["params"],
-            opt_state=fields["opt_state"],
+            fp16_flat=flat,
+            opt_state=opt_state,
             overflow=~clean,
             loss_scaler=moved._replace(cur_iter=scaler.cur_iter + 1),
         )
@@ -181,7 +182,7 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
             del kept["last_overflow_iter"]
         return kept | {
             "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
-            "optimizer_state_dict": _of_each("inner_state", state.opt_state),
+            "optimizer_state_dict": _field_of_each("inner_state", state.opt_state),
             "fp32_groups_flat": state.fp32_flat,
         }
 
@@ -197,8 +198,8 @@ class FlatFP16_Optimizer(Wrapper):  # noqa: N801, apex's way to write it
         )
 
 
-def _of_each(name: str, opt_states: Any) -> Any:
-    """A field of the MasterWeightsState of each group, in their container."""
+def _field_of_each(name: str, opt_states: Any) -> Any:
+    """A field of each group's MasterWeightsState, in their container."""
     is_state = lambda x: isinstance(x, MasterWeightsState)  # noqa: E731
     return jax.tree.map(lambda x: getattr(x, name), opt_states, is_leaf=is_state)
 

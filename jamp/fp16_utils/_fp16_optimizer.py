@@ -31,12 +31,12 @@ class FP16State(flax.struct.PyTreeNode):
     """State of `FP16_Optimizer`.
 
     Attributes:
-        params: what the model consumes: half, and float32 where they were.
+        params: the model's params, half or float32.
         opt_state: masters, and the state of the wrapped optimizer.
         model_grads: gradients times the loss scale since the last
             `update_master_grads`, in float32; None where dropped.
         master_grads: gradients since `zero_grad`, in float32; None where dropped.
-        overflow: whether some of those are not finite, shape (), bool.
+        overflow: whether some `master_grads` are not finite, shape (), bool.
         loss_scaler: the loss scale and its counters.
     """
 
@@ -53,6 +53,15 @@ class FP16State(flax.struct.PyTreeNode):
         return self.loss_scaler.scale
 
 
+# apex's names of a dynamic scale's arguments, and jamp's.
+_NAMES = {
+    "init_scale": "init_scale",
+    "scale_factor": "factor",
+    "scale_window": "window",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+}
+
 type Closure = Callable[[FP16State], tuple[Float[Array, ""], FP16State]]
 
 
@@ -66,14 +75,13 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         init_optimizer: an optax transformation.
         static_loss_scale: the loss scale, which checks nothing.
         dynamic_loss_scale: whether it moves, and steps with overflows are skipped.
-        dynamic_loss_args: of a dynamic scale: `init_scale` (2^16), `scale_factor` (2),
-            `scale_window` (2000), `min_loss_scale`, `max_loss_scale` (2^24).
-        verbose: whether `init` prints what it received.
+        dynamic_loss_args: `init_scale` (2^16), `scale_factor` (2), `scale_window`
+            (2000), `min_loss_scale`, `max_loss_scale` (2^24).
+        verbose: whether `init` prints the params' dtypes and shapes.
 
     Raises:
-        TypeError: `init_optimizer` is not a transformation; an unknown argument of the
-            loss scale.
-        ValueError: it keeps masters already; a number out of range.
+        TypeError: `init_optimizer` is not a transformation, or an argument is unknown.
+        ValueError: it keeps masters already, or a number is out of range.
 
     >>> optimizer = FP16_Optimizer(optax.sgd(0.5), dynamic_loss_scale=True,
     ...                            dynamic_loss_args={"init_scale": 64}, verbose=False)
@@ -102,25 +110,20 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         self.optimizer: MasterWeights = master_weights(tx)
         self.rule: rules.LossScaleRule = rules.StaticLossScale(static)
         if self.dynamic_loss_scale:
-            names = {"init_scale": "init_scale", "scale_factor": "factor"}
-            names |= {"scale_window": "window"}
-            names |= {"min_loss_scale": "min_scale", "max_loss_scale": "max_scale"}
-            if unknown := sorted(set(args or {}) - set(names)):
+            args = args or {}
+            if unknown := sorted(set(args) - set(_NAMES)):
                 raise TypeError(
-                    f"dynamic_loss_args has no {unknown[0]!r}; its keys are {[*names]}."
+                    f"dynamic_loss_args has no {unknown[0]!r}; its keys are "
+                    f"{[*_NAMES]}."
                 )
-            args = {names[name]: value for name, value in (args or {}).items()}
-            self.rule = rules.DynamicLossScale(**args)
+            own = {_NAMES[name]: value for name, value in args.items()}
+            self.rule = rules.DynamicLossScale(**own)
 
     def init(self, params: PyTree) -> FP16State:
-        """The state for a model, with gradients of zero.
-
-        Args:
-            params: half, as `network_to_half` returns them; those in float32 are their
-                own masters. Non-float leaves are left alone.
+        """The state for half and float32 params, with gradients of zero.
 
         Raises:
-            TypeError: a float of another dtype.
+            TypeError: a float leaf has another dtype.
         """
         lines = ["FP16_Optimizer processing param group 0:"]
         trained = trees.differentiable(params)
@@ -150,8 +153,8 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
     ) -> tuple[Any, FP16State]:
         """Adds the gradients of a loss times the loss scale to `state.model_grads`.
 
-        And calls `update_master_grads`, unless told not to: pass False for all losses
-        but the last. See `FlatFP16_Optimizer.backward` for the rest.
+        Calls `update_master_grads` too, unless that is False, as for all losses but the
+        last.
         """
         value, state = super().backward(state, loss_fn, *args, **kwargs)
         return value, self.update_master_grads(state) if update_master_grads else state
@@ -191,26 +194,21 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
     def step(self, state: FP16State, closure: Closure | None = None) -> Any:
         """Steps the masters and rounds them to the params, or skips on overflow.
 
-        Args:
-            state: the state.
-            closure: `state -> (loss, state)`, which calls `zero_grad` and `backward`
-                itself. It is called again while it overflows, until the scale is at its
-                floor; and by line searches.
-
-        Returns:
-            The state; with a closure `(loss, state)`.
+        A closure `state -> (loss, state)` calls `zero_grad` and `backward` itself. It
+        runs again while it overflows, until the scale is at its floor, and in line
+        searches. With one, the method returns `(loss, state)`.
         """
         self._check(state)
         loss, update_args = None, {}
         if closure is not None:
             loss, state = self._call_until_finite(closure, state)
+            update_args = {"value": loss, "grad": state.master_grads}
 
             def value_and_grad(masters):
                 params = rounded(masters, state.params)
                 value, there = _call(closure, state.replace(params=params))
                 return value, there.master_grads
 
-            update_args = {"value": loss, "grad": state.master_grads}
             update_args["value_fn"] = with_gradient(value_and_grad)
         say(state.overflow, _SKIPS.format("Gradient overflow. ", state.loss_scale))
         group = step(
@@ -225,17 +223,16 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
     def _call_until_finite(self, closure: Closure, state: FP16State) -> Any:
         """Calls the closure again while its gradients overflow and the scale falls."""
         floor = rules.lowest_scale(self.rule)
+        again = lambda carry: _call(closure, carry[1])  # noqa: E731
         goes_on = lambda carry: carry[1].overflow & (carry[1].loss_scale > floor)  # noqa: E731
         carry = _call(closure, state)
         if not self.rule.moves:
             return carry
         if trees.is_traced(carry[1].overflow):
-            again = lambda carry: _call(closure, carry[1])  # noqa: E731
             return jax.lax.while_loop(goes_on, again, carry)
         while goes_on(carry):
-            message = _SKIPS.format("OVERFLOW within closure!", carry[1].loss_scale)
-            say(carry[1].overflow, message)
-            carry = _call(closure, carry[1])
+            say(True, _SKIPS.format("OVERFLOW within closure!", carry[1].loss_scale))
+            carry = again(carry)
         return carry
 
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
@@ -260,10 +257,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         return None if state.overflow else state.master_grads
 
     def set_loss_scale(self, state: FP16State, value: ArrayLike) -> FP16State:
-        """The state with another loss scale; its counters stay.
-
-        Gradients that wait for `update_master_grads` are scaled anew.
-        """
+        """The state with another loss scale, and `model_grads` scaled to match."""
         self._check(state)
         check_scale("value", value)
         scale = place_like(jnp.asarray(value, jnp.float32), state.loss_scale)

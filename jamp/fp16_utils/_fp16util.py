@@ -19,6 +19,7 @@ from jamp._policy.casting import cast_model, cast_params, keep_rule
 from jamp._policy.forward import cast_forward
 from jamp._policy.levels import Properties
 from jamp._policy.options import parse_model_dtype
+from pallas_kernels import norm as norm_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,7 @@ class tofp16:  # noqa: N801, apex's name
 
 @dataclasses.dataclass(frozen=True)
 class FP16Model:
-    """`apply_fn(variables, *inputs, **kwargs)` in half, with params of
-    `network_to_half`; float inputs and outputs become float16."""
+    """Calls `apply_fn(variables, *inputs, **kwargs)` in half."""
 
     apply_fn: Callable[..., Any]
 
@@ -45,10 +45,9 @@ _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)
 
 
 def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
-    """Params in float16, except those of BatchNorm.
+    """Params in float16, except BatchNorm's, which `jamp.cast_model` finds.
 
-    apex's network casts its inputs too: that is `FP16Model`, or `tofp16` as the first
-    layer. `batch_stats` say what is a BatchNorm, otherwise names do: `jamp.cast_model`.
+    It does not cast inputs: use `FP16Model`, or `tofp16` as the first layer.
     """
     return convert_network(params, jnp.float16, batch_stats)
 
@@ -56,12 +55,12 @@ def network_to_half(params: PyTree, batch_stats: PyTree = None) -> Any:
 def convert_network(
     params: PyTree, dtype: DTypeLike, batch_stats: PyTree = None
 ) -> Any:
-    """Params in `dtype`, except those of BatchNorm, see `network_to_half`."""
+    """Params in `dtype`, except BatchNorm's, which `jamp.cast_model` finds."""
     return cast_model(params, dtype, keep_batchnorm_fp32=True, batch_stats=batch_stats)
 
 
 def convert_module(params: PyTree, dtype: DTypeLike) -> Any:
-    """A module's own params in `dtype`, not those of the modules inside it."""
+    """A module's own params in `dtype`; its submodules keep theirs."""
     if not isinstance(params, Mapping):
         kind = type(params).__name__
         raise TypeError(
@@ -73,7 +72,7 @@ def convert_module(params: PyTree, dtype: DTypeLike) -> Any:
 
 
 def BN_convert_float(params: PyTree, batch_stats: PyTree = None) -> Any:  # noqa: N802
-    """Params of BatchNorm in float32, all else as it is, see `network_to_half`."""
+    """BatchNorm's params in float32; other params keep their dtypes."""
     return cast_params(params, None, keep_rule(params, True, batch_stats, ()))
 
 
@@ -102,9 +101,9 @@ def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree,
 def model_grads_to_master_grads(
     model_grads: PyTree, master_params: PyTree, flat_master: bool = False
 ) -> Any:
-    """Gradients like the masters of `prep_param_lists`: cast, and not unscaled.
+    """Casts gradients to float32, in the structure that `prep_param_lists` returns.
 
-    None stays None where there is no gradient, but `flat_master` allows none.
+    It does not unscale them. A gradient may be None without `flat_master`.
     """
     if flat_master:
         model_grads = [ravel_pytree(widen_tree(model_grads))[0]]
@@ -143,24 +142,18 @@ def to_python_float(t: ArrayLike) -> float:
 def clip_grad_norm(
     grads: PyTree, max_norm: ArrayLike, norm_type: float | str = 2
 ) -> tuple[Float[Array, ""], PyTree]:
-    """`(norm, grads)`, with gradients scaled down to a norm as torch does.
+    """Returns `(norm, grads)`, with g * min(1, max_norm / (norm + 1e-6)) as in torch.
 
-        g = g * min(1, max_norm / (norm + 1e-6))
-
-    The norm is that of all leaves together: of order `norm_type`, or the largest
-    element for "inf".
+    The norm of all leaves together has the order `norm_type`; "inf" is a maximum.
     """
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type must be positive, got {norm_type!r}.")
-    sizes = [jnp.abs(widen(g)) for g in jax.tree.leaves(differentiable(grads))]
-    if not sizes:
-        norm = jnp.zeros((), FLOAT32)
-    elif order == float("inf"):
-        norm = jnp.max(jnp.stack([jnp.max(g, initial=0.0) for g in sizes]))
-        # XLA's maximum on a CPU loses NaN; a sum of |g| does not.
-        norm = jnp.where(jnp.isnan(sum(map(jnp.sum, sizes))), jnp.nan, norm)
+    leaves = jax.tree.leaves(differentiable(grads))
+    if order in (2, float("inf")):
+        norm = norm_of(leaves, order)
     else:
-        norm = sum(jnp.sum(g**order) for g in sizes) ** (1 / order)
+        total = sum(jnp.sum(jnp.abs(widen(g)) ** order) for g in leaves)
+        norm = jnp.asarray(total, FLOAT32) ** (1 / order)
     factor = jnp.minimum(1.0, jnp.asarray(max_norm, FLOAT32) / (norm + 1e-6))
     return norm, jax.tree.map(lambda g: (widen(g) * factor).astype(g.dtype), grads)

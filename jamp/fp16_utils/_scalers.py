@@ -19,7 +19,7 @@ from jamp._scaling.rules import DynamicLossScale, LossScaleState
 
 
 class LossScalerState(NamedTuple):
-    """What a loss scaler of `fp16_utils` remembers.
+    """State of a loss scaler.
 
     Attributes:
         cur_scale: the factor on the loss, shape (), float32.
@@ -34,7 +34,7 @@ class LossScalerState(NamedTuple):
 
 class _Scaler:
     def scale_gradient(self, state: LossScalerState, grads: PyTree) -> PyTree:
-        """Gradients times the scale, rounded once to their dtypes."""
+        """Multiplies gradients by the scale, and rounds once to their dtypes."""
         scaled = lambda g: (g.astype(FLOAT32) * state.cur_scale).astype(g.dtype)  # noqa: E731
         return jax.tree.map(scaled, grads)
 
@@ -73,14 +73,12 @@ class LossScaler(_Scaler):
 
     def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
         """False, as in apex."""
-        del grads
         return jnp.asarray(False)
 
     def update_scale(
         self, state: LossScalerState, overflow: Bool[Array, ""]
     ) -> LossScalerState:
         """The same state."""
-        del overflow
         return state
 
 

@@ -1,4 +1,4 @@
-"""What both FP16_Optimizers do: add gradients of scaled losses, save, and load."""
+"""Code that both FP16_Optimizers share: they add gradients, save, and load."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -53,24 +53,16 @@ class Wrapper:
         Returns:
             `(loss, state)`, or `((loss, aux), state)` with `has_aux`; the loss
             unscaled, in float32.
-
-        Raises:
-            TypeError: `state` is another optimizer's; the loss is not a float scalar.
         """
         self._check(state)
+        held = state.params, state.loss_scale
         value, grads = grad_of_scaled(
-            loss_fn,
-            state.params,
-            state.loss_scale,
-            args,
-            kwargs,
-            has_aux,
-            checks=self.checks,
+            loss_fn, *held, args, kwargs, has_aux, checks=self.checks
         )
         return value, self._add(state, grads)
 
     def state_dict(self: Any, state: Any) -> dict[str, Any]:
-        """What a checkpoint needs, by apex's names; no gradients: save after `step`."""
+        """A checkpoint by apex's names, without gradients: save after `step`."""
         self._check(state)
         return to_names(self._saved(state))
 
@@ -79,18 +71,16 @@ class Wrapper:
 
         Raises:
             TypeError: `state_dict` is not a mapping.
-            ValueError: a name is missing or unexpected, a shape or dtype differs, or
-                the loss scale is of the other kind. Nothing is loaded then.
+            ValueError: a name, shape or dtype differs, or the kind of loss scale.
         """
         self._check(state)
         if not isinstance(state_dict, Mapping):
             kind = type(state_dict).__name__
             raise TypeError(f"load_state_dict takes a mapping, got {kind}.")
         saved = self._saved(state)
+        names = jax.eval_shape(to_names, saved)
         remedy = "Nothing was loaded: wrap the optimizer and params of the saved run."
-        check_same(
-            state_dict, jax.eval_shape(to_names, saved), "The state dict", remedy
-        )
+        check_same(state_dict, names, "The state dict", remedy)
         parts = from_names(saved, state_dict)
         if parts.pop("dynamic_loss_scale") != self.dynamic_loss_scale:
             other = f"dynamic_loss_scale={not self.dynamic_loss_scale}"
@@ -106,7 +96,7 @@ class Wrapper:
 
 
 def add(before: PyTree | None, grads: PyTree) -> PyTree:
-    """The sum of gradients; there may be none before."""
+    """The sum of gradients, where `before` may be None."""
     return grads if before is None else jax.tree.map(jnp.add, before, grads)
 
 
@@ -120,7 +110,7 @@ def needed[T](grads: T | None) -> T:
     return grads
 
 
-def say(overflow: Bool[Array, ""], message: str) -> None:
+def say(overflow: Bool[Array, ""] | bool, message: str) -> None:
     """Prints a message on overflow, except under `jit`."""
     if not is_traced(overflow) and overflow and jax.process_index() == 0:
         print(message)

@@ -1,8 +1,7 @@
 """apex's fused optimizers as optax transformations, and the masters that any keeps.
 
-May import `_core`, and `pallas_kernels`. An optimizer is one file: its docstring, its
-hyperparameters, its step; what all share is in `_fused`. How optax steps half params,
-with masters beside them or without, is in `_masters`.
+May import `_core`, and `pallas_kernels`. Each optimizer has one file; `_fused` has the
+code that they share, and `_masters` steps half params by any optax transformation.
 """
 
 from jamp.optimizers._adagrad import (

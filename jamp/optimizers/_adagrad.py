@@ -40,8 +40,7 @@ def fused_adagrad(
 
     $$h \leftarrow h + g^2, \quad w \leftarrow w - \eta \frac{g}{\sqrt{h} + \epsilon}$$
 
-    Equals `optax.adagrad` only for `eps=0` and `initial_accumulator_value=0`: optax has
-    epsilon under the root.
+    optax puts epsilon under the root.
 
     Args:
         learning_rate, eps, mask, moment_dtype, backend: as of `fused_adam`.
@@ -52,7 +51,7 @@ def fused_adagrad(
         A transformation, see `fused_adam`.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     >>> import jax.numpy as jnp, optax
     >>> tx, params = fused_adagrad(0.1), jnp.ones(2)
@@ -60,23 +59,20 @@ def fused_adagrad(
     >>> print(optax.apply_updates(params, updates))
     [0.9 1.1]
     """
-    return fused.FusedTransformation.from_rule(
-        FusedAdagrad(
-            learning_rate=learning_rate,
-            eps=eps,
-            weight_decay=weight_decay,
-            adagrad_w_mode=adagrad_w_mode,
-            mask=mask,
-            moment_dtype=moment_dtype,
-            backend=backend,
-        )
+    rule = FusedAdagrad(
+        learning_rate=learning_rate,
+        eps=eps,
+        weight_decay=weight_decay,
+        adagrad_w_mode=adagrad_w_mode,
+        mask=mask,
+        moment_dtype=moment_dtype,
+        backend=backend,
     )
+    return fused.FusedTransformation.from_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedAdagrad(fused.FusedRule):
-    """The hyperparameters of `fused_adagrad`, and its step."""
-
     name: ClassVar[str] = "fused_adagrad"
     state: ClassVar = FusedAdagradState
 

@@ -52,41 +52,33 @@ def fused_adam(
       w \leftarrow w - \eta \Big(\frac{m / (1 - \beta_1^t)}
       {\sqrt{v / (1 - \beta_2^t)} + \epsilon} + \lambda w\Big)$$
 
-    Equals `optax.adam` without weight decay and `optax.adamw` with it;
-    `optax.chain(optax.add_decayed_weights(wd), optax.adam(...))` with
-    `adam_w_mode=False`; and either behind `optax.clip_by_global_norm` with
-    `max_grad_norm`. No transformation of optax equals `bias_correction=False`, or
-    `legacy=True` unless eps and weight decay are 0.
+    Equals `optax.adamw`, and with `adam_w_mode=False`
+    `optax.chain(optax.add_decayed_weights(wd), optax.adam(...))`. `max_grad_norm`
+    equals `optax.clip_by_global_norm`.
 
     Args:
         learning_rate: $\eta$, or a schedule of the count of steps.
-        b1: $\beta_1$.
-        b2: $\beta_2$.
-        eps: $\epsilon$.
-        weight_decay: $\lambda$.
+        b1, b2, eps, weight_decay: $\beta_1$, $\beta_2$, $\epsilon$, $\lambda$.
         adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
         bias_correction: whether to divide by $1 - \beta^t$.
-        max_grad_norm: clips the norm of all gradients together; None or 0 for not at
-            all.
-        amsgrad: refused, as by apex.
-        legacy: FusedAdam as it was until August 2019: epsilon is added before the
+        max_grad_norm: clips the norm of all gradients; None or 0 clips nothing.
+        amsgrad: raises, as in apex.
+        legacy: selects apex's FusedAdam before August 2019: epsilon is added before the
             correction, which multiplies the decay too, and clipping divides by
             (norm + 1e-6) / max_grad_norm.
         eps_inside_sqrt: with `legacy`, adds epsilon under the root.
-        mask: which leaves decay: a tree of bools like the params or a prefix of it, or
-            a function from params to that.
-        moment_dtype: "bfloat16" stores moments in half the bytes, rounded
-            stochastically. Arithmetic is in float32.
+        mask: which leaves decay: a tree of bools, a prefix of the params' tree or a
+            function of the params.
+        moment_dtype: "bfloat16" stores moments rounded stochastically.
         backend: "xla", "mosaic" or "interpret".
 
     Returns:
         A transformation whose `update` also takes `grad_scale`, which gradients are
-        divided by, and `found_inf`, which makes the step a no-op. As apex's, it does
-        not look for inf and NaN by itself.
+        divided by, and `found_inf`, which makes the step a no-op.
 
     Raises:
         RuntimeError: `amsgrad`.
-        ValueError: a number out of range, or options that exclude each other.
+        ValueError: a number is out of range, or options exclude each other.
 
     >>> import jax.numpy as jnp, optax
     >>> tx = fused_adam(0.1, weight_decay=0.1)
@@ -103,30 +95,27 @@ def fused_adam(
         raise ValueError(
             "fused_adam: legacy=True has one kind of decay. Leave adam_w_mode out."
         )
-    return fused.FusedTransformation.from_rule(
-        FusedAdam(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            adam_w_mode=adam_w_mode,
-            bias_correction=bias_correction,
-            max_grad_norm=max_grad_norm,
-            amsgrad=amsgrad,
-            legacy=legacy,
-            eps_inside_sqrt=eps_inside_sqrt,
-            mask=mask,
-            moment_dtype=moment_dtype,
-            backend=backend,
-        )
+    rule = FusedAdam(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        adam_w_mode=adam_w_mode,
+        bias_correction=bias_correction,
+        max_grad_norm=max_grad_norm,
+        amsgrad=amsgrad,
+        legacy=legacy,
+        eps_inside_sqrt=eps_inside_sqrt,
+        mask=mask,
+        moment_dtype=moment_dtype,
+        backend=backend,
     )
+    return fused.FusedTransformation.from_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedAdam(fused.FusedRule):
-    """The hyperparameters of `fused_adam`, and its step."""
-
     name: ClassVar[str] = "fused_adam"
     state: ClassVar = FusedAdamState
 

@@ -8,6 +8,7 @@ wants it; `apply` writes weights, masters and half params in one pass.
 import copy
 import dataclasses
 import math
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -19,18 +20,17 @@ from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import is_castable
-from jamp._core.tree import check_like
+from jamp._core.tree import check_like, path_parts
 from jamp.optimizers._hyperparameters import (
     Count as Count,
     Hyperparameters as Hyperparameters,
+    Mask as Mask,
     ScalarOrSchedule as ScalarOrSchedule,
     Scalars as Scalars,
     is_number as is_number,
     is_zero as is_zero,
     number as number,
 )
-from jamp.optimizers._masks import Mask as Mask
-from jamp.optimizers._salts import leaf_salts
 from pallas_kernels import (
     Leaves,
     Options,
@@ -102,17 +102,16 @@ class FusedRule(Hyperparameters, Rule):
         return jax.tree.map(leaf, params)
 
     def numbers(self, count: Count, leaves: Leaves, options: Options) -> Scalars:
-        """What `formula` takes: hyperparameters after `count` steps, norms of leaves.
+        """The numbers that `formula` takes after `count` steps.
 
-        What is named as a tree of the state is no moment, but its new value.
+        A number with the name of a tree in the state is that tree's new value.
         """
         raise NotImplementedError
 
     def correction(self, b: ArrayLike, count: Count) -> Array | float:
-        """1 - b^t at step t = count + 1, to float32's precision.
+        """1 - b^t at step t = count + 1, or 1 for a rule that corrects nothing.
 
-        Not by that formula: 1 - 0.999 in float32 has an error of 1e-5. 1 for a rule
-        that corrects nothing.
+        By logarithms, because 1 - 0.999 in float32 has an error of 1e-5.
         """
         if not self.bias_correction:
             return 1.0
@@ -123,10 +122,9 @@ class FusedRule(Hyperparameters, Rule):
         return -jnp.expm1((count.astype(jnp.float32) + 1) * log)
 
     def clipped(self, options: Options, grads: Sequence[Array]) -> Options:
-        """Options under which gradients are clipped by a factor of their norm.
+        """Options whose `unscale` clips gradients by their norm.
 
-        A largest norm of 0 clips nothing: an array of 0 too, which is what
-        `optax.inject_hyperparams` makes of it.
+        A largest norm of 0 clips nothing. `optax.inject_hyperparams` makes it an array.
         """
         most: Any = self.max_grad_norm
         if is_zero(most):
@@ -138,7 +136,7 @@ class FusedRule(Hyperparameters, Rule):
         return options._replace(unscale=unscale * factor)
 
     def clip_factor(self, norm: Float[Array, ""], most: ArrayLike) -> Array:
-        """What gradients of a norm are multiplied by, for one of `most`."""
+        """The factor that brings gradients of a norm to at most `most`."""
         # A NaN compares false, as in apex.
         return jnp.where(norm > most, most / norm, 1)
 
@@ -272,18 +270,28 @@ class FusedTransformation(Transformation):
     ) -> Bool[Array, ""]:
         """Whether no gradient is inf or NaN, shape (), bool.
 
-        Args:
-            grads: gradients of any float dtype, times `grad_scale`.
-            grad_scale: with it the gradients are judged as the step sees them, divided
-                by it in float32: below 1 a finite one may overflow. Shape ().
+        Divides them by `grad_scale` in float32 first, as the step does: below 1 a
+        finite one may overflow.
         """
         options = self.rule.options(grad_scale)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
 
     @property
     def apply(self) -> Callable[..., tuple[PyTree, Any]]:
-        """Steps weights in place, in one pass over each leaf: `FusedRule.apply`."""
+        """`FusedRule.apply`, which steps weights in one pass over each leaf."""
         return self.rule.apply
+
+
+def leaf_salts(tree: PyTree, group: Hashable = None) -> list[int]:
+    """A 32-bit number per leaf, from its path and the key of its group.
+
+    A checksum of the text, because Python's `hash` differs between processes and a
+    resumed run must round alike.
+    """
+    prefix = "" if group is None else f"{group!r}:"
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [prefix + "/".join(path_parts(path)) for path, _ in leaves]
+    return [zlib.crc32(name.encode()) for name in names]
 
 
 def check_step(name: str, updates: PyTree, params: PyTree | None) -> None:

@@ -12,9 +12,9 @@ from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 from typing_extensions import TypeIs
 
 from jamp._core.show import short_repr
-from jamp.optimizers._masks import Mask, MaskByValue, bools_like, checked_bool
 from pallas_kernels import Options, check_backend
 
+type Mask = PyTree | Callable[[PyTree], PyTree] | None
 type Count = Int[Array, ""]
 # By name, of shape (), or (n,) for one per leaf.
 type Scalars = dict[str, ArrayLike]
@@ -50,7 +50,7 @@ class Hyperparameters:
         check_backend(self.backend)
         if self.mask is not None and not callable(self.mask):
             leaves, structure = jax.tree.flatten(self.mask)
-            mask = MaskByValue(tuple(map(checked_bool, leaves)), structure)
+            mask = _MaskByValue(tuple(map(_checked_bool, leaves)), structure)
             object.__setattr__(self, "mask", mask)
         for field in dataclasses.fields(self):
             if "below" in field.metadata:
@@ -67,7 +67,6 @@ class Hyperparameters:
             raise ValueError(f"{self.name}: invalid {name}: {value}.")
 
     def _not_one(self, name: str, value: object) -> TypeError:
-        """What to raise where each leaf would have a number of its own."""
         remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
         text = f"{self.name}: {name} must be a number, got {short_repr(value)}.{remedy}"
         return TypeError(text)
@@ -99,7 +98,7 @@ class Hyperparameters:
         """Per leaf, whether it decays."""
         decays = [True] * len(jax.tree.leaves(params))
         if self.mask is not None:
-            decays = bools_like(params, self.mask(params))
+            decays = _bools_like(params, self.mask(params))
         if is_zero(self.weight_decay):
             decays = [False] * len(decays)  # which costs nothing
         return decays
@@ -116,5 +115,33 @@ def is_number(x: object) -> TypeIs[int | float | np.number]:
 
 
 def is_zero(x: object) -> bool:
-    """Whether it is Python's 0: what is traced is not."""
+    """Whether `x` is a 0 known now."""
     return isinstance(x, int | float | np.number) and bool(x == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaskByValue:
+    """A mask by value, so that a transformation with one can be hashed."""
+
+    leaves: tuple[bool, ...]
+    structure: Any
+
+    def __call__(self, params: PyTree) -> PyTree:
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+
+def _bools_like(params: PyTree, mask: PyTree) -> list[bool]:
+    """A bool for each leaf of the params, from a mask like them or a prefix of it."""
+    try:
+        leaves = jax.tree.leaves(jax.tree.broadcast(mask, params))
+    except ValueError as error:
+        raise ValueError(
+            f"mask must be a tree of bools like the params, or a prefix of it: {error}"
+        ) from None
+    return list(map(_checked_bool, leaves))
+
+
+def _checked_bool(leaf: Any) -> bool:
+    if not isinstance(leaf, bool | np.bool_):
+        raise TypeError(f"mask must hold bools, got {leaf!r}.")
+    return bool(leaf)

@@ -53,10 +53,7 @@ def fused_lamb(
       w \leftarrow w - \eta \frac{\|w\|}{\|u\|} u,$$
 
     with Adam's moments of the clipped gradient. The ratio is 1 where a norm is 0.
-
-    Equals `optax.chain(optax.clip_by_global_norm(max_grad_norm), optax.lamb(...))` if
-    all leaves decay, or with `use_nvlamb=True`. Otherwise leaves that do not decay take
-    the plain learning rate here, and a trust ratio in optax.
+    Leaves that do not decay take the plain learning rate, unlike in optax.
 
     Args:
         learning_rate, b1, b2, eps, weight_decay, adam_w_mode: as of `fused_adam`.
@@ -66,11 +63,11 @@ def fused_lamb(
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
 
     Returns:
-        A transformation, see `fused_adam`. Unlike apex's, it leaves gradients alone.
+        A transformation, see `fused_adam`.
 
     Raises:
         RuntimeError: `amsgrad`.
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
 
     >>> import jax.numpy as jnp, optax
     >>> tx, params = fused_lamb(0.1, weight_decay=0.0, use_nvlamb=True), jnp.ones(1) * 5
@@ -78,30 +75,27 @@ def fused_lamb(
     >>> print(optax.apply_updates(params, updates))  # |w| = 5, |u| = 1
     [4.5]
     """
-    return fused.FusedTransformation.from_rule(
-        FusedLAMB(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-            amsgrad=amsgrad,
-            mask=mask,
-            moment_dtype=moment_dtype,
-            backend=backend,
-        )
+    rule = FusedLAMB(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        bias_correction=bias_correction,
+        adam_w_mode=adam_w_mode,
+        grad_averaging=grad_averaging,
+        max_grad_norm=max_grad_norm,
+        use_nvlamb=use_nvlamb,
+        amsgrad=amsgrad,
+        mask=mask,
+        moment_dtype=moment_dtype,
+        backend=backend,
     )
+    return fused.FusedTransformation.from_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedLAMB(fused.FusedRule):
-    """The hyperparameters of `fused_lamb`, and its step."""
-
     name: ClassVar[str] = "fused_lamb"
     state: ClassVar = FusedLAMBState
 

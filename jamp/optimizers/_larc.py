@@ -16,7 +16,7 @@ from jamp._core.dtypes import widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import select
 from jamp.optimizers import _fused as fused
-from pallas_kernels import norm
+from pallas_kernels import Options, norm
 
 
 class LARCState(NamedTuple):
@@ -46,20 +46,16 @@ def larc(
     $$a = \frac{\tau \|w\|}{\|g\| + \lambda \|w\| + \epsilon}, \quad
       g \leftarrow a (g + \lambda w),$$
 
-    and with `clip` $\min(a / \eta, 1)$ for $a$, so that the rate in effect is the
-    smaller of $a$ and $\eta$. A leaf whose weights or gradients are all 0 keeps its
-    gradient, without decay.
-
-    Equals `optax.lars` only with `clip=False`, no weight decay, and a constant learning
-    rate or no momentum.
+    and with `clip` $\min(a / \eta, 1)$ for $a$. A leaf whose weights or gradients are
+    all 0 keeps its gradient, without decay.
 
     Args:
-        inner: what to wrap. If it is fused, its learning rate, its weight decay and its
-            mask are taken over, as by apex, and it decays nothing itself.
+        inner: any transformation. If it is fused, `larc` takes over its learning rate,
+            weight decay and mask, as apex does.
         learning_rate: $\eta$, of `inner`, or a schedule of the count of steps; only
             `clip` needs it.
         trust_coefficient: $\tau$.
-        clip: whether to clip the rate at $\eta$; else it is scaled.
+        clip: whether to clip the rate at $\eta$ instead of scaling it.
         eps: $\epsilon$.
         weight_decay: $\lambda$; `inner` should have none of its own.
         mask: which leaves decay, see `fused_adam`.
@@ -69,7 +65,7 @@ def larc(
 
     Raises:
         TypeError: `inner` is not a transformation.
-        ValueError: `clip` without a learning rate, or a number out of range.
+        ValueError: `clip` has no learning rate, or a number is out of range.
 
     >>> import jax.numpy as jnp, optax
     >>> from jamp.optimizers import fused_sgd
@@ -131,7 +127,7 @@ class _LARC(fused.Hyperparameters):
     ) -> tuple[PyTree, Any]:
         """optax's `update`."""
         fused.check_step(self.name, updates, params)
-        grads = self.adapted(updates, state.count, params, grad_scale)
+        grads = self._adapted(updates, state.count, params, self.options(grad_scale))
         # Widened, so that states of `inner` are in float32 from the first step on.
         widened = jax.tree.map(widen, params)
         inner = optax.with_extra_args_support(self.inner)
@@ -147,18 +143,12 @@ class _LARC(fused.Hyperparameters):
         still = jax.tree.map(jnp.zeros_like, updates)
         return select(clean, updates, still), select(clean, new, state)
 
-    def adapted(
-        self,
-        grads: PyTree,
-        count: fused.Count,
-        params: PyTree,
-        scale: ArrayLike | None,
+    def _adapted(
+        self, grads: PyTree, count: fused.Count, params: PyTree, options: Options
     ) -> PyTree:
         """The gradients that `inner` sees, in float32."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        options = self.options(scale)
-        unscale = options.unscale
         g = norm(leaves, per_leaf=True, options=options)
         w = norm(weights, per_leaf=True, options=self.options())
         decays = jnp.array(self.decays(params), bool)
@@ -172,8 +162,8 @@ class _LARC(fused.Hyperparameters):
         new = []
         for k, (grad, weight) in enumerate(zip(leaves, weights, strict=True)):
             grad, weight = widen(grad), widen(weight)
-            if unscale is not None:
-                grad = grad * unscale.astype(grad.dtype)
-            both = (ratio[k].astype(grad.dtype), decay[k].astype(grad.dtype))
-            new.append(both[0] * (grad + both[1] * weight))
+            if options.unscale is not None:
+                grad = grad * options.unscale.astype(grad.dtype)
+            own_decay = decay[k].astype(grad.dtype)
+            new.append(ratio[k].astype(grad.dtype) * (grad + own_decay * weight))
         return structure.unflatten(new)

@@ -1,8 +1,8 @@
-"""Half params stepped by optax: float32 masters beside them, or stochastic rounding.
+"""Half params stepped by optax, with float32 masters or stochastic rounding.
 
 After apex/amp/_process_optimizer.py, but never lazy (apex issues 480, 966 and 341). A
-param with its master is a `pallas_kernels.Weight`. States keep the masters as a tree
-beside the params, with holes where a param is its own: no array occurs twice in them.
+param with its master is a `pallas_kernels.Weight`. A state keeps masters as a tree with
+holes for float32 params, so that no array occurs twice.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from jamp._core.devices import callers_guard
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copy_leaves, select
-from jamp.optimizers._fused import Transformation, check_step
-from jamp.optimizers._salts import leaf_salts
+from jamp.optimizers._fused import Transformation, check_step, leaf_salts
 from pallas_kernels import Weight, keys_of, split, stochastic
 
 _HOLE = optax.MaskedNode()
@@ -29,9 +28,8 @@ class MasterWeightsState(NamedTuple):
     """State of `master_weights`.
 
     Attributes:
-        masters: the params in float32, and of float64 ones copies; with
-            `store_remainder` the 16 low bits beside bfloat16 params, uint16;
-            `optax.MaskedNode()` where a param is float32 and so its own master.
+        masters: float32 copies of half params, or with `store_remainder` the 16 low
+            bits, uint16; `optax.MaskedNode()` where a param is its own master.
         inner_state: the state of the wrapped transformation.
     """
 
@@ -75,36 +73,28 @@ def master_weights(
 
     $$m' = m + u, \quad p' = \mathrm{half}(m'),$$
 
-    `update` returns $\mathrm{f32}(p') - \mathrm{f32}(p)$, so that `optax.apply_updates`
-    lands on $p'$ bit for bit while $|p| / |p'|$ stays below about $2^{13}$ (in bfloat16
-    $2^{16}$) and both are finite. `half` rounds to nearest and clamps to the largest
-    finite half. Params in float32 are their own masters, and receive $u$ itself.
+    `update` returns $\mathrm{f32}(p') - \mathrm{f32}(p)$, with which
+    `optax.apply_updates` gives $p'$ bit for bit. `half` rounds to nearest and clamps to
+    the largest finite half. Params in float32 are their own masters.
 
-    Place it last in a chain and outside of `inject_hyperparams`: what changes updates
-    afterwards breaks `params == half(masters)`, and clipping before it sees half
-    gradients. Everything may go inside: `master_weights(optax.chain(clip, adam))`.
-
-    With `store_remainder`, a bfloat16 param and 16 more bits are the master: 2 bytes
-    per param where a float32 copy takes 4, and bit-exact. The param is then the master
-    rounded to nearest with exact ties away from zero, not to even. Masters are clamped
-    to what does not round to infinity, and all NaNs are one.
+    Place it last in a chain and outside of `inject_hyperparams`. Everything may go
+    inside: `master_weights(optax.chain(clip, adam))`.
 
     Args:
         tx: any optax transformation; it sees float32 gradients and params only.
-        store_remainder: whether to keep the lower 16 bits beside bfloat16 params
-            instead of a float32 copy.
+        store_remainder: whether to keep the lower 16 bits of each master beside
+            bfloat16 params instead of a float32 copy. Params then round exact ties away
+            from zero, and all NaNs become one.
 
     Returns:
-        A transformation that is equal to, and hashes as, any other of the same
-        arguments. `init` widens half params. If none is half, it copies all of them:
-        they are taken for the originals of params that are cast afterwards, which
-        `store_remainder` does not allow. `update` needs `params`, and passes extra
-        arguments on.
+        A transformation that equals, and hashes as, any other with the same arguments.
+        `init` copies float32 params when none is half, for params that are cast
+        afterwards.
 
     Raises:
         TypeError: `tx` is not a transformation.
-        ValueError: it is one of master_weights already; `init` with `store_remainder`
-            and params that are not bfloat16.
+        ValueError: `tx` keeps masters already; or in `init`, `store_remainder` meets
+            params that are not bfloat16.
 
     >>> import jax.numpy as jnp, optax
     >>> params, tx = jnp.ones(1, jnp.bfloat16), master_weights(optax.sgd(1e-3))
@@ -136,19 +126,17 @@ class StochasticRoundingState(NamedTuple):
 def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
     r"""Steps bfloat16 params with `tx` and no masters, rounding them stochastically.
 
-    The step is in float32. Each param becomes one of the two bfloat16 around it, with
-    a probability that keeps the mean, so that small steps add up. The random bits are a
-    hash of step, path and element: the state keeps only a count, and the bits are the
-    same under any sharding and after a resume. Other params are stepped as by `tx`.
+    Each param becomes one of the two bfloat16 around its float32 value, with a
+    probability that keeps the mean, so that small steps add up. The random bits are a
+    hash of step, path and element, the same under any sharding and after a resume.
 
-    Place it last in a chain: `update` returns what makes `optax.apply_updates` land on
-    the rounded params. Under `jamp.initialize` write `stochastic_rounding=True` there.
+    Place it last in a chain. Under `jamp.initialize` pass `stochastic_rounding=True`.
 
     Args:
         tx: any optax transformation; it sees float32 gradients and params only.
 
     Returns:
-        A transformation that is equal to, and hashes as, any other of the same `tx`.
+        A transformation that equals, and hashes as, any other of the same `tx`.
 
     Raises:
         TypeError: `tx` is not a transformation.
@@ -167,7 +155,7 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> Transformation:
 
 
 def delta_to(updates: PyTree, new: PyTree, params: PyTree) -> PyTree:
-    """What makes `optax.apply_updates` land on half params; else the update itself."""
+    """Updates with which `optax.apply_updates` gives exactly the new half params."""
     return jax.tree.map(
         lambda u, n, p: n.astype(FLOAT32) - p.astype(FLOAT32) if is_half(p) else u,
         updates,
@@ -243,8 +231,8 @@ def with_masters(
     Args:
         params: cast from `originals`.
         originals: float32, copied where they become masters.
-        store_remainder: whether to keep 16 bits beside each bfloat16 param, which is
-            rounded again from its original then, ties away from zero.
+        store_remainder: whether to keep 16 bits beside each bfloat16 param, and round
+            the param again from its original.
     """
     if store_remainder:
         _check_bfloat16(params)
@@ -280,7 +268,7 @@ def split_masters(weights: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def values(weights: PyTree) -> PyTree:
-    """What an optimizer steps: the masters, and float32 params in place of holes."""
+    """The masters, and the params that are their own masters."""
     return jax.tree.map(lambda w: w.value, weights, is_leaf=_is_weight)
 
 
@@ -311,7 +299,7 @@ def step_weights(
         The weights, rounded again; the state; and what was added to the masters.
     """
     masters = values(weights)
-    # Wrapped here: what wraps makes a new function each time, and is never equal.
+    # Here, because each wrapped transformation is a new one and equals no other.
     tx = optax.with_extra_args_support(tx)
     grads = jax.tree.map(widen, grads)
     with callers_guard():

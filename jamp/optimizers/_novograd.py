@@ -55,9 +55,6 @@ def fused_novograd(
       m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
       w \leftarrow w - \eta \Big(\frac{m}{(1 - \beta_1^t) d} + \lambda w\Big)$$
 
-    Equals `optax.novograd` only with `reg_inside_moment=True`, `grad_averaging=False`,
-    `bias_correction=False`, `init_zero=False`, and optax's b2 and eps.
-
     Args:
         learning_rate, b1, b2, eps, weight_decay, amsgrad: as of `fused_adam`.
         mask, moment_dtype, backend: as of `fused_adam`.
@@ -74,8 +71,8 @@ def fused_novograd(
 
     Raises:
         RuntimeError: `amsgrad`, or another norm.
-        TypeError: an array for `norm_type`.
-        ValueError: a number out of range.
+        TypeError: `norm_type` is an array.
+        ValueError: a number is out of range.
 
     >>> import jax.numpy as jnp, optax
     >>> tx = fused_novograd(0.1, bias_correction=False, grad_averaging=False)
@@ -94,30 +91,27 @@ def fused_novograd(
             "FusedNovoGrad only support l2/inf norm now: norm_type is 2 or 'inf', got "
             f"{norm_type!r}."
         )
-    return fused.FusedTransformation.from_rule(
-        FusedNovoGrad(
-            learning_rate=learning_rate,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            reg_inside_moment=reg_inside_moment,
-            grad_averaging=grad_averaging,
-            norm_type=norm_type,
-            init_zero=init_zero,
-            amsgrad=amsgrad,
-            mask=mask,
-            moment_dtype=moment_dtype,
-            backend=backend,
-        )
+    rule = FusedNovoGrad(
+        learning_rate=learning_rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        bias_correction=bias_correction,
+        reg_inside_moment=reg_inside_moment,
+        grad_averaging=grad_averaging,
+        norm_type=norm_type,
+        init_zero=init_zero,
+        amsgrad=amsgrad,
+        mask=mask,
+        moment_dtype=moment_dtype,
+        backend=backend,
     )
+    return fused.FusedTransformation.from_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedNovoGrad(fused.FusedRule):
-    """The hyperparameters of `fused_novograd`, and its step."""
-
     name: ClassVar[str] = "fused_novograd"
     state: ClassVar = FusedNovoGradState
     per_leaf: ClassVar = ("nu",)
@@ -131,7 +125,6 @@ class FusedNovoGrad(fused.FusedRule):
     init_zero: bool
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
-        """First moments, and norms, of 0."""
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
         return self.zeros(params), norms
 

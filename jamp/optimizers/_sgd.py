@@ -46,10 +46,8 @@ def fused_sgd(
 
     where the first step takes $b = d$; with `nesterov`, $d + \mu b$ for the last $b$.
 
-    Equals `optax.sgd` without weight decay and dampening, and
-    `optax.chain(optax.add_decayed_weights(wd), optax.sgd(...))` with weight decay. With
-    `wd_after_momentum`, the decay stands between `optax.trace` and the learning rate.
-    No transformation of optax has dampening.
+    Equals `optax.chain(optax.add_decayed_weights(wd), optax.sgd(...))` without
+    dampening.
 
     Args:
         learning_rate, weight_decay, mask, moment_dtype, backend: as of `fused_adam`.
@@ -62,8 +60,8 @@ def fused_sgd(
         A transformation, see `fused_adam`.
 
     Raises:
-        ValueError: a number out of range, or Nesterov momentum with dampening or
-            without momentum.
+        ValueError: a number is out of range, or Nesterov momentum has dampening or no
+            momentum.
 
     >>> import jax.numpy as jnp, optax
     >>> tx, params = fused_sgd(0.25, 0.5, nesterov=True), jnp.ones(2)
@@ -77,25 +75,22 @@ def fused_sgd(
         raise ValueError(
             "fused_sgd: Nesterov momentum requires a momentum and zero dampening."
         )
-    return fused.FusedTransformation.from_rule(
-        FusedSGD(
-            learning_rate=learning_rate,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            wd_after_momentum=wd_after_momentum,
-            mask=mask,
-            moment_dtype=moment_dtype,
-            backend=backend,
-        )
+    rule = FusedSGD(
+        learning_rate=learning_rate,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        wd_after_momentum=wd_after_momentum,
+        mask=mask,
+        moment_dtype=moment_dtype,
+        backend=backend,
     )
+    return fused.FusedTransformation.from_rule(rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedSGD(fused.FusedRule):
-    """The hyperparameters of `fused_sgd`, and its step."""
-
     name: ClassVar[str] = "fused_sgd"
     state: ClassVar = FusedSGDState
 
@@ -105,13 +100,11 @@ class FusedSGD(fused.FusedRule):
     wd_after_momentum: bool
 
     def moments(self, params: PyTree) -> tuple[PyTree, ...]:
-        """The buffers, where there is momentum."""
         return (None,) if fused.is_zero(self.momentum) else super().moments(params)
 
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
-        del options
         if "trace" not in leaves.moments and not fused.is_zero(self.momentum):
             raise ValueError(
                 "fused_sgd: the state was made without momentum: make another, by the "

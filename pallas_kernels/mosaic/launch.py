@@ -1,14 +1,12 @@
 """One Mosaic GPU kernel over many leaves.
 
 A leaf is a dict of columns: flat arrays of equal length, such as a gradient, a weight
-and its moments. One launch walks over all leaves that it is given: a grid step finds
-the leaf that it falls into, loads one block of each column, calls the formula in
-float32, and stores what comes back, in place.
+and its moments. A grid step finds its leaf, loads one block of each column, calls the
+formula in float32, and stores the results in place.
 
 The last block of a leaf takes the remainder too. It reads windows of a multiple of 128
-elements, the last of which ends at the leaf's end and overlaps the one before: what is
-read twice is computed twice from the same old values, since all loads of a block come
-before its stores.
+elements, the last of which ends at the leaf's end and overlaps the one before. All
+loads of a block come before its stores, so both compute the same from old values.
 """
 
 import functools
@@ -43,12 +41,13 @@ _DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.uint16)
 
 
 class Work(NamedTuple):
-    """What a kernel does, but for the arrays.
+    """The static part of a launch.
 
     Attributes:
-        job: the formula, and what becomes of its results.
-        names: of the scalars. The first may be "skip": if not zero, to store nothing.
-        tag: what is static about the leaves.
+        job: the job.
+        names: the names of the scalars. The first may be "skip", which stores nothing
+            unless it is zero.
+        tag: the leaves' static tag.
         interpret: whether to emulate the GPU on the CPU, and look for races.
     """
 
@@ -60,7 +59,7 @@ class Work(NamedTuple):
     def results(
         self, scalars: Sequence[Any], blocks: Blocks, noise: Noise | None
     ) -> Blocks:
-        """What the formula gives, as it is stored."""
+        """The formula's results, as they are stored."""
         numbers = dict(zip(self.names, scalars, strict=True))
         return call_inlined(self._results, numbers, blocks, noise)
 
@@ -90,7 +89,7 @@ def fits(leaf: Leaf) -> bool:
 
 
 def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
-    """Splits leaves into launches, those of equal sizes together: they compile once."""
+    """Splits leaves into launches by size, so that equal launches compile once."""
     most = max(1, min(64, _COLUMNS_PER_LAUNCH // columns))
     by_size = sorted(range(len(sizes)), key=lambda k: sizes[k])
     launches, mixed = [], []
@@ -114,10 +113,8 @@ def launch(
 ) -> tuple[list[Blocks], dict[str, Array]]:
     """Runs `work` in one launch, over leaves of one kind that `fits` accepts.
 
-    `strides` are those of what each leaf is a part of, for stochastic rounding.
-
-    Returns:
-        Per leaf the columns that were written; the reductions.
+    Each leaf is part of an array with its `strides`, for stochastic rounding. Returns
+    the written columns of each leaf, and the reductions.
     """
     job, stored = work.job, work.stored_dtypes(leaves[0], keys is not None)
     written = [c for c in leaves[0] if c in stored or c in job.copies]
@@ -169,7 +166,7 @@ def _body(
     fresh: Sequence[Any],
     partials: dict[str, Any],
 ) -> None:
-    """What one grid step does."""
+    """Runs one grid step."""
     step = jax.lax.axis_index("block")
     shared = [scalars[j] for j in range(scalars.shape[0])]
 
@@ -224,7 +221,7 @@ class Window(NamedTuple):
 
 
 def _last_windows(n: int, block: int, vec: int) -> list[Window]:
-    """What the last block covers: a whole block if there is one, and the remainder."""
+    """The windows of the last block: a whole block if there is one, and the rest."""
     start, end = max(n // block - 1, 0) * block, n // block * block
     windows = [Window(pl.ds(start, block), start, block, vec, 0)] if end else []
     if aligned := (n - end) // WARPGROUP * WARPGROUP:
@@ -306,9 +303,7 @@ def _noise(
 def _reduce(x: Array, window: Window, how: str) -> Array:
     """One number for a window, from the elements that no window before it covers."""
     if window.seen:
-        x = jnp.where(
-            _places(window) >= window.seen, x, 0.0
-        )  # of |x| too: maxima are of those
+        x = jnp.where(_places(window) >= window.seen, x, 0.0)  # maxima are of |x|
     return jnp.sum(x) if how == "sum" else jnp.max(x)
 
 
