@@ -80,7 +80,7 @@ def run(
         check_device(backend, [x for leaf in leaves for x in leaf.values()])
     if not leaves:
         shape = () if job.totals else (0,)
-        return Results({}, dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32)))
+        return {}, dict.fromkeys(job.reductions, jnp.zeros(shape, jnp.float32))
     tags = [None] * len(leaves) if tags is None else tags
     per_leaf = {name: x for name, x in given.items() if jnp.ndim(x)}
     shared = {name: x for name, x in given.items() if name not in per_leaf}

@@ -199,7 +199,7 @@ def step(
     keys = None
     if any([tag.rounded for tag in tags]):
         keys = keys_of(count, range(len(tags)) if salts is None else salts)
-    results = run(_STEP, columns, options, numbers, tags, keys).leaves.values()
+    results = run(_STEP, columns, options, numbers, tags, keys)[0].values()
     moments = {name: [leaf[name] for leaf in results] for name in leaves.moments}
     if only_updates:
         return [leaf["update"] for leaf in results], moments
@@ -222,7 +222,7 @@ def step_norms(
     storing it, and takes no memory. XLA keeps it, 4 B per weight.
     """
     columns, tags = _columns_and_tags(rule, leaves, "norms")
-    found = run(_NORMS, columns, options, numbers, tags).reductions
+    _, found = run(_NORMS, columns, options, numbers, tags)
     return jnp.sqrt(found["weight"]), jnp.sqrt(found["added"])
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from pallas_kernels._rounding import Noise, numbers_like, strides_of
 type Blocks = dict[str, Array]
 type Leaf = Mapping[str, Array]
 type Numbers = Mapping[str, Array]
+# By number, each leaf's written columns and new arrays; and reductions by name, with a
+# value for each of these leaves, or one if the job has `totals`.
+type Results = tuple[dict[int, Blocks], dict[str, Array]]
 type Formula = Callable[[Numbers, Any, Blocks], Blocks]
 
 # Concatenated, small leaves reduce in one kernel, and XLA fuses the concatenation, up
@@ -90,29 +93,17 @@ class Job:
         }
 
 
-class Results(NamedTuple):
-    """Results of a job for some leaves.
-
-    Attributes:
-        leaves: by number, a leaf's written columns and new arrays.
-        reductions: by name, a value for each of these leaves; with `totals` one.
-    """
-
-    leaves: dict[int, Blocks]
-    reductions: dict[str, Array]
-
-
 def combined(job: Job, parts: Sequence[Results]) -> Results:
     """Joins parts, with leaves in order."""
-    leaves = {k: blocks for part in parts for k, blocks in part.leaves.items()}
+    leaves = {k: blocks for part, _ in parts for k, blocks in part.items()}
     reductions = {}
     for name, how in job.reductions.items():
-        values = [part.reductions[name] for part in parts]
+        values = [part[name] for _, part in parts]
         if job.totals:
             reductions[name] = functools.reduce(JOIN[how], values)
         else:
             reductions[name] = jnp.concatenate(values)[np.argsort(list(leaves))]
-    return Results({k: leaves[k] for k in sorted(leaves)}, reductions)
+    return {k: leaves[k] for k in sorted(leaves)}, reductions
 
 
 def size_of(leaf: Leaf) -> int:
@@ -161,7 +152,7 @@ def run_in_xla(
             name: functools.reduce(JOIN[how], [total[name] for total in totals])
             for name, how in job.reductions.items()
         }
-        return Results(dict.fromkeys(members, {}), whole)
+        return dict.fromkeys(members, {}), whole
     done = {}
     for group, shared in _groups_with_numbers(groups, leaves, packed):
         for k in group:
@@ -170,10 +161,8 @@ def run_in_xla(
             key = None if keys is None else keys[k]
             whole = None if strides is None else strides[k]
             done[k] = run_leaf(job, leaves[k], tags[k], whole, numbers, key)
-    return Results(
-        {k: done[k][0] for k in members},
-        {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions},
-    )
+    reduced = {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions}
+    return {k: done[k][0] for k in members}, reduced
 
 
 def _groups_with_numbers(

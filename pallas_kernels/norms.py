@@ -36,14 +36,11 @@ def norm(
     >>> print(norm(leaves), norm(leaves, jnp.inf, per_leaf=True))
     5.0 [3. 4. 0.]
     """
-    found = run(
-        _NORMS[order, per_leaf],
-        [{"x": x} for x in leaves],
-        options._replace(unscale=None),  # the norm is multiplied, not the elements
-        tags=[order] * len(leaves),
-    ).reductions["norm"]
-    found = jnp.sqrt(found) if order == 2 else found
-    return found if options.unscale is None else found * options.unscale
+    columns, tags = [{"x": x} for x in leaves], [order] * len(leaves)
+    plain = options._replace(unscale=None)  # it multiplies the norm, not the elements
+    _, found = run(_NORMS[order, per_leaf], columns, plain, tags=tags)
+    norms = jnp.sqrt(found["norm"]) if order == 2 else found["norm"]
+    return norms if options.unscale is None else norms * options.unscale
 
 
 def found_inf(
@@ -55,7 +52,7 @@ def found_inf(
     >>> print(found_inf([jnp.zeros(3), jnp.array([1.0, jnp.nan])]))
     True
     """
-    found = run(_FOUND_INF, [{"x": x} for x in leaves], options).reductions
+    _, found = run(_FOUND_INF, [{"x": x} for x in leaves], options)
     return ~jnp.isfinite(found["defects"])
 
 

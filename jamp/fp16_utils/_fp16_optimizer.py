@@ -236,13 +236,13 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         return carry
 
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
-        """The state without gradients and their overflow: with zeros, or None."""
+        """The state with gradients of zero, or None, and no overflow."""
         self._check(state)
-        zeros = [None if set_grads_to_None else _zeros(state.params) for _ in range(2)]
-        clean = jnp.zeros_like(state.overflow)
-        return state.replace(
-            model_grads=zeros[0], master_grads=zeros[1], overflow=clean
+        model, master = (
+            None if set_grads_to_None else _zeros(state.params) for _ in range(2)
         )
+        clean = jnp.zeros_like(state.overflow)
+        return state.replace(model_grads=model, master_grads=master, overflow=clean)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
         """The masters' gradients, float32; None, and a warning, after an overflow."""

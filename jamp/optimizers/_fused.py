@@ -1,8 +1,6 @@
-"""From a rule over lists of leaves to an optax transformation, and to one pass.
+"""Rules, and their optax transformations, which can also step weights in one pass.
 
 A rule is a frozen dataclass of hyperparameters that steps lists of leaves with kernels.
-`FusedTransformation` is the optax transformation of a rule: `update` adds, as optax
-wants it; `apply` writes weights, masters and half params in one pass.
 """
 
 import copy
@@ -47,13 +45,7 @@ _MOMENTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedRule(Hyperparameters, Rule):
-    """The hyperparameters that all fused optimizers have, and how they step trees.
-
-    Attributes:
-        bias_correction: whether `correction` is not 1.
-        max_grad_norm: the largest norm of all gradients together; None for any.
-        moment_dtype: of moments, float32 or bfloat16.
-    """
+    """The hyperparameters that all fused optimizers have, and how they step trees."""
 
     state: ClassVar[Any]  # a NamedTuple of `count`, and trees like the params by name
     per_leaf: ClassVar[tuple[str, ...]] = ()  # of these trees, those with one number
@@ -157,18 +149,11 @@ class FusedRule(Hyperparameters, Rule):
         **extra_args: Any,
     ) -> tuple[PyTree, Any]:
         """optax's `update`."""
-        del extra_args
         check_step(self.name, updates, params)
         _check_leaves(updates, "gradients")
         weights = jax.tree.map(lambda p: Weight(jnp.asarray(p)), params)
-        return self.apply(
-            updates,
-            state,
-            weights,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            only_updates=True,
-        )
+        how: Any = {"grad_scale": grad_scale, "found_inf": found_inf}
+        return self.apply(updates, state, weights, only_updates=True, **how)
 
     def apply(
         self,
@@ -182,20 +167,15 @@ class FusedRule(Hyperparameters, Rule):
         group: Hashable = None,
         only_updates: bool = False,
     ) -> tuple[PyTree, Any]:
-        """Steps weights in place, in one pass over each leaf.
+        """Steps a tree of `Weight` in one pass over each leaf.
 
         Args:
-            grads: gradients of any float dtype, times `grad_scale`.
-            state: what `init` or the last step returned.
+            grads, state: gradients times `grad_scale`, and the last state.
             weights: a tree like `grads` of `pallas_kernels.Weight`.
-            grad_scale: what to divide the gradients by, shape ().
-            found_inf: if not zero, all bits stay, shape ().
+            grad_scale, found_inf: see `fused_adam`.
             rounds: whether to round bfloat16 weights without masters stochastically.
-            group: the key of the group of these weights, for the random bits.
-            only_updates: whether to return what to add to the weights, not them.
-
-        Returns:
-            New weights and state.
+            group: the key of these weights' group, for the random bits.
+            only_updates: whether to return updates instead of new weights.
         """
         rounds_some = rounds or self.moment_dtype == jnp.bfloat16
         salts = leaf_salts(grads, group) if rounds_some else None
@@ -234,8 +214,7 @@ class FusedRule(Hyperparameters, Rule):
 class Transformation(optax.GradientTransformationExtraArgs):
     """optax's pair, as the methods `init` and `update` of one frozen dataclass.
 
-    Two of equal rules are equal and hash alike, which closures never do: a state that
-    holds one as a static field does not compile its step again.
+    Transformations of equal rules are equal, so that JAX does not compile again.
     """
 
     @classmethod
@@ -285,8 +264,7 @@ class FusedTransformation(Transformation):
 def leaf_salts(tree: PyTree, group: Hashable = None) -> list[int]:
     """A 32-bit number per leaf, from its path and the key of its group.
 
-    A checksum of the text, because Python's `hash` differs between processes and a
-    resumed run must round alike.
+    By a checksum, because Python's `hash` differs between processes.
     """
     prefix = "" if group is None else f"{group!r}:"
     leaves = jax.tree_util.tree_leaves_with_path(tree)

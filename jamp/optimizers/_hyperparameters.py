@@ -28,14 +28,9 @@ def number(below: float = math.inf, optional: bool = False, **kwargs: Any) -> An
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """What every optimizer here has.
+    """The hyperparameters of every optimizer here.
 
-    Attributes:
-        learning_rate: a number, or a schedule of the count of steps.
-        weight_decay: of the leaves that decay.
-        mask: which leaves decay.
-        backend: where to run.
-        shardings: per leaf a NamedSharding, for a mesh of Auto axes; or None.
+    `shardings` has a NamedSharding per leaf, for a mesh of Auto axes, or is None.
     """
 
     name: ClassVar[str]

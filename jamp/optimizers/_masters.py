@@ -37,7 +37,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Says where a field of the optimizer's own state is."""
+        """Raises an error that names the inner state."""
         hint = "At any opt level, `optax.tree.get(state, name)` finds a value by name."
         if name == "b1":  # schedule_free_eval_params reads it first
             hint = (
@@ -74,8 +74,9 @@ def master_weights(
     $$m' = m + u, \quad p' = \mathrm{half}(m'),$$
 
     `update` returns $\mathrm{f32}(p') - \mathrm{f32}(p)$, with which
-    `optax.apply_updates` gives $p'$ bit for bit. `half` rounds to nearest and clamps to
-    the largest finite half. Params in float32 are their own masters.
+    `optax.apply_updates` gives $p'$ bit for bit while $|p| / |p'|$ is below about
+    $2^{13}$ (in bfloat16 $2^{16}$) and both are finite. `half` rounds to nearest and
+    clamps to the largest finite half. Params in float32 are their own masters.
 
     Place it last in a chain and outside of `inject_hyperparams`. Everything may go
     inside: `master_weights(optax.chain(clip, adam))`.
@@ -226,13 +227,9 @@ class _StochasticRule:
 def with_masters(
     params: PyTree, originals: PyTree, *, store_remainder: bool = False
 ) -> PyTree:
-    """A tree of `Weight`, with masters where `params` are half.
+    """A tree of `Weight`, whose masters are copies of `originals`.
 
-    Args:
-        params: cast from `originals`.
-        originals: float32, copied where they become masters.
-        store_remainder: whether to keep 16 bits beside each bfloat16 param, and round
-            the param again from its original.
+    `params` are cast from `originals`. With `store_remainder` they are rounded again.
     """
     if store_remainder:
         _check_bfloat16(params)
@@ -285,18 +282,16 @@ def step_weights(
     """Steps a tree of `Weight` with an optax transformation.
 
     Args:
-        tx: it sees float32 gradients and params only.
-        grads: gradients, already unscaled.
-        state: of `tx`.
-        weights: what to step.
+        tx, grads, state: the transformation, unscaled gradients, and its state.
+        weights: the tree of `Weight`.
         clean: whether to take the step, shape (), bool; None for always.
         count: steps taken before, to round bfloat16 weights without masters
             stochastically; None to round them to nearest.
-        group: the key of the group of these weights, for the random bits.
-        **extra_args: for `tx.update`.
+        group: the key of these weights' group, for the random bits.
+        **extra_args: extra arguments of `tx.update`.
 
     Returns:
-        The weights, rounded again; the state; and what was added to the masters.
+        New weights, the state, and the updates of the masters.
     """
     masters = values(weights)
     # Here, because each wrapped transformation is a new one and equals no other.

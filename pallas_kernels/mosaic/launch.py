@@ -88,18 +88,19 @@ def fits(leaf: Leaf) -> bool:
     return all(x.dtype in _DTYPES for x in leaf.values())
 
 
-def chunks(sizes: Sequence[int], columns: int) -> list[list[int]]:
+def chunks(sizes: Sequence[int], columns: int) -> list[tuple[int, ...]]:
     """Splits leaves into launches by size, so that equal launches compile once."""
     most = max(1, min(64, _COLUMNS_PER_LAUNCH // columns))
     by_size = sorted(range(len(sizes)), key=lambda k: sizes[k])
-    launches, mixed = [], []
+    launches: list[tuple[int, ...]] = []
+    mixed: list[int] = []
     for _, run in itertools.groupby(by_size, key=lambda k: sizes[k]):
-        for batch in _batched(list(run), most):
+        for batch in itertools.batched(run, most):
             if len(batch) == most:
                 launches.append(batch)
             else:
                 mixed += batch
-    return launches + _batched(mixed, most)
+    return launches + list(itertools.batched(mixed, most))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -191,13 +192,13 @@ def _body(
         ragged = _last_windows(sizes[k], block, vec)
         pl.when(number == last)(lambda: run(ragged))
 
-    def visit_arm(arm: list[int]) -> None:
+    def visit_arm(arm: Sequence[int]) -> None:
         for k in arm:
             _when_within(step, starts[k], starts[k + 1], starts)(
                 functools.partial(visit, k)
             )
 
-    for arm in _batched(list(range(len(sizes))), _ARM):
+    for arm in itertools.batched(range(len(sizes)), _ARM):
         _when_within(step, starts[arm[0]], starts[arm[-1] + 1], starts)(
             functools.partial(visit_arm, arm)
         )
@@ -320,7 +321,3 @@ def _join_blocks(partials: Array, how: str, starts: Sequence[int] | None) -> Arr
         table = partials.at[first + place].get(mode="fill", fill_value=0)
         table = jnp.where(place < count, table, 0)
     return table.sum(1) if how == "sum" else table.max(1)
-
-
-def _batched[T](items: list[T], size: int) -> list[list[T]]:
-    return [list(batch) for batch in itertools.batched(items, size)]

@@ -15,15 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, UInt32
 
 from pallas_kernels._rounding import strides_of
-from pallas_kernels._xla import (
-    Job,
-    Leaf,
-    Results,
-    combined,
-    kinds,
-    run_in_xla,
-    size_of,
-)
+from pallas_kernels._xla import Job, Leaf, Results, combined, kinds, run_in_xla, size_of
 from pallas_kernels.mosaic.launch import Work, chunks, fits, launch
 
 _ACROSS = {"sum": jax.lax.psum, "max": jax.lax.pmax}
@@ -57,7 +49,7 @@ def run_in_mosaic(
                 per_leaf = [x if x is None else x[jnp.array(ks)] for x in (table, keys)]
                 given, of = [dict(leaves[k]) for k in ks], tuple(strides[k] for k in ks)
                 blocks, values = launch(work, of, given, packed, *per_leaf)
-                parts.append(Results(dict(zip(ks, blocks, strict=True)), values))
+                parts.append((dict(zip(ks, blocks, strict=True)), values))
         if rest := [k for k in members if k not in set(fitting)]:
             how = job, names, tags, True, rest, leaves
             parts.append(run_in_xla(*how, packed, table, keys, strides))
@@ -97,7 +89,7 @@ def _on_each_device(
                     name: _ACROSS[job.reductions[name]](x, axes)
                     for name, x in values.items()
                 }
-            parts.append(Results(done, values))
+            parts.append((done, values))
         return combined(job, parts)
 
     replicated: Any = PartitionSpec()
@@ -111,7 +103,7 @@ def _on_each_device(
         body,
         mesh=mesh,
         in_specs=(list(specs), *[replicated] * len(numbers)),
-        out_specs=Results(leaf_specs, replicated),
+        out_specs=(leaf_specs, replicated),
         check_vma=False,
     )(leaves, *numbers)
 
