@@ -69,9 +69,8 @@ def put(x: Any, sharding: Any) -> jax.Array:
         return jax.device_put(x, sharding, may_alias=False)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        data = put(
-            data, with_full_spec(sharding, data.ndim)
-        )  # as a program gives it back
+        # A program returns the data with a full spec.
+        data = put(data, with_full_spec(sharding, data.ndim))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     x = np.asarray(x)
     own = lambda index: np.array(x[index])  # noqa: E731 - a view may be aliased
@@ -146,19 +145,13 @@ def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
 def callers_guard() -> Iterator[None]:
     """Restores the caller's `jax.transfer_guard`, for a function of the caller's."""
     levels = _callers_levels.get()
-    if levels is None:
-        yield
-        return
-    token = _callers_levels.set(None)
-    try:
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        if levels is not None:
+            stack.callback(_callers_levels.reset, _callers_levels.set(None))
             for name, level in zip(_GUARDS, levels, strict=True):
-                stack.enter_context(
-                    getattr(jax, f"transfer_guard_{name}")(level or "allow")
-                )
-            yield
-    finally:
-        _callers_levels.reset(token)
+                guard = getattr(jax, f"transfer_guard_{name}")
+                stack.enter_context(guard(level or "allow"))
+        yield
 
 
 def check_transfers(tree: Any) -> None:

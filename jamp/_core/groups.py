@@ -54,7 +54,7 @@ def get(container: Any, key: Key) -> Any:
 
 def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
     """The entries of all groups, by key."""
-    return {key: get(container, key) for key in keys}
+    return {key: container if key is SINGLE else container[key] for key in keys}
 
 
 def pack(values: Mapping[Key, Any], like: Any) -> Any:
@@ -95,15 +95,12 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
     named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
     if not named or len(set(named)) < len(named):
         raise ValueError(f"wrt={wrt!r} must name groups, each once.")
-    for key in named:
-        if keys == (SINGLE,):
-            raise ValueError(
-                f"wrt={wrt!r}, but the state has one group: leave wrt out."
-            )
-        if key not in keys:
-            raise ValueError(
-                f"wrt={wrt!r}: {key!r} is not one of the groups {list(keys)}."
-            )
+    if keys == (SINGLE,):
+        raise ValueError(f"wrt={wrt!r}, but the state has one group: leave wrt out.")
+    if unknown := set(named).difference(keys):
+        raise ValueError(
+            f"wrt={wrt!r}: {unknown.pop()!r} is not one of the groups {list(keys)}."
+        )
     return named
 
 

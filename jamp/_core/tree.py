@@ -1,7 +1,7 @@
 """Pytrees of parameters: paths, partitions, finite checks and selects."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +35,8 @@ def path_string(path: KeyPath) -> str:
 
 def differentiable[T](tree: T) -> T:
     """The tree that `jax.grad` and optax see: non-float leaves become None."""
-    return jax.tree.map(lambda x: x if is_differentiable(x) else None, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([x if is_differentiable(x) else None for x in leaves])
 
 
 def merge[T](tree: T, rest: T) -> T:
@@ -206,31 +207,18 @@ def copy_shared[T](tree: T, given: PyTree) -> T:
     Copies leaves that the caller also holds or that occur twice, because donating the
     state would delete them.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = list(map(strong_array, leaves))
-    shared = _shared(leaves, jax.tree.leaves(given))
-    pairs = zip(arrays, shared, strict=True)
-    dtypes = [x.dtype if is_shared else None for x, is_shared in pairs]
-    return structure.unflatten(copy_leaves(arrays, dtypes))
+    return copy_shared_arrays(jax.tree.map(strong_array, tree), given, tracers=True)
 
 
-def copy_shared_arrays[T](tree: T, others: PyTree) -> T:
-    """Does the same for arrays with values, and leaves other leaves alone."""
+def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
+    """Does the same for arrays alone, and for tracers only if `tracers` is set."""
     leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, _shared(leaves, jax.tree.leaves(others)), strict=True)
-    dtypes = [
-        x.dtype if is_shared and isinstance(x, jax.Array) and not is_traced(x) else None
-        for x, is_shared in pairs
-    ]
+    seen, dtypes = set(map(id, jax.tree.leaves(others))), []
+    for x in leaves:
+        copies = id(x) in seen and isinstance(x, jax.Array)
+        dtypes.append(x.dtype if copies and (tracers or not is_traced(x)) else None)
+        seen.add(id(x))
     return structure.unflatten(copy_leaves(leaves, dtypes))
-
-
-def _shared(leaves: list[Any], others: list[Any]) -> Iterator[bool]:
-    """Which leaves are among the others, or were before."""
-    seen = set(map(id, others))
-    for x in map(id, leaves):
-        yield x in seen
-        seen.add(x)
 
 
 def is_traced(x: object) -> bool:
@@ -252,19 +240,18 @@ def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     if given_def == expected_def and shapes[0] == shapes[1]:
         return
     have, want = _shapes(given), _shapes(expected)
-    for path in want:
+    problem = f" have the structure {given_def}, expected {expected_def}"
+    for path in want | have:
         if path not in have:
-            raise ValueError(f"{what} have no leaf at {path or 'the root'}: {remedy}")
-        if have[path] != want[path]:
-            raise ValueError(
-                f"{what}{path} has shape {have[path]}, expected {want[path]}: {remedy}"
-            )
-    for path in have:
-        if path not in want:
-            raise ValueError(f"{what} have an unexpected leaf at {path}: {remedy}")
-    raise ValueError(
-        f"{what} have the structure {given_def}, expected {expected_def}: {remedy}"
-    )
+            problem = f" have no leaf at {path or 'the root'}"
+        elif path not in want:
+            problem = f" have an unexpected leaf at {path}"
+        elif have[path] != want[path]:
+            problem = f"{path} has shape {have[path]}, expected {want[path]}"
+        else:
+            continue
+        break
+    raise ValueError(f"{what}{problem}: {remedy}")
 
 
 def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:

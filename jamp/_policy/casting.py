@@ -17,7 +17,6 @@ from jamp._core.path_rules import check_rules, matches, parse_rules
 from jamp._core.tree import (
     is_overwritten,
     map_in_one_program,
-    mapping_like,
     path_parts,
     path_string,
 )
@@ -41,13 +40,10 @@ def cast_model(
 ) -> Any:
     """Casts the floats of a model, as `initialize` does at the levels that cast.
 
-    A leaf stays in float32 if it belongs to a BatchNorm under `keep_batchnorm_fp32`, or
-    if `keep_fp32` names it. A leaf belongs to a BatchNorm if it is in an
-    `equinox.nn.BatchNorm`, or if `batch_stats` has a mean and a variance of its module:
-    Flax's `mean` and `var`, or Haiku's `mean_ema` and `var_ema`. Without `batch_stats`,
-    the name of its module decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running
-    statistics are float32 at every level; integers, bools, PRNG keys and complex
-    numbers are never cast.
+    A module is a BatchNorm if it is an `equinox.nn.BatchNorm`, or if `batch_stats` has
+    its mean and variance, as Flax or Haiku names them. Without `batch_stats`, its name
+    decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running statistics become float32.
+    Integers, bools, PRNG keys and complex numbers are never cast.
 
     Args:
         tree: params, or Flax variables `{"params": ..., "batch_stats": ...}`.
@@ -78,16 +74,14 @@ def cast_model(
     params = tree["params"] if is_variables else tree
     keep = keep_rule(params, keep_batchnorm_fp32, batch_stats, keep_fp32)
     check_rules("keep_fp32", keep_fp32, params)
-    if not is_variables:
-        return cast_params(tree, dtype, keep)
 
-    def cast_collection(name):
-        if name == "params":
-            return cast_params(tree[name], dtype, keep)
-        to = FLOAT32 if name == "batch_stats" else dtype
-        return cast_params({name: tree[name]}, to, lambda *_: False)[name]
+    def keep_variables(parts, leaf):
+        collection, *rest = parts
+        if collection == "params":
+            return keep(tuple(rest), leaf)
+        return collection == "batch_stats"
 
-    return mapping_like(tree, {name: cast_collection(name) for name in tree})
+    return cast_params(tree, dtype, keep_variables if is_variables else keep)
 
 
 def cast_to_level(params: PyTree, properties: Properties, batch_stats: PyTree) -> Any:
@@ -103,18 +97,17 @@ def warn_without_batchnorm(
     params: PyTree, properties: Properties, batch_stats: PyTree
 ) -> None:
     """Warns if `keep_batchnorm_fp32=True` keeps nothing in float32."""
-    is_batchnorm = functools.cache(_batchnorm_test(params, batch_stats))
+    if not (half_dtype(properties) and properties.keep_batchnorm_fp32):
+        return
+    keep = keep_rule(params, True, batch_stats, ())
     paths = jax.tree_util.tree_leaves_with_path(params)
-    if half_dtype(properties) and properties.keep_batchnorm_fp32:
-        if not any(is_batchnorm(path_parts(path)[:-1]) for path, _ in paths):
-            warn(_NO_BATCHNORM, UnusedOptionWarning)
-
-
-_NO_BATCHNORM = (
-    "keep_batchnorm_fp32=True has no effect: jamp recognizes no BatchNorm in the "
-    "params. Pass batch_stats=, which makes the recognition exact, or name the leaves "
-    "with keep_fp32=."
-)
+    if not any(keep(path_parts(path), x) for path, x in paths):
+        warn(
+            "keep_batchnorm_fp32=True has no effect: jamp recognizes no BatchNorm in "
+            "the params. Pass batch_stats=, which makes the recognition exact, or name "
+            "the leaves with keep_fp32=.",
+            UnusedOptionWarning,
+        )
 
 
 def keep_rule(
@@ -124,13 +117,11 @@ def keep_rule(
     keep_fp32: Collection[Any],
 ) -> Keep:
     """The predicate `(path's parts, leaf) -> bool` for leaves that stay in float32."""
-    # Called once per module.
     is_batchnorm = functools.cache(_batchnorm_test(params, batch_stats))
 
     def keep(parts, leaf):
-        if keep_batchnorm_fp32 and is_batchnorm(parts[:-1]):
-            return True
-        return matches(keep_fp32, "/".join(parts), leaf)
+        kept = keep_batchnorm_fp32 and is_batchnorm(parts[:-1])
+        return kept or matches(keep_fp32, "/".join(parts), leaf)
 
     return keep
 

@@ -49,10 +49,8 @@ def under_policy(
     """Runs models under `properties`, and yields `fn` as its level writes it.
 
     At O1 and O4 that is `autocast`. At the levels that cast, `fn` sees the half params
-    in float32, so that nothing promotes, and the same passes write it in half: its
-    matmuls of these params, and whatever else half is enough for. If the policy around
-    is the same and no param is half, that program is written already, and `fn` stays
-    as it is.
+    in float32, so that nothing promotes, and the same passes write it in half. If the
+    policy around is the same and no param is half, `fn` is written already.
 
     Args:
         fn: a function of the params, first, and anything else.
@@ -125,9 +123,8 @@ def cast_forward(
 ) -> Callable[..., Any]:
     """Wraps the forward function of any framework as apex wraps a model's `forward`.
 
-    With half params, the function is written in half: every product of a param that is
-    not kept in float32. It sees params and inputs as float32 itself, so nothing that it
-    promotes falls out of half. Outputs are float32, or `cast_model_outputs`.
+    The function sees half params and inputs as float32, so that nothing promotes, and
+    its matmuls of half params run in half. Outputs are float32 by default.
 
     Args:
         apply_fn: `(variables, *args, **kwargs) -> outputs`; under a keyword `mutable`,
@@ -135,8 +132,8 @@ def cast_forward(
         properties: the level, from `Properties.from_opt_level`.
 
     Returns:
-        A function with the signature of `apply_fn`; it hashes by value. An
-        `apply_fn` that has this cast already is returned as it is.
+        A function with the signature of `apply_fn`; it hashes by value. Returns an
+        `apply_fn` that has this cast as it is.
 
     >>> import jax.numpy as jnp
     >>> def apply(w, x):

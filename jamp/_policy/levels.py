@@ -91,12 +91,11 @@ class Properties:
         Args:
             opt_level: "O0" to "O6".
             enabled: False returns properties that change nothing.
-            **overrides: the attributes of `Properties` by name. At O1 and O4, params
-                stay float32, so `cast_model_type`, `keep_batchnorm_fp32` and
-                `master_weights` are refused; elsewhere `patch_functions=True` is. O0
-                has no half, so it refuses `fp8`, `reduce_dtype`, `lists` and `promote`.
-                `keep_batchnorm_fp32` may be the string "True" or "False", and
-                `loss_scale` a number as a string ("128.0").
+            **overrides: the attributes of `Properties` by name. O1 and O4 refuse
+                `cast_model_type`, `keep_batchnorm_fp32` and `master_weights`; the
+                others refuse `patch_functions=True`. O0 also refuses `fp8`,
+                `reduce_dtype`, `lists` and `promote`. Booleans of
+                `keep_batchnorm_fp32` and numbers of `loss_scale` may be strings.
 
         Returns:
             The properties.
@@ -159,12 +158,10 @@ def output_dtype(properties: Properties) -> Any:
 def describe(properties: Properties) -> list[str]:
     """One line per property, as apex prints them."""
     level = LEVELS.get(properties.opt_level, properties)
-    quiet = [
-        (type(x), x) for x in (None, (), False, level.promote)
-    ]  # NumPy: None == float64
-    values = {
-        x.name: getattr(properties, x.name) for x in dataclasses.fields(Properties)
-    }
+    # With types, because NumPy takes None for float64.
+    quiet = [(type(x), x) for x in (None, (), False, level.promote)]
+    names = [x.name for x in dataclasses.fields(Properties)]
+    values = {name: getattr(properties, name) for name in names}
     return [
         f"{name:<22} : {value}"
         for name, value in values.items()
@@ -175,7 +172,6 @@ def describe(properties: Properties) -> list[str]:
 _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "promote")
 _QUIET += ("stochastic_rounding", "reduce_dtype", "fp8")
 _FP16, _BF16 = HALF_DTYPES
-_HALF_LEVELS = "'O2', 'O3', 'O5' or 'O6'"
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
 _AUTOCAST = Properties(opt_level="O1", patch_functions=True)
 _CAST = Properties(
@@ -205,12 +201,7 @@ LEVELS = {
 }
 
 
-_DTYPE_NAMES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-}
+_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _DTYPE_LEVELS = {
     "float32": "float32 is 'O0'.",
     "float16": "float16 is 'O1' (autocast) or 'O2' (float16 params, masters).",
@@ -262,8 +253,8 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{opt_level} inserts casts around functions rather than model weights, so "
             "with it the model weights themselves should remain FP32. To cast the "
-            f"model weights to half, use opt_level={_HALF_LEVELS}. "
-            f"cast_model_type was {dtype}."
+            f"model weights to half, use opt_level='O2', 'O3', 'O5' or "
+            f"'O6'. cast_model_type was {dtype}."
         )
     if "keep_batchnorm_fp32" in values:
         yield (

@@ -134,6 +134,7 @@ def _parse_lists(value: Any) -> Any:
 
 parse_model_dtype = _dtype_among("dtype", MODEL_DTYPES)
 _BOOLS = {True: True, False: False}
+_PROMOTE = {x: x for x in ("widest", "narrowest")}
 PARSERS = {
     "cast_model_type": _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True),
     "patch_functions": _one_of("patch_functions", "a boolean or None", _BOOLS),
@@ -150,9 +151,5 @@ PARSERS = {
     "cast_model_outputs": _dtype_among("cast_model_outputs", CASTABLE_DTYPES),
     "keep_fp32": functools.partial(parse_rules, "keep_fp32"),
     "lists": _parse_lists,
-    "promote": _one_of(
-        "promote",
-        "'widest' or 'narrowest'",
-        {"widest": "widest", "narrowest": "narrowest"},
-    ),
+    "promote": _one_of("promote", "'widest' or 'narrowest'", _PROMOTE),
 }

@@ -33,8 +33,8 @@ def check_scale_state(
     if most is not None and is_known(value) and np.max(value) > most:
         raise ValueError(
             f"{where}/hysteresis is {value}, more than the {most} of the state's rule: "
-            f"pass loss_scale=jamp.DynamicLossScale(hysteresis=...) to jamp.initialize "
-            f"as the run that saved it did, or set the value to {most}."
+            "pass jamp.initialize the rule of the run that saved it, or set the value "
+            f"to {most}."
         )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PyTree
 from jamp._autocast.tracers import depends_on
 from jamp._core.devices import moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
-from jamp._core.show import short_repr
+from jamp._core.show import format_shapes, short_repr
 from jamp._core.tree import (
     all_finite,
     differentiable,
@@ -37,13 +37,17 @@ from jamp._scaling.rules import (
 )
 from jamp._scaling.twice import (
     check_not_scaled,
-    check_not_unscaled,
     remember_scaled,
     run_loss,
 )
-from jamp._scaling.unscaled import nan_unless, warn_without_scale
+from jamp._scaling.unscaled import nan_unless, raw_of, warn_without_scale
 from pallas_kernels.layouts import row_major_on_cuda
 
+_UNSCALED = (
+    "jamp.unscale got gradients that are divided by the loss scale already, as those "
+    "of jamp.scaled_grad, jamp.scaled_value_and_grad and jamp.unscale are: they would "
+    "be too small by the factor of the loss scale. Delete the call of jamp.unscale."
+)
 _CONSTANT = (
     "The loss does not depend on the params that loss_fn was called with: all "
     "gradients are zero. Let it read its first argument, and not `state.params` or a "
@@ -55,10 +59,9 @@ _CONSTANT = (
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
     """The float32 loss times a loss scale, for a `jax.grad` of your own.
 
-    `unscale` sees the gradients, not the loss: if the loss overflows and its gradients
-    do not (`abs`, `max`, `where` and `clip` hide NaN from them), the step is taken.
-    `scaled_value_and_grad` skips such a step. Inside of its loss function, return the
-    loss itself.
+    `unscale` does not see the loss: the step is taken if the loss is NaN and `abs`,
+    `max`, `where` or `clip` hide that from the gradients. `scaled_value_and_grad` skips
+    such a step.
 
     Args:
         loss: a float scalar.
@@ -108,8 +111,10 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
         ValueError: jamp unscaled the gradients already.
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
-    check_not_unscaled(jax.tree.leaves(grads))
-    warn_without_scale(jax.tree.leaves(grads), state)
+    leaves = jax.tree.leaves(grads)
+    if any(raw_of(x) is not None for x in leaves):
+        raise ValueError(_UNSCALED)
+    warn_without_scale(leaves, state)
     raw, scale = split_overwrite(grads)[0], current_scale(rule, scale_state)
     divided = unscale_tree(raw, scale)
     finite = all_finite(divided) if rule.checks else None
@@ -149,14 +154,11 @@ def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:
             "The loss function returned a tuple: pass has_aux=True for (loss, aux)."
         )
     if not is_differentiable(loss) or jnp.iscomplexobj(loss) or jnp.shape(loss) != ():
-        given = (
-            f"{jnp.result_type(loss)}{list(jnp.shape(loss))}"
-            if hasattr(loss, "dtype")
-            else type(loss).__name__
-        )
+        is_array = hasattr(loss, "dtype")
+        given = format_shapes((loss,)) if is_array else type(loss).__name__
         raise TypeError(
-            f"The loss must be a float scalar, got {given}. Reduce it, with `.mean()` "
-            "for example."
+            f"The loss must be a float scalar, got {given.rstrip(',')}. Reduce it, "
+            "with `.mean()` for example."
         )
     loss = jnp.asarray(loss)
     if loss.dtype in HALF_DTYPES:
@@ -179,16 +181,13 @@ def grad_of_scaled(
     *,
     checks: bool,
 ) -> tuple[Any, PyTree]:
-    """The loss, or `(loss, aux)`, and gradients of the loss times a scale.
+    """The loss, or `(loss, aux)`, and gradients of the float32 loss times a scale.
 
-    For apex's older interfaces, without a policy. The product is float32. If `checks`,
-    all gradients of a loss that is not finite are NaN.
+    For apex's older interfaces. If `checks`, a loss that is not finite makes all
+    gradients NaN.
     """
     loss_fn = run_loss(loss_fn)
-
-    def run(trained):
-        return loss_fn(merge(trained, params), *args, **kwargs)
-
+    run = lambda trained: loss_fn(merge(trained, params), *args, **kwargs)  # noqa: E731
     value, grads = grad_of_product(run, differentiable(params), scale, has_aux)
     if checks:
         finite = lax.is_finite(value[0])

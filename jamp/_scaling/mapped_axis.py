@@ -22,14 +22,11 @@ def check_predivide(predivide: float, axis_name: Hashable) -> None:
     """Raises unless it is a positive number, and there is an axis to sum over."""
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
     if not number or not 0 < predivide < math.inf:
-        raise ValueError(
-            "predivide must be a positive number, which divides gradients before they "
-            f"are summed over axis_name, got {predivide!r}."
-        )
+        raise ValueError(f"predivide must be a positive number, got {predivide!r}.")
     if axis_name is None:
         raise ValueError(
             f"predivide={predivide} has no effect without axis_name. Pass the axis, or "
-            "leave it out: under jit with sharded arrays XLA makes the sum."
+            "leave predivide out."
         )
 
 

@@ -193,15 +193,14 @@ class _Widening:
         self, eqn: jc.JaxprEqn, asked: set[jc.Var], read: Callable[[Atom], Any]
     ) -> tuple[dict[str, Any], list[Any]]:
         """The parameters and operands of an equation that holds programs."""
-        programs, invars = [], list(eqn.invars)
-        frames = frames_of(eqn)
-        taken = [self.asked(f.program, self._outs(f, asked)) for f in frames]
+        invars, frames = list(eqn.invars), frames_of(eqn)
+        pairs = [(f.program, self._outs(f, asked)) for f in frames]
         # One branch may ask for an operand that another does not.
-        pairs = [(f.program.invars, vs) for f, vs in zip(frames, taken, strict=True)]
-        wide = {i for inner, vs in pairs for i, v in enumerate(inner) if v in vs}
-        for frame in frames:
-            outs = self._outs(frame, asked)
-            programs.append(self.program(frame.program, outs, wide))
+        wide: set[int] = set()
+        for program, outs in pairs:
+            taken = self.asked(program, outs)
+            wide.update(i for i, v in enumerate(program.invars) if v in taken)
+        programs = [self.program(program, outs, wide) for program, outs in pairs]
         first = len(invars) - len(frames[0].operands)
         for i in wide:
             invars[first + i] = read(eqn.invars[first + i])

@@ -188,11 +188,7 @@ class DynamicLossScale(_Rule):
         grows = lax.ge(unskipped, np.int32(self.window))
         falls = lax.bitwise_and(lax.bitwise_not(finite), lax.eq(left, _ZERO))
         grown = lax.min(lax.mul(scale, np.float32(self.factor)), highest)
-        fallen = lax.clamp(
-            lowest,
-            lax.div(scale, np.float32(self.factor)),
-            highest,
-        )
+        fallen = lax.clamp(lowest, lax.div(scale, np.float32(self.factor)), highest)
         return LossScaleState(
             scale=lax.select(grows, grown, lax.select(falls, fallen, scale)),
             unskipped=lax.select(grows, _ZERO, unskipped),
@@ -268,15 +264,14 @@ def scales_in_use(
 ) -> Any:
     """The scale of the next loss; for several losses a tuple of scales."""
     pairs = zip(rules, states, strict=True)
-    scales = tuple(_like(current_scale(rule, s), s.scale) for rule, s in pairs)
+    scales = tuple(
+        # With the shape and placement of the scale in the state.
+        jnp.full_like(s.scale, rule.scale)
+        if isinstance(rule, StaticLossScale) and isinstance(s.scale, jax.Array)
+        else s.scale
+        for rule, s in pairs
+    )
     return scales[0] if len(scales) == 1 else scales
-
-
-def _like(scale: Any, of_state: Any) -> Any:
-    """A scale with the shape and placement of the one in a state."""
-    if scale is of_state or not isinstance(of_state, jax.Array):
-        return of_state
-    return jnp.full_like(of_state, scale)
 
 
 def loss_scale_rule(

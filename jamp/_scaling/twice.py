@@ -1,12 +1,8 @@
-"""Errors for a loss that is scaled twice, and for gradients that are unscaled twice.
-
-Both are habits from apex: `scale_loss` in a loss function that jamp scales, `unscale`
-of gradients that jamp unscaled. Both are known while JAX traces.
-"""
+"""Errors for a loss that is scaled twice, and the calls of loss functions."""
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,7 +11,6 @@ from jaxtyping import Array
 
 from jamp._autocast.tracers import depends_without_grad
 from jamp._core.devices import callers_guard
-from jamp._scaling.unscaled import raw_of
 
 _INSIDE = (
     "jamp.scale_loss is called in a loss function whose loss jamp scales already: its "
@@ -25,11 +20,6 @@ _INSIDE = (
 _TWICE = (
     "jamp.scale_loss got a loss that jamp.scale_loss returned: its gradients would be "
     "too large by the factor of the loss scale. Delete one of the two calls."
-)
-_UNSCALED = (
-    "jamp.unscale got gradients that are divided by the loss scale already, as those "
-    "of jamp.scaled_grad, jamp.scaled_value_and_grad and jamp.unscale are: they would "
-    "be too small by the factor of the loss scale. Delete the call of jamp.unscale."
 )
 
 # The params of the loss function that jamp runs now.
@@ -70,9 +60,3 @@ def check_not_scaled(loss: Any) -> None:
         raise ValueError(_TWICE)
     if depends_without_grad(loss, _params.get()):
         raise ValueError(_INSIDE)
-
-
-def check_not_unscaled(grads: Iterable[Any]) -> None:
-    """Raises if `unscale` gets gradients that jamp unscaled."""
-    if any(raw_of(x) is not None for x in grads):
-        raise ValueError(_UNSCALED)

@@ -87,8 +87,9 @@ def nan_unless(
 
 def _remember(leaf: Array, raw: Raw) -> None:
     key = id(leaf)
-    hold = lambda x: weakref.ref(x) if is_traced(x) else lambda: x  # noqa: E731
-    parts = [weakref.ref(raw.grad), hold(raw.scale), hold(raw.finite)]
+    flags = raw.scale, raw.finite
+    held = [weakref.ref(x) if is_traced(x) else lambda x=x: x for x in flags]
+    parts = [weakref.ref(raw.grad), *held]
     own = weakref.ref(leaf, lambda _: _table.pop(key, None))
     _table[key] = own, raw.finite is not None, raw.loss_id, parts
 

@@ -12,14 +12,10 @@ from typing import Any, Concatenate, Literal, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jamp._core import groups
-from jamp._core.devices import (
-    check_same_devices,
-    check_transfers,
-    moves_constants,
-)
+from jamp._core.devices import check_same_devices, check_transfers, moves_constants
 from jamp._core.groups import Key, Wrt
 from jamp._core.show import format_shapes
 from jamp._core.tree import (
@@ -61,9 +57,8 @@ def check_call[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
         if "argnums" in kwargs:
             raise TypeError(
                 f"{fn.__name__} has no argnums: the first argument of loss_fn is the "
-                "params of the state, and the gradients are theirs; leave it out. "
-                "wrt= picks groups; what else is trained goes into the params, and "
-                "`jamp.scale_loss` goes into a jax.grad of your own."
+                "params of the state; leave it out. wrt= picks groups. Put everything "
+                "that is trained into the params."
             )
         return fn(*args, **kwargs)
 
@@ -117,11 +112,10 @@ def scaled_value_and_grad(
         wrt: the groups to differentiate, of several: a key, a sequence of keys, or None
             for all. `loss_fn` always gets the params of all groups.
         axis_name: name of a mapped axis (`shard_map`, `pmap`) to average loss and
-            gradients over, in float32. Under `jit` with sharded arrays leave it out:
-            nothing is needed.
-        predivide: what to divide gradients by before they are summed over `axis_name`,
-            and the sum by the rest of its size after: the mean of gradients whose sum
-            float32 cannot hold. apex's `gradient_predivide_factor`.
+            gradients over, in float32. Leave it out under `jit` with sharded arrays.
+        predivide: divides gradients before the sum over `axis_name`, which float32 may
+            not hold, and the rest of the axis size after it. apex's
+            `gradient_predivide_factor`.
 
     Returns:
         `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the
@@ -163,7 +157,7 @@ def scaled_value_and_grad(
 
 @dataclasses.dataclass(frozen=True)
 class ScaledGrad:
-    """The gradient of a scaled loss, by the arguments of `scaled_value_and_grad`."""
+    """The gradient of a scaled loss; see `scaled_value_and_grad`."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool = False
@@ -197,7 +191,14 @@ class ScaledGrad:
         scale = current_scale(rule, state.loss_scales[self.loss_id])
         divided, finite = unscale_tree(raw, scale), None
         if rule.checks:
-            finite = self._finite(state, loss, raw, divided, scale)
+            # `abs`, `max`, `where` and `clip` select in the backward pass: the
+            # gradients of a loss that is NaN can be finite.
+            txs = groups.split(state.tx, tuple(raw))
+            flags = [unscaled_finite(txs[k], raw[k], divided[k], scale) for k in raw]
+            finite = functools.reduce(jnp.logical_and, flags)
+            finite &= mapped_axis.alike(lax.is_finite(loss), finite)
+            if self.axis_name is not None:
+                finite = mapped_axis.agreed(finite, scale, self.axis_name)
         divided = nan_unless(finite, divided, raw, scale, self.loss_id)
         grads = {k: with_trained(grads[k], divided[k]) for k in grads}
         return (loss, aux), groups.pack_wrt(grads, self.wrt, state.params), finite
@@ -236,29 +237,6 @@ class ScaledGrad:
             scale = current_scale(rule, scale_state)
             in_float32 = state.properties.reduce_dtype is not None
             return grad_of_product(run, trained, scale, self.has_aux, in_float32)
-
-    def _finite(
-        self,
-        state: HasLossScales,
-        loss: Array,
-        raw: dict[Key, PyTree],
-        divided: dict[Key, PyTree],
-        scale: Float[Array, ""],
-    ) -> Bool[Array, ""]:
-        """Whether the loss and its gradients are finite.
-
-        `abs`, `max`, `where` and `clip` select in the backward pass: the gradients of a
-        loss that is NaN can be finite.
-        """
-        finite = [
-            unscaled_finite(groups.get(state.tx, k), raw[k], divided[k], scale)
-            for k in raw
-        ]
-        flag = functools.reduce(jnp.logical_and, finite)
-        flag = flag & mapped_axis.alike(lax.is_finite(loss), flag)
-        if self.axis_name is None:
-            return flag
-        return mapped_axis.agreed(flag, scale, self.axis_name)
 
 
 @overload
