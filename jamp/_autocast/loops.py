@@ -9,7 +9,7 @@ A loop over layers does so too, but not often, and takes other weights each time
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from jax.extend import core as jc
@@ -91,8 +91,24 @@ def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
         else:
             tags = (On.WEIGHT if are_weights[i - frame.carries] else On.DATA,)
         given.append(frozenset(tags))
-    found = enumerate(flow(frame.program, given, _added)[: frame.carries])
-    return {i for i, tags in found if (i, True) in tags and On.LAYER not in tags}
+    found = flow(frame.program, given, _added)[: frame.carries]
+    pairs = [{tag for tag in tags if isinstance(tag, tuple)} for tags in found]
+    while True:
+        further = [_next_iteration(tags, pairs) for tags in pairs]
+        if further == pairs:
+            break
+        pairs = further
+    places = range(len(found))
+    return {i for i in places if (i, True) in pairs[i] and On.LAYER not in found[i]}
+
+
+def _next_iteration(tags: Set[Any], pairs: Sequence[Set[Any]]) -> set[Any]:
+    """Follows pairs by one more iteration: carries may be exchanged, as in a leapfrog.
+
+    scan { w a b. y = dot_general b w; d = add a y } returns b d: d adds to a
+    """
+    steps = {(at, add or more) for place, add in tags for at, more in pairs[place]}
+    return {*tags, *steps}
 
 
 def _is_number(atom: Atom) -> bool:

@@ -1,6 +1,7 @@
 """Pytrees of parameters: paths, partitions, finite checks and selects."""
 
 import functools
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,8 +91,11 @@ def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> A
 
 
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Entries in a mapping of the kind of `like`: a dict, or a FrozenDict."""
-    return entries if isinstance(like, dict) else type(like)(entries)  # pyright: ignore[reportCallIssue]
+    """Entries in a mapping of the kind of `like`, so that the structure stays."""
+    if isinstance(like, defaultdict):
+        return defaultdict(like.default_factory, entries)
+    plain = isinstance(like, dict) and not isinstance(like, OrderedDict)
+    return entries if plain else type(like)(entries)  # pyright: ignore[reportCallIssue]
 
 
 def widen_tree(tree: PyTree) -> PyTree:

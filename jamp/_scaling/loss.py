@@ -40,7 +40,7 @@ from jamp._scaling.twice import (
     remember_scaled,
     run_loss,
 )
-from jamp._scaling.unscaled import nan_unless, raw_of, warn_without_scale
+from jamp._scaling.unscaled import are_unscaled, nan_unless, warn_without_scale
 from pallas_kernels.layouts import row_major_on_cuda
 
 _UNSCALED = (
@@ -112,7 +112,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.unscale(grads, state)")
     leaves = jax.tree.leaves(grads)
-    if any(raw_of(x) is not None for x in leaves):
+    if are_unscaled(leaves, scale_state.scale if rule.moves else None):
         raise ValueError(_UNSCALED)
     warn_without_scale(leaves, state)
     raw, scale = split_overwrite(grads)[0], current_scale(rule, scale_state)

@@ -105,6 +105,24 @@ def raw_of(leaf: object) -> Raw | None:
     return Raw(loss_id, grad, scale, finite)
 
 
+def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
+    """Whether jamp unscaled the gradients, or those that they are computed from.
+
+    Args:
+        grads: leaves.
+        scale: the loss scale; None if it is a constant. Gradients that a traced program
+            computes from it may be scaled although they read unscaled ones too.
+    """
+    if any(raw_of(x) is not None for x in grads):
+        return True
+    if not is_traced(scale):
+        return False
+    own = [x for x in grads if getattr(x, "_trace", None) is scale._trace]
+    found = ancestors(own, lambda x: x is not scale and raw_of(x) is None)
+    is_scaled = any(x is scale for x in found)
+    return not is_scaled and any(raw_of(x) is not None for x in found)
+
+
 def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] | None]:
     """The gradients before the division, and the scale; else `grads` and None.
 

@@ -209,6 +209,11 @@ INTEGRATE = {
         (c, c),
         length=STEPS,
     )[0][0],
+    "exchanged": lambda w, c: jax.lax.scan(
+        lambda cs, _: ((cs[1], cs[0] + small(cs[1], w)), None),
+        (c, c),
+        length=2 * STEPS,
+    )[0][1],
     "fori": lambda w, c: jax.lax.fori_loop(0, STEPS, lambda _, c: c + small(c, w), c),
     "while": lambda w, c: jax.lax.while_loop(
         lambda state: state[0] < STEPS,

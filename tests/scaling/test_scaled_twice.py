@@ -14,9 +14,9 @@ W, X = np.float32([0.5, -0.25, 1.0]), jnp.float32([0.5, 1.0, 0.25])
 RULE = jamp.DynamicLossScale(64.0)
 
 
-def make(level):
+def make(level, rule=RULE):
     params = {"w": jnp.asarray(W)}
-    return jamp.initialize(params, optax.sgd(1.0), level, loss_scale=RULE, verbosity=0)
+    return jamp.initialize(params, optax.sgd(1.0), level, loss_scale=rule, verbosity=0)
 
 
 def loss_fn(params, x=X):
@@ -84,6 +84,44 @@ def test_it_raises_while_tracing_and_says_what_to_delete(level, name):
         with pytest.raises(ValueError, match=says):
             run(state)
     assert not np.isnan(grads_of(loss_fn)(state)["w"]).any()  # nothing is left behind
+
+
+def summed(grads, more):
+    return jax.tree.map(lambda a, b: (a + b) / 2, grads, more)
+
+
+def test_unscale_of_a_mean_of_unscaled_gradients_raises_under_jit():
+    def step(s):
+        return jamp.unscale(summed(grads_of(loss_fn)(s), grads_of(loss_fn)(s)), s)
+
+    with pytest.raises(ValueError, match="Delete the call of jamp.unscale"):
+        jax.jit(step)(make("O2"))
+
+
+def sharpness_aware(s):
+    """A scaled loss at params that were moved by unscaled gradients."""
+    move = lambda p, g: p + (g / 64).astype(p.dtype)  # noqa: E731
+    moved = jax.tree.map(move, s.params, grads_of(loss_fn)(s))
+    return jamp.unscale(jax.grad(lambda p: scaled(s, p))(moved), s)
+
+
+def two_steps(s):
+    after = s.apply_gradients(grads=grads_of(loss_fn)(s))
+    return jamp.unscale(own(after, lambda p: scaled(after, p)), after)
+
+
+def closed_over(s):
+    """In a loop, the scale is a constant of another trace."""
+    body = lambda total, _: (summed(total, sharpness_aware(s)), None)  # noqa: E731
+    return jax.lax.scan(body, {"w": jnp.zeros(3)}, length=2)[0]
+
+
+@pytest.mark.parametrize("rule", [RULE, 64.0])
+@pytest.mark.parametrize("fn", [sharpness_aware, two_steps, closed_over])
+def test_unscale_takes_scaled_gradients_that_depend_on_unscaled_ones(fn, rule):
+    state = make("O2", rule)
+    grads, again = jax.jit(fn)(state), fn(state)
+    np.testing.assert_allclose(grads["w"], again["w"], rtol=2e-2)
 
 
 def test_the_older_optimizer_raises_too():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -328,3 +329,20 @@ def test_a_field_is_per_group_only_if_it_is_a_mapping_of_their_keys(pack):
     assert (after.ema.count, after.ema.ema) == (1, 1)
     assert after.meters == (1, 2)
     assert after.own == {0: 1, 1: 0}
+
+
+@pytest.mark.parametrize("pack", [OrderedDict, lambda x: defaultdict(list, x)])
+def test_a_mapping_keeps_its_type_so_that_a_scan_can_carry_it(pack):
+    tree, tx = {"w": jnp.ones(2)}, optax.sgd(1.0)
+    field = pack({"b": jnp.int32(0), "a": jnp.int32(0)})
+    both = pack({"b": tree, "a": tree})
+    state = make("O2", both, pack({"b": tx, "a": tx}), own=field)
+
+    def step(state, _):
+        new = jax.tree.map(lambda n: n + 1, state.own)
+        return state.apply_gradients(grads={"b": like(tree, 0.25)}, own=new), None
+
+    after, _ = jax.lax.scan(step, state, length=2)
+    assert after.own == {"b": 2, "a": 0}
+    assert after.params["b"]["w"][0] == 0.5 and after.params["a"]["w"][0] == 1
+    assert jax.tree.structure(after) == jax.tree.structure(state)
