@@ -120,7 +120,7 @@ def _split_wide_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Any:
     return (high, low), (*tangents, np.zeros(low.shape, jax.dtypes.float0))
 
 
-# As bits: the largest float32 that does not round to infinity in bfloat16.
+# The bits of the largest float32 that does not round to infinity in bfloat16.
 _LARGEST = np.uint32(0x7F7F7FFF)
 
 
@@ -130,17 +130,10 @@ class Rule(Protocol):
     def formula(
         self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
     ) -> tuple[Array, Blocks]:
-        """One step, in float32.
+        """Returns the float32 update of a weight, and its new moments.
 
-        Args:
-            s: numbers by name.
-            decays: whether the weight decays.
-            g: the gradient, unscaled.
-            w: the weight, its master where it has one.
-            moments: by name, of its shape.
-
-        Returns:
-            What to add to the weight, and new moments.
+        `s` has numbers by name, `decays` tells whether the weight decays, `g` is its
+        unscaled gradient, `w` its master or itself, and `moments` are by name.
         """
         ...
 
@@ -248,10 +241,7 @@ def _columns_and_tags(
 
 
 def _stepped(numbers: Numbers, tag: _Tag, blocks: Blocks) -> Blocks:
-    """The rule's step, on joined weights and unscaled gradients.
-
-    Float64 weights, which only XLA steps, are stepped in float64.
-    """
+    """The rule's step, on joined weights and unscaled gradients."""
     moments = dict(blocks)
     weight, grad = moments.pop("weight"), moments.pop("grad")
     if tag.storage == "split":

@@ -48,10 +48,7 @@ def fused_adagrad(
         adagrad_w_mode: whether to add $\lambda w$ to the fraction instead.
 
     Returns:
-        A transformation, see `fused_adam`.
-
-    Raises:
-        ValueError: a number is out of range.
+        A transformation, see `fused_adam`, which also lists the errors.
 
     >>> import jax.numpy as jnp, optax
     >>> tx, params = fused_adagrad(0.1), jnp.ones(2)

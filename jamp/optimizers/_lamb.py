@@ -16,13 +16,7 @@ from pallas_kernels import Blocks, Leaves, Numbers, Options, step_norms
 
 
 class FusedLAMBState(NamedTuple):
-    """State of `fused_lamb`.
-
-    Attributes:
-        count: steps taken, shape (), int32.
-        mu: first moments, like the params, in `moment_dtype`.
-        nu: second moments, like the params, in `moment_dtype`.
-    """
+    """State of `fused_lamb`, with the fields of `FusedAdamState`."""
 
     count: Int[Array, ""]
     mu: PyTree
@@ -63,11 +57,7 @@ def fused_lamb(
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
 
     Returns:
-        A transformation, see `fused_adam`.
-
-    Raises:
-        RuntimeError: `amsgrad`.
-        ValueError: a number is out of range.
+        A transformation, see `fused_adam`, which also lists the errors.
 
     >>> import jax.numpy as jnp, optax
     >>> tx, params = fused_lamb(0.1, weight_decay=0.0, use_nvlamb=True), jnp.ones(1) * 5
@@ -109,7 +99,6 @@ class FusedLAMB(fused.FusedRule):
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
-        """The rate of each leaf is from the norms of its weight and its direction."""
         c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
         numbers = {
             "decay": self.weight_decay,

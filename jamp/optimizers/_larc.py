@@ -134,14 +134,11 @@ class _LARC(fused.Hyperparameters):
         updates, inner_state = inner.update(
             grads, state.inner_state, widened, **extra_args
         )
-        new = state._replace(
-            count=optax.safe_increment(state.count), inner_state=inner_state
-        )
+        new = LARCState(optax.safe_increment(state.count), inner_state)
         if (skip := self.options(None, found_inf).skip) is None:
             return updates, new
-        clean = ~skip
         still = jax.tree.map(jnp.zeros_like, updates)
-        return select(clean, updates, still), select(clean, new, state)
+        return select(~skip, updates, still), select(~skip, new, state)
 
     def _adapted(
         self, grads: PyTree, count: fused.Count, params: PyTree, options: Options

@@ -201,8 +201,8 @@ class _MasterRule:
             self.tx, updates, state.inner_state, weights, **extra_args
         )
         new, masters = split_masters(new)
-        state = MasterWeightsState(masters, inner_state)
-        return delta_to(updates, new, params), state
+        updates = delta_to(updates, new, params)
+        return updates, MasterWeightsState(masters, inner_state)
 
 
 @dataclasses.dataclass(frozen=True)

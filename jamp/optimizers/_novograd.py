@@ -131,7 +131,6 @@ class FusedNovoGrad(fused.FusedRule):
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
-        """Each leaf has a denominator d, and a blended norm n."""
         norms = leaves.moments["nu"]
         old = jnp.stack(norms) if norms else jnp.zeros(0)
         order = 2 if self.norm_type == 2 else math.inf

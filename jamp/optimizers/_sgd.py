@@ -107,9 +107,8 @@ class FusedSGD(fused.FusedRule):
     ) -> fused.Scalars:
         if "trace" not in leaves.moments and not fused.is_zero(self.momentum):
             raise ValueError(
-                "fused_sgd: the state was made without momentum: make another, by the "
-                "`init` of this optimizer; `jamp.initialize`'s by `state.load_params("
-                "state.params, reset_optimizer=True)`."
+                "fused_sgd: the state was made without momentum. Make one by `init` or "
+                "`state.load_params(state.params, reset_optimizer=True)`."
             )
         undampened = 1.0
         if not fused.is_zero(self.dampening):
