@@ -98,12 +98,10 @@ def matmul_dtypes(device: Any) -> list[str] | None:
 def warn_without_fp8() -> None:
     """Warns once on a GPU or TPU without fp8 units, where fp8 is not faster."""
     device = jax.local_devices()[0]
-    known = matmul_dtypes(device)
-    old_tpu = device.platform == "tpu" and not device.device_kind.startswith(
-        _TPUS_WITH_FP8
-    )
+    kind, known = device.device_kind, matmul_dtypes(device)
+    old_tpu = device.platform == "tpu" and not kind.startswith(_TPUS_WITH_FP8)
     if old_tpu or (known is not None and "float8" not in known):
-        _warn_of_device(device.device_kind)
+        _warn_of_device(kind)
 
 
 @functools.cache

@@ -16,8 +16,7 @@ from jamp._core.tree import KeyPath, path_parts
 def to_names(tree: PyTree) -> Any:
     """A tree as dicts by name, as `flax.serialization.to_state_dict` names things.
 
-    Takes any pytree. Fields of a dataclass or NamedTuple keep their names, entries of a
-    sequence are "0", "1". PRNG keys become their data, which every library can write.
+    Entries of a sequence are "0", "1". PRNG keys become their data.
     """
     if tree is None:
         return None
@@ -50,11 +49,7 @@ def from_names(like: PyTree, names: PyTree) -> Any:
 def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
     """Raises a ValueError that shows where two trees of names differ.
 
-    Args:
-        given: a tree of names and values.
-        expected: a tree of names, and arrays or shapes.
-        what: names `given` in the message: `"The checkpoint"`.
-        remedy: the sentence that says what to do instead.
+    `what` names the given tree, as "The checkpoint", and `remedy` ends the message.
     """
     have, want = _leaves(given), _leaves(expected)
     kinds = (

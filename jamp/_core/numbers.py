@@ -32,10 +32,7 @@ def is_scale(value: float) -> bool:
 def check_scale(name: str, value: Any, capped: bool = False) -> None:
     """Raises unless `value`, or each member of an ensemble's array, is a loss scale.
 
-    Args:
-        name: names the value in the message.
-        value: a number or an array; shapes and tracers pass.
-        capped: whether something caps the scale, so that float32's largest is allowed.
+    Shapes and tracers pass. A scale that is `capped` later may be float32's largest.
     """
     if not is_known(value):
         return

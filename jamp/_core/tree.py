@@ -53,11 +53,7 @@ def merge[T](tree: T, rest: T) -> T:
 
 
 def split_overwrite(tree: PyTree) -> tuple[Any, Any]:
-    """Splits off Flax's collection whose gradients are its new values (fp8 scales).
-
-    Returns:
-        `(tree["params"], tree["_overwrite_with_gradient"])`, or `(tree, None)`.
-    """
+    """Splits off Flax's collection whose gradients are its new values, or None."""
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
     return tree, None
@@ -74,20 +70,13 @@ def trained_params(params: PyTree) -> PyTree:
 
 
 def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
-    """The inverse of `trained_params`: `params` with new trained values.
-
-    Args:
-        params: the whole params; all else comes from them.
-        trained: new values for the trained params.
-        overwrite: new values for the collection; None to keep the old ones.
-    """
+    """`params` with new trained values, and those of the collection unless None."""
     whole, old = split_overwrite(params)
     whole = merge(trained, whole)
     if old is None:
         return whole
     values = old if overwrite is None else overwrite
-    both = {"params": whole, OVERWRITE_WITH_GRADIENT: values}
-    return mapping_like(params, both)
+    return mapping_like(params, {"params": whole, OVERWRITE_WITH_GRADIENT: values})
 
 
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
@@ -118,12 +107,7 @@ def unscaled_finite(
 ) -> Bool[Array, ""]:
     """Whether all gradients are finite once they are divided by their scale.
 
-    Args:
-        tx: the optimizer that they are for. A fused one, with masters or without,
-            checks many small leaves in one kernel.
-        grads: the gradients before the division.
-        divided: the gradients after it.
-        scale: what they are divided by, shape ().
+    A fused optimizer, with masters or without, checks many small leaves in one kernel.
     """
     check = getattr(getattr(tx, "inner", tx), "all_finite", None)
     return all_finite(divided) if check is None else check(grads, scale)
@@ -233,11 +217,7 @@ def is_traced(x: object) -> bool:
 def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
     """Raises a ValueError that names the first leaf where two trees differ.
 
-    Args:
-        given: what the user passed.
-        expected: a tree with the structure and shapes that it should have.
-        what: names `given` in the message: `"gradients"`.
-        remedy: the sentence that says what to write instead.
+    `what` names the given tree, as "gradients", and `remedy` ends the message.
     """
     given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(y)] for y in (given, expected)]

@@ -55,7 +55,7 @@ def under_policy(
     Args:
         fn: a function of the params, first, and anything else.
         properties: the level.
-        params: those that `fn` will be called with, or others of their dtypes.
+        params: those of `fn`, or others of their dtypes.
         write: `(scope, fn) -> fn`, in place of the default.
     """
     half, scope = half_dtype(properties), None

@@ -173,32 +173,29 @@ _QUIET = ("patch_functions_type", "cast_model_outputs", "keep_fp32", "lists", "p
 _QUIET += ("stochastic_rounding", "reduce_dtype", "fp8")
 _FP16, _BF16 = HALF_DTYPES
 DISABLED = Properties(enabled=False, opt_level=None)  # pyright: ignore[reportArgumentType]
-_AUTOCAST = Properties(opt_level="O1", patch_functions=True)
+_AUTOCAST = Properties(patch_functions=True)
 _CAST = Properties(
     promote="narrowest",
     cast_model_type=_BF16,
     keep_batchnorm_fp32=True,
     master_weights=True,
 )
-LEVELS = {
-    "O0": Properties(opt_level="O0", cast_model_type=FLOAT32, master_weights=False),
-    "O1": dataclasses.replace(
-        _AUTOCAST, patch_functions_type=_FP16, loss_scale="dynamic"
-    ),
-    "O2": dataclasses.replace(
-        _CAST, opt_level="O2", cast_model_type=_FP16, loss_scale="dynamic"
-    ),
+_but = dataclasses.replace
+_DEFAULTS = {
+    "O0": Properties(cast_model_type=FLOAT32, master_weights=False),
+    "O1": _but(_AUTOCAST, patch_functions_type=_FP16, loss_scale="dynamic"),
+    "O2": _but(_CAST, cast_model_type=_FP16, loss_scale="dynamic"),
     "O3": Properties(
         promote="narrowest",
-        opt_level="O3",
         cast_model_type=_FP16,
         keep_batchnorm_fp32=False,
         master_weights=False,
     ),
-    "O4": dataclasses.replace(_AUTOCAST, opt_level="O4", patch_functions_type=_BF16),
-    "O5": dataclasses.replace(_CAST, opt_level="O5"),
-    "O6": dataclasses.replace(_CAST, opt_level="O6", fp8=Fp8()),
+    "O4": _but(_AUTOCAST, patch_functions_type=_BF16),
+    "O5": _CAST,
+    "O6": _but(_CAST, fp8=Fp8()),
 }
+LEVELS = {level: _but(x, opt_level=level) for level, x in _DEFAULTS.items()}
 
 
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}

@@ -18,10 +18,7 @@ def check_scale_state(
 ) -> None:
     """Raises for a scale that makes the params NaN, and for a count that is none.
 
-    Args:
-        where: names `entry` in the message: "loss_scaler0".
-        entry: the fields of a LossScaleState by name; the scale also as "loss_scale".
-        rule: the rule that `entry` is for; None if another program's rule made it.
+    `where` names the entry, as "loss_scaler0". The rule is None if it is not known.
     """
     for name, value in entry.items():
         if name in ("scale", "loss_scale"):

@@ -45,8 +45,7 @@ from pallas_kernels.layouts import row_major_on_cuda
 
 _UNSCALED = (
     "jamp.unscale got gradients that are divided by the loss scale already, as those "
-    "of jamp.scaled_grad, jamp.scaled_value_and_grad and jamp.unscale are: they would "
-    "be too small by the factor of the loss scale. Delete the call of jamp.unscale."
+    "of jamp.scaled_grad and jamp.unscale are. Delete the call of jamp.unscale."
 )
 _CONSTANT = (
     "The loss does not depend on the params that loss_fn was called with: all "

@@ -32,11 +32,7 @@ _CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
 
 
 def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
-    """A function `params -> (grads, rest)`, with half gradients in float32.
-
-    Args:
-        fn: such a function, such as `jax.grad(loss_fn, has_aux=True)`.
-    """
+    """A function `params -> (grads, rest)`, with half gradients in float32."""
 
     @functools.wraps(fn)
     def summed(params: PyTree) -> Any:
@@ -71,8 +67,6 @@ class _Widening:
     def __init__(self):
         self.known: dict[Any, set[jc.Var]] = {}
         self.programs: dict[Any, jc.Jaxpr] = {}
-
-    # ---- what leads to a result, read backward
 
     def asked(self, program: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
         """The values that are wanted in float32, for results `outs` to be."""
@@ -112,8 +106,6 @@ class _Widening:
         if more == outs:
             return outs
         return self._outs(frame, asked | _vars(frame.results[i] for i in more))
-
-    # ---- the program, written forward
 
     def program(
         self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
@@ -244,7 +236,7 @@ def _new(var: jc.Var) -> jc.Var:
 
 
 def _converted(wide: jc.Var, var: jc.Var) -> jc.JaxprEqn:
-    """The equation by which a value is there in half as well."""
+    """The equation that casts a value to half as well."""
     return jax_internals.conversion(wide, dtype_of(var), None).replace(outvars=[var])
 
 

@@ -155,15 +155,10 @@ class DynamicLossScale(_Rule):
             check_count(name, getattr(self, name), least=1)
             object.__setattr__(self, name, int(getattr(self, name)))
         lowest, highest = self._limits
-        if not lowest <= highest:
+        if lowest > min(highest, self.init_scale):
             raise ValueError(
-                f"`min_scale` must not exceed `max_scale`, got {self.min_scale} and "
-                f"{self.max_scale}."
-            )
-        if self.init_scale < lowest:
-            raise ValueError(
-                f"`init_scale` must be at least `min_scale`, got {self.init_scale} and "
-                f"{self.min_scale}."
+                "`min_scale` must not exceed `init_scale` or `max_scale`, got "
+                f"{self.min_scale}, {self.init_scale} and {self.max_scale}."
             )
 
     @property
@@ -303,12 +298,8 @@ def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
 
 def _state(scale: float, hysteresis: int) -> LossScaleState:
     # One array per field: a donated buffer must not occur twice.
-    return LossScaleState(
-        scale=jnp.asarray(scale, jnp.float32),
-        unskipped=jnp.asarray(0, jnp.int32),
-        hysteresis=jnp.asarray(hysteresis, jnp.int32),
-        consecutive_skips=jnp.asarray(0, jnp.int32),
-    )
+    counts = [jnp.asarray(x, jnp.int32) for x in (0, hysteresis, 0)]
+    return LossScaleState(jnp.asarray(scale, jnp.float32), *counts)
 
 
 def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:

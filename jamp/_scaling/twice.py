@@ -13,13 +13,12 @@ from jamp._autocast.tracers import depends_without_grad
 from jamp._core.devices import callers_guard
 
 _INSIDE = (
-    "jamp.scale_loss is called in a loss function whose loss jamp scales already: its "
-    "gradients would be too large by the factor of the loss scale. Delete the call of "
-    "jamp.scale_loss, and return the loss itself."
+    "jamp.scale_loss is called in a loss function whose loss jamp scales already. "
+    "Delete the call of jamp.scale_loss, and return the loss itself."
 )
 _TWICE = (
-    "jamp.scale_loss got a loss that jamp.scale_loss returned: its gradients would be "
-    "too large by the factor of the loss scale. Delete one of the two calls."
+    "jamp.scale_loss got a loss that jamp.scale_loss returned. Delete one of the two "
+    "calls."
 )
 
 # The params of the loss function that jamp runs now.

@@ -64,14 +64,9 @@ def nan_unless(
     scale: Float[Array, ""],
     loss_id: int,
 ) -> PyTree:
-    """Multiplies unscaled gradients by NaN after an overflow, and remembers them.
+    """Multiplies divided gradients by NaN after an overflow, and remembers `grads`.
 
-    Args:
-        finite: whether there was no overflow; None for a rule that does not check.
-        divided: the gradients in float32, divided by the scale.
-        grads: the gradients before the division.
-        scale: what they were divided by.
-        loss_id: the loss that they are for.
+    `finite` is None for a rule that does not check.
     """
     factor = None
     if finite is not None:
@@ -126,10 +121,7 @@ def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
 def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] | None]:
     """The gradients before the division, and the scale; else `grads` and None.
 
-    Args:
-        grads: unscaled gradients.
-        skips: whether the step skips after an overflow. Only then may the gradients
-            before the division, which lack its NaN, replace them.
+    They lack the NaN of an overflow, so they need a step that skips after one.
     """
     leaves, structure = jax.tree.flatten(grads)
     raws = [raw_of(leaf) for leaf in leaves]
@@ -143,12 +135,7 @@ def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] |
 
 
 def warn_without_scale(grads: Sequence[Any], state: HasLossScales) -> None:
-    """Warns if a traced program computes gradients from the params without the scale.
-
-    Args:
-        grads: leaves. Those that jamp unscaled are known.
-        state: the state that they are for.
-    """
+    """Warns if a traced program computes gradients of params without the scale."""
     others = [x for x in grads if raw_of(x) is None and equation_of(x) is not None]
     if not others or not any(rule.moves for rule in state.loss_scale_rules):
         return
