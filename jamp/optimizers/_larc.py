@@ -134,7 +134,8 @@ class _LARC(fused.Hyperparameters):
         updates, inner_state = inner.update(
             grads, state.inner_state, widened, **extra_args
         )
-        new = LARCState(optax.safe_increment(state.count), inner_state)
+        count = optax.safe_increment(state.count)
+        new = state._replace(count=count, inner_state=inner_state)
         if (skip := self.options(None, found_inf).skip) is None:
             return updates, new
         still = jax.tree.map(jnp.zeros_like, updates)
