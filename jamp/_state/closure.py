@@ -70,8 +70,9 @@ def closure(
             entries[key] = rounded(params, entries[key])
             packed = groups.pack(entries, state.params)
             at: Any = dataclasses.replace(state, params=packed)
-            loss, grads = both(at, *args, **kwargs)
-            return (loss[0] if has_aux else loss), grads
+            value, grads = both(at, *args, **kwargs)
+            loss: Any = value[0] if has_aux else value
+            return loss, grads
 
         return with_gradient(value_and_grad)
 
