@@ -118,7 +118,7 @@ def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
 
 
 def _between(graph: Graph, members: set[int]) -> set[int]:
-    """The equations outside that lie on a path from one member to another."""
+    """The equations outside that are on a path from one member to another."""
 
     def makers_of(place: int) -> set[int]:
         return {graph.makers[v] for v in graph.reads[place] if v in graph.makers}

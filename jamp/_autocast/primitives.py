@@ -198,9 +198,9 @@ _TRAITS = {
 def primitive_name(eqn: Any) -> str:
     """The name by which the table knows what an equation does.
 
-    An object of JAX's newer kind goes by its class. A `dot_general` that is no matmul
-    goes by what it computes: "mul" without a contracted dimension, "reduce_sum" without
-    a free one. Dimensions of size 1 do not count.
+    For an object of JAX's newer kind, this is the name of its class. A `dot_general`
+    that is not a matmul is named after what it computes: "mul" without a contracted
+    dimension, "reduce_sum" without a free one. Dimensions of size 1 do not count.
     """
     name = eqn.primitive.name
     if name == "dot_general":

@@ -54,7 +54,7 @@ def get(container: Any, key: Key) -> Any:
 
 def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
     """The entries of all groups, by key."""
-    return {key: container if key is SINGLE else container[key] for key in keys}
+    return {key: get(container, key) for key in keys}
 
 
 def pack(values: Mapping[Key, Any], like: Any) -> Any:

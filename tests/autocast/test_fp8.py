@@ -1,6 +1,7 @@
 """Products in fp8: which, their digits, and what JAX does with them."""
 
 import functools
+from unittest import mock
 
 import equinox as eqx
 import flax.linen as nn
@@ -297,13 +298,8 @@ def test_a_product_whose_results_are_ordered_stays_in_half(name):
 
 def test_products_are_looked_up_in_time_linear_in_depth(monkeypatch):
     """Each product looked for its operand's readers in the whole program."""
-    times, original = [], plan.weight_of
-
-    def counting(*args):
-        times.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(plan, "weight_of", counting)
+    counted = mock.Mock(wraps=plan.weight_of)
+    monkeypatch.setattr(plan, "weight_of", counted)
 
     def lookups(depth):
         def fn(params, x):
@@ -311,21 +307,16 @@ def test_products_are_looked_up_in_time_linear_in_depth(monkeypatch):
                 x = jnp.tanh(x @ params["w"])
             return (x @ params["w"]).sum()
 
-        times.clear()
+        counted.reset_mock()
         jax.make_jaxpr(jamp.scaled_grad(fn))(state_of(weights("w")), X)
-        return len(times)
+        return counted.call_count
 
     assert lookups(20) <= 2.1 * lookups(10)
 
 
 def test_nested_loops_are_read_once_for_each_use(monkeypatch):
-    times, original = [], plan._uses_by_operation
-
-    def counting(*args):
-        times.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(plan, "_uses_by_operation", counting)
+    counted = mock.Mock(wraps=plan._uses_by_operation)
+    monkeypatch.setattr(plan, "_uses_by_operation", counted)
 
     def nested(depth):
         if not depth:
@@ -336,9 +327,9 @@ def test_nested_loops_are_read_once_for_each_use(monkeypatch):
 
     def reads(depth):
         fn = lambda params, x: nested(depth)(x, params["w"]).sum()  # noqa: E731
-        times.clear()
+        counted.reset_mock()
         jax.make_jaxpr(jamp.scaled_grad(fn))(state_of(weights("w")), X)
-        return len(times)
+        return counted.call_count
 
     assert reads(8) <= 3 * reads(4)
 

@@ -1,7 +1,6 @@
 """Weights that all trips of a loop share, and sums over its trips: in float32."""
 
 import functools
-import os
 import types
 
 import jax
@@ -232,7 +231,7 @@ INTEGRATE = {
 @pytest.mark.parametrize("name", INTEGRATE)
 def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
     """At every level, also where the carry begins as the result of a product."""
-    if name == "custom_vjp" and os.environ.get("JAX_CUSTOM_VJP3") == "1":
+    if name == "custom_vjp" and getattr(jax.config, "jax_custom_vjp3", False):
         pytest.xfail("jamp._autocast.loops does not look into CustomVJPTraced yet")
     loop = INTEGRATE[name]
     exact = 1 + STEPS / 256 if name == "data" else GROWN

@@ -1,4 +1,4 @@
-"""A `dot_general` that is no matmul follows the rules of `mul` and `reduce_sum`."""
+"""A `dot_general` that is not a matmul follows the rules of `mul` and `reduce_sum`."""
 
 import jax
 import jax.numpy as jnp
