@@ -719,10 +719,10 @@ def test_a_device_without_units_for_it_warns_once(monkeypatch):
         platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device])
-    devices._warn_of_device.cache_clear()
+    devices.warn_without_fp8.cache_clear()
     with pytest.warns(jamp.UnusedOptionWarning, match="A100 has no fp8 units.*O5"):
         devices.warn_without_fp8()
     devices.warn_without_fp8()  # an error, if it warned again
     Device.compute_capability = "9.0"
-    devices._warn_of_device.cache_clear()
+    devices.warn_without_fp8.cache_clear()
     devices.warn_without_fp8()
