@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SHOWN = 4
+from jamp.diagnostics._replay import Array
 
-type Array = jax.Array | np.ndarray
+_SHOWN = 4
 
 
 class Range(NamedTuple):
@@ -54,7 +54,6 @@ class Location:
         phase: "forward", "backward", or "input" for an argument.
         source: `file:line`.
         module: the modules or name scopes around it, such as `Net/Block_0`.
-        near: the path of the param that was read last before it.
         loops: the iterations of loops around it, from the outside in.
         operands: the types and ranges of its operands.
         result: the type and range of its result; None if all is finite.
@@ -71,7 +70,6 @@ class Location:
     phase: str = ""
     source: str = ""
     module: str = ""
-    near: str = ""
     loops: tuple[str, ...] = ()
     operands: tuple[Range, ...] = ()
     result: Range | None = None
@@ -96,7 +94,6 @@ class Location:
             ("first", self.operation + (phase if self.primitive else "")),
             ("line", self.source),
             ("module", self.module),
-            ("params", self.near and f"{self.near} was read last before it"),
             ("inside", ", ".join(self.loops)),
             *(("operand", str(x)) for x in self.operands[:_SHOWN]),
             ("made by", self.made_by),
