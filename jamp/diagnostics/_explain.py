@@ -302,11 +302,10 @@ def _sentence(note: Note, lists: AutocastLists) -> str:
         return _users_rule(lists, What.PRIMITIVE, name) or _reason_in(ROWS, name)
     if note.why != "region":
         return _REASONS[note.why]
-    if region in _MARKED_BY:
-        return _MARKED_BY[region]
     place = library_place(region)
     return (
-        _users_rule(lists, What.REGION, region)
+        _MARKED_BY.get(region)
+        or _users_rule(lists, What.REGION, region)
         or _users_rule(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
         or f"`{region}`: {_reason_in(_FUNCTION_ROWS, place or region)}"
     )

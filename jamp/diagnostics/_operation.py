@@ -13,7 +13,7 @@ from jax.extend import core as jc
 from jamp._autocast.primitives import Shape, is_product, traits_of
 from jamp._autocast.program import shape_of, size_of
 
-# Operations that move values compute nothing; nor do these, in any precision.
+# These compute nothing.
 _TRIVIAL = (Shape.SAME, Shape.MARK)
 
 
@@ -28,11 +28,11 @@ class Operation:
         phase: "backward" if it exists for a derivative, else "forward".
         primitive: the name in `jax.make_jaxpr`.
         dtype: the dtype that it runs in; None if it holds a program.
-        rule: of the lists or the region: "half", "float32", "promote", "move" or
-            "recorded".
+        rule: the rule of the lists or the region: "half", "float32", "promote", "move"
+            or "recorded".
         why: one or two words for the decision, such as "list" or "widest".
         reason: the same in a sentence.
-        flops: of a float matmul or convolution, times the trips of the scans around it.
+        flops: FLOPs of a float matmul or convolution, in all trips of the scans around.
         sizes: M, N and K of a matmul; the features of a convolution.
     """
 
@@ -47,6 +47,9 @@ class Operation:
     reason: str
     flops: int | None
     sizes: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.primitive} in {self.dtype} ({self.why}) at {self.source}"
 
 
 def is_half(dtype: str | None) -> bool:

@@ -69,9 +69,7 @@ def _flags(x):
     return jnp.stack([jnp.isnan(x).any(), jnp.isinf(x).any()])
 
 
-def _run(
-    program: jc.Jaxpr, values: list[Value], context: Context, whole: bool
-) -> _Run:
+def _run(program: jc.Jaxpr, values: list[Value], context: Context, whole: bool) -> _Run:
     """Returns the results of a program. Empties `values` to free memory."""
     env = dict(zip(program.invars, values, strict=True))
     env |= zip(program.constvars, map(Value, program.consts), strict=True)
