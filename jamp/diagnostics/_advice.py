@@ -1,6 +1,5 @@
 """Names an operation in words, and says what to do about one that overflowed."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ _WORDS = {
     "add_any": "a sum of two gradients",
     "sub": "a difference x - y",
     "div": "a quotient x / y",
-    "integer_pow": "a power x ** n",
+    "integer_pow": "a power x ** {y}",
     "pow": "a power x ** y",
     "square": "a square",
     "exp": "an exponential",
@@ -34,13 +33,20 @@ _CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
 # They are infinite at zero, and so are the derivatives that consist of them.
 _POLES = ("div", "log", "rsqrt")
+# By whether the scale is dynamic.
+SCALE_TOO_HIGH = {
+    True: "Only the loss scale is too high. It falls by itself: there is nothing to "
+    "fix. `recommend_scale` finds one that skips no first steps.",
+    False: "Only the loss scale is too high, and it is static: write "
+    'loss_scale="dynamic", or take the one that `recommend_scale` finds.',
+}
 
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
     """An operation in words. A cast names the dtype of its result."""
     name = primitive_name(eqn)
     if name not in _CASTS:
-        return _WORDS.get(name, f"`{name}`")
+        return _WORDS.get(name, f"`{name}`").format_map(eqn.params)
     in_float16 = name == "reduce_precision" and eqn.params["exponent_bits"] == 5
     return f"{_CAST}{'float16' if in_float16 else dtype}"
 
@@ -51,22 +57,6 @@ def advice_for(found: Location) -> str:
     most: Any = jnp.finfo(dtype).max
     text = next(text for applies, text in _TABLE if applies(found))
     return text.format(most=f"{float(most):.5g}", dtype=dtype)
-
-
-def scale_advice(scale: float, clean: float, moves: bool) -> str:
-    """The advice if the gradients are finite at `clean` and lower loss scales.
-
-    Args:
-        scale: the present loss scale.
-        clean: the largest power of two below it at which the gradients are finite.
-        moves: whether the scale is dynamic.
-    """
-    then = 'is static: write loss_scale="dynamic".'
-    if moves:
-        skips = math.ceil(math.log2(scale / clean))
-        then = f"falls by itself, in {skips} skipped step(s): there is nothing to fix."
-    finite = f"at {clean:g} all gradients are finite"
-    return f"Only the loss scale is too high: {finite}. It {then}"
 
 
 def overflows(found: Location) -> bool:
@@ -87,9 +77,10 @@ def _is_float16(found: Location) -> bool:
 
 
 def _is_at_pole(found: Location) -> bool:
-    """Whether zero is in the range of the last operand of a quotient or a root."""
+    """Whether a quotient, a root or a negative power is taken at zero."""
+    divides = found.primitive in _POLES or found.operation.startswith("a power x ** -")
     ranges = [(x.low or 0, x.high or 0) for x in found.operands[-1:]]
-    return found.primitive in _POLES and any(low <= 0 <= high for low, high in ranges)
+    return divides and any(low <= 0 <= high for low, high in ranges)
 
 
 _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (

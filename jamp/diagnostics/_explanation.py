@@ -13,7 +13,7 @@ from jamp.diagnostics._operation import (
     is_fp8,
     is_half,
     total_flops,
-    warnings_of,
+    warning_of,
 )
 
 _SHOWN = 6  # warnings below the tree
@@ -48,11 +48,9 @@ class Explanation:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Matmuls in float32 or of awkward sizes, and operations unknown to jamp."""
-        found = Counter(
-            w for op in self.operations for w in warnings_of(op, self.level)
-        )
-        return tuple(w if n == 1 else f"{w} ({n} ×)" for w, n in found.items())
+        """Matmuls in float32, and operations that jamp does not know."""
+        found = Counter(warning_of(op, self.level) for op in self.operations)
+        return tuple(w if n == 1 else f"{w} ({n} ×)" for w, n in found.items() if w)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings and numbers, for JSON."""

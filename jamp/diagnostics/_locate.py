@@ -1,6 +1,5 @@
 """`locate`: replays a batch that overflowed, and finds the first operation."""
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from jax.extend import core as jc
 from jamp._autocast.primitives import primitive_name
 from jamp._core.dtypes import is_differentiable
 from jamp._core.groups import Wrt
-from jamp.diagnostics._advice import advice_for, scale_advice, words_of
+from jamp.diagnostics._advice import SCALE_TOO_HIGH, advice_for, words_of
 from jamp.diagnostics._location import Location, range_of
 from jamp.diagnostics._replay import Event, Value, not_finite, replay
 from jamp.diagnostics._source import Site
@@ -74,14 +73,9 @@ def _located(step: Step, scale_moves: bool) -> Location:
     if found.finite:
         return found
     if step.scale > 1 and (found.phase == "backward" or math.isfinite(found.loss)):
-        halvings = math.ceil(math.log2(step.scale))
-        at = lambda n: _location_at(step, step.scale / 2**n)  # noqa: E731
-        lowest = at(halvings)
+        lowest = _location_at(step, 1.0)
         if lowest.finite:
-            tries = range(1, halvings)
-            n = 1 + bisect.bisect(tries, False, key=lambda n: at(n).finite)
-            advice = scale_advice(step.scale, step.scale / 2**n, scale_moves)
-            return dataclasses.replace(found, advice=advice)
+            return dataclasses.replace(found, advice=SCALE_TOO_HIGH[scale_moves])
         found = lowest  # it overflows at any scale: report the cause at scale 1
     return dataclasses.replace(found, advice=advice_for(found))
 

@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 from jamp.diagnostics._source import short_line
 
@@ -11,16 +11,7 @@ _WIDTH = 100  # characters of a line
 _LEAST = 30  # characters of the last column, however long the names are
 
 
-class Located(Protocol):
-    """An operation that has a place."""
-
-    @property
-    def module(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-
-
-class Node[T: Located]:
+class Node:
     """The modules of one pattern, such as `Block_*`; or a source line.
 
     Attributes:
@@ -32,14 +23,14 @@ class Node[T: Located]:
 
     def __init__(self):
         self.paths: set[str] = set()
-        self.operations: list[T] = []
-        self.own: list[T] = []
-        self.inside: dict[str, Node[T]] = {}
+        self.operations: list[Any] = []
+        self.own: list[Any] = []
+        self.inside: dict[str, Node] = {}
 
 
-def tree_of[T: Located](operations: Iterable[T]) -> Node[T]:
+def tree_of(operations: Iterable[Any]) -> Node:
     """The modules of some operations; an operation outside of modules has its line."""
-    root = Node[T]()
+    root = Node()
     for op in operations:
         names = op.module.split("/") if op.module else [short_line(op.source)]
         node = root
@@ -52,9 +43,7 @@ def tree_of[T: Located](operations: Iterable[T]) -> Node[T]:
     return root
 
 
-def rows_of[T: Located](
-    node: Node[T], indent: str = ""
-) -> Iterator[tuple[str, int, Node[T]]]:
+def rows_of(node: Node, indent: str = "") -> Iterator[tuple[str, int, Node]]:
     """The label of each inner module, how often its parent holds it, and its node."""
     for pattern, inner in node.inside.items():
         names = {path.rpartition("/")[2] for path in inner.paths}
