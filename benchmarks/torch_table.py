@@ -20,8 +20,8 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jamp
-from tests.autocast.small_programs import Program
 from tests.oracles.torch_autocast import torch_autocast
+from tests.support.small_programs import Program
 
 HALVES = ("float16", "bfloat16")
 SEEDS = 256  # fewer for large programs

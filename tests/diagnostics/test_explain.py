@@ -16,7 +16,7 @@ import jamp
 from jamp._autocast import rewrite
 from jamp.diagnostics._operation import computes, total_flops
 from jamp.diagnostics._source import short_line
-from tests.autocast.constructs import repeat
+from tests.support.constructs import repeat
 from tests.support.programs import products
 
 LISTS = jamp.AutocastLists()

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.autocast.constructs import repeat
+from tests.support.constructs import repeat
 
 
 def shape(*sizes, dtype=jnp.float32):
