@@ -1,7 +1,7 @@
-"""The groups of a state, and the containers that hold one value per group.
+"""One model or several: the groups of a state, and the containers that hold them.
 
-A group is a params tree with its own optimizer. A state has one group, whose key is
-None, or several groups in a list, tuple or dict, with the keys of that container.
+A group is a params tree with an optimizer of its own. A state has one group, whose key
+is None, or several in a list, tuple or dict, with the keys of that container.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,14 +12,14 @@ from flax.core import FrozenDict
 from jamp._core.tree import mapping_like
 
 type Key = Hashable | None
-# The argument `wrt=`: a key, several keys, or None for all groups.
+# What `wrt=` takes: a key, several, or None for all groups.
 type Wrt = Key | Sequence[Key]
 
 SINGLE: Key = None
 
 
 class HasGroups(Protocol):
-    """The fields of a state with one value per group."""
+    """The per-group parts of a state, in one tree or in containers."""
 
     @property
     def params(self) -> Any: ...
@@ -30,37 +30,37 @@ class HasGroups(Protocol):
 
 
 def is_transformation(tx: object) -> bool:
-    """Whether `tx` is one transformation, because optax's are tuples themselves."""
+    """Whether `tx` is an optax transformation: which is itself a tuple."""
     return hasattr(tx, "init") and hasattr(tx, "update")
 
 
 def check_transformation(name: str, tx: object) -> None:
-    """Raises unless `tx`, the argument of the optimizer `name`, is a transformation."""
+    """Raises unless `tx`, which an optimizer of a name wraps, is optax's pair."""
     if not is_transformation(tx):
         raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
 
 
 def group_keys(tx: Any) -> tuple[Key, ...]:
-    """Returns the keys of the groups of a state with this `tx`."""
+    """The keys of the groups, given a state's `tx`."""
     if tx is None or is_transformation(tx):
         return (SINGLE,)
     return tuple(tx) if isinstance(tx, Mapping) else tuple(range(len(tx)))
 
 
 def get(container: Any, key: Key) -> Any:
-    """Returns the value of one group."""
+    """The entry of one group."""
     return container if key is SINGLE else container[key]
 
 
 def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
-    """Returns the values of all groups by key."""
-    return {key: container if key is SINGLE else container[key] for key in keys}
+    """The entries of all groups, by key."""
+    return {key: get(container, key) for key in keys}
 
 
 def pack(values: Mapping[Key, Any], like: Any) -> Any:
-    """Puts the values of all groups into a container of the same type as `like`.
+    """The values of all groups in a container of the kind of `like`.
 
-    A group without a value has no entry in a mapping, and None in a sequence.
+    A group without a value has no entry in a mapping, and None elsewhere.
     """
     if SINGLE in values:
         return values[SINGLE]
@@ -71,7 +71,7 @@ def pack(values: Mapping[Key, Any], like: Any) -> Any:
 
 
 def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
-    """Like `pack`, but returns a tuple or a FrozenDict, which hash by value."""
+    """Like `pack`, in a container that hashes by value: a tuple or a FrozenDict."""
     packed = pack(values, like)
     if SINGLE in values:
         return packed
@@ -79,17 +79,17 @@ def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
 
 
 def is_per_group(value: object, keys: tuple[Key, ...]) -> bool:
-    """Whether a field is a mapping with the keys of the groups, and no others.
+    """Whether a field holds one entry per group: a mapping with exactly their keys.
 
     The keys of groups in a list or tuple are their positions. A sequence is never per
-    group, because the NamedTuple of an optimizer can have the same length by accident.
+    group: a NamedTuple of an optimizer may be as long as there are groups.
     """
     several = keys != (SINGLE,)
     return several and isinstance(value, Mapping) and set(value) == set(keys)
 
 
 def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Returns the keys that `wrt` names."""
+    """The groups that `wrt` names: a key, a sequence of keys, or None for all."""
     if wrt is None:
         return keys
     named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
@@ -105,7 +105,7 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
-    """Returns the value of the group if `wrt` is one key, else the container of all."""
+    """The value of the one group that `wrt` names, else the container of all."""
     if wrt is None or isinstance(wrt, list | tuple):
         return pack(values, like)
     return values[wrt]

@@ -1,6 +1,6 @@
-"""Casts of a model's params to one dtype, except the leaves that stay in float32.
+"""Casting a model's params: all floats to one dtype, but for what stays in float32.
 
-Based on apex/fp16_utils/fp16util.py:convert_network.
+After apex/fp16_utils/fp16util.py:convert_network.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.levels import Properties, half_dtype
 from jamp._policy.options import parse_model_dtype
 
-# Names of BatchNorm modules, used without batch_stats: BatchNorm_3, bn1, batch_norm.
+# A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
 
 type Keep = Callable[[tuple[str, ...], Any], bool]
@@ -41,24 +41,24 @@ def cast_model(
     """Casts the floats of a model, as `initialize` does at the levels that cast.
 
     A module is a BatchNorm if it is an `equinox.nn.BatchNorm`, or if `batch_stats` has
-    its mean and variance with the names of Flax or Haiku. Without `batch_stats`, its
-    name decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running statistics become
-    float32. Integers, bools, PRNG keys and complex numbers keep their dtype.
+    its mean and variance, as Flax or Haiku names them. Without `batch_stats`, its name
+    decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running statistics become float32.
+    Integers, bools, PRNG keys and complex numbers are never cast.
 
     Args:
         tree: params, or Flax variables `{"params": ..., "batch_stats": ...}`.
         dtype: float16, bfloat16 or float32.
         keep_batchnorm_fp32: whether BatchNorm keeps its params in float32.
-        batch_stats: the running statistics, if `tree` has only params.
+        batch_stats: the model's running statistics, when `tree` is params alone.
         keep_fp32: a regex searched in the path ("Dense_0/kernel"), a predicate
             `(path, leaf) -> bool`, or a list of them.
 
     Returns:
-        The tree with other dtypes. Leaves that have their dtype are not copied.
+        The same tree with other dtypes. Leaves that have their dtype are not copied.
 
     Raises:
-        ValueError: `dtype` is not one of the three, or a regex matches no leaf.
-        TypeError: `keep_fp32` has another type.
+        ValueError: `dtype` is none of these, or a regex of `keep_fp32` matches no leaf.
+        TypeError: `keep_fp32` is of another type.
 
     >>> import jax.numpy as jnp
     >>> params = {"bn1": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 2))}}
@@ -85,7 +85,7 @@ def cast_model(
 
 
 def cast_to_level(params: PyTree, properties: Properties, batch_stats: PyTree) -> Any:
-    """Casts params to the dtypes of their opt level; `batch_stats` may be None."""
+    """Casts params as their opt level says; `batch_stats` may be None."""
     dtype, given = properties.cast_model_type, properties.keep_fp32
     if not dtype:
         return params
@@ -116,7 +116,7 @@ def keep_rule(
     batch_stats: PyTree,
     keep_fp32: Collection[Any],
 ) -> Keep:
-    """Returns a predicate `(parts, leaf) -> bool` for leaves that stay in float32."""
+    """The predicate `(path's parts, leaf) -> bool` for leaves that stay in float32."""
     is_batchnorm = functools.cache(_batchnorm_test(params, batch_stats))
 
     def keep(parts, leaf):
@@ -127,10 +127,9 @@ def keep_rule(
 
 
 def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
-    """Casts float leaves to `dtype` unless it is None, and kept ones to float32.
+    """Casts the float leaves to `dtype`, if it is one, and the kept ones to float32.
 
-    Flax's fp8 scales have their own collection. They are not weights, and keep their
-    dtype.
+    Flax's fp8 scales, in a collection of their own, are not weights: left alone.
     """
 
     def wanted(path, x):
@@ -149,7 +148,7 @@ def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
 def _batchnorm_test(
     params: PyTree, batch_stats: PyTree
 ) -> Callable[[tuple[str, ...]], bool]:
-    """Returns a predicate for the paths of modules that are a BatchNorm."""
+    """The predicate for the path of a module that is a BatchNorm."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_equinox_batchnorm)
     found = {path_parts(path) for path, x in nodes if _is_equinox_batchnorm(x)}
     paths = jax.tree_util.tree_leaves_with_path(batch_stats)
@@ -165,13 +164,13 @@ def _batchnorm_test(
         if batch_stats is None:
             own = module[-1].split("/")[-1] if module else ""
             return bool(_BATCHNORM.search(own))
-        # Flax params may have an outer key "params", which statistics never have.
+        # Params may come as {"params": params}, which statistics never do.
         return "".join(f"/{x}" for x in module if x != "params") in exact
 
     return is_batchnorm
 
 
-# The names of mean and variance in Flax and in Haiku.
+# Flax's and Haiku's.
 _STATISTICS = (("/mean", "/var"), ("/~/mean_ema/average", "/~/var_ema/average"))
 
 

@@ -29,5 +29,4 @@ from jamp.fp16_utils._fp16util import (
 from jamp.fp16_utils._scalers import (
     DynamicLossScaler as DynamicLossScaler,
     LossScaler as LossScaler,
-    LossScalerState as LossScalerState,
 )

@@ -6,28 +6,24 @@ After apex/fp16_utils/fp16_optimizer.py.
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core import tree as trees
 from jamp._core.devices import place_like
-from jamp._core.dtypes import MODEL_DTYPES, is_differentiable, is_half
+from jamp._core.dtypes import FLOAT32, MODEL_DTYPES
 from jamp._core.numbers import check_scale
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling import rules
-from jamp._scaling.incoming import check_scale_state
+from jamp._scaling.loss import checked_loss
 from jamp._state.closure import rounded, with_gradient
-from jamp._state.new_state import begun_group
-from jamp._state.step import Group, step, wide_group
 from jamp.fp16_utils._fp16util import clip_grad_norm
-from jamp.fp16_utils._wrapper import Wrapper, add, needed, say
-from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
+from jamp.fp16_utils._wrapper import Wrapper, WrapperState, check_dtypes, needed, say
+from jamp.optimizers._masters import master_weights
 
 
-class FP16State(flax.struct.PyTreeNode):
+class FP16State(WrapperState):
     """State of `FP16_Optimizer`.
 
     Attributes:
@@ -40,27 +36,8 @@ class FP16State(flax.struct.PyTreeNode):
         loss_scaler: the loss scale and its counters.
     """
 
-    params: Any
-    opt_state: MasterWeightsState
-    model_grads: Any
     master_grads: Any
-    overflow: Bool[Array, ""]
-    loss_scaler: rules.LossScaleState
 
-    @property
-    def loss_scale(self) -> Float[Array, ""]:
-        """The loss scale, shape (), float32."""
-        return self.loss_scaler.scale
-
-
-# apex's names of a dynamic scale's arguments, and jamp's.
-_NAMES = {
-    "init_scale": "init_scale",
-    "scale_factor": "factor",
-    "scale_window": "window",
-    "min_loss_scale": "min_scale",
-    "max_loss_scale": "max_scale",
-}
 
 type Closure = Callable[[FP16State], tuple[Float[Array, ""], FP16State]]
 
@@ -83,6 +60,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         TypeError: `init_optimizer` is not a transformation, or an argument is unknown.
         ValueError: it keeps masters already, or a number is out of range.
 
+    >>> import optax
     >>> optimizer = FP16_Optimizer(optax.sgd(0.5), dynamic_loss_scale=True,
     ...                            dynamic_loss_args={"init_scale": 64}, verbose=False)
     >>> loss_fn = lambda w, x: (w * x).sum(dtype="float32")
@@ -98,26 +76,12 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
 
     state_class: ClassVar[type] = FP16State
 
-    @property
-    def checks(self) -> bool:
-        return self.rule.checks
-
     def _configure(self, tx: Any, static: float, args: Any) -> None:
-        if isinstance(tx, MasterWeights):
-            raise ValueError(
-                "FP16_Optimizer keeps the masters itself: pass the bare transformation."
-            )
-        self.optimizer: MasterWeights = master_weights(tx)
-        self.rule: rules.LossScaleRule = rules.StaticLossScale(static)
+        self.optimizer = master_weights(tx)
+        self.rule = rules.StaticLossScale(static)
         if self.dynamic_loss_scale:
-            args = args or {}
-            if unknown := sorted(set(args) - set(_NAMES)):
-                raise TypeError(
-                    f"dynamic_loss_args has no {unknown[0]!r}; its keys are "
-                    f"{[*_NAMES]}."
-                )
-            own = {_NAMES[name]: value for name, value in args.items()}
-            self.rule = rules.DynamicLossScale(**own)
+            args = {_NAMES.get(name, name): x for name, x in (args or {}).items()}
+            self.rule = rules.DynamicLossScale(**args)
 
     def init(self, params: PyTree) -> FP16State:
         """The state for half and float32 params, with gradients of zero.
@@ -125,23 +89,11 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         Raises:
             TypeError: a float leaf has another dtype.
         """
-        lines = ["FP16_Optimizer processing param group 0:"]
-        trained = trees.differentiable(params)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
-            dtype = getattr(leaf, "dtype", type(leaf).__name__)
-            if dtype not in MODEL_DTYPES:
-                raise TypeError(
-                    "Wrapped parameters must be either float32, float16 or bfloat16. "
-                    f"Received params{jax.tree_util.keystr(path)}: {dtype}."
-                )
-            lines.append(f"FP16_Optimizer received {dtype} with {jnp.shape(leaf)}")
+        lines = check_dtypes(trees.differentiable(params), MODEL_DTYPES)
         if self.verbose and jax.process_index() == 0:
-            print("\n".join(lines))
-        strong = jax.tree.map(trees.strong_array, params)
-        group = begun_group(self.optimizer, strong, strong)
-        grads = _zeros(strong), _zeros(strong)
-        own = group.params, group.opt_state, *grads, jnp.asarray(False)
-        return trees.copy_shared(FP16State(*own, self.rule.init()), params)
+            print("\n".join(["FP16_Optimizer processing param group 0:", *lines]))
+        grads = {"model_grads": _zeros(params), "master_grads": _zeros(params)}
+        return self._init(params, **grads)
 
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -159,20 +111,19 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         value, state = super().backward(state, loss_fn, *args, **kwargs)
         return value, self.update_master_grads(state) if update_master_grads else state
 
-    def _add(self, state: FP16State, grads: PyTree) -> FP16State:
-        wide = trees.widen_tree(grads)
-        return state.replace(model_grads=add(state.model_grads, wide))
+    def _sum(self, before: PyTree | None, grads: PyTree) -> PyTree:
+        return super()._sum(before, trees.widen_tree(grads))
 
     def update_master_grads(self, state: FP16State) -> FP16State:
         """Unscales `model_grads`, adds them to `master_grads`, and moves the scale."""
         self._check(state)
         fresh = rules.unscale_tree(needed(state.model_grads), state.loss_scale)
         overflow = state.overflow
-        if self.checks:
+        if self.rule.checks:
             overflow |= ~trees.all_finite(fresh)
         return state.replace(
             model_grads=_zeros(state.params),
-            master_grads=add(state.master_grads, fresh),
+            master_grads=self._sum(state.master_grads, fresh),
             overflow=overflow,
             loss_scaler=self.rule.update(state.loss_scaler, ~overflow),
         )
@@ -206,28 +157,21 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
 
             def value_and_grad(masters):
                 params = rounded(masters, state.params)
-                value, there = _call(closure, state.replace(params=params))
-                return value, there.master_grads
+                value, there = self._call(closure, state.replace(params=params))
+                return value, needed(there.master_grads)
 
             update_args["value_fn"] = with_gradient(value_and_grad)
         say(state.overflow, _SKIPS.format("Gradient overflow. ", state.loss_scale))
-        group = step(
-            Group(self.optimizer, state.opt_state, state.params),
-            needed(state.master_grads),
-            clean=~state.overflow if self.checks else None,
-            update_args=update_args,
-        )
-        state = state.replace(params=group.params, opt_state=group.opt_state)
+        clean = ~state.overflow if self.rule.checks else None
+        state = self._stepped(state, needed(state.master_grads), clean, **update_args)
         return state if closure is None else (loss, state)
 
     def _call_until_finite(self, closure: Closure, state: FP16State) -> Any:
         """Calls the closure again while its gradients overflow and the scale falls."""
         floor = rules.lowest_scale(self.rule)
-        again = lambda carry: _call(closure, carry[1])  # noqa: E731
+        again = lambda carry: self._call(closure, carry[1])  # noqa: E731
         goes_on = lambda carry: carry[1].overflow & (carry[1].loss_scale > floor)  # noqa: E731
-        carry = _call(closure, state)
-        if not self.rule.moves:
-            return carry
+        carry = self._call(closure, state)
         if trees.is_traced(carry[1].overflow):
             return jax.lax.while_loop(goes_on, again, carry)
         while goes_on(carry):
@@ -235,23 +179,24 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
             carry = again(carry)
         return carry
 
+    def _call(self, closure: Closure, state: FP16State) -> tuple[Array, FP16State]:
+        loss, state = closure(state)
+        self._check(state)
+        return checked_loss(loss)[0], state
+
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
         """The state with gradients of zero, or None, and no overflow."""
         self._check(state)
-        model, master = (
-            None if set_grads_to_None else _zeros(state.params) for _ in range(2)
+        zeros = (lambda _: None) if set_grads_to_None else _zeros
+        return state.replace(
+            model_grads=zeros(state.params),
+            master_grads=zeros(state.params),
+            overflow=jnp.zeros_like(state.overflow),
         )
-        clean = jnp.zeros_like(state.overflow)
-        return state.replace(model_grads=model, master_grads=master, overflow=clean)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
-        """The masters' gradients, float32; None, and a warning, after an overflow."""
+        """The masters' gradients; None, and a warning, after an overflow."""
         self._check(state)
-        if trees.is_traced(state.overflow):
-            raise TypeError(
-                "Call inspect_master_grad_data outside of `jit`, or read "
-                "state.master_grads and state.overflow."
-            )
         if state.overflow:
             warn("The gradients overflowed and are invalid.", PrecisionWarning)
         return None if state.overflow else state.master_grads
@@ -260,58 +205,25 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         """The state with another loss scale, and `model_grads` scaled to match."""
         self._check(state)
         check_scale("value", value)
-        scale = place_like(jnp.asarray(value, jnp.float32), state.loss_scale)
+        scale = place_like(jnp.asarray(value, FLOAT32), state.loss_scale)
         ratio = scale / state.loss_scale
         return state.replace(
             model_grads=jax.tree.map(lambda g: g * ratio, state.model_grads),
             loss_scaler=state.loss_scaler._replace(scale=scale),
         )
 
-    def master_params(self, state: FP16State) -> PyTree:
-        """The params in float32: masters, and those that are their own."""
-        self._check(state)
-        return wide_group(Group(self.optimizer, state.opt_state, state.params))
 
-    def _saved(self, state: FP16State) -> dict[str, PyTree]:
-        params = trees.differentiable(state.params)
-        own = jax.tree.map(lambda p: optax.MaskedNode() if is_half(p) else p, params)
-        return {
-            "loss_scaler": state.loss_scaler,
-            "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
-            "overflow": state.overflow,
-            "optimizer_state_dict": state.opt_state.inner_state,
-            "fp32_from_fp16": state.opt_state.masters,
-            "fp32_from_fp32": own,
-        }
-
-    def _loaded(self, state: FP16State, parts: dict[str, PyTree]) -> FP16State:
-        check_scale_state("loss_scaler", parts["loss_scaler"]._asdict())
-        masters, own = parts["fp32_from_fp16"], parts["fp32_from_fp32"]
-        choose = lambda p, master, x: master if is_half(p) else x  # noqa: E731
-        wide = jax.tree.map(choose, trees.differentiable(state.params), masters, own)
-        return state.replace(
-            params=rounded(wide, state.params),
-            opt_state=MasterWeightsState(masters, parts["optimizer_state_dict"]),
-            overflow=parts["overflow"],
-            loss_scaler=parts["loss_scaler"],
-        )
-
-
+# apex's names of a dynamic scale's arguments, and jamp's.
+_NAMES = {
+    "scale_factor": "factor",
+    "scale_window": "window",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+}
 _SKIPS = "{} Skipping step, reducing loss scale to {}"
 
 
 def _zeros(params: PyTree) -> PyTree:
     """Gradients of 0 in float32."""
-    trained = trees.widen_tree(trees.differentiable(params))
-    return jax.tree.map(jnp.zeros_like, trained)
-
-
-def _call(closure: Closure, state: FP16State) -> tuple[Array, FP16State]:
-    match closure(state):
-        case (loss, FP16State() as state) if state.master_grads is not None:
-            if is_differentiable(loss) and jnp.shape(loss) == ():
-                return loss, state
-    raise TypeError(
-        "The closure must call `optimizer.zero_grad` and `optimizer.backward`, and "
-        "return (loss, state) with the loss, a scalar."
-    )
+    trained = trees.differentiable(params)
+    return jax.tree.map(lambda p: jnp.zeros_like(p, FLOAT32), trained)

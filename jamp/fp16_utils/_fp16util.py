@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
@@ -22,12 +23,13 @@ from jamp._policy.options import parse_model_dtype
 from pallas_kernels import norm as norm_of
 
 
-@dataclasses.dataclass(frozen=True)
-class tofp16:  # noqa: N801, apex's name
+def tofp16() -> Callable[[PyTree], Any]:
     """A layer that casts its float inputs to float16, for `nn.Sequential`."""
+    return _to_float16
 
-    def __call__(self, inputs: PyTree) -> Any:
-        return cast_floats(inputs, jnp.float16)
+
+def _to_float16(inputs: PyTree) -> Any:
+    return cast_floats(inputs, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +39,8 @@ class FP16Model:
     apply_fn: Callable[..., Any]
 
     def __call__(self, variables: PyTree, *inputs: PyTree, **kwargs: Any) -> Any:
-        inputs = cast_floats(inputs, jnp.float16)
-        return cast_forward(self.apply_fn, _HALF)(variables, *inputs, **kwargs)
+        forward = cast_forward(self.apply_fn, _HALF)
+        return forward(variables, *_to_float16(inputs), **kwargs)
 
 
 _HALF = Properties.from_opt_level("O2", cast_model_outputs=jnp.float16)
@@ -59,13 +61,8 @@ def convert_network(
     return cast_model(params, dtype, keep_batchnorm_fp32=True, batch_stats=batch_stats)
 
 
-def convert_module(params: PyTree, dtype: DTypeLike) -> Any:
+def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
     """A module's own params in `dtype`; its submodules keep theirs."""
-    if not isinstance(params, Mapping):
-        kind = type(params).__name__
-        raise TypeError(
-            f"convert_module takes the mapping of a module's params, got {kind}."
-        )
     dtype = parse_model_dtype(dtype)
     own = {k: cast(x, dtype) if is_castable(x) else x for k, x in params.items()}
     return mapping_like(params, own)
@@ -81,21 +78,13 @@ def prep_param_lists(params: PyTree, flat_master: bool = False) -> tuple[PyTree,
 
     Raises:
         TypeError: a leaf is not a float array.
-        ValueError: `flat_master` with params of several dtypes.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not is_castable(leaf):
             at = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(f"{at} is {leaf!r}, expected an array of floats.")
-    if not flat_master:
-        return params, jax.tree.map(lambda p: jnp.array(p, FLOAT32, copy=True), params)
-    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
-    if len(dtypes) > 1:
-        raise ValueError(
-            "Error in prep_param_lists: the model holds parameters of different types, "
-            f"{sorted(dtypes)}. Use flat_master=False, or FP16_Optimizer."
-        )
-    return params, [ravel_pytree(widen_tree(params))[0]]
+    masters = jax.tree.map(lambda p: jnp.array(p, FLOAT32, copy=True), params)
+    return params, [ravel_pytree(masters)[0]] if flat_master else masters
 
 
 def model_grads_to_master_grads(
@@ -105,38 +94,29 @@ def model_grads_to_master_grads(
 
     It does not unscale them. A gradient may be None without `flat_master`.
     """
-    if flat_master:
-        model_grads = [ravel_pytree(widen_tree(model_grads))[0]]
-
-    def leaf(grad, master):
-        if grad is not None and grad.shape != master.shape:
-            raise ValueError(
-                f"A gradient has shape {grad.shape}, its master {master.shape}. With "
-                "flat_master no gradient may be missing."
-            )
-        return None if grad is None else jnp.asarray(grad).astype(FLOAT32)
-
-    is_none = lambda x: x is None  # noqa: E731
-    return jax.tree.map(leaf, model_grads, master_params, is_leaf=is_none)
+    if not flat_master:
+        return widen_tree(model_grads)
+    flat = [ravel_pytree(widen_tree(model_grads))[0]]
+    check_like(flat, master_params, "gradients", "none may be missing.")
+    return flat
 
 
 def master_params_to_model_params(
     model_params: PyTree, master_params: PyTree, flat_master: bool = False
 ) -> PyTree:
     """The masters of `prep_param_lists`, rounded to the dtypes of the params."""
+    masters, remedy = master_params, "they must be like the params."
     if flat_master:
         own, unravel = ravel_pytree(widen_tree(model_params))
-        check_like(master_params, [own], "masters", "they must be like the params.")
-        master_params = unravel(master_params[0])
-    check_like(master_params, model_params, "masters", "they must be like the params.")
-    return jax.tree.map(lambda m, p: cast(m, p.dtype), master_params, model_params)
+        check_like(masters, [own], "masters", remedy)
+        masters = unravel(masters[0])
+    check_like(masters, model_params, "masters", remedy)
+    return jax.tree.map(lambda m, p: cast(m, p.dtype), masters, model_params)
 
 
 def to_python_float(t: ArrayLike) -> float:
     """The number in an array of one element."""
-    if jnp.size(t) != 1:
-        raise ValueError(f"to_python_float takes one number, got {jnp.size(t)}.")
-    return jnp.asarray(t).item()
+    return np.asarray(t).item()
 
 
 def clip_grad_norm(
@@ -153,7 +133,6 @@ def clip_grad_norm(
     if order in (2, float("inf")):
         norm = norm_of(leaves, order)
     else:
-        total = sum(jnp.sum(jnp.abs(widen(g)) ** order) for g in leaves)
-        norm = jnp.asarray(total, FLOAT32) ** (1 / order)
+        norm = jnp.linalg.norm(ravel_pytree(widen_tree(leaves))[0], order)
     factor = jnp.minimum(1.0, jnp.asarray(max_norm, FLOAT32) / (norm + 1e-6))
     return norm, jax.tree.map(lambda g: (widen(g) * factor).astype(g.dtype), grads)

@@ -1,59 +1,27 @@
-"""The loss scalers of apex's `fp16_utils`, as frozen objects with a state.
+"""The loss scalers of apex's `fp16_utils`: rules of `jamp` by apex's names.
 
 After apex/fp16_utils/loss_scaler.py.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core.dtypes import FLOAT32
-from jamp._core.numbers import check_scale
 from jamp._core.tree import all_finite
 from jamp._scaling.loss import grad_of_scaled
-from jamp._scaling.rules import DynamicLossScale, LossScaleState
+from jamp._scaling.rules import (
+    DynamicLossScale,
+    LossScaleRule,
+    LossScaleState,
+    StaticLossScale,
+)
 
 
-class LossScalerState(NamedTuple):
-    """State of a loss scaler.
-
-    Attributes:
-        cur_scale: the factor on the loss, shape (), float32.
-        cur_iter: updates so far, shape (), int32.
-        last_overflow_iter: the last update with an overflow, or -1, shape (), int32.
-    """
-
-    cur_scale: Float[Array, ""]
-    cur_iter: Int[Array, ""]
-    last_overflow_iter: Int[Array, ""]
-
-
-class _Scaler:
-    def scale_gradient(self, state: LossScalerState, grads: PyTree) -> PyTree:
-        """Multiplies gradients by the scale, and rounds once to their dtypes."""
-        scaled = lambda g: (g.astype(FLOAT32) * state.cur_scale).astype(g.dtype)  # noqa: E731
-        return jax.tree.map(scaled, grads)
-
-    def backward(
-        self,
-        state: LossScalerState,
-        loss_fn: Callable[..., Array],
-        params: PyTree,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Array, ""], PyTree]:
-        """`loss_fn(params, *args, **kwargs)`, and its gradients times the scale."""
-        checks = isinstance(self, DynamicLossScaler)
-        scale = state.cur_scale
-        return grad_of_scaled(loss_fn, params, scale, args, kwargs, checks=checks)
-
-
-@dataclasses.dataclass(frozen=True)
-class LossScaler(_Scaler):
+class LossScaler:
     """A static loss scale, which finds no overflow.
 
     >>> scaler = LossScaler(128.0)
@@ -62,67 +30,59 @@ class LossScaler(_Scaler):
     3.0 384.0
     """
 
-    scale: float = 1
+    rule: LossScaleRule
 
-    def __post_init__(self) -> None:
-        check_scale("scale", self.scale)
+    def __init__(self, scale: float = 1):
+        self.rule = StaticLossScale(scale)
 
-    def init(self) -> LossScalerState:
+    def init(self) -> LossScaleState:
         """The state before the first step."""
-        return LossScalerState(jnp.float32(self.scale), jnp.int32(0), jnp.int32(-1))
+        return self.rule.init()
 
     def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
-        """False, as in apex."""
-        return jnp.asarray(False)
+        """Whether any element is inf or NaN; False under a static scale, as in apex."""
+        return ~all_finite(grads if self.rule.checks else ())
 
     def update_scale(
-        self, state: LossScalerState, overflow: Bool[Array, ""]
-    ) -> LossScalerState:
-        """The same state."""
-        return state
+        self, state: LossScaleState, overflow: Bool[Array, ""]
+    ) -> LossScaleState:
+        """The state after a step."""
+        return self.rule.update(state, ~jnp.asarray(overflow, bool))
+
+    def scale_gradient(self, state: LossScaleState, grads: PyTree) -> PyTree:
+        """Multiplies gradients by the scale, and rounds once to their dtypes."""
+        scaled = lambda g: (g.astype(FLOAT32) * state.scale).astype(g.dtype)  # noqa: E731
+        return jax.tree.map(scaled, grads)
+
+    def backward(
+        self,
+        state: LossScaleState,
+        loss_fn: Callable[..., Array],
+        params: PyTree,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Array, ""], PyTree]:
+        """`loss_fn(params, *args, **kwargs)`, and its gradients times the scale."""
+        scale, checks = state.scale, self.rule.checks
+        return grad_of_scaled(loss_fn, params, scale, args, kwargs, checks=checks)
 
 
-@dataclasses.dataclass(frozen=True)
-class DynamicLossScaler(_Scaler):
-    """apex's first dynamic loss scale; `jamp.DynamicLossScale` is the current one.
+class DynamicLossScaler(LossScaler):
+    """apex's first dynamic loss scale: `jamp.DynamicLossScale` with other numbers.
 
-        overflow:  scale = max(scale / scale_factor, 1)
-        clean:     scale *= scale_factor, if the iterations since the last overflow are
-                   a multiple of `scale_window`; at most 2^126
+    It falls to 1 at the lowest, and grows without a ceiling.
 
     >>> scaler = DynamicLossScaler(scale_window=2)
     >>> state = scaler.update_scale(scaler.init(), jnp.isinf(jnp.inf))
-    >>> float(state.cur_scale)
+    >>> float(state.scale)
     2147483648.0
     """
 
-    init_scale: float = 2.0**32
-    scale_factor: float = 2.0
-    scale_window: int = 1000
-
-    def __post_init__(self) -> None:
-        check_scale("init_scale", self.init_scale)
-        self._rule()  # checks the others
-
-    def _rule(self) -> DynamicLossScale:
-        factor, window = self.scale_factor, self.scale_window
-        return DynamicLossScale(1.0, factor, window, min_scale=1.0, max_scale=None)
-
-    def init(self) -> LossScalerState:
-        """The state before the first step."""
-        return LossScaler(self.init_scale).init()
-
-    def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
-        """Whether any element is inf or NaN; apex looks at sums."""
-        return ~all_finite(grads)
-
-    def update_scale(
-        self, state: LossScalerState, overflow: Bool[Array, ""]
-    ) -> LossScalerState:
-        """The state after a step."""
-        overflow = jnp.asarray(overflow, bool)
-        clean = (state.cur_iter - state.last_overflow_iter - 1) % self.scale_window
-        before = LossScaleState(state.cur_scale, clean, jnp.int32(1), jnp.int32(0))
-        last = jnp.where(overflow, state.cur_iter, state.last_overflow_iter)
-        scale = self._rule().update(before, ~overflow).scale
-        return LossScalerState(scale, state.cur_iter + 1, last)
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        scale_factor: float = 2.0,
+        scale_window: int = 1000,
+    ):
+        own = init_scale, scale_factor, scale_window
+        self.rule: LossScaleRule = DynamicLossScale(*own, 1.0, None)

@@ -56,7 +56,7 @@ def floats(dtype=F32):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, None])
 def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
     def as_masters(tree):
         """A tree; or a list of one vector, leaf after leaf."""
@@ -64,7 +64,7 @@ def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
         leaves = [x.ravel() for x in jax.tree.leaves(wide)]
         return [jnp.concatenate(leaves)] if flat else wide
 
-    given = floats(dtype)
+    given = floats(dtype) if dtype else floats(F16) | {"b": floats(BF16)["b"]}
     model, masters = fu.prep_param_lists(given, flat_master=flat)
     assert_same_bits(model, given)
     assert_same_bits(masters, as_masters(given))
@@ -80,7 +80,7 @@ def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
     masters = jax.tree.map(lambda m: m + jnp.float32(1 / 3), masters)
     after = fu.master_params_to_model_params(model, masters, flat_master=flat)
     third = jax.tree.map(lambda p: p.astype(F32) + jnp.float32(1 / 3), given)
-    assert_same_bits(after, jax.tree.map(lambda p: p.astype(dtype), third))
+    assert_same_bits(after, jax.tree.map(lambda m, p: m.astype(p.dtype), third, given))
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, 2.5, np.inf, "inf"])
@@ -120,7 +120,6 @@ def test_clip_grad_norm_loses_no_nan():
         ({}, 6000, 0.001),
         ({"init_scale": 8.0, "scale_window": 3}, 2000, 0.3),
         ({"init_scale": 2.0**16, "scale_factor": 4.0, "scale_window": 5}, 2000, 0.15),
-        ({"init_scale": 0.25, "scale_window": 1}, 40, 0.4),
     ],
 )
 def test_a_dynamic_scaler_follows_apex_through_random_overflows(kwargs, steps, rate):
@@ -131,15 +130,12 @@ def test_a_dynamic_scaler_follows_apex_through_random_overflows(kwargs, steps, r
         return scaler.update_scale(state, flag), state
 
     last, before = jax.jit(lambda s, f: lax.scan(step, s, f))(scaler.init(), flags)
-    expected = [model.state]
+    expected = [model.cur_scale]
     for flag in flags:
         model.update_scale(bool(flag))
-        expected.append(model.state)
-    for i, (seen, at_the_end) in enumerate(zip(before, last, strict=True)):
-        wanted = [state[i] for state in expected]
-        np.testing.assert_array_equal(np.append(seen, at_the_end), wanted)
-    assert [x.dtype for x in last] == [F32, jnp.int32, jnp.int32]
-    assert len({scale for scale, *_ in expected}) > 2
+        expected.append(model.cur_scale)
+    np.testing.assert_array_equal(np.append(before.scale, last.scale), expected)
+    assert len(set(expected)) > 2
 
 
 def test_scaled_gradients_are_rounded_once():
@@ -164,30 +160,21 @@ def test_has_overflow_looks_at_every_element(bad):
 
 
 HALF = floats(F16)
-MIXED = HALF | {"w": floats()["w"]}
 to_masters, to_model = fu.model_grads_to_master_grads, fu.master_params_to_model_params
 REFUSED = [
-    (lambda: fu.convert_module([1], F16), TypeError, "mapping of .* got list"),
-    (
-        lambda: fu.convert_module({}, "int8"),
-        ValueError,
-        "^dtype must be .*dtype='int8'",
-    ),
-    (lambda: fu.prep_param_lists(MIXED, True), ValueError, "flat_master"),
-    (
-        lambda: to_masters({"w": None}, [jnp.ones(3)], True),
-        ValueError,
-        "shape .0,., its master .3,.",
-    ),
-    (lambda: to_model(HALF, {"w": HALF["w"]}), ValueError, "must be like the params"),
-    (lambda: fu.to_python_float(jnp.ones(2)), ValueError, "one number, got 2"),
-    (lambda: fu.clip_grad_norm(HALF, 1.0, 0), ValueError, "must be positive, got 0"),
-    (lambda: fu.DynamicLossScaler(scale_window=0), ValueError, "window"),
-    (lambda: fu.DynamicLossScaler(scale_factor=1), ValueError, "greater than 1, got 1"),
+    (lambda: fu.convert_module({}, "int8"), "^dtype must be .*dtype='int8'"),
+    (lambda: to_masters({"w": None}, [jnp.ones(3)], True), "none may be missing"),
+    (lambda: to_model(HALF, {"w": HALF["w"]}), "must be like the params"),
+    (lambda: to_model(HALF, [jnp.ones(7)], True), "has shape .7,., expected .3,."),
+    (lambda: fu.to_python_float(jnp.ones(2)), "array of size 1"),
+    (lambda: fu.clip_grad_norm(HALF, 1.0, 0), "must be positive, got 0"),
+    (lambda: fu.DynamicLossScaler(scale_window=0), "window"),
+    (lambda: fu.DynamicLossScaler(scale_factor=1), "greater than 1, got 1"),
+    (lambda: fu.DynamicLossScaler(0.25), "min_scale.* must not exceed"),
 ]
 
 
-@pytest.mark.parametrize("call, error, words", REFUSED)
-def test_what_is_refused(call, error, words):
-    with pytest.raises(error, match=words):
+@pytest.mark.parametrize("call, words", REFUSED)
+def test_what_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
         call()

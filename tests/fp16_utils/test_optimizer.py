@@ -239,15 +239,11 @@ def test_a_line_search_evaluates_the_closure_at_other_weights():
 # Checkpoints, of the cut-down one, too
 
 OPTIMIZER = make(fused_adam(1e-2), window=3)
-OF_BOTH = "dynamic_loss_scale optimizer_state_dict "
-OF_CUT_DOWN = OF_BOTH + "cur_scale cur_iter fp32_groups_flat "
-OF_DYNAMIC = "last_overflow_iter scale_factor scale_window"
-OF_FP16_UTILS = "loss_scaler overflow fp32_from_fp16 "
+KEYS = "dynamic_loss_scale optimizer_state_dict loss_scaler overflow fp32_from_fp16 "
 # The optimizer, its params, and apex's keys.
 BOTH = {
-    "fp16_utils": (OPTIMIZER, params(), OF_BOTH + OF_FP16_UTILS + "fp32_from_fp32"),
-    "cut_down": (cut_down(), group(), OF_CUT_DOWN + OF_DYNAMIC),
-    "static": (cut_down(dynamic_loss_scale=False), group(), OF_CUT_DOWN),
+    "fp16_utils": (OPTIMIZER, params(), KEYS + "fp32_from_fp32"),
+    "cut_down": (cut_down(), group(), KEYS + "fp32_from_fp32 cur_iter"),
 }
 EITHER = pytest.mark.parametrize("kind", BOTH)
 
@@ -274,7 +270,7 @@ def test_state_dict_has_apex_keys_and_a_donated_state_takes_no_array_along(kind)
     clear = jax.jit(optimizer.zero_grad, donate_argnums=0)
     saved = optimizer.state_dict(clear(clear(optimizer.init(tree))))
     assert saved.keys() == set(keys.split())
-    assert saved["dynamic_loss_scale"] == (kind != "static")
+    assert saved["dynamic_loss_scale"]
     held, target = jax.tree.map(np.array, saved), other(kind)
     clear(optimizer.load_state_dict(target, saved))
     assert_same_bits((tree, saved, target), (before, held, other(kind)))
@@ -322,15 +318,19 @@ def test_what_does_not_fit_is_refused(name, value, words):
 
 
 EXTRA = "Wrapped parameters must be.*extra"
-GRADIENTS = "must call `optimizer.zero_grad` and `optimizer.backward`"
 # What is called with an optimizer, a state, and one whose gradients are None.
 REFUSED = [
-    (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps the mast"),
+    (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps master"),
+    (lambda *_: make(dynamic_loss_args={"scale": 1}), TypeError, "argument 'scale'"),
     (lambda o, *_: o.init({"extra": [np.ones(2)]}), TypeError, EXTRA),
-    (lambda o, s, _: o.step(s, lambda s: s), TypeError, r"\(loss, state\)"),
-    (lambda o, s, _: o.step(s, lambda s: (jnp.ones(2), s)), TypeError, "a scalar"),
-    (lambda o, s, none: o.step(s, lambda _: (1.0, none)), TypeError, GRADIENTS),
-    (lambda o, s, _: jax.jit(o.inspect_master_grad_data)(s), TypeError, "outside of"),
+    (lambda o, s, _: o.step(s, lambda s: s), TypeError, "cannot unpack"),
+    (
+        lambda o, s, _: o.step(s, lambda s: (jnp.ones(2), s)),
+        TypeError,
+        "a float scalar",
+    ),
+    (lambda o, s, none: o.step(s, lambda _: (1.0, none)), ValueError, "no gradients"),
+    (lambda o, s, _: jax.jit(o.inspect_master_grad_data)(s), TypeError, "traced array"),
 ]
 
 

@@ -34,10 +34,6 @@ class DynamicLossScaler:
     def __post_init__(self) -> None:
         self.cur_scale = fp32(self.init_scale)
 
-    @property
-    def state(self) -> tuple[float, int, int]:
-        return self.cur_scale, self.cur_iter, self.last_overflow_iter
-
     def update_scale(self, overflow: bool) -> None:
         if overflow:
             self.cur_scale = max(fp32(self.cur_scale / self.scale_factor), 1.0)

@@ -1,6 +1,7 @@
-"""Training steps without jamp: plain float32, and O2 by hand.
+"""Training steps as people write them without jamp: plain fp32, and O2 by hand.
 
-Tests compare jamp's bytes and results with these steps, which do not import jamp.
+The budgets compare jamp with them, and so do the tests of what a step computes. They
+import nothing of jamp.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 
 type PyTree = Any
 
-WINDOW = 2000  # clean steps before the scale doubles
+WINDOW = 2000  # clean steps until the scale doubles
 
 
 class PlainState(TrainState):
@@ -25,7 +26,7 @@ class PlainState(TrainState):
 
 
 class MixedState(NamedTuple):
-    """The state of O2 by hand; `half` has None where the model reads the master."""
+    """What O2 by hand keeps; `half` has None where the model consumes the master."""
 
     step: Array
     half: PyTree
@@ -85,7 +86,7 @@ def _halve(masters: PyTree, dtype: DTypeLike) -> PyTree:
 
 
 def model_params(state: MixedState) -> PyTree:
-    """Returns the model's params: half params, and masters without a half param."""
+    """What the model consumes: half params, and the masters that have none."""
 
     def choose(half, master):
         return master if half is None else half
@@ -94,7 +95,7 @@ def model_params(state: MixedState) -> PyTree:
 
 
 def mixed_step(model: Any, tx: Any, dtype: DTypeLike) -> Callable:
-    """Returns an O2 step for a model in `dtype`, with a dynamic scale and a skip."""
+    """A step of O2 for `model`, which has `dtype`: a dynamic scale, an atomic skip."""
 
     def step(state: MixedState, inputs: Array, labels: Array):
         def loss_fn(params):
@@ -108,7 +109,7 @@ def mixed_step(model: Any, tx: Any, dtype: DTypeLike) -> Callable:
 
 
 def scaled_update(state: MixedState, loss_fn: Callable, tx: Any, dtype: DTypeLike):
-    """Returns the state after a step with a dynamic scale, and the loss.
+    """The state after a step with a dynamic scale, and the loss.
 
     `loss_fn` takes params, and returns the loss and new statistics.
     """
@@ -122,13 +123,13 @@ def scaled_update(state: MixedState, loss_fn: Callable, tx: Any, dtype: DTypeLik
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
     new = _updated(state, grads, stats, tx)
     new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
-    # Rounding the selected masters saves a read of the old half params.
+    # Rounding the chosen masters again saves the read of the old half parameters.
     new = new._replace(half=_halve(new.masters, dtype))
     return _update_scale(new, finite), loss
 
 
 def unscaled_update(state: MixedState, loss_fn: Callable, tx: Any, dtype: DTypeLike):
-    """Returns the same without a scale, as in O5 by hand."""
+    """The same without a scale, as O5 is by hand."""
     grad = jax.value_and_grad(loss_fn, has_aux=True)
     (loss, stats), grads = grad(model_params(state))
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)

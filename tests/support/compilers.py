@@ -1,6 +1,6 @@
-"""Find XLA's compilers for absent devices in the folders of the Makefile.
+"""XLA's compilers for devices that are not here, where `make` installs them.
 
-Import this module before JAX looks for devices.
+JAX finds them where this was imported before it looks for devices.
 """
 
 import os
