@@ -35,8 +35,7 @@ test-next: ## the same for autocast on JAX's newest pre-release, in .venv-next
 	JAMP_UNTESTED_JAX=1 $(VENV)-next/bin/python -m pytest -n 2 --dist loadfile tests/autocast $(ARGS)
 
 sweep: $(VENV)/.test ## check autocast on all functions of JAX
-	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 tests/autocast/test_sweep.py tests/autocast/test_torch.py \
-		tests/autocast/test_explicit_mesh.py $(ARGS)
+	JAMP_SWEEP=1 $(PYTHON) -m pytest -n 2 tests/autocast/test_sweep.py tests/autocast/test_torch.py $(ARGS)
 
 fuzz: $(VENV)/.test ## check 30,000 random programs, from SEED on, and other properties
 	JAMP_FUZZ=$(or $(SEED),0) $(PYTHON) -m pytest -n 2 tests/autocast/test_fuzz.py tests/core/test_properties.py $(ARGS)

@@ -1,14 +1,14 @@
-"""What each mechanism of autocast is worth: training steps with one switched off.
+"""Measure each mechanism of autocast: compile training steps with it switched off.
 
-    python -m benchmarks.ablations            # adds what is not there yet
+    python -m benchmarks.ablations            # adds missing runs
     python -m benchmarks.ablations gpt2 vit --modes O5 --without softmax,islands
-    python -m benchmarks.ablations --table    # Markdown, of what is there
+    python -m benchmarks.ablations --table    # prints saved results
 
-Steps are compiled for an H200, as in `benchmarks.lean`, and given as multiples of the
-step by hand. An entry of benchmarks/results/ablations.json is a model, a mode and one
-of `benchmarks.mechanisms`, or none. Each is saved at once: stop the run and continue
-later. A step that does not change without a mechanism is looked up, not compiled again.
-After a change of jamp/_autocast, what was measured before counts as missing.
+Steps are compiled for an H200, as in `benchmarks.lean`, and compared with steps by
+hand. An entry of benchmarks/results/ablations.json is a model, a mode and at most one
+of `benchmarks.mechanisms`. The script saves each entry at once, so you can stop it and
+continue later. It does not compile a program twice. A change of jamp/_autocast makes
+earlier entries count as missing.
 """
 
 import argparse
@@ -28,16 +28,16 @@ type Entry = dict[str, Any]
 RESULTS = pathlib.Path(__file__).parent / "results" / "ablations.json"
 MODES = ("widest", "narrowest", "O5")
 AS_IS = "none"
-# What matters: this much of the traffic, or of the temporary memory, by hand.
+# A difference matters above this share of the traffic or the memory by hand.
 TRAFFIC, TEMP = 0.002, 0.01
-# From those that compile in 10 seconds to those that take a minute.
+# Sorted by compile time, from 10 seconds to a minute.
 CHEAPEST_FIRST = (
     *("gpt2", "vit", "lstm", "bert", "mixer", "resnet50", "gpt2-scan", "linen"),
     *("tied", "words", "llama", "moe", "convnext", "unet", "efficientnet"),
 )
 
 
-# ---- what is measured
+# Measure.
 
 
 def read() -> list[Entry]:
@@ -54,7 +54,7 @@ def _key(entry: Entry) -> tuple[str, str, str]:
 
 
 def measure(model: str, mode: str, mechanism: str) -> Entry:
-    """The entry of a step; without a mechanism, if it is not `AS_IS`."""
+    """Returns the entry of a step without a mechanism, or of the step as it is."""
     off = contextlib.nullcontext() if mechanism == AS_IS else without(mechanism)
     by_hand = lean.measure(model, mode, False)
     with off:
@@ -64,7 +64,7 @@ def measure(model: str, mode: str, mechanism: str) -> Entry:
 
 
 def measure_missing(wanted: Iterable[tuple[str, str, str]]) -> None:
-    """Adds what is not there, and replaces what was measured of another autocast."""
+    """Adds missing entries, and replaces entries of another version of autocast."""
     here = lean.conditions("H200")
     entries = {_key(entry): entry for entry in read()}
     for key in wanted:
@@ -75,13 +75,13 @@ def measure_missing(wanted: Iterable[tuple[str, str, str]]) -> None:
         print(*key, *(entry[name] for name in lean.Measured._fields), flush=True)
 
 
-# ---- the table
+# The table.
 
 
 def table(entries: list[Entry]) -> str:
-    """Per mechanism, the steps where it matters and those where it does not.
+    """Lists the steps where each mechanism matters and where it does not.
 
-    A figure is what the step costs more without it, of the step by hand.
+    A figure is the extra cost without the mechanism, relative to the step by hand.
     """
     by_key = {_key(entry): entry for entry in entries}
     lines = ["| without | traffic, temp | no difference |", "|---|---|---|"]
@@ -102,7 +102,7 @@ def table(entries: list[Entry]) -> str:
 
 
 def _more(entry: Entry, as_is: Entry | None) -> tuple[float, float] | None:
-    """The difference in traffic and temp; None between different conditions."""
+    """Returns the difference in traffic and temp, or None if the conditions differ."""
     if as_is is None or any(entry[name] != as_is[name] for name in ("jax", "commit")):
         return None
     return tuple(entry[name] - as_is[name] for name in ("traffic", "temp"))

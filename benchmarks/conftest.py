@@ -1,4 +1,4 @@
-"""What `pytest benchmarks` adds: the conditions in its JSON."""
+"""Save the conditions of a run in the JSON of `pytest benchmarks`."""
 
 import datetime
 import importlib.metadata
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Before JAX is imported: half of the GPU's memory is for torch, in the same process.
+# Before JAX is imported: torch needs half of the GPU's memory in the same process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
@@ -18,7 +18,7 @@ _PACKAGES = ("jamp", "jax", "jaxlib", "optax", "torch", "numpy")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config, machine_info):
-    """Leaves out what names the machine, and the long list of what its CPU can do."""
+    """Drops the name of the machine and the long list of CPU features."""
     del config
     machine_info.pop("node", None)
     cpu = machine_info.get("cpu", {})
@@ -27,7 +27,7 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """Adds what the times depend on; drops 10,000 shapes that are no help."""
+    """Adds the conditions of the times, and drops 10,000 shapes."""
     del benchmarks
     for result in output_json["benchmarks"]:
         result["params"] = None
@@ -47,7 +47,7 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
 
 
 def _version(package):
-    if package == "jamp":  # need not be installed
+    if package == "jamp":  # may run from the clone
         import jamp
 
         return jamp.__version__

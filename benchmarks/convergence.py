@@ -1,10 +1,10 @@
-"""Trains two examples and a small diffusion model at every level, from three seeds.
+"""Train two examples and a small diffusion model at every level from three seeds.
 
-    python -m benchmarks.convergence                # adds what is not there yet
-    python -m benchmarks.convergence --table        # Markdown, of what is there
+    python -m benchmarks.convergence                # adds missing runs
+    python -m benchmarks.convergence --table        # prints saved results
 
-Each run is a line of benchmarks/results/convergence.jsonl, written when it ends: the
-training loss, mean of the last tenth or epoch, and a figure of held-out data.
+Each run appends a line to benchmarks/results/convergence.jsonl: the mean training loss
+of the last tenth or epoch, and a figure on held-out data.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ STEPS = {"digits": 440, "diffusion": 300, "char_lm": 300}
 
 
 def digits(level: str, seed: int, steps: int) -> Run:
-    """The demo's CNN with BatchNorm, on images of handwritten digits."""
+    """Trains the demo's CNN with BatchNorm on handwritten digits."""
     script = load("digits")
     options = script.parse(["--compare", "--seed", f"{seed}", "--steps", f"{steps}"])
     run = script.train(level, options)
@@ -47,7 +47,7 @@ def digits(level: str, seed: int, steps: int) -> Run:
 
 
 def char_lm(level: str, seed: int, steps: int) -> Run:
-    """The NNX transformer, on the text of Python's `help()`."""
+    """Trains the NNX transformer on the text of Python's `help()`."""
     script = load("char_lm")
     flags = ["--seed", f"{seed}", "--steps", f"{steps}", "--sample", "1"]
     run = script.train(level, script.parse(["--compare", *flags]))
@@ -105,7 +105,7 @@ def _images() -> tuple[Array, Array]:
 
     images = load_digits().images[..., None] / 8 - 1
     images = np.random.default_rng(0).permutation(images).astype(np.float32)
-    # Three channels, as the U-Net has, all the same.
+    # The U-Net takes three channels: repeat the one.
     train, test = np.split(np.repeat(images, 3, axis=-1), [-360])
     return jnp.asarray(train), jnp.asarray(test)
 
@@ -120,7 +120,7 @@ read = functools.partial(runs.read, RESULTS)
 
 def run(task: str, level: str, seed: int) -> Run:
     steps = STEPS[task]
-    with contextlib.redirect_stderr(io.StringIO()):  # the bars of the examples
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars
         return {"steps": steps} | TASKS[task](level, seed, steps)
 
 
@@ -130,7 +130,7 @@ def run_missing() -> None:
 
 
 def table(found: list[Run]) -> str:
-    """Per task, the mean training loss and held-out figure and their deviations."""
+    """Returns the mean and deviation of each task's loss and held-out figure."""
     tasks = list(dict.fromkeys(run["task"] for run in found))
     lines = [f"| training, held out | {' | '.join(tasks)} |"]
     lines.append("|---" * (len(tasks) + 1) + "|")

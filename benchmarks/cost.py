@@ -1,4 +1,4 @@
-"""Print what compiled steps cost, and which lines of the model move most bytes.
+"""Print the cost of compiled steps and the lines of the model that move most bytes.
 
     step = h200.compile_step(train_step, state, batch)
     print(report({"O2": step, "by hand": h200.compile_step(by_hand, params, batch)}))
@@ -17,16 +17,16 @@ _SHOWN = 6
 
 
 class Part(NamedTuple):
-    """The cost of one line of a module: bytes that its kernels read and write."""
+    """The bytes that the kernels of one line of a module read and write."""
 
     module: str
-    source: str  # `file:line`; "" if XLA does not say
+    source: str  # `file:line`, or "" if unknown
     kernels: int
     traffic: int
 
 
 def report(programs: Mapping[str, Program]) -> str:
-    """A line for each program, then what each multiplies, sends and moves where."""
+    """Prints a line per program, then its matmuls, collectives and traffic by line."""
     first, *_ = programs.values()
     lines = []
     for name, program in programs.items():
@@ -48,13 +48,13 @@ def report(programs: Mapping[str, Program]) -> str:
 
 
 def parts(program: Program) -> list[Part]:
-    """By module and line, the one that moves most bytes first."""
+    """Returns the costs by module and line, with the largest first."""
     lines = _lines_of_frames(program.text)
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for instruction, cost in program.launches():
         names = instruction.attribute(r'op_name="([^"]*)"') or ""
         frame = instruction.attribute(r"stack_frame_id=(\d+)")
-        # Without the jitted function and the operation.
+        # Drop the jitted function and the operation.
         module, _, _ = module_path(names.partition("/")[2]).rpartition("/")
         key = module, lines.get(frame or "", "")
         found.setdefault(key, []).append(cost)
@@ -66,7 +66,7 @@ def parts(program: Program) -> list[Part]:
 
 
 def _lines_of_frames(text: str) -> dict[str, str]:
-    """The innermost user's line of each stack frame that a module ends with."""
+    """Maps each stack frame to the innermost line of the user's code."""
     _, _, names = text.partition("\nFileNames\n")
     names, _, _ = names.partition("\nFunctionNames\n")
     files = dict(re.findall(r'^(\d+) "(.*)"$', names, re.MULTILINE))
@@ -79,6 +79,6 @@ def _lines_of_frames(text: str) -> dict[str, str]:
     frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
     lines: dict[str, str] = {}
     for number, at, parent in re.findall(frame, text, re.MULTILINE):
-        outer = str(int(parent or 0) - 1)  # `parent` is one more than its number
-        lines[number] = places.get(at) or lines.get(outer, "")  # it comes before
+        outer = str(int(parent or 0) - 1)  # `parent` is its number plus one
+        lines[number] = places.get(at) or lines.get(outer, "")  # already read
     return lines

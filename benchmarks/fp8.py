@@ -1,13 +1,13 @@
-"""Trains three models with products in fp8, beside the same in bfloat16.
+"""Train three models with matmuls in fp8, and compare with bfloat16.
 
-    python -m benchmarks.fp8            # adds what is not there yet
-    python -m benchmarks.fp8 --table    # Markdown, of what is there
+    python -m benchmarks.fp8            # adds missing runs
+    python -m benchmarks.fp8 --table    # prints saved results
 
-A CNN with dense layers on images of digits and the two language models of
-`benchmarks.rounding`, at O5 with `fp8=Fp8(smallest=16)`, from five seeds. Each run is a
-line of benchmarks/results/fp8.jsonl: the training loss, in means of a tenth of the run.
-Beside them are the same without fp8, of the language models those of `rounding`, and
-one seed's curve for the picture.
+The models are a CNN with dense layers on digits, and the two language models of
+`benchmarks.rounding`. They train at O5 with `fp8=Fp8(smallest=16)` and without, from
+five seeds. Each run appends a line to benchmarks/results/fp8.jsonl: the mean training
+loss of each tenth. The language models without fp8 come from `rounding`, except for the
+one seed that the picture needs.
 """
 
 import functools
@@ -32,7 +32,7 @@ SETTINGS = {"O5": {}, "fp8": {"fp8": jamp.Fp8(smallest=16)}}
 
 
 class CNN(nn.Module):
-    """Two convolutions, and three dense layers, all but the last in fp8."""
+    """Two convolutions and three dense layers; all but the last run in fp8."""
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def run(model: str, setting: str, seed: int) -> Run:
 
 
 def run_missing() -> None:
-    # Of the other seeds these are among the runs of `rounding`.
+    # `rounding` has the runs of the other seeds.
     known = {(model, "O5", seed) for model in rounding.MODELS for seed in SEEDS[1:]}
     cells = itertools.product(SEEDS, MODELS, SETTINGS)
     by_seed = ((model, setting, seed) for seed, model, setting in cells)
@@ -95,7 +95,7 @@ def run_missing() -> None:
 
 
 def table(found: list[Run]) -> str:
-    """The mean loss of the last tenth, and the largest distance of a seed's."""
+    """Returns the mean loss of the last tenth and the largest deviation of a seed."""
     last = {(r["model"], r["setting"], r["seed"]): r["losses"][-1] for r in found}
     for run in rounding.read():
         if run["setting"] == "float32 masters":

@@ -1,11 +1,11 @@
 """Time and test jamp on a GPU: `make gpu`.
 
     python -m benchmarks.gpu                          # all jobs, in under 8 minutes
-    python -m benchmarks.gpu --only "training step"   # jobs whose name begins so
+    python -m benchmarks.gpu --only "training step"   # jobs by prefix
 
-Each job is a process with a limit in seconds, so a crash or a hang costs one job.
-Writes into --results: gpu.jsonl, a row per job; gpu.json, the figures as
-pytest-benchmark saves them; gpu_log.txt, all that was printed.
+Each job is a process with a time limit, so a crash or a hang costs one job. The script
+writes gpu.jsonl (a row per job), gpu.json (figures in pytest-benchmark's format) and
+gpu_log.txt (the output) into --results.
 """
 
 import argparse
@@ -27,15 +27,15 @@ STEP = "benchmarks/test_optimizer_step.py::test_"
 CONTESTANTS = ("optax chain", "jamp fused, xla", "jamp fused, mosaic")
 TRAINED = ("O5", "by hand, bfloat16", "O0", "O6", "O4", "torch bfloat16, compiled")
 TRAINED += ("O2", "O1", "torch float16, compiled", "flax")
-# XLA compiles the chain on more leaves for minutes.
+# On more leaves, XLA takes minutes to compile the chain.
 MOST_LEAVES_OF_CHAIN = 400
-# The tests whose programs a GPU compiles in another way than a CPU.
+# Tests whose programs compile differently on a GPU.
 TESTED = ("optimizers", "pallas_kernels", "state/test_amp_state.py", "scaling")
 TESTED += ("policy/test_forward_programs.py", "autocast/test_kernels.py")
 
 
 class Job(NamedTuple):
-    """What pytest runs in one process, and when it is stopped."""
+    """A pytest run in one process, with its time limit."""
 
     name: str
     args: tuple[str, ...]
@@ -57,7 +57,7 @@ def jobs() -> Iterator[Job]:
 
 
 def run(job: Job, limit: float, env: dict[str, str], log: Any) -> tuple[dict, Any]:
-    """Runs a job. Returns its row, and what pytest-benchmark saved."""
+    """Runs a job, and returns its row and the figures of pytest-benchmark."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         saved = pathlib.Path(folder, "saved.json")
@@ -65,7 +65,7 @@ def run(job: Job, limit: float, env: dict[str, str], log: Any) -> tuple[dict, An
         if job.args[0].startswith("benchmarks"):
             command += [f"--benchmark-json={saved}"]
         else:
-            # Tests expect every rounding to half; XLA may leave out a pair of casts.
+            # Tests expect every rounding to half, and XLA may drop a pair of casts.
             flags = f"{env.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false"
             env = env | {"XLA_FLAGS": flags.strip()}
         print(f"==== {job.name}", file=log, flush=True)

@@ -1,8 +1,8 @@
-"""Compile a program for an H200 on a machine without a GPU, and count what it costs.
+"""Compile a program for an H200 on a machine without a GPU, and count its cost.
 
 XLA's GPU compiler runs on the CPU; `make .venv/h200` installs it. Set
-JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before JAX is imported, or it looks for cuDNN. Nothing
-runs and nothing is allocated; `benchmarks.hlo` says what can be read off the result.
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before you import JAX, or it looks for cuDNN. The
+program does not run. `benchmarks.hlo` counts its cost.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from tests.support import compilers as compilers
 
 
 def _text_proto(fields: dict[str, Any]) -> str:
-    """Fields in protobuf's text format, as XLA reads the description of a target."""
+    """Formats fields as protobuf text, which XLA reads as a target description."""
     parts = (
         f"{name} {{ {_text_proto(x)} }}"
         if isinstance(x, dict)
@@ -68,14 +68,14 @@ def _target(name: str, compute: int, cores: int, bandwidth: int) -> str:
 H200 = _target("H200", compute=9, cores=132, bandwidth=4_800_000_000_000)
 B200 = _target("B200", compute=10, cores=148, bandwidth=8_000_000_000_000)
 
-# Half the time, same HLO: without a GPU there is nothing to tune on, and nothing runs.
+# Autotuning needs a GPU. Without it, the HLO is the same in half the time.
 CHEAP: dict[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_backend_optimization_level": 0,
     "xla_gpu_disable_gpuasm_optimizations": True,
 }
-# XLA starts ptxas for each of its kernels, and nobody reads what that writes: a script
-# in its place writes nothing, and says its version. Mosaic's kernels take the real one.
+# XLA starts ptxas for each kernel, and no one reads the output. This script replaces
+# ptxas: it prints a version and writes nothing. Mosaic's kernels use the real ptxas.
 CUDA = pathlib.Path(sys.prefix, "h200/nvidia/cu13")
 STUB = """#!/bin/sh
 case $1 in /*) : >"$3" ;; *) exec {}/bin/ptxas "$@" ;; esac
@@ -85,7 +85,7 @@ case $1 in /*) : >"$3" ;; *) exec {}/bin/ptxas "$@" ;; esac
 def compile_step(
     fn: Callable, *args: Any, donate: tuple[int, ...] = (), target: str = H200
 ) -> Program:
-    """Compiles `fn`, of arrays or their shapes, for one GPU; donates some arguments."""
+    """Compiles `fn` for one GPU, from arrays or shapes, and donates some arguments."""
     return compile_lowered(lower_step(fn, *args, donate=donate, target=target))
 
 
@@ -99,14 +99,14 @@ def lower_step(
 
 
 def compile_placed(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
-    """Compiles `fn` for where the shapes `args` are sharded."""
+    """Compiles `fn` for the devices of the sharded shapes `args`."""
     return compile_lowered(jax.jit(fn, donate_argnums=donate).lower(*args))
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> Program:
-    """Compiles what was lowered for a GPU."""
+    """Compiles a program that was lowered for a GPU."""
     options = {"xla_gpu_cuda_data_dir": _stub()} if CUDA.exists() else {}
-    # Not into the cache: without a GPU, JAX cannot read a program back from it.
+    # Bypass the cache: without a GPU, JAX cannot read a program from it.
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -120,7 +120,7 @@ def compile_lowered(lowered: jax.stages.Lowered) -> Program:
 
 @functools.cache
 def _stub() -> str:
-    """Where XLA finds the script in ptxas' place, as long as this process lives."""
+    """Returns the folder of the script that replaces ptxas in this process."""
     folder = tempfile.TemporaryDirectory(prefix="jamp-cuda-")
     atexit.register(folder.cleanup)
     place = pathlib.Path(folder.name)
@@ -132,7 +132,7 @@ def _stub() -> str:
 
 
 def make_mesh(devices: int, target: str = H200, **kwargs: Any) -> jax.sharding.Mesh:
-    """A mesh of one axis, "d", of GPUs that are not here."""
+    """Returns a mesh of absent GPUs with one axis, "d"."""
     return topologies.make_mesh(
         _topology(devices, target), (devices,), ("d",), **kwargs
     )

@@ -1,17 +1,17 @@
-"""Read a scheduled HLO module, and count what it costs.
+"""Read a scheduled HLO module, and count its cost.
 
-In the ENTRY computation every instruction is one launch, or free. What is counted:
+Each instruction in the ENTRY computation is one launch or free:
 
 - `parameter`, `get-tuple-element`, `tuple`, `bitcast`, `constant` and tokens are free.
-  Any other instruction, `copy` too, is one kernel that reads its operands and writes
-  its result.
-- Of an operand that is sliced, also inside a fusion, only the slices count as read, and
-  of a result updated in place only the update as written. A loop over stacked layers
-  would otherwise count the whole stack once per layer.
-- A `while` counts its body and condition as often as XLA knows that it runs, else once.
-  A `conditional` counts its dearest branch, and one kernel that reads the predicate.
-  `call` counts what it calls. An async pair counts once: it reads at the start and
-  writes when done; a fusion does both at the start, whose body shows how much.
+  Any other instruction, including `copy`, is one kernel that reads its operands and
+  writes its result.
+- If an instruction slices an operand, also inside a fusion, only the slices count as
+  read. If it updates a result in place, only the update counts as written. Otherwise, a
+  loop over stacked layers would count the whole stack once per layer.
+- A `while` counts its body and condition once per known iteration, or once. A
+  `conditional` counts its most expensive branch and one kernel that reads the
+  predicate. A `call` counts its computation. An async pair counts once: it reads at the
+  start and writes at the end. An async fusion does both at the start.
 """
 
 import collections
@@ -28,7 +28,7 @@ FREE = frozenset(
 )
 COUNTED_AT_START = ("async-start", "call-start", "async-update", "fusion-start")
 SLICING = frozenset(("slice", "dynamic-slice", "dynamic-update-slice"))
-# Bytes per element of the types whose name does not begin with letters and their bits.
+# Bytes per element of types whose names do not contain their bits.
 BYTES = {"pred": 1, "token": 0, "opaque": 0}
 PRODUCTS = frozenset(("dot", "ragged-dot", "scaled-dot", "convolution"))
 LIBRARIES = ("__cublas$", "__cudnn$")
@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    rest: str  # what follows the operands; before that, a parameter's number
+    rest: str  # the text after the operands; a parameter's number
     is_root: bool
 
     @property
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of a tuple, that of its first array."""
+        """The dtype of the array, or of a tuple's first array."""
         return self.shape.lstrip("(").partition("[")[0]
 
     @property
@@ -70,7 +70,7 @@ class Instruction(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Launches, and the bytes that they read and write."""
+    """Launches and the bytes that they read and write."""
 
     kernels: float
     traffic: float
@@ -83,8 +83,8 @@ class Program:
     Attributes:
         text: its scheduled HLO.
         temp: its peak temporary memory in bytes.
-        unread: whether a custom call leaves an operand of a shape unread although it
-            writes to it in place, as Mosaic kernels do. The HLO does not say.
+        unread: whether a custom call does not read an operand of a shape that it
+            updates in place, as Mosaic kernels do. The HLO does not contain this.
     """
 
     text: str = dataclasses.field(repr=False)
@@ -114,13 +114,13 @@ class Program:
         return round(self.cost.traffic)
 
     def launches(self) -> list[tuple[Instruction, Cost]]:
-        """ENTRY's instructions that are not free, each with its cost."""
+        """ENTRY's instructions with their costs, without the free ones."""
         costs = [(i, self._cost(i, self.entry)) for i in self.entry.values()]
         return [(instruction, cost) for instruction, cost in costs if any(cost)]
 
     @functools.cached_property
     def products(self) -> collections.Counter[tuple[str, ...]]:
-        """How often a product runs, by the types of its two factors."""
+        """Counts matmuls by the types of their operands."""
         runs: collections.Counter[tuple[str, ...]] = collections.Counter()
         for instruction, outer, times in self._runs(self.entry):
             if instruction.is_product:
@@ -130,7 +130,7 @@ class Program:
 
     @functools.cached_property
     def collectives(self) -> collections.Counter[tuple[str, str]]:
-        """Bytes that a device gives to collectives, by their kind and type."""
+        """Bytes that a device sends to collectives, by kind and type."""
         given: collections.Counter[tuple[str, str]] = collections.Counter()
         for instruction, outer, times in self._runs(self.entry):
             kind = instruction.opcode.removesuffix("-start")
@@ -141,7 +141,7 @@ class Program:
 
     @functools.cached_property
     def aliased_bytes(self) -> int:
-        """Bytes of the parameters whose buffers outputs take over."""
+        """Bytes of the parameters whose buffers the outputs reuse."""
         header = self.text[: self.text.index("entry_computation_layout")]
         aliased = {int(n) for n in re.findall(r"\}?: \((\d+), \{", header)}
         found = [i for i in self.entry.values() if i.opcode == "parameter"]
@@ -156,7 +156,7 @@ class Program:
     def _runs(
         self, computation: Computation, times: int = 1
     ) -> Iterator[tuple[Instruction, Computation, int]]:
-        """Each instruction, where it stands, and its runs: of a branch, one."""
+        """Yields each instruction, its computation and its runs. A branch runs once."""
         for instruction in computation.values():
             yield instruction, computation, times
             for name in _called(instruction):
@@ -191,7 +191,7 @@ class Program:
 
 
 def parse(text: str) -> dict[str, Computation]:
-    """The computations of a module by name, each its instructions by name."""
+    """Maps names of computations to their instructions by name."""
     computations: dict[str, Computation] = {}
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
@@ -216,7 +216,7 @@ def _instruction(name: str, line: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place behind the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for place in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -226,17 +226,17 @@ def _closing(text: str, start: int) -> int:
 
 
 def shape_bytes(shape: str) -> float:
-    """Bytes of a shape as HLO prints it; of a tuple, the sum."""
+    """Returns the bytes of a printed shape, summed over a tuple."""
     total = 0.0
     for dtype, axes in re.findall(r"\b([a-z]+\d*\w*)\[([^\]]*)\]", shape):
         sizes = (int(size.removeprefix("<=")) for size in axes.split(",") if size)
-        bits = re.search(r"\d+", dtype)  # of f32, bf16, f8e4m3fn, s4, c64
+        bits = re.search(r"\d+", dtype)  # f32, bf16, f8e4m3fn, s4, c64
         total += math.prod(sizes) * (int(bits[0]) / 8 if bits else BYTES[dtype])
     return total
 
 
 def _trips(instruction: Instruction) -> int:
-    """How often what it calls runs: of a loop, as often as XLA knows, else once."""
+    """Returns the known number of a loop's iterations, or 1."""
     return int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
 
 
@@ -267,7 +267,7 @@ def _reads(
 
 
 def _needed(body: Computation) -> dict[str, float]:
-    """The fraction of each value in a fusion that the fusion's result depends on."""
+    """Maps each value of a fusion to the fraction that affects the result."""
     needed = {name: float(i.is_root) for name, i in body.items()}
     for user in reversed(body.values()):
         for number, name in enumerate(user.operands):
@@ -277,7 +277,7 @@ def _needed(body: Computation) -> dict[str, float]:
 
 
 def _used(user: Instruction, number: int, computation: Computation) -> float:
-    """The fraction of its operand `number` that an instruction reads."""
+    """Returns the fraction of operand `number` that an instruction reads."""
     if number > 0 or user.opcode not in SLICING:
         return 1
     if user.opcode == "dynamic-update-slice":
@@ -300,12 +300,12 @@ def _writes(
 
 
 def parameter_number(parameter: Instruction) -> int:
-    """Which argument of its computation a parameter is."""
+    """Returns the index of a parameter in its computation."""
     return int(parameter.rest.partition(",")[0])
 
 
 def aliased_operands(instruction: Instruction) -> list[int]:
-    """The operands whose memory the results of a custom call take over."""
+    """Returns the operands whose memory the results of a custom call reuse."""
     aliasing = r"output_to_operand_aliasing=(\{(?:[^{}]|\{[^{}]*\})*\})"
     pairs = instruction.attribute(aliasing) or ""
     return [int(n) for n in re.findall(r": \((\d+), \{", pairs)]

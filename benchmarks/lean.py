@@ -1,17 +1,18 @@
-"""What training steps cost beside the same models written in half, without a device.
+"""Compare the cost of training steps with models written in half, without a device.
 
-    python -m benchmarks.lean                  # all models on an H200, by both modes
+    python -m benchmarks.lean                  # all models on an H200, both modes
     python -m benchmarks.lean gpt2 vit --modes narrowest,O5
     python -m benchmarks.lean gpt2 --tpu       # on a TPU v5e; needs libtpu
-    python -m benchmarks.lean --table          # Markdown, of what is saved
+    python -m benchmarks.lean --table          # prints saved results
 
-Saves in benchmarks/results/lean.json, with the last commit that changed autocast, and
-prints, per model and mode, traffic, temporary memory and kernels as multiples of what
-the model written by hand takes: with `dtype=bfloat16` and float32 params for the two
-modes of autocast (or float16 half params with masters for O2, bfloat16 for O5), Adam
-included; beside O6 is O5. Copies count as bytes, not as kernels: how many donated
-params XLA copies depends on the names of the modules (BERT by hand: 2, or 17). A
-program that was compiled before is read from there, or a folder of temporary files.
+The script prints traffic, temporary memory and kernels per model and mode, relative to
+the model by hand, with Adam. By hand means `dtype=bfloat16` with float32 params for the
+two modes of autocast, float16 params with masters for O2, and bfloat16 params with
+masters for O5. O6 is compared with O5. Copies count as bytes and not as kernels,
+because the number of donated params that XLA copies depends on the modules' names (BERT
+by hand: 2 or 17). benchmarks/results/lean.json holds the figures and the last commit
+that changed autocast. The script reads earlier programs from it or from a temporary
+folder.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def mean_square(got: Array, wanted: Array) -> Array:
 
 
 class Case(NamedTuple):
-    """A model, and the shapes of what it is trained on."""
+    """A model and the shapes of its training data."""
 
     model: nn.Module
     inputs: Any
@@ -109,7 +110,7 @@ CASES = {
 
 
 class Measured(NamedTuple):
-    """Bytes that a program moves, those that it needs for a time, and its kernels."""
+    """The traffic, temporary memory and kernels of a program."""
 
     traffic: float
     temp: float
@@ -119,11 +120,11 @@ class Measured(NamedTuple):
         return Measured(*(a / b for a, b in zip(self, other, strict=True)))
 
 
-# ---- steps
+# Steps.
 
 
 def forward(case: Case, model: nn.Module, apply: Callable | None = None) -> Callable:
-    """`(params, stats, batch, key) -> loss, stats`."""
+    """Returns `(params, stats, batch, key) -> loss, stats`."""
 
     def loss_fn(params, stats, batch, key):
         variables = {"params": params, "batch_stats": stats}
@@ -136,7 +137,7 @@ def forward(case: Case, model: nn.Module, apply: Callable | None = None) -> Call
 
 
 def float32_step(loss_fn: Callable) -> Callable:
-    """A step on float32 params."""
+    """Returns a step on float32 params."""
 
     def step(state, batch, key):
         params, opt_state, stats = state
@@ -149,7 +150,7 @@ def float32_step(loss_fn: Callable) -> Callable:
 
 
 def masters_step(loss_fn: Callable, dtype: DTypeLike) -> Callable:
-    """A step on half params with masters; of float16, with a dynamic scale too."""
+    """Returns a step on half params with masters, and a dynamic scale in float16."""
     scaled = dtype == jnp.float16
     update = by_hand.scaled_update if scaled else by_hand.unscaled_update
 
@@ -174,7 +175,7 @@ def amp_step(case: Case) -> Callable:
 
 
 def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
-    """A step by jamp or by hand, and the shapes of its state: beside O6 that of O5."""
+    """Returns a step by jamp or by hand and its state. O6 is compared with O5."""
     if mode == "O6" and not ours:
         return program(name, "O5", True)
     case = CASES[name]
@@ -204,11 +205,11 @@ def ones(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
 
 
-# ---- what they cost
+# Costs.
 
 
 def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
-    """What a step costs, by jamp or by hand."""
+    """Returns the cost of a step by jamp or by hand."""
     step, state = program(name, mode, ours)
     case = CASES[name]
     key = jax.eval_shape(jax.random.key, 0)
@@ -218,7 +219,7 @@ def measure(name: str, mode: str, ours: bool, on_tpu: bool = False) -> Measured:
 
 
 def cost_of(lowered: Any, target: str) -> Measured:
-    """Compiles a program, or looks up what it cost when it was compiled before."""
+    """Compiles a program, or looks up its cost."""
     file = FOLDER / f"{digest(lowered, target)}.json"
     if not file.exists():
         found = TARGETS[target].compile_lowered(lowered)
@@ -229,7 +230,7 @@ def cost_of(lowered: Any, target: str) -> Measured:
 
 
 def digest(lowered: Any, target: str) -> str:
-    """Equal for the same program, compiled and counted in the same way."""
+    """Returns equal keys for equal programs with equal compilers and counts."""
     counted = pathlib.Path(hlo.__file__).read_text()
     options = (jax.__version__, str(target == "v5e"), str(h200.CHEAP))
     parts = ("no copies", *options, counted, lowered.as_text())
@@ -237,17 +238,17 @@ def digest(lowered: Any, target: str) -> str:
 
 
 def count_calls(fn: Callable[[], Any]) -> int:
-    """How many calls of Python a call takes: the same in each run."""
+    """Counts the Python calls of a call, which are the same in each run."""
     profile = cProfile.Profile()
     profile.runcall(fn)
     return pstats.Stats(profile).total_calls  # pyright: ignore
 
 
-# ---- what is saved
+# Results.
 
 
 def conditions(target: str) -> Entry:
-    """What the figures depend on: `commit` is the last that changed autocast."""
+    """The conditions of the figures; `commit` is the last that changed autocast."""
     commit = commit_of("jamp/_autocast")
     version = importlib.metadata.version("jax")
     return {"jax": version, "target": target, "commit": commit}
@@ -262,7 +263,7 @@ def key_of(entry: Entry) -> tuple[str, str, str]:
 
 
 def save(name: str, mode: str, target: str) -> Entry:
-    """Measures a step beside the one by hand, and saves the ratios."""
+    """Measures a step and the step by hand, and saves the ratios."""
     ours, hand = (measure(name, mode, x, target == "v5e") for x in (True, False))
     figures = {k: round(x, 4) for k, x in ours.over(hand)._asdict().items()}
     size = {"GB by hand": round(hand.traffic / 1e9, 1)}
@@ -275,7 +276,7 @@ def save(name: str, mode: str, target: str) -> Entry:
 
 
 def table(entries: list[Entry], target: str = "H200") -> str:
-    """Traffic and temporary memory, by model and mode."""
+    """Tabulates traffic and temporary memory by model and mode."""
     modes = [mode for mode in MODES if mode != "O2"]
     lines = [f"| {target} | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_key = {key_of(entry): entry for entry in entries}

@@ -1,6 +1,6 @@
-"""The architectures of `benchmarks.lean` that are no transformers.
+"""The architectures of `benchmarks.lean` other than transformers.
 
-See `benchmarks.lean_transformers`, which has the rest.
+`benchmarks.lean_transformers` has the transformers.
 """
 
 import functools
@@ -37,7 +37,7 @@ class ConvNeXt(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Of the U-Net: two convolutions, and the time between them."""
+    """A block of the U-Net: two convolutions, with the time between them."""
 
     features: int
     dtype: DTypeLike | None = None
@@ -53,7 +53,7 @@ class ResBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Of diffusion: ResBlocks, attention where the image is small, concatenations."""
+    """A diffusion U-Net: ResBlocks, attention on small images, concatenations."""
 
     width: int = 128
     dtype: DTypeLike | None = None
@@ -95,7 +95,7 @@ class UNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions with BatchNorm beside a shortcut."""
+    """Three convolutions with BatchNorm, and a shortcut."""
 
     features: int
     stride: int = 1
@@ -163,7 +163,7 @@ class LSTM(nn.Module):
 
 
 def zeros_in(dtype: DTypeLike | None):
-    """An initializer of carries in the dtype that the cell computes in."""
+    """Returns an initializer of carries in the dtype of the cell."""
     return lambda key, shape, _=None: jnp.zeros(shape, dtype or jnp.float32)
 
 

@@ -1,9 +1,9 @@
-"""The transformers of `benchmarks.lean`, in their real widths but with few layers.
+"""The transformers of `benchmarks.lean`, with their real widths and few layers.
 
-Each is written once, with a `dtype`: None is the float32 model that jamp is given, and
-bfloat16 the one that a user writes by hand, with float32 params that are cast at their
-use. Norms take their statistics, and losses all, in float32; a softmax and a gelu are
-in `dtype`, which is what moves the fewest bytes.
+Each model has a `dtype`. jamp trains the float32 model, `dtype=None`. With bfloat16, it
+is the model by hand, which casts float32 params before use. Norms compute their
+statistics, and losses compute everything, in float32. Softmax and gelu run in `dtype`,
+which moves the fewest bytes.
 """
 
 import functools
@@ -21,7 +21,7 @@ exact_gelu = functools.partial(nn.gelu, approximate=False)
 
 
 class Attention(nn.Module):
-    """Self-attention with one product for queries, keys and values."""
+    """Self-attention with one matmul for queries, keys and values."""
 
     heads: int
     causal: bool = False
@@ -56,7 +56,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a LayerNorm and beside a shortcut."""
+    """Attention and an MLP, each after a LayerNorm and with a shortcut."""
 
     heads: int
     causal: bool = False
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tied embeddings; layers one after the other, or under scan and remat."""
+    """Tied embeddings, and layers in a Python loop or under scan and remat."""
 
     depth: int = 4
     width: int = 768
@@ -98,7 +98,7 @@ class GPT2(nn.Module):
 
 
 class ViT(nn.Module):
-    """ViT-B/16: a class token, learned places, exact gelu."""
+    """ViT-B/16: a class token, learned positions, exact gelu."""
 
     depth: int = 4
     width: int = 768
@@ -121,7 +121,7 @@ class ViT(nn.Module):
 
 
 class BERT(nn.Module):
-    """Norms behind the shortcuts, dropout everywhere, a head on tied embeddings."""
+    """Norms after the shortcuts, dropout everywhere, a head on tied embeddings."""
 
     dtype: DTypeLike | None = None
 
@@ -143,7 +143,7 @@ class BERT(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As in Llama's own code: in float32, then in the dtype that it is given."""
+    """Llama's RMSNorm: it computes in float32 and returns the dtype of its input."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -168,7 +168,7 @@ def rotate(x: Array) -> Array:
 class Llama(nn.Module):
     """RMSNorm, RoPE, grouped queries with scores of five axes, SwiGLU.
 
-    Its softmax is float32 in Llama's own code.
+    As in Llama's code, its softmax is float32.
     """
 
     width: int = 2048
@@ -199,7 +199,7 @@ class Llama(nn.Module):
 
 
 class Experts(nn.Module):
-    """The best two of eight MLPs for each token, as far as each has room."""
+    """Sends each token to its best two of eight MLPs, up to their capacity."""
 
     experts: int = 8
     dtype: DTypeLike | None = None
@@ -228,7 +228,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A transformer whose MLPs are experts."""
+    """A transformer with experts instead of MLPs."""
 
     dtype: DTypeLike | None = None
 
@@ -243,7 +243,7 @@ class MoE(nn.Module):
 
 
 class Words(nn.Module):
-    """Hardly more than logits over 50k words."""
+    """A small model with logits over 50k words."""
 
     dtype: DTypeLike | None = None
 
@@ -256,7 +256,7 @@ class Words(nn.Module):
 
 
 class Tied(nn.Module):
-    """Nothing but an embedding of 50k words, and logits by the same one."""
+    """An embedding of 50k words, and logits from the same embedding."""
 
     dtype: DTypeLike | None = None
 

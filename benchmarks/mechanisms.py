@@ -1,11 +1,10 @@
 """The mechanisms of autocast, each with a patch that switches it off.
 
     with without("softmax"):
-        ...  # `jax.nn.softmax` is differentiated as it stands
+        ...  # JAX differentiates `jax.nn.softmax` itself
 
-A mechanism is what autocast does beyond its lists and votes. Those, and the float32
-that a number such as 1e-8 asks for, are what it promises, and have no row here.
-`benchmarks.ablations` measures what each is worth.
+A mechanism saves bytes or digits beyond the lists and votes, which autocast promises
+and which have no row here. `benchmarks.ablations` measures each mechanism.
 """
 
 import contextlib
@@ -22,11 +21,11 @@ type Function = Callable[..., Any]
 
 
 class Mechanism(NamedTuple):
-    """A mechanism of autocast, and how to switch it off."""
+    """A mechanism of autocast and the patch that switches it off."""
 
     says: str
-    place: str  # of the function that is replaced; by default in jamp._autocast
-    off: Callable[[Function], Function]  # gives, of the original, what replaces it
+    place: str  # of the replaced function, by default in jamp._autocast
+    off: Callable[[Function], Function]  # maps the original to its replacement
 
 
 def _gives(value: Any) -> Callable[[Function], Function]:
@@ -51,7 +50,7 @@ def _never_apart(original: Function) -> Function:
 
 def _each_apart(original: Function) -> Function:
     def read(rewriter, atom, dtype, *apart):
-        original(rewriter, atom, dtype)  # for who looks at what was cast
+        original(rewriter, atom, dtype)  # records the cast
         return original(rewriter, atom, dtype, True)
 
     return read
@@ -290,6 +289,6 @@ def without(name: str) -> Iterator[None]:
     inside = row.place.startswith("jamp.")
     place = row.place if inside else f"jamp._autocast.{row.place}"
     with mock.patch(place, row.off(pkgutil.resolve_name(place))):
-        jax.clear_caches()  # of what was traced before, nothing may be used again
+        jax.clear_caches()  # earlier traces used other mechanisms
         yield
     jax.clear_caches()

@@ -1,8 +1,8 @@
-"""One optimizer step of O5, done by jamp and by optax.
+"""One optimizer step of O5, by jamp and by optax.
 
-All begin with scaled bfloat16 gradients, and end with new float32 masters and moments
-and bfloat16 parameters. All check the gradients inside of the step, and skip it without
-waiting for the host if one is not finite.
+Each step starts from scaled bfloat16 gradients, and returns float32 masters and moments
+and bfloat16 params. It checks the gradients on the device, and skips if one is not
+finite.
 """
 
 import functools
@@ -26,13 +26,13 @@ type Tree = dict[str, jax.Array]
 
 
 class Contestant(NamedTuple):
-    """What is timed.
+    """An optimizer step that is timed.
 
     Attributes:
-        init: float32 params to a state with a `step` and `skipped_steps`.
-        step: state and raw gradients to the next state; to be jitted, state donated.
-        params: a state to the params that the model consumes.
-        bytes_moved: what a step must read and write at the least.
+        init: maps float32 params to a state with a `step` and `skipped_steps`.
+        step: maps a state and gradients to the next state; donate the state.
+        params: maps a state to the params that the model reads.
+        bytes_moved: the least bytes that a step reads and writes.
     """
 
     init: Callable[[Tree], Any]
@@ -42,25 +42,25 @@ class Contestant(NamedTuple):
 
 
 def names(spec: Spec) -> list[str]:
-    """A name for each leaf, which says whether it stays in float32."""
+    """Returns a name for each leaf that says whether it stays float32."""
     return [f"{k:05}{'_fp32' * (k in spec.fp32)}" for k in range(len(spec.shapes))]
 
 
 def least_bytes(spec: Spec, store_remainder: bool = False) -> int:
-    """Bytes that a step of Adam moves if nothing but gradients is read twice.
+    """Returns the bytes of an Adam step that reads only gradients twice.
 
-    The check reads a gradient, and the update does again: no element may change before
-    all are known to be finite. Then master and two moments are read and written, and
-    the half parameter is written: 2 + 2 + 12 + 12 + 2 = 30 bytes. With 16 bits beside
-    the parameter for a master it is 2 + 2 + 12 + 12 = 28. A float32 parameter has no
-    copy: 4 + 4 + 12 + 12 = 32.
+    The check and the update each read the gradients, because no element may change
+    before all are known to be finite. The update reads and writes the master and two
+    moments, and writes the half parameter: 2 + 2 + 12 + 12 + 2 = 30 bytes. A master of
+    16 bits and the parameter needs 2 + 2 + 12 + 12 = 28. A float32 parameter has no
+    copy and needs 4 + 4 + 12 + 12 = 32.
     """
     half = spec.total - spec.total_fp32
     return half * (28 if store_remainder else 30) + spec.total_fp32 * 32
 
 
 def optax_chain(spec: Spec) -> Contestant:
-    """What people write by hand: optax.adamw, and a select for the skip."""
+    """A step by hand: optax.adamw, and a select for the skip."""
     tx = optax.adamw(LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
     return Contestant(
         init=lambda masters: _chain_init(tx, masters),
@@ -71,7 +71,7 @@ def optax_chain(spec: Spec) -> Contestant:
 
 
 class ChainState(NamedTuple):
-    """What O5 by hand keeps; `half` lacks the leaves that stay in float32."""
+    """The state of O5 by hand; `half` lacks the leaves that stay float32."""
 
     step: jax.Array
     half: Tree
@@ -117,7 +117,7 @@ def _chain_step(
     moved = jnp.where(grows, jnp.minimum(state.scale * 2, 2.0**24), state.scale)
     return ChainState(
         step=state.step + finite,
-        half=_halves(masters),  # rounding the chosen masters reads no old halves
+        half=_halves(masters),  # rounding the selected masters reads no old half params
         masters=masters,
         opt_state=opt_state,
         scale=jnp.where(finite, moved, state.scale / 2),
@@ -127,7 +127,7 @@ def _chain_step(
 
 
 def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Contestant:
-    """`jamp.optimizers.fused_adam` in an AmpState, which checks and scales."""
+    """`jamp.optimizers.fused_adam` in an AmpState that checks and scales."""
     tx = jamp.optimizers.fused_adam(
         LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY, backend=backend
     )
@@ -149,13 +149,13 @@ def jamp_fused(spec: Spec, backend: str, store_remainder: bool = False) -> Conte
 
 
 def fused_step(state: jamp.AmpState, grads: Tree) -> jamp.AmpState:
-    """All that a user's step does but for the model: `scaled_grad` checks."""
+    """Runs a user's step without a model; `scaled_grad` checks the gradients."""
     return state.apply_gradients(grads=jamp.scaled_grad(_loss)(state, grads))
 
 
 @jax.custom_vjp
 def _loss(params: Tree, grads: Tree) -> jax.Array:
-    """A loss whose scaled gradients are `grads`: there is no model to pass through."""
+    """Returns a loss whose scaled gradients are `grads`, without a model."""
     del params, grads
     return jnp.float32(0)
 
@@ -167,16 +167,16 @@ _loss.defvjp(
 
 
 class Running(NamedTuple):
-    """An optimizer on a device, that steps in place.
+    """An optimizer on a device that steps in place.
 
     Attributes:
-        call: does some steps; does not wait for the device.
+        call: runs some steps without waiting for the device.
         wait: waits until all steps are done.
-        row: a row of the first of the params that the model consumes, on the host.
-        first_row: what that should be after the first call.
+        row: a row of the model's first param, on the host.
+        first_row: the expected row after the first call.
         is_clean: whether no step was skipped.
-        bytes_moved: what a step must read and write at the least.
-        steps: of a call.
+        bytes_moved: the least bytes that a step reads and writes.
+        steps: the steps of a call.
     """
 
     call: Callable[[], None]
@@ -189,7 +189,7 @@ class Running(NamedTuple):
 
 
 def chained(step: Callable[[Any, Tree], Any], steps: int) -> Callable[[Any, Tree], Any]:
-    """So many steps as one function."""
+    """Returns a function that runs `steps` steps."""
 
     def call(state: Any, grads: Tree) -> Any:
         body = lambda _, state: step(state, grads)  # noqa: E731
@@ -206,7 +206,7 @@ def run_jitted(
     grads: Tree,
     steps: int = 1,
 ) -> Running:
-    """Runs a contestant by its compiled functions, of which one does some steps."""
+    """Compiles a contestant, with one function for several steps."""
     state = init(params)
     first = next(iter(params))
 
@@ -219,7 +219,7 @@ def run_jitted(
 
     return Running(
         advance,
-        lambda: state.step.block_until_ready(),  # all of a program is ready at once
+        lambda: state.step.block_until_ready(),  # a program ends as a whole
         lambda: row(contestant.params(state)),
         first_steps(row(params), row(grads), steps),
         lambda: state.skipped_steps == 0,
@@ -233,9 +233,9 @@ def _row(x: Any) -> Any:
 
 
 def first_steps(param: np.ndarray, raw_grad: np.ndarray, steps: int = 1) -> np.ndarray:
-    """A master after steps from zero moments by one gradient, in float64."""
+    """Returns a float64 master after steps with one gradient from zero moments."""
     param, grad = param.astype(np.float64), raw_grad.astype(np.float64) / SCALE
-    # Bias correction leaves m = g and v = g**2, in every step.
+    # In every step, bias correction gives m = g and v = g**2.
     for _ in range(steps):
         step = grad / (abs(grad) + EPS) + WEIGHT_DECAY * param
         param = param - LEARNING_RATE * step

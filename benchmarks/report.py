@@ -1,4 +1,4 @@
-"""Write benchmarks/results/README.md from the files beside it.
+"""Write benchmarks/results/README.md from the files in the same folder.
 
     python -m benchmarks.report                     # rewrites the page
     python -m benchmarks.report --gpu $OUT/gpu.json # prints the tables of one run
@@ -28,8 +28,8 @@ ON_GPU = """Training steps of GPT-2: medians (quartiles). Steps of Adam at O5: m
 (bandwidth). *: the device waited for the host.
 
 """
-LEAN = """`python -m benchmarks.lean`: bytes moved and temporary memory over those of
-the same model with `dtype=bfloat16`. The figures for O6 are over those for O5.
+LEAN = """`python -m benchmarks.lean`: bytes moved and temporary memory, relative to the
+same model with `dtype=bfloat16`; O6 is relative to O5.
 
 """
 
@@ -39,11 +39,11 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-# ---- a run on a GPU
+# A run on a GPU.
 
 
 def gpu_run(saved: dict[str, Any]) -> str:
-    """The conditions of a run, its training steps and its optimizer steps."""
+    """Formats the conditions of a run, its training steps and its optimizer steps."""
     results = [r["extra_info"] | r["stats"] for r in saved["benchmarks"]]
     trained = [r for r in results if "peak_bytes" in r]
     stepped = [r for r in results if "spec" in r]
@@ -84,11 +84,11 @@ def _stepped(row: dict[str, Any] | None) -> str:
     return f"{1e3 * row['median']:#.3g}{late} ({bandwidth:,.0f})"
 
 
-# ---- five models trained by jamp and by its peers, in November 2026
+# Five models trained with jamp and other libraries in November 2026.
 
 
 def peers() -> str:
-    """Ratios to plain JAX: bytes moved and temporary memory, then time on a CPU."""
+    """Tabulates bytes, temporary memory and time on a CPU, relative to plain JAX."""
     rows = list(map(json.loads, (FOLDER / "compared.jsonl").read_text().splitlines()))
     models = list(dict.fromkeys(row["model"] for row in rows))
     found = {(row["who"], row["model"]): row for row in rows}
@@ -114,8 +114,7 @@ def page() -> str:
         + convergence.table(convergence.read()),
         "With fewer bytes per parameter": "`python -m benchmarks.rounding`\n\n"
         + rounding.table(rounding.read()),
-        "With products in fp8": "`python -m benchmarks.fp8`\n\n"
-        + fp8.table(fp8.read()),
+        "With matmuls in fp8": "`python -m benchmarks.fp8`\n\n" + fp8.table(fp8.read()),
         "Autocast beside half by hand": LEAN + lean.table(lean.read()),
     }
     parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]

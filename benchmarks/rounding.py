@@ -1,11 +1,12 @@
-"""Trains two language models with fewer bytes per parameter than float32 masters take.
+"""Train two language models with fewer bytes per parameter than float32 masters need.
 
-    python -m benchmarks.rounding            # adds what is not there yet
-    python -m benchmarks.rounding --table    # Markdown, of what is there
+    python -m benchmarks.rounding            # adds missing runs
+    python -m benchmarks.rounding --table    # prints saved results
 
-The NNX transformer of the examples and a GPT-2-like one of Linen, on the text of
-Python's `help()`, at O5 with fused Adam, from five seeds. Each run is a line of
-benchmarks/results/rounding.jsonl: the training loss, mean of the last tenth.
+The models are the NNX transformer of the examples and a small GPT-2 in Linen. They
+train on the text of Python's `help()` at O5 with fused Adam, from five seeds. Each run
+appends a line to benchmarks/results/rounding.jsonl: the mean training loss of the last
+tenth.
 """
 
 import functools
@@ -35,7 +36,7 @@ NAMES = ("model", "setting", "seed")
 SEEDS, STEPS, BATCH, CONTEXT = range(5), 300, 16, 32
 NARROW = {"moment_dtype": "bfloat16"}
 NO_MASTERS = {"master_weights": False}
-# Bytes per parameter, and options of Adam and of jamp.initialize.
+# Bytes per parameter, and options of Adam and jamp.initialize.
 SETTINGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "float32 masters": (14, {}, {}),
     "remainders, bfloat16 moments": (8, NARROW, {"store_remainder": True}),
@@ -46,7 +47,7 @@ char_lm = load("char_lm")
 
 
 def batches(seed: int) -> tuple[int, Callable[[], np.ndarray]]:
-    """How many characters there are, and what gives the next batch."""
+    """Returns the number of characters and a function for the next batch."""
     characters, text, _ = char_lm.load_text()
     windows, rng = sliding_window_view(text, CONTEXT + 1), np.random.default_rng(seed)
     return len(characters), lambda: rng.choice(windows, BATCH)
@@ -77,7 +78,7 @@ def of_linen(seed: int, tx: Any, options: dict[str, Any]) -> list[jax.Array]:
 def trained(
     state: jamp.AmpState, batch: Callable[[], tuple[np.ndarray, np.ndarray]]
 ) -> list[jax.Array]:
-    """The losses of a classifier, of each of the steps."""
+    """Returns the loss of each step of a classifier."""
 
     def loss_fn(params, inputs, labels):
         logits = state.apply_fn({"params": params}, inputs)
@@ -116,7 +117,7 @@ def run_missing() -> None:
 
 
 def table(found: list[Run]) -> str:
-    """The mean loss, and the largest distance from masters' of the same seed."""
+    """Returns the mean loss and the largest distance from masters of the same seed."""
     loss = {(r["model"], r["setting"], r["seed"]): r["loss"] for r in found}
     lines = ["| | bytes | " + " | ".join(MODELS) + " |", "|---|---|---|---|"]
     for setting, (size, *_) in SETTINGS.items():

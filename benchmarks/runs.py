@@ -1,4 +1,4 @@
-"""Store each long run as a line of a file, and do only the runs that are missing."""
+"""Store each long run as a line of a file, and run only the missing ones."""
 
 import argparse
 import datetime
@@ -16,7 +16,7 @@ type Run = dict[str, Any]
 
 
 def read(path: pathlib.Path) -> list[Run]:
-    """The runs that are there."""
+    """Returns the saved runs."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -27,7 +27,7 @@ def run_missing(
     cells: Iterable[tuple[Any, ...]],
     run: Callable[..., Run],
 ) -> None:
-    """Runs the cells that no line has under these names, and adds a line for each."""
+    """Runs the cells without a saved line, and adds a line for each."""
     done = {tuple(known[name] for name in names) for known in read(path)}
     for cell in cells:
         if cell not in done:
@@ -43,7 +43,7 @@ def run_missing(
 def command(
     doc: str | None, run_missing: Callable[[], None], table: Callable[[], str]
 ) -> None:
-    """Does the missing runs and prints the table; `--table` only prints."""
+    """Adds the missing runs and prints the table; `--table` only prints it."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="run nothing")
     if not parser.parse_args().table:
@@ -52,7 +52,7 @@ def command(
 
 
 def conditions() -> dict[str, str]:
-    """What the figures depend on: `commit` is the last that changed the source."""
+    """The conditions of the figures; `commit` is the last that changed the source."""
     import flax
 
     names = {"jax": jax, "flax": flax, "optax": optax}
@@ -63,7 +63,7 @@ def conditions() -> dict[str, str]:
 
 
 def commit_of(*folders: str) -> str:
-    """The last commit that changed something there."""
+    """Returns the last commit that changed these paths."""
     command = ["git", "log", "-1", "--format=%h", "--", *folders]
     root = pathlib.Path(__file__).parents[1]
     return subprocess.check_output(command, text=True, cwd=root).strip()

@@ -1,7 +1,6 @@
-"""Shapes of the parameters of real models, built from the models' own numbers.
+"""Shapes of the parameters of real models.
 
-Kernels convolve (height, width, in, out) and multiply (in, out), as in Flax; only sizes
-matter to an optimizer.
+Kernels have Flax's shapes: (height, width, in, out) and (in, out).
 """
 
 import dataclasses
@@ -16,9 +15,9 @@ class Spec:
     """The parameters of a model, in the order of its layers.
 
     Attributes:
-        name: the model, and how it differs from the one that bears the name.
+        name: the model, and its difference from the model of that name.
         shapes: one per leaf.
-        fp32: the leaves, by index, that O2 and O5 keep in float32: BatchNorm's.
+        fp32: the indices of BatchNorm's leaves, which O2 and O5 keep in float32.
     """
 
     name: str
@@ -45,7 +44,7 @@ def resnet50(
     blocks: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, classes: int = 1000
 ) -> Spec:
     """ResNet-50: He et al., arXiv:1512.03385, as torchvision builds it."""
-    # A layer is a kernel; a convolution's BatchNorm follows it, scale and bias.
+    # A convolution is a kernel, then the scale and the bias of its BatchNorm.
     layers = [(7, 7, 3, width)]
     features = width
     for stage, depth in enumerate(blocks):
@@ -53,7 +52,7 @@ def resnet50(
         for block in range(depth):
             layers += [(1, 1, features, inner), (3, 3, inner, inner)]
             layers += [(1, 1, inner, 4 * inner)]
-            if block == 0:  # the shortcut, where the number of features changes
+            if block == 0:  # a shortcut that changes the number of features
                 layers += [(1, 1, features, 4 * inner)]
             features = 4 * inner
     shapes = [s for kernel in layers for s in (kernel, kernel[-1:], kernel[-1:])]
@@ -67,8 +66,8 @@ def bert_large(
 ) -> Spec:
     """BERT-large, uncased: Devlin et al., arXiv:1810.04805.
 
-    With what it is pretrained with: the pooler, the head of the masked language model,
-    whose matrix is the token embedding's, and that of next-sentence prediction.
+    It includes the heads of the pretraining: the pooler, the masked language model with
+    a tied embedding, and next-sentence prediction.
     """
     norm = [(width,), (width,)]
     square, mlp = _dense(width, width), _dense(width, 4 * width, width)
@@ -81,7 +80,7 @@ def bert_large(
 def gpt2_xl(
     layers: int = 48, width: int = 1600, vocabulary: int = 50_257, length: int = 1024
 ) -> Spec:
-    """GPT-2 XL: Radford et al., 2019. The head's matrix is the token embedding's."""
+    """GPT-2 XL: Radford et al., 2019. The head shares the token embedding."""
     norm = [(width,), (width,)]
     attention = [*_dense(width, 3 * width), *_dense(width, width)]
     block = [*norm, *attention, *norm, *_dense(width, 4 * width, width)]
@@ -109,35 +108,35 @@ def llama_8b_shard(
 
 
 def many_leaves(pairs: int = 150, width: int = 768) -> Spec:
-    """As many vectors as square matrices: the tree that kernels are counted on."""
+    """Returns as many vectors as square matrices, to count kernels."""
     return Spec(f"{2 * pairs} leaves", ((width,), (width, width)) * pairs)
 
 
 def tiny_leaves(count: int = 10_000, least: int = 64, most: int = 256) -> Spec:
-    """Vectors of every length from `least` to `most`, in no order."""
+    """Returns shuffled vectors of every length from `least` to `most`."""
     lengths = most - least + 1
-    # 37 is prime to 193: the lengths come round after all have been.
+    # 37 and 193 are coprime, so every length occurs.
     shapes = tuple((least + 37 * leaf % lengths,) for leaf in range(count))
     return Spec(f"{count:,} tiny leaves", shapes)
 
 
 def single_leaf(size: int = 2**29) -> Spec:
-    """One leaf; by default 1 GiB of it in half precision."""
+    """Returns one leaf, by default 1 GiB in half precision."""
     return Spec(f"one leaf of {size:,}", ((size,),))
 
 
 def gpu_specs() -> tuple[Spec, ...]:
-    """What is timed on a GPU: first what tells most, last what compiles for long."""
+    """Returns the specs to time on a GPU. Specs that compile slowly are last."""
     models = (bert_large(), resnet50(), llama_8b_shard(), single_leaf(), gpt2_xl())
     return (many_leaves(), *models, tiny_leaves(500))
 
 
 def small_specs() -> tuple[Spec, ...]:
-    """Trees of the same kinds for a CPU, where XLA compiles a few leaves a second."""
+    """Returns small trees for a CPU, where XLA compiles a few leaves per second."""
     block = dataclasses.replace(resnet50(blocks=(1,)), name="one block of ResNet-50")
     return (single_leaf(2**22), block, many_leaves(pairs=4), tiny_leaves(8))
 
 
 def _dense(*widths: int) -> list[Shape]:
-    """Kernel and bias of each of a chain of dense layers."""
+    """Returns the kernels and biases of a chain of dense layers."""
     return [shape for pair in pairwise(widths) for shape in (pair, pair[1:])]

@@ -1,10 +1,9 @@
 """Time of an optimizer step at O5: jamp's fused Adam and the optax chain.
 
-On a GPU the trees are those of real models; on a CPU they are small. Steps are chained
-on the device, 32 to a program: to hand JAX a thousand arrays takes the host longer than
-a GPU takes for the step, and a training step hands them over once, with the model. The
-host waits once per round. Gradients are finite, so every step is taken; the check for
-that is in the time of each.
+A GPU runs real models' trees, and a CPU runs small ones. A program runs 32 steps,
+because the host needs longer to pass a thousand arrays to JAX than a GPU needs for one
+step, and a training step passes them only once. The host waits once per round. The
+gradients are finite, so no step is skipped; each step includes the check.
 """
 
 import functools
@@ -30,7 +29,7 @@ from benchmarks.specs import gpu_specs, small_specs
 from pallas_kernels._run import BackendError, check_device
 
 ON_GPU = jax.default_backend() == "gpu"
-SECONDS = 1.5 if ON_GPU else 0.5  # of timing, for each
+SECONDS = 1.5 if ON_GPU else 0.5  # per contestant
 IN_A_PROGRAM = 32 if ON_GPU else 1  # steps
 LONGEST_CHAIN, SHORTEST_ROUND = 32, 0.05
 COPIED = 2**30  # bytes
@@ -39,7 +38,7 @@ SPECS = gpu_specs() if ON_GPU else small_specs()
 
 
 def backends():
-    """The backends that run on this device, without the interpreter."""
+    """Returns the backends of this device, without the interpreter."""
     try:
         check_device("mosaic")
         return ["xla", "mosaic"]
@@ -61,7 +60,7 @@ JITTED = contestants()
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU fresh pages take most of the time")
 def test_copy(benchmark):
-    """The bandwidth that others are measured against, bytes read plus bytes written."""
+    """Measures the bandwidth of a copy: bytes read plus bytes written."""
     source = jax.device_put(_noise((COPIED // 4,)))
     copy = jax.jit(jnp.copy)
     target = copy(source)
@@ -78,7 +77,7 @@ def test_copy(benchmark):
 
 @pytest.fixture(scope="module", params=SPECS, ids=lambda spec: spec.name)
 def inputs(request):
-    """A spec, and params and raw gradients of it; params are float32."""
+    """Returns a spec, its float32 params and raw gradients."""
     spec = request.param
     params, grads = {}, {}
     for name, shape in zip(names(spec), spec.shapes, strict=True):
@@ -113,15 +112,15 @@ def test_optimizer_step(benchmark, inputs, contestant):
 
 
 def _time(benchmark, call, wait, steps=1):
-    """Times rounds of several calls, each with the wait for the device at its end.
+    """Times rounds of several calls, which end by waiting for the device.
 
-    A call is of several steps. What is timed is a step.
+    A call runs several steps. The time is per step.
     """
     _seconds(call, wait, 2)
     one = _seconds(call, wait, 3)[1] / 3
     calls = min(max(math.ceil(SHORTEST_ROUND / one), 1), LONGEST_CHAIN)
     rounds = min(max(int(SECONDS / (one * calls)), 5), 50)
-    # Where the host takes as long as both, it holds the device up.
+    # If the host alone takes as long, the device waits for it.
     host, both = _seconds(call, wait, calls)
     benchmark.extra_info |= {"steps": calls * steps, "host_share": host / both}
     count = itertools.count(1)
@@ -139,7 +138,7 @@ def _time(benchmark, call, wait, steps=1):
 
 
 def _seconds(call, wait, calls):
-    """Of so many calls: until the host has issued them, and until they are done."""
+    """Times `calls` calls, until the host has issued them and until they are done."""
     start = time.perf_counter()
     for _ in range(calls):
         call()
@@ -149,7 +148,7 @@ def _seconds(call, wait, calls):
 
 
 def _noise(shape, size=1.0, dtype=jnp.float32):
-    """Normal numbers that come round every 2**20: made anew they would take minutes."""
+    """Repeats 2**20 normal numbers, because fresh ones would take minutes."""
     return np.resize(_block(size, dtype), shape)
 
 

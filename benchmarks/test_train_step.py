@@ -1,6 +1,6 @@
 """Time of a training step of GPT-2: Flax alone, by hand, each level, and torch.amp.
 
-On a GPU it is the model of 124 million parameters, on a CPU a small one.
+The model has 124 million parameters on a GPU, and fewer on a CPU.
 """
 
 import jax
@@ -13,7 +13,7 @@ SIZE = FULL if ON_GPU else SMALL
 
 
 @pytest.mark.parametrize("who", [*JITTED, *TORCH])
-@pytest.mark.filterwarnings("default")  # torch's are not ours to mend
+@pytest.mark.filterwarnings("default")  # torch's warnings
 def test_train_step(benchmark, who):
     run = start_torch(who) if who in TORCH else start(who)
     first = run()
@@ -24,7 +24,7 @@ def test_train_step(benchmark, who):
 
 
 def peak_bytes(who):
-    """Of the GPU's memory, by the allocator; None on a CPU."""
+    """Returns the peak memory of the GPU's allocator, or None on a CPU."""
     if ON_GPU and who in TORCH:
         import torch
 

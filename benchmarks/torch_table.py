@@ -1,8 +1,8 @@
-"""The error of autocast beside that of torch's rules, on the programs of a table.
+"""Compare the error of autocast with the error of torch's rules on a table of programs.
 
-The error of a result, or of
-the gradient in an argument, is the norm of its distance from float64 over the norm of
-that, both over all seeds. Rounding is luck in one run: so many seeds, and 1.1 ×.
+The error of a result or a gradient is its distance from float64, relative to the norm
+of the float64 value, over all seeds. One run depends on luck, so there are many seeds
+and a tolerance of 1.1.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ from jax import lax
 from jax.interpreters import mlir
 
 import jamp
-from tests.autocast.small_programs import Program
 from tests.oracles.torch_autocast import torch_autocast
+from tests.support.small_programs import Program
 
 HALVES = ("float16", "bfloat16")
-SEEDS = 256  # or fewer, where one draws many numbers
-# XLA may leave out roundings, on each backend others: here, none.
+SEEDS = 256  # fewer for large programs
+# XLA may drop different roundings on each backend. Here it drops none.
 STRICTLY = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
 class Row(NamedTuple):
-    """The errors of one program in one dtype: by result, then by argument."""
+    """The errors of one program in one dtype, by result, then by argument."""
 
     name: str
     half: str
@@ -38,13 +38,13 @@ class Row(NamedTuple):
     torch: list[float]
 
     def is_fine(self, times: float = 1.1) -> bool:
-        """Whether no error is more than so many times torch's."""
+        """Returns whether all errors are within `times` torch's errors."""
         pairs = zip(self.jamp, self.torch, strict=True)
         return all(got < np.inf and got <= times * least + 1e-6 for got, least in pairs)
 
 
 def drawn(seed: Any, outs: list) -> list:
-    """A cotangent for each result, in float32: cosines, which compile in no time."""
+    """Returns float32 cotangents: cosines, which compile fast."""
 
     def cosines(i, y):
         places = jnp.arange(1, y.size + 1, dtype=np.float32).reshape(y.shape)
@@ -57,7 +57,7 @@ def drawn(seed: Any, outs: list) -> list:
 
 
 def both_passes(fn: Callable, cotangents: Callable = drawn) -> Callable:
-    """Of arguments and a seed: results and gradients as lists, of the floats there."""
+    """Returns a function of arguments and a seed: float results and gradients."""
 
     def run(args, seed):
         def of_floats(*floats):
@@ -74,7 +74,7 @@ def both_passes(fn: Callable, cotangents: Callable = drawn) -> Callable:
 
 @contextlib.contextmanager
 def sums_in_float32() -> Iterator[None]:
-    """Matmuls of half sum in float32, as on a GPU; on a CPU some of XLA's do not."""
+    """Accumulates half matmuls in float32, as a GPU does and a CPU may not."""
     rules, primitive = mlir._platform_specific_lowerings["cpu"], lax.dot_general_p
     original = rules[primitive]
 
@@ -102,7 +102,7 @@ def is_float(x: Any) -> bool:
 
 
 def runs(fn: Callable, program: Program, dtype: Any = np.float32) -> list:
-    """For each result and each gradient its values in all seeds, in float64."""
+    """Returns float64 values of each result and gradient for all seeds."""
     size = sum(x.size for x in program.args(0))
     drawn = [program.args(seed) for seed in range(min(SEEDS, 2**21 // size))]
     drawn = [[x.astype(dtype) if is_float(x) else x for x in xs] for xs in drawn]
@@ -123,7 +123,7 @@ def error(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def measure(name: str, program: Program, *halves: str) -> list[Row]:
-    """What float64 gives, and how far from it autocast and torch's rules are."""
+    """Returns the errors of autocast and torch's rules against float64."""
     with jax.enable_x64(True):
         exact = runs(program.fn, program, np.float64)
     rows = []

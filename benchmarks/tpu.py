@@ -1,6 +1,6 @@
 """Compile a program for a TPU v5e on a machine without one: `make tpu` installs libtpu.
 
-One process at a time holds the library.
+Only one process at a time can use the library.
 """
 
 import functools
@@ -21,9 +21,9 @@ from tests.support import compilers as compilers
 
 
 class Compiled:
-    """What XLA says of a program: its own count of bytes, and temporary memory."""
+    """The bytes and the temporary memory of a program, as XLA counts them."""
 
-    kernels, copies = 1, ()  # a TPU runs all of a program as one
+    kernels, copies = 1, ()  # a TPU runs a program as one kernel
 
     def __init__(self, compiled: Any):
         self.compiled = compiled
@@ -32,7 +32,7 @@ class Compiled:
 
 
 def lower_step(fn: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-    """Lowers `fn` for one TPU, from arrays or their shapes."""
+    """Lowers `fn` for one TPU, from arrays or shapes."""
     mesh = topologies.make_mesh(_topology(), (4,), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731

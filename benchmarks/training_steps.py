@@ -1,7 +1,7 @@
-"""A training step of GPT-2 by Flax, by jamp at each level, by hand, and by torch.
+"""A training step of GPT-2 with Flax, with jamp at each level, by hand, and with torch.
 
-All train the same model on the same tokens by AdamW, and end with new params. Attention
-is written out in all, scores and softmax, so that the same is computed.
+All steps train the same model on the same tokens with AdamW. All models write out
+attention's scores and softmax, so that they compute the same.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Of a GPT-2 with 12 heads, and of the tokens that a step is given."""
+    """The sizes of a GPT-2 with 12 heads and of a batch of tokens."""
 
     depth: int
     width: int
@@ -49,12 +49,12 @@ class Size:
 
 
 SMALL = Size(depth=2, width=96, vocabulary=256, batch=4, length=32)
-# The smallest of Radford et al., 2019; its vocabulary rounded up, as is usual.
+# The smallest model of Radford et al., 2019, with a padded vocabulary.
 FULL = Size(depth=12, width=768, vocabulary=50_304, batch=8, length=1024)
 
 
 def jitted(who: str, size: Size) -> tuple[Callable[[], Any], Callable]:
-    """`init() -> state` and `step(state, tokens) -> state, loss`, both to be jitted."""
+    """Returns `init() -> state` and `step(state, tokens) -> state, loss` to jit."""
     model = size.model.clone(dtype=jnp.bfloat16) if who == BY_HAND else size.model
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
@@ -84,7 +84,7 @@ def jitted(who: str, size: Size) -> tuple[Callable[[], Any], Callable]:
 
 
 def torch_step(who: str, size: Size, device: str) -> Callable[[], float]:
-    """A step by torch.amp, as its documentation writes it; it returns the loss."""
+    """Returns torch.amp's documented step, which returns the loss."""
     import torch
     from torch import nn
     from torch.nn import functional as F

@@ -20,7 +20,7 @@ Generated from `primitives` and `lists` of `jamp/_autocast`. [Autocast](autocast
 says what the rules mean and how to change them for a program.
 
 A `dot_general` without a contracted dimension follows the rule of `mul`; one without a
-free dimension follows that of `reduce_sum`. Dimensions of size 1 do not count.
+free dimension follows the rule of `reduce_sum`. Dimensions of size 1 do not count.
 """
 _TITLES = {
     Rule.HALF: "In half",
@@ -36,10 +36,57 @@ Autocast applies the same lists to the programs inside {names}.
 
 ## Operations in no list
 
-Autocast cannot look into Pallas kernels and foreign functions. They run in the dtype
-that the program has, and a warning names them. Some operations, such as cuDNN's
-attention, [only run in half](autocast.md#what-only-runs-in-half).
+Pallas kernels and foreign functions run in the dtype that the program has, and a
+warning names them. Some kernels [only run in half](autocast.md#what-only-runs-in-half).
 """
+
+_DIFFERENCES = [
+    (
+        "`1 / x`",
+        "float32 (`reciprocal`)",
+        "`div` promotes, and is computed in float32",
+    ),
+    (
+        "0-d arrays",
+        "do not promote",
+        "float32 arrays promote; Python numbers do not",
+    ),
+    (
+        "`atan2`, scatter-add",
+        "the widest operand",
+        "float32",
+    ),
+    (
+        "`dot` of vectors",
+        "apex: the widest operand; torch: half",
+        "float32",
+    ),
+    (
+        'outer products, such as `einsum("i,j->ij", ...)`',
+        "half",
+        "`mul` promotes",
+    ),
+    (
+        "`bilinear`; the matmuls in `cdist`",
+        "the widest operand; float32",
+        "half, like any matmul",
+    ),
+    (
+        "`sin`, `atan`, `erf`, `mean`, pooling, `sort`, linear algebra, FFT",
+        "the dtype of the operand, or an error in half",
+        "float32",
+    ),
+    (
+        "`prelu`",
+        "half",
+        "`mul` promotes",
+    ),
+    (
+        "`binary_cross_entropy` in apex",
+        "an error",
+        "float32",
+    ),
+]
 
 
 def page() -> str:
@@ -55,7 +102,12 @@ def page() -> str:
         SOLVER_ROWS,
     )
     programs = _PROGRAMS.format(names=_names(RULES))
-    return "\n".join([_HEAD, *sections, functions, libraries, solvers, programs])
+    differences = _table(
+        "Differences from apex and torch",
+        [("operation", "apex, torch", "jamp"), ("---",) * 3, *_DIFFERENCES],
+    )
+    parts = [_HEAD, *sections, functions, libraries, solvers, programs, differences]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def _section(title: str, rows: Iterable[Row]) -> str:
@@ -64,7 +116,11 @@ def _section(title: str, rows: Iterable[Row]) -> str:
         for row in rows
     ]
     head = [("operations", "rule", "why", "descends from"), ("---",) * 4]
-    lines = (f"| {' | '.join(line)} |" for line in (*head, *cells))
+    return _table(title, [*head, *cells])
+
+
+def _table(title: str, rows: Iterable[tuple[str, ...]]) -> str:
+    lines = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([f"## {title}", "", *lines, ""])
 
 

@@ -4,9 +4,9 @@
     python examples/bert_lamb.py --init-scale 1e12   # far too high: it recovers
     python examples/bert_lamb.py --batch-size 32 --accumulate 1   # the same steps
 
-The text is Python's own help: nothing is downloaded. 15 % of the words are to be
-guessed; 80 % of these are hidden by [MASK], 10 % replaced, 10 % shown. What to look at:
-BERT does better than the frequencies of words, in paragraphs that it never saw.
+The text is Python's own help. The model guesses 15 % of the words: [MASK] hides 80 % of
+these, another word replaces 10 %, and 10 % stay. In paragraphs that it never saw, BERT
+guesses better than a model that knows only the frequencies of words.
 """
 
 import re
@@ -15,7 +15,7 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from pydoc_data.topics import topics
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -49,15 +49,15 @@ from rich.table import Table
 
 import jamp
 
-SPECIAL = "[UNK]", "[SEP]", "[MASK]"  # first in the vocabulary, and never to be guessed
-UNK, SEP, MASK, SIZE = 0, 1, 2, 1000  # SIZE is that of the vocabulary
+SPECIAL = "[UNK]", "[SEP]", "[MASK]"  # the first words; the model never guesses them
+UNK, SEP, MASK, SIZE = 0, 1, 2, 1000  # SIZE: words in the vocabulary
 
 
-# ---- The text: paragraphs to train with, and every tenth for the test ----------------
+# The text. Every tenth paragraph is for the test.
 def load_text():
     text = "\n\n".join(topics[name] for name in sorted(topics)).lower()
     split = (re.finditer(r"\w+|([^\w\s])\1*", p) for p in re.split(r"\n\s*\n", text))
-    # Topics quote each other; but a test needs text that was not seen in training.
+    # Topics quote each other, so drop test paragraphs that occur in the training text.
     paragraphs = list(dict.fromkeys(tuple(m[0] for m in found) for found in split))
     parts = [p for i, p in enumerate(paragraphs) if i % 10], paragraphs[::10]
     words, counts = np.unique([w for p in parts[0] for w in p], return_counts=True)
@@ -68,7 +68,7 @@ def load_text():
 
 
 def mask(random, tokens):
-    """15 % of each row, always as many: so that all micro-batches weigh the same."""
+    """Masks 15 % of each row. Equal counts give all micro-batches the same weight."""
     order = random.random(tokens.shape) + (tokens < len(SPECIAL))  # these come last
     positions = order.argsort(1)[:, : max(1, round(0.15 * tokens.shape[1]))]
     targets = np.take_along_axis(tokens, positions, 1)
@@ -79,14 +79,14 @@ def mask(random, tokens):
     return (masked, positions), targets
 
 
-# ---- The model: nothing in it knows about half ---------------------------------------
+# The model. It does not mention half.
 class BERT(nn.Module):
     layers: int
     hidden: int
 
     @nn.compact
     def __call__(self, tokens, positions):
-        embed = nn.Embed(SIZE, self.hidden)  # transposed, it is the decoder
+        embed = nn.Embed(SIZE, self.hidden)  # its transpose is the decoder
         places = nn.Embed(tokens.shape[1], self.hidden)(jnp.arange(tokens.shape[1]))
         x = nn.LayerNorm()(embed(tokens) + places)
         for _ in range(self.layers):
@@ -94,13 +94,13 @@ class BERT(nn.Module):
             x = nn.LayerNorm()(x + attention(x))
             inner = nn.gelu(nn.Dense(4 * self.hidden)(x))
             x = nn.LayerNorm()(x + nn.Dense(self.hidden)(inner))
-        x = jnp.take_along_axis(x, positions[..., None], 1)  # what is to be guessed
+        x = jnp.take_along_axis(x, positions[..., None], 1)  # the masked positions
         x = nn.LayerNorm()(nn.gelu(nn.Dense(self.hidden)(x)))
         return embed.attend(x) + self.param("bias", nn.initializers.zeros, (SIZE,))
 
 
-# ---- One step, of several micro-batches ----------------------------------------------
-@jax.jit(donate_argnums=0)  # the new state takes over the memory of the old one
+# One step with several micro-batches.
+@jax.jit(donate_argnums=0)  # the new state reuses the old state's memory
 def train_step(state, batches):
     def add(total, batch):
         def loss_fn(params):
@@ -114,7 +114,7 @@ def train_step(state, batches):
     zeros = jax.tree.map(jnp.zeros_like, jamp.master_params(state))
     total, losses = jax.lax.scan(add, zeros, batches)
     mean = jax.tree.map(lambda g: g / len(losses), total)
-    # One step; or none at all, as the mean is NaN if a single micro-batch overflowed.
+    # If one micro-batch overflows, the mean is NaN and the step is skipped.
     after = state.apply_gradients(grads=mean)
     metrics = {"loss": losses.mean(), "scale": state.loss_scale}
     return after, metrics | {"skipped": after.last_step_skipped}
@@ -127,7 +127,7 @@ def evaluate(state, inputs, targets):
     return losses.mean(), (logits.argmax(-1) == targets).mean(), nn.softmax(logits)
 
 
-# ---- The training loop ---------------------------------------------------------------
+# The training loop.
 def train(options, text, inputs, targets):
     random, key = np.random.default_rng(options.seed), jax.random.key(options.seed)
     steps, lr, start = options.steps, options.lr, time.perf_counter()
@@ -135,11 +135,11 @@ def train(options, text, inputs, targets):
     params = jax.jit(model.init)(key, *inputs)["params"]
     warmup = max(1, steps // 10)
     rise = optax.linear_schedule(lr / warmup, lr, warmup)
-    fall = optax.polynomial_schedule(lr, 0.0, 1, steps - warmup)  # 1 is the power
+    fall = optax.polynomial_schedule(lr, 0.0, 1, steps - warmup)  # linear
     schedule = optax.join_schedules([rise, fall], [warmup])
-    kinds = "kernel", "embedding"  # as usual, biases and scales do not decay
+    kinds = "kernel", "embedding"  # biases and scales do not decay
     decays = jax.tree.map_with_path(lambda path, _: path[-1].key in kinds, params)
-    # It clips what is unscaled already, so that the norm means the same at any scale.
+    # Gradients are already unscaled here, so the limit does not depend on the scale.
     tx = jamp.optimizers.fused_lamb(schedule, max_grad_norm=1.0, mask=decays)
     level = {"opt_level": options.opt_level, "loss_scale": options.loss_scale}
     state = jamp.initialize(params, tx, apply_fn=model.apply, **level)
@@ -149,19 +149,19 @@ def train(options, text, inputs, targets):
         batch = mask(random, text[starts + np.arange(options.length)])
         batches = jax.tree.map(lambda x: x.reshape(*shape, -1), batch)
         state, metrics = train_step(state, batches)
-        history.append(metrics)  # stays on the device, so the loop does not wait for it
+        history.append(metrics)  # on the device, so the loop does not wait
         if step % max(1, steps // 10) == 0 or step == steps:
             loss, right, guesses = map(np.asarray, evaluate(state, inputs, targets))
             tests.append((step, loss, right))
             bar.set_postfix_str(f"test loss {loss:.2f}, right {right:.1%}")
             jamp.check(state)  # raises if the loss scale has collapsed
     run = {k: np.array([m[k] for m in history]) for k in metrics}
-    lr = schedule(np.cumsum(~run["skipped"]) - ~run["skipped"])  # counts steps taken
+    lr = schedule(np.cumsum(~run["skipped"]) - ~run["skipped"])  # by steps taken
     run |= {"lr": lr, "seconds": time.perf_counter() - start}
     return run | {"state": state, "tests": tests, "guesses": guesses}
 
 
-# ---- What came out -------------------------------------------------------------------
+# The results.
 def report(options, run, baseline, words, inputs, targets):
     numbers = Table("", "test loss", "right", "skipped", "final scale", "seconds")
     numbers.add_row("frequency", f"{baseline[0]:.3f}", f"{baseline[1]:.1%}")

@@ -4,10 +4,9 @@
     python examples/char_lm.py --compare             # O0, O1, O2, O4, O5 side by side
     python examples/char_lm.py --width 384 --layers 6 --context 256 --steps 3000   # GPU
 
-The text is real and ships with Python: the topics of its `help()`, in `pydoc_data`.
-Look at the loss in nats per character, which is 3.2 for guessing by how often each of
-them occurs; at the sample, which has words; and with `--compare`, at how near to O0 the
-other levels come, from one seed and on the same batches.
+The text is the topics of Python's `help()`, in `pydoc_data`. A model that knows only
+the frequencies of characters has a loss of 3.2 nats per character. The trained model's
+sample has words. `--compare` trains all levels from one seed on the same batches.
 """
 
 import time
@@ -15,7 +14,7 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from pydoc_data.topics import topics
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -54,7 +53,7 @@ LEVELS = {"O0": "#777777", "O1": "#cc79a7", "O2": "#0072b2"}  # with their color
 LEVELS |= {"O4": "#e69f00", "O5": "#009e73"}
 
 
-# ---- The text: paragraphs that topics share count once; the last tenth is held out ---
+# The text, without repeated paragraphs. The last tenth is held out.
 def load_text():
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     text = list("\n\n".join(dict.fromkeys(paragraphs)))
@@ -62,7 +61,7 @@ def load_text():
     return characters, *np.split(tokens.astype(np.int32), [len(tokens) * 9 // 10])
 
 
-# ---- The model: nothing in it knows about half ---------------------------------------
+# The model. It does not mention half.
 class Block(nnx.Module):
     def __init__(self, width, heads, rngs):
         self.heads = heads
@@ -76,9 +75,9 @@ class Block(nnx.Module):
     def __call__(self, x):
         qkv = jnp.split(self.qkv(self.norm1(x)), 3, axis=-1)
         q, k, v = (y.reshape(*y.shape[:-1], self.heads, -1) for y in qkv)
-        # Divides first: what is summed in float16 has to stay below 65504.
+        # Divide first, so that float16 sums stay below 65504.
         scores = jnp.einsum("...qhd,...khd->...hqk", q / q.shape[-1] ** 0.5, k)
-        seen = jnp.tri(x.shape[-2], dtype=bool)  # each character sees those before it
+        seen = jnp.tri(x.shape[-2], dtype=bool)  # attend to earlier characters
         weights = nnx.softmax(jnp.where(seen, scores, -jnp.inf))
         v = jnp.einsum("...hqk,...khd->...qhd", weights, v)
         x = x + self.out(v.reshape(x.shape))
@@ -100,20 +99,20 @@ class Transformer(nnx.Module):
         return self.head(self.norm(x))
 
 
-# ---- One step: the same at every level, the optimizer knows which it is --------------
+# One step. It is the same at every level.
 def loss_fn(model, tokens):
-    logits = model(tokens[:, :-1])  # in float32, though computed in half at O2
+    logits = model(tokens[:, :-1])  # float32, even if O2 computes them in half
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
 
 @nnx.jit
 def train_step(model, optimizer, tokens):
-    # Differentiates the loss times the loss scale; both come back without it.
+    # Differentiates the scaled loss, and returns loss and gradients unscaled.
     loss, grads = jamp.nnx.scaled_value_and_grad(loss_fn)(model, optimizer, tokens)
     scale = optimizer.loss_scale
-    # Steps the float32 masters and rounds them to half. If a gradient has overflowed,
-    # all are NaN: it skips all that, and halves the scale.
+    # Steps the float32 masters and rounds them to half. After an overflow, all
+    # gradients are NaN: `update` skips the step and halves the scale.
     optimizer.update(model, grads)
     skipped = optimizer.last_step_skipped.get_value()
     return {"loss": loss, "scale": scale, "skipped": skipped}
@@ -128,12 +127,12 @@ def sample(model, window, key, temperature, length):
     return jax.lax.scan(step, window, jax.random.split(key, length))[1]
 
 
-# ---- The training loop ---------------------------------------------------------------
+# The training loop.
 def train(opt_level, options):
     characters, *texts = load_text()
     context, steps, evaluate = options.context, options.steps, nnx.jit(loss_fn)
     windows, tests = (sliding_window_view(text, context + 1) for text in texts)
-    tests = tests[:: context + 1]  # those that do not overlap
+    tests = tests[:: context + 1]  # without overlaps
     start = time.perf_counter()
     sizes = len(characters), context, options.width, options.heads, options.layers
     model = Transformer(*sizes, rngs=nnx.Rngs(options.seed))
@@ -144,13 +143,13 @@ def train(opt_level, options):
     rng, history, validation = np.random.default_rng(options.seed), [], {}
     for step in (bar := tqdm.trange(1, steps + 1, desc=opt_level)):
         metrics = train_step(model, optimizer, rng.choice(windows, options.batch_size))
-        history.append(metrics)  # stays on the device, so the loop does not wait for it
+        history.append(metrics)  # on the device, so the loop does not wait
         if step % 100 == 0 or step == steps:
             validation[step] = float(evaluate(model, tests))
             bar.set_postfix_str(f"validation loss {validation[step]:.3f}")
             jamp.check(optimizer.amp_state(model))  # raises if the scale has collapsed
 
-    # One value per step of loss, scale and skipped; and of validation, by step.
+    # Loss, scale and skipped have one value per step; validation maps steps to losses.
     run = {k: np.array([float(m[k]) for m in history]) for k in metrics}
     run |= {"level": opt_level, "optimizer": optimizer, "validation": validation}
     run["final_loss"] = run["loss"][-max(1, steps // 10) :].mean()
@@ -160,7 +159,7 @@ def train(opt_level, options):
     return run | {"text": ["".join(characters[part]) for part in (prompt, written)]}
 
 
-# ---- What came out -------------------------------------------------------------------
+# The results.
 def table(runs):
     steps, first = len(runs[0]["loss"]), f"to {runs[0]['level']}"
     names = "level", "loss", first, "validation loss", "skipped", "scale", "seconds"
@@ -181,7 +180,7 @@ def figure(runs):
     steps = np.arange(1, len(runs[0]["loss"]) + 1)
     window = max(1, len(steps) // 40)
     for i, run in enumerate(runs):
-        # Where levels agree, narrow lines are on wide ones, and all can be seen.
+        # Draw narrow lines over wide ones, so that equal curves stay visible.
         style = {"color": LEVELS.get(run["level"]), "lw": 1.5 * (len(runs) - i)}
         smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
         losses.plot(steps[window - 1 :], smooth, label=run["level"], **style)

@@ -3,22 +3,22 @@
     python examples/dcgan.py                        # O1, as in apex's example
     python examples/dcgan.py --opt_level O2 --manualSeed 1 --outf /tmp
 
-After apex's examples/dcgan/main_amp.py, with those of its flags that apply. The data
-are scikit-learn's 1,797 real images of 8 x 8 pixels, nothing is downloaded; so models
-are smaller, and the defaults of --niter, --nz and --lr are others.
+This follows apex's examples/dcgan/main_amp.py and its flags. The data are
+scikit-learn's 1,797 real images of 8 x 8 pixels, so the models are smaller, and
+--niter, --nz and --lr have other defaults.
 
-What to look at, in dcgan.png: real digits at the left, and at the right what the
-generator makes of 64 points of noise; most of those can be read. Below them, each loss
-has a scale of its own. All start at 65536, too high for this model in float16, and each
-falls as far as its own gradients ask for. A cross is an overflow: in "D real" or "D
-fake" D skips its step and G takes it, in "G" the other way round.
+dcgan.png shows real digits at the left and generated digits at the right. The plot
+below shows one scale per loss. All scales start at 65536, which is too high for this
+model in float16, and each falls until its gradients fit. A cross marks an overflow.
+After an overflow in "D real" or "D fake", D skips its step and G takes its step; after
+one in "G", G skips.
 """
 
 import pathlib
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -50,19 +50,19 @@ from sklearn.datasets import load_digits
 
 import jamp
 
-NGF = NDF = 32  # channels next to the image; one layer further on it is twice as many
-CONV = {"strides": (2, 2), "use_bias": False}  # each doubles an image, or halves it
-CONV |= {"kernel_init": nn.initializers.normal(0.02)}  # as in the paper on DCGAN
+NGF = NDF = 32  # channels beside the image; the next layer has twice as many
+CONV = {"strides": (2, 2), "use_bias": False}  # each layer doubles or halves the image
+CONV |= {"kernel_init": nn.initializers.normal(0.02)}  # as in the DCGAN paper
 BATCHNORM_MOMENTUM = 0.9
-REAL, FAKE = 0.9, 0.0  # targets; with 1 for real images D becomes too sure of itself
+REAL, FAKE = 0.9, 0.0  # targets: with 1 for real images, D becomes overconfident
 LOSSES = {"D real": "#0072b2", "D fake": "#d55e00", "G": "#009e73"}  # with their colors
 
 
-# ---- The models: nothing in them knows about half ------------------------------------
+# The models. They do not mention half.
 class Generator(nn.Module):
     @nn.compact
     def __call__(self, noise, train=False):
-        x = noise[:, None, None, :]  # an image of 1 x 1; then 2 x 2, 4 x 4 and 8 x 8
+        x = noise[:, None, None, :]  # 1 x 1, then 2 x 2, 4 x 4 and 8 x 8
         for features, kernel in (2 * NGF, (2, 2)), (NGF, (4, 4)):
             x = nn.ConvTranspose(features, kernel, **CONV)(x)
             x = nn.relu(nn.BatchNorm(not train, momentum=BATCHNORM_MOMENTUM)(x))
@@ -78,15 +78,15 @@ class Discriminator(nn.Module):
         return nn.Conv(1, (2, 2), **CONV)(nn.leaky_relu(x, 0.2))  # logits, 1 x 1
 
 
-# ---- One step of D, on the sum of two losses, and one step of G ----------------------
-@jax.jit(donate_argnums=0)  # the new state takes over the memory of the old one
+# One step of D on the sum of two losses, and one step of G.
+@jax.jit(donate_argnums=0)  # the new state reuses the old state's memory
 def train_step(state, images, noise):
     def forward(name, params, stats, x):
         variables = {"params": params[name], "batch_stats": stats[name]}
         x, new = state.apply_fn[name](variables, x, train=True, mutable=["batch_stats"])
         return x, stats | {name: new["batch_stats"]}
 
-    # A loss gets the params of both models; `wrt`, below, are those it is to train.
+    # A loss receives the params of both models; `wrt` selects the model that it trains.
     def d_loss(params, stats, images, target):
         logits, stats = forward("D", params, stats, images)
         return optax.sigmoid_binary_cross_entropy(logits, target).mean(), stats
@@ -96,12 +96,12 @@ def train_step(state, images, noise):
         logits, stats = forward("D", params, stats, fakes)
         return optax.sigmoid_binary_cross_entropy(logits, 1.0).mean(), stats
 
-    losses = (d_loss, "D"), (d_loss, "D"), (g_loss, "G")  # three, each with its scale
+    losses = (d_loss, "D"), (d_loss, "D"), (g_loss, "G")  # each loss has its own scale
     d_real, d_fake, g = (
         jamp.scaled_value_and_grad(loss_fn, has_aux=True, loss_id=i, wrt=name)
         for i, (loss_fn, name) in enumerate(losses)
     )
-    # The gradients of both losses of D are summed, and move a scale each.
+    # Sum the gradients of D's two losses. Each loss moves its own scale.
     scale = jnp.stack(state.loss_scale)
     fakes, _ = forward("G", state.params, state.batch_stats, noise)
     (loss_real, stats), real = d_real(state, state.batch_stats, images, REAL)
@@ -109,8 +109,8 @@ def train_step(state, images, noise):
     both = {"D": real}, {"D": fake}
     state = state.apply_gradients(grads=both, loss_id=(0, 1), batch_stats=stats)
 
-    # G has to deceive the new D. Its step takes over the running statistics of G alone,
-    # as it trains G alone; and if it is skipped, neither. So is it with D, above.
+    # G must deceive the new D. This step trains only G, so it updates only G's running
+    # statistics, and a skip updates nothing. The step of D above does the same.
     (loss_g, stats), grads = g(state, state.batch_stats, noise)
     state = state.apply_gradients(grads={"G": grads}, loss_id=2, batch_stats=stats)
 
@@ -121,7 +121,7 @@ def train_step(state, images, noise):
     }
 
 
-# ---- The training loop ---------------------------------------------------------------
+# The training loop.
 def train(options):
     images = load_digits().images.astype(np.float32)[..., None] / 8 - 1  # -1 to 1
     steps = options.steps or options.niter * (len(images) // options.batchSize)
@@ -144,7 +144,7 @@ def train(options):
         batch = random.choice(images, options.batchSize, replace=False)
         noise = random.standard_normal((len(batch), options.nz), np.float32)
         state, metrics = train_step(state, batch, noise)
-        history.append(metrics)  # stays on the device, so the loop does not wait for it
+        history.append(metrics)  # on the device, so the loop does not wait
         if step % 100 == 0 or step == steps:
             losses = zip(LOSSES, metrics["loss"], strict=True)
             bar.set_postfix_str(", ".join(f"{name} {x:.2f}" for name, x in losses))
@@ -157,7 +157,7 @@ def train(options):
     return {"state": state, **history, "real": images[:64], "generated": generated}
 
 
-# ---- What came out -------------------------------------------------------------------
+# The results.
 def table(run):
     names = "loss", "last value", "overflows", "final scale", "steps skipped"
     table = Table(*(Column(name, justify="right") for name in names))
@@ -184,7 +184,7 @@ def figure(run):
         loss, scale, bad = (run[k][:, i] for k in ("loss", "scale", "overflow"))
         smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
         losses.plot(steps[window - 1 :], smooth, color=color, label=name)
-        # Where scales agree, narrow lines are on wide ones, and all can be seen.
+        # Draw narrow lines over wide ones, so that equal curves stay visible.
         scales.step(steps, scale, where="mid", color=color, lw=2 * (3 - i))
         scales.plot(steps[bad], scale[bad], "kx", zorder=3)
     losses.set(ylabel=f"loss, mean of {window} steps", xlabel="step")

@@ -14,7 +14,7 @@ import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group()
@@ -55,12 +55,12 @@ from sklearn.model_selection import train_test_split
 
 import jamp
 
-FEATURES = (16, 32, 64)  # channels per convolution; each but the first halves the image
+FEATURES = (16, 32, 64)  # channels per convolution; all but the first halve the image
 LEVELS = {"O0": "#777777", "O1": "#cc79a7", "O2": "#0072b2"}  # with their colors
 LEVELS |= {"O3": "#d55e00", "O4": "#e69f00", "O5": "#009e73"}
 
 
-# ---- The model: nothing in it knows about half ---------------------------------------
+# The model. It does not mention half.
 class CNN(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
@@ -70,8 +70,8 @@ class CNN(nn.Module):
         return nn.Dense(10)(x.mean((1, 2)))
 
 
-# ---- One step: the same at every level, the state knows which it is ------------------
-@jax.jit(donate_argnums=0)  # the new state takes over the memory of the old one
+# One step. It is the same at every level.
+@jax.jit(donate_argnums=0)  # the new state reuses the old state's memory
 def train_step(state, images, labels):
     def loss_fn(params):
         variables = {"params": params, "batch_stats": state.batch_stats}
@@ -82,10 +82,10 @@ def train_step(state, images, labels):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), updated["batch_stats"]
 
-    # Differentiates the loss times the loss scale; both come back without it.
+    # Differentiates the scaled loss, and returns loss and gradients unscaled.
     (loss, stats), grads = jamp.scaled_value_and_grad(loss_fn, has_aux=True)(state)
-    # Steps the float32 masters and rounds them to half. If a gradient has overflowed,
-    # all are NaN: it skips all that, batch_stats too, and halves the scale.
+    # Steps the float32 masters and rounds them to half. After an overflow, all
+    # gradients are NaN: the step skips batch_stats too, and halves the scale.
     after = state.apply_gradients(grads=grads, batch_stats=stats)
     metrics = {"loss": loss, "scale": state.loss_scale}
     return after, metrics | {"skipped": after.last_step_skipped}
@@ -97,14 +97,14 @@ def accuracy(state, images, labels):
     return (state.apply_fn(variables, images).argmax(-1) == labels).mean()
 
 
-# ---- The training loop ---------------------------------------------------------------
+# The training loop.
 def train(opt_level, options):
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     seed, batch_size, folder = options.seed, options.batch_size, options.checkpoint_dir
     split = {"test_size": 360, "stratify": labels, "random_state": seed}
     images, test_images, labels, test_labels = train_test_split(images, labels, **split)
-    steps_per_epoch = max(1, len(images) // batch_size)  # the odd images wait
+    steps_per_epoch = max(1, len(images) // batch_size)  # drop the last partial batch
     steps = options.steps or options.epochs * steps_per_epoch
 
     start = time.perf_counter()
@@ -117,7 +117,7 @@ def train(opt_level, options):
         keep_batchnorm_fp32=options.keep_batchnorm_fp32,
         loss_scale=None if opt_level == options.beside else options.loss_scale,
         apply_fn=model.apply,
-        batch_stats=variables["batch_stats"],  # says which params are BatchNorm's, too
+        batch_stats=variables["batch_stats"],  # also identifies BatchNorm's params
         verbosity=0 if options.compare or options.beside else 1,
     )
     history, test_accuracy, done = [], {}, 0
@@ -126,7 +126,7 @@ def train(opt_level, options):
         done = manager.latest_step() or 0
         if done >= steps or (done and not options.resume):
             raise SystemExit(f"{folder}: {done} of {steps} steps. Resume or rename it.")
-    if done:  # a checkpoint has the same form at every level, and is cast to this one
+    if done:  # loads a checkpoint of any level
         target = ocp.args.StandardRestore(jax.eval_shape(jamp.to_checkpoint, state))
         state = jamp.from_checkpoint(state, manager.restore(done, args=target))
 
@@ -137,7 +137,7 @@ def train(opt_level, options):
         epoch, i = divmod(step - 1, steps_per_epoch)
         batch = orders[epoch][i * batch_size : (i + 1) * batch_size]
         state, metrics = train_step(state, images[batch], labels[batch])
-        history.append(metrics)  # stays on the device, so the loop does not wait for it
+        history.append(metrics)  # on the device, so the loop does not wait
         if step % steps_per_epoch == 0 or step == steps:
             test_accuracy[step] = float(accuracy(state, test_images, test_labels))
             bar.set_postfix_str(f"test accuracy {test_accuracy[step]:.1%}")

@@ -6,11 +6,11 @@
     python examples/distributed.py --processes 2 --checkpoint-dir run --resume
     srun python examples/distributed.py              # on a cluster: SLURM, Open MPI
 
-After apex's examples/simple/distributed: a regression on data made up from a seed.
-Without a scheduler, start it on each host with JAX_COORDINATOR_ADDRESS=host:port (of
+This follows apex's examples/simple/distributed: a regression on random data. Without a
+scheduler, start the script on each host with JAX_COORDINATOR_ADDRESS=host:port (of
 process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. All processes run one program on one
-state; only their rows of the batch differ. At the end each says what it has: a checksum
-of its params, its loss scale, its skips. They are the same, whatever happened.
+state, and only their rows of the batch differ. At the end, each process prints a
+checksum of its params, its loss scale and its skips. All processes print the same.
 """
 
 import os
@@ -24,7 +24,7 @@ import zlib
 from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
@@ -64,15 +64,15 @@ INPUTS, HIDDEN, OUTPUTS = 64, 256, 16
 model = nn.Sequential([nn.Dense(HIDDEN), nn.relu, nn.Dense(OUTPUTS)])
 
 
-# ---- One program, several processes --------------------------------------------------
+# One program in several processes.
 def launch(processes, flags):
-    """Starts this script as processes on this machine; when one fails, it ends all."""
+    """Starts this script in several processes. If one fails, ends all of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, __file__, *flags, "--processes", "1", "--launched"]
     shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
-    shared["JAX_PLATFORMS"] = "cpu"  # or each would take all GPUs of this machine
+    shared["JAX_PLATFORMS"] = "cpu"  # otherwise, each process takes all GPUs
     children = []
     try:
         for i in range(processes):
@@ -85,16 +85,16 @@ def launch(processes, flags):
             codes = [child.poll() for child in children]
     finally:
         for child in children:
-            child.kill()  # all of them, before one complains that another has gone
+            child.kill()  # before the others report a lost peer
         for child in children:
-            child.communicate()  # closes the pipe, too
-    if any(codes):  # the others would have waited for it, for minutes or for ever
+            child.communicate()  # also closes the pipe
+    if any(codes):  # the others would wait for minutes
         sys.exit(f"A process failed, all were ended. Their exit codes: {codes}")
 
 
 def connect():
-    """Joins the other processes. JAX must not have looked for devices before."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # GPUs have NCCL
+    """Joins the other processes, before JAX looks for devices."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # GPUs use NCCL
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         number, i = (os.environ[f"JAX_{k}"] for k in ("NUM_PROCESSES", "PROCESS_ID"))
         jax.distributed.initialize(address, int(number), int(i))
@@ -102,23 +102,23 @@ def connect():
         jax.distributed.initialize()  # JAX knows these schedulers
 
 
-# ---- One step: as on one device ------------------------------------------------------
+# One step, as on one device.
 @jax.jit(donate_argnums=0)
 def train_step(state, x, y):
-    def loss_fn(params):  # x has the rows of all processes: XLA sums over all devices
+    def loss_fn(params):  # x has the rows of all processes
         out = state.apply_fn({"params": params}, x)
         return ((out.astype(np.float32) - y) ** 2).mean()
 
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
-    # The gradients are the same on all processes, so all of them step or none does.
+    # Gradients are equal on all processes, so all of them step or skip together.
     after = state.apply_gradients(grads=grads)
     metrics = {"loss": loss, "scale": state.loss_scale}
     return after, metrics | {"skipped": after.last_step_skipped}
 
 
-# ---- What a process adds: its devices, and its rows of each batch --------------------
+# Each process adds its devices and its rows of the batch.
 def own_rows(step, options):
-    """The rows of this process; a real loader would read these and no others."""
+    """Returns the rows of this process. A real loader would read only these."""
     teacher = np.random.default_rng(options.seed).normal(size=(INPUTS, OUTPUTS))
     rng = np.random.default_rng([options.seed, step])
     x = rng.normal(size=(options.batch_size, INPUTS)).astype(np.float32)
@@ -126,12 +126,12 @@ def own_rows(step, options):
     x = np.split(x, number)[i]
     y = np.tanh(x @ teacher / 4).astype(np.float32)
     if step == options.overflow_at and i == number - 1:
-        x[0] = np.inf  # on the last process alone
+        x[0] = np.inf  # only on the last process
     return x, y
 
 
 def train(options):
-    mesh = Mesh(jax.devices(), ("data",))  # of all processes
+    mesh = Mesh(jax.devices(), ("data",))  # the devices of all processes
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def init():
@@ -141,7 +141,7 @@ def train(options):
         split = options.fsdp and x.shape[0] % mesh.size == 0
         return by_rows if split else everywhere
 
-    # Each process makes what its devices hold: with --fsdp a part of each matrix.
+    # Each process creates the shards of its devices, with --fsdp a part of each matrix.
     # Masters and moments are sharded like their params.
     shardings = jax.tree.map(sharding, jax.eval_shape(init))
     state = jamp.initialize(
@@ -152,12 +152,12 @@ def train(options):
         apply_fn=model.apply,  # only process 0 prints the level
     )
     done = 0
-    if folder := options.checkpoint_dir:  # all processes save, each what it has
+    if folder := options.checkpoint_dir:  # each process saves its shards
         manager = ocp.CheckpointManager(folder.absolute())
         done = manager.latest_step() or 0
         if done >= options.steps or (done and not options.resume):
             raise SystemExit(f"{folder}: {done} of {options.steps} steps are done.")
-    if done:  # by as many processes, or by fewer or more
+    if done:  # from any number of processes
         target = ocp.args.StandardRestore(jamp.to_checkpoint(state))
         state = jamp.from_checkpoint(state, manager.restore(done, args=target))
 
@@ -174,20 +174,20 @@ def train(options):
     if folder:
         manager.close()  # waits for the last save
 
-    # Each process looks at its own copy; with --fsdp it fetches the other parts.
+    # Each process checks its own copy, and with --fsdp fetches the other shards.
     params = jax.jit(jamp.master_params, out_shardings=everywhere)(state)
     checksum = zlib.crc32(b"".join(map(np.asarray, jax.tree.leaves(params))))
     history = {k: [float(m[k]) for m in history] for k in metrics}
     return {"state": state, "steps": steps, "checksum": checksum, **history}
 
 
-# ---- The command line, and what came out ---------------------------------------------
+# The command line and the results.
 def draw(run, path):
-    from matplotlib.figure import Figure  # which process 0 alone needs
+    from matplotlib.figure import Figure  # only process 0 needs it
 
     figure = Figure(figsize=(7, 5), dpi=120, layout="constrained")
     for axes, name in zip(figure.subplots(2), ("loss", "scale"), strict=True):
-        axes.semilogy(run["steps"], run[name], base=2)  # the loss has a gap at a skip
+        axes.semilogy(run["steps"], run[name], base=2)  # a skip leaves a gap
         axes.set(xlabel="step", ylabel=name)
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.suptitle("A regression on several processes")
@@ -198,7 +198,7 @@ def main(argv=None):
     options = parse(argv)
     if options.processes > 1:
         return launch(options.processes, sys.argv[1:] if argv is None else argv)
-    if options.launched:  # wait for the launcher to end, even by kill -9
+    if options.launched:  # end with the launcher, even after kill -9
         end = lambda: (os.read(0, 1), os._exit(1))  # noqa: E731
         threading.Thread(target=end, daemon=True).start()
     connect()
@@ -206,7 +206,7 @@ def main(argv=None):
     i, state = jax.process_index(), run["state"]
     has = f"params {run['checksum']:08x}, loss scale {state.loss_scale:g}"
     has += f", {state.skipped_steps} skipped, loss {run['loss'][-1]:.4f}"
-    print(f"process {i} of {jax.process_count()}: {has}\n", end="")  # in one write
+    print(f"process {i} of {jax.process_count()}: {has}\n", end="")  # one write
     if i == 0:
         draw(run, options.plot)
     return run

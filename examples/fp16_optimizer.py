@@ -4,14 +4,14 @@
     python examples/fp16_optimizer.py --init-scale 16777216   # too high: it recovers
     python examples/fp16_optimizer.py --static-loss-scale 128
 
-For code written for `apex.fp16_utils`: what was a method call there is one here, with
-the state going in and coming out. A new program has less to write: see digits.py.
+This ports code for `apex.fp16_utils`: each method call stays, takes a state and returns
+the next one. A new program is shorter: see digits.py.
 """
 
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     parser.add_argument("--init-scale", type=float, default=65536, help="if dynamic")
@@ -52,7 +52,7 @@ def main(argv=None):
 
     variables = jax.jit(MLP().init)(jax.random.key(0), images[:1])
     stats = variables["batch_stats"]
-    half_params = network_to_half(variables["params"], stats)  # all but BatchNorm's
+    half_params = network_to_half(variables["params"], stats)  # except BatchNorm's
     model = FP16Model(MLP().apply)  # casts its inputs and outputs to float16
     scaling = {"dynamic_loss_scale": True}
     scaling["dynamic_loss_args"] = {"init_scale": options.init_scale}
@@ -75,7 +75,7 @@ def main(argv=None):
         (loss, new), state = optimizer.backward(state, loss_fn, has_aux=True)
         norm, state = optimizer.clip_master_grads(state, max_norm=1.0)
         state = optimizer.step(state)  # changes nothing after an overflow
-        # The running statistics are not the optimizer's: to skip them is left to us.
+        # The optimizer does not hold the running statistics, so skip them here.
         stats = jax.tree.map(lambda a, b: jnp.where(state.overflow, a, b), stats, new)
         return state, stats, (loss, norm)
 
@@ -84,7 +84,7 @@ def main(argv=None):
     for _ in bar:
         i = random.choice(len(images), 64, replace=False)
         state, stats, (loss, norm) = train_step(state, stats, images[i], labels[i])
-        overflows += int(state.overflow)  # under jit no message is printed
+        overflows += int(state.overflow)  # FP16_Optimizer prints nothing under jit
         bar.set_postfix_str(f"loss {loss:.3f}, norm {norm:.2f}", refresh=False)
     variables = {"params": state.params, "batch_stats": stats}
     accuracy = float((model(variables, test_images).argmax(-1) == test_labels).mean())

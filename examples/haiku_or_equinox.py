@@ -1,4 +1,4 @@
-"""Train an MLP of Haiku, or one of Equinox, on handwritten digits, by the same step."""
+"""Train an MLP in Haiku or Equinox on handwritten digits, with the same step."""
 
 import re
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
@@ -34,7 +34,7 @@ def of_haiku(key, images):
 
 def of_equinox(key, images):
     model = eqx.nn.MLP(images.shape[1], 10, width_size=64, depth=1, key=key)
-    # What is not an array, such as relu, is static.
+    # Leaves that are not arrays, such as relu, are static. Partition buffers out too.
     params, static = eqx.partition(model, eqx.is_array)
     return params, lambda params, x: jax.vmap(eqx.combine(params, static))(x)
 
@@ -52,7 +52,7 @@ def train_step(state, images, labels):
 def main(argv=None):
     args, data = parse(argv), load_digits()
     models = {"haiku": of_haiku, "equinox": of_equinox}
-    x, y = np.float32(data.data / 16), data.target  # the last 360 are for the test
+    x, y = np.float32(data.data / 16), data.target  # test on the last 360
     params, apply = models[args.framework](jax.random.key(args.seed), x)
     options = {"apply_fn": apply, "loss_scale": args.loss_scale}
     state = jamp.initialize(params, optax.adam(3e-3), args.opt_level, **options)

@@ -1,12 +1,12 @@
-"""Reads folders of images, CLASS/* with a subfolder per class, in batches of bytes.
+"""Reads folders of images, with a subfolder per class, in batches of bytes.
 
     train = ImageFolder("imagenet/train", batch_size=256)
     for images, labels in train.shuffled(seed=0, start=0, stop=10 * len(train)):
         images = (images - MEAN) / STD  # on the device: a byte is a quarter of a float
 
-As torchvision's ImageFolder under a DataLoader: threads decode, a few batches ahead.
-The order depends on the seed, not on which thread took what. `train_and_val` draws
-images where there are none.
+This works like torchvision's ImageFolder with a DataLoader: threads decode a few
+batches ahead. The order depends only on the seed. `train_and_val` draws images if there
+are none.
 """
 
 import collections
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-# Of ImageNet, per channel, for values from 0 to 255.
+# ImageNet's mean and deviation per channel, for values from 0 to 255.
 MEAN = 255 * np.float32([0.485, 0.456, 0.406])
 STD = 255 * np.float32([0.229, 0.224, 0.225])
 
@@ -30,10 +30,10 @@ DRAWN = pathlib.Path(tempfile.gettempdir()) / "jamp_patterns"
 
 
 class ImageFolder:
-    """A folder, with its `classes`, its `files` and, as its length, batches per epoch.
+    """A folder with `classes` and `files`. Its length is the batches per epoch.
 
-    `image_size` is what images are scaled to; `sharding` says on which devices batches
-    go, by default one; `workers` is the number of threads.
+    `image_size` is the size of the scaled images, `sharding` places the batches on
+    devices (by default one), and `workers` is the number of threads.
     """
 
     def __init__(self, folder, batch_size, image_size=224, workers=4, sharding=None):
@@ -51,9 +51,9 @@ class ImageFolder:
         return len(self.files) // self.batch_size
 
     def shuffled(self, seed, start, stop):
-        """Batches `start` to `stop` of one epoch after another: crops, some mirrored.
+        """Yields batches `start` to `stop`, counted over epochs: crops, some mirrored.
 
-        All are whole: the odd images of an epoch wait for the next, in another order.
+        All batches are full, so each epoch drops a few images.
         """
         if not len(self):
             raise ValueError(
@@ -72,7 +72,7 @@ class ImageFolder:
         return self._load(chunks())
 
     def in_order(self):
-        """Every image once, its middle. The last batch is padded with label -1."""
+        """Yields the center of each image once. Label -1 pads the last batch."""
         chunks = itertools.batched(range(len(self.files)), self.batch_size)
         return self._load((chunk, None) for chunk in chunks)
 
@@ -81,7 +81,7 @@ class ImageFolder:
         with concurrent.futures.ThreadPoolExecutor(self.workers) as pool:
             for chunk in chunks:
                 waiting.append(pool.submit(self._batch, *chunk))
-                if len(waiting) > self.workers:  # no more than that lie in memory
+                if len(waiting) > self.workers:  # limits the memory
                     yield jax.device_put(waiting.popleft().result(), self.sharding)
             while waiting:
                 yield jax.device_put(waiting.popleft().result(), self.sharding)
@@ -97,10 +97,10 @@ class ImageFolder:
 
 
 def decode(path, size, rng=None):
-    """The middle of an image, 7/8 of its short side; or with `rng` a part by chance.
+    """Crops the center, 7/8 of the short side, or with `rng` a random part.
 
-    That is about torchvision's RandomResizedCrop, of 8 % to 100 % of the area and 3:4
-    to 4:3, here cut off where the image ends; and its RandomHorizontalFlip.
+    The random part follows torchvision's RandomResizedCrop (8 % to 100 % of the area,
+    3:4 to 4:3, clipped to the image) and RandomHorizontalFlip.
     """
     with Image.open(path) as file:
         image = file.convert("RGB")
@@ -117,7 +117,7 @@ def decode(path, size, rng=None):
 
 
 def train_and_val(folder, *args, drawn=None):
-    """ImageFolders of train/ and val/; with no such folder, of patterns in `drawn`."""
+    """Opens train/ and val/ of a folder, or draws patterns into `drawn`."""
     if not (folder and folder.is_dir()):
         drawn = drawn or DRAWN
         print(f"{folder} is not a folder: patterns, from {drawn}")
@@ -128,7 +128,7 @@ def train_and_val(folder, *args, drawn=None):
 
 
 def draw_patterns(folder, each=120, size=64):
-    """Draws 12 classes of noisy patterns, and keeps one image in six for val/."""
+    """Draws 12 classes of noisy patterns. One image in six goes to val/."""
     rng, draft = np.random.default_rng(0), folder.with_name(folder.name + "_draft")
     grid = np.indices((size, size)).reshape(2, -1)
     for color, pattern, i in itertools.product(COLORS, PATTERNS, range(each)):
@@ -142,4 +142,4 @@ def draw_patterns(folder, each=120, size=64):
         path = draft / ("train" if i % 6 else "val") / f"{color}_{pattern}"
         path.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path / f"{i:03}.png")
-    draft.rename(folder)  # so that half a set is never taken for a whole one
+    draft.rename(folder)  # so that a partial folder never counts as complete

@@ -4,11 +4,12 @@
     python examples/imagenet.py DATA -a resnet50 -b 224 --sync-bn --checkpoint-dir run
     python examples/imagenet.py DATA -a resnet50 --resume run --evaluate
 
-After apex's examples/imagenet/main_amp.py, with its flags and defaults. DATA has
-train/CLASS/* and val/CLASS/*, images of any size. Without it, 1,440 small patterns of
-12 classes are drawn, and the first command learns them on a CPU. --batch-size is per
-device, and so is BatchNorm, unless --sync-bn; to try several on a CPU, set XLA_FLAGS to
---xla_force_host_platform_device_count=8. A resumed run has the bits of a whole one.
+This follows apex's examples/imagenet/main_amp.py, its flags and its defaults. DATA
+contains images of any size in train/CLASS/* and val/CLASS/*. Without DATA, the script
+draws 1,440 small patterns of 12 classes, and the first command learns them on a CPU.
+--batch-size counts per device. BatchNorm's statistics are per device too, except with
+--sync-bn. XLA_FLAGS=--xla_force_host_platform_device_count=8 gives a CPU 8 devices. A
+resumed run has the same bits as an uninterrupted one.
 """
 
 import functools
@@ -17,14 +18,14 @@ import pathlib
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 
-# With their defaults: apex's, and from --width on ours.
+# Flags with their defaults: apex's, and from --width on, ours.
 FLAGS = {"-j --workers": 4, "--epochs": 90, "--start-epoch": 0, "-b --batch-size": 256}
 FLAGS |= {"--lr": 0.1, "--momentum": 0.9, "--weight-decay": 1e-4, "-p --print-freq": 10}
 FLAGS |= {"-e --evaluate": False, "--prof": -1, "--deterministic": False}
 FLAGS |= {"--sync-bn --sync_bn": False, "--width": 64, "--image-size": 224}
 
 
-# ---- The command line, parsed before JAX is imported so that --help is fast ---------
+# The command line. It is parsed before JAX is imported, so that --help is fast.
 def parse(argv=None):
     parser = ArgumentParser(formatter_class=ArgumentDefaultsHelpFormatter)
     add, path = parser.add_argument, {"type": pathlib.Path}
@@ -71,16 +72,16 @@ LINE = "Epoch {:.2f}  {:.1f} images/s  Loss {:.4f}  Prec@1 {:.2f}  Prec@5 {:.2f}
 LINE += "  Scale {:g}  Skipped {:g}"
 
 
-# ---- One step: every device on its own images ----------------------------------------
+# One step. Each device has its own images.
 def score(logits, labels):
-    """Per image: the loss, and 100 for a hit, with the first and with five guesses."""
+    """Returns each image's loss, and 100 for a hit in one and in five guesses."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     hits = jax.lax.top_k(logits, min(5, logits.shape[1]))[1] == labels[:, None]
     return jnp.where(labels < 0, 0, losses), 100.0 * hits[:, 0], 100.0 * hits.any(1)
 
 
 def make_train_step(mesh, sync_bn):
-    @jax.jit(donate_argnums=0)  # the new state takes over the memory of the old one
+    @jax.jit(donate_argnums=0)  # the new state reuses the old state's memory
     @jax.shard_map(mesh=mesh, in_specs=(P(), P("batch"), P("batch")), out_specs=P())
     def train_step(state, images, labels):
         def loss_fn(params):
@@ -90,11 +91,11 @@ def make_train_step(mesh, sync_bn):
             loss, *hits = (x.mean() for x in score(logits, labels))
             return loss, (hits, new["batch_stats"])
 
-        # With `axis_name`, loss and gradients are means over the devices, in float32,
-        # and these agree on whether to skip: all, if the gradients of one overflow.
+        # With `axis_name`, loss and gradients are float32 means over the devices. If
+        # one device overflows, all devices skip.
         grad_fn = jamp.scaled_value_and_grad(loss_fn, has_aux=True, axis_name="batch")
         (loss, (hits, stats)), grads = grad_fn(state)
-        if not sync_bn:  # each device normalized by its own; validation takes the mean
+        if not sync_bn:  # devices have their own statistics; average them
             stats = jax.lax.pmean(stats, "batch")
         after = state.apply_gradients(grads=grads, batch_stats=stats)
         hits = jax.lax.pmean(hits, "batch")
@@ -103,7 +104,7 @@ def make_train_step(mesh, sync_bn):
     return train_step
 
 
-@jax.jit  # over all devices by itself, as the images are spread over them
+@jax.jit  # the sharded images spread it over all devices
 def evaluate(state, images, labels):
     variables = {"params": state.params, "batch_stats": state.batch_stats}
     logits = state.apply_fn(variables, (images - MEAN) / STD)
@@ -111,13 +112,13 @@ def evaluate(state, images, labels):
 
 
 def learning_rate(peak, per_epoch, start, count):
-    """Warm-up of 5 epochs, a tenth every 30 epochs, and once more from epoch 80."""
+    """Warms up for 5 epochs, and divides by 10 every 30 epochs and at epoch 80."""
     epoch = (count + start) // per_epoch
     warmup = jnp.minimum(1, (count + start + 1) / (5 * per_epoch))
     return peak * warmup * 0.1 ** (epoch // 30 + (epoch >= 80))
 
 
-# ---- The training loop ---------------------------------------------------------------
+# The training loop.
 def train(args):
     if args.arch not in ARCHS:
         raise SystemExit(f"--arch {args.arch}: one of {', '.join(ARCHS)}")
@@ -130,16 +131,16 @@ def train(args):
     steps = args.steps or args.epochs * per_epoch
     bn_axis = "batch" if args.sync_bn else None
     model = ResNet(args.arch, len(images.classes), args.width, bn_axis)
-    key = jax.random.key(args.seed, impl="rbg")  # compiles faster, for so many params
+    key = jax.random.key(args.seed, impl="rbg")  # compiles faster for many params
     variables = jax.jit(model.init)(key, np.zeros((1, 64, 64, 3), np.float32))
-    # The count of steps is the optimizer's, which leaves out those that are skipped.
+    # The optimizer counts the steps, without skipped ones.
     rate = functools.partial(learning_rate, args.lr * size / 256, per_epoch, done)
     tx = jamp.optimizers.fused_sgd(rate, args.momentum, weight_decay=args.weight_decay)
     names = "opt_level", "keep_batchnorm_fp32", "loss_scale"
     strings = {name: getattr(args, name) for name in names}
     state = jamp.initialize(tx=tx, apply_fn=model.apply, **variables, **strings)
-    state = jax.device_put(state, NamedSharding(mesh, P()))  # whole on every device
-    if args.resume:  # saved at any level, on any number of devices
+    state = jax.device_put(state, NamedSharding(mesh, P()))  # replicated
+    if args.resume:  # from any level and number of devices
         with ocp.CheckpointManager(args.resume.resolve(strict=True)) as manager:
             done = manager.latest_step()
             target = ocp.args.StandardRestore(jamp.to_checkpoint(state))
@@ -162,7 +163,7 @@ def train(args):
     bar = tqdm.trange(done + 1, steps + 1, initial=done, total=steps, unit="step")
     for step, batch in zip(bar, images.shuffled(args.seed, done, steps), strict=True):
         state, metrics = train_step(state, *batch)
-        if step == done + 1:  # it is compiled, so the clock can start
+        if step == done + 1:  # starts the clock after compilation
             jax.block_until_ready(state)
             since, clock = step, time.perf_counter()
             if args.prof > 0:
@@ -184,7 +185,7 @@ def train(args):
                 manager.save(step, args=saved)
             since, clock = step, time.perf_counter()
     if manager:
-        manager.close()  # when the last one is saved
+        manager.close()  # waits for the last save
     run = {"state": state, **columns(history), "val": columns(val)}
     figure(run).savefig(args.plot)
     return run

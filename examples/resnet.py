@@ -1,4 +1,4 @@
-"""ResNet-18 and ResNet-50 in Flax Linen: nothing in them knows about half.
+"""ResNet-18 and ResNet-50 in Flax Linen, without any mention of half.
 
     model = ResNet("resnet50", classes=1000)
     variables = model.init(key, images)  # params and batch_stats
@@ -9,12 +9,12 @@ As torchvision has them: the stride of a bottleneck is in its 3 x 3 convolution.
 
 import flax.linen as nn
 
-# Blocks per stage, and whether they are bottlenecks.
+# Blocks per stage, and whether each is a bottleneck.
 ARCHS = {"resnet18": ((2, 2, 2, 2), False), "resnet50": ((3, 4, 6, 3), True)}
 
 
 class ResNet(nn.Module):
-    """`bn_axis` is the mapped axis over which BatchNorm takes its statistics, if any.
+    """`bn_axis` names the mapped axis of BatchNorm's statistics, if any.
 
     With fewer channels than 64 in the first layer, `width`, it runs on a CPU.
     """
@@ -31,7 +31,7 @@ class ResNet(nn.Module):
 
         def conv(x, channels, size, stride):
             x = nn.Conv(channels, (size, size), stride, size // 2, **options)(x)
-            # As torch has it; over 0.99, the default of Flax, statistics lag behind.
+            # torch's momentum. With Flax's default of 0.99, the statistics lag.
             return nn.BatchNorm(not train, momentum=0.9, axis_name=self.bn_axis)(x)
 
         stages, bottleneck = ARCHS[self.arch]

@@ -1,4 +1,4 @@
-"""What all tests share: eight CPUs, strict dtype promotion, skips that say why."""
+"""Set up all tests: eight CPUs, strict dtype promotion, reasons for skips."""
 
 import gc
 import importlib.util
@@ -10,11 +10,11 @@ import tempfile
 os.environ["JAX_PLATFORMS"] = "cuda,cpu" if "JAMP_GPU" in os.environ else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Nearly all programs run a few times, and compiling them takes all the time. XLA
-    # rounds and fuses as ever: what it leaves out is LLVM's. For child processes, too.
+    # Tests spend most of their time compiling. This flag disables LLVM's optimizations;
+    # XLA still fuses and rounds the same. Child processes inherit it.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    # XLA orders sums by the processor's widest instructions: without a pin, the last
-    # digits differ between machines. For child processes, too.
+    # XLA orders sums by the processor's widest instructions. Without this limit, the
+    # last digits differ between machines. Child processes inherit it.
     flags = os.environ.get("XLA_FLAGS", "")
     if platform.machine() in ("x86_64", "AMD64") and "xla_cpu_max_isa" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX2".strip()
@@ -25,15 +25,14 @@ import pytest
 
 from tests.support import compilers as compilers
 
-# Compiling takes longer than any deadline, and CI must not depend on luck.
+# Compiling exceeds any deadline, and CI needs the same examples in each run.
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jamp")
 
 ON_GPU = os.environ["JAX_PLATFORMS"] != "cpu"
 CUDA_COMPILER = importlib.util.find_spec("jax_cuda13_plugin")
 
-# `make test` leaves these files and tests out: they take long, or they guard claims and
-# not behavior.
+# `make test` omits these files and tests, which take long or check claims of the docs.
 SLOW = """
 autocast/test_ablations autocast/test_accuracy autocast/test_explicit_mesh
 autocast/test_fp8::test_wherever_products_run_in_half
@@ -48,8 +47,8 @@ pallas_kernels/test_launch policy/test_forward_linen
 project/test_lean state/test_faults state/test_soak
 """.split()
 
-# Tests, workers and child processes compile the same small programs. JAX guards no file
-# of its cache: who reads half of one warns and compiles.
+# Tests, workers and child processes compile the same small programs. JAX does not lock
+# its cache: a process that reads a partial file warns and compiles.
 MADE = None
 LEFT_OUT = pytest.StashKey[int]()
 if not ON_GPU:
@@ -72,7 +71,7 @@ def pytest_unconfigure():
 
 
 def pytest_ignore_collect(collection_path):
-    """Looks for no doctests in helpers of tests, nor in scripts that tests start."""
+    """Collects no doctests from helpers and scripts."""
     if collection_path.suffix == ".py" and not collection_path.name.startswith("test_"):
         return True
 
@@ -98,7 +97,7 @@ def pytest_deselected(items):
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
+    if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist
         session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
 
 
@@ -118,7 +117,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish():
-    """Tracing makes many objects and little garbage: 7 % of its time went to look."""
+    """Collects garbage rarely: tracing makes little, and 7 % of its time went there."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -126,7 +125,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def dtype_promotion(request):
-    """A library of mixed precision writes its casts; optax promotes half parameters."""
+    """Requires explicit casts, except where optax promotes half params."""
     standard = request.node.get_closest_marker("standard_promotion")
     with jax.numpy_dtype_promotion("standard" if standard else "strict"):
         yield

@@ -1,7 +1,7 @@
 """What JAX documents nowhere: all that autocast uses of it, each in a function.
 
-A function says what JAX does there, and `tests/autocast/test_jax_internals.py` holds it
-to that on the oldest and on the newest JAX. Other files name none of it, but for
+A function says what JAX does there, and the tests of autocast hold it to that on the
+oldest and on the newest JAX. Other files name none of it, but for
 `derivatives`, `frames`, `hijax` and `tracers`: what a new JAX breaks, it breaks here.
 """
 

@@ -1,4 +1,4 @@
-"""Devices of arrays: checks that they agree, and placement like another array."""
+"""Devices of arrays: comparisons, placement and transfer guards."""
 
 import contextlib
 import functools
@@ -17,23 +17,20 @@ from pallas_kernels._compat import compute_capability
 
 
 def check_same_devices(*named: tuple[str, Any]) -> None:
-    """Raises if arrays are on different meshes, or some on one and some elsewhere.
+    """Raises if committed arrays are on different devices, or on different meshes.
 
-    JAX would say so at the first operation on two of them, without their names. Tracers
-    and uncommitted arrays are left out.
+    JAX raises at the first operation on two of them, and does not name the leaves.
     """
-    first: dict[Any, str] = {}  # by their devices, where the first array is
+    first: dict[Any, tuple[str, Any]] = {}  # the first array on each set of devices
     for name, tree in named:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if is_traced(leaf) or not getattr(leaf, "committed", False):
-                continue
-            devices = _devices(leaf.sharding)
-            if devices not in first:
-                first[devices] = _in_words(
-                    name + jax.tree_util.keystr(path), leaf.sharding
-                )
+            if not is_traced(leaf) and getattr(leaf, "committed", False):
+                first.setdefault(_devices(leaf.sharding), (name, path))
     if len(first) > 1:
-        one, other, *_ = first.values()
+        one, other, *_ = [
+            f"{name}{jax.tree_util.keystr(path)} on devices {[x.id for x in devices]}"
+            for devices, (name, path) in first.items()
+        ]
         raise ValueError(
             f"Arrays are on different devices: {one}, and {other}. Put all of them on "
             "one mesh first, with `jax.device_put(tree, sharding)`."
@@ -41,7 +38,7 @@ def check_same_devices(*named: tuple[str, Any]) -> None:
 
 
 def place_like(x: Any, like: Any) -> jax.Array:
-    """`x` as an array on the sharding of `like`, if `like` has one.
+    """Returns `x` as an array with the sharding of `like`, if `like` has one.
 
     A number takes the dtype of `like`; arrays and PRNG keys keep their own.
     """
@@ -54,22 +51,23 @@ def place_like(x: Any, like: Any) -> jax.Array:
         is_there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
         return x if is_there else put(x, sharding)
     if not getattr(x, "is_fully_addressable", True):
-        return x  # on other hosts too, and `like` was never told where to be
+        return x  # JAX cannot move an array of several hosts to one device
     elsewhere = getattr(x, "sharding", sharding).device_set != sharding.device_set
     return jax.device_put(x, sharding) if elsewhere else jnp.asarray(x)
 
 
 def put(x: Any, sharding: Any) -> jax.Array:
-    """`jax.device_put`, by value if it puts an array of this host on all hosts.
+    """Calls `jax.device_put`, or copies an array of this host to all hosts by value.
 
-    Otherwise JAX 0.12 makes an array without addressable shards, and Orbax fails.
+    There, `jax.device_put` of JAX 0.12 makes an array without addressable shards, which
+    Orbax cannot save.
     """
     local = getattr(x, "is_fully_addressable", True)
     if sharding.is_fully_addressable or not local:
         return jax.device_put(x, sharding, may_alias=False)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        # A program returns the data with a full spec.
+        # Compiled programs return key data with a full spec.
         data = put(data, with_full_spec(sharding, data.ndim))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     x = np.asarray(x)
@@ -78,50 +76,47 @@ def put(x: Any, sharding: Any) -> jax.Array:
 
 
 def with_full_spec(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """The sharding, with a spec that names every axis of an array."""
+    """Returns the sharding with a spec that has an entry for every axis."""
     rest = (None,) * (ndim - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, *rest))
 
 
-# The first NVIDIA compute capability whose matrix units multiply the dtype.
+# The first NVIDIA compute capability whose tensor cores multiply the dtype.
 UNITS = {"float16": (7, 0), "bfloat16": (8, 0), "float8": (8, 9)}
 _TPUS_WITH_FP8 = ("TPU7", "TPU v7")
 
 
 def matmul_dtypes(device: Any) -> list[str] | None:
-    """The half dtypes that a GPU's matrix units multiply; None if unknown."""
+    """Returns the dtypes that the tensor cores of a GPU multiply; None if unknown."""
     capability = compute_capability(device)
     known = [name for name, first in UNITS.items() if capability >= first]
     return known if capability else None
 
 
+@functools.cache
 def warn_without_fp8() -> None:
     """Warns once on a GPU or TPU without fp8 units, where fp8 is not faster."""
     device = jax.local_devices()[0]
     kind, known = device.device_kind, matmul_dtypes(device)
     old_tpu = device.platform == "tpu" and not kind.startswith(_TPUS_WITH_FP8)
     if old_tpu or (known is not None and "float8" not in known):
-        _warn_of_device(kind)
-
-
-@functools.cache
-def _warn_of_device(kind: str) -> None:
-    warn(
-        f"{kind} has no fp8 units: products in fp8 give the same numbers as elsewhere, "
-        "and take longer than in half. Write opt_level='O5', or fp8=False.",
-        UnusedOptionWarning,
-    )
+        warn(
+            f"{kind} has no fp8 units: matmuls in fp8 have the same results as on "
+            "other devices, and are slower than in half. Write opt_level='O5', or "
+            "fp8=False.",
+            UnusedOptionWarning,
+        )
 
 
 _GUARDS = ("host_to_device", "device_to_device", "device_to_host")
-# The caller's levels of `jax.transfer_guard`, while a function of jamp runs.
+# The `jax.transfer_guard` of the caller, by direction, while a function of jamp runs.
 _callers_levels: ContextVar[list[Any] | None] = ContextVar("levels", default=None)
 
 
 def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """Lets the constants of a function of jamp through `jax.transfer_guard`.
+    """Allows transfers in a function of jamp, which moves constants to the device.
 
-    The caller's own functions run in `callers_guard`, which restores it.
+    The functions of the caller run in `callers_guard`, which restores the guard.
     """
 
     @functools.wraps(fn)
@@ -141,7 +136,7 @@ def moves_constants[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def callers_guard() -> Iterator[None]:
-    """Restores the caller's `jax.transfer_guard`, for a function of the caller's."""
+    """Restores the caller's `jax.transfer_guard` while one of their functions runs."""
     levels = _callers_levels.get()
     with contextlib.ExitStack() as stack:
         if levels is not None:
@@ -153,7 +148,7 @@ def callers_guard() -> Iterator[None]:
 
 
 def check_transfers(tree: Any) -> None:
-    """Lets the caller's `jax.transfer_guard` see the NumPy arrays that a loss takes.
+    """Applies the caller's `jax.transfer_guard` to the NumPy arguments of a loss.
 
     Autocast moves them to the device before the loss runs.
     """
@@ -167,15 +162,7 @@ def check_transfers(tree: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _devices(sharding: Sharding) -> tuple[Any, ...]:
-    """Its devices in mesh order, because two programs must share the order too."""
+    """Returns the devices in mesh order, because a program needs the same order."""
     if isinstance(sharding, NamedSharding) and sharding.mesh.devices is not None:
         return tuple(sharding.mesh.devices.flat)
     return tuple(sorted(sharding.device_set, key=lambda device: device.id))
-
-
-def _in_words(name: str, sharding: Sharding) -> str:
-    ids = [device.id for device in _devices(sharding)]
-    if not isinstance(sharding, NamedSharding):
-        return f"{name} on devices {ids}"
-    axes = ", ".join(f"{axis}: {size}" for axis, size in sharding.mesh.shape.items())
-    return f"{name} on a mesh ({axes}) of devices {ids}"

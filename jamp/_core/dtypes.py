@@ -1,4 +1,4 @@
-"""Which dtypes mixed precision touches, and the one way to round to half."""
+"""The dtypes that mixed precision casts, and the one function that rounds to half."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from pallas_kernels import saturate, widen as widen
 FLOAT32 = jnp.dtype(jnp.float32)
 HALF_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 MODEL_DTYPES = (FLOAT32, *HALF_DTYPES)
-# float8 and float4 carry scales of their own: casting them here would lose those.
+# float8 and float4 have scales of their own, which a cast would lose.
 CASTABLE_DTYPES = (*MODEL_DTYPES, jnp.dtype(jnp.float64))
 
 
@@ -33,33 +33,24 @@ def is_half(x: Any) -> bool:
 
 
 def is_differentiable(x: object) -> bool:
-    """Whether `jax.grad` takes `x`: floats and complex numbers, arrays or Python's."""
+    """Whether `jax.grad` accepts `x`: a float or complex number or array."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, float | complex)
     return _is_inexact(dtype)
 
 
-@functools.cache  # a model has a thousand leaves of two dtypes
+@functools.cache  # a model has many leaves, and few dtypes
 def _is_inexact(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def names_dtype(field: Any, dtypes: tuple[Any, ...]) -> bool:
-    """Whether a module's field, which may hold anything, names one of these dtypes."""
-    try:
-        return jnp.dtype(field) in dtypes
-    except TypeError:
-        return False
-
-
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
 def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Rounds `x` to `dtype`; below float32, what is out of range is its largest finite.
+    """Rounds `x` to `dtype`, and clamps it to the finite range of a half dtype.
 
-    A half parameter at infinity would stay NaN; a clamped one recovers. It is jitted
-    because a model has a thousand leaves: one operation at a time takes five times as
-    long.
+    A param at infinity would become NaN at the next step; a clamped one recovers.
+    Without jit, the casts of a model with a thousand leaves take five times as long.
     """
     x = jnp.asarray(x)
     if x.dtype != dtype:
@@ -68,9 +59,9 @@ def cast(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
 
 
 def cast_floats[T](tree: T, dtype: DTypeLike) -> T:
-    """Casts the float arrays of a tree of inputs or outputs; leaves all else alone.
+    """Casts the float arrays in the inputs or outputs of a model.
 
-    Numbers, NumPy's too, stay what Python can branch on.
+    Python's and NumPy's numbers stay as they are, so that Python can branch on them.
     """
 
     def leaf(x):

@@ -1,7 +1,7 @@
-"""One model or several: the groups of a state, and the containers that hold them.
+"""The groups of a state, and the containers that hold one value per group.
 
-A group is a params tree with an optimizer of its own. A state has one group, whose key
-is None, or several in a list, tuple or dict, with the keys of that container.
+A group is a params tree with its own optimizer. A state has one group, whose key is
+None, or several groups in a list, tuple or dict, with the keys of that container.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -12,14 +12,14 @@ from flax.core import FrozenDict
 from jamp._core.tree import mapping_like
 
 type Key = Hashable | None
-# What `wrt=` takes: a key, several, or None for all groups.
+# The argument `wrt=`: a key, several keys, or None for all groups.
 type Wrt = Key | Sequence[Key]
 
 SINGLE: Key = None
 
 
 class HasGroups(Protocol):
-    """The per-group parts of a state, in one tree or in containers."""
+    """The fields of a state with one value per group."""
 
     @property
     def params(self) -> Any: ...
@@ -30,37 +30,37 @@ class HasGroups(Protocol):
 
 
 def is_transformation(tx: object) -> bool:
-    """Whether `tx` is an optax transformation: which is itself a tuple."""
+    """Whether `tx` is one transformation, because optax's are tuples themselves."""
     return hasattr(tx, "init") and hasattr(tx, "update")
 
 
 def check_transformation(name: str, tx: object) -> None:
-    """Raises unless `tx`, which an optimizer of a name wraps, is optax's pair."""
+    """Raises unless `tx`, the argument of the optimizer `name`, is a transformation."""
     if not is_transformation(tx):
         raise TypeError(f"{name} takes an optax transformation, got {tx!r}.")
 
 
 def group_keys(tx: Any) -> tuple[Key, ...]:
-    """The keys of the groups, given a state's `tx`."""
+    """Returns the keys of the groups of a state with this `tx`."""
     if tx is None or is_transformation(tx):
         return (SINGLE,)
     return tuple(tx) if isinstance(tx, Mapping) else tuple(range(len(tx)))
 
 
 def get(container: Any, key: Key) -> Any:
-    """The entry of one group."""
+    """Returns the value of one group."""
     return container if key is SINGLE else container[key]
 
 
 def split(container: Any, keys: tuple[Key, ...]) -> dict[Key, Any]:
-    """The entries of all groups, by key."""
-    return {key: get(container, key) for key in keys}
+    """Returns the values of all groups by key."""
+    return {key: container if key is SINGLE else container[key] for key in keys}
 
 
 def pack(values: Mapping[Key, Any], like: Any) -> Any:
-    """The values of all groups in a container of the kind of `like`.
+    """Puts the values of all groups into a container of the same type as `like`.
 
-    A group without a value has no entry in a mapping, and None elsewhere.
+    A group without a value has no entry in a mapping, and None in a sequence.
     """
     if SINGLE in values:
         return values[SINGLE]
@@ -71,7 +71,7 @@ def pack(values: Mapping[Key, Any], like: Any) -> Any:
 
 
 def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
-    """Like `pack`, in a container that hashes by value: a tuple or a FrozenDict."""
+    """Like `pack`, but returns a tuple or a FrozenDict, which hash by value."""
     packed = pack(values, like)
     if SINGLE in values:
         return packed
@@ -79,17 +79,17 @@ def pack_hashable(values: Mapping[Key, Any], like: Any) -> Any:
 
 
 def is_per_group(value: object, keys: tuple[Key, ...]) -> bool:
-    """Whether a field holds one entry per group: a mapping with exactly their keys.
+    """Whether a field is a mapping with the keys of the groups, and no others.
 
     The keys of groups in a list or tuple are their positions. A sequence is never per
-    group: a NamedTuple of an optimizer may be as long as there are groups.
+    group, because the NamedTuple of an optimizer can have the same length by accident.
     """
     several = keys != (SINGLE,)
     return several and isinstance(value, Mapping) and set(value) == set(keys)
 
 
 def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    """The groups that `wrt` names: a key, a sequence of keys, or None for all."""
+    """Returns the keys that `wrt` names."""
     if wrt is None:
         return keys
     named = tuple(wrt) if isinstance(wrt, list | tuple) else (wrt,)
@@ -105,7 +105,7 @@ def resolve_wrt(wrt: Wrt, keys: tuple[Key, ...]) -> tuple[Key, ...]:
 
 
 def pack_wrt(values: Mapping[Key, Any], wrt: Wrt, like: Any) -> Any:
-    """The value of the one group that `wrt` names, else the container of all."""
+    """Returns the value of the group if `wrt` is one key, else the container of all."""
     if wrt is None or isinstance(wrt, list | tuple):
         return pack(values, like)
     return values[wrt]

@@ -1,4 +1,4 @@
-"""Trees as nested dicts of names, which any checkpoint library writes, and back."""
+"""Conversion of trees to nested dicts of names, for checkpoints, and back."""
 
 import itertools
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from jamp._core.tree import KeyPath, path_parts
 
 
 def to_names(tree: PyTree) -> Any:
-    """A tree as dicts by name, as `flax.serialization.to_state_dict` names things.
+    """Converts a tree to dicts with the names of `flax.serialization.to_state_dict`.
 
-    Entries of a sequence are "0", "1". PRNG keys become their data.
+    Entries of a sequence are named "0", "1" and so on. PRNG keys become their data.
     """
     if tree is None:
         return None
@@ -29,9 +29,9 @@ def to_names(tree: PyTree) -> Any:
 
 
 def from_names(like: PyTree, names: PyTree) -> Any:
-    """A tree like `like`, from the values in `names`, which match it already.
+    """Puts the values of `names`, which has the names of `like`, into a tree like it.
 
-    Values come as arrays of their own dtype, placed as the leaves of `like`.
+    The arrays keep their dtypes, and get the shardings of the leaves of `like`.
     """
 
     def leaf(path: KeyPath, x: Any) -> Any:
@@ -47,9 +47,9 @@ def from_names(like: PyTree, names: PyTree) -> Any:
 
 
 def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
-    """Raises a ValueError that shows where two trees of names differ.
+    """Raises a ValueError that lists where two trees of names differ.
 
-    `what` names the given tree, as "The checkpoint", and `remedy` ends the message.
+    The message begins with `what`, such as "The checkpoint", and ends with `remedy`.
     """
     have, want = _leaves(given), _leaves(expected)
     kinds = (
@@ -57,7 +57,7 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
         [f"{path} is missing" for path in want if path not in have],
         [f"{path} is unexpected" for path in have if path not in want],
     )
-    # Interleaves the kinds: with another optimizer, all is both missing and unexpected.
+    # With another optimizer every name is missing or unexpected: show some of both.
     mixed = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds)))
     problems = sorted(mixed, key=lambda d: not d.startswith("params"))
     if problems:
@@ -69,12 +69,12 @@ def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
 
 
 def _differ(path: str, x: Any, like: Any) -> list[str]:
-    if isinstance(x, list | tuple):  # of what shape, NumPy may not know
+    if isinstance(x, list | tuple):  # may be ragged, so it has no shape
         return [f"{path} is a {type(x).__name__}, expected {like.dtype}{like.shape}"]
     if np.shape(x) != like.shape:
         return [f"{path} has shape {np.shape(x)}, expected {like.shape}"]
     dtype = getattr(x, "dtype", None)
-    if dtype is None:  # a number of Python takes any dtype of its kind
+    if dtype is None:  # a Python number fits every dtype of the same kind
         is_number = isinstance(x, bool | int | float)
         fits = is_number and np.can_cast(type(x), like.dtype, "same_kind")
         return [] if fits else [f"{path} is {x!r}"]

@@ -1,4 +1,4 @@
-"""Numbers from callers and checkpoints: which of them are loss scales, or counts."""
+"""Checks of the numbers that callers and checkpoints give for scales and counts."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import numpy as np
 
 from jamp._core.tree import is_traced
 
-# Between these, a scale and its reciprocal are normal numbers of float32. A scale of 0
-# never recovers (apex issues 834 and 930); a subnormal reciprocal is flushed to zero.
+# In this range, a scale and its reciprocal are normal numbers of float32. A scale of 0
+# never recovers (apex issues 834 and 930), and XLA flushes a subnormal number to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def number(value: Any, text: bool = False) -> float:
-    """A number or a scalar array as a float; NaN for all else, text included."""
+    """Converts a number or a scalar array to a float, and anything else to NaN."""
     if isinstance(value, bool | bytes | type) or (isinstance(value, str) and not text):
         return float("nan")
     try:
@@ -25,14 +25,14 @@ def number(value: Any, text: bool = False) -> float:
 
 
 def is_scale(value: float) -> bool:
-    """Whether float32 holds a loss scale and its reciprocal."""
+    """Whether float32 can represent both a loss scale and its reciprocal."""
     return SMALLEST_SCALE <= value <= LARGEST_SCALE
 
 
 def check_scale(name: str, value: Any, capped: bool = False) -> None:
-    """Raises unless `value`, or each member of an ensemble's array, is a loss scale.
+    """Raises unless a value, or each value in the array of an ensemble, is in range.
 
-    Shapes and tracers pass. A scale that is `capped` later may be float32's largest.
+    Shapes and tracers pass. If the scale is `capped` later, it may be larger.
     """
     if not is_known(value):
         return
@@ -46,7 +46,7 @@ def check_scale(name: str, value: Any, capped: bool = False) -> None:
 
 
 def check_count(name: str, value: Any, least: int = 0) -> None:
-    """Raises unless `value`, or each member of an ensemble's, is a whole number."""
+    """Raises unless a value, or each value of an ensemble, is a whole number."""
     if not is_known(value):
         return
     for x in map(number, _members(value)):
@@ -57,7 +57,7 @@ def check_count(name: str, value: Any, least: int = 0) -> None:
 
 
 def is_known(value: object) -> bool:
-    """Whether `value` is known now: no tracer, and no shape."""
+    """Whether `value` has a value now, unlike a tracer or a shape."""
     return not is_traced(value) and not isinstance(value, jax.ShapeDtypeStruct)
 
 

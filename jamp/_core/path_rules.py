@@ -1,4 +1,4 @@
-"""Rules that name leaves by their path, as of `keep_fp32`: regexes and predicates."""
+"""Rules that pick leaves by their path, such as `keep_fp32`."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ type PathRule = str | re.Pattern[str] | Callable[[str, Any], bool]
 
 
 def parse_rules(name: str, value: Any) -> tuple[PathRule, ...]:
-    """One rule or several as a tuple; `name` names the option."""
+    """Checks a rule or a list of rules of the option `name`, and returns a tuple."""
     rules = tuple(value) if isinstance(value, list | tuple) else (value,)
     for rule in rules:
         if isinstance(rule, str):
@@ -31,7 +31,7 @@ def parse_rules(name: str, value: Any) -> tuple[PathRule, ...]:
 
 
 def matches(rules: Collection[PathRule], path: str, leaf: Any) -> bool:
-    """Whether one of the rules names a leaf."""
+    """Whether a rule picks the leaf."""
     return any(
         bool(rule(path, leaf)) if callable(rule) else bool(re.search(rule, path))
         for rule in rules
@@ -39,7 +39,7 @@ def matches(rules: Collection[PathRule], path: str, leaf: Any) -> bool:
 
 
 def check_rules(name: str, rules: Collection[PathRule], *trees: PyTree) -> None:
-    """Raises a ValueError for a regex that matches no leaf: it is a typing error."""
+    """Raises if a regex matches no leaf, because it is then probably misspelt."""
     regexes = [rule for rule in rules if not callable(rule)]
     leaves = map(jax.tree_util.tree_leaves_with_path, trees if regexes else ())
     paths = [path_string(path) for path, _ in itertools.chain(*leaves)]

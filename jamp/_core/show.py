@@ -1,4 +1,4 @@
-"""What `print` shows of a state: a few lines, and not its arrays."""
+"""Short texts about trees, for `print` and for errors."""
 
 from collections import Counter
 from typing import Any
@@ -12,25 +12,25 @@ from jamp._core.tree import path_string
 
 
 def format_values(tree: PyTree) -> str:
-    """The numbers of arrays; dtype and shape of one that has no value, as a tracer."""
+    """Formats the numbers in a tree, and tracers by dtype and shape."""
 
     def leaf(x):
         try:
             return np.asarray(x, x.dtype).tolist()
-        except (TypeError, RuntimeError):  # a RuntimeError: donated, or on other hosts
+        except (TypeError, RuntimeError):  # traced; donated or on other hosts
             return f"{x.dtype}{list(x.shape)}"
 
     return str(jax.tree.map(leaf, tree)).replace("'", "")
 
 
 def short_repr(thing: object) -> str:
-    """What `repr` says; of a module, where that takes twenty lines, its class."""
+    """Returns the `repr`, or the class where the `repr` has many lines."""
     text = repr(thing)
     return text if "\n" not in text else f"{type(thing).__name__}(...)"
 
 
 def format_shapes(tree: PyTree) -> str:
-    """Arguments by dtype and shape: `"float32[8, 4], {'w': float32[4]}"`."""
+    """Formats arguments by dtype and shape: `"float32[8, 4], {'w': float32[4]}"`."""
 
     def leaf(x):
         return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else short_repr(x)
@@ -39,7 +39,7 @@ def format_shapes(tree: PyTree) -> str:
 
 
 def format_counts(tree: PyTree) -> str:
-    """How many numbers a tree holds, by dtype: `"1,024 float16, 64 float32"`."""
+    """Counts the numbers in a tree by dtype: `"1,024 float16, 64 float32"`."""
     counts: Counter[str] = Counter()
     for x in jax.tree.leaves(tree):
         counts[str(x.dtype)] += x.size
@@ -47,7 +47,7 @@ def format_counts(tree: PyTree) -> str:
 
 
 def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
-    """The lines for a state, or for what holds the same things."""
+    """Summarizes a state, or an object with the same fields, in a few lines."""
     level = state.properties.opt_level or "no level: enabled=False"
     small = [
         path_string(path)
@@ -55,7 +55,7 @@ def summary(title: str, state: Any, params: PyTree, opt_state: PyTree) -> str:
         if is_half(x) and x.size == 1
     ]
     more = ", ..." if len(small) > 6 else ""
-    names = f"half, of one number each: {', '.join(small[:6])}{more} (see keep_fp32)"
+    names = f"half and scalar: {', '.join(small[:6])}{more} (see keep_fp32)"
     return "\n  ".join(
         (
             f"{title} at {level}",

@@ -1,4 +1,4 @@
-"""Pytrees of parameters: paths, partitions, finite checks and selects."""
+"""Pytrees of params and gradients: paths, partitions, finite checks and copies."""
 
 import functools
 from collections import OrderedDict, defaultdict
@@ -11,7 +11,6 @@ import numpy as np
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.core import Tracer
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, PyTree
 
 from jamp._core.dtypes import FLOAT32, is_differentiable, widen
@@ -20,28 +19,28 @@ type KeyPath = tuple[Any, ...]
 
 
 def path_parts(path: KeyPath) -> tuple[str, ...]:
-    """The components of a key path as strings: `("Dense_0", "kernel")`."""
+    """Converts a key path to strings: `("Dense_0", "kernel")`."""
     return tuple(map(_key_string, path))
 
 
-@functools.lru_cache(maxsize=4096)  # each layer has a kernel and a bias
+@functools.lru_cache(maxsize=4096)  # layers share names such as "kernel"
 def _key_string(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
 def path_string(path: KeyPath) -> str:
-    """A key path as Flax writes it: `"Dense_0/kernel"`."""
+    """Converts a key path to a string as in Flax: `"Dense_0/kernel"`."""
     return "/".join(path_parts(path))
 
 
 def differentiable[T](tree: T) -> T:
-    """The tree that `jax.grad` and optax see: non-float leaves become None."""
+    """Replaces the leaves that `jax.grad` does not accept by None."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten([x if is_differentiable(x) else None for x in leaves])
 
 
 def merge[T](tree: T, rest: T) -> T:
-    """Puts the leaves of `rest` where `tree`, made from it, has None."""
+    """Replaces None in `tree` by the leaf of `rest`, of which `tree` is a part."""
     if jax.tree.structure(tree) == jax.tree.structure(rest):
         return tree
     return jax.tree.map(
@@ -53,24 +52,24 @@ def merge[T](tree: T, rest: T) -> T:
 
 
 def split_overwrite(tree: PyTree) -> tuple[Any, Any]:
-    """Splits off Flax's collection whose gradients are its new values, or None."""
+    """Splits off the collection of Flax whose gradients are its new values, or None."""
     if isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree:
         return tree["params"], tree[OVERWRITE_WITH_GRADIENT]
     return tree, None
 
 
 def is_overwritten(parts: tuple[str, ...]) -> bool:
-    """Whether a leaf is of that collection: neither a weight nor a gradient."""
+    """Whether the path of a leaf is in that collection."""
     return OVERWRITE_WITH_GRADIENT in parts
 
 
 def trained_params(params: PyTree) -> PyTree:
-    """The params that an optimizer steps: floats outside of that collection."""
+    """Returns the params that an optimizer steps: no integers, no such collection."""
     return differentiable(split_overwrite(params)[0])
 
 
 def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> Any:
-    """`params` with new trained values, and those of the collection unless None."""
+    """Replaces the trained params, and the values of that collection unless None."""
     whole, old = split_overwrite(params)
     whole = merge(trained, whole)
     if old is None:
@@ -80,7 +79,7 @@ def with_trained(params: PyTree, trained: PyTree, overwrite: PyTree = None) -> A
 
 
 def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Entries in a mapping of the kind of `like`, so that the structure stays."""
+    """Makes a mapping of the same type as `like`, so that the tree structure stays."""
     if isinstance(like, defaultdict):
         return defaultdict(like.default_factory, entries)
     plain = isinstance(like, dict) and not isinstance(like, OrderedDict)
@@ -88,16 +87,16 @@ def mapping_like(like: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 def widen_tree(tree: PyTree) -> PyTree:
-    """Half leaves in float32."""
+    """Casts half leaves to float32."""
     return jax.tree.map(widen, tree)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether no element of any float leaf is inf or NaN."""
+    """Whether all numbers in all float leaves are finite."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
     if not leaves:
         return jnp.asarray(True)
-    # On a CPU, XLA would compute the whole check again in the step of each leaf.
+    # Without the barrier, XLA on a CPU repeats this check in the step of each leaf.
     barrier = lax.optimization_barrier
     return lax.platform_dependent(_all_finite(leaves), cpu=barrier, default=lambda x: x)
 
@@ -105,15 +104,15 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 def unscaled_finite(
     tx: Any, grads: PyTree, divided: PyTree, scale: Array
 ) -> Bool[Array, ""]:
-    """Whether all gradients are finite once they are divided by their scale.
+    """Whether all gradients divided by the scale are finite.
 
-    A fused optimizer, with masters or without, checks many small leaves in one kernel.
+    A fused optimizer checks many small leaves in one kernel.
     """
     check = getattr(getattr(tx, "inner", tx), "all_finite", None)
     return all_finite(divided) if check is None else check(grads, scale)
 
 
-@functools.partial(jax.jit, inline=True)  # or `jax_debug_nans` would see the NaN
+@functools.partial(jax.jit, inline=True)  # hides the NaN from `jax_debug_nans`
 def _all_finite(leaves: Sequence[Any]) -> Array:
     return lax.is_finite(
         lax.reduce_sum(jnp.stack(list(map(_zero_or_nan, leaves))), (0,))
@@ -122,13 +121,13 @@ def _all_finite(leaves: Sequence[Any]) -> Array:
 
 @functools.partial(jax.jit, inline=True)
 def leaf_is_finite(x: Array) -> Bool[Array, ""]:
-    """`all_finite` for one leaf, from the same sum, which XLA computes once."""
+    """Like `all_finite` for one leaf. XLA shares the sum between both."""
     return lax.is_finite(_zero_or_nan(x))
 
 
 def _zero_or_nan(x: Array) -> Array:
-    # `x - x` is NaN where `x` is not finite, and a sum keeps it. XLA fuses sums into
-    # what makes `x`; the flags of `is_finite` it may write to memory.
+    # `x - x` is NaN where `x` is not finite, and the sum stays NaN. XLA fuses this sum
+    # with the operation that computes `x`, but may write the flags of `is_finite`.
     if jnp.iscomplexobj(x):
         return _zero_or_nan(lax.real(x)) + _zero_or_nan(lax.imag(x))
     total = lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim)))
@@ -136,34 +135,29 @@ def _zero_or_nan(x: Array) -> Array:
 
 
 def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:
-    """`new` where `take_new`, else the bits of `old`, in the dtypes of `old`."""
+    """Returns `new` in the dtypes of `old` if `take_new`, else exactly `old`."""
     take_new = jnp.asarray(take_new)
 
     def leaf(n, o):
         n = n if getattr(n, "dtype", None) == o.dtype else jnp.asarray(n, o.dtype)
-        return lax.select(take_new, n, o)  # `jnp.where` would trace a program for each
+        return lax.select(take_new, n, o)  # `jnp.where` traces a program for each leaf
 
     return jax.tree.map(leaf, new, old)
 
 
 def strong_array(x: Any) -> Any:
-    """An array without weak type, with which step 2 would retrace."""
+    """Makes an array without a weak type, which would make step 2 retrace."""
     x = x if isinstance(x, jax.Array) else jnp.array(x, copy=True)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
-
-
-def copy_leaves(leaves: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """Copies, which can be donated; leaves whose dtype is None are left alone."""
-    return map_in_one_program(_copy, leaves, dtypes)
 
 
 def map_in_one_program(
     fn: Callable[[Any, Any], Any], leaves: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
-    """`fn(leaf, dtype)` of each leaf whose dtype is not None; the others as they are.
+    """Calls `fn(leaf, dtype)` for each leaf whose dtype is not None.
 
-    A program for each of a thousand leaves takes three times as long. Each placement
-    gets a program of its own, so that nothing moves.
+    One program per leaf takes three times as long for a thousand leaves. Each sharding
+    has its own program, so that no array moves.
     """
     places: dict[Any, list[int]] = {}
     for i, dtype in enumerate(dtypes):
@@ -173,8 +167,9 @@ def map_in_one_program(
             places.setdefault(x.sharding if stays else None, []).append(i)
     results = list(leaves)
     for indices in places.values():
-        of_place = [leaves[i] for i in indices]
-        done = _each(fn, of_place, tuple(dtypes[i] for i in indices))
+        done = _each(
+            fn, [leaves[i] for i in indices], tuple(dtypes[i] for i in indices)
+        )
         for i, x in zip(indices, done, strict=True):
             results[i] = x
     return results
@@ -185,21 +180,23 @@ def _each(fn: Any, leaves: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
     return [fn(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
 
 
-def _copy(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    return jnp.array(x, dtype, copy=True)
+# Copies the leaves whose dtype is not None, so that they can be donated.
+copy_leaves = functools.partial(
+    map_in_one_program, functools.partial(jnp.array, copy=True)
+)
 
 
 def copy_shared[T](tree: T, given: PyTree) -> T:
-    """A tree of strong arrays, each of which is there once and nowhere else.
+    """Makes all leaves strong arrays, and copies those that would share a buffer.
 
-    Copies leaves that the caller also holds or that occur twice, because donating the
-    state would delete them.
+    Donating a state deletes its buffers. Leaves of `given`, and leaves that occur
+    twice, must not share them.
     """
     return copy_shared_arrays(jax.tree.map(strong_array, tree), given, tracers=True)
 
 
 def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
-    """Does the same for arrays alone, and for tracers only if `tracers` is set."""
+    """Copies in the same way, but copies tracers only if `tracers` is set."""
     leaves, structure = jax.tree.flatten(tree)
     seen, dtypes = set(map(id, jax.tree.leaves(others))), []
     for x in leaves:
@@ -210,36 +207,35 @@ def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
 
 
 def is_traced(x: object) -> bool:
-    """Whether `x` has no value yet, under `jit` for example."""
+    """Whether `x` has no value yet, for example under `jit`."""
     return isinstance(x, Tracer)
 
 
 def check_like(given: PyTree, expected: PyTree, what: str, remedy: str) -> None:
-    """Raises a ValueError that names the first leaf where two trees differ.
+    """Raises a ValueError that names a leaf where two trees differ.
 
-    `what` names the given tree, as "gradients", and `remedy` ends the message.
+    The message begins with `what`, such as "gradients", and ends with `remedy`.
     """
     given_def, expected_def = jax.tree.structure(given), jax.tree.structure(expected)
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(y)] for y in (given, expected)]
     if given_def == expected_def and shapes[0] == shapes[1]:
         return
-    have, want = _shapes(given), _shapes(expected)
-    problem = f" have the structure {given_def}, expected {expected_def}"
-    for path in want | have:
-        if path not in have:
-            problem = f" have no leaf at {path or 'the root'}"
-        elif path not in want:
-            problem = f" have an unexpected leaf at {path}"
-        elif have[path] != want[path]:
-            problem = f"{path} has shape {have[path]}, expected {want[path]}"
-        else:
-            continue
-        break
-    raise ValueError(f"{what}{problem}: {remedy}")
+    have, want = (
+        {jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (given, expected))
+    )
+    both = [path for path in want if path in have and have[path] != want[path]]
+    problems = (
+        [f" have no leaf at {path or 'the root'}" for path in want if path not in have]
+        + [f" have an unexpected leaf at {path}" for path in have if path not in want]
+        + [f"{path} has shape {have[path]}, expected {want[path]}" for path in both]
+        + [f" have the structure {given_def}, expected {expected_def}"]
+    )
+    raise ValueError(f"{what}{problems[0]}: {remedy}")
 
 
 def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
-    """Raises where a cast would lose more than digits, as from float to integer."""
+    """Raises where a cast would lose more than digits, such as float to integer."""
     leaves = jax.tree_util.tree_leaves_with_path(given)
     for (path, new), old in zip(leaves, jax.tree.leaves(expected), strict=True):
         if _kind(new) > _kind(old):
@@ -251,13 +247,8 @@ def check_kinds(given: PyTree, expected: PyTree, what: str) -> None:
 
 
 def _kind(x: Any) -> int:
-    """The rank of a dtype, from bool to complex; -1 for a PRNG key."""
+    """Ranks a dtype from bool to complex; a PRNG key is -1."""
     dtype = jnp.result_type(x)
     kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
     found = (i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind))
     return next(found, -1)
-
-
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""The warnings that jamp gives: a program that runs, but hardly as it was meant."""
+"""The warnings of jamp: the program runs, but probably not as intended."""
 
 import os
 import pathlib
@@ -11,18 +11,18 @@ _SKIPPED = (pathlib.Path(__file__).parents[1], jax.__path__[0], flax.__path__[0]
 
 
 class PrecisionWarning(UserWarning):
-    """A value is computed in a precision that is unlikely to be meant."""
+    """A value is computed in a precision that is probably not intended."""
 
 
 class UnusedOptionWarning(UserWarning):
-    """An option was given that has no effect here."""
+    """An option has no effect here."""
 
 
 class AutocastWarning(UserWarning):
-    """Autocast leaves an operation as it is, because it does not know it."""
+    """Autocast does not know an operation, and leaves it unchanged."""
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warns of the line of the user's from which jamp was called, by way of JAX too."""
+    """Warns with the line of the user that called jamp, directly or through JAX."""
     prefixes = tuple(f"{folder}{os.sep}" for folder in _SKIPPED)
     warnings.warn(message, category, skip_file_prefixes=prefixes)

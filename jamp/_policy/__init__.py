@@ -1,5 +1,5 @@
-"""Opt levels: their properties, the casts of a model, the forward under a policy.
+"""Opt levels: their properties, the casts of params, and the forward pass.
 
-May import `_core` and `_autocast`. A new override begins in `levels`; what is cast in
-`casting`; how a model's program is written, where it begins and ends, in `forward`.
+May import `_core` and `_autocast`. `options` parses overrides, `levels` applies them,
+`casting` casts params, and `forward` rewrites a model for its level.
 """

@@ -1,6 +1,6 @@
-"""Casting a model's params: all floats to one dtype, but for what stays in float32.
+"""Casts of a model's params to one dtype, except the leaves that stay in float32.
 
-After apex/fp16_utils/fp16util.py:convert_network.
+Based on apex/fp16_utils/fp16util.py:convert_network.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.levels import Properties, half_dtype
 from jamp._policy.options import parse_model_dtype
 
-# A module's own name, where no batch_stats tell: BatchNorm_3, bn1, batch_norm.
+# Names of BatchNorm modules, used without batch_stats: BatchNorm_3, bn1, batch_norm.
 _BATCHNORM = re.compile(r"BatchNorm|(^|_)(batch_?norm|bn)(?=$|_|\d)")
 
 type Keep = Callable[[tuple[str, ...], Any], bool]
@@ -41,24 +41,24 @@ def cast_model(
     """Casts the floats of a model, as `initialize` does at the levels that cast.
 
     A module is a BatchNorm if it is an `equinox.nn.BatchNorm`, or if `batch_stats` has
-    its mean and variance, as Flax or Haiku names them. Without `batch_stats`, its name
-    decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running statistics become float32.
-    Integers, bools, PRNG keys and complex numbers are never cast.
+    its mean and variance with the names of Flax or Haiku. Without `batch_stats`, its
+    name decides (`BatchNorm_0`, `bn1`, `batch_norm`). Running statistics become
+    float32. Integers, bools, PRNG keys and complex numbers keep their dtype.
 
     Args:
         tree: params, or Flax variables `{"params": ..., "batch_stats": ...}`.
         dtype: float16, bfloat16 or float32.
         keep_batchnorm_fp32: whether BatchNorm keeps its params in float32.
-        batch_stats: the model's running statistics, when `tree` is params alone.
+        batch_stats: the running statistics, if `tree` has only params.
         keep_fp32: a regex searched in the path ("Dense_0/kernel"), a predicate
             `(path, leaf) -> bool`, or a list of them.
 
     Returns:
-        The same tree with other dtypes. Leaves that have their dtype are not copied.
+        The tree with other dtypes. Leaves that have their dtype are not copied.
 
     Raises:
-        ValueError: `dtype` is none of these, or a regex of `keep_fp32` matches no leaf.
-        TypeError: `keep_fp32` is of another type.
+        ValueError: `dtype` is not one of the three, or a regex matches no leaf.
+        TypeError: `keep_fp32` has another type.
 
     >>> import jax.numpy as jnp
     >>> params = {"bn1": {"scale": jnp.ones(2)}, "head": {"kernel": jnp.ones((2, 2))}}
@@ -85,7 +85,7 @@ def cast_model(
 
 
 def cast_to_level(params: PyTree, properties: Properties, batch_stats: PyTree) -> Any:
-    """Casts params as their opt level says; `batch_stats` may be None."""
+    """Casts params to the dtypes of their opt level; `batch_stats` may be None."""
     dtype, given = properties.cast_model_type, properties.keep_fp32
     if not dtype:
         return params
@@ -116,7 +116,7 @@ def keep_rule(
     batch_stats: PyTree,
     keep_fp32: Collection[Any],
 ) -> Keep:
-    """The predicate `(path's parts, leaf) -> bool` for leaves that stay in float32."""
+    """Returns a predicate `(parts, leaf) -> bool` for leaves that stay in float32."""
     is_batchnorm = functools.cache(_batchnorm_test(params, batch_stats))
 
     def keep(parts, leaf):
@@ -127,9 +127,10 @@ def keep_rule(
 
 
 def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
-    """Casts the float leaves to `dtype`, if it is one, and the kept ones to float32.
+    """Casts float leaves to `dtype` unless it is None, and kept ones to float32.
 
-    Flax's fp8 scales, in a collection of their own, are not weights: left alone.
+    Flax's fp8 scales have their own collection. They are not weights, and keep their
+    dtype.
     """
 
     def wanted(path, x):
@@ -148,7 +149,7 @@ def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
 def _batchnorm_test(
     params: PyTree, batch_stats: PyTree
 ) -> Callable[[tuple[str, ...]], bool]:
-    """The predicate for the path of a module that is a BatchNorm."""
+    """Returns a predicate for the paths of modules that are a BatchNorm."""
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_equinox_batchnorm)
     found = {path_parts(path) for path, x in nodes if _is_equinox_batchnorm(x)}
     paths = jax.tree_util.tree_leaves_with_path(batch_stats)
@@ -164,13 +165,13 @@ def _batchnorm_test(
         if batch_stats is None:
             own = module[-1].split("/")[-1] if module else ""
             return bool(_BATCHNORM.search(own))
-        # Params may come as {"params": params}, which statistics never do.
+        # Flax params may have an outer key "params", which statistics never have.
         return "".join(f"/{x}" for x in module if x != "params") in exact
 
     return is_batchnorm
 
 
-# Flax's and Haiku's.
+# The names of mean and variance in Flax and in Haiku.
 _STATISTICS = (("/mean", "/var"), ("/~/mean_ema/average", "/~/var_ema/average"))
 
 

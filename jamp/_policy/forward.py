@@ -1,7 +1,7 @@
-"""The forward pass of a model, as its level writes it, and where a model begins.
+"""Forward passes under an opt level.
 
-A policy is entered together with a `jax.make_user_context` value, which is part of the
-key of JAX's trace caches: a function jitted outside is traced again inside, and back.
+The current policy is a `jax.make_user_context` value, which is part of the keys of
+JAX's trace caches. So JAX traces a jitted function again under another policy.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from jamp._autocast.transform import autocast_in, scope_of
 from jamp._core import groups
 from jamp._core.dtypes import FLOAT32, cast_floats
 from jamp._fp8.write import Products
-from jamp._policy.levels import Properties, half_dtype, output_dtype
+from jamp._policy.levels import Properties, half_dtype
 
-# `policy.value` is the innermost.
 policy = jax.make_user_context(default_value=None)
 
 
 def model_inputs[T](tree: T, properties: Properties) -> T:
-    """Casts the inputs of a model to float32, and marks them where half reads them."""
+    """Casts inputs to float32, and marks them as the inputs of a half model."""
     tree = cast_floats(tree, FLOAT32) if properties.cast_model_type else tree
     return at_boundary(tree) if half_dtype(properties) else tree
 
 
 def model_outputs[T](tree: T, properties: Properties) -> T:
-    """Casts the outputs of a model to float32, or as `cast_model_outputs` says."""
+    """Casts outputs to `cast_model_outputs`, by default to float32 in a cast model."""
     if half_dtype(properties):
         tree = at_boundary(cast_floats(tree, FLOAT32))
-    dtype = output_dtype(properties)
-    return tree if dtype is None else cast_floats(tree, dtype)
+    default = FLOAT32 if properties.cast_model_type else None
+    dtype = properties.cast_model_outputs or default
+    return cast_floats(tree, dtype) if dtype else tree
 
 
 @contextlib.contextmanager
@@ -46,17 +46,17 @@ def under_policy(
     params: PyTree,
     write: Callable[..., Any] | None = None,
 ) -> Iterator[Callable[..., Any]]:
-    """Runs models under `properties`, and yields `fn` as its level writes it.
+    """Runs models under `properties`, and yields `fn` rewritten for the level.
 
-    At O1 and O4 that is `autocast`. At the levels that cast, `fn` sees the half params
-    in float32, so that nothing promotes, and the same passes write it in half. If the
-    policy around is the same and no param is half, `fn` is written already.
+    At O1 and O4 the rewrite is `autocast`. At the levels that cast, `fn` sees the half
+    params in float32, so that no operation promotes, and the rewrite puts its matmuls
+    into half. Inside the same policy, `fn` without half params is rewritten already.
 
     Args:
-        fn: a function of the params, first, and anything else.
+        fn: a function whose first argument is the params.
         properties: the level.
-        params: those of `fn`, or others of their dtypes.
-        write: `(scope, fn) -> fn`, in place of the default.
+        params: a tree with the dtypes of the params.
+        write: `(scope, fn) -> fn`, which replaces the default rewrite.
     """
     half, scope = half_dtype(properties), None
     if half:
@@ -84,7 +84,7 @@ def _written(scope: Scope, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scope_by(properties: Properties) -> Scope | None:
-    """The scope in which a level rewrites a program, or None if it rewrites nothing."""
+    """Returns the scope in which a level rewrites programs, or None."""
     half = half_dtype(properties)
     dtype = half or (properties.patch_functions and properties.patch_functions_type)
     if not dtype:
@@ -96,7 +96,7 @@ def scope_by(properties: Properties) -> Scope | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Forward:
-    """`apply_fn` under a policy. It hashes by value, so that jit does not retrace."""
+    """An `apply_fn` under a policy. Hashes by value, so that jit does not retrace."""
 
     apply_fn: Callable[..., Any]
     properties: Properties
@@ -123,17 +123,17 @@ def cast_forward(
 ) -> Callable[..., Any]:
     """Wraps the forward function of any framework as apex wraps a model's `forward`.
 
-    The function sees half params and inputs as float32, so that nothing promotes, and
-    its matmuls of half params run in half. Outputs are float32 by default.
+    The function sees half params and inputs in float32, so that no operation promotes,
+    and its matmuls of half params run in half. Outputs are float32 by default.
 
     Args:
-        apply_fn: `(variables, *args, **kwargs) -> outputs`; under a keyword `mutable`,
-            as in Flax, only the first output is cast.
+        apply_fn: `(variables, *args, **kwargs) -> outputs`. With `mutable=`, as in
+            Flax, only the first output is cast.
         properties: the level, from `Properties.from_opt_level`.
 
     Returns:
-        A function with the signature of `apply_fn`; it hashes by value. Returns an
-        `apply_fn` that has this cast as it is.
+        A function with the signature of `apply_fn`, which hashes by value. Wrapping it
+        again with the same properties returns it unchanged.
 
     >>> import jax.numpy as jnp
     >>> def apply(w, x):
@@ -147,7 +147,7 @@ def cast_forward(
 
 
 def forwards(apply_fn: Any, properties: Properties) -> Any:
-    """The `apply_fn` of a state: one, one per group, or one that raises."""
+    """Wraps the `apply_fn` of a state, or one per group, or returns one that raises."""
     if apply_fn is None or apply_fn is no_forward:
         return no_forward
     if not isinstance(apply_fn, list | tuple | Mapping):
@@ -158,7 +158,7 @@ def forwards(apply_fn: Any, properties: Properties) -> Any:
 
 
 def no_forward(*_: object, **__: object) -> NoReturn:
-    """The `apply_fn` of a state that was given none."""
+    """Raises, as the `apply_fn` of a state without one."""
     raise TypeError(
         "The state has no forward: pass `apply_fn=model.apply`, or any `(variables, "
         "*args) -> outputs`, to jamp.initialize. Call an NNX model itself."
@@ -167,13 +167,13 @@ def no_forward(*_: object, **__: object) -> NoReturn:
 
 @dataclasses.dataclass
 class _Linen:
-    """Intercepts the calls of Linen models: a loss may call `model.apply` by itself.
+    """Casts inputs and outputs where a loss calls a Linen model itself.
 
-    One object per policy entered, so one per thread.
+    Each entered policy has its own object, so threads do not share one.
     """
 
     properties: Properties
-    running: list[Any] = dataclasses.field(default_factory=list)  # scopes of models
+    running: list[Any] = dataclasses.field(default_factory=list)  # models' scopes
 
     def __call__(self, next_fun, args, kwargs, context):
         scope = context.module.scope
@@ -184,12 +184,12 @@ class _Linen:
             or context.module.is_initializing()
         ):
             return next_fun(*args, **kwargs)
-        # A model applied inside another module, such as a teacher, is a separate model.
+        # A root scope inside another model, such as a teacher's, begins a new model.
         outermost = not self.running
         is_root = scope.parent is None and scope.path == ()
         if not outermost and (not is_root or scope is self.running[-1]):
             return next_fun(*args, **kwargs)
-        # Its params may be half or, as a teacher's, float32: not known yet.
+        # The params of an inner model may be half or, for a teacher, float32.
         half = half_dtype(self.properties)
         if half:
             args, kwargs = at_boundary((args, kwargs))

@@ -1,13 +1,11 @@
-"""Opt levels O0 to O6, and the properties that each of them sets.
+"""The opt levels O0 to O6, and the properties that each of them sets.
 
-After apex/amp/frontend.py; O4 and O5 are ROCm apex's bfloat16 levels, O6 is ours.
+Based on apex/amp/frontend.py. O4 and O5 are from ROCm apex; O6 is new here.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, Unpack
-
-import jax.numpy as jnp
 
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
@@ -30,7 +28,7 @@ BRIEFS = {
 class OptLevelError(ValueError, RuntimeError):
     """An unknown opt level, or overrides that make no sense for the level.
 
-    A RuntimeError as well, which is what apex raises here.
+    It is also a RuntimeError, because apex raises one here.
     """
 
 
@@ -42,21 +40,21 @@ class Properties:
         enabled: False turns everything off.
         opt_level: "O0" to "O6".
         cast_model_type: dtype of params and inputs; None or False casts nothing.
-        patch_functions: whether functions are autocast (apex's patch_torch_functions).
-        patch_functions_type: half dtype of autocast; None where there is none.
+        patch_functions: whether to autocast functions (apex's patch_torch_functions).
+        patch_functions_type: half dtype of autocast, or None.
         keep_batchnorm_fp32: whether affine BatchNorm keeps float32 params.
         master_weights: whether the optimizer steps float32 copies of half params.
-        stochastic_rounding: whether bfloat16 params without masters are rounded
+        stochastic_rounding: whether to round bfloat16 params without masters
             stochastically after a step.
-        reduce_dtype: float32 for gradients that are summed, over batch and devices, in
-            float32, and stay so; None for the dtype that they have.
-        fp8: a `jamp.Fp8` where large products of weights run in fp8, else None.
+        reduce_dtype: float32 sums gradients over batch and devices in float32, and
+            returns them in float32; None keeps their dtype.
+        fp8: a `jamp.Fp8` that selects the matmuls of weights to run in fp8, or None.
         loss_scale: "dynamic", a number, or a rule such as `jamp.DynamicLossScale()`.
-        cast_model_outputs: dtype of the model's outputs; None is float32 where the
-            model is cast, and otherwise leaves them alone.
+        cast_model_outputs: dtype of the outputs; None means float32 if the params are
+            cast, and no cast otherwise.
         keep_fp32: more leaves to keep in float32: regexes and predicates on the path.
-        lists: additions to autocast's table, a `jamp.AutocastLists`.
-        promote: what autocast does with mixed operands, "widest" or "narrowest".
+        lists: additions to the lists of autocast, a `jamp.AutocastLists`.
+        promote: the dtype for mixed operands, "widest" or "narrowest".
 
     >>> Properties.from_opt_level("O2", loss_scale="128.0").loss_scale
     128.0
@@ -86,7 +84,7 @@ class Properties:
         enabled: bool = True,
         **overrides: Unpack[LevelOptions],
     ) -> "Properties":
-        """Takes a level's defaults and applies every override that is not None.
+        """Applies all overrides that are not None to the defaults of a level.
 
         Args:
             opt_level: "O0" to "O6".
@@ -94,14 +92,14 @@ class Properties:
             **overrides: the attributes of `Properties` by name. O1 and O4 refuse
                 `cast_model_type`, `keep_batchnorm_fp32` and `master_weights`; the
                 others refuse `patch_functions=True`. O0 also refuses `fp8`,
-                `reduce_dtype`, `lists` and `promote`. Booleans of
-                `keep_batchnorm_fp32` and numbers of `loss_scale` may be strings.
+                `reduce_dtype`, `lists` and `promote`. `keep_batchnorm_fp32` and
+                `loss_scale` may be strings.
 
         Returns:
             The properties.
 
         Raises:
-            OptLevelError: the level is unknown, or overrides contradict it; one message
+            OptLevelError: the level is unknown, or overrides contradict it. The message
                 lists all contradictions.
             TypeError: an override is unknown.
 
@@ -121,9 +119,10 @@ class Properties:
                 complaints.append(str(error))
         complaints += _contradictions(opt_level, values)
         properties = dataclasses.replace(LEVELS[opt_level], **values)
-        if properties.fp8 and not computes_in_half(properties):
+        computes_in_half = half_dtype(properties) or properties.patch_functions
+        if properties.fp8 and not computes_in_half:
             complaints.append(
-                f"fp8 is for products that run in half; here, at {opt_level}, none do."
+                f"fp8 is for matmuls that run in half, and at {opt_level} none do."
             )
         if properties.stochastic_rounding and (
             properties.master_weights or properties.cast_model_type != _BF16
@@ -138,34 +137,21 @@ class Properties:
 
 
 def half_dtype(properties: Properties) -> Any:
-    """The half dtype of the model's params, or None."""
+    """Returns the half dtype of the params, or None."""
     dtype = properties.cast_model_type
     return dtype if dtype in HALF_DTYPES else None
 
 
-def computes_in_half(properties: Properties) -> bool:
-    """Whether matmuls run in half: in a half model, or under autocast."""
-    return half_dtype(properties) is not None or properties.patch_functions
-
-
-def output_dtype(properties: Properties) -> Any:
-    """The dtype of the model's outputs, or None if they are left alone."""
-    if properties.cast_model_outputs is not None:
-        return properties.cast_model_outputs
-    return FLOAT32 if properties.cast_model_type else None
-
-
 def describe(properties: Properties) -> list[str]:
-    """One line per property, as apex prints them."""
+    """Formats one line per property, as apex prints them."""
     level = LEVELS.get(properties.opt_level, properties)
-    # With types, because NumPy takes None for float64.
-    quiet = [(type(x), x) for x in (None, (), False, level.promote)]
-    names = [x.name for x in dataclasses.fields(Properties)]
-    values = {name: getattr(properties, name) for name in names}
+    quiet = [str(x) for x in (None, (), False, level.promote)]
+    names = [field.name for field in dataclasses.fields(Properties)]
+    values = [(name, str(getattr(properties, name))) for name in names]
     return [
         f"{name:<22} : {value}"
-        for name, value in values.items()
-        if name not in _QUIET or (type(value), value) not in quiet
+        for name, value in values
+        if name not in _QUIET or value not in quiet
     ]
 
 
@@ -198,41 +184,21 @@ _DEFAULTS = {
 LEVELS = {level: _but(x, opt_level=level) for level, x in _DEFAULTS.items()}
 
 
-_DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-_DTYPE_LEVELS = {
-    "float32": "float32 is 'O0'.",
-    "float16": "float16 is 'O1' (autocast) or 'O2' (float16 params, masters).",
-    "bfloat16": "bfloat16 is 'O4' (autocast) or 'O5' (bfloat16 params, masters).",
-    "float8_e4m3fn": "fp8 is 'O6'.",
-}
-
-
 def check_level(opt_level: Any) -> None:
     """Raises an OptLevelError unless `opt_level` names a level."""
-    if isinstance(opt_level, str) and opt_level in LEVELS:
-        return
-    text = str(opt_level)
-    name = f"O{text[-1:]}"
-    if name in LEVELS and text in (name.lower(), f"0{name[1]}", name[1]):
-        remedy = f"Did you mean {name!r}? The prefix is the letter O."
-    else:
-        try:
-            dtype = str(jnp.dtype(_DTYPE_NAMES.get(text, opt_level)))
-        except (TypeError, ValueError):
-            dtype = ""
-        remedy = _DTYPE_LEVELS.get(
-            dtype,
-            "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the "
-            "number zero.",
+    if not (isinstance(opt_level, str) and opt_level in LEVELS):
+        raise OptLevelError(
+            f"Unexpected optimization level {opt_level!r}. Options are "
+            f"{', '.join(map(repr, LEVELS))}. Note that in `O0`, `O1`, etc., the "
+            "prefix O is the letter O, not the number zero. 'O0' is float32; 'O1' "
+            "autocasts to float16 and 'O4' to bfloat16; params with float32 masters "
+            "are float16 at 'O2' and bfloat16 at 'O5'; 'O3' is float16 without "
+            "masters; 'O6' is 'O5' with fp8 matmuls."
         )
-    raise OptLevelError(
-        f"Unexpected optimization level {opt_level!r}. Options are "
-        f"{', '.join(map(repr, LEVELS))}. {remedy}"
-    )
 
 
 def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
-    """What apex's checks say of these overrides at this level."""
+    """Yields the complaints of apex about these overrides at this level."""
     if opt_level not in ("O1", "O4"):
         if values.get("patch_functions"):
             yield (
@@ -241,7 +207,7 @@ def _contradictions(opt_level: str, values: dict[str, Any]) -> Iterator[str]:
             )
         for name in ("lists", "promote"):
             if name in values and opt_level == "O0":
-                yield f"{name} says what runs in half, and at O0 nothing does."
+                yield f"{name} is for operations in half, and at O0 there are none."
         if "reduce_dtype" in values and opt_level == "O0":
             yield "reduce_dtype is for gradients in half, and at O0 there are none."
         return

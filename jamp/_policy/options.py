@@ -1,4 +1,4 @@
-"""The options of `initialize`: their names, their types, and how values are read."""
+"""The options of `initialize`: names, types, and parsers of the values."""
 
 import difflib
 import functools
@@ -17,7 +17,7 @@ from jamp._fp8.options import Fp8
 
 
 class LevelOptions(TypedDict, total=False):
-    """The overrides of an opt level, as in `Properties`; None overrides nothing."""
+    """The overrides of an opt level; see `Properties`. The default is None for all."""
 
     cast_model_type: DTypeLike | Literal[False] | None
     patch_functions: bool | None
@@ -34,7 +34,7 @@ class LevelOptions(TypedDict, total=False):
 
 
 class InitOptions(LevelOptions, total=False):
-    """The options of `jamp.initialize` and `jamp.nnx.initialize`, explained there."""
+    """The options of `jamp.initialize` and `jamp.nnx.initialize`; see `initialize`."""
 
     enabled: bool
     num_losses: int
@@ -45,7 +45,7 @@ class InitOptions(LevelOptions, total=False):
     allow_incoming_model_not_fp32: bool
 
 
-# The names of other libraries, and what jamp calls these options.
+# Names from other libraries, and the names of the same options in jamp.
 _MEANT = {
     "patch_torch_functions": "patch_functions",
     "model": "params",
@@ -57,7 +57,7 @@ _MEANT = {
 
 
 def check_options(call: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises for the first name in `given` that `call` does not know."""
+    """Raises if a given keyword of `call` is unknown."""
     for name in given:
         if name not in known:
             raise TypeError(
@@ -66,7 +66,7 @@ def check_options(call: str, given: Iterable[str], known: Collection[str]) -> No
 
 
 def hint(name: str, known: Collection[str]) -> str:
-    """The sentence that suggests another name for an unknown option, or ""."""
+    """Returns a sentence that suggests another name for an unknown option, or ""."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     meant = _MEANT.get(name) or next(iter(close), None)
     return f" Did you mean {meant!r}?" if meant else ""
@@ -83,7 +83,7 @@ def _parse_fp8(value: Any) -> Fp8 | None:
 def _dtype_among(
     name: str, legal: tuple[Any, ...], or_false: bool = False
 ) -> Callable[[Any], Any]:
-    """A parser for the names of some dtypes."""
+    """Returns a parser that accepts the legal dtypes, and False if `or_false`."""
 
     def parse(value):
         if or_false and value is False:
@@ -101,7 +101,7 @@ def _dtype_among(
 
 
 def _one_of(name: str, words: str, allowed: dict[Any, Any]) -> Callable[[Any], Any]:
-    """A parser for the keys of `allowed`, which are bools or strings."""
+    """Returns a parser that maps the keys of `allowed`, bools or strings, to values."""
 
     def parse(value):
         if not isinstance(value, bool | str) or value not in allowed:
@@ -134,17 +134,16 @@ def _parse_lists(value: Any) -> Any:
 
 parse_model_dtype = _dtype_among("dtype", MODEL_DTYPES)
 _BOOLS = {True: True, False: False}
+_FLAGS = ("patch_functions", "master_weights", "stochastic_rounding")
 _PROMOTE = {x: x for x in ("widest", "narrowest")}
 PARSERS = {
     "cast_model_type": _dtype_among("cast_model_type", MODEL_DTYPES, or_false=True),
-    "patch_functions": _one_of("patch_functions", "a boolean or None", _BOOLS),
+    **{name: _one_of(name, "a boolean or None", _BOOLS) for name in _FLAGS},
     "keep_batchnorm_fp32": _one_of(
         "keep_batchnorm_fp32",
         "a boolean, the string 'True' or 'False', or None",
         _BOOLS | {"True": True, "False": False},
     ),
-    "master_weights": _one_of("master_weights", "a boolean or None", _BOOLS),
-    "stochastic_rounding": _one_of("stochastic_rounding", "a boolean or None", _BOOLS),
     "reduce_dtype": _dtype_among("reduce_dtype", (FLOAT32,)),
     "fp8": _parse_fp8,
     "loss_scale": _parse_loss_scale,

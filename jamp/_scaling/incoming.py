@@ -1,4 +1,4 @@
-"""Loss scales and counters from elsewhere: could training have come to them?"""
+"""Checks of the loss scales and counters in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ _COUNTS = ("unskipped", "hysteresis", "consecutive_skips")
 def check_scale_state(
     where: str, entry: Mapping[str, Any], rule: LossScaleRule | None = None
 ) -> None:
-    """Raises for a scale that makes the params NaN, and for a count that is none.
+    """Raises if a scale is out of range, or a counter is not a count.
 
-    `where` names the entry, as "loss_scaler0". The rule is None if it is not known.
+    `where` names the entry, such as "loss_scaler0". The rule is None if it is unknown.
     """
     for name, value in entry.items():
         if name in ("scale", "loss_scale"):
@@ -36,7 +36,7 @@ def check_scale_state(
 
 
 def check_counters(names: Mapping[str, Any]) -> None:
-    """Raises if `step` or `skipped_steps`, of a state by names, is not a count."""
+    """Raises if `step` or `skipped_steps` in the names of a state is not a count."""
     counters = {name: names[name] for name in ("step", "skipped_steps")}
     for path, value in jax.tree_util.tree_leaves_with_path(counters):
         check_count(path_string(path), value)

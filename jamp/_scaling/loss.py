@@ -1,10 +1,10 @@
-"""A loss times its scale: what a loss may be, and gradients of the product.
+"""The loss times its scale: checks of the loss, and the gradients of the product."""
 
-`scale_loss` and `unscale` are for people who call `jax.grad` themselves.
-"""
-
+import functools
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jamp._autocast.tracers import depends_on
-from jamp._core.devices import moves_constants
+from jamp._autocast.tracers import depends_on, depends_without_grad
+from jamp._core.devices import callers_guard, moves_constants
 from jamp._core.dtypes import HALF_DTYPES, is_differentiable
 from jamp._core.show import format_shapes, short_repr
 from jamp._core.tree import (
@@ -35,35 +35,43 @@ from jamp._scaling.rules import (
     current_scale,
     unscale_tree,
 )
-from jamp._scaling.twice import (
-    check_not_scaled,
-    remember_scaled,
-    run_loss,
-)
 from jamp._scaling.unscaled import are_unscaled, nan_unless, warn_without_scale
 from pallas_kernels.layouts import row_major_on_cuda
 
 _UNSCALED = (
-    "jamp.unscale got gradients that are divided by the loss scale already, as those "
-    "of jamp.scaled_grad and jamp.unscale are. Delete the call of jamp.unscale."
+    "jamp.unscale got gradients that jamp.scaled_grad or jamp.unscale has divided by "
+    "the loss scale already. Delete the call of jamp.unscale."
+)
+_INSIDE = (
+    "jamp.scale_loss is called in a loss function whose loss jamp scales already. "
+    "Delete the call of jamp.scale_loss, and return the loss itself."
+)
+_TWICE = (
+    "jamp.scale_loss got a loss that jamp.scale_loss returned. Delete one of the two "
+    "calls."
 )
 _CONSTANT = (
-    "The loss does not depend on the params that loss_fn was called with: all "
-    "gradients are zero. Let it read its first argument, and not `state.params` or a "
-    "model from outside."
+    "The loss does not depend on the params that jamp passed to loss_fn, so all "
+    "gradients are zero. Compute it from the first argument of loss_fn, and not from "
+    "`state.params` or a model outside."
 )
+
+# The params of the loss function that jamp runs now, and the losses of `scale_loss`.
+_params: ContextVar[Sequence[Any]] = ContextVar("params", default=())
+_scaled: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 @moves_constants
 def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Array, ""]:
-    """The float32 loss times a loss scale, for a `jax.grad` of your own.
+    """Multiplies a loss by the loss scale in float32, for your own `jax.grad`.
 
-    `unscale` does not see the loss: the step is taken if the loss is NaN and `abs`,
-    `max`, `where` or `clip` hide that from the gradients. `scaled_value_and_grad` skips
-    such a step.
+    `unscale` does not see the loss. If the loss is NaN, and `abs`, `max`, `where` or
+    `clip` makes the gradients finite, the step is not skipped. `scaled_value_and_grad`
+    skips it.
 
     Args:
-        loss: a float scalar.
+        loss: a float scalar. Do not compute it from a scaled loss; jamp only recognizes
+            the scaled loss itself.
         state: an AmpState.
         loss_id: which of the state's loss scales to use.
 
@@ -73,7 +81,7 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     Raises:
         TypeError: the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: the loss is scaled already, or `scaled_value_and_grad` will do so.
+        ValueError: the loss is scaled, or `scaled_value_and_grad` will scale it.
 
     >>> import jax, jax.numpy as jnp, jamp, optax
     >>> state = jamp.initialize(
@@ -85,19 +93,26 @@ def scale_loss(loss: Array, state: HasLossScales, loss_id: int = 0) -> Float[Arr
     [4. 4.] [1. 1.]
     """
     rule, scale_state = find_loss_scale(state, loss_id, "jamp.scale_loss(loss, state)")
-    check_not_scaled(loss)
-    return remember_scaled(rule.scale_loss(checked_loss(loss)[0], scale_state))
+    if _scaled.get(id(loss)) is loss:
+        raise ValueError(_TWICE)
+    if depends_without_grad(loss, _params.get()):
+        raise ValueError(_INSIDE)
+    scaled = rule.scale_loss(checked_loss(loss)[0], scale_state)
+    _scaled[id(scaled)] = scaled
+    return scaled
 
 
 @moves_constants
 def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     """Divides the gradients of a loss from `scale_loss` by the scale, in float32.
 
-    If one of them is not finite, all become NaN, as in `scaled_value_and_grad`. A
-    static scale does not check: inf stays inf.
+    If a gradient is not finite, all become NaN, as in `scaled_value_and_grad`. With a
+    static scale, gradients are not checked.
 
     Args:
-        grads: a tree of gradients.
+        grads: a tree of scaled gradients. jamp refuses gradients that it unscaled. It
+            does not recognize values computed from them outside `jit`, such as a mean,
+            or the results of a nested `jit` or a scan.
         state: the AmpState that scaled the loss, before it is updated.
         loss_id: which of the state's loss scales was used.
 
@@ -120,10 +135,28 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     return with_trained(grads, nan_unless(finite, divided, raw, scale, loss_id))
 
 
+def run_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a loss function, so that `scale_loss` raises inside it.
+
+    It runs under the caller's `jax.transfer_guard`.
+    """
+
+    @functools.wraps(loss_fn)
+    def run(params, /, *args, **kwargs):
+        token = _params.set(jax.tree.leaves(params))
+        try:
+            with callers_guard():
+                return loss_fn(params, *args, **kwargs)
+        finally:
+            _params.reset(token)
+
+    return run
+
+
 def find_loss_scale(
     state: Any, loss_id: int, call: str
 ) -> tuple[LossScaleRule, LossScaleState]:
-    """The rule and the state of a loss scale; `call` is what the user wrote."""
+    """Returns the rule and the state of a loss scale; errors begin with `call`."""
     check_state(state, call)
     count = len(state.loss_scale_rules)
     try:
@@ -139,7 +172,7 @@ def find_loss_scale(
 
 
 def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:
-    """The loss in float32, if it is a float scalar; and aux."""
+    """Returns the loss in float32 and aux; raises unless the loss is a float scalar."""
     loss, aux = out, None
     if has_aux:
         if not (isinstance(out, tuple) and len(out) == 2):
@@ -162,9 +195,9 @@ def checked_loss(out: Any, has_aux: bool = False) -> tuple[Array, Any]:
     loss = jnp.asarray(loss)
     if loss.dtype in HALF_DTYPES:
         warn(
-            f"The loss is {loss.dtype}: its gradient, the loss scale, overflows "
-            "float16 above 65504, and the value is rounded. Compute the loss in "
-            "float32: `logits.astype(jnp.float32)` before it.",
+            f"The loss is {loss.dtype}. Its value is rounded, and its gradient is the "
+            "loss scale, which overflows float16 above 65504. Compute the loss in "
+            "float32, from `logits.astype(jnp.float32)`.",
             PrecisionWarning,
         )
     return loss.astype(jnp.float32), aux
@@ -180,10 +213,9 @@ def grad_of_scaled(
     *,
     checks: bool,
 ) -> tuple[Any, PyTree]:
-    """The loss, or `(loss, aux)`, and gradients of the float32 loss times a scale.
+    """Returns the loss, or `(loss, aux)`, and the gradients of the loss times a scale.
 
-    For apex's older interfaces. If `checks`, a loss that is not finite makes all
-    gradients NaN.
+    If `checks`, a loss that is not finite makes all gradients NaN. For `fp16_utils`.
     """
     loss_fn = run_loss(loss_fn)
     run = lambda trained: loss_fn(merge(trained, params), *args, **kwargs)  # noqa: E731
@@ -203,10 +235,10 @@ def grad_of_product(
     has_aux: bool,
     in_float32: bool = False,
 ) -> tuple[tuple[Array, Any], PyTree]:
-    """`((loss, aux), grads)`, with the gradients of the loss times a scale.
+    """Returns `((loss, aux), grads)`, where `grads` are scaled.
 
-    They have the dtypes of the params; with `in_float32` they are summed in float32,
-    and stay so.
+    They have the dtypes of the params, or with `in_float32` are summed in float32 and
+    returned in it.
     """
 
     def scaled_loss(trained):

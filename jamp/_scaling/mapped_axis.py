@@ -1,6 +1,6 @@
-"""`axis_name`: gradients averaged over the devices of a mapped axis, in float32.
+"""Averages of gradients over the devices of a mapped axis, in float32.
 
-After apex/parallel/distributed.py, with `allreduce_always_fp32` and
+Based on apex/parallel/distributed.py with `allreduce_always_fp32` and
 `gradient_predivide_factor`.
 """
 
@@ -19,7 +19,7 @@ from pallas_kernels._compat import varying_axes
 
 
 def check_predivide(predivide: float, axis_name: Hashable) -> None:
-    """Raises unless it is a positive number, and there is an axis to sum over."""
+    """Raises unless `predivide` is a positive number and there is an axis."""
     number = isinstance(predivide, int | float) and not isinstance(predivide, bool)
     if not number or not 0 < predivide < math.inf:
         raise ValueError(f"predivide must be a positive number, got {predivide!r}.")
@@ -31,7 +31,7 @@ def check_predivide(predivide: float, axis_name: Hashable) -> None:
 
 
 def check_bound(axis_name: Hashable) -> None:
-    """Raises if an axis is not mapped here."""
+    """Raises if an axis is not bound here."""
     for name in _names(axis_name):
         try:
             jax.lax.axis_size(name)
@@ -39,14 +39,14 @@ def check_bound(axis_name: Hashable) -> None:
             manual = sorted(map(str, _manual_axes()))
             raise ValueError(
                 f"axis_name={name!r} is not bound here; the axes of the shard_map "
-                f"around this call are {manual}. Call it inside of "
+                f"around this call are {manual}. Call the function inside "
                 "jax.shard_map or jax.vmap over an axis of this name. Under jit with "
-                "sharded arrays leave axis_name out: nothing is needed."
+                "sharded arrays, leave axis_name out."
             ) from None
 
 
 def varying(params: PyTree, axis_name: Hashable) -> PyTree:
-    """Marks replicated params as varying: JAX would sum their gradients, in half."""
+    """Marks replicated params as varying, or JAX would sum their gradients in half."""
     mapped = _manual_axes().intersection(_names(axis_name))
 
     def leaf(x):
@@ -57,7 +57,7 @@ def varying(params: PyTree, axis_name: Hashable) -> PyTree:
 
 
 def warn_of_half_sums(params: PyTree) -> None:
-    """Warns of replicated half params, whose gradients JAX sums over a `shard_map`."""
+    """Warns about replicated half params, whose gradients JAX sums in half."""
     mapped = _manual_axes()
     if not mapped or not _checks_vma():
         return
@@ -65,9 +65,9 @@ def warn_of_half_sums(params: PyTree) -> None:
         missing = sorted(map(str, mapped - varying_axes(leaf)))
         if missing and is_half(leaf):
             warn(
-                f"params{jax.tree_util.keystr(path)} are {leaf.dtype} and the same "
-                f"along {missing} of a shard_map: JAX sums their gradients over it, in "
-                f"{leaf.dtype}, and `lax.pmean` changes nothing. For the mean, in "
+                f"params{jax.tree_util.keystr(path)} are {leaf.dtype} and replicated "
+                f"along {missing} of a shard_map. JAX sums their gradients over it in "
+                f"{leaf.dtype}, and `lax.pmean` has no effect. For the mean in "
                 f"float32, pass `axis_name={missing[0]!r}`.",
                 PrecisionWarning,
             )
@@ -75,10 +75,10 @@ def warn_of_half_sums(params: PyTree) -> None:
 
 
 def averaged(tree: PyTree, axis_name: Hashable, predivide: float | None) -> PyTree:
-    """A tree of gradients and losses, averaged over an axis in float32.
+    """Averages a tree of gradients and losses over an axis in float32.
 
-    With `predivide`, divides by it before the sum, which can overflow otherwise, and by
-    the rest of the number of devices after it.
+    Divides by `predivide` before the sum, so that it does not overflow, and by the rest
+    of the axis size afterwards.
     """
     tree = widen_tree(tree)
     if predivide is None:
@@ -93,8 +93,8 @@ def agreed(
 ) -> Bool[Array, ""]:
     """Whether the averaged gradients are finite on all devices that share a scale.
 
-    Over `axis_name` they are the same. Over other axes of a `shard_map`, where devices
-    may hold parts of params, one that overflows makes all of them skip.
+    Along `axis_name`, they are equal. Along other axes of a `shard_map`, devices may
+    hold parts of the params, and an overflow on one device makes all devices skip.
     """
     rest = _manual_axes() - set(_names(axis_name))
     if _checks_vma():
@@ -105,17 +105,17 @@ def agreed(
 
 
 def alike(flag: Bool[Array, ""], x: Array) -> Bool[Array, ""]:
-    """The flag of a loss, the same on all devices that hold the same `x`.
+    """Combines the flags of the losses on all devices where `x` is replicated.
 
-    In a `shard_map` each device has a loss of its own, and JAX sums the gradients of
-    replicated params over them.
+    In a `shard_map` each device has its own loss, and JAX sums the gradients of
+    replicated params over the devices.
     """
     axes = tuple(varying_axes(flag) - varying_axes(x))
     return jax.lax.pmin(flag.astype(jnp.int32), axes) > 0 if axes else flag
 
 
 def _checks_vma() -> bool:
-    """Whether the `shard_map` around knows what varies: check_vma=True."""
+    """Whether the `shard_map` around this call has check_vma=True."""
     axes = tuple(_manual_axes())
     return any(varying_axes(jax.lax.axis_index(axis)) for axis in axes)
 
@@ -125,5 +125,5 @@ def _names(axis_name: Hashable) -> tuple[Any, ...]:
 
 
 def _manual_axes() -> frozenset[Any]:
-    """The mesh axes of the `shard_map` that is being traced."""
+    """Returns the mesh axes of the `shard_map` around this call."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

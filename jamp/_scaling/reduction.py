@@ -1,11 +1,12 @@
-"""Gradients that are summed in float32: their program, with its sums in float32.
+"""Rewrites a gradient program to sum half gradients in float32.
 
     g:f16 = dot_general ct x           g':f32 = dot_general[float32] ct x
     h:f16 = add_any g (transpose f)    h':f32 = add_any g' (transpose f')
 
-A half gradient is the half result of a product or of a sum over a batch. Where arrays
-are sharded, XLA sums it over devices in half. So all operations from there to the
-gradient are written in float32, through loops and calls. Matmuls keep half operands.
+A half gradient comes from a matmul or a sum over the batch with a half result. If the
+arrays are sharded, XLA sums it over devices in half. The rewrite changes these
+operations, and all operations from them to the gradient, to float32, also in loops and
+calls. Matmuls keep their half operands.
 """
 
 import functools
@@ -23,16 +24,16 @@ from jamp._autocast.primitives import Shape, traits_of
 from jamp._autocast.program import Atom, dtype_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
-# Their results are in float32 if all their operands are.
+# Operations whose results are float32 if all their operands are.
 _PASS = (Shape.RESHAPE, Shape.REARRANGE, Shape.REPEAT, Shape.MOVE, Shape.MARK)
 _ALSO = "add add_any sub mul div neg select_n psum psum_invariant".split()
-# Their operands are as large as the activations, and stay half until they are read.
+# Sums whose operands are as large as the activations, and are cast where they are read.
 _SUMS = ("reduce_sum", "scatter-add", "reduce_scatter")
 _CALLS = ("jit", "closed_call", CHECKPOINT, "scan", "cond", "shard_map")
 
 
 def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
-    """A function `params -> (grads, rest)`, with half gradients in float32."""
+    """Wraps `params -> (grads, rest)`, so that half gradients are summed in float32."""
 
     @functools.wraps(fn)
     def summed(params: PyTree) -> Any:
@@ -58,10 +59,9 @@ def summed_in_float32(fn: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
 
 
 class _Widening:
-    """Writes programs whose results are in float32 where that is asked for.
+    """Rewrites programs so that some of their results are float32.
 
-    Each program is read once and written once for the same results and inputs, so that
-    calls that shared a program still share one.
+    It caches each rewrite, so that calls with the same program still share it.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class _Widening:
         self.programs: dict[Any, jc.Jaxpr] = {}
 
     def asked(self, program: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
-        """The values that are wanted in float32, for results `outs` to be."""
+        """Returns the values that must be float32 for the results `outs` to be."""
         key = id(program), outs
         if key not in self.known:
             asked = _vars(program.outvars[i] for i in outs)
@@ -83,7 +83,7 @@ class _Widening:
     def _operands(
         self, eqn: jc.JaxprEqn, asked: set[jc.Var], made: dict[Any, jc.JaxprEqn]
     ) -> Iterable[Atom]:
-        """Which operands are wanted in float32, if some results are."""
+        """Yields the operands that must be float32 for the asked results to be."""
         if eqn.primitive.name in _CALLS:
             for frame in frames_of(eqn):
                 outs = self._outs(frame, asked)
@@ -96,7 +96,7 @@ class _Widening:
             yield from eqn.invars
 
     def _outs(self, frame: Frame, asked: set[jc.Var]) -> frozenset[int]:
-        """Which results of a program are wanted; of a loop also what goes around."""
+        """Returns the indices of the asked results, including the carries of a loop."""
         outs = frozenset(i for i, v in enumerate(frame.results) if v in asked)
         if not frame.carries:
             return outs
@@ -110,7 +110,7 @@ class _Widening:
     def program(
         self, program: jc.Jaxpr, outs: frozenset[int], ins: Collection[int] = ()
     ) -> jc.Jaxpr:
-        """A program with results `outs` in float32, and inputs `ins`."""
+        """Returns a program with the results `outs` and the inputs `ins` in float32."""
         key = id(program), outs, frozenset(ins)
         if key not in self.programs:
             self.programs[key] = self._written(program, outs, ins)
@@ -150,9 +150,9 @@ class _Widening:
         read: Callable[[Atom], Any],
         eqns: list[jc.JaxprEqn],
     ) -> bool:
-        """Writes an equation with the results that are asked for in float32, if it can.
+        """Rewrites an equation so that the asked results are float32, if it can.
 
-        In half they are there too, for others who read them.
+        It also casts them to half for other equations that read them.
         """
         name, params, invars = eqn.primitive.name, dict(eqn.params), list(eqn.invars)
         results = [v for v in eqn.outvars if v in asked]
@@ -184,10 +184,10 @@ class _Widening:
     def _called(
         self, eqn: jc.JaxprEqn, asked: set[jc.Var], read: Callable[[Atom], Any]
     ) -> tuple[dict[str, Any], list[Any]]:
-        """The parameters and operands of an equation that holds programs."""
+        """Returns the parameters and operands of an equation that calls programs."""
         invars, frames = list(eqn.invars), frames_of(eqn)
         pairs = [(f.program, self._outs(f, asked)) for f in frames]
-        # One branch may ask for an operand that another does not.
+        # Branches have the same operands, and may ask for different ones.
         wide: set[int] = set()
         for program, outs in pairs:
             taken = self.asked(program, outs)
@@ -200,7 +200,7 @@ class _Widening:
 
 
 def _sums_a_sum(eqn: jc.JaxprEqn, made: dict[Any, jc.JaxprEqn]) -> bool:
-    """Whether a sum is over some axes of a sum over others, and not of activations."""
+    """Whether a sum has another sum as its operand, and not activations."""
     if eqn.primitive.name != "reduce_sum":
         return False
     name = "convert_element_type"
@@ -236,7 +236,7 @@ def _new(var: jc.Var) -> jc.Var:
 
 
 def _converted(wide: jc.Var, var: jc.Var) -> jc.JaxprEqn:
-    """The equation that casts a value to half as well."""
+    """Returns the equation that casts a float32 value to half."""
     return jax_internals.conversion(wide, dtype_of(var), None).replace(outvars=[var])
 
 

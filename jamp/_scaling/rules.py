@@ -1,6 +1,6 @@
-"""Loss scaling: a frozen rule, and the state that it carries through the steps.
+"""Rules of loss scaling, and the state that a rule updates after each step.
 
-After apex/amp/scaler.py, with the hysteresis of apex's update_scale_hysteresis kernel.
+Based on apex/amp/scaler.py and on apex's update_scale_hysteresis kernel.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class LossScaleState(NamedTuple):
     """The state of a loss scale between steps.
 
     Attributes:
-        scale: the factor on the loss, shape (), float32.
-        unskipped: clean steps since the scale last moved, shape (), int32.
-        hysteresis: non-finite steps still tolerated, shape (), int32.
+        scale: the factor of the loss, shape (), float32.
+        unskipped: finite steps since the scale last moved, shape (), int32.
+        hysteresis: non-finite steps until the scale falls, shape (), int32.
         consecutive_skips: skipped steps in a row, shape (), int32.
     """
 
@@ -45,7 +45,7 @@ class LossScaleState(NamedTuple):
 
 
 class HasLossScales(HasGroups, Protocol):
-    """The part of an `AmpState` that this package reads."""
+    """The fields of an `AmpState` that this package reads."""
 
     @property
     def loss_scales(self) -> Any: ...
@@ -56,21 +56,15 @@ class HasLossScales(HasGroups, Protocol):
 
 
 def check_state(state: object, call: str) -> None:
-    """Raises unless `state` is an AmpState; `call` is what the caller wrote."""
+    """Raises unless `state` is an AmpState; `call` is the code of the caller."""
     if hasattr(state, "loss_scale_rules") and hasattr(state, "apply_gradients"):
         return
     remedy = ""
     if any(cls.__module__.startswith("flax.nnx") for cls in type(state).__mro__):
-        remedy = " For NNX pass `optimizer.amp_state(model)`."
-        if call.startswith("jamp.scaled_"):
-            name = call.partition("(")[0].removeprefix("jamp.")
-            remedy = (
-                f" For NNX write `jamp.nnx.{name}(loss_fn)(model, optimizer, ...)`."
-            )
-    if call.startswith("jamp.diagnostics."):
         remedy = (
-            " For NNX, first write `loss_fn, state = jamp.nnx.pure(loss_fn, model, "
-            "optimizer)`."
+            " For NNX, write `jamp.nnx.scaled_grad(loss_fn)(model, optimizer, ...)`; "
+            "`optimizer.amp_state(model)` and `jamp.nnx.pure` return states for other "
+            "functions."
         )
     raise TypeError(
         f"{call} takes the AmpState that `jamp.initialize` returned, got "
@@ -79,35 +73,35 @@ def check_state(state: object, call: str) -> None:
 
 
 def check_single(state: Any, call: str) -> None:
-    """Raises unless `state` is one AmpState: not replicated, and not an ensemble."""
+    """Raises unless `state` is an AmpState that is not replicated or an ensemble."""
     check_state(state, call)
     shape = jnp.shape(state.step)
     if shape:
         raise ValueError(
-            f"{call} takes one state, and `state.step` has shape {shape}: the state is "
-            "replicated or an ensemble. Call it inside of `pmap` or `vmap`, or pass "
-            "`flax.jax_utils.unreplicate(state)` or, for member i, "
+            f"{call} takes one state. `state.step` has shape {shape}, so the state is "
+            "replicated or an ensemble. Call the function inside `pmap` or `vmap`, or "
+            "pass `flax.jax_utils.unreplicate(state)` or, for member i, "
             "`jax.tree.map(lambda x: x[i], state)`."
         )
 
 
 class _Rule:
-    """What both rules do with the current scale."""
+    """The methods that both rules share."""
 
     def scale_loss(self, loss: Array, state: LossScaleState) -> Float[Array, ""]:
-        """The loss in float32 times the scale."""
+        """Multiplies the loss by the scale in float32."""
         return jnp.asarray(loss).astype(jnp.float32) * current_scale(self, state)
 
     def unscale(self, tree: PyTree, state: LossScaleState) -> PyTree:
-        """Float leaves in float32, divided by the scale; other leaves as they are."""
+        """Divides float leaves by the scale in float32, and keeps other leaves."""
         return unscale_tree(tree, current_scale(self, state))
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(_Rule):
-    """Multiplies the scale by `factor` after `window` clean steps, divides on overflow.
+    """Multiplies the scale after `window` finite steps, and divides it on overflow.
 
-    With `finite` telling whether all gradients of the step were finite:
+    A step is finite if all its gradients are:
 
         finite:      unskipped += 1;  at unskipped == window:
                      scale = min(scale * factor, max_scale), unskipped = 0
@@ -117,9 +111,9 @@ class DynamicLossScale(_Rule):
     Attributes:
         init_scale: the first scale; capped at `max_scale`, as in apex.
         factor: greater than 1 (apex accepts one and ignores it).
-        window: clean steps until the scale grows; Flax grows one step later.
-        min_scale: floor; None or 0 is float32's smallest normal, so never 0.
-        max_scale: ceiling; None and more than 2**126 are 2**126, so never inf.
+        window: finite steps until the scale grows; Flax grows one step later.
+        min_scale: floor; None or 0 means 2**-126, so the scale is never 0.
+        max_scale: ceiling; None means 2**126, which is also the highest ceiling.
         hysteresis: non-finite steps in a row until the scale falls.
 
     Raises:
@@ -131,7 +125,7 @@ class DynamicLossScale(_Rule):
     [8.0, 16.0, 8.0]
     """
 
-    checks: ClassVar[bool] = True  # gradients are looked at, and steps skipped
+    checks: ClassVar[bool] = True  # checks gradients, and skips steps
     moves: ClassVar[bool] = True  # the scale can change
 
     init_scale: float = 2.0**16
@@ -163,23 +157,23 @@ class DynamicLossScale(_Rule):
 
     @property
     def _limits(self) -> tuple[float, float]:
-        """The scale stays between these two."""
+        """The lowest and the highest scale."""
         lowest = max(self.min_scale or SMALLEST_SCALE, SMALLEST_SCALE)
         return lowest, min(self.max_scale or LARGEST_SCALE, LARGEST_SCALE)
 
     def init(self) -> LossScaleState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return _state(min(self.init_scale, self._limits[1]), self.hysteresis)
 
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
-        """The state after a step whose gradients were all finite, or not."""
-        # Of `lax`: each function of `jnp` is traced as a program of its own.
+        """Returns the state after a step with gradients that are all finite, or not."""
+        # Functions of `jnp` are jitted and would be traced; functions of `lax` are not.
         finite, scale = jnp.asarray(finite), jnp.asarray(state.scale, FLOAT32)
         lowest, highest = map(np.float32, self._limits)
         left = lax.max(lax.sub(state.hysteresis, _ONE), _ZERO)
         left = lax.select(finite, np.int32(self.hysteresis), left)
         unskipped = lax.select(finite, lax.add(state.unskipped, _ONE), _ZERO)
-        # At least, not equal: a checkpoint may come from a run with a longer window.
+        # `unskipped` can exceed `window` after a restart with a shorter window.
         grows = lax.ge(unskipped, np.int32(self.window))
         falls = lax.bitwise_and(lax.bitwise_not(finite), lax.eq(left, _ZERO))
         grown = lax.min(lax.mul(scale, np.float32(self.factor)), highest)
@@ -197,9 +191,9 @@ class StaticLossScale(_Rule):
     """A scale that never moves.
 
     Attributes:
-        scale: the factor on the loss, positive and finite.
-        check: whether non-finite gradients skip the step. As in apex they do not:
-            they reach the optimizer.
+        scale: the factor of the loss, positive and finite.
+        check: whether non-finite gradients skip the step. By default they reach the
+            optimizer, as in apex.
 
     Raises:
         ValueError: `scale` is not positive and finite.
@@ -220,15 +214,15 @@ class StaticLossScale(_Rule):
 
     @property
     def checks(self) -> bool:
-        """Whether gradients are checked, and steps skipped."""
+        """Whether non-finite gradients skip the step."""
         return self.check
 
     def init(self) -> LossScaleState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return _state(self.scale, 1)
 
     def update(self, state: LossScaleState, finite: Bool[Array, ""]) -> LossScaleState:
-        """Counts the step; the scale stays."""
+        """Counts a step, and keeps the scale."""
         finite = jnp.asarray(finite)
         counted = optax.safe_increment(state.unskipped)
         if not self.check:
@@ -243,24 +237,24 @@ type LossScaleRule = DynamicLossScale | StaticLossScale
 
 
 def current_scale(rule: Any, state: LossScaleState) -> Float[Array, ""]:
-    """The scale of this step. A static one is a constant: products with 1 fold away."""
+    """Returns the scale, as a constant if it is static, so that XLA folds x * 1."""
     if isinstance(rule, StaticLossScale):
         return jnp.asarray(rule.scale, FLOAT32)
     return state.scale
 
 
 def lowest_scale(rule: LossScaleRule) -> float:
-    """The scale below which a rule never falls."""
+    """Returns the floor of the scale."""
     return rule.scale if isinstance(rule, StaticLossScale) else rule._limits[0]
 
 
 def scales_in_use(
     rules: Sequence[LossScaleRule], states: Sequence[LossScaleState]
 ) -> Any:
-    """The scale of the next loss; for several losses a tuple of scales."""
+    """Returns the scale of the next loss; for several losses, a tuple."""
     pairs = zip(rules, states, strict=True)
     scales = tuple(
-        # With the shape and placement of the scale in the state.
+        # keeps the shape and sharding of the scale in the state
         jnp.full_like(s.scale, rule.scale)
         if isinstance(rule, StaticLossScale) and isinstance(s.scale, jax.Array)
         else s.scale
@@ -272,7 +266,7 @@ def scales_in_use(
 def loss_scale_rule(
     loss_scale: Any, min_loss_scale: float | None, max_loss_scale: float | None
 ) -> LossScaleRule:
-    """The rule for `initialize`'s arguments: "dynamic", a number, or a rule itself."""
+    """Returns the rule for the arguments of `initialize`."""
     if loss_scale == "dynamic":
         start = max(DynamicLossScale.init_scale, min_loss_scale or 0.0)
         return DynamicLossScale(
@@ -284,24 +278,22 @@ def loss_scale_rule(
 
 
 def unscale_tree(tree: PyTree, scale: Float[Array, ""] | float) -> PyTree:
-    """Multiplies float leaves, in float32, by `1 / scale`, as apex's kernel does."""
+    """Multiplies float leaves by `1 / scale` in float32, like apex's kernel."""
     inverse = 1.0 / jnp.asarray(scale, jnp.float32)
-
-    def leaf(x):
-        if not is_differentiable(x):
-            return x
-        x = widen(jnp.asarray(x))
-        return lax.mul(x, lax.convert_element_type(inverse, x.dtype))
-
-    return jax.tree.map(leaf, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    for i, x in enumerate(leaves):
+        if is_differentiable(x):
+            x = widen(jnp.asarray(x))
+            leaves[i] = lax.mul(x, lax.convert_element_type(inverse, x.dtype))
+    return structure.unflatten(leaves)
 
 
 def _state(scale: float, hysteresis: int) -> LossScaleState:
-    # One array per field: a donated buffer must not occur twice.
+    # Each field has its own array, because a buffer can only be donated once.
     counts = [jnp.asarray(x, jnp.int32) for x in (0, hysteresis, 0)]
     return LossScaleState(jnp.asarray(scale, jnp.float32), *counts)
 
 
 def count_skips(state: LossScaleState, finite: Bool[Array, ""]) -> Int[Array, ""]:
-    """`consecutive_skips` after one more step."""
+    """Returns `consecutive_skips` after one more step."""
     return lax.select(finite, _ZERO, optax.safe_increment(state.consecutive_skips))

@@ -1,14 +1,13 @@
-"""Gradients divided by the loss scale, and NaN after an overflow; a table of them.
+"""Unscaled gradients, which are NaN after an overflow, and a table of their origins.
 
     half gradient g, scale s, finite f  ->  float32(g) * (1 / s) * (1 if f else NaN)
 
-An overflow so survives what people do with gradients (sums, means, norms, clips, `sign`
-and any optax chain), and `apply_gradients` finds it in whatever it gets.
+Sums, means, norms, clips, `sign` and optax chains keep the NaN, so `apply_gradients`
+finds an overflow in gradients that the user has changed.
 
-A table remembers, for each leaf, the flag, so that `apply_gradients` does not check
-again, and the half gradient, which a fused optimizer unscales while it steps. A leaf
-that changed is not in the table. Only the number of bytes depends on the table, and it
-keeps nothing alive.
+For each leaf, the table holds the flag, so that `apply_gradients` does not check again,
+and the half gradient, which a fused optimizer unscales in its own pass. A changed leaf
+is not in the table. The table changes only memory traffic, and keeps no array alive.
 """
 
 import weakref
@@ -39,9 +38,9 @@ class Raw(NamedTuple):
     """The origin of an unscaled gradient.
 
     Attributes:
-        loss_id: the loss that it is for.
-        grad: the gradient times the scale, in the dtype of its param; None if gone.
-        scale: what it was divided by, shape (), float32.
+        loss_id: the id of the loss.
+        grad: the scaled gradient in the dtype of its param; None if it is deleted.
+        scale: the loss scale, shape (), float32.
         finite: whether the loss and all its gradients are finite, shape (), bool; None
             if the rule does not check.
     """
@@ -52,8 +51,8 @@ class Raw(NamedTuple):
     finite: Bool[Array, ""] | None
 
 
-# By the id of a leaf: the leaf, whether the rule checks, and functions that return the
-# rest. They hold tracers weakly: a strong reference would keep their trace alive.
+# By the id of a leaf: a weak reference to it, whether the rule checks, the loss_id, and
+# functions that return the rest. A strong reference would keep a trace alive.
 _table: dict[int, tuple[Callable[[], Any], bool, int, list[Callable[[], Any]]]] = {}
 
 
@@ -64,33 +63,29 @@ def nan_unless(
     scale: Float[Array, ""],
     loss_id: int,
 ) -> PyTree:
-    """Multiplies divided gradients by NaN after an overflow, and remembers `grads`.
+    """Multiplies unscaled gradients by NaN after an overflow, and fills the table.
 
     `finite` is None for a rule that does not check.
     """
     factor = None
     if finite is not None:
         factor = lax.select(finite, np.float32(1), np.float32(np.nan))
+    flags = (scale, finite)
+    held = [weakref.ref(x) if is_traced(x) else lambda x=x: x for x in flags]
     leaves, structure = jax.tree.flatten(divided)
     for i, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
         if factor is not None and is_differentiable(leaf):
             leaves[i] = lax.mul(leaf, lax.convert_element_type(factor, leaf.dtype))
         if isinstance(grad, jax.Array) and is_differentiable(grad):
-            _remember(leaves[i], Raw(loss_id, grad, scale, finite))
+            key = id(leaves[i])
+            own = weakref.ref(leaves[i], lambda _, key=key: _table.pop(key, None))
+            parts = [weakref.ref(grad), *held]
+            _table[key] = own, finite is not None, loss_id, parts
     return structure.unflatten(leaves)
 
 
-def _remember(leaf: Array, raw: Raw) -> None:
-    key = id(leaf)
-    flags = raw.scale, raw.finite
-    held = [weakref.ref(x) if is_traced(x) else lambda x=x: x for x in flags]
-    parts = [weakref.ref(raw.grad), *held]
-    own = weakref.ref(leaf, lambda _: _table.pop(key, None))
-    _table[key] = own, raw.finite is not None, raw.loss_id, parts
-
-
 def raw_of(leaf: object) -> Raw | None:
-    """The origin of a gradient, if `nan_unless` made this very array."""
+    """Returns the origin of a gradient, if `nan_unless` returned this very array."""
     own, checks, loss_id, parts = _table.get(id(leaf), (lambda: None, False, 0, ()))
     if leaf is None or own() is not leaf:
         return None
@@ -101,12 +96,12 @@ def raw_of(leaf: object) -> Raw | None:
 
 
 def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
-    """Whether jamp unscaled the gradients, or those that they are computed from.
+    """Whether gradients are unscaled, or a traced program computes them from such.
 
     Args:
         grads: leaves.
-        scale: the loss scale; None if it is a constant. Gradients that a traced program
-            computes from it may be scaled although they read unscaled ones too.
+        scale: the loss scale, or None if it is constant. Gradients that depend on it
+            may be scaled, although they depend on unscaled gradients too.
     """
     if any(raw_of(x) is not None for x in grads):
         return True
@@ -119,9 +114,9 @@ def are_unscaled(grads: Sequence[Any], scale: Any) -> bool:
 
 
 def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] | None]:
-    """The gradients before the division, and the scale; else `grads` and None.
+    """Returns the scaled gradients and the scale, or `grads` and None if unknown.
 
-    They lack the NaN of an overflow, so they need a step that skips after one.
+    Scaled gradients are not NaN after an overflow, so the step must have a skip.
     """
     leaves, structure = jax.tree.flatten(grads)
     raws = [raw_of(leaf) for leaf in leaves]
@@ -135,11 +130,11 @@ def still_scaled(grads: PyTree, skips: bool) -> tuple[PyTree, Float[Array, ""] |
 
 
 def warn_without_scale(grads: Sequence[Any], state: HasLossScales) -> None:
-    """Warns if a traced program computes gradients of params without the scale."""
+    """Warns if a traced program computes gradients from params without the scale."""
     others = [x for x in grads if raw_of(x) is None and equation_of(x) is not None]
     if not others or not any(rule.moves for rule in state.loss_scale_rules):
         return
-    # The scale of a later step of the same program is computed from earlier scales.
+    # In a program of several steps, a scale is computed from earlier scales.
     is_scale = lambda x: getattr(x, "shape", None) == () and x.dtype == FLOAT32  # noqa: E731
     now = [scale_state.scale for scale_state in state.loss_scales]
     scales = set(map(id, ancestors(now, is_scale)))

@@ -1,7 +1,7 @@
-"""Gradients of a scaled loss: `scaled_grad`, `scaled_value_and_grad`.
+"""Gradients of a scaled loss: `scaled_grad` and `scaled_value_and_grad`.
 
-After apex/amp/handle.py:scale_loss. The loss is multiplied in float32, so it is never
-NaN because it left the range of float16.
+Based on apex/amp/handle.py:scale_loss. The scaled loss is float32, so it does not
+overflow.
 """
 
 import dataclasses
@@ -27,24 +27,23 @@ from jamp._core.tree import (
 )
 from jamp._policy.forward import under_policy
 from jamp._scaling import mapped_axis
-from jamp._scaling.loss import find_loss_scale, grad_of_product
+from jamp._scaling.loss import find_loss_scale, grad_of_product, run_loss
 from jamp._scaling.rules import HasLossScales, current_scale, unscale_tree
-from jamp._scaling.twice import run_loss
 from jamp._scaling.unscaled import nan_unless
 
 _CALL = "jamp.scaled_value_and_grad(loss_fn)(state, ...)"
 _CALLED = (
-    "jamp called loss_fn({}). The params of the state come first: after the state, "
-    "pass the arguments that follow them."
+    "jamp called loss_fn({}). The first argument of loss_fn is the params of the "
+    "state. After the state, pass the other arguments."
 )
 _TRACED = (
-    "jamp traces loss_fn, as jax.jit does: in place of `if` and `float`, write "
-    "jnp.where, or return the value with has_aux=True."
+    "jamp traces loss_fn, as jax.jit does. Replace `if` by jnp.where, and return "
+    "values with has_aux=True instead of calling `float`."
 )
 
 
 def check_call[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
-    """Raises for arguments of the returned function, and for options of JAX."""
+    """Raises if a caller passes the arguments of the loss, or `argnums` as in JAX."""
 
     @functools.wraps(fn)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -56,9 +55,9 @@ def check_call[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
             )
         if "argnums" in kwargs:
             raise TypeError(
-                f"{fn.__name__} has no argnums: the first argument of loss_fn is the "
-                "params of the state; leave it out. wrt= picks groups. Put everything "
-                "that is trained into the params."
+                f"{fn.__name__} has no argnums: it differentiates the first argument "
+                "of loss_fn, the params of the state. Put everything that is trained "
+                "into the params; wrt= picks groups."
             )
         return fn(*args, **kwargs)
 
@@ -66,7 +65,7 @@ def check_call[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
 
 
 class GradOptions(TypedDict, total=False):
-    """The options of `scaled_value_and_grad` beyond `has_aux`; explained there."""
+    """The options of `scaled_value_and_grad` except `has_aux`."""
 
     loss_id: int
     wrt: Any
@@ -100,39 +99,40 @@ def scaled_value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` for an AmpState: scales the loss, runs the model in half.
 
-    The gradients are a plain tree, divided by the scale: sum them, clip them, take
-    their norm. If one of them or the loss is not finite, all of them are NaN, and
-    `AmpState.apply_gradients` skips a step whose gradients are not finite.
+    The gradients are a plain tree, divided by the scale. You may sum or clip them, or
+    take their norm. If a gradient or the loss is not finite, all gradients are NaN, and
+    `AmpState.apply_gradients` skips the step. With a static scale, gradients are not
+    checked.
 
     Args:
-        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`;
-            `loss` is a float scalar, in float32 rather than in half.
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
+            `loss` is a float scalar, preferably in float32.
         has_aux: whether `loss_fn` returns `(loss, aux)`.
         loss_id: which of the state's loss scales to use.
-        wrt: the groups to differentiate, of several: a key, a sequence of keys, or None
-            for all. `loss_fn` always gets the params of all groups.
-        axis_name: name of a mapped axis (`shard_map`, `pmap`) to average loss and
-            gradients over, in float32. Leave it out under `jit` with sharded arrays.
-        predivide: divides gradients before the sum over `axis_name`, which float32 may
-            not hold, and the rest of the axis size after it. apex's
-            `gradient_predivide_factor`.
+        wrt: the groups to differentiate: a key, a sequence of keys, or None for all.
+            `loss_fn` always gets the params of all groups.
+        axis_name: the name of a mapped axis (`shard_map`, `pmap`). The loss and the
+            gradients are averaged over it in float32. Under `jit` with sharded arrays,
+            leave it out.
+        predivide: apex's `gradient_predivide_factor`. It divides the gradients before
+            the sum over `axis_name`, so that the sum does not overflow. The rest of the
+            axis size divides them afterwards.
 
     Returns:
-        `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`: the
-        loss unscaled in float32; the gradients in float32 (float64 of float64 params),
-        in the structure of the params, with None where a param is not a float. With
-        `wrt=key` the tree of that group; with several keys the container of all groups,
-        None for the others (in a dict, no entry). A static scale does not check: inf
-        stays inf.
+        `f(state, *args, **kwargs) -> (loss, grads)`, or `((loss, aux), grads)`. The
+        loss is unscaled, in float32. The gradients have the structure of the params,
+        with None for non-float leaves; they are float32, or float64 for float64 params.
+        With `wrt=key` they are the tree of that group; with several keys, the container
+        of all groups, with None or no entry for the others.
 
     Raises:
-        ValueError: `predivide` is not a positive number, or without `axis_name`.
+        ValueError: `predivide` is not a positive number, or has no `axis_name`.
 
     Raises (when called):
         TypeError: `state` is not an AmpState; the loss is not a float scalar.
         IndexError: `loss_id` is out of range.
-        ValueError: `wrt` names no group; `axis_name` is not bound; arguments are on
-            other devices than the state; `loss_fn` calls `scale_loss` on its loss.
+        ValueError: `wrt` names no group; `axis_name` is not bound; arguments are not on
+            the devices of the state; `loss_fn` calls `scale_loss` on its loss.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> params = {"w": jnp.ones(2)}
@@ -157,7 +157,7 @@ def scaled_value_and_grad(
 
 @dataclasses.dataclass(frozen=True)
 class ScaledGrad:
-    """The gradient of a scaled loss; see `scaled_value_and_grad`."""
+    """Computes gradients of a scaled loss; see `scaled_value_and_grad`."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool = False
@@ -174,9 +174,10 @@ class ScaledGrad:
     def checked(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], PyTree, Bool[Array, ""] | None]:
-        """`((loss, aux), grads, finite)`; the flag is None if the rule does not check.
+        """Returns `((loss, aux), grads, finite)` with unscaled gradients.
 
-        It says whether the loss and all its gradients are finite.
+        `finite` is whether the loss and all gradients are finite, or None if the rule
+        does not check.
         """
         check_same_devices(("state", state), ("args", args), *kwargs.items())
         check_transfers((args, kwargs))
@@ -191,8 +192,8 @@ class ScaledGrad:
         scale = current_scale(rule, state.loss_scales[self.loss_id])
         divided, finite = unscale_tree(raw, scale), None
         if rule.checks:
-            # `abs`, `max`, `where` and `clip` select in the backward pass: the
-            # gradients of a loss that is NaN can be finite.
+            # The gradients of a NaN loss can be finite, because `abs`, `max`, `where`
+            # and `clip` select in the backward pass.
             txs = groups.split(state.tx, tuple(raw))
             flags = [unscaled_finite(txs[k], raw[k], divided[k], scale) for k in raw]
             finite = functools.reduce(jnp.logical_and, flags)
@@ -206,10 +207,10 @@ class ScaledGrad:
     def raw(
         self, state: HasLossScales, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Array, Any], dict[Key, PyTree]]:
-        """`((loss, aux), grads)`: by group, times the scale, in the params' dtypes.
+        """Returns `((loss, aux), grads)` with scaled gradients by group.
 
-        With a `reduce_dtype`, in that. Over `axis_name` params are made to vary, and
-        nothing is averaged.
+        They have the dtypes of the params, or `reduce_dtype`, and are not averaged over
+        `axis_name`.
         """
         rule, scale_state = find_loss_scale(state, self.loss_id, _CALL)
         whole = groups.split(state.params, groups.group_keys(state.tx))
@@ -260,12 +261,9 @@ def scaled_grad(
     has_aux: bool = False,
     **options: Unpack[GradOptions],
 ) -> Callable[..., Any]:
-    """`scaled_value_and_grad` without the value.
+    """Like `scaled_value_and_grad`, but returns `grads`, or `(grads, aux)`.
 
-    Args, errors: see `scaled_value_and_grad`.
-
-    Returns:
-        `f(state, *args, **kwargs) -> grads`, or `(grads, aux)` with `has_aux`.
+    See `scaled_value_and_grad` for the arguments and errors.
 
     >>> import jax.numpy as jnp, jamp, optax
     >>> state = jamp.initialize(jnp.ones(2), optax.sgd(1.0), "O0", verbosity=0)

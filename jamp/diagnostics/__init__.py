@@ -4,8 +4,8 @@ May import all packages but `nnx`. `_autocast` records its decisions as notes in
 program that it writes; these modules count, explain and print them.
 
 - `explain`: `_explain` makes `_operation`s of a program; `_explanation` prints them.
-- `locate`, `recommend_scale`: `_step` traces a step. `_replay` runs it one operation at
-  a time, `_programs` enters loops and branches, `_location` and `_advice` report.
+- `locate`, `recommend_scale`: `_step` traces a step, and `_replay` runs it one
+  operation at a time. `_location` and `_advice` report.
 - `SkipLog`: the last skips of a run. `_doctor`: the output of `python -m jamp`.
 """
 
@@ -15,4 +15,4 @@ from jamp.diagnostics._locate import locate as locate
 from jamp.diagnostics._location import Location as Location
 from jamp.diagnostics._operation import Operation as Operation
 from jamp.diagnostics._recommend import recommend_scale as recommend_scale
-from jamp.diagnostics._skip_log import Skip as Skip, SkipLog as SkipLog
+from jamp.diagnostics._skip_log import SkipLog as SkipLog

@@ -1,6 +1,5 @@
 """Names an operation in words, and says what to do about one that overflowed."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +18,11 @@ _WORDS = {
     "add_any": "a sum of two gradients",
     "sub": "a difference x - y",
     "div": "a quotient x / y",
-    "integer_pow": "a power x ** n",
-    "square": "a square",
+    "integer_pow": "a power x ** {y}",
     "pow": "a power x ** y",
+    "square": "a square",
     "exp": "an exponential",
-    "exp2": "an exponential",
     "log": "a logarithm",
-    "log1p": "a logarithm",
     "sqrt": "a square root",
     "rsqrt": "a reciprocal square root",
     "reduce_sum": "a sum over axes",
@@ -34,15 +31,22 @@ _WORDS = {
 }
 _CAST = "a cast to "
 _CASTS = ("convert_element_type", "reduce_precision")
-_PRODUCTS = ("a matmul", "a convolution")
-_ROOTS = ("rsqrt", "sqrt", "pow", "integer_pow", "cbrt")
+# They are infinite at zero, and so are the derivatives that consist of them.
+_POLES = ("div", "log", "rsqrt")
+# By whether the scale is dynamic.
+SCALE_TOO_HIGH = {
+    True: "Only the loss scale is too high. It falls by itself: there is nothing to "
+    "fix. `recommend_scale` finds one that skips no first steps.",
+    False: "Only the loss scale is too high, and it is static: write "
+    'loss_scale="dynamic", or take the one that `recommend_scale` finds.',
+}
 
 
 def words_of(eqn: jc.JaxprEqn, dtype: str) -> str:
     """An operation in words. A cast names the dtype of its result."""
     name = primitive_name(eqn)
     if name not in _CASTS:
-        return _WORDS.get(name, f"`{name}`")
+        return _WORDS.get(name, f"`{name}`").format_map(eqn.params)
     in_float16 = name == "reduce_precision" and eqn.params["exponent_bits"] == 5
     return f"{_CAST}{'float16' if in_float16 else dtype}"
 
@@ -55,20 +59,10 @@ def advice_for(found: Location) -> str:
     return text.format(most=f"{float(most):.5g}", dtype=dtype)
 
 
-def scale_advice(scale: float, clean: float, moves: bool) -> str:
-    """The advice if the gradients are finite at `clean` and lower loss scales.
-
-    Args:
-        scale: the present loss scale.
-        clean: the largest power of two below it at which the gradients are finite.
-        moves: whether the scale is dynamic.
-    """
-    then = 'is static: write loss_scale="dynamic".'
-    if moves:
-        skips = math.ceil(math.log2(scale / clean))
-        then = f"falls by itself, in {skips} skipped step(s): there is nothing to fix."
-    finite = f"at {clean:g} all gradients are finite"
-    return f"Only the loss scale is too high: {finite}. It {then}"
+def overflows(found: Location) -> bool:
+    """Whether an operation of the forward pass exceeds the range of its dtype."""
+    is_overflow = bool(found.result and found.result.infs) and not _is_at_pole(found)
+    return is_overflow and found.phase == "forward"
 
 
 def _dtype_of_range(found: Location) -> str:
@@ -82,10 +76,11 @@ def _is_float16(found: Location) -> bool:
     return _dtype_of_range(found) == "float16"
 
 
-def _reads_zero(found: Location) -> bool:
-    """Whether zero is in the range of the last operand."""
+def _is_at_pole(found: Location) -> bool:
+    """Whether a quotient, a root or a negative power is taken at zero."""
+    divides = found.primitive in _POLES or found.operation.startswith("a power x ** -")
     ranges = [(x.low or 0, x.high or 0) for x in found.operands[-1:]]
-    return any(low <= 0 <= high for low, high in ranges)
+    return divides and any(low <= 0 <= high for low, high in ranges)
 
 
 _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
@@ -115,19 +110,10 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "`jax.nn.log_softmax` of the logits instead of log(softmax(x)).",
     ),
     (
-        lambda f: f.primitive == "div" and f.phase == "backward" and _reads_zero(f),
-        "A derivative divides by zero, as those of roots, norms and logarithms do "
-        "at zero: add an epsilon inside, or put a `jnp.where` before it, not after.",
-    ),
-    (
-        lambda f: f.primitive == "div" and _reads_zero(f),
-        "A division by zero: add an epsilon that the dtype can hold to the "
-        "denominator, or replace its zeros by `jnp.where` before the division.",
-    ),
-    (
-        lambda f: f.primitive in _ROOTS and _reads_zero(f),
-        "A root or a negative power at zero, whose value or slope is infinite: "
-        "add an epsilon inside, `sqrt(x + eps)`; 1e-8 is zero in float16.",
+        _is_at_pole,
+        "A division by zero, which roots and norms do too, at the latest in their "
+        "derivatives: add an epsilon inside, `sqrt(x + eps)`, that the dtype can hold "
+        "(1e-8 is zero in float16), or put a `jnp.where` before it, not after.",
     ),
     (
         lambda f: f.phase == "backward" and _is_float16(f),
@@ -135,19 +121,9 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
         "loss instead of its sum, give it a smaller weight, or use O4 or O5.",
     ),
     (
-        lambda f: f.primitive in _CASTS and _is_float16(f),
-        "A float32 value is beyond {most}, float16's largest: scale it down, "
-        "keep its reader in float32 (`keep_fp32=`), or use O4 or O5.",
-    ),
-    (
-        lambda f: f.operation in _PRODUCTS and _is_float16(f),
+        lambda f: f.operation in ("a matmul", "a convolution") and _is_float16(f),
         "The matmul is beyond {most}, float16's largest: scale an operand before it "
         "(queries by 1/sqrt(d)), normalize the operand, or use O5.",
-    ),
-    (
-        lambda f: f.operation.startswith("a sum") and _is_float16(f),
-        "The sum is beyond {most}, float16's largest: sum in float32, "
-        "`x.sum(dtype=jnp.float32)`, or take the mean.",
     ),
     (
         lambda f: f.result is not None and f.result.infs == 0,
@@ -156,9 +132,9 @@ _TABLE: tuple[tuple[Callable[[Location], bool], str], ...] = (
     ),
     (
         _is_float16,
-        "The result is beyond {most}, float16's largest: train in bfloat16 (O4, O5), "
-        "which has the range of float32, or compute this in float32 "
-        "(`jamp.float_function`, `keep_fp32=`).",
+        "A value is beyond {most}, float16's largest: scale it down, compute this in "
+        "float32 (`jamp.float_function`), keep its reader in float32 (`keep_fp32=`), "
+        "or train in bfloat16 (O4, O5), which has the range of float32.",
     ),
     (
         lambda f: True,

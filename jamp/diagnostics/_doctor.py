@@ -18,7 +18,8 @@ _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "CUDA_VISIBLE_DEVI
 def report() -> Iterator[str]:
     """Yields the lines to print."""
     yield f"Python {platform.python_version()}, {platform.platform()}"
-    yield ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    yield ", ".join(f"{x} {installed.get(x, 'not installed')}" for x in _PACKAGES)
     devices = jax.devices()
     for kind in dict.fromkeys(d.device_kind for d in devices):
         same = [d for d in devices if d.device_kind == kind]
@@ -36,13 +37,6 @@ def report() -> Iterator[str]:
         )
     for name in filter(os.environ.__contains__, _VARIABLES):
         yield f"{name}={os.environ[name]}"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _half(device: Any) -> str:

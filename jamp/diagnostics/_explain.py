@@ -200,7 +200,7 @@ def _operation(
 ) -> Operation:
     names = without_notes(around.names)
     dtype = None if note.why == "program" else note.dtype or _own_dtype(eqn)
-    flops, sizes = flops_of(eqn) if "float" in str(dtype) else (None, None)
+    flops = flops_of(eqn) if "float" in str(dtype) else None
     is_late = is_backward(names) or note.why in ("derivative", "gradient")
     waits = eqn.primitive.name == "while" and waits_for_half(eqn)
     return Operation(
@@ -214,7 +214,6 @@ def _operation(
         why="half condition" if waits else note.why,
         reason=_REASONS["half condition"] if waits else reason,
         flops=None if flops is None else flops * around.times,
-        sizes=sizes,
     )
 
 
@@ -302,11 +301,10 @@ def _sentence(note: Note, lists: AutocastLists) -> str:
         return _users_rule(lists, What.PRIMITIVE, name) or _reason_in(ROWS, name)
     if note.why != "region":
         return _REASONS[note.why]
-    if region in _MARKED_BY:
-        return _MARKED_BY[region]
     place = library_place(region)
     return (
-        _users_rule(lists, What.REGION, region)
+        _MARKED_BY.get(region)
+        or _users_rule(lists, What.REGION, region)
         or _users_rule(lists, What.FUNCTION, region, region.rpartition(".")[2], place)
         or f"`{region}`: {_reason_in(_FUNCTION_ROWS, place or region)}"
     )

@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
-import textwrap
+from textwrap import wrap
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SHOWN = 4
+from jamp.diagnostics._replay import Array
 
-type Array = jax.Array | np.ndarray
+_SHOWN = 4
 
 
 class Range(NamedTuple):
@@ -54,7 +54,6 @@ class Location:
         phase: "forward", "backward", or "input" for an argument.
         source: `file:line`.
         module: the modules or name scopes around it, such as `Net/Block_0`.
-        near: the path of the param that was read last before it.
         loops: the iterations of loops around it, from the outside in.
         operands: the types and ranges of its operands.
         result: the type and range of its result; None if all is finite.
@@ -71,7 +70,6 @@ class Location:
     phase: str = ""
     source: str = ""
     module: str = ""
-    near: str = ""
     loops: tuple[str, ...] = ()
     operands: tuple[Range, ...] = ()
     result: Range | None = None
@@ -89,39 +87,23 @@ class Location:
         """One line for each fact, at most 20."""
         if self.finite:
             return f"All is finite: the loss is {self.loss:g}, at scale {self.scale:g}."
-        more = ", ..." if len(self.params) > _SHOWN else ""
-        names = ", ".join(self.params[:_SHOWN]) + more
         phase = f" ({self.primitive}) in the {self.phase} pass"
+        names = ", ".join(self.params[:_SHOWN])
+        more = ", ..." if len(self.params) > _SHOWN else ""
         rows = [
             ("first", self.operation + (phase if self.primitive else "")),
             ("line", self.source),
             ("module", self.module),
-            ("params", self.near and f"{self.near} was read last before it"),
             ("inside", ", ".join(self.loops)),
             *(("operand", str(x)) for x in self.operands[:_SHOWN]),
             ("made by", self.made_by),
             ("result", str(self.result)),
             ("loss", f"{self.loss:g}, at scale {self.scale:g}"),
-            (
-                "gradients",
-                f"{len(self.params)} of {self.total} are not finite"
-                + (names and f": {names}"),
-            ),
-            ("advice", self.advice),
+            ("gradients", f"{len(self.params)} of {self.total} are not finite"),
+            ("", names + more),
+            *(("" if i else "advice", x) for i, x in enumerate(wrap(self.advice, 76))),
         ]
-        lines = ["Not finite:"]
-        for name, text in rows:
-            # A source line stays whole, so that an editor can open it.
-            width = 1000 if name in ("line", "made by") else 88
-            lines += textwrap.wrap(
-                text,
-                width,
-                initial_indent=f"  {name:<10}",
-                subsequent_indent=" " * 12,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        return "\n".join(lines)
+        return "\n".join(["Not finite:", *(f"  {k:<10}{x}" for k, x in rows if x)])
 
     __repr__ = __str__
 

@@ -13,7 +13,7 @@ from jax.extend import core as jc
 from jamp._autocast.primitives import Shape, is_product, traits_of
 from jamp._autocast.program import shape_of, size_of
 
-# Operations that move values compute nothing; nor do these, in any precision.
+# These compute nothing.
 _TRIVIAL = (Shape.SAME, Shape.MARK)
 
 
@@ -28,12 +28,11 @@ class Operation:
         phase: "backward" if it exists for a derivative, else "forward".
         primitive: the name in `jax.make_jaxpr`.
         dtype: the dtype that it runs in; None if it holds a program.
-        rule: of the lists or the region: "half", "float32", "promote", "move" or
-            "recorded".
+        rule: the rule of the lists or the region: "half", "float32", "promote", "move"
+            or "recorded".
         why: one or two words for the decision, such as "list" or "widest".
         reason: the same in a sentence.
-        flops: of a float matmul or convolution, times the trips of the scans around it.
-        sizes: M, N and K of a matmul; the features of a convolution.
+        flops: FLOPs of a float matmul or convolution, in all trips of the scans around.
     """
 
     path: tuple[str, ...]
@@ -46,7 +45,9 @@ class Operation:
     why: str
     reason: str
     flops: int | None
-    sizes: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.primitive} in {self.dtype} ({self.why}) at {self.source}"
 
 
 def is_half(dtype: str | None) -> bool:
@@ -75,50 +76,39 @@ def total_flops(operations: Iterable[Operation]) -> tuple[int, int]:
     return sum(n for n, _ in found), sum(n for n, half in found if half)
 
 
-def warnings_of(op: Operation, level: str) -> list[str]:
-    """Reasons why an operation wastes matrix units, or is unknown to autocast."""
-    where = f"{op.source}: " if op.source else ""
+def warning_of(op: Operation, level: str) -> str:
+    """Why an operation wastes matrix units, or is unknown to autocast; or ""."""
+    where = f"{op.source}: {op.primitive}" if op.source else op.primitive
     if op.why in ("unknown primitive", "half condition"):
-        return [f"{where}{op.primitive}: {op.why}. {op.reason}"]
+        return f"{where}: {op.why}. {op.reason}"
     if op.why == "level" and op.rule is None and "float" in str(op.dtype):
-        return [f"{where}{op.primitive}: jamp cannot look inside. It runs as called."]
-    if op.flops is None or op.phase == "backward" or level == "O0":
-        return []
-    if not is_half(op.dtype):
-        return [f"{where}{op.primitive} runs in {op.dtype} ({op.why}). {op.reason}"]
-    step, sizes = 16 if is_fp8(op.dtype) else 8, op.sizes or ()
-    odd = [str(size) for size in sizes if size > step and size % step]
-    if not odd:
-        return []
-    return [
-        f"{where}{op.primitive} of {' × '.join(map(str, sizes))}: {', '.join(odd)} is "
-        f"not a multiple of {step}, which matrix units need."
-    ]
+        return f"{where}: jamp cannot look inside. It runs as called."
+    is_wide = op.flops is not None and not is_half(op.dtype)
+    if is_wide and op.phase == "forward" and level != "O0":
+        return f"{where} runs in {op.dtype} ({op.why}). {op.reason}"
+    return ""
 
 
-def flops_of(eqn: jc.JaxprEqn) -> tuple[int | None, tuple[int, ...] | None]:
-    """FLOPs of a matmul or convolution, and the sizes that matrix units see, or None.
+def flops_of(eqn: jc.JaxprEqn) -> int | None:
+    """FLOPs of a matmul or convolution, or None.
 
-    - `dot_general`: 2 B M N K, for batch, free and contracted sizes; M, N and K.
+    - `dot_general`: 2 B M N K, for batch, free and contracted sizes.
     - `ragged_dot_general`: the same without the groups: a row meets one group.
     - `conv_general_dilated`: 2 I for each output value and kernel position, for I input
-      features of a group, padding included; the features of the kernel.
+      features of a group, padding included.
     """
     if not is_product(eqn):
-        return None, None
-    name, groups = eqn.primitive.name, ()
+        return None
     numbers: Any = eqn.params.get("dimension_numbers")
-    if name == "ragged_dot_general":
+    lhs, rhs = map(shape_of, eqn.invars[:2])
+    if eqn.primitive.name == "conv_general_dilated":
+        _, inputs, *positions = (rhs[axis] for axis in numbers.rhs_spec)
+        return 2 * size_of(eqn.outvars[0]) * inputs * math.prod(positions)
+    groups = ()
+    if eqn.primitive.name == "ragged_dot_general":
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    lhs, rhs = map(shape_of, eqn.invars[:2])
-    if name == "conv_general_dilated":
-        features, inputs, *positions = (rhs[axis] for axis in numbers.rhs_spec)
-        flops = 2 * size_of(eqn.outvars[0]) * inputs * math.prod(positions)
-        return flops, (features, inputs)
-    (of_lhs, of_rhs), (batch_lhs, batch_rhs) = numbers
-    rows = (s for axis, s in enumerate(lhs) if axis not in {*of_lhs, *batch_lhs})
-    shared = {*of_rhs, *batch_rhs, *groups}
+    (_, contracted), (_, batch) = numbers
+    shared = {*contracted, *batch, *groups}
     n = math.prod(s for axis, s in enumerate(rhs) if axis not in shared)
-    sizes = math.prod(rows), n, math.prod(lhs[axis] for axis in of_lhs)
-    return 2 * math.prod(lhs) * n, sizes
+    return 2 * math.prod(lhs) * n

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jc
 from jaxtyping import Array
 
 from jamp._core.groups import Wrt
 from jamp._core.tree import all_finite
+from jamp.diagnostics._advice import overflows
+from jamp.diagnostics._locate import find_causes
 from jamp.diagnostics._step import function_first, matmul_dtype, trace_scaled_step
 
 _LARGEST = 24  # apex's ceiling is 2**24
@@ -31,7 +32,7 @@ def recommend_scale(
     gradient overflows; or more, if float16 would round more than 1 in 1,000 gradients
     to zero. In bfloat16, which has the range of float32, it is 1. Use it for
     `DynamicLossScale(init_scale=...)`, which then skips no first steps, or as a static
-    scale. It compiles the step once.
+    scale. It compiles the step once, and runs it once more one operation at a time.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
@@ -44,7 +45,9 @@ def recommend_scale(
     Raises (when called):
         TypeError: `state` is not an AmpState, or arrays are traced.
         ValueError: the level does not compute in half.
-        FloatingPointError: the loss or a gradient is not finite at any scale.
+        FloatingPointError: the loss or a gradient is not finite at any scale, or the
+            forward pass overflows in an operation whose result the loss hides, as
+            `jnp.clip(x, -1, 1)` and `1 / x` do.
 
     >>> import jamp, jax.numpy as jnp, optax
     >>> state = jamp.initialize(jnp.ones(4), optax.sgd(1.0), "O2", verbosity=0)
@@ -68,26 +71,28 @@ def recommend_scale(
         def outputs(power: int) -> list[Array]:
             return run(*(x for x, _ in step.inputs_at(2.0**power)))
 
-        def overflows(power: int) -> bool:
+        def overflow_at(power: int) -> bool:
             return not all_finite(outputs(power)[1:])
 
         def loses_digits(power: int) -> bool:
             return _share_lost(outputs(high)[1:], 2.0 ** (power - high)) > _MAX_LOST
 
         with jax.transfer_guard("allow"):
-            loss = float(outputs(0)[0])
-            if not np.isfinite(loss):
+            _, found = find_causes(step, 1.0)
+            hidden = next((x for x in found if overflows(x)), None)
+            if hidden or not all_finite(outputs(0)[0]):
+                where = f"{hidden.operation} at {hidden.source}" if hidden else "a NaN"
                 raise FloatingPointError(
-                    f"The loss is {loss} at any loss scale: the forward pass "
-                    f"overflows in {half}. {_LOCATE}"
+                    f"The forward pass overflows in {half} at any loss scale: {where}. "
+                    f"{_LOCATE}"
                 )
-            if overflows(0):
+            if overflow_at(0):
                 raise FloatingPointError(
                     f"A gradient is not finite in {half} at any loss scale. {_LOCATE}"
                 )
             if half == jnp.bfloat16:
                 return 1.0
-            high = bisect.bisect_left(range(1, _LARGEST + 1), True, key=overflows)
+            high = bisect.bisect_left(range(1, _LARGEST + 1), True, key=overflow_at)
             low = next((p for p in range(high) if not loses_digits(p)), high)
             return 2.0 ** max(low, high - _MARGIN, 0)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +15,6 @@ from jamp._scaling.unscaled import raw_of
 from jamp._state.amp_state import AmpState
 
 _SHOWN = 4
-
-
-class Skip(NamedTuple):
-    """A skipped step.
-
-    Attributes:
-        step: how many steps were taken before it.
-        loss, scale: the loss and the loss scale.
-        params: the paths of the params whose gradients were not finite.
-    """
-
-    step: int
-    loss: float
-    scale: float
-    params: tuple[str, ...]
-
-    def __str__(self) -> str:
-        shown, more = ", ".join(self.params[:_SHOWN]), len(self.params) - _SHOWN
-        params = f"{shown} and {more} more" if more > 0 else shown
-        return f"step {self.step}: loss {self.loss:g}, scale {self.scale:g}: {params}"
 
 
 @functools.partial(
@@ -135,19 +115,33 @@ class SkipLog:
             count=self.count + skipped.astype(jnp.int32),
         )
 
-    def skips(self) -> list[Skip]:
-        """The entries, oldest first. Waits for the device."""
+    def skips(self) -> list[dict[str, Any]]:
+        """The entries, oldest first. Waits for the device.
+
+        Each has the number of steps taken before it ("step"), the "loss", the loss
+        "scale", and the paths of the "params" whose gradients were not finite.
+        """
         size, count = len(self.step), int(self.count)
         order = [i % size for i in range(max(count - size, 0), count)]
         found = jax.device_get((self.step, self.loss, self.scale, self.bad))
         entries = zip(*(x[order].tolist() for x in found), strict=True)
+        names = "step", "loss", "scale", "params"
         return [
-            Skip(step, loss, scale, tuple(itertools.compress(self.paths, bad)))
-            for step, loss, scale, bad in entries
+            dict(
+                zip(names, (*row, [*itertools.compress(self.paths, bad)]), strict=True)
+            )
+            for *row, bad in entries
         ]
 
     def __str__(self) -> str:
-        lines = [f"{int(self.count)} skipped step(s)", *map(str, self.skips())]
+        lines = [f"{int(self.count)} skipped step(s)"]
+        for skip in self.skips():
+            shown, more = skip["params"][:_SHOWN], len(skip["params"]) - _SHOWN
+            names = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+            lines.append(
+                f"step {skip['step']}: loss {skip['loss']:g}, scale "
+                f"{skip['scale']:g}: {names}"
+            )
         return "\n  ".join(lines)
 
 

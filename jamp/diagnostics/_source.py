@@ -1,27 +1,31 @@
-"""Which line, and which module of the model, an operation was written by."""
+"""Where an operation is: its line, its module, its pass."""
 
 import os
 import re
 import site
 import sysconfig
+from typing import NamedTuple
 
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
+from jamp._autocast.primitives import Shape, traits_of
+from jamp._core.dtypes import is_differentiable
 
-# Where installed packages and Python's own are: not the user's lines.
+# The folders of installed packages and of Python. They hold no line of the user.
 _INSTALLED = tuple(
     {*sysconfig.get_paths().values(), *site.getsitepackages()}
     - {sysconfig.get_path("data"), sysconfig.get_path("scripts")}
 )
 _JAMP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# What JAX and jamp put around the names of modules, and between them.
+# JAX and jamp put these around the names of modules, and between them.
 _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
 _MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
+_MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is of an installed package, of Python or of jamp."""
+    """Whether a file belongs to an installed package, to Python or to jamp."""
     return file.startswith((*_INSTALLED, _JAMP, "<frozen "))
 
 
@@ -32,8 +36,13 @@ def user_line(eqn: jc.JaxprEqn) -> str:
     return next(own, lines[0] if lines else "")
 
 
+def short_line(line: str) -> str:
+    """A line relative to the current folder."""
+    return line.removeprefix(os.path.join(os.getcwd(), ""))
+
+
 def module_path(names: str) -> str:
-    """The modules and scopes of a name stack, without what JAX adds to them.
+    """The modules and scopes of a name stack, without the words that JAX adds.
 
     >>> module_path("transpose(jvp(Net))/Block/jvp(Net)/rematted_computation/Block/up")
     'Net/Block/up'
@@ -42,11 +51,57 @@ def module_path(names: str) -> str:
     while before != names:
         before, names = names, _WRAPPED.sub(r"\1", names)
     parts = [part for part in names.split("/") if not _MARKS.match(part)]
-    # What is differentiated inside of a module has the path from the model on again.
+    # A derivative inside of a module repeats the path from the model on.
     begin = len(parts) - 1 - parts[::-1].index(parts[0]) if parts else 0
     return "/".join(parts[begin:])
 
 
 def is_backward(names: str) -> bool:
-    """Whether a name stack is of the backward pass."""
+    """Whether a name stack belongs to the backward pass."""
     return "transpose(" in names
+
+
+class Context(NamedTuple):
+    """The surroundings of a program."""
+
+    names: str = ""  # the name scopes
+    line: str = ""  # the user's
+    loops: tuple[str, ...] = ()  # the iterations
+
+
+class Site(NamedTuple):
+    """An equation, its program and the surroundings."""
+
+    eqn: jc.JaxprEqn
+    program: jc.Jaxpr
+    context: Context
+
+    @property
+    def line(self) -> str:
+        """The user's line. JAX records none inside of its own jitted functions."""
+        return user_line(self.eqn) or self.context.line
+
+    @property
+    def names(self) -> str:
+        """All name scopes."""
+        return f"{self.context.names}/{jax_internals.name_stack(self.eqn)}"
+
+    @property
+    def module(self) -> str:
+        """The modules and name scopes."""
+        return module_path(self.names)
+
+    @property
+    def phase(self) -> str:
+        """ "forward" or "backward"."""
+        return "backward" if is_backward(self.names) else "forward"
+
+    @property
+    def moves(self) -> bool:
+        """Whether the result holds the numbers of the one float operand."""
+        floats = [v for v in self.eqn.invars if is_differentiable(v.aval)]
+        return traits_of(self.eqn.primitive.name).shape in _MOVES and len(floats) <= 1
+
+    def inside(self, *loops: str) -> Context:
+        """The context of a program that the equation holds."""
+        return Context(self.names, self.line, (*self.context.loops, *loops))

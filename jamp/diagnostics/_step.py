@@ -40,7 +40,7 @@ def function_first[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fn)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        # `explain` takes a dtype, as `autocast` does.
+        # `explain` takes a dtype and `compare` a level.
         rest = [x for x in args[1:] if not isinstance(x, str | type | np.dtype)]
         if rest or not all(map(callable, args[:1])):
             raise TypeError(
@@ -68,8 +68,9 @@ def trace_step(
         return (out[0] if isinstance(out, tuple) else out), None
 
     step = ScaledGrad(with_aux, has_aux=True, loss_id=loss_id, wrt=wrt).raw
-    given = state, {"args": args, "kwargs": kwargs}
-    named, structure = jax.tree.flatten_with_path(given)
+    named, structure = jax.tree.flatten_with_path(
+        (state, {"args": args, "kwargs": kwargs})
+    )
     is_array = [isinstance(x, _ARRAYS) for _, x in named]
 
     def run(*arrays):

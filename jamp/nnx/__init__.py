@@ -1,7 +1,7 @@
-"""jamp for Flax NNX: models that hold their Variables, and change in place.
+"""jamp for Flax NNX, whose models hold their Variables and change in place.
 
-May import all packages. It splits models into arrays for the functions of the other
-packages, and puts the results back: it scales nothing and steps nothing itself.
+May import all packages. It takes the arrays out of models, calls the functions of the
+other packages with them, and writes the results back.
 """
 
 from jamp.nnx._autocast import autocast as autocast

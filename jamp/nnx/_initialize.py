@@ -1,4 +1,4 @@
-"""The front end for NNX: model and optimizer in, model and optimizer out."""
+"""`initialize` for NNX: casts and patches models, and makes their `Optimizer`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
@@ -14,7 +14,7 @@ from jamp._policy.options import InitOptions, check_options
 from jamp._state.initialize import initialize_beside
 from jamp.nnx._autocast import check_fresh, patch
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._variables import Models, arrays_of, by_path, check_models_apart, entries
+from jamp.nnx._variables import Models, arrays_of, by_path, check_apart, entries
 
 type Tx = (
     optax.GradientTransformation
@@ -52,24 +52,23 @@ def initialize(
 ) -> Any:
     """Prepares an NNX model and an optimizer for training at an opt level.
 
-    As apex does, in place: the model's Variables are cast, and its call runs under the
-    level. BatchNorm is known by its statistics.
+    Changes the models in place, as apex does: it casts their Variables, and makes their
+    calls run under the level. It recognizes a BatchNorm by its statistics.
 
     Args:
-        models: an nnx.Module in float32; or a list, tuple or dict of them.
-        tx: an optax transformation; or as many, in the container of the models.
+        models: an nnx.Module in float32, or a list, tuple or dict of them.
+        tx: an optax transformation, or a container like `models` with one for each.
         opt_level: "O0" to "O6".
-        wrt: a filter of the Variables to train, such as `nnx.LoRAParam`; the other
-            params are cast, and stay as they are.
-        **options: of `jamp.initialize`: overrides, `num_losses`, `keep_fp32` and so on.
+        wrt: a filter of the Variables to train, such as `nnx.LoRAParam`. The other
+            params are cast and then stay constant.
+        **options: the options of `jamp.initialize`, such as `keep_fp32`.
 
     Returns:
-        `(models, optimizer)`, the objects that were passed, and one `Optimizer`;
-        without a tx the models alone.
+        `(models, optimizer)` with the same models; without `tx`, only the models.
 
     Raises:
         ValueError: a model was initialized before; two models share a Variable.
-        TypeError: `models` are not modules; an unknown option.
+        TypeError: `models` are not modules; an option is unknown.
 
     >>> import jax.numpy as jnp, jamp.nnx, optax
     >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -86,10 +85,8 @@ def initialize(
     """
     modules = entries(models)
     for module in modules.values():
-        if not isinstance(module, nnx.Module):
-            raise TypeError(f"models hold {module!r}, which is not an nnx.Module.")
         check_fresh(module)
-    check_models_apart(models)
+    check_apart(models)
     for each in tx if isinstance(tx, list | tuple) else (tx,):
         if isinstance(each, nnx.Optimizer):
             raise TypeError(
@@ -99,7 +96,7 @@ def initialize(
     check_options("jamp.nnx.initialize", options, InitOptions.__optional_keys__)
     params = arrays_of(models, wrt)
     frozen = arrays_of(models, nnx.All(nnx.Param, nnx.Not(wrt)))
-    stats = arrays_of(models, nnx.BatchStat)  # which tell what is a BatchNorm
+    stats = arrays_of(models, nnx.BatchStat)
     state = initialize_beside(
         frozen, params, tx, opt_level, batch_stats=stats, **options
     )

@@ -1,4 +1,4 @@
-"""`Optimizer`: an AmpState without its params, in the Variables of an NNX optimizer."""
+"""`Optimizer`: an NNX optimizer that holds an AmpState without its params."""
 
 import types
 from collections.abc import Sequence
@@ -25,26 +25,25 @@ from jamp.nnx._variables import (
     arrays_of,
     by_keystr,
     by_path,
-    entries,
-    map_variables,
+    is_node,
 )
 
-# What an AmpState has beyond its params, and what is static.
+# The fields of an AmpState that hold arrays, except the params.
 _PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
 
 
 class Optimizer(nnx.Optimizer):
-    """Steps NNX models with masters and loss scales. `jamp.nnx.initialize` makes it.
+    """Steps NNX models with masters and loss scales, as `jamp.nnx.initialize` says.
 
     Attributes:
-        step, opt_state, loss_scales, skipped_steps, last_step_skipped: Variables with
-            the fields of `jamp.AmpState`.
+        step, opt_state, loss_scales, skipped_steps, last_step_skipped: the fields of
+            `jamp.AmpState`, in Variables.
         tx, properties, loss_scale_rules: the static fields of `jamp.AmpState`.
         wrt: the filter of the trained Variables. Static.
     """
 
     def __init__(self, state: AmpState, wrt: filterlib.Filter):
-        """Takes the parts of a state whose params are a model's."""
+        """Makes an optimizer from a state, whose params stay in the models."""
         self.graph: None = None
         self.wrt = wrt
         self.tx = state.tx
@@ -52,24 +51,26 @@ class Optimizer(nnx.Optimizer):
         self.loss_scale_rules = nnx.static(state.loss_scale_rules)
         leaves = by_keystr(state.params).items()
         shapes = tuple((path, x.shape, str(x.dtype)) for path, x in leaves)
-        self.shapes = nnx.static(shapes)  # which hash
+        self.shapes = nnx.static(shapes)
         self.step = OptState(state.step)
         for name in _PARTS[1:]:
             setattr(self, name, nnx.data(to_opt_state(getattr(state, name))))
 
     def __repr__(self) -> str:
-        """A summary, as of an AmpState; NNX would show all Variables."""
+        """Returns the summary that an AmpState prints; NNX would print all arrays."""
         parts = {name: nnx.as_pure(getattr(self, name)) for name in _PARTS}
         parts |= {"properties": self.properties, "loss_scale": self.loss_scale}
         state = types.SimpleNamespace(**parts)
         return summary("Optimizer", state, self._like, state.opt_state)
 
-    __str__ = __repr__  # NNX has a colored one
+    __str__ = __repr__  # NNX defines one with colors
 
     def amp_state(self, models: Models) -> AmpState:
-        """The AmpState of both: for `jamp.to_checkpoint`, `jamp.check` and the like.
+        """Returns an AmpState, for `jamp.to_checkpoint`, `jamp.check` and others.
 
-        A ValueError if trained Variables have other paths, shapes or dtypes.
+        Raises:
+            ValueError: trained Variables have other paths, shapes or dtypes than at
+                `jamp.nnx.initialize`.
         """
         return self._state_with(arrays_of(models, self.wrt))
 
@@ -78,7 +79,7 @@ class Optimizer(nnx.Optimizer):
         return {path: jax.ShapeDtypeStruct(*leaf) for path, *leaf in self.shapes}
 
     def _state_with(self, params: PyTree) -> AmpState:
-        check_same(by_keystr(params), self._like, _NOT_THE_ONE, _REMEDY)
+        check_same(by_keystr(params), self._like, _OTHER_MODEL, _REMEDY)
         return AmpState(
             apply_fn=no_forward,
             params=params,
@@ -89,26 +90,26 @@ class Optimizer(nnx.Optimizer):
         )
 
     def load(self, models: Models, state: AmpState) -> None:
-        """Puts an AmpState, as `jamp.from_checkpoint` gives, into both, in place."""
+        """Sets models and optimizer to an AmpState, such as a restored checkpoint."""
         nnx.update(models, by_path(state.params))
         for name in _PARTS:
             there, values = getattr(self, name), getattr(state, name)
-            map_variables(lambda v, x: v.set_value(x), there, values)
+            jax.tree.map(lambda v, x: v.set_value(x), there, values, is_leaf=is_node)
 
     @moves_constants
     def load_params(
         self, models: Models, params: PyTree = None, *, reset_optimizer: bool = False
     ) -> None:
-        """`AmpState.load_params`: sets the params of the model, and the masters.
+        """Sets the params of the model and the masters, as `AmpState.load_params` does.
 
-        After `nnx.update(model, ...)` alone, the next step would restore the params
-        from the masters.
+        Call it after `nnx.update(model, ...)`, because the next step would otherwise
+        overwrite the params with the old masters.
 
         Args:
-            models: the model, or the container of them.
+            models: the model, or the container of models.
             params: nested dicts of arrays, `nnx.State`s or models, in float32 or half;
-                None for the present values in the model.
-            reset_optimizer: whether to reset the optimizer's state.
+                None takes the present params of the model.
+            reset_optimizer: whether to reset the state of the optimizer.
 
         >>> import jax.numpy as jnp, jamp.nnx, optax
         >>> model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
@@ -127,7 +128,7 @@ class Optimizer(nnx.Optimizer):
             return cast(x, wanted.dtype) if is_castable(x) else x
 
         state = self._state_with(jax.tree_util.tree_map_with_path(leaf, there))
-        # As they were before something was put into the model.
+        # `state.load_params` compares with the params that match the masters.
         state = self._state_with(rounded(master_params(state), state.params))
         self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
 
@@ -140,18 +141,16 @@ class Optimizer(nnx.Optimizer):
         loss_id: int | Sequence[int] = 0,
         **update_args: Any,
     ) -> None:
-        """`AmpState.apply_gradients`, in place: steps, or skips after an overflow.
+        """Steps in place or skips after an overflow; see `AmpState.apply_gradients`.
 
         Args:
-            models: the model, or the container of them.
-            grads: the gradients; a sequence of them for several losses.
-            loss_id: the loss, or a sequence of several.
+            models: the model, or the container of models.
+            grads: the gradients; for several losses, one tree for each.
+            loss_id: the id of the loss; for several losses, a sequence.
             **update_args: extra arguments for `tx.update`.
         """
-        is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
-        swapped = any(map(is_module, jax.tree.leaves(grads, is_leaf=is_module)))
-        one = grads is None  # `update(grads)`, as in older versions of Flax
-        if one or swapped or not all(map(is_module, entries(models).values())):
+        leaves = jax.tree.leaves(models, is_leaf=is_node)
+        if grads is None or not all(isinstance(x, nnx.Module) for x in leaves):
             raise TypeError("Write optimizer.update(model, grads): the model first.")
         grads = _pure(grads, self.wrt)
         state = self.amp_state(models)
@@ -162,29 +161,29 @@ class Optimizer(nnx.Optimizer):
     @property
     @moves_constants
     def loss_scale(self) -> Any:
-        """The present loss scale, shape (), float32; a tuple of several."""
+        """The current loss scale, shape (), float32; for several losses, a tuple."""
         states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]
         return scales_in_use(self.loss_scale_rules, states)
 
     def master_params(self, models: Models) -> PyTree:
-        """The trained params in float32, nested dicts by path."""
+        """Returns the trained params in float32, in nested dicts by path."""
         return master_params(self.amp_state(models))
 
 
-_NOT_THE_ONE = "The model is not the one of this optimizer: it"
+_OTHER_MODEL = "The model does not belong to this optimizer: it"
 _REMEDY = (
-    "Pass what one call of jamp.nnx.initialize returned. After `nnx.update(model, "
-    "params)`, `optimizer.load_params(model)` casts them, and sets the masters."
+    "Pass the model and the optimizer that one call of jamp.nnx.initialize returned. "
+    "After `nnx.update(model, params)`, call `optimizer.load_params(model)`, which "
+    "casts the params and sets the masters."
 )
 
 
 def _pure(grads: PyTree, wrt: filterlib.Filter) -> Any:
-    """States and models as nested dicts."""
+    """Makes the states and models in a tree nested dicts."""
+    kinds = nnx.State | nnx.Pytree
 
     def leaf(x):
-        if isinstance(x, nnx.State):
-            return nnx.to_pure_dict(x)
-        return nnx.to_pure_dict(nnx.state(x, wrt)) if isinstance(x, nnx.Pytree) else x
+        x = nnx.state(x, wrt) if isinstance(x, nnx.Pytree) else x
+        return nnx.to_pure_dict(x) if isinstance(x, nnx.State) else x
 
-    is_leaf = lambda x: isinstance(x, nnx.State | nnx.Pytree)  # noqa: E731
-    return jax.tree.map(leaf, grads, is_leaf=is_leaf)
+    return jax.tree.map(leaf, grads, is_leaf=lambda x: isinstance(x, kinds))

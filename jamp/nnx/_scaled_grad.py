@@ -1,4 +1,4 @@
-"""Gradients of a scaled loss of NNX models: what runs in them stays in them."""
+"""Gradients of a scaled loss of NNX models."""
 
 import functools
 from collections.abc import Callable
@@ -7,10 +7,9 @@ from typing import Any, Literal, Unpack, overload
 from jaxtyping import Array
 
 from jamp._core.devices import moves_constants
-from jamp._core.tree import select
 from jamp._scaling.value_and_grad import GradOptions, ScaledGrad, check_call
 from jamp.nnx._optimizer import Optimizer
-from jamp.nnx._pure import PureLoss, check_optimizer
+from jamp.nnx._pure import check_optimizer, loss_call
 from jamp.nnx._variables import Models
 
 type Fn[T] = Callable[..., T]
@@ -30,38 +29,42 @@ def scaled_value_and_grad(
 ) -> Fn[tuple[Any, Any]]:
     """`nnx.value_and_grad` for a `jamp.nnx.Optimizer`: scales the loss, runs in half.
 
-    If the gradients are finite, the model, and NNX objects among the other arguments,
-    keep what the loss writes into them, such as running statistics; else they stay as
-    before. Writes into trained Variables are dropped.
+    The loss may write to Variables, such as running statistics, of the model and of NNX
+    objects among its other arguments. They keep the new values if the gradients are
+    finite, and their old values otherwise. Writes to trained Variables are dropped.
 
     Args:
         loss_fn: `(model, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
         has_aux: whether `loss_fn` returns `(loss, aux)`.
-        **options: of `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
+        **options: see `jamp.scaled_value_and_grad`; `wrt` names models, not Variables.
 
     Returns:
         `f(model, optimizer, *args, **kwargs) -> (loss, grads)`, or `((loss, aux),
-        grads)`; `grads` for `optimizer.update(model, grads)`.
+        grads)`. Pass `grads` to `optimizer.update(model, grads)`.
 
     Raises (when called):
-        TypeError: `optimizer` is not of `jamp.nnx.initialize`.
+        TypeError: `optimizer` is not a `jamp.nnx.Optimizer`.
         ValueError: the model does not match the optimizer; an argument shares Variables
-            with it; the loss adds or removes Variables.
+            with the model; the loss adds or removes Variables.
     """
 
     @functools.wraps(loss_fn)
     @moves_constants
     def value_and_grad(models: Models, optimizer: Optimizer, /, *args, **kwargs):
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
-        loss = PureLoss(loss_fn, has_aux, models, optimizer, args, kwargs)
+        call = loss_call(loss_fn, models, optimizer, args, kwargs)
+
+        def loss(*arrays):
+            out, written = call(*arrays)
+            value, aux = out if has_aux else (out, None)
+            return value, (aux, written)
+
         compute = ScaledGrad(loss, has_aux=True, **options).checked
         state = optimizer.amp_state(models)
-        (value, (aux, after)), grads, finite = compute(
-            state, *loss.others, variables=loss.before
+        (value, (aux, written)), grads, finite = compute(
+            state, call.others, call.values
         )
-        if finite is not None:
-            after = select(finite, after, loss.before)
-        loss.write_back(after)
+        call.write_back(written, finite)
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad
@@ -80,7 +83,7 @@ def scaled_grad(
 def scaled_grad(
     loss_fn: Fn[Any], *, has_aux: bool = False, **options: Unpack[GradOptions]
 ) -> Fn[Any]:
-    """`scaled_value_and_grad` without the value: gives `grads`, or `(grads, aux)`."""
+    """Like `scaled_value_and_grad`, but returns `grads`, or `(grads, aux)`."""
     both = scaled_value_and_grad(loss_fn, has_aux=has_aux, **options)
 
     @functools.wraps(loss_fn)

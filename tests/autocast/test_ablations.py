@@ -43,7 +43,7 @@ def activations(w, x):
 
 
 def rnn(w, v, xs):
-    """Two products of what is carried, with weights that all steps share."""
+    """Two products of the carry, with weights that all steps share."""
 
     def step(h, x):
         h = jnp.tanh(h @ w + h @ v + x)
@@ -63,12 +63,12 @@ def lstm(w, v, xs):
 
 
 def blocks(ws, x):
-    """What a step gives the next is an activation: products read it."""
+    """The carry is an activation: products read it."""
     return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ ws[0], ws)[0]
 
 
 def products(ws, x):
-    """What a step keeps, a product with a float32 slice reads."""
+    """Each step keeps the operand of a product with a float32 slice."""
     return lax.scan(lambda h, w: (h, (h @ w) * 2.0 * w), x, ws)[1]
 
 
@@ -88,7 +88,7 @@ def residual(w, x):
 
 
 def stream(w, x):
-    """Of two shortcuts the first is read in float32 as well."""
+    """A float32 operation reads the first of two shortcuts, too."""
     y = x @ w + w @ w
     return jnp.exp(jnp.sin(y) @ w + y)
 

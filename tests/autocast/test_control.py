@@ -15,8 +15,8 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.autocast.constructs import repeat
 from tests.policy.forward_models import products
+from tests.support.constructs import AROUND
 
 X = jnp.eye(4)
 HALF, FLOAT = "float16,float16", "float32,float32"
@@ -32,17 +32,9 @@ def product(x):
     return x @ x
 
 
-WRAPS = {
-    "plain": lambda f: f,
-    "jit": jax.jit,
-    "scan": lambda f: lambda x: repeat(lambda c, _: f(c), x, length=2),
-    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda y: y, x),
-}
-
-
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_marks_reach_into_whatever_is_called_there(wrap):
-    inner = wrap(product)
+@pytest.mark.parametrize("name", ["plain", "jit", "scan", "cond"])
+def test_marks_reach_into_whatever_is_called_there(name):
+    inner = AROUND[name](product)
     marked = jamp.float_function(inner)
     assert found(lambda x: marked(x) @ x) == [FLOAT, HALF]
 
@@ -72,18 +64,12 @@ def test_disable_casts_nests_and_survives_exceptions():
 def test_a_half_function_runs_in_half_what_the_lists_keep_in_float32():
     exponential = jamp.half_function(jnp.exp)
     # exp(12) = 162754.79 is inf in float16, and the result says so.
+    assert exponential.__name__ == "exp"
     fns = jamp.autocast(exponential), jamp.autocast(jnp.exp), exponential
     assert [bool(jnp.isinf(fn(jnp.float32(12)))) for fn in fns] == [True, False, False]
     softmax, logits = jax.nn.log_softmax, jnp.array([0.0, 1e-4])  # in a list by name
     in_half = jamp.autocast(jamp.half_function(softmax))(logits)
     assert in_half[0] != jamp.autocast(softmax)(logits)[0]
-
-
-def test_a_promote_function_multiplies_in_its_operands_dtype():
-    promoted = jamp.promote_function(product)
-    assert promoted.__name__ == "product"
-    assert found(promoted) == [FLOAT]
-    assert found(lambda x: promoted(x @ x)) == [HALF, HALF]
 
 
 def algorithm(dtype, count=1):
@@ -127,49 +113,51 @@ def test_a_precision_of_other_products():
         assert {(op.dtype, op.why) for op in operations} == {("float32", "precision")}
 
 
-def test_a_product_of_half_and_float32_is_in_half():
-    assert found(lambda x: lax.dot(x.astype("float16"), x)) == [HALF]
-
-
-def test_a_float64_result_is_a_wish_and_marks_come_before():
-    with jax.enable_x64(True):
-        wide = functools.partial(jnp.matmul, X, preferred_element_type="float64")
-        assert found(lambda x: wide(x).astype("float32")) == [FLOAT]
-    highest = functools.partial(jnp.matmul, X, precision="highest")
-    assert found(jamp.half_function(highest)) == [HALF]
-    assert found(highest, lists=LISTS.with_region("", "half")) == [HALF]
-
-
 NET = LISTS.with_region("net", "float32")
 OF_PRODUCT = LISTS.with_function("product", "half")
+highest = functools.partial(jnp.matmul, X, precision="highest")
+wide = functools.partial(jnp.matmul, X, preferred_element_type="float64")
+promoted = jamp.promote_function(product)
+
+
+def in_scopes(x):
+    with jax.named_scope("net"):
+        with jax.named_scope("head"):
+            y = jax.jit(product)(x)
+        return y @ x
 
 
 DECIDING = {
-    "scope": (LISTS.with_region("head", "float32"), [FLOAT, HALF]),
-    "outer": (NET, [FLOAT, FLOAT]),
-    # The last that matches; and it may return to the table.
-    "last": (NET.with_region("head", "half"), [HALF, FLOAT]),
-    "default": (NET.with_region("net/head", "default"), [HALF, FLOAT]),
-    "primitive": (LISTS.with_primitive("dot_general", "float32"), [FLOAT, FLOAT]),
-    # Of all kinds, the last.
-    "primitive last": (NET.with_primitive("dot_general", "half"), [HALF, HALF]),
-    "function last": (NET.with_function("product", "half"), [HALF, FLOAT]),
-    "region last": (OF_PRODUCT.with_region("", "float32"), [FLOAT, FLOAT]),
-    "function": (LISTS.with_function("product", "float32"), [FLOAT, HALF]),
+    "scope": (in_scopes, LISTS.with_region("head", "float32"), [FLOAT, HALF]),
+    "outer": (in_scopes, NET, [FLOAT, FLOAT]),
+    # The last that matches decides; it may return to the table.
+    "last": (in_scopes, NET.with_region("head", "half"), [HALF, FLOAT]),
+    "default": (in_scopes, NET.with_region("net/head", "default"), [HALF, FLOAT]),
+    "primitive": (
+        *(in_scopes, LISTS.with_primitive("dot_general", "float32")),
+        [FLOAT, FLOAT],
+    ),
+    # The last of all kinds decides.
+    "primitive last": (
+        *(in_scopes, NET.with_primitive("dot_general", "half")),
+        [HALF, HALF],
+    ),
+    "function last": (in_scopes, NET.with_function("product", "half"), [HALF, FLOAT]),
+    "region last": (in_scopes, OF_PRODUCT.with_region("", "float32"), [FLOAT, FLOAT]),
+    "function": (in_scopes, LISTS.with_function("product", "float32"), [FLOAT, HALF]),
+    "promote": (lambda x: promoted(promoted(x) @ x), LISTS, [FLOAT, HALF, HALF]),
+    "half and float32": (lambda x: lax.dot(x.astype("float16"), x), LISTS, [HALF]),
+    "float64": (lambda x: wide(x).astype("float32"), LISTS, [FLOAT]),
+    "mark, wish": (jamp.half_function(highest), LISTS, [HALF]),
+    "region, wish": (highest, LISTS.with_region("", "half"), [HALF]),
 }
 
 
 @pytest.mark.parametrize("name", DECIDING)
-def test_lists_decide(name):
-    lists, expected = DECIDING[name]
-
-    def fn(x):
-        with jax.named_scope("net"):
-            with jax.named_scope("head"):
-                y = jax.jit(product)(x)
-            return y @ x
-
-    assert found(fn, lists=lists) == expected
+def test_what_decides(name):
+    fn, lists, expected = DECIDING[name]
+    with jax.enable_x64(name == "float64"):
+        assert found(fn, lists=lists) == expected
 
 
 def test_lists_are_values():
@@ -199,14 +187,6 @@ def test_lists_are_values():
 def test_bad_options_are_named(call, match):
     with pytest.raises((TypeError, ValueError), match=match):
         call()
-
-
-def test_o1_takes_lists_and_promotion():
-    lists = LISTS.with_primitive("dot_general", "float32")
-    state = jamp.initialize(X, optax.sgd(0.1), lists=lists, verbosity=0)
-    assert products(jamp.scaled_grad(lambda w: (w @ w).mean()), state)[0] == FLOAT
-    properties = jamp.Properties.from_opt_level("O4", promote="narrowest")
-    assert properties.promote == "narrowest"
 
 
 # ---- functions that are replaced while autocast traces
@@ -250,19 +230,20 @@ def test_the_original_is_back_after_the_last_of_two_threads(module, lists):
         results[name] = found(fn, lists=lists)
         left.set()
 
-    first = threading.Thread(target=trace, args=("first", entered["second"]))
-    second = threading.Thread(target=trace, args=("second", left))
+    waits = {"first": entered["second"], "second": left}
+    first, second = (
+        threading.Thread(target=trace, args=item) for item in waits.items()
+    )
     first.start()
     assert entered["first"].wait(INSIDE)
     assert module.product is not product
     second.start()
-    # A thread that does not trace gets what does nothing, in its programs neither.
-    assert "jamp" not in str(
-        jax.make_jaxpr(calls(module))(X).pretty_print(name_stack=True)
-    )
+    # A thread that does not trace gets the plain function, without a name of jamp.
+    plain = jax.make_jaxpr(calls(module))(X)
+    assert "jamp" not in plain.pretty_print(name_stack=True)
     for thread in (first, second):
         thread.join(INSIDE)
-    assert results == {"first": [FLOAT, HALF], "second": [FLOAT, HALF]}
+    assert results == dict.fromkeys(waits, [FLOAT, HALF])
     assert module.product is product
 
 
@@ -298,55 +279,43 @@ def test_traces_of_jitted_functions_are_kept_apart(module, lists):
     assert len(traced) == 3  # the third is that without autocast
 
 
-class Base:
-    def method(self, x):
-        return x @ x
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def jitted(self, x):
-        return x @ x
-
-    static = staticmethod(product)
-
-
-class Derived(Base):
-    pass
-
-
-@pytest.mark.parametrize("owner", [Base, Derived])
-@pytest.mark.parametrize("name", ["method", "static", "jitted"])
-def test_methods_are_replaced_and_put_back_as_they_were(owner, name):
-    before = dict(vars(owner))
-    lists = LISTS.register_float_function(owner, name)
-    assert found(lambda x: getattr(owner(), name)(x), lists=lists) == [FLOAT]
-    assert dict(vars(owner)) == before
-
-
-def test_what_a_program_sets_or_deletes_while_it_is_traced_stays_so():
+@pytest.fixture
+def classes():
     class Base:
-        @staticmethod
-        def product(x):
+        def method(self, x):
             return x @ x
 
-    class Inherits(Base):
+        @functools.partial(jax.jit, static_argnums=0)
+        def jitted(self, x):
+            return x @ x
+
+        static = staticmethod(product)
+
+    class Derived(Base):
         pass
 
-    def mine(x):
-        return x
+    return Base, Derived
 
-    def set_it(x):
-        Inherits.product = staticmethod(mine)
-        return x
 
-    def delete_it(x):
-        del Base.product
-        return x
+@pytest.mark.parametrize("name", ["method", "static", "jitted"])
+def test_methods_are_replaced_and_put_back_as_they_were(classes, name):
+    for owner in classes:
+        before = dict(vars(owner))
+        lists = LISTS.register_float_function(owner, name)
+        fn = lambda x, owner=owner: getattr(owner(), name)(x)  # noqa: E731
+        assert found(fn, lists=lists) == [FLOAT]
+        assert dict(vars(owner)) == before
 
-    for place, change in ((Inherits, set_it), (Base, delete_it)):
-        lists = LISTS.register_float_function(place, "product")
-        jamp.autocast(change, lists=lists)(X)
-    assert Inherits.product is mine
-    assert not hasattr(Base, "product")
+
+def test_what_a_program_sets_or_deletes_while_it_is_traced_stays_so(classes):
+    base, derived = classes
+    mine = staticmethod(lambda x: x)
+    changes = {derived: lambda: setattr(derived, "static", mine)}
+    changes[base] = lambda: delattr(base, "static")
+    for owner, change in changes.items():
+        lists = LISTS.register_float_function(owner, "static")
+        jamp.autocast(lambda x, change=change: (change(), x)[1], lists=lists)(X)
+    assert vars(derived)["static"] is mine and not hasattr(base, "static")
 
 
 def test_registered_objects_and_policies_are_freed():
@@ -371,7 +340,8 @@ def test_registered_objects_and_policies_are_freed():
     assert [ref() for ref in refs] == [None, None]
 
 
-SCOPES = {  # and what a product in it runs in
+# and the dtype of a product in it
+SCOPES = {
     "jamp_float32_block": HALF,
     "my_jamp_float32": HALF,
     "x.jamp_recorded": HALF,

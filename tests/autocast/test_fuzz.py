@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import jamp
-from tests.autocast import against_torch
-from tests.autocast.random_programs import EVERY, is_smooth, program, run
+from tests.support import against_torch
 from tests.support.extent import more
 from tests.support.programs import evaluate
+from tests.support.random_programs import EVERY, is_smooth, program, run
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100
@@ -93,40 +93,29 @@ def test_random_programs(seed):
     check(program(seed), *case(seed))
 
 
-def many(check, chunk):
-    """Checks the seeds of a chunk; returns the results of those that do not fail."""
-    start = int(os.environ["JAMP_FUZZ"]) + chunk * CHUNK
+def seeds(chunk, size):
     jax.clear_caches()
-    found, failed = [], []
-    for seed in range(start, start + CHUNK):
-        try:
-            found.append(check(seed))
-        except Exception as error:
-            print(f"seed {seed}: {type(error).__name__}: {error}")
-            failed.append(seed)
-    assert failed == []
-    return found
+    start = int(os.environ["JAMP_FUZZ"]) + chunk * size
+    return range(start, start + size)
 
 
 @pytest.mark.parametrize("chunk", more("FUZZ", range(CHUNKS)))
 def test_many_random_programs(chunk):
-    found = many(lambda seed: check(program(seed), *case(seed)), chunk)
+    found, failed = [], []
+    for seed in seeds(chunk, CHUNK):
+        try:
+            found.append(check(program(seed), *case(seed)))
+        except Exception as error:
+            print(f"seed {seed}: {type(error).__name__}: {error}")
+            failed.append(seed)
+    assert failed == []
     assert found.count(None) < CHUNK / 10
 
 
-@pytest.mark.parametrize("seeds", [[2]])
-def test_layers_are_as_accurate_as_by_torchs_rules(seeds):
-    assert_accurate(seeds)
+def test_layers_are_as_accurate_as_by_torchs_rules():
+    assert against_torch.beyond([2]) == []
 
 
 @pytest.mark.parametrize("chunk", more("FUZZ", range(LAYERED_CHUNKS)))
 def test_many_programs_of_layers(chunk):
-    start = int(os.environ["JAMP_FUZZ"]) + chunk * LAYERED
-    jax.clear_caches()
-    assert_accurate(range(start, start + LAYERED))
-
-
-def assert_accurate(seeds):
-    found = against_torch.measure(seeds)
-    beyond = [program for program in found if program.ratio > 1]
-    assert [p for p in beyond if p.seed not in against_torch.EXPLAINED] == []
+    assert against_torch.beyond(seeds(chunk, LAYERED)) == []

@@ -61,7 +61,7 @@ LABELS = jnp.asarray(RNG.integers(0, 9, N))
 
 
 def scattered(fn):
-    """The shapes of what is as large as the logits, and scattered into."""
+    """The shapes of the scatters whose results are as large as the logits."""
     eqns = walk(jax.make_jaxpr(fn)(W).jaxpr)
     found = [e for e in eqns if e.primitive.name.startswith("scatter")]
     shapes = (e.outvars[0].aval.shape for e in found)
@@ -90,7 +90,7 @@ def test_a_loss_that_closes_over_what_is_traced_scatters_nothing():
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_values_and_gradients_are_those_of_float32_logits(loss):
     def gradients(product):
-        """Of the logits too: what is added to them."""
+        """The gradients of the weights and of the logits."""
         mean = lambda w, z: loss(product(w) + z, LABELS).mean()  # noqa: E731
         return jax.value_and_grad(mean, (0, 1))
 

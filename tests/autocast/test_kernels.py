@@ -17,6 +17,7 @@ import jamp
 from benchmarks import h200
 from jamp._autocast import jax_internals
 from tests.support.by_jamp import amp_init, amp_step
+from tests.support.constructs import AROUND
 from tests.support.programs import products
 
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -27,7 +28,7 @@ both = pytest.mark.parametrize("half", HALVES, ids=str)
 
 @pytest.fixture(autouse=True)
 def no_warning():
-    """What a kernel does is not for autocast to look into: it has nothing to say."""
+    """Autocast does not look into a kernel, and gives no warning about it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", jamp.AutocastWarning)
         yield
@@ -49,20 +50,13 @@ def only(dtype):
     return kernel
 
 
-WRAPS = {
-    "plain": lambda f: f,
-    "jit": jax.jit,
-    "vmap": jax.vmap,
-    "checkpoint": jax.checkpoint,
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, v: (c, f(v)), 0, x)[1],
-    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] < 0, f, lambda x: x, x),
-}
+WAYS = ["plain", "jit", "vmap", "checkpoint", "scan", "cond"]
 
 
-@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(name):
-    half = HALVES[list(WRAPS).index(name) % 2]
-    called = WRAPS[name](jamp.half_kernel(only(half)))
+    half = HALVES[WAYS.index(name) % 2]
+    called = AROUND[name](jamp.half_kernel(only(half)))
     x64 = np.asarray(X.astype(half), np.float64)
 
     def loss(x):
@@ -83,7 +77,7 @@ def test_a_kernel_gets_half_and_gives_float32_and_so_do_its_gradients(name):
 
 
 def dtypes_in(fn, *args, **options):
-    """What a kernel in `fn(kernel, *args)` is called with, under autocast."""
+    """The dtypes with which `fn(kernel, *args)` calls its kernel under autocast."""
     seen = []
 
     @jamp.half_kernel
@@ -197,7 +191,7 @@ class Block(nn.Module):
 
 
 def calls_and_scores(program):
-    """What is called of cuDNN's attention, the dtype of the result, and the arrays
+    """The calls of cuDNN's attention with the dtypes of their results, and the arrays
     that are as large as the scores of 8 heads, 128 x 128."""
     found = [i for c in program.computations.values() for i in c.values()]
     target = r'custom_call_target="__cudnn\$fmha([^"]+)"'

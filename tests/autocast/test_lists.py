@@ -17,7 +17,7 @@ from jamp._autocast.lists import (
     AutocastLists,
     rule_of,
 )
-from jamp._autocast.primitives import ROWS, Rule, Traits, traits_of
+from jamp._autocast.primitives import ROWS, Rule
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 page = runpy.run_path(str(DOCS / "autocast_lists.py"))["page"]
@@ -47,7 +47,7 @@ def test_nothing_is_in_two_rows():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-# Of other versions of JAX than the newest, from 0.11.0 on; and Equinox's.
+# Versions of JAX from 0.11.0 on have these; the newest does not.
 OLDER = {"reduced_vary_cast_p", "vary_unreduced_cast_p"}
 NEWER = {"CustomRoot", "Frexp", "Ldexp", "one_minus_square", "polynomial"}
 NEWER |= {"program_order"}
@@ -62,24 +62,6 @@ def test_every_name_is_of_a_jax_or_of_equinox():
     text = "\n".join(file.read_text() for file in files)
     quoted = re.findall(r"""['"]([\w-]+)['"]|class (\w+)\(""", text)
     assert names - set(itertools.chain(*quoted)) <= OLDER | NEWER
-
-
-def test_words_of_the_table():
-    words = {
-        "add": "elementwise rounds keeps_range",
-        "div": "elementwise rounds reads_operands",
-        "exp": "elementwise costly",
-        "zeta": "elementwise slow",
-        "reduce_max": "reduce keeps_range",
-        "concatenate": "rearrange",
-        "all_gather": "move",
-        "dot_general": "product",
-        "nobody": "opaque",
-    }
-    for name, expected in words.items():
-        shape, *flags = traits_of(name)
-        found = [n for n, flag in zip(Traits._fields[1:], flags, strict=True) if flag]
-        assert " ".join([shape.value, *found]) == expected, name
 
 
 # apex/amp/lists, by what JAX calls them; docs/autocast.md says where the two differ.

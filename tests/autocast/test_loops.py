@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jamp
 from benchmarks import h200
 from jamp._autocast import frames, sums
-from tests.autocast.constructs import custom_vjp, repeat
+from tests.support.constructs import AROUND, custom_vjp, repeat
+from tests.support.near import assert_near
 from tests.support.programs import evaluate, walk
 
 N = 8
@@ -22,6 +22,11 @@ normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32) / 3  # 
 W, XS, START = {"i": normal(N, N), "h": normal(N, N)}, normal(5, 2, N), jnp.ones((2, N))
 HALVES = {"float16": "f16", "bfloat16": "bf16"}
 halves = pytest.mark.parametrize("half", HALVES)
+LEVELS = "O0", "O1", "O2", "O4", "O5", "O6"
+
+
+def state_of(level, params):
+    return jamp.initialize(params, optax.sgd(0.1), level, verbosity=0)
 
 
 def once(w, xs):
@@ -49,57 +54,45 @@ def printing(w, xs):
     return repeat(trip, START, xs)
 
 
-def mapped(fn):
-    mesh = jax.make_mesh((1,), ("d",))
-    return jax.shard_map(fn, mesh=mesh, in_specs=(P(), P()), out_specs=P())
-
-
-WRAPS = {
-    "plain": lambda fn: fn,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "shard_map": mapped,
-    "scan": lambda fn: lambda w, xs: repeat(lambda c, x: c + fn(w, xs), START, xs),
-    "cond": lambda fn: (
-        lambda w, xs: jax.lax.cond(xs[0, 0, 0] < 9, fn, lambda w, xs: START, w, xs)
-    ),
+WRAPS = AROUND | {
     "while": lambda fn: (
         lambda w, xs: jax.lax.fori_loop(
             0, xs.astype(int)[0, 0, 0] + 2, lambda _, c: c + fn(w, xs), START
         )
     ),
-    "custom_vjp": lambda fn: custom_vjp(
-        fn, lambda *args: (fn(*args), args), lambda args, _: args
-    ),
 }
 
 
-def innermost(fn):
+def innermost(fn, *args):
+    """The innermost scan of a program."""
+    found = walk(jax.make_jaxpr(fn)(*args))
+    return [e for e in found if e.primitive.name == "scan"][-1]
+
+
+def consts_and_body(fn):
     """How many constants the innermost scan takes, and its program."""
-    found = walk(jax.make_jaxpr(fn)(W, XS))
-    (*_, scan) = (e for e in found if e.primitive.name == "scan")
+    scan = innermost(fn, W, XS)
     return frames.scan_counts(scan)[0], str(scan.params["jaxpr"])
 
 
 def assert_close(ours, plain, half):
-    results = [jax.tree.leaves(evaluate(fn, W, XS)) for fn in (ours, plain)]
-    for a, b in zip(*results, strict=True):
-        assert np.linalg.norm(a - b) <= 30 * jnp.finfo(half).eps * np.linalg.norm(b)
+    got, expected = (evaluate(fn, W, XS) for fn in (ours, plain))
+    assert_near(got, expected, 30 * jnp.finfo(half).eps)
 
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_what_rearranges_constants_is_done_before_the_loop(name):
     fn = WRAPS[name](once)
-    consts, body = innermost(jamp.autocast(fn))
-    assert (consts, innermost(fn)[0]) == (1, 2)
+    consts, body = consts_and_body(jamp.autocast(fn))
+    assert (consts, consts_and_body(fn)[0]) == (1, 2)
     assert body.count("concatenate[") == 1 and "transpose[" not in body
     assert_close(jamp.autocast(fn), fn, "float16")
 
 
 @pytest.mark.parametrize("fn", [twice, printing])
 def test_what_is_read_twice_or_has_effects_stays(fn):
-    consts, body = innermost(jamp.autocast(fn))
-    assert consts == innermost(fn)[0] == 2 and "concatenate[" in body
+    consts, body = consts_and_body(jamp.autocast(fn))
+    assert consts == consts_and_body(fn)[0] == 2 and "concatenate[" in body
 
 
 def total(fn):
@@ -151,7 +144,7 @@ def test_what_reads_a_gate_reads_the_same_digits(half, promote):
 
 # ---- loops that add to their carry
 
-SMALL, STEPS = 1 / 512, 200  # of a carry of 1: half of what bfloat16 has after it
+SMALL, STEPS = 1 / 512, 200  # half of the step from 1 to the next bfloat16 number
 GROWN = (1 + SMALL) ** STEPS
 EYE = jnp.eye(4)
 
@@ -166,7 +159,7 @@ def looped(body):
 
 def midpoint(c, w):
     half = c + small(c, w) / 2
-    return c + small(half, w) * (1 - SMALL / 2) / (1 + SMALL / 2)  # so that it is exact
+    return c + small(half, w) * (1 - SMALL / 2) / (1 + SMALL / 2)  # the sum is exact
 
 
 def substeps(c, w):
@@ -191,6 +184,16 @@ by_vjp = custom_vjp(
 )
 
 
+def flash(w, c):
+    """A sum of exponentials. Each is divided by the largest so far."""
+
+    def step(c, x):
+        top = jnp.maximum(c[0], (x @ w).max())
+        return top, c[1] * jnp.exp(c[0] - top) + jnp.exp(x @ w - top) / 256
+
+    return repeat(step, (jnp.float32(0), c), jnp.zeros((STEPS, *c.shape)))[1]
+
+
 INTEGRATE = {
     "scan": looped(lambda c, w: c + small(c, w)),
     "jit": looped(jax.jit(midpoint)),
@@ -204,16 +207,12 @@ INTEGRATE = {
         lambda c, t: (1 - t) * c + 2 * t * (c @ w), c, jnp.full(STEPS, SMALL)
     ),
     "subtracts": looped(lambda c, w: c - small(-c, w)),
-    "two": lambda w, c: jax.lax.scan(
-        lambda cs, _: ((cs[0] + small(cs[1], w), cs[1] + small(cs[0], w)), None),
-        (c, c),
-        length=STEPS,
-    )[0][0],
-    "exchanged": lambda w, c: jax.lax.scan(
-        lambda cs, _: ((cs[1], cs[0] + small(cs[1], w)), None),
-        (c, c),
-        length=2 * STEPS,
-    )[0][1],
+    "two": lambda w, c: looped(
+        lambda cs, w: (cs[0] + small(cs[1], w), cs[1] + small(cs[0], w))
+    )(w, (c, c))[0],
+    "exchanged": lambda w, c: looped(
+        lambda cs, w: repeat(lambda c, _: (c[1], c[0] + small(c[1], w)), cs, length=2)
+    )(w, (c, c))[1],
     "fori": lambda w, c: jax.lax.fori_loop(0, STEPS, lambda _, c: c + small(c, w), c),
     "while": lambda w, c: jax.lax.while_loop(
         lambda state: state[0] < STEPS,
@@ -225,6 +224,7 @@ INTEGRATE = {
     "data": lambda w, c: repeat(
         lambda c, x: c + x @ w, c, c * jnp.full((STEPS, 1, 1), 2**-8)
     ),
+    "flash": flash,
 }
 
 
@@ -234,19 +234,15 @@ def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
     if name == "custom_vjp" and getattr(jax.config, "jax_custom_vjp3", False):
         pytest.xfail("jamp._autocast.loops does not look into CustomVJPTraced yet")
     loop = INTEGRATE[name]
-    exact = 1 + STEPS / 256 if name == "data" else GROWN
+    exact = 1 + STEPS / 256 if name in ("data", "flash") else GROWN
     start = jnp.ones((2, 4))
 
     def loss_fn(w, start):
         ends = loop(w, start), loop(w, start @ w)
         return 0.0 * w.sum(), jax.lax.stop_gradient(ends)
 
-    states = {
-        level: jamp.initialize(EYE, optax.sgd(0.1), level, verbosity=0)
-        for level in ("O0", "O1", "O2", "O4", "O5", "O6")
-    }
     grad = jamp.scaled_value_and_grad(loss_fn, has_aux=True)
-    found = {level: grad(state, start)[0][1] for level, state in states.items()}
+    found = {level: grad(state_of(level, EYE), start)[0][1] for level in LEVELS}
     for promote in ("widest", "narrowest"):
         cast = jamp.autocast(loss_fn, "bfloat16", promote=promote)
         found[promote] = jax.jit(cast)(EYE, start)[1]
@@ -255,14 +251,12 @@ def test_a_loop_that_adds_to_its_carry_keeps_the_small_steps(name):
             np.testing.assert_allclose(end, exact, rtol=2**-7, err_msg=where)
 
 
-def carries(fn, *args, **options):
-    """The dtypes that the innermost scan carries in bfloat16 and narrowest."""
-    fn = jamp.autocast(fn, "bfloat16", promote="narrowest")
-    *_, scan = (
-        e for e in walk(jax.make_jaxpr(fn)(*args)) if e.primitive.name == "scan"
-    )
+def carries(fn, *args, promote="narrowest"):
+    """The dtypes that the innermost scan carries."""
+    scan = innermost(jamp.autocast(fn, "bfloat16", promote=promote), *args)
     _, count = frames.scan_counts(scan)
-    return {str(v.aval.dtype) for v in scan.outvars[:count]} - {"int32"}
+    found = [str(v.aval.dtype) for v in scan.outvars[:count]]
+    return [dtype for dtype in found if dtype != "int32"]
 
 
 def over_layers(ws, x):
@@ -288,7 +282,21 @@ def masked_cell(ws, x):
 
 @pytest.mark.parametrize("fn", [over_layers, by_counter, gated, masked_cell])
 def test_layers_and_gates_keep_their_budget(fn):
-    assert carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4))) == {"bfloat16"}
+    assert carries(fn, jnp.stack([EYE] * 3), jnp.ones((4, 4))) == ["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("promote", "stream"), [("widest", "float32"), ("narrowest", "bfloat16")]
+)
+def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, stream):
+    def layer(carry, w):
+        x, total, mean = carry
+        y = x @ w
+        return x + y, total + y.sum(), 0.9 * mean + 0.1 * w[0]
+
+    fn = lambda ws, x: repeat(layer, (x, 0.0, x[0]), ws)  # noqa: E731
+    found = carries(fn, jnp.stack([EYE] * 2), jnp.ones((4, 4)), promote=promote)
+    assert found == [stream, "float32", "float32"]
 
 
 # ---- loops that wait for a residual
@@ -306,7 +314,7 @@ def fixed_point(w, x, cell=cell):
 
 
 def late(w, x):
-    """What the condition reads depends on the product by way of two other carries."""
+    """The condition depends on the product by way of two other carries."""
     step = lambda c: (c[1], c[2], (c[2] @ w).sum() * x, c[3] + 1)  # noqa: E731
     return jax.lax.while_loop(lambda c: c[0].sum() > 0, step, (x, x, x, 0))[1]
 
@@ -340,10 +348,9 @@ WAITING = {
 def test_explain_warns_of_a_condition_that_depends_on_a_half_product(fn):
     x = jnp.ones((8, 8))
     warnings = {"autocast": jamp.explain(fn)(x, x).warnings}
-    for level in ("O0", "O1", "O2", "O4", "O5", "O6"):
-        state = jamp.initialize(x, optax.sgd(0.1), level, verbosity=0)
-        loss_fn = lambda w, x: 0 * w.sum() + jax.lax.stop_gradient(fn(w, x)).sum()  # noqa: E731
-        warnings[level] = jamp.explain(loss_fn)(state, x).warnings
+    loss_fn = lambda w, x: 0 * w.sum() + jax.lax.stop_gradient(fn(w, x)).sum()  # noqa: E731
+    for level in LEVELS:
+        warnings[level] = jamp.explain(loss_fn)(state_of(level, x), x).warnings
     for where, found in warnings.items():
         waits = [w for w in found if "while: half condition" in w]
         assert len(waits) == (WAITING[fn] and where != "O0"), where

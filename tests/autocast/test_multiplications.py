@@ -8,7 +8,7 @@ import pytest
 
 import jamp
 from jamp._autocast.primitives import primitive_name
-from tests.autocast.constructs import custom_vjp, repeat
+from tests.support.constructs import AROUND
 from tests.support.programs import walk
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
@@ -48,27 +48,13 @@ def test_what_a_call_is(spec):
     assert ("Matrix units" in op.reason) == is_matmul
 
 
-def custom_jvp(fn):
-    function = jax.custom_jvp(fn)
-    function.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
-    return function
-
-
 T, FREQUENCIES = jnp.arange(1024.0), 1.0 / 10000.0 ** (jnp.arange(0, 64, 2) / 64)
 EXACT = np.cos(np.arange(1024.0)[:, None] * np.asarray(FREQUENCIES, float))
-AROUND = {
-    "plain": lambda fn: fn,
-    "jit": jax.jit,
-    "vmap": lambda fn: (
-        lambda x: jax.vmap(lambda x: fn(x[None])[0])(x)  # one position at a time
-    ),
-    "scan": lambda fn: lambda x: repeat(lambda c, _: fn(x), fn(x), length=2),
-    "custom_jvp": custom_jvp,
-    "custom_vjp": lambda fn: custom_vjp(fn, lambda x: (fn(x), x), lambda x, _: (x,)),
-}
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "around", ["plain", "jit", "vmap", "scan", "custom_jvp", "custom_vjp"]
+)
 def test_rotary_angles_keep_their_digits_at_every_level(around):
     outer = AROUND[around](lambda t: jnp.einsum("i,j->ij", t, FREQUENCIES))
 
@@ -119,7 +105,7 @@ def test_an_inner_product_is_a_sum_in_float32(norm):
 
 
 def test_calls_of_a_gradient_inside_of_a_loss():
-    """What a transpose makes: of a matvec the gradient of its matrix is a product."""
+    """The gradient of the matrix of a matvec is an outer product."""
 
     def penalty(w, t):
         of_matrix = jax.grad(lambda w: jnp.cos(w @ t).sum())(w)  # - sin(w @ t) ⊗ t

@@ -12,8 +12,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jamp
-from jamp._autocast import facts, rewrite, values
-from tests.autocast.constructs import repeat
+from jamp._autocast import rewrite
+from tests.support.constructs import AROUND, repeat
 from tests.support.programs import products, results, walk
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
@@ -55,26 +55,14 @@ def loss(w):
     return (jax.nn.logsumexp(logits, -1) - logits[LABELS, LABELS]).mean()
 
 
-def in_a_scan(fn):
-    return lambda w: lax.scan(lambda c, _: (c + fn(w), None), 0.0, None, length=1)[0]
-
-
-WITHIN = {
-    "alone": lambda fn: fn,
-    "jit": jax.jit,
-    "scan": in_a_scan,
-    "vmap": lambda fn: lambda w: jax.vmap(fn)(w[None])[0],
-}
-
-
 @pytest.mark.parametrize("policy", ["dots_saveable", "everything_saveable"])
-@pytest.mark.parametrize("within", WITHIN)
+@pytest.mark.parametrize("within", ["plain", "jit", "scan", "vmap"])
 def test_a_loss_may_be_checkpointed_inside_and_outside(within, policy):
-    """JAX does not extend a `prevent_cse` of each argument by what it keeps."""
+    """JAX does not extend a `prevent_cse` of each argument by the kept values."""
     checkpoint = functools.partial(jax.checkpoint, policy=getattr(POLICIES, policy))
     wanted = jax.grad(loss)(W)
-    inside = half(checkpoint(WITHIN[within](loss)))
-    for fn in (inside, checkpoint(WITHIN[within](half(loss)))):
+    inside = half(checkpoint(AROUND[within](loss)))
+    for fn in (inside, checkpoint(AROUND[within](half(loss)))):
         np.testing.assert_allclose(jax.grad(fn)(W), wanted, 2e-2, 1e-3)
 
 
@@ -116,7 +104,7 @@ def test_the_innermost_policy_wins(name):
 
 
 def test_a_jitted_function_is_decided_on_anew_where_it_is_called():
-    """Its program is one, and is rewritten once for each that comes in and around."""
+    """Autocast rewrites its program once for each mark and dtype of arguments."""
     twice, product = (
         jax.jit(lambda x: jnp.concatenate([x, x])),
         jax.jit(lambda x: x @ W),
@@ -199,38 +187,3 @@ def test_the_advice_of_the_warning_works(rule, dtype):
     (call,) = (e for e in walk(jaxpr) if e.primitive.name == "opaque")
     assert [str(v.aval.dtype) for v in call.invars] == [dtype]
     np.testing.assert_allclose(cast(W), is_opaque(W), atol=1e-2)
-
-
-# ---- each pass reads each equation once, however deep it is
-
-
-NESTS = {
-    "jit": lambda fn: jax.jit(lambda x: fn(x)),
-    "checkpoint": jax.checkpoint,
-    "cond": lambda fn: lambda x: lax.cond(x[0, 0] > 0, fn, lambda x: x, x),
-    "scan": lambda fn: lambda x: repeat(lambda c, _: fn(c), x, length=2),
-    "while": lambda fn: lambda x: lax.while_loop(lambda c: c[0, 0] < 3, fn, x),
-}
-PASSES = {
-    "forward": (facts.Facts, "_result_facts"),
-    "backward": (values, "_wants_of_operands"),
-}
-
-
-@pytest.mark.parametrize("name", NESTS)
-@pytest.mark.parametrize("read", PASSES)
-def test_an_equation_is_read_once(name, read, monkeypatch):
-    def deeper(fn):
-        return NESTS[name](lambda x: layer(fn(x)))
-
-    fn = functools.reduce(lambda fn, _: deeper(fn), range(8), layer)
-    place, function = PASSES[read]
-    original, times = getattr(place, function), []
-
-    def counting(*args):
-        times.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(place, function, counting)
-    jax.make_jaxpr(half(fn))(W)
-    assert len(times) == len(list(walk(jax.make_jaxpr(fn)(W))))

@@ -12,7 +12,8 @@ from jax import lax
 import jamp
 from jamp._autocast.frames import frames_of
 from jamp._autocast.primitives import primitive_name
-from tests.autocast.constructs import repeat
+from tests.support.constructs import repeat
+from tests.support.near import assert_near
 from tests.support.programs import evaluate, products, results, walk
 
 HALVES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -52,13 +53,7 @@ WITH_GRADIENTS = ("masked softmax", "zeros_like in carry", "solve")
 
 
 def close(got, expected, eps):
-    def assert_close(path, a, b):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
-        a, b = (np.asarray(x, np.float64) for x in (a, b))
-        norm = max(np.linalg.norm(b), 1e-3)
-        assert np.linalg.norm(a - b) <= 10 * eps * norm, (path, a, b)
-
-    jax.tree_util.tree_map_with_path(assert_close, got, expected)
+    assert_near(got, expected, 10 * eps)
 
 
 def ordinary(name, cast):
@@ -81,26 +76,21 @@ def test_ordinary_code(name):
 
 
 @pytest.mark.parametrize("method", ["add", "multiply", "set"])
-def test_a_scatter_in_half_joins_numbers_in_half(method):
+def test_a_scatter_joins_numbers_in_their_dtype(method):
     fn = jamp.half_function(lambda w: getattr(w.at[0, ::2], method)(1.5))
     close(jamp.autocast(fn)(W), fn(W), HALVES["float16"])
     (found,) = results(jamp.autocast(fn), [f"scatter-{method[:3]}", "scatter"], W)
     assert found == "float16"
 
-
-@pytest.mark.parametrize("dtype", ["int32", "uint8", "complex64"])
-@pytest.mark.parametrize("method", ["add", "multiply"])
-def test_a_scatter_of_what_is_not_float_is_as_it_was(method, dtype):
-    index = jnp.array([0, 2, 2])
-
-    def fn(w):
-        counts = getattr(jnp.ones(4, dtype).at[index], method)(2)
+    def counted(w, dtype):
+        counts = getattr(jnp.ones(4, dtype).at[jnp.array([0, 2, 2])], method)(2)
         return (w @ w)[counts.real.astype(int)], counts
 
-    got, counts = evaluate(jamp.autocast(fn), W)
-    expected, unrounded = fn(W)
-    close(got, expected, HALVES["float16"])
-    np.testing.assert_array_equal(counts, unrounded, strict=True)
+    for dtype in ("int32", "uint8", "complex64"):
+        got, counts = jamp.autocast(functools.partial(counted, dtype=dtype))(W)
+        expected, unrounded = counted(W, dtype)
+        close(got, expected, HALVES["float16"])
+        np.testing.assert_array_equal(counts, unrounded, strict=True)
 
 
 def test_scalars_do_not_vote():
@@ -112,7 +102,7 @@ def test_scalars_do_not_vote():
     assert results(jamp.autocast(fn), ["select_n", "sub"], W) == ["float16"] * 2
 
 
-HARD_CONSTANTS = {
+CONSTANTS = {
     "floor": lambda w: jnp.maximum(w @ w, -1e30),
     "comparison": lambda w: (w @ w > -1e9).astype(jnp.float32),
     "tiny": lambda w: (w * 1e-12 > 0).astype(jnp.float32),
@@ -125,16 +115,14 @@ HARD_CONSTANTS = {
         lax.cond(w[0, 0] < 9, lambda: jnp.full((8, 8), 1e30), lambda: w @ w) + w @ w
     ),
 }
-HARD = [("widest", name) for name in HARD_CONSTANTS]
-HARD += [
-    ("narrowest", name) for name in "floor comparison epsilon barrier branch".split()
-]
+IN_NARROWEST = "floor", "comparison", "epsilon", "barrier", "branch"
 
 
-@pytest.mark.parametrize(("promote", "name"), HARD)
-def test_constants_that_half_cannot_hold_keep_their_value(promote, name):
-    fn = HARD_CONSTANTS[name]
-    close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constants_that_half_cannot_hold_keep_their_value(name):
+    fn = CONSTANTS[name]
+    for promote in ("widest", "narrowest") if name in IN_NARROWEST else ("widest",):
+        close(jamp.autocast(fn, promote=promote)(W), fn(W), HALVES["float16"])
 
 
 # ---- dtypes that autocast has nothing to do with
@@ -222,11 +210,6 @@ def test_the_names_of_a_derivative_are_those_of_the_plain_derivative():
 
     assert stacks(jamp.autocast(layers)) == stacks(layers)
     assert any("outer" in where for where in stacks(layers))
-    grads = (
-        jax.grad(lambda w, f=f: f(w).sum()) for f in (layers, jamp.autocast(layers))
-    )
-    plain, ours = (len(products(grad, W)) for grad in grads)
-    assert ours == plain > 0
 
 
 # ---- what is returned: arrays of the plain function's dtypes and weak types
@@ -279,10 +262,9 @@ def test_numpy_comes_back_as_an_array_of_its_own(kind):
         y = jamp.autocast(lambda x: x)(x)
         assert types(y) == types(jnp.asarray(x))
         np.testing.assert_array_equal(y.at[...].get(), x)
-    x = TABLE.astype(kind)
-    y = jamp.autocast(lambda x: x)(x)
-    x[:] = 7
-    np.testing.assert_array_equal(y, TABLE)
+        if x.ndim:
+            x[:] = 7
+            np.testing.assert_array_equal(y, TABLE)
 
 
 def test_what_is_no_array_is_untouched():
@@ -291,28 +273,3 @@ def test_what_is_no_array_is_untouched():
     got = jamp.autocast(fn)(X)
     assert got[:5] == (4, 2.0, "name", None, other) and type(got[0]) is int
     assert got[5] is TABLE
-
-
-# ---- what narrowest does otherwise
-
-
-def carries(fn, *args):
-    """The dtypes of the carries of a scan."""
-    (scan,) = [e for e in walk(jax.make_jaxpr(fn)(*args)) if e.primitive.name == "scan"]
-    _, carry, _ = (list(part) for part in scan.params["ft_in"].unpack())
-    return [str(v.aval.dtype) for v in scan.outvars[: len(carry)]]
-
-
-@pytest.mark.parametrize(("promote", "stream"), [("widest", 32), ("narrowest", 16)])
-def test_a_carry_that_only_holds_activations_is_half_with_narrowest(promote, stream):
-    def layers(ws, x):
-        def layer(carry, w):
-            x, total, mean = carry
-            y = x @ w
-            return (x + y, total + y.sum(), 0.9 * mean + 0.1 * w[0]), None
-
-        return jax.lax.scan(layer, (x, 0.0, x[0]), ws)[0]
-
-    x = jnp.ones((8, 8))
-    found = carries(jamp.autocast(layers, promote=promote), jnp.stack([x, x]), x)
-    assert found == [f"float{stream}", "float32", "float32"]

@@ -34,7 +34,9 @@ def draw(*shape: int) -> np.ndarray:
 
 
 NEAR = RNG.uniform(-0.05, 0.05, (4, 4))
-M = (0.2 + 0.6 * np.eye(4) + (NEAR + NEAR.T) / 2).astype(np.float32)  # and definite
+M = (0.2 + 0.6 * np.eye(4) + (NEAR + NEAR.T) / 2).astype(
+    np.float32
+)  # positive definite
 A, B, C = draw(4, 4), draw(4, 4), draw(4, 4)
 V = np.sort(draw(6))
 W, U = draw(6), draw(6)
@@ -42,7 +44,7 @@ IDS = np.array([2, 0, 1])
 IMAGE, KERNEL = draw(2, 3, 5, 5), draw(4, 3, 3, 3)  # NCHW, OIHW
 KEY = jax.random.key(0)
 
-# The first that a function takes is what it is called with.
+# A function is called with the first arguments that it takes.
 TRIED: list[tuple] = [
     *[(M,), (M, A), (M, A, B), (V,), (V, W), (M, 1), (M, 0), (M, (4, 4)), (M, IDS)],
     *[([M, A],), (V, W, U), (M, A, B, C), (M, A, B, A, C), (M, A, B, A, C, B)],
@@ -97,7 +99,7 @@ GIVEN["losses.ctc_loss"] = (
 for name in ("", "_add", "_min", "_max", "_mul", "_sub"):
     GIVEN[f"lax.scatter{name}"] = (M, ROWS, A[:2], SCATTER)
 
-# Of tokens, of raw bits, and of block-scaled numbers.
+# Functions of tokens, raw bits and block-scaled numbers.
 EXCLUDED = {"lax.create_token", "lax.rng_bit_generator", "lax.scaled_dot"}
 
 
@@ -226,7 +228,7 @@ def check(name: str, modes: list = MODES) -> list[str]:
 
 
 def differences(got: Any, right: Any, exact: bool) -> Iterator[str]:
-    """What is not finite, and what has changed that was to be exact."""
+    """Sentences about infinities, and about changes of results without a product."""
     parts = {"direct": lambda r: r[0][0], "after": lambda r: r[0][1]}
     for part, of in (parts | {"gradient": lambda r: r[1]}).items():
         pairs = zip(jax.tree.leaves(of(got)), jax.tree.leaves(of(right)), strict=True)
@@ -243,7 +245,7 @@ def differences(got: Any, right: Any, exact: bool) -> Iterator[str]:
                     yield f"{part} [{i}] is off by {np.nanmax(np.abs(a - b)):.1e}"
 
 
-# JAX and optax promote, and warn of short inputs and of what they will drop.
+# JAX and optax promote dtypes. They warn of short inputs and coming removals.
 pytestmark = [
     pytest.mark.standard_promotion,
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
@@ -263,7 +265,7 @@ HAZARDS = (
 
 
 def new(name, found):
-    """What is no hazard."""
+    """The sentences that are not about a known hazard."""
     known = [words for words, at in HAZARDS if f"{name}_".startswith(f"{at}_")]
     return [text for text in found if not any(words in text for words in known)]
 

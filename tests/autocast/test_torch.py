@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.torch_table import HALVES, measure
-from tests.autocast.small_programs import PROGRAMS
 from tests.oracles.torch_autocast import torch_autocast
 from tests.support.extent import more
+from tests.support.small_programs import PROGRAMS
 
 # Less accurate, by a factor of 3.5 at most: a norm of half values gives half.
 EXCEPT = ("group_norm_after_conv",)

@@ -1,7 +1,8 @@
 """JAX's planned upgrades, which become its default, and the primitives that they bring.
 
-Under each flag, and under those together that JAX can differentiate: every construct is
-in half, and its values and gradients are those of the same JAX without autocast.
+Under the flags every construct runs in half. Autocast changes its values and gradients
+by roundings alone. `.ci/run` runs other files under the flags that JAX can
+differentiate: test_coverage has the gradients of all constructs.
 """
 
 import functools
@@ -17,8 +18,9 @@ from jax.experimental import hijax, io_callback
 
 import jamp
 from jamp._autocast import rewrite
-from tests.autocast.constructs import CUSTOM, TABLE, custom_vjp, layer, squared
-from tests.autocast.test_coverage import TOLERANCE, W, X, both_passes, distance
+from tests.autocast.test_coverage import TOLERANCE, W, X
+from tests.support.constructs import AROUND, TABLE, custom_vjp, layer, squared
+from tests.support.near import assert_near
 from tests.support.programs import evaluate, products, products_of
 
 DIFFERENTIABLE = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
@@ -44,7 +46,7 @@ def upgraded():
 
 @pytest.fixture(autouse=True)
 def known():
-    """Nothing is unknown: a warning is an error."""
+    """Autocast knows every primitive: a warning is an error."""
     rewrite._warn_of_unknown.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", jamp.AutocastWarning)
@@ -57,21 +59,7 @@ def assert_half(fn, *args, at_least=1):
     assert {(p.lhs, p.rhs) for p in found} == {("float16", "float16")}
 
 
-def assert_close(got, expected):
-    errors = jax.tree.map(distance, got, expected)
-    assert max(jax.tree.leaves(errors)) <= TOLERANCE, errors
-
-
-# ---- the constructs
-
-
-@pytest.mark.parametrize("name", CUSTOM)
-def test_a_custom_function_under_flags(name, upgraded):
-    """The other constructs .ci/run has test_coverage try, under flags of JAX."""
-    upgraded(*DIFFERENTIABLE)
-    plain, cast = both_passes(name, lambda fn: fn), both_passes(name, half)
-    assert_half(cast, W, X)
-    assert_close(evaluate(cast, W, X), evaluate(plain, W, X))
+assert_close = functools.partial(assert_near, most=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -92,22 +80,21 @@ def test_a_construct_under_all_flags(name, upgraded):
 # ---- what only the new kind has
 
 
+def fwd(w, x):
+    return layer(w, x), (w, x)
+
+
+def bwd(saved, g):
+    """It is three times too large in `w`: to ignore it shows."""
+    return 3.0 * (saved[1].T @ g), g @ saved[0].T
+
+
 def tripled(**options):
-    """A product whose gradient in `w` is three times too large: to ignore it shows."""
-    return custom_vjp(
-        lambda w, x: jnp.tanh(x @ w),
-        lambda w, x: (jnp.tanh(x @ w), (w, x)),
-        lambda saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
-        **options,
-    )
+    return custom_vjp(layer, fwd, bwd, **options)
 
 
 def gradients(fn, *args):
     return jax.jit(jax.grad(lambda *args: fn(*args).sum(), (0, 1)))(*args)
-
-
-def vmapped(fn):
-    return lambda w, x: jax.vmap(lambda row: fn(w, row[None])[0])(x)
 
 
 def test_a_custom_vjp_eagerly_and_with_autocast_inside():
@@ -120,46 +107,55 @@ def test_a_custom_vjp_eagerly_and_with_autocast_inside():
 
 def defremat():
     """As `tripled`, with what `jax.checkpoint` keeps said by the function itself."""
-    function = jax.custom_vjp(lambda w, x: jnp.tanh(x @ w))
-    function.defremat(
-        lambda w, x: (jnp.tanh(x @ w), ()),
-        lambda _, w, x: (jnp.tanh(x @ w), (w, x)),
-        lambda saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
-    )
+    function = jax.custom_vjp(layer)
+    function.defremat(lambda w, x: (layer(w, x), ()), lambda _, w, x: fwd(w, x), bwd)
     return function
 
 
 def with_accums():
-    def bwd(saved, g, w, x):
-        w.accum(3.0 * (saved[1].T @ g))
-        x.accum(g @ saved[0].T)
+    def accumulate(saved, g, w, x):
+        for place, grad in zip((w, x), bwd(saved, g), strict=True):
+            place.accum(grad)
 
-    function = jax.custom_vjp(lambda w, x: jnp.tanh(x @ w))
-    function.defvjp_with_accums(lambda w, x: (jnp.tanh(x @ w), (w, x)), bwd)
+    function = jax.custom_vjp(layer)
+    function.defvjp_with_accums(fwd, accumulate)
     return function
 
 
+def nondiff():
+    function = custom_vjp(
+        lambda by, w, x: by * layer(w, x),
+        lambda by, w, x: (by * layer(w, x), (w, x)),
+        lambda by, saved, g: bwd(saved, by * g),
+        nondiff_argnums=(0,),
+    )
+    return functools.partial(function, 2.0)
+
+
+def checkpointed(*names):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    body = lambda w, x: checkpoint_name(layer(w, x), "kept") @ w  # noqa: E731
+    return jax.checkpoint(body, policy=policy)
+
+
 RULES = {
+    "keeps nothing": checkpointed,
+    "keeps a name": lambda: checkpointed("kept"),
     "defremat": defremat,
     "with_accums": with_accums,
     "generic_batching": lambda: tripled(generic_batching=True),
     "optimize_remat": lambda: tripled(optimize_remat=True),
-    "nondiff": lambda: lambda w, x: scaled(2.0, w, x),
+    "nondiff": nondiff,
 }
-scaled = custom_vjp(
-    lambda by, w, x: x @ w * by,
-    lambda by, w, x: (x @ w * by, (w, x)),
-    lambda by, saved, g: (3.0 * (saved[1].T @ g), g @ saved[0].T),
-    nondiff_argnums=(0,),
-)
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("place", [lambda fn: fn, vmapped, jax.checkpoint])
-def test_other_rules_of_a_custom_vjp(name, place, upgraded):
+@pytest.mark.parametrize("place", ["plain", "vmap", "checkpoint"])
+def test_gradients_of_rules_and_policies(name, place, upgraded):
     upgraded(*DIFFERENTIABLE)
-    fn = place(RULES[name]())
-    assert_half(lambda w, x: (half(fn)(w, x), gradients(half(fn), w, x)), W, X)
+    fn = AROUND[place](RULES[name]())
+    count = len(products(lambda *args: gradients(fn, *args), W, X))
+    assert_half(lambda *args: gradients(half(fn), *args), W, X, at_least=count)
     assert_close(gradients(half(fn), W, X), gradients(fn, W, X))
 
 
@@ -168,33 +164,12 @@ def test_rules_may_close_over_values_of_the_program(upgraded):
 
     def fn(w, x):
         factor = x.sum()
-        function = custom_vjp(
-            lambda w: x @ w * factor,
-            lambda w: (x @ w * factor, ()),
-            lambda _, g: (3.0 * factor * (x.T @ g),),
-        )
-        return function(w)
+        forward = lambda w: x @ w * factor  # noqa: E731
+        backward = lambda _, g: (3.0 * factor * (x.T @ g),)  # noqa: E731
+        return custom_vjp(forward, lambda w: (forward(w), ()), backward)(w)
 
-    def grad(fn):
-        return jax.jit(jax.grad(lambda w: fn(w, X).sum()))(W)
-
-    assert_close(grad(half(fn)), grad(fn))
-
-
-@pytest.mark.parametrize("names", [(), ("kept",)])
-def test_a_checkpoint_keeps_what_its_policy_says(names, upgraded):
-    upgraded(*DIFFERENTIABLE)
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-
-    def fn(w, x):
-        body = lambda x: checkpoint_name(layer(w, x), "kept") @ w  # noqa: E731
-        return jax.checkpoint(body, policy=policy)(x)
-
-    expected, found = (
-        len(products(jax.grad(squared(f)), W, X)) for f in (fn, half(fn))
-    )
-    assert found == expected
-    assert_close(gradients(half(fn), W, X), gradients(fn, W, X))
+    got, expected = (jax.jit(jax.grad(squared(f)))(W, X) for f in (half(fn), fn))
+    assert_close(got, expected)
 
 
 def with_reference(w, x):
@@ -212,16 +187,17 @@ def normed(w, x):
     return jax.nn.softmax(jax.nn.standardize(jax.nn.relu(x @ w)) @ w) @ w
 
 
-DERIVATIVES = {
-    "forward": lambda fn: lambda w, x: jax.jvp(lambda w: fn(w, x), (w,), (x,)),
-    "linear": lambda fn: lambda w, x: jax.linearize(lambda w: fn(w, x), w)[1](x),
-}
+def forward(fn):
+    return lambda w, x: jax.jvp(lambda w: fn(w, x), (w,), (x,))
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives_outside_and_inside_of_autocast(name, upgraded):
+def linear(fn):
+    return lambda w, x: jax.linearize(lambda w: fn(w, x), w)[1](x)
+
+
+@pytest.mark.parametrize("derivative", [forward, linear])
+def test_derivatives_outside_and_inside_of_autocast(derivative, upgraded):
     upgraded(*DIFFERENTIABLE)
-    derivative = DERIVATIVES[name]
     expected = evaluate(derivative(normed), W, X)
     for fn in (derivative(half(normed)), half(derivative(normed))):
         assert_close(evaluate(fn, W, X), expected)
@@ -253,26 +229,23 @@ class Mystery(hijax.HiPrim):
         return self(w, x), (w, x)
 
     def vjp_bwd_retval(self, saved, g):
-        return 3.0 * (saved[1].T @ g), g @ saved[0].T
+        return bwd(saved, g)
 
 
 def mystery(w, x, **params):
     return Mystery(jax.typeof(w), **params)(w, x) @ w
 
 
+def lowered_products(fn):
+    return [p.lhs for p in products_of(jax.jit(fn).trace(W, X).lojax.jaxpr)]
+
+
 def test_an_object_that_nobody_knows_is_looked_into():
-    cast = half(mystery)
-    lowered = jax.jit(cast).trace(W, X).lojax.jaxpr
-    assert {p.lhs for p in products_of(lowered)} == {"float16"}
-    assert_close(evaluate(cast, W, X), mystery(W, X))
-    assert_close(gradients(cast, W, X), gradients(mystery, W, X))
-
-
-def test_an_object_runs_as_the_user_says():
+    assert set(lowered_products(half(mystery))) == {"float16"}
+    assert_close(evaluate(half(mystery), W, X), mystery(W, X))
+    assert_close(gradients(half(mystery), W, X), gradients(mystery, W, X))
     lists = jamp.AutocastLists().with_primitive("Mystery", "recorded")
-    cast = jax.jit(jamp.autocast(mystery, lists=lists))
-    lowered = cast.trace(W, X).lojax.jaxpr
-    assert [p.lhs for p in products_of(lowered)] == ["float32", "float16"]
+    assert lowered_products(half(mystery, lists=lists)) == ["float32", "float16"]
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), KeyError("scale")])
@@ -289,44 +262,46 @@ def test_an_object_that_does_not_say_what_it_does_is_opaque(error):
 # ---- primitives of the old kind that hold programs, or none
 
 
-def test_a_linear_call_and_its_transpose():
-    def fn(w, x):
-        by = lambda w, x: x @ w  # noqa: E731
-        back = lambda w, g: 3.0 * (g @ w.T)  # noqa: E731
-        return jax.custom_derivatives.linear_call(by, back, w, x) @ w
-
-    def grad(fn):
-        return jax.grad(lambda x: fn(W, x).sum())
-
-    assert_half(lambda x: (half(fn)(W, x), grad(half(fn))(x)), X, at_least=4)
-    assert_close(jax.jit(grad(half(fn)))(X), grad(fn)(X))
+def linear_call(w, x):
+    by = lambda w, x: x @ w  # noqa: E731
+    back = lambda w, g: 3.0 * (g @ w.T)  # noqa: E731
+    return jax.custom_derivatives.linear_call(by, back, w, x) @ w
 
 
-def test_a_composite_keeps_its_types():
-    fn = lax.composite(layer, "test.layer")
-    assert_half(half(fn), W, X)
-    assert_close(evaluate(half(fn), W, X), fn(W, X))
+def root(w, x):
+    """It is found in float32."""
+    solve = lambda f, y: y - f(y) / 2.0  # noqa: E731
+    linear = lambda g, y: y / g(jnp.ones_like(y))  # noqa: E731
+    return lax.custom_root(lambda y: 2.0 * y - layer(w, x), x, solve, linear) @ w
 
 
-def test_a_root_is_found_in_float32():
-    def fn(w, x):
-        solve = lambda f, y: y - f(y) / 2.0  # noqa: E731
-        linear = lambda g, y: y / g(jnp.ones_like(y))  # noqa: E731
-        return lax.custom_root(lambda y: 2.0 * y - layer(w, x), x, solve, linear) @ w
-
-    assert_close(evaluate(half(fn), W, X), fn(W, X))
-    assert_close(gradients(half(fn), W, X), gradients(fn, W, X))
-
-
-def test_a_product_that_scales_its_blocks_is_as_the_user_says():
+def scaled_blocks(w, x):
+    """It is as the user says."""
     scales = jnp.ones((1, 8, 4), jnp.float8_e8m0fnu)
+    blocks = [jnp.tile(y, 16)[None].astype(jnp.float8_e4m3fn) for y in (x @ w, w)]
+    return jax.nn.scaled_matmul(*blocks, scales, scales)[0] @ w
 
-    def fn(w, x):
-        blocks = [jnp.tile(y, 16)[None].astype(jnp.float8_e4m3fn) for y in (x @ w, w)]
-        return jax.nn.scaled_matmul(*blocks, scales, scales)[0] @ w
 
-    assert_half(half(fn), W, X, at_least=2)
-    assert_close(evaluate(half(fn), W, X), jax.jit(fn)(W, X))
+# With the arguments in which JAX differentiates them.
+HOLDERS = {
+    "linear_call": (linear_call, (1,)),
+    "composite": (lax.composite(layer, "test.layer"), ()),
+    "custom_root": (root, (0, 1)),
+    "scaled_matmul": (scaled_blocks, ()),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_values_gradients_and_products_of(name):
+    fn, argnums = HOLDERS[name]
+
+    def both(fn):
+        grad = jax.grad(lambda *args: fn(*args).sum(), argnums)
+        return lambda *args: (fn(*args), grad(*args) if argnums else ())
+
+    assert_close(evaluate(both(half(fn)), W, X), evaluate(both(fn), W, X))
+    if name != "custom_root":
+        assert_half(both(half(fn)), W, X, at_least=len(products(both(fn), W, X)))
 
 
 @pytest.mark.parametrize("call", [jax.pure_callback, io_callback])

@@ -130,7 +130,7 @@ Mine at O5
   optimizer state: 8 float32, 4 uint16, 1 int32
   step: 0, skipped: 0
   loss scale: (1.0, 1.0)
-  half, of one number each: norm/scale (see keep_fp32)
+  half and scalar: norm/scale (see keep_fp32)
   extra fields: ema"""
 
 

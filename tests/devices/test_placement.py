@@ -25,8 +25,8 @@ def on_mesh(kind, devices, spec):
     return NamedSharding(mesh_of(kind, (devices,)), spec)
 
 
-FOUR = "a mesh (data: 4) of devices [0, 1, 2, 3]"
-TWO = "a mesh (data: 2) of devices [0, 1]"
+FOUR = "devices [0, 1, 2, 3]"
+TWO = "devices [0, 1]"
 ONE = "devices [3]"
 
 

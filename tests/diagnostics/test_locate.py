@@ -174,14 +174,13 @@ def test_culprit(name):
         text = str(found)
         assert any(word in found.operation for word in words.split("|")), text
         assert found.phase.startswith(phase) and advice in found.advice, text
-        assert found.params == ("w",) and "1 of 1 are not finite: w" in text
+        assert found.params == ("w",) and "1 of 1 are not finite\n" in text
         assert text.count("\n") < 20
         if phase == "i":
             assert found.source == found.primitive == ""
             continue
         assert found.source in lines_of(fn) and found.source in text.replace("\n", "")
         assert found.module == ""  # of Linen it is on the page docs/overflow.md
-        assert found.near in ("w", "")
         assert found.result is not None and found.result.infs + found.result.nans > 0
 
 
@@ -236,12 +235,10 @@ def two_layers(params, x, *, power=1):
 def test_only_the_loss_scale_is_too_high():
     begun = dict.fromkeys(("init_scale", "max_scale"), 2.0**30)
     rule = jamp.DynamicLossScale(**begun)
-    for scale, says in ((rule, "in 16 skipped"), (2.0**30, 'loss_scale="dynamic"')):
+    for scale, says in ((rule, "falls by itself"), (2.0**30, 'loss_scale="dynamic"')):
         found = locate(two_layers)(params_state(loss_scale=scale), ONES)
         assert (found.phase, found.scale, found.loss) == ("backward", 2.0**30, 32)
-        # The gradients are sums of 4 ones, times the scale: 65504 / 4 > 2**13.
-        assert "at 8192 all gradients are finite" in found.advice, found
-        assert says.replace("16", "17") in found.advice
+        assert "Only the loss scale" in found.advice and says in found.advice
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O4"])
@@ -254,7 +251,7 @@ def test_every_level(level):
     assert not found.finite or str(found).startswith("All is finite: the loss is 32")
     found = locate(two_layers)(state, 2 * ONES, power=200)
     assert (found.phase, found.params) == ("forward", ("a/w", "b/w")), found
-    assert (found.near, found.operation) == ("a/w", "a power x ** n"), found
+    assert found.operation == "a power x ** 200", found
     jax.tree.map(np.testing.assert_array_equal, before, state)  # it changed nothing
 
 

@@ -61,6 +61,42 @@ def test_each_level_is_judged_by_its_half_dtype(level):
         assert recommend_scale(matmul_loss)(state, huge) == 1
 
 
+def clipped(params, x):
+    return jnp.clip(x @ params["w"], -1, 1).astype(jnp.float32).sum()
+
+
+def inverted(params, x):
+    return (1 / (x @ params["w"])).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize("hidden", [clipped, inverted])
+def test_a_loss_does_not_hide_an_overflow(hidden):
+    params = {"w": jnp.ones((8, 8))}
+    states = {
+        level: jamp.initialize(params, optax.sgd(1.0), level, verbosity=0)
+        for level in ("O2", "O5")
+    }
+    x = np.full((8, 8), 100, np.float32)
+    assert recommend_scale(hidden)(states["O2"], x) >= 1
+    huge = x * np.float32(600)  # 8 * 60,000 > 65504
+    assert recommend_scale(hidden)(states["O5"], huge) == 1
+    line = hidden.__code__.co_firstlineno + 1
+    message = f"overflows in float16 at any loss scale: a matmul at {__file__}:{line}"
+    with pytest.raises(FloatingPointError, match=message):
+        recommend_scale(hidden)(states["O2"], huge)
+
+
+def test_a_pole_is_no_overflow():
+    def loss_fn(params, x):
+        h = x @ params["w"]
+        return jnp.where(h == 0, 0, 1 / h).astype(jnp.float32).sum()
+
+    state = jamp.initialize({"w": jnp.ones((8, 8))}, optax.sgd(1.0), "O2", verbosity=0)
+    x = np.ones((8, 8), np.float32) * (np.arange(8)[:, None] > 0)
+    with pytest.raises(FloatingPointError, match="A gradient is not finite"):
+        recommend_scale(loss_fn)(state, x)  # 0 * inf, in the derivative
+
+
 def test_what_it_refuses():
     x = np.full((2, 1000), 1e6, np.float32)
     with pytest.raises(FloatingPointError, match="A gradient is not finite in float16"):

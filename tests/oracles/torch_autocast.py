@@ -4,7 +4,7 @@ An interpreter of jaxprs by the rules of torch's CUDA lists
 (`aten/src/ATen/autocast_mode.h`), from which widest is to lose nothing:
 
 - A product casts float32 operands to half, sums in float32, and rounds its result once.
-  Copies of the program's inputs are cached, as torch caches those of its leaves.
+  Copies of the program's inputs are cached, as torch caches copies of its leaves.
 - A vector that is broadcast over a product's result in an `add` is the bias of a linear
   or a convolution: it is rounded to half, and so is the sum.
 - The float32 list, and functions that torch has on it by name, give float32 results.
@@ -12,8 +12,8 @@ An interpreter of jaxprs by the rules of torch's CUDA lists
   arrays do not promote. What torch has as one kernel computes in float32 inside, and
   rounds once.
 
-Derivatives need no rules: the casts are part of what is differentiated, and a cast's
-transpose rounds the cotangent as torch does.
+Derivatives need no rules: JAX differentiates the casts, too, and a cast's transpose
+rounds the cotangent as torch does.
 """
 
 import functools
@@ -47,7 +47,6 @@ ONE_KERNEL = frozenset(
 )
 MOVES = frozenset("reshape squeeze transpose expand_dims copy copy_p".split())
 F32 = jnp.dtype("float32")
-PEELED = 8  # trips of a scan until the dtypes of its carry must have settled
 
 
 class Value(NamedTuple):
@@ -97,29 +96,8 @@ def cast(x: Array, dtype: Any) -> Array:
 
 
 def widest(dtypes: Sequence[Any]) -> Any:
-    """Of float32 and one half dtype."""
+    """The widest of float32 and one half dtype."""
     return F32 if F32 in dtypes or not dtypes else dtypes[0]
-
-
-class Call:
-    """A program for inputs of which so much is known, and what it makes of them."""
-
-    def __init__(self, jaxpr: Any, half: Any, given: Sequence[Value]):
-        self.jaxpr, self.half, self.given = jaxpr, half, given
-        self.known: list[Value] = []
-        self.run = jax.jit(self._run)
-
-    def _run(self, arrays: list[Any], halves: list[Any]) -> list[Any]:
-        inside = _Interpreter(self.half, ())
-        pairs = zip(arrays, halves, strict=True)
-        inside.cached = {id(x): (x, h) for x, h in pairs if h is not None}
-        ins = [v._replace(array=x) for v, x in zip(self.given, arrays, strict=True)]
-        outs = inside.run(self.jaxpr, ins)
-        self.known = [v._replace(array=None) for v in outs]
-        return [v.array for v in outs]
-
-
-CALLED: dict[Any, Call] = {}  # a call keeps its program, so that the id is its own
 
 
 class _Interpreter:
@@ -166,7 +144,7 @@ class _Interpreter:
         return self.operation(eqn, ins, self.dtype(eqn, ins, floats))
 
     def dtype(self, eqn: jc.JaxprEqn, ins: list[Value], floats: list[Value]) -> Any:
-        """What an operation runs in."""
+        """The dtype in which an operation runs."""
         name = eqn.primitive.name
         if name in FLOAT32:
             return F32
@@ -260,21 +238,7 @@ class _Interpreter:
             return self.one_kernel(eqn, ins, F32)
         if name in ONE_KERNEL:
             return self.one_kernel(eqn, ins, self.promoted(floats))
-        return self.called(eqn.params["jaxpr"], ins)
-
-    def called(self, jaxpr: Any, ins: list[Value]) -> list[Value]:
-        """A program, in a `jit` that JAX traces and differentiates once for its kind.
-
-        It takes the cached copies of inputs beside them.
-        """
-        halves = [self.cached.get(id(v.array), (None, None))[1] for v in ins]
-        known = tuple(v._replace(array=v.array.dtype) for v in ins)
-        key = id(jaxpr), self.half, known, tuple(h is None for h in halves)
-        if key not in CALLED:
-            CALLED[key] = Call(jaxpr, self.half, known)
-        arrays, call = [v.array for v in ins], CALLED[key]
-        outs = call.run(arrays, halves)
-        return [v._replace(array=x) for v, x in zip(call.known, outs, strict=True)]
+        return self.run(eqn.params["jaxpr"], ins)
 
     def one_kernel(
         self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any, params: Any = ()
@@ -292,40 +256,19 @@ class _Interpreter:
         return self.run(eqn.params["call_jaxpr"], ins)
 
     def _scan(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """Trips in Python, until the dtypes of the carry are those of the next one."""
+        """Trips in Python: the dtypes of a carry may be others after the first."""
         params = eqn.params
         consts, carried, _ = (len(list(p)) for p in params["ft_in"].unpack())
-        fixed, xs = ins[:consts], [v.array for v in ins[consts + carried :]]
-        carry = [v.array for v in ins[consts : consts + carried]]
-        length, reverse = params["length"], params["reverse"]
-        if reverse:
-            xs = [x[::-1] for x in xs]
-
-        def body(carry, x):
-            values = [*fixed, *map(of_array, [*carry, *x])]
-            outs = [v.array for v in self.run(params["jaxpr"], values)]
-            return outs[:carried], outs[carried:]
-
-        peeled = []
-        for trip in range(length):
-            now = [x[trip] for x in xs]
-            after = jax.eval_shape(lambda c, x: body(c, x)[0], carry, now)
-            if [c.dtype for c in after] == [c.dtype for c in carry]:
-                break
-            assert trip < PEELED, "a carry whose dtype does not settle"
-            carry, y = body(carry, now)
-            peeled.append(y)
-        done = len(peeled)
-        stacks = [[y[None] for y in ys] for ys in zip(*peeled, strict=True)]
-        if done < length or not length:
-            rest = [x[done:] for x in xs]
-            carry, ys = lax.scan(body, carry, rest, length=length - done)
-            stacks = stacks or [[] for _ in ys]
-            stacks = [[*s, y] for s, y in zip(stacks, ys, strict=True)]
-        ys = list(map(_concatenated, stacks))
-        if reverse:
-            ys = [y[::-1] for y in ys]
-        return list(map(of_array, [*carry, *ys]))
+        fixed, xs = ins[:consts], ins[consts + carried :]
+        carry = [of_array(v.array) for v in ins[consts : consts + carried]]
+        trips, rows = range(params["length"]), []
+        for trip in reversed(trips) if params["reverse"] else trips:
+            given = [of_array(v.array[trip]) for v in xs]
+            outs = self.run(params["jaxpr"], [*fixed, *carry, *given])
+            carry = [of_array(v.array) for v in outs[:carried]]
+            rows.append([v.array for v in outs[carried:]])
+        rows = rows[::-1] if params["reverse"] else rows
+        return [*carry, *(of_array(stacked(ys)) for ys in zip(*rows, strict=True))]
 
     # ---- functions with a derivative of their own
 
@@ -373,8 +316,8 @@ def _dtypes(run: Callable[[], list[Value]]) -> list[Any]:
     return [x.dtype for x in outs]
 
 
-def _concatenated(parts: list[Array]) -> Array:
-    dtypes = {p.dtype for p in parts}
-    if len(dtypes) > 1:
-        parts = [cast(p, widest([*dtypes])) for p in parts]
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+def stacked(parts: Sequence[Array]) -> Array:
+    """In the widest of their dtypes, if these differ."""
+    dtypes = list(dict.fromkeys(p.dtype for p in parts))
+    dtype = widest(dtypes) if len(dtypes) > 1 else dtypes[0]
+    return jnp.stack([cast(p, dtype) for p in parts])

@@ -99,9 +99,9 @@ REASONS = {
     "patch_functions": r"patch_functions=True.*opt_level='O1'",
     "keep_batchnorm_fp32": r"batchnorm.* FP32.*should be None.*fp32 was {}",
     "master_weights": r"doesn't make sense to use master_weights with O[14].*was {}",
-    "fp8": r"^fp8 is for products that run in half; here, at O0, none do.",
-    "lists": r"^lists says what runs in half, and at O0 nothing does",
-    "promote": r"^promote says what runs in half, and at O0 nothing does",
+    "fp8": r"^fp8 is for matmuls that run in half, and at O0 none do.",
+    "lists": r"^lists is for operations in half, and at O0 there are none",
+    "promote": r"^promote is for operations in half, and at O0 there are none",
 }
 
 
@@ -168,18 +168,12 @@ def test_all_complaints_are_made_at_once_and_no_others():
         properties("O2", dynamic_loss_scale=True)
 
 
-UNKNOWN = dict.fromkeys(("O4x", "O7", None, ""), "letter O, not the number zero")
-UNKNOWN |= dict.fromkeys(("02", 2, "o2", "2"), "Did you mean 'O2'")
-UNKNOWN |= dict.fromkeys(("bf16", "bfloat16", jnp.bfloat16), "bfloat16 is 'O4' .*'O5'")
-UNKNOWN |= dict.fromkeys(("fp16", np.float16, F16), "float16 is 'O1' .* 'O2'")
-
-
-@pytest.mark.parametrize("bad", UNKNOWN, ids=str)
-def test_an_unknown_level_is_refused_and_another_suggested(bad):
+@pytest.mark.parametrize("bad", ["O7", "02", 2, "", None, "bf16", np.float16], ids=str)
+def test_an_unknown_level_is_refused_and_all_levels_are_explained(bad):
     (line,) = complaints(bad)
     assert line.startswith(f"Unexpected optimization level {bad!r}")
     assert all(level in line for level in LEVELS)
-    assert re.search(UNKNOWN[bad], line)
+    assert "letter O, not the number zero" in line
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -325,7 +325,7 @@ MISTAKES = {
     ),
     "a model of NNX": (
         lambda s: jamp.scaled_grad(loss_fn)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), s, X),
-        "got Linear. For NNX write `jamp.nnx.scaled_grad",
+        "got Linear. For NNX, write `jamp.nnx.scaled_grad",
     ),
     "a branch on the loss": (
         lambda s: jamp.scaled_grad(lambda p: 1.0 if loss_fn(p, X) > 5 else 0.0)(s),

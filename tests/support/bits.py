@@ -1,4 +1,4 @@
-"""Comparing trees bit for bit, with the path of the leaf that differs."""
+"""Compare trees bit for bit, and name the leaf that differs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def bits(x) -> bytes:
 
 
 def assert_same_bits(a, b) -> None:
-    """Structures, shapes, dtypes and every bit; so NaN equals NaN and 0 is not -0."""
+    """Compares structures, shapes, dtypes and bits: NaN equals NaN, and 0 is not -0."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
     for (path, x), y in pairs:
@@ -23,7 +23,7 @@ def assert_same_bits(a, b) -> None:
 
 
 def assert_rounded_alike(a, b, rtol=1e-6) -> None:
-    """The same structure and dtypes, and values within a rounding.
+    """Compares structures and dtypes exactly, and values within one rounding.
 
     For two programs that XLA compiles separately: it may sum in another order.
     """
@@ -37,7 +37,7 @@ def assert_rounded_alike(a, b, rtol=1e-6) -> None:
 
 
 def copy(tree):
-    """Host copies, which no donation can delete."""
+    """Returns copies on the host, which donation cannot delete."""
     return jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x),
         tree,

@@ -1,6 +1,6 @@
-"""XLA's compilers for devices that are not here, where `make` installs them.
+"""Find XLA's compilers for absent devices in the folders of the Makefile.
 
-JAX finds them where this was imported before it looks for devices.
+Import this module before JAX looks for devices.
 """
 
 import os

@@ -6,5 +6,5 @@ from typing import Any
 
 
 def more(name: str, cases: Iterable[Any]) -> list[Any]:
-    """The cases if the variable JAMP_<name> is set, otherwise none."""
+    """Returns the cases if the variable JAMP_<name> is set, and none otherwise."""
     return list(cases) if f"JAMP_{name}" in os.environ else []

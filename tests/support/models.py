@@ -1,7 +1,7 @@
 """Three small, real models that the tests train.
 
-Each takes an optional `dtype`: beside the fp32 model that jamp is given stands the
-mixed-precision one that a user would write by hand.
+Each takes an optional `dtype`. Without it, the model is the float32 model for jamp.
+With it, the model is mixed precision by hand.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class MLP(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """Convolution, BatchNorm, relu; with a shortcut where the shapes allow one."""
+    """Convolution, BatchNorm and relu, with a shortcut if the shapes match."""
 
     features: int
     stride: int = 1
@@ -40,7 +40,7 @@ class ConvBlock(nn.Module):
 
 
 class CNN(nn.Module):
-    """Stages of `depth` ConvBlocks; every stage but the first halves the image."""
+    """Stages of `depth` ConvBlocks. All stages but the first halve the image."""
 
     features: Sequence[int] = (8, 16)
     depth: int = 2
@@ -57,7 +57,7 @@ class CNN(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a two-layer MLP, each behind a LayerNorm and a shortcut."""
+    """Attention and a two-layer MLP, each after a LayerNorm and with a shortcut."""
 
     heads: int
     dtype: DTypeLike | None = None

@@ -7,11 +7,11 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (
         ROOT / "README.md",
-        *ROOT.glob("pallas_kernels/README.md"),  # which `make dist` has taken away
+        *ROOT.glob("pallas_kernels/README.md"),  # absent in `make dist`
         ROOT / "benchmarks" / "results" / "README.md",
         ROOT / "tests" / "docs" / "deviations.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
-# For tables that are asserted, wherever they stand.
+# Tests search tables on all pages.
 SHOWN = "\n".join(PAGES.values())

@@ -1,4 +1,4 @@
-"""What a program computes, whatever compiles it: the matrix products of its jaxpr."""
+"""Read a program's matmuls and convolutions from its jaxpr."""
 
 import math
 from collections import Counter
@@ -9,11 +9,11 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
-WIDE = frozenset(("float32", "float64", "f32", "f64"))  # as XLA writes them, too
+WIDE = frozenset(("float32", "float64", "f32", "f64"))  # the last two are XLA's names
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution, and the types of its two factors."""
+    """A matmul or convolution, and the dtypes of its operands."""
 
     op: str
     lhs: str
@@ -26,20 +26,20 @@ class Product(NamedTuple):
 
 
 def products(fn: Callable, *args: Any) -> list[Product]:
-    """Every product that `fn` computes, in any sub-program; `args` may be shapes.
+    """Returns all matmuls of `fn` and its sub-programs; `args` may be shapes.
 
-    A custom derivative counts where it is taken: give a function that differentiates.
+    To count a custom derivative, pass a function that differentiates.
     """
     return products_of(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def products_of(jaxpr: Jaxpr) -> list[Product]:
-    """Every product of a program that is traced already."""
+    """Returns all matmuls of a traced program."""
     return [_product(e) for e in walk(jaxpr) if is_product(e)]
 
 
 def is_product(equation: JaxprEqn) -> bool:
-    """Whether it is a convolution or a matmul: of M x K by K x N, K and M N above 1."""
+    """Returns whether it is a convolution, or a matmul with K > 1 and M N > 1."""
     if equation.primitive.name != "dot_general":
         return equation.primitive.name in PRODUCTS
     (contracted, _), (batch, _) = equation.params["dimension_numbers"]
@@ -49,21 +49,21 @@ def is_product(equation: JaxprEqn) -> bool:
 
 
 def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
-    """The types of what the operations of these names give, in any sub-program."""
+    """Returns the dtypes of the results of these operations, in all sub-programs."""
     eqns = walk(jax.make_jaxpr(fn)(*args).jaxpr)
     return [str(e.outvars[0].aval.dtype) for e in eqns if e.primitive.name in names]
 
 
 def evaluate(fn: Callable, *args: Any) -> Any:
-    """Calls `fn` compiled without optimization: in tests compiling takes the time."""
+    """Calls `fn` without compiler optimizations, which take most of a test's time."""
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations of a jaxpr and of all jaxprs among their parameters.
+    """Yields the equations of a jaxpr and of all jaxprs in their parameters.
 
-    Of what differs by platform, that of the platforms with none of their own: CPUs.
+    If a program differs by platform, yields the default, which CPUs use.
     """
     for equation in jaxpr.eqns:
         yield equation
@@ -72,7 +72,7 @@ def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def product_runs(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[str, ...]]:
-    """How often a product runs, by the types of its factors: in a scan each trip."""
+    """Counts matmuls by the dtypes of their operands, once per iteration of a scan."""
     found: Counter[tuple[str, ...]] = Counter()
     for equation in jaxpr.eqns:
         if is_product(equation):
@@ -96,7 +96,7 @@ def _jaxprs(value: Any) -> Iterator[Jaxpr]:
         yield value.jaxpr
     elif isinstance(value, Jaxpr):
         yield value
-    elif hasattr(value, "in_avals_flat"):  # an object of JAX's newer kind
+    elif hasattr(value, "in_avals_flat"):  # a JAX object with types of its own
         yield from _jaxprs(value.params)
     elif isinstance(value, jax.stages.Traced):
         yield from _jaxprs(value.jaxpr)

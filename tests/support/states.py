@@ -1,4 +1,4 @@
-"""A small state to train, and what tests do to any state."""
+"""A small state to train, and checks of any state."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.support.bits import assert_same_bits
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 RUNNING = ("O0", "O2", "O3", "O5")  # the levels without autocast
 HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
-SGD = optax.sgd(0.5, momentum=0.5)  # one object, or jit would trace again
+SGD = optax.sgd(0.5, momentum=0.5)  # one object, so that jit traces once
 
 
 def params() -> Any:
@@ -24,7 +24,7 @@ def params() -> Any:
 
 
 def make(level: str = "O2", tree: Any = None, tx: Any = SGD, **kwargs) -> Any:
-    """A state of `params()`, with the norm in float32, or of another tree."""
+    """Returns a state of `params()`, with a float32 norm, or of another tree."""
     tree = params() if tree is None else tree
     if level in HALF and "norm" in tree:
         kwargs.setdefault("keep_fp32", "norm")
@@ -36,7 +36,7 @@ def wide(x: Any) -> jax.Array:
 
 
 def dot(p: Any, x: Any) -> Any:
-    """A loss whose gradient is `x`, in the dtypes of the params."""
+    """Returns a loss whose gradient is `x`, in the dtypes of the params."""
     products = jax.tree.map(lambda p, x: (wide(p) * x).sum(), p, x)
     return sum(jax.tree.leaves(products))
 
@@ -46,14 +46,14 @@ def like(tree: Any, value: float) -> Any:
 
 
 def with_scales(state: Any, *scales: float) -> Any:
-    """The state with other loss scales, one for each loss."""
+    """Returns the state with these loss scales, one per loss."""
     pairs = zip(state.loss_scales, scales, strict=True)
     moved = (old._replace(scale=jnp.float32(new)) for old, new in pairs)
     return state.replace(loss_scales=tuple(moved))
 
 
 def assert_skipped(after: Any, before: Any) -> None:
-    """Every field has its old bits, but those that count skips."""
+    """Checks that all fields keep their bits, except the counts of skips."""
     counters = ("loss_scales", "skipped_steps", "last_step_skipped")
     kept = {name: getattr(before, name) for name in counters}
     assert_same_bits(after.replace(**kept), before)

@@ -1,4 +1,4 @@
-"""Modules in processes of their own; what failed is not run again."""
+"""Run modules in separate processes, and do not repeat failed runs."""
 
 import os
 import subprocess
@@ -11,15 +11,15 @@ FAILED: dict[tuple[object, ...], str] = {}
 
 
 def cpu_devices(count: int) -> str:
-    """XLA_FLAGS for this many devices, beside the flags that are set already."""
+    """Adds `count` devices to the flags in XLA_FLAGS."""
     flags = os.environ.get("XLA_FLAGS", "")
     return f"{flags} --xla_force_host_platform_device_count={count}".strip()
 
 
 def run(module: str, *args: str, **variables: str) -> str:
-    """What a module prints, given arguments and environment variables.
+    """Runs a module with arguments and environment variables, and returns its output.
 
-    The same run is not tried again if it crashed or took too long.
+    A run that crashed or took too long is not repeated.
     """
     asked = (module, *args, *variables.items())
     if asked not in FAILED:

@@ -1,8 +1,8 @@
 """Random programs for the fuzz tests: ops and control flow on a growing pool of values.
 
-All ops keep values within a few units and are continuous, so that rounding stays small;
-integers depend on integers alone, so that they must come out identical. Of functions
-that take one path one is here: test_sweep has them all.
+All operations are continuous, and their values have a few units: rounding stays small.
+Integers depend on integers alone, and must be identical. This file has one function of
+each kind; test_sweep has all functions.
 """
 
 import functools
@@ -52,7 +52,7 @@ def inside(steps, b, ints, a):
 
 
 def square(b, size):
-    """Of any matrix, one of size x size that it decides."""
+    """A matrix of size x size that depends on `b`."""
     row = fit(jnp.tanh(b), (size,))
     return jnp.outer(row, row) / size
 
@@ -200,7 +200,7 @@ FLOW = {
     )(a, jnp.arange(a.shape[0])),
     "named_axis": named_axis,
 }
-# A derivative of what has a kink is not continuous: inside of these all is smooth.
+# The derivative of a kink is not continuous: inside of these there is none.
 DERIVATIVES = {
     "jvp": lambda body, a: jnp.tanh(jax.jvp(body, (a,), (a,))[1]),
     "grad": slope,

@@ -1,7 +1,8 @@
 """The constructs of JAX through which autocast must reach every matrix product.
 
-Each is a function of (8, 8) weights and inputs. It is made with a transformation to
-apply, `autocast` or none, at the place that the construct is about.
+A row of `TABLE` takes a transformation, `autocast` or none. It applies the
+transformation at one place, and gives a function of (8, 8) weights and inputs. A row of
+`AROUND` calls a given function inside of a construct.
 """
 
 import functools
@@ -46,6 +47,54 @@ def custom_vjp(fn, fwd, bwd, nondiff_argnums=(), **options):
     function = jax.custom_vjp(fn, nondiff_argnums=nondiff_argnums)
     function.defvjp(fwd, bwd, **options)
     return function
+
+
+def first(tree):
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def zeros_of(fn):
+    """A function that gives zeros where `fn` gives its results."""
+    return lambda *args: jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, *args)
+    )
+
+
+def in_cond(fn):
+    return lambda *args: lax.cond(
+        jax.tree.leaves(args)[0].ravel()[0] < jnp.inf, fn, zeros_of(fn), *args
+    )
+
+
+def in_custom_jvp(fn):
+    function = jax.custom_jvp(fn)
+    function.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
+    return function
+
+
+def in_shard_map(fn):
+    mesh = jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+# Ways to call a function of arrays, once.
+AROUND = {
+    "plain": lambda fn: fn,
+    "jit": lambda fn: jax.jit(lambda *args: fn(*args)),
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda fn: (
+        lambda *args: first(jax.vmap(fn)(*jax.tree.map(lambda x: x[None], args)))
+    ),
+    "scan": lambda fn: (
+        lambda *args: first(lax.scan(lambda c, _: (c, fn(*args)), 0, length=1)[1])
+    ),
+    "cond": in_cond,
+    "shard_map": in_shard_map,
+    "custom_jvp": in_custom_jvp,
+    "custom_vjp": lambda fn: custom_vjp(
+        fn, lambda *args: (fn(*args), args), lambda args, _: args
+    ),
+}
 
 
 EXPRESSIONS = {

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, nn
 
-from tests.autocast.random_programs import Step
-from tests.autocast.small_programs import Program, ints, normal, uniform
+from tests.support.random_programs import Step
+from tests.support.small_programs import Program, ints, normal, uniform
 
 ROWS, TIME, SIZE, WIDE = 3, 4, 8, 16
 ACTIVATION = ROWS, TIME, SIZE
@@ -25,20 +25,17 @@ PERIODS = 50 * 2.0 ** np.arange(SIZE)
 
 def offset(rng: np.random.Generator) -> np.ndarray:
     """Small differences on top of a large number, as of temperatures in kelvin."""
-    mean, scale = (
-        10 ** rng.uniform(2, 4) * rng.choice([-1, 1]),
-        10 ** rng.uniform(-1, 1),
-    )
+    mean = 10 ** rng.uniform(2, 4) * rng.choice([-1, 1])
+    scale = 10 ** rng.uniform(-1, 1)
     return (rng.normal(size=ACTIVATION) * scale + mean).astype(np.float32)
 
 
 def log_uniform(low: float, high: float, *shape: int):
-    """Of normal numbers times a power of ten."""
+    """Normal numbers times a power of ten."""
 
     def maker(rng):
-        return (rng.normal(size=shape) * 10 ** rng.uniform(low, high)).astype(
-            np.float32
-        )
+        drawn = rng.normal(size=shape) * 10 ** rng.uniform(low, high)
+        return drawn.astype(np.float32)
 
     return maker
 
@@ -210,13 +207,13 @@ def log_ratio(a: Array, c: Array, d: Data) -> Array:
     return jnp.exp(next(pairs) - next(pairs))
 
 
+def mlp(activation: Callable) -> Callable:
+    return lambda a, c, d: activation(a @ d.w_in) @ d.w_out
+
+
 LAYERS = {
     "linear": lambda a, c, d: a @ d.w + d.bias,
-    "gelu": lambda a, c, d: nn.gelu(a @ d.w_in) @ d.w_out,
-    "silu": lambda a, c, d: nn.silu(a @ d.w_in) @ d.w_out,
-    "relu": lambda a, c, d: nn.relu(a @ d.w_in) @ d.w_out,
-    "softplus": lambda a, c, d: nn.softplus(a @ d.w_in) @ d.w_out,
-    "elu": lambda a, c, d: nn.elu(a @ d.w_in) @ d.w_out,
+    **{name: mlp(getattr(nn, name)) for name in "gelu silu relu softplus elu".split()},
     "glu": lambda a, c, d: nn.glu(a @ d.w_in),
     "jitted": lambda a, c, d: jax.jit(lambda a: nn.silu(a @ d.w))(a) + c,
     "layer_norm": lambda a, c, d: layer_norm(a) * d.scale + d.bias,
@@ -292,12 +289,8 @@ LAYERS = {
 }
 
 
-def layer_program(
-    seed: int,
-    steps: Sequence[Step],
-    apply: Callable = lambda op, *args: LAYERS[op](*args),
-) -> Program:
-    """The program of some steps: its results are those of the last two."""
+def layer_program(seed: int, steps: Sequence[Step]) -> Program:
+    """The program of some steps; it returns the results of the last two."""
     start = STARTS[seed % len(STARTS)]
     read = {"x", start}.union(*(reads(step.op) for step in steps))
     makers = {name: maker for name, maker in MAKERS.items() if name in read}
@@ -309,20 +302,11 @@ def layer_program(
             # Mostly on the last value: a program is deep, not wide.
             deep = step.left % 3
             a = values[-1] if deep else values[step.left % len(values)]
-            values.append(apply(step.op, a, values[step.right % len(values)], data))
+            c = values[step.right % len(values)]
+            values.append(LAYERS[step.op](a, c, data))
         return values[-2:]
 
     return Program(fn, makers)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _jitted(op: str, a: Array, c: Array, data: dict[str, Array]) -> Array:
-    return LAYERS[op](a, c, Data(**data))
-
-
-def apply_jitted(op: str, a: Array, c: Array, d: Data) -> Array:
-    """A layer in a `jit`, which JAX traces and differentiates once for all programs."""
-    return _jitted(op, a, c, {name: getattr(d, name) for name in sorted(reads(op))})
 
 
 @functools.cache
