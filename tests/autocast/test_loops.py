@@ -12,7 +12,7 @@ import pytest
 import jamp
 from benchmarks import h200
 from jamp._autocast import frames, sums
-from tests.support.constructs import AROUND, custom_vjp, repeat
+from tests.support.constructs import AROUND, repeat
 from tests.support.near import assert_near
 from tests.support.programs import evaluate, walk
 
@@ -153,6 +153,10 @@ def small(c, w):
     return SMALL * (c @ w)
 
 
+def step(c, w):
+    return c + small(c, w)
+
+
 def looped(body):
     return lambda w, c: repeat(lambda c, _: body(c, w), c, length=STEPS)
 
@@ -162,45 +166,24 @@ def midpoint(c, w):
     return c + small(half, w) * (1 - SMALL / 2) / (1 + SMALL / 2)  # the sum is exact
 
 
-def substeps(c, w):
-    return repeat(lambda c, _: c + small(c, w) / 2, c, length=2)
-
-
 def masked(c, w):
     new = jnp.clip((c + small(c, w) / 2) + small(c, w) / 2, -1e3, 1e3)
     return jnp.where(jnp.isfinite(new), new, c)
 
 
-@jax.custom_jvp
-def by_jvp(c, w):
-    return c + small(c, w)
-
-
-by_jvp.defjvp(lambda primals, t: jax.jvp(lambda c, w: c + small(c, w), primals, t))
-by_vjp = custom_vjp(
-    lambda c, w: c + small(c, w),
-    lambda c, w: (c + small(c, w), w),
-    lambda w, g: (g + small(g, w.T), w),
-)
-
-
 def flash(w, c):
     """A sum of exponentials. Each is divided by the largest so far."""
 
-    def step(c, x):
+    def trip(c, x):
         top = jnp.maximum(c[0], (x @ w).max())
         return top, c[1] * jnp.exp(c[0] - top) + jnp.exp(x @ w - top) / 256
 
-    return repeat(step, (jnp.float32(0), c), jnp.zeros((STEPS, *c.shape)))[1]
+    return repeat(trip, (jnp.float32(0), c), jnp.zeros((STEPS, *c.shape)))[1]
 
 
 INTEGRATE = {
-    "scan": looped(lambda c, w: c + small(c, w)),
-    "jit": looped(jax.jit(midpoint)),
-    "checkpoint": looped(jax.checkpoint(lambda c, w: small(c, w) + c)),
-    "custom_jvp": looped(by_jvp),
-    "custom_vjp": looped(by_vjp),
-    "substeps": looped(substeps),
+    **{name: looped(AROUND[name](step)) for name in AROUND},
+    "midpoint": looped(midpoint),
     "masked": looped(masked),
     "decay": looped(lambda c, w: (1 - SMALL) * c + 2 * small(c, w)),
     "numbers": lambda w, c: repeat(
@@ -213,7 +196,7 @@ INTEGRATE = {
     "exchanged": lambda w, c: looped(
         lambda cs, w: repeat(lambda c, _: (c[1], c[0] + small(c[1], w)), cs, length=2)
     )(w, (c, c))[1],
-    "fori": lambda w, c: jax.lax.fori_loop(0, STEPS, lambda _, c: c + small(c, w), c),
+    "fori": lambda w, c: jax.lax.fori_loop(0, STEPS, lambda _, c: step(c, w), c),
     "while": lambda w, c: jax.lax.while_loop(
         lambda state: state[0] < STEPS,
         lambda state: (state[0] + 1, state[1] + small(state[1], w)),

@@ -13,7 +13,7 @@ from jax.interpreters import mlir
 
 import jamp
 from jamp._autocast import rewrite
-from tests.support.constructs import AROUND, repeat
+from tests.support.constructs import AROUND
 from tests.support.programs import products, results, walk
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)) / 3
@@ -75,11 +75,6 @@ JITTED = jax.jit(half(layer))
 NESTED = {
     "inner": (half(lambda x: bf16(layer)(layer(x))), BOTH),
     "jit": (jax.jit(half(lambda x: jax.jit(bf16(jax.jit(layer)))(layer(x)))), BOTH),
-    "remat": (half(lambda x: jax.checkpoint(bf16(layer))(layer(x))), BOTH),
-    "scan": (
-        half(lambda x: repeat(lambda c, _: bf16(layer)(layer(c)), x, length=2)),
-        BOTH,
-    ),
     "twice": (half(half(layer)), ["float16"]),
     "disabled": (half(disabled), ["float32", "float32"]),
     "disabled_outside": (disabling(JITTED), ["float32"]),
@@ -92,6 +87,11 @@ NESTED = {
         jamp.autocast(lambda x: half(layer)(layer(x)), lists=FLOAT32),
         ["float32", "float16"],
     ),
+}
+
+NESTED |= {
+    f"in {name}": (half(lambda x, around=around: around(bf16(layer))(layer(x))), BOTH)
+    for name, around in AROUND.items()
 }
 
 

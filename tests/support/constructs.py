@@ -92,7 +92,7 @@ AROUND = {
     "shard_map": in_shard_map,
     "custom_jvp": in_custom_jvp,
     "custom_vjp": lambda fn: custom_vjp(
-        fn, lambda *args: (fn(*args), args), lambda args, _: args
+        fn, lambda *args: (fn(*args), args), lambda args, g: jax.vjp(fn, *args)[1](g)
     ),
 }
 
