@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend import core as jc, linear_util
+from jax.extend import core as jc
 
 from tests.support.programs import PRODUCTS, products_of
 
@@ -241,10 +241,10 @@ class _Interpreter:
         return self.run(eqn.params["jaxpr"], ins)
 
     def one_kernel(
-        self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any, params: Any = ()
+        self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any
     ) -> list[Value]:
         """In float32 inside; the results in given dtypes, one for all or one each."""
-        outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]), params)
+        outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]))
         dtypes = dtypes if len(dtypes) == len(outs) else dtypes * len(outs)
         pairs = zip(outs, eqn.outvars, dtypes, strict=True)
         return [of_array(cast(x, d) if is_float32(a) else x) for x, a, d in pairs]
@@ -273,34 +273,10 @@ class _Interpreter:
     # ---- functions with a derivative of their own
 
     def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """One kernel, with its derivative; the parts of one with a product are cast."""
-        program, old = eqn.params["call_jaxpr"], eqn.params["jvp_jaxpr_fun"]
-        dtypes = _dtypes(functools.partial(self.run, program, ins))
-
-        def jvp(*absent):
-            jaxpr, consts, zeros = old.call_wrapped(*absent)
-            jaxpr = self.as_written(jaxpr.with_consts(consts) if consts else jaxpr)
-            return jaxpr, jaxpr.consts, zeros
-
-        params = {}
-        if products_of(program):
-            rule = linear_util.wrap_init(jvp, debug_info=old.debug_info)
-            program = self.as_written(program)
-            params = {"call_jaxpr": program, "jvp_jaxpr_fun": rule}
-        return self.one_kernel(eqn, ins, *dtypes, params=params)
-
-    def as_written(self, jaxpr: Any) -> Any:
-        """A program by torch's rules that takes and gives what it is written for."""
-
-        def run(*arrays):
-            outs = self.run(jaxpr, list(map(of_array, arrays)))
-            return [cast(v.array, a.dtype) for v, a in zip(outs, avals, strict=True)]
-
-        avals = [v.aval for v in jaxpr.outvars]
-        shapes = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars
-        ]
-        return jax.make_jaxpr(run)(*shapes)
+        """One kernel, with its derivative, in the dtypes of its parts."""
+        program = eqn.params["call_jaxpr"]
+        assert not products_of(program), "torch would cast inside"
+        return self.one_kernel(eqn, ins, *_dtypes(lambda: self.run(program, ins)))
 
 
 def _cast(values: Sequence[Value], avals: Sequence[Any]) -> list[Any]:
