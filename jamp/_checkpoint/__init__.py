@@ -1,5 +1,5 @@
-"""A state on disk: as any opt level can read it, and as apex wrote it.
+"""Checkpoints that any opt level can read, and apex's form.
 
-May import `_core`, `_scaling` and `_state`. The form that any level reads
-is in `portable`, with its version; apex's in `apex`.
+May import `_core`, `_scaling` and `_state`. `portable` has the versioned form for all
+levels, and `apex` has apex's form.
 """

@@ -87,7 +87,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
 
 
 def _losses(state: AmpState, call: str) -> list[tuple[Any, Any]]:
-    """The rule and the state of each loss scale of one state outside of `jit`."""
+    """Returns the rule and the state of each loss scale of one state, outside `jit`."""
     check_single(state, call)
     if is_traced(state.step):
         raise TypeError(f"{call} gives numbers of Python: call it outside of `jit`.")

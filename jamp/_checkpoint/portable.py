@@ -86,10 +86,11 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
 def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     """Returns the state with the values of a checkpoint, also from another opt level.
 
-    From the same level, every bit returns. From another one, masters, moments, counters
-    and fields do, and the params are the masters rounded to this level. A loss scale is
-    read if both levels have a dynamic one; otherwise this level's starts again. Arrays
-    are copied, so donating the state does not delete the checkpoint's.
+    From the same level, the state has the same bits. From another level, masters,
+    moments, counters and fields do, and the params are the masters rounded to this
+    level. The loss scale moves too if both levels have a dynamic one; otherwise, it
+    starts again. Arrays are copied, so donating the state does not delete the
+    checkpoint's.
 
     Args:
         state: an AmpState with the same model, optimizer and number of losses, or its
@@ -130,13 +131,13 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
 
 
 def _inner_states(state: AmpState) -> Any:
-    """The optimizer's state of each group without masters, as at every level."""
+    """Returns each group's optimizer state without masters."""
     inner = {key: group.inner_state for key, group in groups_of(state).items()}
     return groups.pack(inner, state.params)
 
 
 def _extra(state: AmpState) -> list[str]:
-    """The extra fields that hold arrays; the others are the program's."""
+    """Returns the names of the extra fields that hold arrays."""
     return [name for name in extra_fields(state) if name in array_fields(state)]
 
 
@@ -148,14 +149,14 @@ def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
 
 
 def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[str, Any]:
-    """Converts a checkpoint of any accepted kind to the present form."""
+    """Converts any accepted checkpoint to the current form."""
     if isinstance(checkpoint, AmpState):
         return to_checkpoint(checkpoint)
     if isinstance(checkpoint, TrainState):
         checkpoint = to_names(checkpoint)
     if not isinstance(checkpoint, Mapping):
         raise TypeError(f"{_WHAT_IS_READ}; got {type(checkpoint).__name__}.")
-    # A Flax state may have a field `version` too.
+    # A Flax state may also have a field `version`.
     if "opt_level" not in checkpoint and not _scalers(checkpoint):
         return _from_flax(checkpoint, state, expected)
     version, level = (number(checkpoint.get(x, 0)) for x in ("version", "opt_level"))
@@ -174,7 +175,7 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
                 f"{allowed[0]} to {allowed[-1]}: it is damaged."
             )
     found = dict(checkpoint)
-    if state.tx is None:  # for inference: what an optimizer left is not needed
+    if state.tx is None:  # inference needs no optimizer state
         found |= {"opt_state": None, **_zeros(expected, _COUNTERS)}
     return found
 
@@ -182,7 +183,7 @@ def _read(checkpoint: Any, state: AmpState, expected: dict[str, Any]) -> dict[st
 def _from_flax(
     checkpoint: Mapping[str, Any], state: AmpState, expected: dict[str, Any]
 ) -> dict[str, Any]:
-    """Adds the values of a fresh state to those of plain Flax."""
+    """Completes a plain Flax state with the values of a fresh state."""
     if "loss_scales" in checkpoint:
         raise ValueError(
             "The checkpoint is an AmpState itself, as Flax names its parts: restore it "
@@ -198,7 +199,7 @@ def _from_flax(
     if state.tx is None:
         names["opt_state"] = None
     known: dict[str, Any] = {"fields": {}}
-    if not isinstance(state.step, jax.ShapeDtypeStruct):  # something to fall back on
+    if not isinstance(state.step, jax.ShapeDtypeStruct):  # the default values
         known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
         known["fields"] = {k: to_names(getattr(state, k)) for k in _extra(state)}
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
@@ -210,7 +211,7 @@ def _from_flax(
 
 
 def _scalers(names: Mapping[Any, Any]) -> list[str]:
-    """The names of the loss scales."""
+    """Returns the names of the loss scales."""
     return sorted(name for name in map(str, names) if _SCALER.fullmatch(name))
 
 
@@ -246,7 +247,7 @@ def _check_found(
 
 
 def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
-    """One group at this level, from float32 params."""
+    """Builds a group at this level from float32 params."""
 
     def leaf(original, param):
         return cast(original, param.dtype) if is_float(param) else original
@@ -258,9 +259,9 @@ def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:
-    """The scales of the checkpoint if both rules move or neither does, else new ones.
+    """Returns the checkpoint's scales if both rules move or neither does, or new ones.
 
-    A static scale is always the one of its rule.
+    A static scale always comes from its rule.
     """
     scales = []
     for i, rule in enumerate(state.loss_scale_rules):

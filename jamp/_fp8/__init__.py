@@ -1,7 +1,7 @@
-"""Matmuls in fp8, beside the engine of `_autocast`.
+"""Matmuls in fp8, an extension of `_autocast`.
 
-May import `_core` and `_autocast`. `options` has the user's options, `plan` says which
-matmuls run in fp8, `write` writes them, and `quantized` has the numbers and their
-derivatives. The engine knows a `Products` as `Policy.fp8`: it calls it when it decides
-on a product and when it writes one.
+May import `_core` and `_autocast`. `options` has the user's options, `plan` decides
+which matmuls run in fp8, `write` writes them, and `quantized` has the arithmetic and
+the derivatives. `_autocast` calls a `Products`, its `Policy.fp8`, to decide on a matmul
+and to write it.
 """

@@ -8,31 +8,30 @@ from jamp._core.path_rules import PathRule, parse_rules
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """Which products run in fp8, where `fp8=` of `jamp.initialize` asks for it.
+    """Selects the matmuls that run in fp8; pass it as `fp8=` to `jamp.initialize`.
 
-    These are the matmuls of an activation and a weight, each with the two matmuls of
-    its gradients: operands in float8_e4m3fn, cotangents in float8_e5m2. Each tensor has
-    its own scale, a power of two from its largest number of this step. Nothing is
-    stored.
+    Large matmuls of an activation and a weight run in fp8, with the two matmuls of
+    their gradients. Operands are float8_e4m3fn, and cotangents are float8_e5m2. Each
+    tensor has its own scale: a power of two from its largest number in this step. No
+    state holds scales.
 
-    These matmuls stay in half: those of the program's inputs; the last ones, whose
-    results go to the loss (logits); those whose result `top_k`, `sort` or `argmax`
-    orders (routers); attention and all others without a weight; convolutions; functions
-    with their own derivative; those with a `precision`, a dtype or a mark of the user;
-    and small ones.
+    These matmuls stay in half: matmuls of the program's inputs; logits; routers, whose
+    result `top_k`, `sort` or `argmax` orders; matmuls without a weight, such as
+    attention; convolutions; functions with their own derivative; matmuls with a
+    `precision`, a dtype or a mark of the user; and small matmuls.
 
     Attributes:
-        keep: weights whose products stay in half: a regex searched in the path
+        keep: weights whose matmuls stay in half: a regex searched in the path
             ("layers/0/kernel"), a predicate `(path, leaf) -> bool`, or several.
-        grad_weight: whether gradients of weights are products in fp8 too.
-        smallest: the least rows, and columns, of a weight; None for those where fp8
-            saves time on an H200. That is where, of M rows by a weight of K by N, that
-            R products read, 3 * 2MKN * (1/989e12 - 1/1979e12) seconds are more than
-            6 * (MK/R + MN + KN) bytes at 4.8e12 B/s: a square weight from N = 825 on,
-            if M is large (NVIDIA's data sheet: FLOP/s in bfloat16 and fp8, and memory).
+        grad_weight: whether fp8 also computes the gradients of weights.
+        smallest: the least rows and columns of a weight. By default, fp8 must save time
+            on an H200: if R matmuls with K by N weights read M rows,
+            3 * 2MKN * (1/989e12 - 1/1979e12) seconds must exceed 6 * (MK/R + MN + KN)
+            bytes at 4.8e12 B/s (NVIDIA's data sheet). With a large M, a square weight
+            needs N of at least 825.
 
     Raises:
-        ValueError: a regex that is none, or `smallest` is not positive.
+        ValueError: a regex is invalid, or `smallest` is not positive.
         TypeError: `keep` or `grad_weight` is of another type.
 
     >>> import jax.numpy as jnp, jamp, optax
@@ -62,5 +61,5 @@ class Fp8:
 
     @property
     def rules(self) -> tuple[PathRule, ...]:
-        """What `keep` holds, one or several."""
+        """The rules of `keep`, one or several."""
         return parse_rules("Fp8(keep=)", self.keep)

@@ -1,8 +1,8 @@
-"""A primitive that is bound before a loop, and not in each trip.
+"""A primitive that runs once before a loop, not in each iteration.
 
     scan { c. q = quantize w; ... }     q = quantize w; scan { c. ... }
 
-JAX documents none of what this uses; the tests hold each fact.
+This uses undocumented parts of JAX; tests check each of them.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from jamp._autocast.tracers import equation_of
 
 
 class Outermost(Primitive):
-    """A primitive of one operand, bound in the program that this is of.
+    """A primitive of one operand, bound in the program that defines the operand.
 
-    The body of a loop, traced, closes over tracers of the program around the loop, and
-    JAX writes the loop there once it has the body: what is bound there before stands
-    before the loop. XLA for a GPU would compute it on each trip. Casts and
-    rearrangements of a value in the body are bound there too.
+    While JAX traces the body of a loop, the body closes over tracers of the outer
+    program, and JAX writes the loop into that program afterwards. So an operation that
+    is bound there runs before the loop. XLA for a GPU does not move it out of the loop.
+    Casts and rearrangements of the operand move too.
     """
 
     def __init__(self, name: str, kept: Callable[..., bool]):
-        """By its parameters, what is bound is `kept` by `jax_remat3`'s checkpoints."""
+        """`kept` says, by the parameters, whether `jax_remat3` checkpoints keep it."""
         super().__init__(name)
         self._kept = kept
 
     def bind_with_trace(self, trace: Any, args: Any, avals: Any, params: Any) -> Any:
-        """Binds it, in that trace or in one around it; JAX calls this."""
+        """Binds the primitive in this trace or an outer one; JAX calls this."""
         (x,) = args
-        # Such a trace has each value twice: for now, and to be computed again.
+        # This trace has each value twice: once to keep, and once to recompute.
         if type(trace).__name__ == "RematTrace" and self._kept(**params):
             in_trace = getattr(x, "_trace", None) is trace
             trace, x = trace.parent_trace, x.val if in_trace else x
@@ -46,14 +46,11 @@ _MOVES = ("convert_element_type", "reshape", "squeeze", "transpose")
 
 
 def _closed_over(x: Any, kind: type) -> Any:
-    """The value in a program around a loop that a value of its body stands for.
-
-    It is the value itself if there is none.
-    """
+    """Returns the outer value that a value in a loop equals, or the value itself."""
     eqn = equation_of(x)
     if eqn is None or eqn.primitive.name not in _MOVES:
         own = x.get_referent() if isinstance(x, Tracer) else x
-        # An example of `vmap` stands for the whole batch.
+        # Under `vmap`, use the whole batch.
         return own if _is_of(own, kind) and jnp.shape(own) == jnp.shape(x) else x
     (operand,) = eqn.invars
     own = _closed_over(operand, kind)
@@ -64,7 +61,7 @@ def _closed_over(x: Any, kind: type) -> Any:
 
 
 def _is_of(x: Any, kind: type) -> bool:
-    """Whether a value is of such a trace, and not of one around a `shard_map`."""
+    """Returns whether a value is from such a trace, inside the same `shard_map`."""
     if not isinstance(x, Tracer) or type(x._trace) is not kind:
         return False
     aval: Any = x.aval

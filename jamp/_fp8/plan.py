@@ -1,10 +1,10 @@
-"""Which matmuls run in fp8, by their operands, their readers and their size.
+"""Decide which matmuls run in fp8, by their operands, readers and sizes.
 
-h = tanh (dot_general x w1)    half: x is what the program is given
+h = tanh (dot_general x w1)    half: x is an input of the program
 y = dot_general h w2           fp8, if it is large: an activation by a weight
 s = dot_general y y            half: no weight
-r = dot_general y w3           half: `top_k` orders what is made of it
-z = dot_general y w4           half: no product reads what is made of it
+r = dot_general y w3           half: `top_k` orders its result
+z = dot_general y w4           half: no later matmul depends on it
 """
 
 import functools
@@ -39,28 +39,28 @@ type Uses = frozenset[str]
 PRODUCT, ORDER = "product", "order"
 NOTHING, PRODUCTS, ORDERED = (frozenset(), frozenset((PRODUCT,)), frozenset((ORDER,)))
 _ORDERS = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
-# Their results are in the order of their operands, as far as that is known.
+# Operations whose results have the order of their operands.
 _PASSES = (
     *(Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE),
     *(Shape.REARRANGE, Shape.REPEAT, Shape.MOVE),
 )
 
-# NVIDIA's data sheet of the H200 SXM, without sparsity: products in FLOP/s, and memory
-# in B/s. The H100's ratio is 1.4 times that, the B200's 1.35.
+# NVIDIA's data sheet of the H200 SXM, without sparsity: FLOP/s, and bandwidth in B/s.
+# FLOP/s per B/s are 1.4 times as high on an H100, and 1.35 times on a B200.
 _BF16, _FP8, _MEMORY = 989e12, 1979e12, 4.8e12
-# Bytes per quantized element: it is read for the largest number, read again, and
-# written for the forward and the backward product, which contracts another axis.
+# Bytes per quantized element: two reads (for the largest number, and to quantize), and
+# a write each for the forward and the backward matmul, which contract different axes.
 _MOVED = 2 + 2 + 1 + 1
 
 
 class Plan:
-    """What runs in fp8 in one program, of which the facts are known."""
+    """Decides which matmuls of one program run in fp8, from its facts."""
 
     def __init__(self, fp8: Fp8, facts: Facts):
         self.fp8, self.facts = fp8, facts
 
     def decide(self, eqn: jc.JaxprEqn, uses: Uses) -> tuple[str, jc.Var | None]:
-        """Why a product runs as it does, and its weight if it runs in fp8.
+        """Returns the reason for a matmul's dtype, and its weight if it runs in fp8.
 
         `uses` are the uses of its result.
         """
@@ -91,17 +91,17 @@ class Plan:
 
     @functools.cached_property
     def readers(self) -> Counter[Atom]:
-        """How many products by weights read a value: it is quantized once for all."""
+        """Counts the matmuls with weights that read a value."""
         eqns = [e for e in self.facts.jaxpr.eqns if weight_of(self.facts, e)]
         read = [v for e in eqns for v in e.invars if isinstance(v, jc.Var)]
         return Counter(read)
 
     def uses_of_operands(self, eqn: jc.JaxprEqn, results: Sequence[Uses]) -> list[Uses]:
-        """The uses of each operand, given the uses of each result."""
+        """Returns the uses of each operand, given the uses of each result."""
         return uses_of_operands(eqn, results, self.facts.scope.written)
 
     def uses_of_carries(self, frame: Frame, results: Sequence[Uses]) -> list[Uses]:
-        """The uses of each carry of a loop, in the next trip or after the loop."""
+        """Returns the uses of each carry, in the next iteration or after the loop."""
         uses = dict(zip(frame.results, results, strict=False))
         found = _uses_in_frame(frame, uses, self.facts.scope.written)
         found = found[frame.consts :][: frame.carries]
@@ -109,7 +109,7 @@ class Plan:
 
 
 def weight_of(facts: Facts, eqn: jc.JaxprEqn) -> jc.Var | None:
-    """The operand of a plain product that is made of params alone, if one is."""
+    """Returns the operand of a matmul that depends only on params, or None."""
     if not is_plain(eqn):
         return None
     _, (batch, _) = eqn.params["dimension_numbers"]
@@ -133,23 +133,23 @@ def _is_small(
 
 
 def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, float]:
-    """Seconds of an M by K by N matmul with both gradients, in half and in fp8.
+    """Predicts seconds of an M by K by N matmul and its gradients, in half and fp8.
 
-    On an H200 at its peak; `readers` is how many products share the M rows.
+    The prediction is for an H200 at its peak. `readers` matmuls share the M rows.
     """
     flops, moved = 3 * 2 * m * k * n, _MOVED * (m * k / readers + m * n + k * n)
     return flops / _BF16, flops / _FP8 + moved / _MEMORY
 
 
-# ---- what is made of a value, read backward
+# The uses of a value, from the end of the program to its start.
 
 
 def uses_of_operands(
     eqn: jc.JaxprEqn, results: Sequence[Uses], known: dict[Any, Any]
 ) -> list[Uses]:
-    """The uses of each operand of an equation, given the uses of its results.
+    """Returns the uses of each operand of an equation, given the uses of its results.
 
-    The uses in nested programs are `known` afterwards, so that each is read once.
+    `known` caches the uses in nested programs.
     """
     frames = frames_of(eqn)
     if not frames:
@@ -165,7 +165,7 @@ def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
     name = primitive_name(eqn)
     ordered = eqn.params.get("num_keys", 1) if name in _ORDERS else 0
     product = PRODUCTS if is_product(eqn) else of_result & PRODUCTS
-    # A product or a sum has another order than its operands.
+    # A matmul or a sum changes the order.
     passed = product | (of_result if traits_of(name).shape in _PASSES else NOTHING)
     return [
         passed | (ORDERED if i < ordered else NOTHING) for i in range(len(eqn.invars))
@@ -175,7 +175,7 @@ def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
 def _uses_in_frame(
     frame: Frame, uses: Mapping[Atom, Uses], known: dict[Any, Any]
 ) -> list[Uses]:
-    """The uses of each operand of a program, in it or after it."""
+    """Returns the uses of each operand of a program, inside it or after it."""
     results = _uses_of(frame.results, uses)
     results += [NOTHING] * (len(frame.program.outvars) - len(results))
     carries = slice(frame.consts, frame.consts + frame.carries)
@@ -198,7 +198,7 @@ def _uses_of_inputs(
         for eqn in reversed(program.eqns):
             of_results = _uses_of(eqn.outvars, uses)
             _note(uses, eqn.invars, uses_of_operands(eqn, of_results, known))
-        # The program is kept, so that its `id` stays its own.
+        # Keep the program, so that its `id` stays unique.
         known[key] = program, _uses_of(program.invars, uses)
     return known[key][1]
 

@@ -1,18 +1,18 @@
-"""Products of quantized operands: their numbers, and their derivatives.
+"""Matmuls of quantized operands, with their derivatives.
 
     x8:f8_e4m3fn[] e:i32[] = quantize x                     x ~ x8 * 2**e
     y:bf16 = product x x8 e w                               (x8 . w8) * 2**(e + e_w)
     dx:bf16 = (g8 . w8^T) * 2**..   dw:bf16 = (x8^T . g8) * 2**..      g8:f8_e5m2
 
-Each tensor is scaled by a power of two, the largest that keeps its largest number
-finite: current scaling, with the formats of "FP8 Formats for Deep Learning", arXiv
-2209.05433. A power of two rounds nothing and is undone exactly; it is kept as its
-exponent, an integer with no derivative. XLA makes cuBLAS's fp8 products of this form:
-fp8 operands straight into a `dot_general`, a scalar factor on its result.
+The scale of a tensor is the largest power of two that keeps its largest number finite:
+current scaling, with the formats of "FP8 Formats for Deep Learning", arXiv 2209.05433.
+Multiplying by a power of two is exact. The scale is stored as its exponent, an integer
+without a derivative. XLA turns this form into cuBLAS's fp8 matmuls: a `dot_general` of
+fp8 operands, and a scalar factor on its result.
 
-XLA for a GPU takes nothing out of loops. JAX does, of a scan that it differentiates:
-what only depends on the scan's constants, and is kept for the backward pass. Before a
-scan around the gradient, `Outermost` binds it.
+XLA for a GPU does not move operations out of loops. JAX moves operations out of a scan
+that it differentiates, if they depend only on constants and the backward pass needs
+them. For a scan around the gradient, `Outermost` does this.
 """
 
 import dataclasses
@@ -37,30 +37,30 @@ from jamp._fp8.outermost import Outermost
 from pallas_kernels._compat import varying_axes
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
-# The exponents of their largest numbers, 1.75 * 2**8 and 1.75 * 2**15.
+# The exponents of the largest numbers, 1.75 * 2**8 and 1.75 * 2**15.
 _TOP = {np.dtype(FORWARD): 8, np.dtype(BACKWARD): 15}
-_BIAS, _DIGITS, _INFINITY = 127, 23, 0x7F800000  # of float32
+_BIAS, _DIGITS, _INFINITY = 127, 23, 0x7F800000  # float32's
 _ONE = np.int32(1)
-_PAST_1_75 = 0x1FFFFF  # from 1.75, what its digits lack to the next power of two
+_PAST_1_75 = 0x1FFFFF  # digits from 1.75 to the next power of two
 
 type _Axes = tuple[Sequence[int], Sequence[int]]
-type Numbers = tuple[_Axes, _Axes]  # those that are contracted, and those of a batch
+type Numbers = tuple[_Axes, _Axes]  # contracted axes, batch axes
 
 
 class Of(enum.Enum):
     """The kinds of quantized arrays."""
 
-    INPUT = enum.auto()  # for products that know its derivative, as the next one
+    INPUT = enum.auto()  # for matmuls with a derivative, like WEIGHT
     WEIGHT = enum.auto()
-    SHARED = enum.auto()  # a weight, by all trips of a loop: `with_shared_kept`
+    SHARED = enum.auto()  # a weight that all iterations of a loop share
     COTANGENT = enum.auto()
 
 
 def quantize(x: Array, of: Of) -> tuple[Array, Array]:
-    """An array in fp8, and the exponent of the power of two that it is to be times.
+    """Returns an array in fp8, and the exponent of its scale.
 
-    The scale is 1 if all are zero, or one is not finite: that is nan then. Under `vmap`
-    there is one scale for the whole batch.
+    The scale is 1 if all elements are zero. If one is not finite, the scale is 1 and
+    that element is nan. Under `vmap`, the whole batch has one scale.
     """
     return tuple(_quantize.bind(x, of=of))
 
@@ -69,13 +69,13 @@ def quantize(x: Array, of: Of) -> tuple[Array, Array]:
 def product_of(
     numbers: Numbers, first: bool, half: DTypeLike, grad_weight: bool, again: bool
 ) -> Callable[..., Array]:
-    """What multiplies an array by a weight, each given quantized too, in fp8.
+    """Returns a function that multiplies an array by a weight in fp8.
 
-    `jax.lax.dot_general` takes the `numbers`, and the weight as `first` or second. The
-    result is in `half`, and so is an operand, or in float32 if its gradients are to be
-    summed so. Unless `grad_weight`, the gradient of the weight is a product in half.
-    The weight is kept for the gradient of the other operand, to be quantized `again`,
-    or in fp8.
+    The function takes each operand in half, or in float32 to sum its gradients in
+    float32, and quantized. `numbers` are `jax.lax.dot_general`'s, and the weight is
+    the `first` or second operand. The result is `half`. Without `grad_weight`, the
+    gradient of the weight is a half matmul. The backward pass keeps the weight in half
+    to quantize it `again`, or in fp8.
     """
 
     def in_order(x: Array, weight: Array) -> tuple[Array, Array]:
@@ -110,8 +110,8 @@ def product_of(
 def _multiplied(
     a: Array, b: Array, exponent: Array, numbers: Any, half: Any, sharding: Any = None
 ) -> Array:
-    """A product of fp8 arrays times a power of two, in half."""
-    # Before the factor it may be too large for float16.
+    """Returns a half matmul of fp8 arrays times a power of two."""
+    # The unscaled product may exceed float16.
     dtype = FLOAT32 if half == jnp.float16 else half
     product = lax.dot_general(
         a, b, numbers, preferred_element_type=dtype, out_sharding=sharding
@@ -120,37 +120,37 @@ def _multiplied(
 
 
 def _power(exponent: Array) -> Array:
-    """2 to that power, as far as float32 goes."""
+    """Returns 2 to this power, clamped to float32's range."""
     bits = lax.clamp(_ONE, exponent + _BIAS, _ONE * (2 * _BIAS)) << _DIGITS
     return lax.bitcast_convert_type(bits, FLOAT32)
 
 
 def _varying_like(tangent: Array, other: Array) -> Array:
-    """A tangent that varies over all axes of `shard_map` that another array does.
+    """Makes a tangent vary over all `shard_map` axes of another array.
 
-    Its cotangent is summed over them.
+    This sums its cotangent over these axes.
     """
     axes = tuple(varying_axes(other) - varying_axes(tangent))
     return lax.pcast(tangent, axes, to="varying") if axes else tangent
 
 
-# ---- quantize: a primitive, for one scale under `vmap`
+# `quantize` is a primitive, so that `vmap` uses one scale.
 
 
 def _quantized(x: Array, of: Of) -> list[Array]:
     dtype = np.dtype(BACKWARD if of is Of.COTANGENT else FORWARD)
     largest = jnp.max(jnp.abs(x)).astype(FLOAT32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
-    # 1.75 times the smallest such power of two is at least the largest number.
+    # Choose the smallest power of two with 1.75 times it >= the largest number.
     exponent = ((bits + _PAST_1_75) >> _DIGITS) - _BIAS - _TOP[dtype]
     exponent = lax.clamp(_ONE * (1 - _BIAS), exponent, _ONE * (_BIAS - 1))
     exponent = jnp.where((bits > 0) & (bits < _INFINITY), exponent, 0)
-    # A cast that saturates, as NVIDIA's instruction does, would hide an infinity.
+    # NVIDIA's cast saturates, which would hide an infinity.
     if of in (Of.WEIGHT, Of.SHARED):
-        # Times zero it is nan. A mask XLA would transpose by a kernel of its own.
+        # inf * 0 is nan. XLA would transpose a mask in a separate kernel.
         scaled = (x + x * 0).astype(FLOAT32) * _power(-exponent)
     else:
-        # XLA for a GPU would write in float32 what the maximum and this read.
+        # Otherwise, XLA for a GPU writes a float32 copy for the maximum and this.
         wide = apart(x).astype(FLOAT32)
         scaled = jnp.where(jnp.isfinite(wide), wide, jnp.nan) * _power(-exponent)
     return [scaled.astype(dtype), exponent]
@@ -171,7 +171,7 @@ def _jvp_of_quantize(primals: Any, tangents: Any, of: Of) -> Any:
     if of is Of.COTANGENT:
         raise NotImplementedError(_SECOND)
     x8, exponent = _quantize.bind(*primals, of=of)
-    # Products read none, and give it no cotangent: it says what depends on what.
+    # Matmuls do not read this tangent. It only records the dependence.
     tangent = tangents[0].astype(x8.dtype)
     return [x8, exponent], [tangent, np.zeros((), jax.dtypes.float0)]
 
@@ -193,8 +193,8 @@ mlir.register_lowering(_quantize, mlir.lower_fun(_quantized, multiple_results=Tr
 class SharedKept:
     """A policy of `jax.checkpoint` that also keeps the fp8 weights that a loop shares.
 
-    They are kept once for all trips, and not computed in each. Equal policies make
-    equal ones, so that JAX finds its traces again without a cache of ours.
+    All iterations share one copy. Equal policies give equal instances, so that JAX's
+    caches work.
     """
 
     policy: Callable[..., Any] | None
@@ -205,7 +205,7 @@ class SharedKept:
         return self.policy is not None and self.policy(primitive, *avals, **params)
 
 
-# ---- what a gradient is made of: an error in a second derivative
+# Operands of gradients raise an error in a second derivative.
 
 
 def _raise(*_: Any) -> Any:
@@ -220,13 +220,13 @@ batching.defvectorized(_once)
 mlir.register_lowering(_once, lambda _, x: [x])
 
 
-# ---- the derivative: a linear function of a tangent, whose cotangent is quantized
+# The derivative is a linear function of a tangent, with a quantized cotangent.
 
 
 def _of_tangent(
     tangent: Array, *kept: Array, numbers: Numbers, half: DTypeLike, first: bool
 ) -> Array:
-    """A tangent, as `first` or second operand, times what is kept, in fp8."""
+    """Multiplies a tangent, the `first` or second operand, by the kept one in fp8."""
     t8, of_t8 = quantize(tangent, Of.INPUT)
     k8, of_k8 = _unpacked(kept)
     operands = (t8, k8) if first else (k8, t8)
@@ -234,14 +234,14 @@ def _of_tangent(
 
 
 def _unpacked(kept: Sequence[Array]) -> tuple[Array, Array]:
-    """The fp8 array and the exponent that were kept, or of the half array that was."""
+    """Returns the kept fp8 array and exponent, or quantizes the kept half array."""
     return quantize(kept[0], Of.WEIGHT) if len(kept) == 1 else (kept[0], kept[1])
 
 
 def _transposed(
     cotangent: Any, tangent: Any, *kept: Array, numbers: Numbers, first: bool, **_: Any
 ) -> list[Any]:
-    """The gradient of the primal: the cotangent times the kept operand."""
+    """Returns the gradient of the primal: the cotangent times the kept operand."""
     nothing = [None] * len(kept)
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(tangent.aval), *nothing]
@@ -254,7 +254,7 @@ def _transposed(
     begin = len(t_batch) + (len(t_free) if first else 0)
     summed = tuple(range(begin, begin + len(k_free))), k_free
     batch = tuple(range(len(t_batch))), tuple(k_batch)
-    # The axes of the tangent, in the order of the axes of the gradient.
+    # The axes of the tangent in the order of the gradient's axes.
     axes = [*t_batch, *t_free, *(t_sum[i] for i in np.argsort(k_sum))]
     gradient = _multiplied(
         g8,
@@ -268,7 +268,7 @@ def _transposed(
 
 
 def _sharding(aval: Any, axes: Sequence[int]) -> NamedSharding | None:
-    """How the axes of an array are sharded, in an order, if they are explicitly."""
+    """Returns the sharding of an array with permuted axes, if it is explicit."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -291,7 +291,7 @@ def _jvp_of_linear(primals: Any, tangents: Any, **params: Any) -> Any:
 def _batched_linear(
     args: Any, dims: Any, numbers: Numbers, half: DTypeLike, first: bool
 ) -> Any:
-    """A batch is one more free axis of an operand, or of both a batch of products."""
+    """Adds a free axis to one batched operand, or a batch axis to two."""
     (t, k, *exponent), (of_t, of_k, *_) = args, dims
     sides = [[p[0] for p in numbers], [p[1] for p in numbers]]
     batched = [of_t is not None, of_k is not None]
@@ -309,7 +309,7 @@ def _batched_linear(
     numbers = (left_sum, right_sum), (left_batch, right_batch)
     out = _linear.bind(t, k, *exponent, numbers=numbers, half=half, first=first)
     place = 0 if both else len(left_batch)
-    if right and not both:  # after the free axes of the other
+    if right and not both:  # after the other operand's free axes
         place += ndim - len(left_sum) - len(left_batch)
     return out, place
 

@@ -1,4 +1,4 @@
-"""Writes a matmul in fp8: the hooks that `_autocast` calls.
+"""Write a matmul in fp8: the hooks that `_autocast` calls.
 
 y = dot_general x w        x8 e = quantize x; w8 d = quantize w
                            y = product x x8 e w w8 d
@@ -26,21 +26,21 @@ from jamp._fp8.quantized import FORWARD, Of, SharedKept, product_of, quantize
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """How an autocast runs matmuls in fp8: its `Policy.fp8`."""
+    """The fp8 matmuls of an autocast, its `Policy.fp8`."""
 
     options: Fp8
     dtype = np.dtype(FORWARD)
 
     def keeps(self, path: str, leaf: Any) -> bool:
-        """Whether the matmuls of a param stay in half."""
+        """Returns whether the matmuls of a param stay in half."""
         return matches(self.options.rules, path, leaf)
 
     def plan(self, facts: Facts) -> Plan:
-        """Which matmuls of a program run in fp8."""
+        """Returns the plan of a program's fp8 matmuls."""
         return Plan(self.options, facts)
 
     def checkpoint_policy(self, policy: Callable[..., Any] | None) -> SharedKept:
-        """The policy of a checkpoint in which matmuls run in fp8."""
+        """Returns the policy of a checkpoint that contains fp8 matmuls."""
         return SharedKept(policy)
 
     def call(
@@ -50,15 +50,15 @@ class Products:
         weight: jc.Var,
         summed: jc.Var | None,
     ) -> tuple[Callable[..., Any], list[Atom]]:
-        """The function and the operands that stand for a matmul by a weight.
+        """Returns the function and the operands that replace a matmul with a weight.
 
-        Each operand is quantized once for all matmuls that read it.
+        All matmuls that read an operand share its quantization.
         """
         half, first = rewriter.scope.policy.dtype, eqn.invars[0] is weight
         loop, shared = rewriter.scope.loop, weight is summed
-        # A scan would stack the slices of its weights in fp8, beside those in half.
+        # A scan would stack its fp8 weights in addition to the half ones.
         again = loop and not shared
-        # Its program keeps the line of the user's that it was traced for.
+        # `explain` needs a new trace, which records the user's line.
         make = product_of.__wrapped__ if noting.value else product_of
         numbers = eqn.params["dimension_numbers"]
         operands: list[Atom] = []
@@ -82,5 +82,5 @@ def _quantized(
     return known[half]
 
 
-# JAX traces each once.
+# JAX traces each of these once.
 _QUANTIZE = {of: functools.partial(quantize, of=of) for of in Of}
