@@ -1,6 +1,7 @@
 """jamp.nnx: levels, the atomic skip, NNX's transformations, layers and filters."""
 
 import copy
+import functools
 import inspect
 import pickle
 
@@ -20,7 +21,7 @@ from tests.support.programs import products
 
 pytestmark = pytest.mark.standard_promotion  # Flax's layers promote
 
-X = np.float32(np.random.default_rng(0).normal(size=(8, 6, 6)))
+X = np.float32(np.random.default_rng(0).normal(size=(4, 2, 6)))
 INF = np.float32(np.inf)
 ADAM = optax.adam(1e-2)  # one, so that what is compiled is shared
 LOW = {"loss_scale": jamp.DynamicLossScale(init_scale=2.0**10)}  # no skip at first
@@ -40,8 +41,23 @@ class CNN(nnx.Module):
         return self.head(self.dropout(x.mean(1)))
 
 
+@functools.cache
+def original(kind):
+    return kind(nnx.Rngs(0))
+
+
+def cnn():
+    return copy.deepcopy(original(CNN))
+
+
 def linear(seed=0, **options):
     return nnx.Linear(6, 3, rngs=nnx.Rngs(seed), **options)
+
+
+@functools.cache
+def ready():
+    """A model and its optimizer, for calls that change neither."""
+    return make(model=linear())
 
 
 def loss_fn(model, x):
@@ -62,7 +78,7 @@ def grads_of(loss, *args, **options):
 
 
 def make(level="O2", model=None, tx=ADAM, **options):
-    model = CNN(nnx.Rngs(0)) if model is None else model
+    model = cnn() if model is None else model
     return jamp.nnx.initialize(model, tx, level, verbosity=0, **options)
 
 
@@ -113,12 +129,11 @@ def test_overrides_reach_the_modules():
     assert products(lambda model, x: model(x), model, X)[0].lhs == "float32"
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_skip_keeps_every_bit_but_the_scale(bad):
+def test_a_skip_keeps_every_bit_but_the_scale():
     model, optimizer = make()
     jitted(model, optimizer, X)
     before = arrays((model, optimizer))
-    jitted(model, optimizer, X * np.float32(bad))
+    jitted(model, optimizer, X * INF)
     after = arrays((model, optimizer))
     assert (after[1].pop("skipped_steps"), before[1].pop("skipped_steps")) == (1, 0)
     for tree in (before, after):  # these are to change
@@ -146,7 +161,7 @@ def test_step_2_and_a_second_model_do_not_trace_again():
 
 # ---- what functions write ---------------------------------------------------------
 def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
-    plain, model = CNN(nnx.Rngs(0)), CNN(nnx.Rngs(0))
+    plain, model = cnn(), cnn()
     call = lambda model, x: model(x)  # noqa: E731
     expected = nnx.jit(call)(plain, X)
     with jax.checking_leaks():
@@ -160,44 +175,34 @@ def test_autocast_writes_what_the_model_writes_and_leaks_nothing():
 
 
 def test_objects_among_the_arguments_keep_what_is_written():
-    model, optimizer = make("O2", nnx.Sequential(linear(), nnx.Dropout(0.5)))
-    rngs, teacher = nnx.Rngs(5), CNN(nnx.Rngs(1))
+    model, optimizer = make("O2", nnx.Sequential(linear(), nnx.Dropout(0.5)), **LOW)
+    rngs, teacher = nnx.Rngs(5), nnx.BatchNorm(3, rngs=nnx.Rngs(1))
     calls = nnx.Variable(jnp.zeros(()))
-    model(X, rngs=rngs)
-    assert rngs.default.count[...] == 1
 
     def distill(model, teacher, x, rngs, calls):
         calls[...] += 1
-        out = model(x, rngs=rngs).mean(1)
-        return ((out - teacher(x)) ** 2).mean(), out
+        out = model(x, rngs=rngs)
+        return (teacher(out) ** 2).mean(), out
 
     args = model, optimizer, teacher, X, rngs, calls
     grads, aux = grads_of(distill, *args, has_aux=True)
     optimizer.update(model, grads)
-    assert (rngs.default.count[...], calls[...], aux.shape) == (2, 1, (8, 3))
+    assert (rngs.default.count[...], calls[...], aux.shape) == (1, 1, (4, 2, 3))
     assert optimizer.step.get_value() == 1
-    assert (teacher.bn.mean[...] != 0).all()
-    assert teacher.conv.kernel[...].dtype == jnp.float32
+    assert (teacher.mean[...] != 0).all()
+    assert teacher.scale[...].dtype == jnp.float32
 
 
-def test_what_is_written_to_params_is_dropped():
-    def writing(model, x):
-        model.bias[...] += 1
-        return loss_fn(model, x)
-
-    model, optimizer = make(model=linear())
-    grads_of(writing, model, optimizer, X)
-    np.testing.assert_array_equal(model.bias[...], np.zeros(3))
-
-
-def test_what_a_call_writes_to_params_stays_in_half():
+def test_a_write_to_params_stays_in_half_in_a_call_and_is_dropped_in_a_loss():
     class Counting(nnx.Linear):
         def __call__(self, x):
             self.bias[...] += 1
             return super().__call__(x)
 
-    model, _ = make("O2", Counting(4, 3, rngs=nnx.Rngs(0)))
-    model(jnp.ones((1, 4)))
+    model, optimizer = make(model=Counting(6, 3, rngs=nnx.Rngs(0)))
+    grads_of(loss_fn, model, optimizer, X)
+    np.testing.assert_array_equal(model.bias[...], np.zeros(3))
+    model(X)
     assert (model.bias[...].dtype, model.bias[...].max()) == (jnp.float16, 1)
 
 
@@ -215,7 +220,7 @@ def test_an_axis_has_one_batch_and_one_step():
     np.testing.assert_allclose(model.mean[...], X.mean((0, 1)), atol=1e-5)
     np.testing.assert_allclose(model.var[...], X.var((0, 1)), rtol=1e-5)
     before = arrays(model)
-    step(model, optimizer, np.where(np.arange(8)[:, None, None] == 5, np.inf, X))
+    step(model, optimizer, np.where(np.arange(4)[:, None, None] == 2, np.inf, X))
     assert_same_bits(arrays(model), before)
     assert (optimizer.step.get_value(), optimizer.skipped_steps.get_value()) == (1, 1)
 
@@ -241,8 +246,8 @@ class Scanned(nnx.Module):
 
 
 def test_layers_run_in_half_and_learn():
-    model, optimizer = make("O1", Scanned(nnx.Rngs(0)), **LOW)
-    plain = nnx.jit(lambda model, x: model(x))(Scanned(nnx.Rngs(0)), X)
+    model, optimizer = make("O1", copy.deepcopy(original(Scanned)), **LOW)
+    plain = nnx.jit(lambda model, x: model(x))(original(Scanned), X)
     found = products(lambda model, x: model(x), model, X)
     assert found and not any(p.is_wide for p in found)
     first, then = (jitted(model, optimizer, X) for _ in range(2))
@@ -343,10 +348,10 @@ def test_a_copy_has_the_policy_and_the_optimizer_takes_it(name):
 
 @pytest.mark.parametrize("to", ["O2", "O5"])
 def test_a_checkpoint_goes_to_any_level_and_on(to):
-    model, optimizer = make()
+    model, optimizer = make(**LOW)
     jitted(model, optimizer, X)
     checkpoint = jamp.to_checkpoint(optimizer.amp_state(model))
-    again, other = make(to, CNN(nnx.Rngs(5)))
+    again, other = make(to, CNN(nnx.Rngs(5)), **(LOW if to == "O2" else {}))
     other.load(again, jamp.from_checkpoint(other.amp_state(again), checkpoint))
     assert_same_bits(other.master_params(again), optimizer.master_params(model))
     nnx.update(again, nnx.state(model, nnx.Not(nnx.Param)))
@@ -361,39 +366,37 @@ def noting(model, x):
 
 
 BAD_CALLS = {
-    "removed Variables: .*'note'.*nnx.pop": lambda: grads_of(noting, *make(), X),
-    "added or removed Variables.*note": (
-        lambda: nnx.jit(jamp.nnx.autocast(noting))(CNN(nnx.Rngs(0)), X)
-    ),
-    "already, at O1.*fresh one": lambda: make("O2", make("O1")[0]),
+    "removed Variables: .*'note'.*nnx.pop": lambda: grads_of(noting, *ready(), X),
+    "added or removed Variables.*note": lambda: jamp.nnx.autocast(noting)(linear(), X),
+    "already, at O2.*fresh one": lambda: make("O5", ready()[0]),
     r"\['bias'\] with dtype float16, expected": (
         lambda: make(model=linear(param_dtype=jnp.float16))
     ),
     "got int": lambda: make(model=3),
     "dict of them, got int": lambda: make(model=[3], tx=[ADAM]),
-    "unknown keyword 'apply_fn'": lambda: make(apply_fn=len),
-    "unknown keyword 'ema'": lambda: make(ema=jnp.ones(2)),
-    "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda: make(loss_sale=1),
-    r"got State.*nnx.merge\(graphdef, state\)": lambda: train_step(
-        nnx.state(linear()), make()[1], X
+    "unknown keyword 'apply_fn'": lambda: make(model=linear(), apply_fn=len),
+    "unknown keyword 'ema'": lambda: make(model=linear(), ema=jnp.ones(2)),
+    "keyword 'loss_sale'. Did you mean 'loss_scale'": (
+        lambda: make(model=linear(), loss_sale=1)
+    ),
+    r"got State.*nnx.merge\(graphdef, state\)": (
+        lambda: train_step(nnx.state(linear()), ready()[1], X)
     ),
     "got GraphDef.*nnx.merge": lambda: make(model=nnx.split(linear())),
     r"update\(model, grads\): the model first": (
-        lambda: make()[1].update(nnx.to_pure_dict(nnx.state(linear())), linear())
+        lambda: ready()[1].update(nnx.to_pure_dict(nnx.state(linear())), linear())
     ),
     r"update\(model, grads\): the model": (
-        lambda: make()[1].update([nnx.state(linear())], [linear()])
+        lambda: ready()[1].update([nnx.state(linear())], [linear()])
     ),
+    r"optimizer.update\(model, grads\)": lambda: ready()[1].update(nnx.state(linear())),
     "jamp.nnx.initialize, got NoneType for the optimizer": (
-        lambda: train_step(make()[0], None, X)
+        lambda: train_step(ready()[0], None, X)
     ),
     r"nnx.scaled_grad\(loss_fn\) takes .* got NoneType": (
-        lambda: grads_of(loss_fn, make()[0], None, X)
+        lambda: grads_of(loss_fn, ready()[0], None, X)
     ),
-    r"nnx.pure takes .* got int": lambda: jamp.nnx.pure(loss_fn, make()[0], 3),
-    r"optimizer.update\(model, grads\)": (
-        lambda: make()[1].update(nnx.state(linear()))
-    ),
+    r"nnx.pure takes .* got int": lambda: jamp.nnx.pure(loss_fn, ready()[0], 3),
 }
 
 
@@ -433,9 +436,8 @@ def test_a_model_of_other_leaves_than_the_optimizers_is_refused(wrap):
 
 
 def test_an_argument_that_shares_variables_with_the_model_is_refused():
-    model, optimizer = make()
-    twin = CNN(nnx.Rngs(1))
-    twin.head = model.head
+    model, optimizer = ready()
+    twin = nnx.List([linear(), model])
     for other in (model, twin):
         with pytest.raises(ValueError, match="shares the Variable .*nnx.clone"):
             grads_of(lambda m, t: m(X) - t(X), model, optimizer, other)
@@ -462,4 +464,4 @@ def test_masters_follow_a_clip_inside_of_the_step():
         step(model, optimizer)
     masters = optimizer.master_params(model)["kernel"]
     assert_same_bits(masters.astype(jnp.bfloat16), model.kernel[...])
-    assert abs(masters).max() <= jnp.bfloat16(0.01)
+    assert abs(masters).max() <= 0.0101  # rounded to bfloat16(0.01)
