@@ -101,17 +101,6 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     return lax.platform_dependent(_all_finite(leaves), cpu=barrier, default=lambda x: x)
 
 
-def unscaled_finite(
-    tx: Any, grads: PyTree, divided: PyTree, scale: Array
-) -> Bool[Array, ""]:
-    """Whether all gradients divided by the scale are finite.
-
-    A fused optimizer checks many small leaves in one kernel.
-    """
-    check = getattr(getattr(tx, "inner", tx), "all_finite", None)
-    return all_finite(divided) if check is None else check(grads, scale)
-
-
 @functools.partial(jax.jit, inline=True)  # hides the NaN from `jax_debug_nans`
 def _all_finite(leaves: Sequence[Any]) -> Array:
     return lax.is_finite(

@@ -58,14 +58,17 @@ def under_policy(
         params: a tree with the dtypes of the params.
         write: `(scope, fn) -> fn`, which replaces the default rewrite.
     """
-    half, scope = half_dtype(properties), None
+    half, written = half_dtype(properties), fn
     if half:
         is_new = half in [getattr(x, "dtype", None) for x in jax.tree.leaves(params)]
     else:
         is_new = policy.value != properties
-    if is_new:
-        scope = scope_by(properties)
-    written = fn if scope is None else (write or _written)(scope, fn)
+    if is_new and (scope := scope_by(properties)):
+
+        def shown(params, /, *args, **kwargs):
+            return fn(shown_params(params, scope.policy), *args, **kwargs)
+
+        written = write(scope, fn) if write else autocast_in(scope, shown)
     if policy.value == properties:
         yield written
         return
@@ -74,13 +77,6 @@ def under_policy(
         if properties.cast_model_type or properties.cast_model_outputs is not None:
             stack.enter_context(nn.intercept_methods(_Linen(properties)))
         yield written
-
-
-def _written(scope: Scope, fn: Callable[..., Any]) -> Callable[..., Any]:
-    def shown(params, /, *args, **kwargs):
-        return fn(shown_params(params, scope.policy), *args, **kwargs)
-
-    return autocast_in(scope, shown)
 
 
 def scope_by(properties: Properties) -> Scope | None:
