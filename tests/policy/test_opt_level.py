@@ -4,7 +4,6 @@ import dataclasses
 import pickle
 import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,6 +286,7 @@ def test_what_is_not_kept_goes_half(row):
 
 
 def test_a_batchnorm_of_equinox_is_known_by_its_class():
+    eqx = pytest.importorskip("equinox")  # absent in `make dist`
     norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
     layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     params = eqx.filter({"norm1": norm, "layers": [layer]}, eqx.is_inexact_array)
