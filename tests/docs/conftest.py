@@ -1,4 +1,4 @@
-"""Pages and examples run as on a reader's machine."""
+"""Run pages and examples as on a reader's machine."""
 
 import jax
 import pytest
@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """Only one of the eight is seen, as on most machines."""
+    """Shows only one of the eight devices, as on most machines."""
     first = jax.devices()[:1]
     for name in ("devices", "local_devices"):
         monkeypatch.setattr(jax, name, lambda *_: first)

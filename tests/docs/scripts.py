@@ -18,17 +18,17 @@ needs_extra = pytest.mark.skipif(
 
 
 def png_size(path):
-    """Width and height, from the header."""
+    """Returns the width and height from the header."""
     header = path.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", header[16:])
 
 
 def load(script, **small):
-    """A fresh copy of an example, as a module; with other constants, to be small."""
+    """Returns a fresh copy of an example as a module, with smaller constants."""
     spec = importlib.util.spec_from_file_location(script, EXAMPLES / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(EXAMPLES))  # where an example looks for its neighbors
+    sys.path.insert(0, str(EXAMPLES))  # where examples import each other from
     try:
         spec.loader.exec_module(module)
     finally:

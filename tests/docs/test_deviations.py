@@ -1,4 +1,4 @@
-"""Deviations from apex, and agreements with it, that no other test checks."""
+"""Test deviations from apex, and agreements with it, that no other test covers."""
 
 import flax.linen as nn
 import jax
@@ -26,7 +26,7 @@ def make(params, tx, level="O2", **options):
 
 
 def dot(params, x):
-    """A loss whose gradient is `x`."""
+    """Returns a loss whose gradient is `x`."""
     return (params["w"].astype(jnp.float32) * x).sum()
 
 
@@ -50,7 +50,7 @@ def test_batchnorm_gives_half_back_and_has_its_statistics_in_float32():
 
 # 13 and 36. Operations that apex refuses in half: binary cross entropy
 def cross_entropy(w, x):
-    """Cross entropy of probabilities at target 0, which is inf if p rounds to 1."""
+    """Returns the cross entropy at target 0, which is inf if p rounds to 1."""
     return -jnp.log(1 - jax.nn.sigmoid(x @ w)).mean()
 
 

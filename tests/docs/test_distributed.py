@@ -1,4 +1,4 @@
-"""examples/distributed.py: two processes agree, and one goes on."""
+"""Test that two processes of examples/distributed.py agree, and that one resumes."""
 
 import os
 import re
@@ -19,7 +19,7 @@ SAYS = re.compile(
 
 
 def launched(folder, *flags):
-    """What both processes print."""
+    """Returns the output of both processes."""
     command = [sys.executable, str(EXAMPLES / "distributed.py"), "--processes", "2"]
     done = subprocess.run(
         [*command, "--checkpoint-dir", "run", "--save-every", "2", *flags],

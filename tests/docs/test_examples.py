@@ -1,4 +1,4 @@
-"""The examples run as their users run them, are short, and show what they say."""
+"""Test that the examples run, are short, and show the results that they claim."""
 
 import re
 import runpy
@@ -19,7 +19,7 @@ pytestmark = [needs_extra, pytest.mark.standard_promotion]
 SMALL = {"dcgan": {"NGF": 4, "NDF": 4}, "digits": {"FEATURES": (4,)}}
 
 
-# Flags, what is printed, and the picture with its size. Strings go to jamp as they are.
+# Flags, the printed text, and the picture with its size. jamp gets strings unchanged.
 RUNS = {
     "digits": (
         "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale dynamic --steps 2",
@@ -66,12 +66,12 @@ def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     flags = "--width 16 --heads 2 --layers 1 --context 16 --lr 0.03 --steps 60 "
     flags += f"--sample 50 --compare --plot {tmp_path}/levels.png"
     baseline, run = char_lm.main(flags.split())
-    # In nats: 3.2 is what the frequencies of the text's characters are worth.
+    # In nats. The frequencies of the text's characters give 3.2.
     assert max(run["final_loss"], run["validation"][60]) < 0.9 * 3.2
     np.testing.assert_allclose(run["loss"], baseline["loss"], rtol=0.01)
     assert (run["loss"] != baseline["loss"]).any()
     assert (run["scale"] == 2.0**16).all()
-    # A fifth of the text is spaces; before training, 1 of 104 would be.
+    # A fifth of the text is spaces. Before training, the model writes 1 in 104.
     assert Counter(run["text"][1])[" "] >= 5
 
 
@@ -80,7 +80,7 @@ def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
     bert_lamb = load("bert_lamb", SIZE=120)
     flags = f"--layers 1 --hidden 32 --length 20 --lr 0.01 --init-scale {2.0**24}"
     run = bert_lamb.main(f"{flags} --steps 150 --plot {tmp_path}/bert.png".split())
-    # What the frequencies of words are worth, counted otherwise; the test masks 15 %.
+    # Count the loss of the word frequencies independently; the test masks 15 %.
     _, *parts = bert_lamb.load_text()
     train, test = (Counter(part[part >= 3].tolist()) for part in parts)
     loss = -sum(n * np.log(train[word] / train.total()) for word, n in test.items())
@@ -90,7 +90,7 @@ def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
     assert 3 <= run["skipped"].sum() == run["state"].skipped_steps <= 12
     halvings = np.cumsum(run["skipped"]) - run["skipped"]
     np.testing.assert_array_equal(run["scale"], 2.0 ** (24 - halvings))
-    # A skipped step leaves the warmup where it was.
+    # A skipped step does not advance the warm-up.
     np.testing.assert_allclose(run["lr"][: halvings.max() + 1], 0.01 / 15, rtol=1e-4)
 
 
@@ -100,7 +100,7 @@ def test_haiku_and_equinox_learn_in_half_as_in_float32(framework, capsys):
     flags = f"--framework {framework} --steps 120 --loss-scale 128.0 --opt-level"
     runs = [load("haiku_or_equinox").main([*flags.split(), x]) for x in ("O0", "O2")]
     (_, right), (state, half_right) = runs
-    assert right > 0.8  # at chance it is 0.1
+    assert right > 0.8  # chance is 0.1
     assert abs(half_right - right) <= 0.02
     assert (state.step, state.loss_scale) == (120, 128)
     found = re.findall(r"Products in (.*)\n", capsys.readouterr().out)
@@ -113,20 +113,20 @@ def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(tmp_path):
     imagenet, data = load("imagenet"), tmp_path / "patterns"
     imagenet.ARCHS["tiny"] = ((), False)  # a convolution, BatchNorm and a dense layer
     imagenet.figure = lambda run: types.SimpleNamespace(savefig=run.get)
-    # 12 classes, of 10 images for training and 2 for validation.
+    # 12 classes with 10 images for training and 2 for validation.
     load("image_folder").draw_patterns(data, each=12, size=16)
     tiny = [str(data), *"-a tiny --width 4 --image-size 16 -p 1".split()]
     train = lambda *flags: imagenet.main([*tiny, *flags])  # noqa: E731
-    # Three steps in an epoch. From epoch 5 on there is no warm-up.
+    # Three steps per epoch. The warm-up ends at epoch 5.
     flags, folder = (
         "-b 32 --lr 0.4 --start-epoch 5 --steps".split(),
         str(tmp_path / "run"),
     )
     whole = train(*flags, "45")
-    stopped = train(*flags, "25", "--checkpoint-dir", folder)  # in an epoch's middle
+    stopped = train(*flags, "25", "--checkpoint-dir", folder)  # within an epoch
     resumed = train(*flags, "45", "--resume", folder)
     np.testing.assert_array_equal(whole["val"]["steps"], range(18, 46, 3))
-    assert whole["prec1"][-6:].mean() > 25  # 12 classes: 8.3 by chance
+    assert whole["prec1"][-6:].mean() > 25  # chance is 8.3
     for name in ("steps", "loss", "prec1", "prec5", "scale", "skipped"):
         both = np.concatenate([stopped[name], resumed[name]])
         np.testing.assert_array_equal(both, whole[name])
