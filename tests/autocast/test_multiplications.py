@@ -7,45 +7,43 @@ import optax
 import pytest
 
 import jamp
-from jamp._autocast.primitives import primitive_name
 from tests.support.constructs import AROUND
-from tests.support.programs import walk
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5", "O6")
 rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
 
-# By their einsum: what the call is, and the shapes of its operands.
+# The shapes of the operands of an einsum, by its rule: multiplications follow `mul`,
+# and sums follow `reduce_sum`.
 CALLS = {
-    "i,j->ij": ("mul", (3,), (4,)),
-    "bi,bj->bij": ("mul", (2, 3), (2, 4)),
-    "b,bd->bd": ("mul", (2,), (2, 4)),
-    "ik,kj->ij": ("mul", (3, 1), (1, 4)),
-    "d,d->": ("reduce_sum", (4,), (4,)),
-    "bd,bd->b": ("reduce_sum", (2, 4), (2, 4)),
-    "bid,bdj->bij": ("reduce_sum", (2, 1, 4), (2, 4, 1)),
-    "bd,d->b": ("dot_general", (2, 4), (4,)),
-    "bij,bj->bi": ("dot_general", (2, 3, 4), (2, 4)),
-    "bi,ij->bj": ("dot_general", (1, 3), (3, 4)),
+    "promote": {
+        "i,j->ij": ((3,), (4,)),
+        "bi,bj->bij": ((2, 3), (2, 4)),
+        "b,bd->bd": ((2,), (2, 4)),
+        "ik,kj->ij": ((3, 1), (1, 4)),
+    },
+    "float32": {
+        "d,d->": ((4,), (4,)),
+        "bd,bd->b": ((2, 4), (2, 4)),
+        "bid,bdj->bij": ((2, 1, 4), (2, 4, 1)),
+    },
+    "half": {
+        "bd,d->b": ((2, 4), (4,)),
+        "bij,bj->bi": ((2, 3, 4), (2, 4)),
+        "bi,ij->bj": ((1, 3), (3, 4)),
+    },
 }
 
 
-@pytest.mark.parametrize("spec", CALLS)
-def test_what_a_call_is(spec):
-    name, *shapes = CALLS[spec]
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    program = jax.make_jaxpr(lambda *args: jnp.einsum(spec, *args))(*args)
-    (eqn,) = (e for e in walk(program.jaxpr) if e.primitive.name == "dot_general")
-    assert primitive_name(eqn) == name
-    (op,) = (
-        op
-        for op in jamp.explain(lambda *args: jnp.einsum(spec, *args))(*args).operations
-        if op.primitive == "dot_general"
-    )
-    rule = {"mul": "promote", "reduce_sum": "float32", "dot_general": "half"}[name]
-    is_matmul = name == "dot_general"
-    assert op.rule == rule and (op.flops is not None) == is_matmul
-    assert ("Matrix units" in op.reason) == is_matmul
+@pytest.mark.parametrize(
+    ("rule", "spec"), [(rule, spec) for rule in CALLS for spec in CALLS[rule]]
+)
+def test_what_a_call_is(rule, spec):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in CALLS[rule][spec]]
+    found = jamp.explain(lambda *args: jnp.einsum(spec, *args))(*args).operations
+    (op,) = (op for op in found if op.primitive == "dot_general")
+    assert (op.rule, op.flops is not None) == (rule, rule == "half")
+    assert ("Matrix units" in op.reason) == (rule == "half")
 
 
 T, FREQUENCIES = jnp.arange(1024.0), 1.0 / 10000.0 ** (jnp.arange(0, 64, 2) / 64)
