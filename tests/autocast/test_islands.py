@@ -37,6 +37,7 @@ ISLANDS = {
 }
 NORMS = {
     "bias": lambda x: x + jnp.arange(8.0),
+    "bias as a row": lambda x: x + jnp.broadcast_to(jnp.arange(8.0), x.shape),
     "by hand": lambda x: (x - x.mean(0)) / (x.std(0) + 1e-3) * jnp.arange(8.0),
     "rms": lambda x: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
     "batch norm": lambda x: nn.BatchNorm(use_running_average=False).init_with_output(
