@@ -23,7 +23,7 @@ from jamp._state.amp_state import AmpState, extra_fields
 from jamp._state.loading import array_fields
 from jamp._state.new_state import first_weights
 from jamp._state.stalls import forget
-from jamp._state.step import Group, groups_of, master_params, packed
+from jamp._state.step import Group, groups_of, master_params, pack_groups
 
 VERSION = 1
 _SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])
@@ -78,7 +78,7 @@ def to_checkpoint(state: AmpState) -> dict[str, Any]:
         "opt_state": to_names(_inner_states(state)),
         **{f"loss_scaler{i}": _scaler(*pair) for i, pair in enumerate(scalers)},
         **{name: to_names(getattr(state, name)) for name in _COUNTERS},
-        "fields": {name: to_names(getattr(state, name)) for name in _extra(state)},
+        "fields": _fields(state),
     }
 
 
@@ -119,9 +119,9 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
         for key, group in groups_of(state).items()
     }
     others = {name: found[name] for name in (*_COUNTERS, "step")}
-    others |= {name: found["fields"][name] for name in _extra(state)}
+    others |= {name: found["fields"].get(name) for name in _extra(state)}
     restored = state.replace(
-        **packed(read, state.params),
+        **pack_groups(read, state.params),
         loss_scales=_scales(state, found),
         **{name: from_names(getattr(state, name), x) for name, x in others.items()},
     )
@@ -139,6 +139,12 @@ def _inner_states(state: AmpState) -> Any:
 def _extra(state: AmpState) -> list[str]:
     """Returns the names of the extra fields that hold arrays."""
     return [name for name in extra_fields(state) if name in array_fields(state)]
+
+
+def _fields(state: AmpState) -> dict[str, Any]:
+    """The values of the extra fields that are not None, by name."""
+    values = {name: to_names(getattr(state, name)) for name in _extra(state)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _scaler(rule: LossScaleRule, scale_state: LossScaleState) -> dict[str, Any]:
@@ -201,7 +207,7 @@ def _from_flax(
     known: dict[str, Any] = {"fields": {}}
     if not isinstance(state.step, jax.ShapeDtypeStruct):  # the default values
         known = {k: x for k, x in to_checkpoint(state).items() if k in _FLAX}
-        known["fields"] = {k: to_names(getattr(state, k)) for k in _extra(state)}
+        known["fields"] = _fields(state)
     fresh = _zeros(expected, ("version", "opt_level", *_COUNTERS))
     fresh |= {
         f"loss_scaler{i}": _scaler(rule, rule.init())

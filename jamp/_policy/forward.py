@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+import flax.errors
 import flax.linen as nn
 import jax
 from jaxtyping import PyTree
@@ -22,6 +23,9 @@ from jamp._fp8.write import Products
 from jamp._policy.levels import Properties, half_dtype
 
 policy = jax.make_user_context(default_value=None)
+_VARIABLES = (
+    "A Flax model takes variables: write `state.apply_fn({'params': state.params}, x)`."
+)
 
 
 def model_inputs[T](tree: T, properties: Properties) -> T:
@@ -103,7 +107,12 @@ class _Forward:
         def run(params, /, *args, **kwargs):
             whole = {**variables, "params": params} if is_flax else params
             args, kwargs = model_inputs((args, kwargs), self.properties)
-            out = self.apply_fn(whole, *args, **kwargs)
+            try:
+                out = self.apply_fn(whole, *args, **kwargs)
+            except flax.errors.FlaxError as error:
+                if not is_flax:
+                    error.add_note(_VARIABLES)
+                raise
             if kwargs.get("mutable", False) is False:
                 return model_outputs(out, self.properties)
             first, *updated = out

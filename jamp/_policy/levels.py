@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, Unpack
 
+import numpy as np
+
 from jamp._autocast.transform import Promote
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 from jamp._fp8.options import Fp8
@@ -140,6 +142,23 @@ def half_dtype(properties: Properties) -> Any:
     """Returns the half dtype of the params, or None."""
     dtype = properties.cast_model_type
     return dtype if dtype in HALF_DTYPES else None
+
+
+def one_line(properties: Properties) -> str:
+    """Returns the level, and the dtypes and loss scale after overrides."""
+    params = np.dtype(properties.cast_model_type or FLOAT32)
+    parts = [f"{params} params"]
+    if properties.patch_functions:
+        parts.append(f"autocast to {properties.patch_functions_type}")
+    if properties.keep_batchnorm_fp32:
+        parts.append("float32 BatchNorm")
+    if properties.master_weights:
+        parts.append("float32 masters")
+    if properties.fp8:
+        parts.append("fp8 matmuls")
+    scale = properties.loss_scale
+    parts.append(f"{scale} loss scale" if scale == "dynamic" else f"loss scale {scale}")
+    return f"jamp {properties.opt_level}: {', '.join(parts)}"
 
 
 def describe(properties: Properties) -> list[str]:

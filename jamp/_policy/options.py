@@ -3,10 +3,11 @@
 import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from typing_extensions import TypedDict
 
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.transform import Promote

@@ -1,4 +1,4 @@
-"""`state.add_params`: more parameters for a running state.
+"""`state.add_params` adds parameters to a running state.
 
 After apex/amp/_process_optimizer.py:_amp_add_param_group.
 """
@@ -12,16 +12,23 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import PyTree
 
 from jamp._core import groups
-from jamp._core.groups import SINGLE, Key
-from jamp._core.tree import copy_shared, mapping_like, path_string, strong_array
+from jamp._core.groups import SINGLE
+from jamp._core.tree import copy_shared, mapping_like, strong_array
 from jamp._policy.casting import cast_to_level
 from jamp._state.incoming import check_containers, check_float32
 from jamp._state.new_state import new_state
 from jamp._state.step import groups_of, master_params
 from jamp.optimizers._masters import MasterWeights, bare
 
+_COLLECTIONS = ("params", OVERWRITE_WITH_GRADIENT)
+_NOT_PER_PARAM = (
+    "This optimizer cannot take more params, because its state is not kept per param "
+    "at {}. Start again: jamp.initialize(params, tx) with all params, of which "
+    "jamp.master_params(state) returns the old ones."
+)
 
-def grown[S](
+
+def with_more_params[S](
     state: S,
     params: PyTree,
     tx: Any,
@@ -29,9 +36,9 @@ def grown[S](
     extra: Sequence[str],
     fields: Mapping[str, Any],
 ) -> S:
-    """What `AmpState.add_params` returns: a new state of all params, with the old bits.
+    """Returns a new state of all params with the bits of the old one.
 
-    `extra` names the state's extra fields, `fields` holds more of some of them.
+    `extra` names the state's extra fields; `fields` has more entries of some of them.
     """
     old: Any = state
     if old.tx is None:
@@ -40,58 +47,44 @@ def grown[S](
         )
     by_key = groups_of(old)
     keys = tuple(by_key)
+    _check(params, tx, old.params, keys)
     params = jax.tree.map(strong_array, params)
     if not allow_not_fp32:
         check_float32(params)
-    cast = cast_to_level(params, old.properties, fields.get("batch_stats"))
     txs = groups.pack({k: bare(group.tx) for k, group in by_key.items()}, old.params)
-    if keys == (SINGLE,):
-        _check_leaves(params, tx, old.params)
-        put = _merged
-    else:
-        _check_groups(params, tx, old.params)
-        put, txs = _extended, _extended(txs, tx, "tx")
-    wrapped = [x.tx for x in by_key.values() if isinstance(x.tx, MasterWeights)]
-    new = new_state(
-        type(old),
-        put(master_params(old), params, "params"),
-        put(old.params, cast, "params"),
-        txs,
-        store_remainder=any(tx.store_remainder for tx in wrapped),
-        apply_fn=old.apply_fn,
-        properties=old.properties,
-        loss_scale_rules=old.loss_scale_rules,
-        **_fields(old, keys, extra, fields),
-    )
-    return copy_shared(_keeping_bits(new, old), (params, fields))
-
-
-def _fields(
-    state: Any, keys: tuple[Key, ...], extra: Sequence[str], fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Extra fields, which grow as the params do."""
-    grown = {name: getattr(state, name) for name in extra}
+    cast = cast_to_level(params, old.properties, fields.get("batch_stats"))
+    masters = [x.tx for x in by_key.values() if isinstance(x.tx, MasterWeights)]
+    values = {name: getattr(old, name) for name in extra}
     for name, more in fields.items():
-        if name in extra:
-            more = jax.tree.map(strong_array, more)
-            per_group = groups.is_per_group(grown[name], keys)
-            grown[name] = (_extended if per_group else _merged)(grown[name], more, name)
-        elif name != "batch_stats":  # which has said which params are BatchNorm's
+        if name not in extra:
             raise TypeError(
                 f"add_params got {name!r}, but the state's extra fields are "
-                f"{list(extra)}. Declare it with `jamp.initialize(..., {name}=...)`."
+                f"{list(extra)}. Declare it on a subclass of jamp.AmpState."
             )
-    for name in extra:
-        if name not in fields and groups.is_per_group(getattr(state, name), keys):
+        more = jax.tree.map(strong_array, more)
+        values[name] = more if values[name] is None else _add(values[name], more, name)
+    for name in set(extra).difference(fields):
+        if groups.is_per_group(values[name], keys):
             raise ValueError(
                 f"The field {name} has one entry per group, so the new groups need "
                 f"theirs: `add_params(..., {name}=...)`, in the same container."
             )
-    return grown
+    new = new_state(
+        type(old),
+        _add(master_params(old), params, "params"),
+        _add(old.params, cast, "params"),
+        txs if keys == (SINGLE,) else _add(txs, tx, "tx"),
+        store_remainder=any(tx.store_remainder for tx in masters),
+        apply_fn=old.apply_fn,
+        properties=old.properties,
+        loss_scale_rules=old.loss_scale_rules,
+        **values,
+    )
+    return copy_shared(_keep_bits(new, old), (params, fields))
 
 
-def _keeping_bits[T](new: T, old: PyTree) -> T:
-    """`new`, with the leaves of `old` at the paths that both have."""
+def _keep_bits[T](new: T, old: PyTree) -> T:
+    """Returns `new` with the leaves of `old` at the paths that both have."""
     keystr = jax.tree_util.keystr
     kept = {keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(old)}
 
@@ -100,71 +93,51 @@ def _keeping_bits[T](new: T, old: PyTree) -> T:
         if before is None:
             return strong_array(x)
         if before.shape != jnp.shape(x):
-            raise ValueError(_ONE_PIECE.format(path=path_string(path)))
+            raise ValueError(_NOT_PER_PARAM.format(keystr(path)))
         return before
 
-    filled = jax.tree_util.tree_map_with_path(leaf, new)
+    result = jax.tree_util.tree_map_with_path(leaf, new)
     if kept:
-        raise ValueError(_ONE_PIECE.format(path=next(iter(kept))))
-    return filled
+        raise ValueError(_NOT_PER_PARAM.format(next(iter(kept))))
+    return result
 
 
-_ONE_PIECE = (
-    "This optimizer cannot take on params: its state is not kept per param at {path}. "
-    "Start again: jamp.initialize(jamp.master_params(state) and the new ones, tx)."
-)
-
-
-def _check_groups(params: PyTree, txs: Any, old: PyTree) -> None:
-    kind = type(old)
-    if txs is None or groups.is_transformation(txs) or type(params) is not kind:
+def _check(params: PyTree, tx: Any, old: PyTree, keys: tuple[Any, ...]) -> None:
+    kind = type(old).__name__
+    if keys != (SINGLE,):
+        if tx is None or groups.is_transformation(tx) or type(params) is not type(old):
+            raise TypeError(
+                f"The state has several groups: add_params takes new ones in a {kind}, "
+                "with their optimizers in another, got "
+                f"{type(params).__name__} and tx={tx!r}."
+            )
+        check_containers(params, tx)
+    elif tx is not None:
         raise TypeError(
-            "The state has several groups: add_params takes new ones in a "
-            f"{kind.__name__}, with their optimizers in another, got "
-            f"{type(params).__name__} and tx={txs!r}."
-        )
-    check_containers(params, txs)
-
-
-def _check_leaves(params: PyTree, tx: Any, old: PyTree) -> None:
-    if tx is not None:
-        raise TypeError(
-            "add_params got a tx, but the state has one group, whose optimizer takes "
-            "the params on. Leave tx out; or hand params and optimizers to "
+            "add_params got a tx, but the state has one group, whose optimizer steps "
+            "the new params too. Leave tx out; or pass params and optimizers to "
             "jamp.initialize in a dict, to which groups can be added."
         )
-    if not isinstance(params, Mapping) or not isinstance(old, Mapping):
+    elif not isinstance(params, Mapping) or not isinstance(old, Mapping):
         raise TypeError(
             f"add_params merges a mapping of new entries into the params, got "
-            f"{type(params).__name__} for params that are {type(old).__name__}."
+            f"{type(params).__name__} for params that are {kind}."
         )
-    collections = {"params", OVERWRITE_WITH_GRADIENT}
-    if OVERWRITE_WITH_GRADIENT in old and not collections.issuperset(params):
+    elif OVERWRITE_WITH_GRADIENT in old and not {*params} <= {*_COLLECTIONS}:
         raise ValueError(
-            f"The params are collections: pass {{'params': ..., "
-            f"{OVERWRITE_WITH_GRADIENT!r}: ...}}, got {sorted(params)}."
+            f"The params are collections: pass a dict with keys of {_COLLECTIONS}, got "
+            f"{sorted(params)}."
         )
 
 
-def _merged(old: PyTree, new: PyTree, where: str) -> Any:
-    """A mapping with the entries of both, in mappings inside of it too."""
+def _add(old: PyTree, new: PyTree, where: str) -> Any:
+    """Merges mappings, also nested ones, and appends the groups of a list or tuple."""
+    if "[" not in where and isinstance(old, list | tuple):
+        return type(old)([*old, *new])
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
         raise ValueError(
-            f"add_params adds entries, but {where} is there already. Change it with "
+            f"add_params adds entries, but {where} exists already. Change it with "
             "`state.replace(...)`."
         )
-    entries = {**old, **new}
-    for key, value in new.items():
-        if key in old:
-            entries[key] = _merged(old[key], value, f"{where}[{key!r}]")
-    return mapping_like(old, entries)
-
-
-def _extended(old: PyTree, new: PyTree, name: str) -> Any:
-    """The container of the groups with those of `new` after them."""
-    if not isinstance(old, Mapping):
-        return type(old)([*old, *new])
-    twice = set(old) & set(new)
-    if twice:
-        raise ValueError(f"{name} has a group {sorted(twice, key=str)[0]!r} already.")
-    return mapping_like(old, {**old, **new})
+    both = {k: _add(old[k], new[k], f"{where}[{k!r}]") for k in new if k in old}
+    return mapping_like(old, {**old, **new, **both})

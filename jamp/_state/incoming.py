@@ -1,12 +1,13 @@
-"""What `initialize` is given, checked before anything is made of it."""
+"""Checks the arguments of `initialize`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
@@ -14,13 +15,15 @@ from jamp._core import groups
 from jamp._core.dtypes import FLOAT32
 from jamp._core.show import short_repr
 from jamp._core.tree import is_overwritten, path_parts
+from jamp._policy.options import InitOptions, hint
 from jamp.optimizers._masters import ALREADY_WRAPPED, MasterWeights
 
 ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 _LOOKAHEAD = (
     "params are optax.LookaheadParams, and optax.lookahead takes gradients of the fast "
-    "ones alone. Pass `jamp.initialize(params, tx, opt_level, slow=params)`, without "
-    "lookahead, and after every few steps write `slow = optax.incremental_update("
+    "params only. Declare `class State(jamp.AmpState): slow: Any`, write "
+    "`jamp.initialize(params, tx, opt_level, state_class=State, slow=params)` without "
+    "lookahead, and after every few steps `slow = optax.incremental_update("
     "jamp.master_params(state), state.slow, 0.5)` and `state = state.replace("
     "params=slow, slow=slow)`."
 )
@@ -90,6 +93,40 @@ def check_containers(params: PyTree, tx: Any) -> None:
         )
 
 
+def check_apply_fn(apply_fn: Any) -> None:
+    """Raises if `apply_fn` is a Linen module, which cannot be called unbound."""
+    for fn in _entries(apply_fn) or [apply_fn]:
+        if isinstance(fn, linen.Module):
+            raise TypeError(
+                f"apply_fn is a {type(fn).__name__}, a Linen module: pass its method "
+                "`apply`, as in `apply_fn=model.apply`."
+            )
+
+
+def check_fields(
+    names: Collection[str], state_class: type[Any], base: type[Any]
+) -> None:
+    """Raises for the first keyword that is neither an option nor a declared field."""
+    if not (isinstance(state_class, type) and issubclass(state_class, base)):
+        raise TypeError(
+            f"state_class must be jamp.AmpState or a subclass, got {state_class!r}."
+        )
+    own = base.__dataclass_fields__
+    declared = [name for name in state_class.__dataclass_fields__ if name not in own]
+    options = ("apply_fn", "batch_stats", "state_class", *InitOptions.__optional_keys__)
+    for name in names:
+        if name in own:
+            raise TypeError(f"initialize cannot take {name!r}, which it sets itself.")
+        if name not in declared:
+            module = "jamp." if state_class is base else ""
+            raise TypeError(
+                f"initialize got an unknown keyword {name!r}."
+                f"{hint(name, (*options, *declared))} A field of the state is declared "
+                f"on a subclass: `class State({module}{state_class.__name__}): {name}: "
+                "Any`, passed as `state_class=State`."
+            )
+
+
 def _entries(container: Any) -> list[Any]:
     if isinstance(container, Mapping):
         return list(container.values())
@@ -97,7 +134,7 @@ def _entries(container: Any) -> list[Any]:
 
 
 def kind_of(container: object) -> str:
-    """What a container of groups is, in words."""
+    """Returns the kind of a container of groups in words."""
     if isinstance(container, Mapping):
         return f"a dict with the keys {list(container)}"
     if isinstance(container, list | tuple):

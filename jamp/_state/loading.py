@@ -1,14 +1,12 @@
-"""What a state takes from elsewhere: params, and what Flax restores.
+"""Loads params into a state, and checks the values that Flax restores.
 
-`state.load_params`, `state.replace(params=...)` and `flax.serialization`. Flax itself
-puts whatever it finds into a target: a float16 state's params into one of bfloat16.
+Flax itself puts any value into a target, such as float16 params into a bfloat16 state.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import serialization
 from flax.training.train_state import TrainState
 from jaxtyping import PyTree
 
@@ -26,8 +24,8 @@ from jamp._core.tree import (
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import check_single
 from jamp._state.incoming import ARRAY_LIKE
-from jamp._state.new_state import begun_from, first_weights, settled
-from jamp._state.step import Group, groups_of, packed
+from jamp._state.new_state import first_weights, init_optimizer, replicate_uncommitted
+from jamp._state.step import Group, groups_of, pack_groups
 from jamp.optimizers._masters import MasterWeightsState
 from pallas_kernels import Weight, split
 
@@ -39,8 +37,8 @@ _REMEDY = (
 
 
 @moves_constants
-def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
-    """What `AmpState.load_params` replaces in the state, by name."""
+def load(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str, Any]:
+    """Returns the fields that `AmpState.load_params` replaces, by name."""
     if reset_optimizer:
         check_single(state, "state.load_params(params, reset_optimizer=True)")
     given = jax.tree.map(strong_array, params)
@@ -48,46 +46,45 @@ def loaded(state: TrainState, params: PyTree, reset_optimizer: bool) -> dict[str
     params = from_names(state.params, to_names(given))
     _check_dtypes(params, state.params)
     params = jax.tree.map(place_like, params, state.params)
-    entered = {
-        key: _entered(group, groups.get(params, key), reset_optimizer)
+    loaded = {
+        key: _load_group(group, groups.get(params, key), reset_optimizer)
         for key, group in groups_of(state).items()
     }
-    changes = packed(entered, state.params)
+    changes = pack_groups(loaded, state.params)
     before = {name: getattr(state, name) for name in changes}
     if jax.tree.structure(changes) == jax.tree.structure(before):
         changes = jax.tree.map(place_like, changes, before)
-    else:  # another optimizer, begun from the params
-        changes = settled(changes, params)
+    else:  # another optimizer, initialized from the params
+        changes = replicate_uncommitted(changes, params)
     own = {id(x) for x in jax.tree.leaves(state.params)}
     theirs = [x for x in jax.tree.leaves((given, params)) if id(x) not in own]
     return copy_shared(changes, theirs)
 
 
 def has_values(*trees: PyTree) -> bool:
-    """Whether trees hold arrays, and not their shapes or shardings."""
+    """Returns whether trees hold arrays rather than shapes or shardings."""
     return all(isinstance(x, ARRAY_LIKE) for x in jax.tree.leaves(trees))
 
 
-def _entered(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
-    """A group with other params."""
+def _load_group(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
     is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
     trained = trained_params(params)
     if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
         weights = old.weights()
     else:  # there are no masters yet
         weights = first_weights(old, widen_tree(old.params))
-    weights = jax.tree.map(_loaded, weights, trained, is_leaf=is_weight)
+    weights = jax.tree.map(_load_weight, weights, trained, is_leaf=is_weight)
     group = old._replace(params=params)
     if reset_optimizer and group.tx is not None:
-        return begun_from(group, weights)
+        return init_optimizer(group, weights)
     return group.with_weights(weights, old.inner_state)
 
 
-def _loaded(old: Weight, new: jax.Array) -> Weight:
-    """A param that is now `new`, and its master.
+def _load_weight(old: Weight, new: jax.Array) -> Weight:
+    """Returns a param whose value is now `new`, with its master.
 
-    Half values that are those of before say nothing of the digits that a master has
-    beyond them: what clips weights, or changes some of them, leaves the others alone.
+    A half value that equals the old one keeps the further digits of its master, so that
+    clipping some weights leaves the others alone.
     """
     if new is old.param:
         return old
@@ -106,7 +103,7 @@ def _loaded(old: Weight, new: jax.Array) -> Weight:
 
 @jax.custom_jvp
 def _widened(new: jax.Array, param: jax.Array, master: jax.Array) -> jax.Array:
-    """`new` in float32, with the digits of the master where it is `param`."""
+    """Returns the master where `new` equals `param`, elsewhere `new` in float32."""
     return jnp.where(new == param, master, widen(new))
 
 
@@ -116,7 +113,7 @@ def _widened_jvp(primals: PyTree, tangents: PyTree) -> Any:
 
 
 def _check_dtypes(params: PyTree, old: PyTree) -> None:
-    """Raises for what is not a float on one side; floats are cast."""
+    """Raises if a leaf is a float on only one side; floats are cast."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, new), like in zip(leaves, jax.tree.leaves(old), strict=True):
         both = is_float(new) and is_float(like)
@@ -127,21 +124,16 @@ def _check_dtypes(params: PyTree, old: PyTree) -> None:
             )
 
 
-def register(state_class: type) -> None:
-    """Makes Flax check what it restores into states of a class."""
-    serialization.register_serialization_state(
-        state_class, _to_state_dict, _from_state_dict, override=True
-    )
-
-
-def _to_state_dict(state: TrainState) -> dict[str, Any]:
+def to_state_dict(state: TrainState) -> dict[str, Any]:
+    """Returns the arrays of a state as `flax.serialization` names them."""
     return {name: to_names(getattr(state, name)) for name in array_fields(state)}
 
 
-def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
+def from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
+    """Returns the state with restored arrays, which must have its shapes and dtypes."""
     check_same(
         state_dict,
-        _to_state_dict(state),
+        to_state_dict(state),
         "The checkpoint",
         "Restore into a state that jamp.initialize made with the same options; a "
         "checkpoint for any opt level is made by jamp.to_checkpoint.",
@@ -151,12 +143,12 @@ def _from_state_dict(state: Any, state_dict: dict[str, Any]) -> Any:
         check_scale_state(f"loss_scales/{i}", scale_state, rule)
     check_counters(state_dict)
     fields = {
-        k: from_names(getattr(state, k), state_dict[k]) for k in array_fields(state)
+        k: from_names(getattr(state, k), state_dict.get(k)) for k in array_fields(state)
     }
     return state.replace(**fields)
 
 
 def array_fields(state: TrainState) -> list[str]:
-    """The names of the fields that hold arrays; the others are static."""
+    """Returns the names of the fields that hold arrays; the others are static."""
     fields = state.__dataclass_fields__.values()
     return [f.name for f in fields if f.metadata.get("pytree_node", True)]

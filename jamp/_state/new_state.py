@@ -1,6 +1,6 @@
-"""A new state: optimizer states, loss scales, counters, and where all of it is.
+"""Creates a state: optimizer states, loss scales, counters, and their placement.
 
-Moments are sharded as their params, scalars replicated.
+Moments get the sharding of their params; scalars are replicated.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jamp._core.dtypes import is_castable
 from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
-from jamp._state.step import Group, groups_of, packed
+from jamp._state.step import Group, groups_of, pack_groups
 from jamp.optimizers import (
     FusedTransformation,
     StochasticRoundingState,
@@ -39,41 +39,41 @@ def new_state[S](
     loss_scale_rules: tuple[LossScaleRule, ...],
     **fields: Any,
 ) -> S:
-    """A state with fresh optimizer states, loss scales and counters.
+    """Returns a state with fresh optimizer states, loss scales and counters.
 
     Args:
         state_class: AmpState or a subclass, which declares `fields`.
         originals: the params in float32, one tree per group.
-        params: what was cast from them.
+        params: the same params, cast to the level.
         txs: a bare transformation per group.
-        store_remainder: whether masters are the low bits beside the params.
+        store_remainder: whether masters are the low bits of the params.
         apply_fn, properties, loss_scale_rules, **fields: fields of the state.
     """
-    begun = {}
+    new = {}
     for key in groups.group_keys(txs):
         tx, cast = groups.get(txs, key), groups.get(params, key)
         if tx is not None:
-            tx = _wrapped(tx, cast, properties, store_remainder)
-        begun[key] = begun_group(tx, groups.get(originals, key), cast)
+            tx = _wrap(tx, cast, properties, store_remainder)
+        new[key] = init_group(tx, groups.get(originals, key), cast)
     return state_class(
         step=jnp.int32(0),
         apply_fn=apply_fn,
-        tx=groups.pack_hashable({k: group.tx for k, group in begun.items()}, txs),
-        **packed(begun, params),
+        tx=groups.pack_hashable({k: group.tx for k, group in new.items()}, txs),
+        **pack_groups(new, params),
         loss_scales=tuple(rule.init() for rule in loss_scale_rules),
-        skipped_steps=groups.pack({k: jnp.int32(0) for k in begun}, params),
-        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in begun}, params),
+        skipped_steps=groups.pack({k: jnp.int32(0) for k in new}, params),
+        last_step_skipped=groups.pack({k: jnp.bool_(False) for k in new}, params),
         properties=properties,
         loss_scale_rules=loss_scale_rules,
         **fields,
     )
 
 
-def in_place_of(state: Any, txs: Any) -> Any:
-    """Other transformations for the groups of a state, wrapped as theirs are.
+def wrap_like(state: Any, txs: Any) -> Any:
+    """Returns other transformations for a state's groups, wrapped as the old ones.
 
     Raises:
-        ValueError: they are of other groups.
+        ValueError: they belong to other groups.
     """
     by_key = groups_of(state)
     if set(groups.group_keys(txs)) != set(by_key):
@@ -87,38 +87,40 @@ def in_place_of(state: Any, txs: Any) -> Any:
         if groups.is_transformation(tx) and tx != group.tx:
             remainder = getattr(group.tx, "store_remainder", False)
             bare = masters.bare(tx)
-            tx = _wrapped(bare, group.params, state.properties, remainder)
+            tx = _wrap(bare, group.params, state.properties, remainder)
         new[key] = tx
     return groups.pack_hashable(new, state.tx)
 
 
-def _wrapped(
+def _wrap(
     tx: optax.GradientTransformation,
     params: PyTree,
     properties: Properties,
     store_remainder: bool,
 ) -> optax.GradientTransformation:
-    """A group's transformation, with masters where the level keeps them."""
+    """Returns a group's transformation, with masters if the level keeps them."""
     tx = _with_shardings(tx, params)
     if not properties.master_weights:
         return tx
     return masters.master_weights(tx, store_remainder=store_remainder)
 
 
-def begun_group(
+def init_group(
     tx: optax.GradientTransformation | None, originals: PyTree, params: PyTree
 ) -> Group:
-    """Params and optimizer state, from the user's params rather than rounded ones.
+    """Returns a group whose optimizer is initialized from the params before the cast.
 
     Raises:
         ValueError: the transformation keeps masters somewhere inside already.
     """
     group = Group(tx, None, params)
-    return group if tx is None else begun_from(group, first_weights(group, originals))
+    if tx is None:
+        return group
+    return init_optimizer(group, first_weights(group, originals))
 
 
-def begun_from(group: Group, weights: PyTree) -> Group:
-    """A group with a fresh optimizer state, from a tree of `Weight`."""
+def init_optimizer(group: Group, weights: PyTree) -> Group:
+    """Returns the group with a fresh optimizer state for a tree of `Weight`."""
     opt_state = masters.bare(group.tx).init(masters.values(weights))
     is_wrapped = lambda x: type(x) in _WRAPPED  # noqa: E731
     for x in filter(is_wrapped, jax.tree.leaves(opt_state, is_leaf=is_wrapped)):
@@ -134,7 +136,7 @@ _WRAPPED = {
 
 
 def first_weights(group: Group, originals: PyTree) -> PyTree:
-    """A tree of `Weight` from params that were cast from `originals`."""
+    """Returns a tree of `Weight` for params that were cast from `originals`."""
     tx, trained = group.tx, trained_params(group.params)
     if not isinstance(tx, masters.MasterWeights):
         return jax.tree.map(Weight, trained)
@@ -145,7 +147,7 @@ def first_weights(group: Group, originals: PyTree) -> PyTree:
 def _with_shardings(
     tx: optax.GradientTransformation, params: PyTree
 ) -> optax.GradientTransformation:
-    """Tells a fused optimizer how its params are sharded: jit would hide it."""
+    """Tells a fused optimizer the shardings of its params, which jit would hide."""
     if not isinstance(tx, FusedTransformation):
         return tx
     named = tuple(map(_named, jax.tree.leaves(trained_params(params))))
@@ -154,9 +156,9 @@ def _with_shardings(
 
 
 def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
-    """Under jit, shards leaves of an optimizer state like the param they belong to.
+    """Under jit, shards the leaves of an optimizer state like their params.
 
-    XLA would make them whole on every device. Outside of jit they follow already.
+    XLA would replicate them. Outside jit, they follow their params already.
     """
     if not any(map(is_traced, jax.tree.leaves(params))):
         return opt_state
@@ -167,16 +169,15 @@ def _moments_like_params[T](opt_state: T, params: PyTree) -> T:
         parts = path_parts(path)
         ends = (parts[i:] for i in range(len(parts) + 1))
         param = next((by_path[end] for end in ends if end in by_path), None)
-        return x if param is None else _alike(x, param)
+        return x if param is None else _shard_like(x, param)
 
     return jax.tree_util.tree_map_with_path(leaf, opt_state)
 
 
-def settled[T](state: T, params: PyTree) -> T:
-    """Puts a new state where its first step would leave it: all of it on the mesh.
+def replicate_uncommitted[T](state: T, params: PyTree) -> T:
+    """Replicates scalars and uncommitted fields on the mesh of the params.
 
-    Scalars, and fields that were told no place, are replicated. Else the second step,
-    whose arguments are elsewhere, is compiled again.
+    The first step would put them there, and the second one would be compiled again.
     """
     shardings = [_named(x) for x in jax.tree.leaves(params)]
     meshes = {s.mesh for s in shardings if s is not None}
@@ -197,20 +198,20 @@ def settled[T](state: T, params: PyTree) -> T:
 
 
 def _as_given_back(sharding: NamedSharding, ndim: int) -> NamedSharding:
-    """As a program writes the sharding of a result: on Explicit axes in full."""
+    """Returns the sharding as a program writes it: in full on Explicit axes."""
     explicit = all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
     return with_full_spec(sharding, ndim) if explicit else sharding
 
 
-def _alike(x: Any, param: Any) -> Any:
-    """`x`, through an operation by which the sharding of `param` becomes its own."""
+def _shard_like(x: Any, param: Any) -> Any:
+    """Returns `x` through an operation that gives it the sharding of `param`."""
     if not is_castable(param) or jnp.shape(x) != param.shape or not param.shape:
         return x
-    never = jnp.abs(param) < 0  # a constant would be folded before
+    never = jnp.abs(param) < 0  # XLA would fold a constant
     return jax.lax.select(never, param.astype(x.dtype), x)
 
 
 def _named(x: Any) -> NamedSharding | None:
-    """The sharding of an array on a mesh."""
+    """Returns the sharding of an array on a mesh, or None."""
     sharding = None if is_traced(x) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

@@ -162,7 +162,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
 
             update_args["value_fn"] = with_gradient(value_and_grad)
         say(state.overflow, _SKIPS.format("Gradient overflow. ", state.loss_scale))
-        clean = ~state.overflow if self.rule.checks else None
+        clean = ~state.overflow if self.rule.checks else True
         state = self._stepped(state, needed(state.master_grads), clean, **update_args)
         return state if closure is None else (loss, state)
 

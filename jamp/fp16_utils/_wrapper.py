@@ -16,7 +16,7 @@ from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import grad_of_scaled
 from jamp._scaling.rules import LossScaleRule, LossScaleState
 from jamp._state.closure import rounded
-from jamp._state.new_state import begun_group
+from jamp._state.new_state import init_group
 from jamp._state.step import Group, step, wide_group
 from jamp.optimizers._masters import MasterWeights, MasterWeightsState
 
@@ -65,7 +65,7 @@ class Wrapper:
         self._configure(init_optimizer, static_loss_scale, dynamic_loss_args)
 
     def _init(self, params: PyTree, **fields: Any) -> Any:
-        group = begun_group(self.optimizer, params, params)
+        group = init_group(self.optimizer, params, params)
         fields |= {"params": group.params, "opt_state": group.opt_state}
         fields |= {"overflow": jnp.asarray(False), "loss_scaler": self.rule.init()}
         return trees.copy_shared(self.state_class(**fields), params)

@@ -18,7 +18,7 @@ import jamp
 from jamp import optimizers as jo
 from tests.support import subprocesses
 from tests.support.bits import assert_same_bits, bits, copy
-from tests.support.states import RUNNING
+from tests.support.states import RUNNING, State
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam on half trees
 
@@ -38,7 +38,7 @@ def params(seed=0):
 
 def make(level, seed=0, tx=ADAM, tree=params, **kwargs):
     tree = tree(seed) if callable(tree) else tree
-    return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
+    return jamp.initialize(tree, tx, level, verbosity=0, state_class=State, **kwargs)
 
 
 def rounded(master, dtype):

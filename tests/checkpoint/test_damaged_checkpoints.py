@@ -18,6 +18,7 @@ from flax import serialization
 
 import jamp
 from tests.support.bits import assert_same_bits
+from tests.support.states import State
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -27,7 +28,13 @@ RULE = jamp.DynamicLossScale(hysteresis=2)
 
 def make():
     state = jamp.initialize(
-        TREE, optax.adam(1e-2), "O2", loss_scale=RULE, verbosity=0, ema=jnp.zeros(2)
+        TREE,
+        optax.adam(1e-2),
+        "O2",
+        loss_scale=RULE,
+        verbosity=0,
+        state_class=State,
+        ema=jnp.zeros(2),
     )
     return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, TREE))
 

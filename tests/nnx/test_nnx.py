@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import pickle
 
 import flax.linen as nn
@@ -15,7 +14,6 @@ from flax import nnx
 
 import jamp
 import jamp.nnx
-from jamp._policy.options import InitOptions
 from tests.support.bits import assert_same_bits
 from tests.support.programs import products
 
@@ -440,13 +438,6 @@ def test_an_argument_that_shares_variables_with_the_model_is_refused():
     for other in (model, twin):
         with pytest.raises(ValueError, match="shares the Variable .*nnx.clone"):
             grads_of(lambda m, t: m(X) - t(X), model, optimizer, other)
-
-
-def test_the_types_name_the_keywords_that_go_on_to_jamp():
-    params = inspect.signature(jamp.initialize).parameters.values()
-    names = {p.name for p in params if p.kind is p.KEYWORD_ONLY}
-    own = {"apply_fn", "state_class"}
-    assert InitOptions.__annotations__.keys() == names - own
 
 
 def test_masters_follow_a_clip_inside_of_the_step():

@@ -15,7 +15,7 @@ from pallas_kernels import join
 from tests.optimizers.fused import assert_close, larc_sgd
 from tests.optimizers.mixed_leaves import FAST
 from tests.support.bits import assert_same_bits, bits
-from tests.support.states import HALF, assert_skipped, dot
+from tests.support.states import HALF, State, assert_skipped, dot
 
 F32 = jnp.float32
 STEPS = 6
@@ -67,12 +67,14 @@ def gradients(step):
 def start(tx, level, tree, **kwargs):
     kwargs |= {"keep_fp32": "n"} if level in HALF and "n" in tree else {}
     kwargs.setdefault("loss_scale", jamp.DynamicLossScale(init_scale=2.0**8))
-    return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
+    return jamp.initialize(tree, tx, level, verbosity=0, state_class=State, **kwargs)
 
 
 @functools.partial(jax.jit, compiler_options=FAST)
 def step(state, x):
-    fields = {"seen": state.seen + 1} if hasattr(state, "seen") else {}
+    fields = (
+        {"seen": state.seen + 1} if getattr(state, "seen", None) is not None else {}
+    )
     return state.apply_gradients(grads=jamp.scaled_grad(dot)(state, x), **fields)
 
 

@@ -25,7 +25,7 @@ from flax import nnx
 
 
 class Mine(jamp.AmpState):
-    batch_stats: Any
+    ema: Any
 
 
 def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ def with_aux(params: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, int]]:
 params, batch, tx = {"w": jnp.ones(2)}, jnp.ones(2), optax.sgd(0.1)
 state = jamp.initialize(params, tx, "O2", loss_scale="dynamic", verbosity=0)
 reveal_type(state)  # -> AmpState
-mine = jamp.initialize(params, tx, state_class=Mine, batch_stats={"a": jnp.ones(1)})
+mine = jamp.initialize(params, tx, state_class=Mine, ema={"a": jnp.ones(1)})
 reveal_type(mine)  # -> Mine
 reveal_type(mine.apply_gradients(grads=params))  # -> Mine
 reveal_type(mine.replace(step=0))  # -> Mine

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 import jamp
 from jamp.optimizers import fused_adam
 from tests.support.bits import assert_same_bits, bits, copy
-from tests.support.states import HALF
+from tests.support.states import HALF, State
 
 LR = 2.0**-6
 
@@ -55,7 +55,9 @@ def make(level, tree, tx, **kwargs):
     if level in HALF:
         kwargs = {"keep_fp32": "norm"} | kwargs
     rule = jamp.DynamicLossScale(2.0**8, window=3)
-    return jamp.initialize(tree, tx, level, loss_scale=rule, verbosity=0, **kwargs)
+    return jamp.initialize(
+        tree, tx, level, loss_scale=rule, verbosity=0, state_class=State, **kwargs
+    )
 
 
 def dot(p, xs):
@@ -153,7 +155,9 @@ def test_params_keep_their_mapping():
 def test_extra_fields_grow_alike_and_name_the_new_batchnorms():
     leaf, more = {"scale": pair(1, 1)}, {"other": {"mean": pair(3), "var": pair(3)}}
     fields = {"batch_stats": {"bn": {"mean": pair(0), "var": pair(0)}}, "rate": pair(1)}
-    state = jamp.initialize({"bn": leaf}, SGD, "O2", verbosity=0, **fields)
+    state = jamp.initialize(
+        {"bn": leaf}, SGD, "O2", verbosity=0, state_class=State, **fields
+    )
     after = state.add_params({"other": leaf, "plain": leaf}, batch_stats=more)
     dtypes = {name: p["scale"].dtype for name, p in after.params.items()}
     assert dtypes == {"bn": "f4", "other": "f4", "plain": "f2"}
@@ -204,7 +208,7 @@ SGD = optax.sgd(1.0)
 
 
 def begin(tree, tx=SGD, **fields):
-    return jamp.initialize(tree, tx, "O0", verbosity=0, **fields)
+    return jamp.initialize(tree, tx, "O0", verbosity=0, state_class=State, **fields)
 
 
 def one(tx=SGD, **fields):
@@ -238,8 +242,8 @@ WRAPPED = jamp.master_weights(SGD)
 NORM = ({"norm": {"scale": LEAF["v"]}},)
 # The state, what add_params is given, the error, and words that it says.
 REFUSED = [
-    (one, NORM, ValueError, "'norm'.*'scale'.* is there already"),
-    (one, ({"norm": LEAF["v"]},), ValueError, "'norm'.* is there already"),
+    (one, NORM, ValueError, "'norm'.*'scale'.* exists already"),
+    (one, ({"norm": LEAF["v"]},), ValueError, "'norm'.* exists already"),
     (one, (IN_HALF,), ValueError, r"params\['head'\]\['v'\].*float16"),
     (one, ([LEAF["v"]],), TypeError, "merges a mapping.* got list for .* dict"),
     (one, (LEAF, SGD), TypeError, "the state has one group"),
@@ -258,7 +262,12 @@ REFUSED = [
     ),
     (lambda: begin(FP8), (LEAF,), ValueError, r"are collections: .* got \['v'\]"),
     (two, ({"c": LEAF}, SGD), TypeError, "several groups: .* dict.*tx=Gradient"),
-    (two, ({"b": LEAF}, {"b": SGD}), ValueError, "has a group 'b' already"),
+    (
+        two,
+        ({"b": LEAF}, {"b": SGD}),
+        ValueError,
+        r"params\['b'\]\['v'\] exists already",
+    ),
     (two, ({"c": LEAF}, {"c": WRAPPED}), ValueError, "master_weights"),
 ]
 

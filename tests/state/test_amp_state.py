@@ -19,6 +19,7 @@ from tests.support.states import (
     HALF,
     RUNNING,
     SGD,
+    State,
     assert_skipped,
     dot,
     like,
@@ -259,7 +260,7 @@ REFUSED = [
     ({"grads": FrozenDict(GRADS)}, "gradients have the structure .* expected"),
     ({"batch_stats": None}, r"batch_stats have no leaf at .*'mean'.*state.replace"),
     ({"batch_stats": stats_of(1.0)}, r"\['mean'\] has shape \(\), expected \(2,\)"),
-    ({"batch_statz": OLD}, r"cannot set 'batch_statz'.*fields are \['batch_stats'\]"),
+    ({"batch_statz": OLD}, r"cannot set 'batch_statz'.*fields are \['batch_stats'"),
     ({"step": 1}, "cannot set 'step'"),
 ]
 
@@ -401,7 +402,8 @@ def test_overwrite_with_gradient_is_honoured(level, pack):
 
 
 def of_two(level, **options):
-    return jamp.initialize(jnp.ones(2), optax.sgd(1.0), level, verbosity=0, **options)
+    options = {"state_class": State, "verbosity": 0} | options
+    return jamp.initialize(jnp.ones(2), optax.sgd(1.0), level, **options)
 
 
 class Pair(NamedTuple):
@@ -439,22 +441,22 @@ def test_a_static_field_is_set_by_replace():
 
 
 SHARED = {
-    "the masters": lambda s, x: {"a": jamp.master_params(s)},
-    "each other": lambda s, x: {"a": x, "b": x},
-    "new params": lambda s, x: {"a": x, "params": x, "opt_state": s.opt_state},
-    "keys": lambda s, x: {"a": s.key, "b": s.key},
+    "the masters": lambda s, x: {"own": jamp.master_params(s)},
+    "each other": lambda s, x: {"own": x, "extra": x},
+    "new params": lambda s, x: {"own": x, "params": x, "opt_state": s.opt_state},
+    "keys": lambda s, x: {"own": s.key, "extra": s.key},
 }
 
 
 @pytest.mark.parametrize("shares", SHARED.values(), ids=SHARED)
 def test_fields_that_share_arrays_can_be_donated(shares):
-    fields = {"a": jnp.zeros(2), "b": jnp.zeros(2), "key": jax.random.key(7)}
+    fields = {"own": jnp.zeros(2), "extra": jnp.zeros(2), "key": jax.random.key(7)}
     state = of_two("O2", **fields)
     changes = shares(state, jnp.ones(2))
     key = jax.random.key_data(state.key).tolist()
     step = jax.jit(lambda s: s.apply_gradients(grads=jnp.ones(2)), donate_argnums=0)
     stepped = step(state.replace(**changes))
-    for name in {"a", "b"} & set(changes):
+    for name in {"own", "extra"} & set(changes):
         x = getattr(stepped, name)
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         assert (

@@ -13,7 +13,7 @@ import pytest
 import jamp
 import jamp.nnx
 from tests.support.bits import assert_same_bits
-from tests.support.states import SGD, make, params
+from tests.support.states import SGD, State, make, params
 
 STEP, STEPS = 1e-3, 3000
 START = {"w": jnp.linspace(0.5, 2.0, 16), "b": jnp.full(3, -0.75)}
@@ -21,7 +21,7 @@ END = jax.tree.map(lambda x: 1.25 * x, START)
 
 
 def begin(level, tree, **kwargs):
-    return jamp.initialize(tree, SGD, level, verbosity=0, **kwargs)
+    return jamp.initialize(tree, SGD, level, verbosity=0, state_class=State, **kwargs)
 
 
 def share(average):

@@ -319,15 +319,15 @@ def test_a_field_is_per_group_only_if_it_is_a_mapping_of_their_keys(pack):
     ema = optax.EmaState(count=jnp.int32(0), ema=jnp.zeros(()))
     fields = {
         "ema": ema,
-        "meters": (jnp.zeros(()),) * 2,
+        "stats": (jnp.zeros(()),) * 2,
         "own": {0: jnp.int32(0), 1: jnp.int32(0)},
     }
     state = make("O2", pack([tree, tree]), pack([tx, tx]), **fields)
-    new = {"ema": optax.EmaState(jnp.int32(1), jnp.ones(())), "meters": (1.0, 2.0)}
+    new = {"ema": optax.EmaState(jnp.int32(1), jnp.ones(())), "stats": (1.0, 2.0)}
     new["own"] = {0: jnp.int32(1), 1: jnp.int32(1)}
     after = state.apply_gradients(grads=pack([like(tree, 0.5), None]), **new)
     assert (after.ema.count, after.ema.ema) == (1, 1)
-    assert after.meters == (1, 2)
+    assert after.stats == (1, 2)
     assert after.own == {0: 1, 1: 0}
 
 

@@ -15,6 +15,25 @@ HALF = {"O2": jnp.float16, "O3": jnp.float16, "O5": jnp.bfloat16}
 SGD = optax.sgd(0.5, momentum=0.5)  # one object, so that jit traces once
 
 
+class State(jamp.AmpState):
+    """Declares the fields that tests use; all are None by default."""
+
+    cache: Any = None
+    debiased: Any = None
+    ema: Any = None
+    epoch: Any = None
+    extra: Any = None
+    key: Any = None
+    own: Any = None
+    rate: Any = None
+    rng: Any = None
+    seen: Any = None
+    shared: Any = None
+    slow: Any = None
+    stats: Any = None
+    version: Any = None
+
+
 def params() -> Any:
     return {
         "w": jnp.asarray([1.0, -2.0, 0.5], jnp.float32),
@@ -28,6 +47,7 @@ def make(level: str = "O2", tree: Any = None, tx: Any = SGD, **kwargs) -> Any:
     tree = params() if tree is None else tree
     if level in HALF and "norm" in tree:
         kwargs.setdefault("keep_fp32", "norm")
+    kwargs.setdefault("state_class", State)
     return jamp.initialize(tree, tx, level, verbosity=0, **kwargs)
 
 

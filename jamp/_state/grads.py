@@ -1,0 +1,147 @@
+"""The gradients that `apply_gradients` accepts, by loss and by group."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jamp._core import groups
+from jamp._core.dtypes import is_half
+from jamp._core.groups import Key
+from jamp._core.tree import check_like, differentiable, split_overwrite, widen_tree
+from jamp._core.warnings import PrecisionWarning, warn
+from jamp._scaling.loss import find_loss_scale
+from jamp._scaling.rules import HasLossScales
+from jamp._scaling.unscaled import warn_without_scale
+from jamp._state.incoming import kind_of
+from jamp._state.skip import Flag, every, is_clean
+
+_REMEDY = (
+    "pass the `grads` of `loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, "
+    "...)`, or a tree like `state.params`; of several losses `grads=(g0, g1), "
+    "loss_id=(0, 1)`."
+)
+
+
+class LossGrads(NamedTuple):
+    """The gradients of one loss.
+
+    Attributes:
+        loss_id: the loss whose scale moves.
+        clean: whether all are finite.
+        trees: the float32 gradients of each group that the loss covers.
+        overwrite: for each group, new values of Flax's `_overwrite_with_gradient`, or
+            None.
+    """
+
+    loss_id: int
+    clean: Flag
+    trees: dict[Key, PyTree]
+    overwrite: dict[Key, Any]
+
+
+class GroupGrads(NamedTuple):
+    """The gradients of one group.
+
+    Attributes:
+        tree: the sum over the losses, in float32.
+        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
+        clean: whether all are finite.
+    """
+
+    tree: PyTree
+    overwrite: Any
+    clean: Flag
+
+
+def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
+    """Returns the gradients of each loss, checked as `apply_gradients` documents."""
+    if not isinstance(loss_id, Sequence):
+        return [_loss_grads(grads, loss_id, state)]
+    if not isinstance(grads, Sequence):
+        raise TypeError(
+            f"loss_id={loss_id!r} is for a sequence of gradients, one tree per loss; "
+            f"got {type(grads).__name__}."
+        )
+    if not loss_id or len(grads) != len(loss_id):
+        raise ValueError(
+            f"grads are {len(grads)} trees, and loss_id={loss_id!r} names "
+            f"{len(loss_id)} losses: pass one tree for each, as in "
+            "`apply_gradients(grads=(g0, g1), loss_id=(0, 1))`."
+        )
+    return [_loss_grads(*pair, state) for pair in zip(grads, loss_id, strict=True)]
+
+
+def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
+    """Returns the gradients of each group that has some, summed over the losses."""
+    total: dict[Key, GroupGrads] = {}
+    for loss in losses:
+        for key, tree in loss.trees.items():
+            clean = loss.clean
+            if key in total:
+                tree = jax.tree.map(jnp.add, total[key].tree, tree)
+                clean = every([total[key].clean, clean])
+            total[key] = GroupGrads(tree, loss.overwrite[key], clean)
+    return total
+
+
+def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
+    rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
+    loss_id = operator.index(loss_id)  # it may be an array, and keys a dict
+    trees, overwrite = {}, {}
+    keys = groups.group_keys(state.tx)
+    is_single = keys == (groups.SINGLE,)
+    entries = {groups.SINGLE: grads} if is_single else _entries_of(grads, keys, state)
+    for key, entry in entries.items():
+        what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
+        entry = differentiable(entry)
+        expected = differentiable(groups.get(state.params, key))
+        check_like(entry, expected, what, _REMEDY)
+        trees[key], overwrite[key] = split_overwrite(entry)
+    leaves = jax.tree.leaves(trees)
+    clean = is_clean(leaves, loss_id) if rule.checks else True
+    if any(map(is_half, leaves)):
+        _warn_half(trees, state)
+        trees = widen_tree(trees)
+    else:
+        warn_without_scale(leaves, state)
+    return LossGrads(loss_id, clean, trees, overwrite)
+
+
+def _entries_of(
+    grads: PyTree, keys: tuple[Key, ...], state: HasLossScales
+) -> dict[Key, PyTree]:
+    """Returns the gradients of each of several groups that has some."""
+    if isinstance(state.params, Mapping):
+        fits = isinstance(grads, Mapping) and set(grads) <= set(keys)
+    else:
+        fits = type(grads) is type(state.params) and len(grads) == len(keys)
+    if not fits:
+        raise ValueError(
+            "gradients of several groups come in the container of `state.params`, "
+            f"with the keys {list(keys)}, and None for a group without; got "
+            f"{kind_of(grads)}. Those of `wrt=key` are `grads={{key: grads}}`; "
+            f"else {_REMEDY}"
+        )
+    pairs = grads.items() if isinstance(grads, Mapping) else enumerate(grads)
+    entries: dict[Key, PyTree] = {k: tree for k, tree in pairs if tree is not None}
+    if not entries:
+        raise ValueError(f"gradients of all groups are None: {_REMEDY}")
+    return entries
+
+
+def _warn_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+    """Warns about half gradients under a dynamic scale, which exists for them."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(list(trees.values())):
+        if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
+            warn(
+                f"gradients{jax.tree_util.keystr(path[1:])} are {leaf.dtype}, and the "
+                "loss scale is dynamic: the loss was not scaled, or they were not "
+                "unscaled in float32. Write `jamp.scaled_grad(loss_fn)(state, ...)`, "
+                "or `jamp.scale_loss` before `jax.grad` and `jamp.unscale` after it.",
+                PrecisionWarning,
+            )
+            return
