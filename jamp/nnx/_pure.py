@@ -79,14 +79,16 @@ def loss_call(
     kwargs: dict[str, Any],
 ) -> "PureCall":
     """Makes the call of a loss a function of the trained params."""
-    if shared := shared_variable(models, (args, kwargs)):
+    scope = scope_by(optimizer.properties)
+    call = PureCall(loss_fn, (models, *args), kwargs, scope, optimizer.wrt)
+    arguments = list(call.nodes.values())[call.first.num_leaves :]
+    if shared := shared_variable(models, arguments):
         raise ValueError(
             f"An argument of the loss shares the Variable {shared} with the model, and "
             "would have no gradient of its own. Read it from the model inside the "
             "loss, or pass `nnx.clone(...)` of it."
         )
-    scope = scope_by(optimizer.properties)
-    return PureCall(loss_fn, (models, *args), kwargs, scope, optimizer.wrt)
+    return call
 
 
 class PureCall:

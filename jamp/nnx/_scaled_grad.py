@@ -54,15 +54,15 @@ def scaled_value_and_grad(
         check_optimizer(optimizer, "scaled_value_and_grad(loss_fn)")
         call = loss_call(loss_fn, models, optimizer, args, kwargs)
 
-        def loss(*arrays):
-            out, written = call(*arrays)
+        def loss(params, *others, variables):
+            out, written = call(params, others, variables)
             value, aux = out if has_aux else (out, None)
             return value, (aux, written)
 
         compute = ScaledGrad(loss, has_aux=True, **options).checked
         state = optimizer.amp_state(models)
         (value, (aux, written)), grads, finite = compute(
-            state, call.others, call.values
+            state, *call.others, variables=call.values
         )
         call.write_back(written, finite)
         return ((value, aux) if has_aux else value), grads

@@ -67,8 +67,7 @@ def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
 
 def by_keystr(tree: PyTree) -> dict[str, Any]:
     """Returns the leaves of a tree by their paths."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): x for path, x in leaves}
+    return {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(tree)}
 
 
 def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
