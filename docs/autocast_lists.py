@@ -1,4 +1,4 @@
-"""The lists as a page: `python docs/autocast_lists.py > docs/autocast_lists.md`."""
+"""Write the lists as a page: `python docs/autocast_lists.py > docs/autocast_lists.md`."""
 
 import sys
 from collections.abc import Iterable
@@ -90,7 +90,7 @@ _DIFFERENCES = [
 
 
 def page() -> str:
-    """The whole page in Markdown."""
+    """Returns the page in Markdown."""
     sections = [
         _section(title, (row for row in ROWS if row.rule is rule))
         for rule, title in _TITLES.items()

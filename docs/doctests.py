@@ -1,4 +1,4 @@
-"""For the reference: docstrings as the site's parser reads them best."""
+"""Adapt docstrings to the parser of the site's reference."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-r"""For the site: `$\eta$` and `$$w - \eta g$$` become MathML, which browsers draw."""
+r"""Convert `$\eta$` and `$$w - \eta g$$` into MathML, which browsers draw."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from markdown.extensions import Extension
 from markdown.inlinepatterns import InlineProcessor
 
 _FORMULA = r"\$\$(?P<block>[^$]+)\$\$|\$(?P<line>[^\s$](?:[^$]*[^\s$])?)\$"
-_AFTER_CODE = 185  # and before backslashes, which formulas have
+_AFTER_CODE = 185  # and before backslash escapes, which would break formulas
 
 
 class _Formulas(InlineProcessor):

@@ -8,7 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_OUTSIDE = {  # pages that belong beside their subject in the repository
+_OUTSIDE = {  # pages in the folder of their subject
     "index.md": "README.md",
     "deviations.md": "tests/docs/deviations.md",
     "examples.md": "examples/README.md",

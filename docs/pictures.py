@@ -1,4 +1,4 @@
-"""Draws the pictures of README and site: `python docs/pictures.py [NAME ...]`.
+"""Draw the pictures of README and the site: `python docs/pictures.py [NAME ...]`.
 
 Each number in them is a dtype, a property or a run of the library.
 """
@@ -27,7 +27,7 @@ COLORS = {"float32": "#c9d6e8", "float16": "#f6b26b", "bfloat16": "#93c47d"}
 COLORS["fp8"] = "#d5a6bd"
 DARK, SCALED, UNSCALED = "#1f2933", "#1b5e9e", "#c0392b"
 STYLE = {
-    "svg.hashsalt": "jamp",  # the same bytes from the same numbers
+    "svg.hashsalt": "jamp",  # equal numbers give equal bytes
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -37,7 +37,7 @@ STYLE = {
 
 
 def draw_demo():
-    """Draws what `make demo` draws: O2 from a loss scale far too high, and O0."""
+    """Draws the picture of `make demo`: O2 with a far too high loss scale, and O0."""
     sys.path.insert(0, str(EXAMPLES))
     demo = runpy.run_path(str(EXAMPLES / "digits.py"))
     flags = "--init-scale 1e12 --beside O0 --plot".split()
@@ -186,7 +186,7 @@ def draw_formats():
         axes.barh(row, high - normal, left=normal, color=color, height=0.55)
         axes.barh(row, normal - low, left=low, color=color, height=0.55, alpha=0.4)
         digits = f"{float(info.max):.3g} at most · steps of {float(info.eps):.2g} at 1"
-        # In the bar, or behind a short one.
+        # In the bar, or after a short one.
         place, side = (high - 2, "right") if high > 24 else (high + 2, "left")
         axes.text(place, row, digits, ha=side, va="center", fontsize=9)
     for exponent, text in ((-28, "a small gradient "), (-12, " the same × 65536")):
@@ -412,7 +412,7 @@ def peers():
     found, plain = {}, {}
     for row in map(json.loads, file.read_text().splitlines()):
         counts = np.array([row["traffic"], row["temp"]])
-        first = plain.setdefault(row["model"], counts)  # of plain JAX
+        first = plain.setdefault(row["model"], counts)  # plain JAX's
         found.setdefault(row["model"], {})[row["who"]] = counts / first
     return found
 
