@@ -1,4 +1,4 @@
-"""Write the lists as a page: `python docs/autocast_lists.py > docs/autocast_lists.md`."""
+"""Write the lists: `python docs/autocast_lists.py > docs/autocast_lists.md`."""
 
 import sys
 from collections.abc import Iterable
