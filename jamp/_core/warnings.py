@@ -23,6 +23,6 @@ class AutocastWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warns with the line of the user that called jamp, directly or through JAX."""
+    """Warns at the line of user code that called jamp, directly or through JAX."""
     prefixes = tuple(f"{folder}{os.sep}" for folder in _SKIPPED)
     warnings.warn(message, category, skip_file_prefixes=prefixes)

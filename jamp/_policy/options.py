@@ -18,7 +18,7 @@ from jamp._fp8.options import Fp8
 
 
 class LevelOptions(TypedDict, total=False):
-    """The overrides of an opt level; see `Properties`. The default is None for all."""
+    """The overrides of an opt level, by default all None; see `Properties`."""
 
     cast_model_type: DTypeLike | Literal[False] | None
     patch_functions: bool | None

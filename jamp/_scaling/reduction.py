@@ -69,7 +69,7 @@ class _Widening:
         self.programs: dict[Any, jc.Jaxpr] = {}
 
     def asked(self, program: jc.Jaxpr, outs: frozenset[int]) -> set[jc.Var]:
-        """Returns the values that must be float32 for the results `outs` to be."""
+        """Returns the values that must be float32 if the results `outs` must be."""
         key = id(program), outs
         if key not in self.known:
             asked = _vars(program.outvars[i] for i in outs)
@@ -83,7 +83,7 @@ class _Widening:
     def _operands(
         self, eqn: jc.JaxprEqn, asked: set[jc.Var], made: dict[Any, jc.JaxprEqn]
     ) -> Iterable[Atom]:
-        """Yields the operands that must be float32 for the asked results to be."""
+        """Yields the operands that must be float32 if the asked results must be."""
         if eqn.primitive.name in _CALLS:
             for frame in frames_of(eqn):
                 outs = self._outs(frame, asked)

@@ -33,7 +33,7 @@ _PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skippe
 
 
 class Optimizer(nnx.Optimizer):
-    """Steps NNX models with masters and loss scales, as `jamp.nnx.initialize` says.
+    """Steps NNX models with masters and loss scales; see `jamp.nnx.initialize`.
 
     Attributes:
         step, opt_state, loss_scales, skipped_steps, last_step_skipped: the fields of
@@ -128,7 +128,7 @@ class Optimizer(nnx.Optimizer):
             return cast(x, wanted.dtype) if is_castable(x) else x
 
         state = self._state_with(jax.tree_util.tree_map_with_path(leaf, there))
-        # `state.load_params` compares with the params that match the masters.
+        # `load_params` keeps the master of a param that has not changed since the step.
         state = self._state_with(rounded(master_params(state), state.params))
         self.load(models, state.load_params(params, reset_optimizer=reset_optimizer))
 
