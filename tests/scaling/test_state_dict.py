@@ -29,7 +29,7 @@ def step(state, x, loss_id=0):
 
 def scalers(*pairs):
     """apex's dict, in order, from a scale and a count per loss."""
-    entries = [dict(zip(("loss_scale", "unskipped"), p, strict=True)) for p in pairs]
+    entries = [{"loss_scale": scale, "unskipped": count} for scale, count in pairs]
     return {f"loss_scaler{k}": entry for k, entry in enumerate(entries)}
 
 
@@ -69,8 +69,6 @@ def test_a_static_scale_takes_another_value():
     )
     assert state.loss_scale_rules == (jamp.StaticLossScale(4.0, check=True), rule)
     assert jamp.state_dict(state) == scalers((4.0, 9), (128.0, 3))
-    # Compiled with the new value.
-    assert jax.jit(jamp.scale_loss)(jnp.float32(3.0), state) == 12.0
     state, plain = step(state, 0.25), step(make("O2", loss_scale=4.0), 0.25)
     assert_same_bits(state.params, plain.params)
     # apex_semantics 5.4: in static mode `unskipped` counts up for ever.
@@ -78,15 +76,16 @@ def test_a_static_scale_takes_another_value():
 
 
 ONE = scalers((4.0, 1))
-ENTRIES = r"loss_scaler0 must hold \['loss_scale', 'unskipped'\], got "
-NAMES = r"\['loss_scaler0'\].*num_losses=1.*jamp.initialize"
+ENTRIES = "loss_scaler0 must hold loss_scale and unskipped, got "
+NAMES = r"must map \['loss_scaler0'\] .*{}.*num_losses.* to jamp.initialize"
 SCALE = r"loss_scaler0\['loss_scale'\]` must be a finite number .* got {}\."
 COUNT = r"loss_scaler0\['unskipped'\]` must be an integer of at least 0, got {}\."
 BAD_SCALES = (0.0, -2.0, np.nan, -np.inf, 2.0**127, "4", True, None, [4.0], 1e-40)
 BAD_COUNTS = (-1, 0.5, np.nan, np.inf, "4", True, None, [1])
 WRONG = [
-    (ONE | {"optimizer": {}}, f"'optimizer'.*{NAMES}"),
-    ({"loss_scaler1": ONE["loss_scaler0"]}, f"loss_scaler1.*{NAMES}"),
+    (ONE | {"optimizer": {}}, NAMES.format("'optimizer'")),
+    ({"loss_scaler1": ONE["loss_scaler0"]}, NAMES.format("loss_scaler1")),
+    ([ONE], NAMES.format("")),
     ({"loss_scaler0": {"loss_scale": 4.0}}, ENTRIES + "{'loss_scale': 4.0}"),
     (scalers((4.0, 2**31)), "int32|too large"),
     *((scalers((x, 1)), SCALE.format(re.escape(repr(x)))) for x in BAD_SCALES),
@@ -102,19 +101,10 @@ def test_what_does_not_fit_is_named():
     for call, words in (
         (lambda s: jamp.state_dict(s.params), "AmpState .* got dict"),
         (lambda s: jamp.load_state_dict(s.params, ONE), "AmpState .* got dict"),
-        (lambda s: jamp.load_state_dict(s, [ONE]), "mapping, got list"),
         (jax.jit(lambda s: jamp.state_dict(s)), "outside of `jit`"),
     ):
         with pytest.raises(TypeError, match=words):
             call(make())
-
-
-def test_all_is_checked_before_anything_is_loaded():
-    # apex_semantics 5.5: apex had loaded what it saw before it raised.
-    state, given = make(num_losses=2), scalers((4.0, 1), (-1.0, 1))
-    with pytest.raises(ValueError):
-        jamp.load_state_dict(state, given)
-    assert jamp.state_dict(state) == jamp.state_dict(make(num_losses=2))
 
 
 # jamp.check: the one place that raises
