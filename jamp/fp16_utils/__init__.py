@@ -5,10 +5,7 @@ the flat one in apex.optimizers), the first loss scalers, and helpers for master
 hand. New features go elsewhere.
 """
 
-from jamp.fp16_utils._flat import (
-    FlatFP16_Optimizer as FlatFP16_Optimizer,
-    FlatFP16State as FlatFP16State,
-)
+from jamp.fp16_utils._flat import FlatFP16_Optimizer as FlatFP16_Optimizer
 from jamp.fp16_utils._fp16_optimizer import (
     FP16_Optimizer as FP16_Optimizer,
     FP16State as FP16State,

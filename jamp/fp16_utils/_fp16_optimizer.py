@@ -3,46 +3,60 @@
 After apex/fp16_utils/fp16_optimizer.py.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from jamp._core import tree as trees
 from jamp._core.devices import place_like
-from jamp._core.dtypes import FLOAT32, MODEL_DTYPES
+from jamp._core.dtypes import FLOAT32, MODEL_DTYPES, is_half
+from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import check_scale
-from jamp._core.warnings import PrecisionWarning, warn
+from jamp._core.warnings import PrecisionWarning, UnusedOptionWarning, warn
 from jamp._scaling import rules
-from jamp._scaling.loss import checked_loss
+from jamp._scaling.incoming import check_scale_state
+from jamp._scaling.loss import checked_loss, grad_of_scaled
 from jamp._state.closure import rounded, with_gradient
+from jamp._state.new_state import init_group
+from jamp._state.step import Group, step, wide_group
 from jamp.fp16_utils._fp16util import clip_grad_norm
-from jamp.fp16_utils._wrapper import Wrapper, WrapperState, check_dtypes, needed, say
-from jamp.optimizers._masters import master_weights
+from jamp.optimizers._masters import MasterWeights, MasterWeightsState, master_weights
 
 
-class FP16State(WrapperState):
+class FP16State(flax.struct.PyTreeNode):
     """State of `FP16_Optimizer`.
 
     Attributes:
         params: the model's params, half or float32.
         opt_state: masters, and the state of the wrapped optimizer.
-        model_grads: gradients times the loss scale since the last
-            `update_master_grads`, in float32; None where dropped.
+        model_grads: gradients times the loss scale, in float32, that wait for
+            `update_master_grads`; None if none wait.
         master_grads: gradients since `zero_grad`, in float32; None where dropped.
         overflow: whether some `master_grads` are not finite, shape (), bool.
         loss_scaler: the loss scale and its counters.
     """
 
+    params: Any
+    opt_state: MasterWeightsState
+    model_grads: Any
     master_grads: Any
+    overflow: Bool[Array, ""]
+    loss_scaler: rules.LossScaleState
+
+    @property
+    def loss_scale(self) -> Float[Array, ""]:
+        """The loss scale, shape (), float32."""
+        return self.loss_scaler.scale
 
 
 type Closure = Callable[[FP16State], tuple[Float[Array, ""], FP16State]]
 
 
-class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
+class FP16_Optimizer:  # noqa: N801, apex's name
     """Wraps an optax optimizer for a model whose params are half.
 
     `AmpState` does the same with less to call; this is apex's older interface. Methods
@@ -74,7 +88,26 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
     0.5 [ 0. -1.] 64.0
     """
 
-    state_class: ClassVar[type] = FP16State
+    optimizer: MasterWeights
+    rule: rules.LossScaleRule
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ):
+        unused = "static_loss_scale" if static_loss_scale != 1.0 else None
+        if not dynamic_loss_scale:
+            unused = None if dynamic_loss_args is None else "dynamic_loss_args"
+        if unused:
+            text = f"{unused} has no effect with {dynamic_loss_scale=}."
+            warn(text, UnusedOptionWarning)
+        self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
+        self.verbose: bool = verbose
+        self._configure(init_optimizer, static_loss_scale, dynamic_loss_args)
 
     def _configure(self, tx: Any, static: float, args: Any) -> None:
         self.optimizer = master_weights(tx)
@@ -89,44 +122,68 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         Raises:
             TypeError: a float leaf has another dtype.
         """
-        lines = check_dtypes(trees.differentiable(params), MODEL_DTYPES)
+        lines = ["FP16_Optimizer processing param group 0:"]
+        trained = trees.differentiable(params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+            dtype = getattr(leaf, "dtype", type(leaf).__name__)
+            if dtype not in MODEL_DTYPES:
+                raise TypeError(
+                    "Wrapped parameters must be either float32, float16 or bfloat16. "
+                    f"Received params{jax.tree_util.keystr(path)}: {dtype}."
+                )
+            lines.append(f"FP16_Optimizer received {dtype} with {jnp.shape(leaf)}")
         if self.verbose and jax.process_index() == 0:
-            print("\n".join(["FP16_Optimizer processing param group 0:", *lines]))
-        grads = {"model_grads": _zeros(params), "master_grads": _zeros(params)}
-        return self._init(params, **grads)
+            print("\n".join(lines))
+        group = init_group(self.optimizer, params, params)
+        own = group.params, group.opt_state, None, _zeros(params), jnp.asarray(False)
+        return trees.copy_shared(FP16State(*own, self.rule.init()), params)
 
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(
         self,
         state: FP16State,
         loss_fn: Callable[..., Any],
         *args: Any,
         update_master_grads: bool = True,
+        has_aux: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, FP16State]:
-        """Adds the gradients of a loss times the loss scale to `state.model_grads`.
+        """Adds gradients of `loss_fn(params, *args, **kwargs)` to `state.model_grads`.
 
         Calls `update_master_grads` too, unless that is False, as for all losses but the
         last.
-        """
-        value, state = super().backward(state, loss_fn, *args, **kwargs)
-        return value, self.update_master_grads(state) if update_master_grads else state
 
-    def _sum(self, before: PyTree | None, grads: PyTree) -> PyTree:
-        return super()._sum(before, trees.widen_tree(grads))
+        Returns:
+            `(loss, state)`, or `((loss, aux), state)` with `has_aux`; the loss
+            unscaled, in float32.
+        """
+        self._check(state)
+        held, checks = (state.params, state.loss_scale), self.rule.checks
+        value, grads = grad_of_scaled(
+            loss_fn, *held, args, kwargs, has_aux, checks=checks
+        )
+        grads = _add(state.model_grads, trees.widen_tree(grads))
+        state = state.replace(model_grads=grads)
+        return value, self.update_master_grads(state) if update_master_grads else state
 
     def update_master_grads(self, state: FP16State) -> FP16State:
         """Unscales `model_grads`, adds them to `master_grads`, and moves the scale."""
         self._check(state)
-        fresh = rules.unscale_tree(needed(state.model_grads), state.loss_scale)
+        grads = state.model_grads
+        if grads is None and state.master_grads is not None:
+            grads = _zeros(state.params)
+        fresh = rules.unscale_tree(_needed(grads), state.loss_scale)
         overflow = state.overflow
         if self.rule.checks:
-            overflow |= ~trees.all_finite(fresh)
+            overflow |= ~self._are_finite(fresh)
         return state.replace(
-            model_grads=_zeros(state.params),
-            master_grads=self._sum(state.master_grads, fresh),
+            model_grads=None,
+            master_grads=_add(state.master_grads, fresh),
             overflow=overflow,
             loss_scaler=self.rule.update(state.loss_scaler, ~overflow),
         )
+
+    def _are_finite(self, grads: PyTree) -> Bool[Array, ""]:
+        return trees.all_finite(grads)
 
     def clip_master_grads(
         self, state: FP16State, max_norm: ArrayLike, norm_type: float | str = 2
@@ -136,7 +193,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         After an overflow the norm is -1, and the gradients stay as they are.
         """
         self._check(state)
-        grads = needed(state.master_grads)
+        grads = _needed(state.master_grads)
         norm, clipped = clip_grad_norm(grads, max_norm, norm_type)
         clipped = trees.select(state.overflow, grads, clipped)
         norm = jnp.where(state.overflow, -1.0, norm)
@@ -158,12 +215,15 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
             def value_and_grad(masters):
                 params = rounded(masters, state.params)
                 value, there = self._call(closure, state.replace(params=params))
-                return value, needed(there.master_grads)
+                return value, _needed(there.master_grads)
 
             update_args["value_fn"] = with_gradient(value_and_grad)
-        say(state.overflow, _SKIPS.format("Gradient overflow. ", state.loss_scale))
-        clean = ~state.overflow if self.rule.checks else True
-        state = self._stepped(state, needed(state.master_grads), clean, **update_args)
+        grads, clean = _needed(state.master_grads), True
+        if self.rule.checks:
+            _say(state.overflow, "Gradient overflow. ", state.loss_scale)
+            clean = ~state.overflow
+        group = step(self._group(state), grads, clean=clean, update_args=update_args)
+        state = state.replace(params=group.params, opt_state=group.opt_state)
         return state if closure is None else (loss, state)
 
     def _call_until_finite(self, closure: Closure, state: FP16State) -> Any:
@@ -175,7 +235,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
         if trees.is_traced(carry[1].overflow):
             return jax.lax.while_loop(goes_on, again, carry)
         while goes_on(carry):
-            say(True, _SKIPS.format("OVERFLOW within closure!", carry[1].loss_scale))
+            _say(True, "OVERFLOW within closure!", carry[1].loss_scale)
             carry = again(carry)
         return carry
 
@@ -187,12 +247,9 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
         """The state with gradients of zero, or None, and no overflow."""
         self._check(state)
-        zeros = (lambda _: None) if set_grads_to_None else _zeros
-        return state.replace(
-            model_grads=zeros(state.params),
-            master_grads=zeros(state.params),
-            overflow=jnp.zeros_like(state.overflow),
-        )
+        grads = None if set_grads_to_None else _zeros(state.params)
+        clean = jnp.zeros_like(state.overflow)
+        return state.replace(model_grads=None, master_grads=grads, overflow=clean)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
         """The masters' gradients; None, and a warning, after an overflow."""
@@ -212,6 +269,62 @@ class FP16_Optimizer(Wrapper):  # noqa: N801, apex's name
             loss_scaler=state.loss_scaler._replace(scale=scale),
         )
 
+    def master_params(self, state: FP16State) -> PyTree:
+        """The params in float32: masters, and those that are their own."""
+        self._check(state)
+        return wide_group(self._group(state))
+
+    def state_dict(self, state: FP16State) -> dict[str, Any]:
+        """A checkpoint by apex's names, without gradients: save after `step`."""
+        self._check(state)
+        return to_names(self._saved(state))
+
+    def _saved(self, state: FP16State) -> dict[str, PyTree]:
+        params = trees.differentiable(state.params)
+        return {
+            "loss_scaler": state.loss_scaler,
+            "dynamic_loss_scale": jnp.asarray(self.dynamic_loss_scale),
+            "overflow": state.overflow,
+            "optimizer_state_dict": state.opt_state.inner_state,
+            "fp32_from_fp16": state.opt_state.masters,
+            "fp32_from_fp32": jax.tree.map(lambda p: None if is_half(p) else p, params),
+        }
+
+    def load_state_dict(
+        self, state: FP16State, state_dict: Mapping[str, Any]
+    ) -> FP16State:
+        """The state with the values of a `state_dict`, and params rounded from them.
+
+        Raises:
+            ValueError: a name, shape or dtype differs, or the kind of loss scale.
+        """
+        self._check(state)
+        saved = self._saved(state)
+        names = jax.eval_shape(to_names, saved)
+        remedy = "Nothing was loaded: wrap the optimizer and params of the saved run."
+        check_same(state_dict, names, "The state dict", remedy)
+        parts = from_names(saved, state_dict)
+        check_scale_state("loss_scaler", parts["loss_scaler"]._asdict())
+        if parts.pop("dynamic_loss_scale") != self.dynamic_loss_scale:
+            other = f"dynamic_loss_scale={not self.dynamic_loss_scale}"
+            raise ValueError(f"The state dict was saved with {other}: construct so.")
+        masters = parts.pop("fp32_from_fp16")
+        wide = trees.merge(parts.pop("fp32_from_fp32"), masters)
+        inner_state = parts.pop("optimizer_state_dict")
+        parts["opt_state"] = MasterWeightsState(masters, inner_state)
+        parts["params"] = rounded(wide, state.params)
+        return trees.copy_shared(state.replace(**parts), (state, state_dict))
+
+    def _group(self, state: FP16State) -> Group:
+        return Group(self.optimizer, state.opt_state, state.params)
+
+    def _check(self, state: object) -> None:
+        if not isinstance(state, FP16State):
+            raise TypeError(
+                f"Methods of {type(self).__name__} take the state that "
+                f"`optimizer.init(params)` returned, got {type(state).__name__}."
+            )
+
 
 # apex's names of a dynamic scale's arguments, and jamp's.
 _NAMES = {
@@ -220,10 +333,29 @@ _NAMES = {
     "min_loss_scale": "min_scale",
     "max_loss_scale": "max_scale",
 }
-_SKIPS = "{} Skipping step, reducing loss scale to {}"
 
 
 def _zeros(params: PyTree) -> PyTree:
     """Gradients of 0 in float32."""
     trained = trees.differentiable(params)
     return jax.tree.map(lambda p: jnp.zeros_like(p, FLOAT32), trained)
+
+
+def _add(before: PyTree | None, grads: PyTree) -> PyTree:
+    return grads if before is None else jax.tree.map(jnp.add, before, grads)
+
+
+def _needed[T](grads: T | None) -> T:
+    """The gradients; raises if there are none."""
+    if grads is None:
+        raise ValueError(
+            "There are no gradients: call `loss, state = optimizer.backward(state, "
+            "loss_fn, ...)` first."
+        )
+    return grads
+
+
+def _say(overflow: Bool[Array, ""] | bool, what: str, scale: Array) -> None:
+    """Prints apex's line on overflow, except under `jit`."""
+    if not trees.is_traced(overflow) and overflow and jax.process_index() == 0:
+        print(f"{what} Skipping step, reducing loss scale to {scale}")

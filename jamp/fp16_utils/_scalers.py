@@ -30,10 +30,8 @@ class LossScaler:
     3.0 384.0
     """
 
-    rule: LossScaleRule
-
     def __init__(self, scale: float = 1):
-        self.rule = StaticLossScale(scale)
+        self.rule: LossScaleRule = StaticLossScale(scale)
 
     def init(self) -> LossScaleState:
         """The state before the first step."""

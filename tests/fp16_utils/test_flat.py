@@ -29,7 +29,7 @@ def assert_run(trees, txs, xs, keys=None, where="jit"):
     """
     pick = lambda tree: [tree] if keys is None else [tree[k] for k in keys]  # noqa: E731
     optimizer = cut_down(txs[0] if keys is None else dict(zip(keys, txs, strict=True)))
-    _, seen = steps(optimizer, optimizer.zero_grad(optimizer.init(trees)), xs, where)
+    _, seen = steps(optimizer, optimizer.init(trees), xs, where)
     scaler = DynamicLossScaler(2.0**16, scale_factor=2.0, scale_window=1000)
     wanted = [jnp.float32(flat(tree)) for tree in pick(trees)]
     inner = [tx.init(master) for tx, master in zip(txs, wanted, strict=True)]
@@ -41,13 +41,13 @@ def assert_run(trees, txs, xs, keys=None, where="jit"):
             updates, inner[i] = update(tx, *given, grad_scale=scaler.cur_scale)
             wanted[i] += updates
         scaler.update_scale(bad)
-        assert (state.loss_scale, state.cur_iter) == (scaler.cur_scale, scaler.cur_iter)
+        assert (state.loss_scale, state.overflow) == (scaler.cur_scale, bad)
         masters = optimizer.master_params(state)
         rounded = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, trees)
         assert_same_bits(state.params, rounded)
         for master, vector in zip(pick(masters), wanted, strict=True):
             np.testing.assert_allclose(flat(master), vector, rtol=1e-6, atol=1e-6)
-    return state, masters
+    return masters
 
 
 def scaled(tree, scale):
@@ -77,14 +77,13 @@ def test_moments_of_a_group_are_one_float32_vector():
     ],
     ids=["adam", "clipped", "sgd"],
 )
-def test_steps_are_those_of_8_1_and_skips_are_in_silence(where, tx, capsys):
+def test_steps_are_those_of_8_1(where, tx):
     tree, overflows = group(), (3, 4, 8)
     xs = data(12, overflows, tree=tree)
-    _, masters = assert_run(tree, [tx], xs, where=where)
+    masters = assert_run(tree, [tx], xs, where=where)
     norms = [np.linalg.norm(flat(x)) for i, x in enumerate(xs) if i not in overflows]
     assert min(norms) < 6.5e-3 < max(norms)
     assert np.abs(flat(masters) - np.float32(flat(tree))).max() > 1e-3
-    assert capsys.readouterr().out == ""
 
 
 def test_norms_and_clipping_are_per_group():
@@ -97,44 +96,27 @@ def test_norms_and_clipping_are_per_group():
     assert_run(trees, txs, data(6, (0, 4), tree=trees), tuple(trees))
 
 
-def test_backward_accumulates_in_half():
-    optimizer = cut_down(dynamic_loss_scale=False, static_loss_scale=4.0)
-    tree, loss_fn = group(), lambda p, x: (dot(p, x), 7)
-    state, sums = optimizer.init(tree), np.zeros(11, np.float16)
-    for x in data(3, tree=tree):
-        (loss, aux), state = optimizer.backward(state, loss_fn, x, has_aux=True)
-        assert (loss.dtype, aux) == (F32, 7)
-        np.testing.assert_allclose(loss, dot(tree, x), rtol=1e-6)
-        sums = sums + scaled(x, 4.0)
-    assert_same_bits(flat(state.model_grads), sums)
-
-
 # Skips, and the scale
 
 
-@pytest.mark.parametrize(
-    "where, dynamic, bad", [("eager", True, 0), ("eager", False, 1), ("jit", True, 1)]
-)
-def test_a_skip_leaves_every_bit_with_a_static_scale_too(where, dynamic, bad, capsys):
-    kind, scale = ("dynamic", 2.0**16) if dynamic else ("static", 128.0)
+@pytest.mark.parametrize("dynamic, bad", [(True, 0), (False, 1), (True, 1)])
+def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
+    scale = 2.0**16 if dynamic else 128.0
     optimizer = cut_down(
         [fused_adam(1e-2, legacy=True)] * 2,
         dynamic_loss_scale=dynamic,
         static_loss_scale=1.0 if dynamic else scale,
-        verbose=dynamic,  # a static scale prints anyway
     )
     trees = [group(0), group(1)]
     good, x = like(2.0**-9, trees), like(2.0**-9, trees)
     x[bad]["layer"]["bias"] = x[bad]["layer"]["bias"].at[2].set(np.nan)
     before, _ = steps(optimizer, optimizer.init(trees), [good])
-    step = jax.jit(optimizer.step) if where == "jit" else optimizer.step
-    after = step(optimizer.backward(before, dot, x)[1])
+    step = jax.jit(optimizer.step)
+    _, state = optimizer.backward(before, dot, good)
+    after = step(optimizer.backward(state, dot, x)[1])
     for field in ("params", "opt_state"):
         assert_same_bits(getattr(after, field), getattr(before, field))
-    assert (after.overflow, after.cur_iter) == (True, 2)
-    assert after.loss_scale == scale / (1 + dynamic)
-    message = f"Grad overflow on iteration 1\nUsing {kind} loss scale of {scale}\n"
-    assert capsys.readouterr().out == (message if where == "eager" else "")
+    assert (after.overflow, after.loss_scale) == (True, scale / (1 + dynamic))
     clean = step(optimizer.backward(optimizer.zero_grad(after), dot, good)[1])
     assert not clean.overflow
 
@@ -143,7 +125,7 @@ def test_a_norm_beyond_float32_is_an_overflow():
     # Finite gradients, but their squares are not; 8.2 looks at the norm.
     optimizer, tree = cut_down(dynamic_loss_scale=False), group(dtype=BF16)
     _, state = optimizer.backward(optimizer.init(tree), dot, like(1e20, tree))
-    assert np.isfinite(np.float32(flat(state.model_grads))).all()
+    assert np.isfinite(flat(state.model_grads)).all()
     after = optimizer.step(state)
     assert after.overflow
     assert_same_bits(after.params, tree)
@@ -153,10 +135,6 @@ MISSING = r"differs from the state in .* is missing"
 REFUSED = [
     (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
     (lambda *_: FlatFP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
-    (
-        lambda o, _: o.init([group(), jnp.ones(2)]),
-        *(TypeError, r"must be float16 or bfloat16. Received params\[1\]: float32"),
-    ),
     (lambda o, s: o.load_state_dict(s, {}), ValueError, MISSING),
     (lambda o, _: o.load_state_dict(group(), {}), TypeError, "take the state that"),
     (lambda o, s: o.step(s), ValueError, "backward"),
