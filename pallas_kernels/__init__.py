@@ -20,7 +20,7 @@ from pallas_kernels._step import (
     Rule as Rule,
     Weight as Weight,
     join as join,
-    split as split,
+    split_float32 as split_float32,
     step as step,
     step_norms as step_norms,
 )

@@ -72,13 +72,13 @@ class Weight(NamedTuple):
 
 @jax.custom_jvp
 def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
-    """The float32 whose halves `split` returned, bit for bit.
+    """The float32 whose halves `split_float32` returned, bit for bit.
 
     Only the high half has a derivative.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.float32(0.1)
-    >>> print(bool(join(*split(x)) == x))
+    >>> print(bool(join(*split_float32(x)) == x))
     True
     """
     bits = jax.lax.bitcast_convert_type(high.astype(jnp.float32), jnp.uint32)
@@ -89,7 +89,7 @@ def join(high: Array, low: UInt16[Array, "..."]) -> Float[Array, "..."]:
 join.defjvps(lambda tangent, *_: tangent.astype(jnp.float32), None)
 
 
-def split(
+def split_float32(
     x: Float[Array, "..."],
 ) -> tuple[Float[Array, "..."], UInt16[Array, "..."]]:
     """A float32 as a bfloat16 and its 16 low bits.
@@ -104,7 +104,7 @@ def split(
 
 @jax.custom_jvp
 def split_wide(x: Array) -> tuple[Array, Array]:
-    """Like `split`, in float32 and uint32."""
+    """Like `split_float32`, in float32 and uint32."""
     # On bits: a clip of floats would flush denormals on a CPU.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     size = bits & 0x7FFFFFFF

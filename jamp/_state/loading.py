@@ -27,7 +27,7 @@ from jamp._state.incoming import ARRAY_LIKE
 from jamp._state.new_state import first_weights, init_optimizer, replicate_uncommitted
 from jamp._state.step import Group, groups_of, pack_groups
 from jamp.optimizers._masters import MasterWeightsState
-from pallas_kernels import Weight, split
+from pallas_kernels import Weight, split_float32
 
 _REMEDY = (
     "load a tree like `state.params`. New layers come by `state.add_params`, other "
@@ -97,7 +97,7 @@ def _load_weight(old: Weight, new: jax.Array) -> Weight:
         return Weight(new, _widened(new, *old))
     new = new.astype(FLOAT32)
     if old.kind == "split":
-        return Weight(*split(new))
+        return Weight(*split_float32(new))
     return Weight(cast(new, old.param.dtype), jnp.array(new, copy=True))
 
 

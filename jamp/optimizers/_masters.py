@@ -19,7 +19,7 @@ from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import copy_leaves, select
 from jamp.optimizers._fused import Transformation, check_step, leaf_salts
-from pallas_kernels import Weight, keys_of, split, stochastic
+from pallas_kernels import Weight, keys_of, split_float32, stochastic
 
 _HOLE = optax.MaskedNode()
 
@@ -242,7 +242,7 @@ def with_masters(
         if dtype is None:
             weights.append(Weight(param))
         elif store_remainder:
-            weights.append(Weight(*split(master)))
+            weights.append(Weight(*split_float32(master)))
         else:
             weights.append(Weight(param, master))
     return structure.unflatten(weights)
@@ -320,7 +320,7 @@ def _written(
         master = value if clean is None else select(clean, value, old.master)
         return Weight(cast(master, old.param.dtype), master)
     if old.kind == "split":
-        new = Weight(*split(value))
+        new = Weight(*split_float32(value))
     elif key is not None and old.param.dtype == jnp.bfloat16:
         new = Weight(stochastic(value, key))
     else:

@@ -17,7 +17,7 @@ from jax import lax
 
 import jamp
 from jamp import optimizers as jo
-from pallas_kernels import join, split
+from pallas_kernels import join, split_float32
 from tests.optimizers.fused import assert_close, fresh
 from tests.support.bits import assert_same_bits
 
@@ -94,7 +94,7 @@ def assert_split(params: Any, state: Any) -> dict[str, Any]:
         if path in lows:
             assert lows[path].dtype == jnp.uint16, path
             masters[path] = join(p, lows[path])
-            assert_same_bits(p, split(masters[path])[0])
+            assert_same_bits(p, split_float32(masters[path])[0])
     return masters
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jamp
-from pallas_kernels import join, split
+from pallas_kernels import join, split_float32
 
 BF16 = ml_dtypes.bfloat16
 LARGEST = 0x7F7F7FFF  # of the float32 numbers that do not round to infinity
@@ -29,7 +29,7 @@ LOWS = np.arange(2**16, dtype=np.uint32)
 
 @jax.jit
 def there_and_back(x):
-    high, low = split(x)
+    high, low = split_float32(x)
     return high, low, join(high, low)
 
 
