@@ -12,8 +12,6 @@ from jax import lax, nn
 import jamp
 from benchmarks import ablations, lean
 from benchmarks.mechanisms import MECHANISMS, without
-from jamp._autocast import marks, transform
-from jamp._fp8.write import Products
 
 
 class Example(NamedTuple):
@@ -21,10 +19,8 @@ class Example(NamedTuple):
 
     fn: Callable[..., jax.Array]
     shapes: tuple[tuple[int, ...], ...]
-    promote: Any = "widest"
-    of_model: bool = False  # whether the first argument is a param of a half model
-    half: str = "bfloat16"
-    fp8: bool = False
+    level: str = "O4"
+    options: dict[str, Any] = {}
 
 
 def label_loss(w, x):
@@ -95,6 +91,7 @@ def stream(w, x):
 
 MATRIX, MATRICES = (4, 4), (3, 4, 4)
 SQUARES = MATRIX, MATRIX
+NARROWEST = {"promote": "narrowest"}
 # By the mechanisms without which the example's program is another.
 EXAMPLES = {
     "bias sums, biases, sum barrier": Example(
@@ -108,54 +105,46 @@ EXAMPLES = {
     ),
     "heads, labels, one copy, head barrier, moving calls": Example(label_loss, SQUARES),
     "chains, one cast": Example(lambda w, x: (x @ w * 2.0 + 1.0) @ w, SQUARES),
-    "ratios": Example(lambda w, x: (x @ w) / (w @ x) @ w, SQUARES, half="float16"),
+    "ratios": Example(lambda w, x: (x @ w) / (w @ x) @ w, SQUARES, "O1"),
     "norms": Example(residual, SQUARES),
     "smaller, feeders, cast apart": Example(
-        lambda w, x: standardised(x @ w) @ w, SQUARES, "narrowest"
+        lambda w, x: standardised(x @ w) @ w, SQUARES, "O4", NARROWEST
     ),
     "streams": Example(stream, SQUARES),
     "weights, cotangent copies": Example(rnn, (*SQUARES, MATRICES)),
     "tables, rows": Example(lambda w, x: w[jnp.arange(4)] @ w.T @ x, SQUARES),
-    "rows": Example(
-        lambda w, x: jnp.exp(w[jnp.arange(4)] * x), SQUARES, "narrowest", True
-    ),
+    "rows": Example(lambda w, x: jnp.exp(w[jnp.arange(4)] * x), SQUARES, "O5"),
     "loops": Example(lstm, (*SQUARES, MATRICES)),
     "loop residuals": Example(products, (MATRICES, MATRIX)),
-    "half params": Example(shifted, (MATRIX, *SQUARES), "narrowest", True),
-    "half carries": Example(blocks, (MATRICES, MATRIX), "narrowest"),
-    "float32 carries": Example(summed, (MATRICES, MATRIX), "narrowest"),
+    "half params": Example(shifted, (MATRIX, *SQUARES), "O5"),
+    "half carries": Example(blocks, (MATRICES, MATRIX), "O4", NARROWEST),
+    "float32 carries": Example(summed, (MATRICES, MATRIX), "O4", NARROWEST),
     "quantized once, weights in fp8, quantizing barrier, quantized before loops": (
-        Example(activations, SQUARES, "narrowest", True, fp8=True)
+        Example(activations, SQUARES, "O6", {"fp8": jamp.Fp8(smallest=1)})
     ),
 }
 
 
 def program(example: Example) -> str:
     """The program of its gradients, without addresses."""
-    fp8 = Products(jamp.Fp8(smallest=1)) if example.fp8 else None
-    options = example.promote, example.of_model, fp8
-    scope = transform.scope_of(example.half, None, *options)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes]
-
-    def fn(first, *rest):
-        if example.of_model:
-            first = marks.shown_params(first.astype(example.half), scope.policy)
-        return example.fn(first, *rest)
-
-    written = transform.autocast_in(scope, fn)
-    places = tuple(range(len(shapes)))
+    properties = jamp.Properties.from_opt_level(example.level, **example.options)
+    written = jamp.cast_forward(example.fn, properties)
+    first, *rest = (jax.ShapeDtypeStruct(s, jnp.float32) for s in example.shapes)
+    if properties.cast_model_type is not None:
+        first = jax.ShapeDtypeStruct(first.shape, properties.cast_model_type)
+    places = tuple(range(len(example.shapes)))
     grad = jax.grad(lambda *args: jnp.square(written(*args)).sum(), places)
 
     def step(*args):
-        if not example.fp8:
+        if not properties.fp8:
             return grad(*args)
         return lax.map(lambda _: grad(*args), jnp.arange(2))  # of micro-batches
 
-    traced = jax.jit(step).trace(*shapes)
-    written = str(traced.jaxpr)
-    if example.fp8:  # what quantizing is, its primitive says when it is lowered
-        written += traced.lower(lowering_platforms=("cuda",)).as_text()
-    return re.sub(r"0x[0-9a-f]+", "", written)
+    traced = jax.jit(step).trace(first, *rest)
+    text = str(traced.jaxpr)
+    if properties.fp8:  # its primitive says how it quantizes when JAX lowers it
+        text += traced.lower(lowering_platforms=("cuda",)).as_text()
+    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 @pytest.mark.standard_promotion
