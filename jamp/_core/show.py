@@ -15,6 +15,8 @@ def format_values(tree: PyTree) -> str:
     """Formats the numbers in a tree, and tracers by dtype and shape."""
 
     def leaf(x):
+        if not hasattr(x, "dtype"):  # `state.replace(step=0)`
+            return x
         try:
             return np.asarray(x, x.dtype).tolist()
         except (TypeError, RuntimeError):  # traced; donated or on other hosts

@@ -312,6 +312,8 @@ def _next_field(
     if name not in array_fields(state):
         raise TypeError(f"{name} is static: set it by `state.replace({name}=...)`.")
     old, keys = getattr(state, name), groups.group_keys(state.tx)
+    if old is None and new is None:
+        return None
     if old is None:
         raise ValueError(
             f"The state has no {name}: pass `{name}=` to jamp.initialize too."

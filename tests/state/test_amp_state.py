@@ -272,6 +272,14 @@ def test_gradients_and_fields_of_another_structure_are_an_error(given, words):
         make(batch_stats=OLD).apply_gradients(**{"grads": GRADS} | given)
 
 
+def test_a_state_without_batch_stats_takes_none():
+    state = make().replace(step=0)
+    assert "step: 0, skipped: 0" in repr(state)
+    assert state.apply_gradients(GRADS, batch_stats=None).step == 1
+    with pytest.raises(ValueError, match="no batch_stats: pass `batch_stats=` to jamp"):
+        state.apply_gradients(GRADS, batch_stats=OLD)
+
+
 # Several losses and groups; test_several.py has more of them
 
 
