@@ -40,9 +40,6 @@ autocast/test_fuzz autocast/test_libraries autocast/test_sweep autocast/test_upg
 checkpoint/test_resume core/test_properties
 devices/test_many_devices devices/test_many_hosts devices/test_sync_batchnorm
 docs/test_distributed
-optimizers/test_fused_optimizers::test_55_leaves
-optimizers/test_fused_optimizers::test_one_leaf_in_a_kernel
-optimizers/test_one_pass::test_a_step_is_the_same_optimizers_in_optaxs_way
 pallas_kernels/test_launch policy/test_forward_linen
 project/test_lean state/test_faults state/test_soak
 """.split()

@@ -67,13 +67,3 @@ def first(tx, params, grads=None, **kwargs):
     """The updates and the state of the first step."""
     grads = params if grads is None else grads
     return update(tx, grads, tx.init(params), params, **kwargs)
-
-
-def assert_close(a, b, rtol=1e-6, atol=1e-7):
-    """The same structure, and every leaf within tolerance, with its path."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    pairs = zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True)
-    for (path, x), y in pairs:
-        np.testing.assert_allclose(
-            np.float32(x), np.float32(y), rtol, atol, err_msg=jax.tree_util.keystr(path)
-        )

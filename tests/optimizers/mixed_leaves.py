@@ -59,16 +59,8 @@ KINDS = [
     Kind("copied", F16, F32),
     Kind("split", BF16, F32),
 ]
-# The five that 55 leaves are made of: gradients of each dtype, weights of each sort.
-FIVE = [KINDS[k] for k in (0, 1, 2, 3, 7)]
-
 
 type Leaves = list[tuple[tuple[int, ...], Kind]]
-
-
-def fifty_five() -> Leaves:
-    """Every shape in every one of five kinds."""
-    return [(shape, kind) for kind in FIVE for shape in SHAPES]
 
 
 def four(turn: int) -> Leaves:

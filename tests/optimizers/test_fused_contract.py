@@ -1,7 +1,5 @@
 """One contract for all fused optimizers: what optax and JAX may do with any of them."""
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ from jamp import optimizers as jo
 from tests.optimizers.fused import (
     FIELDS,
     OPTIMIZERS,
-    assert_close,
     each,
     each_bare,
     first,
@@ -23,7 +20,7 @@ from tests.optimizers.fused import (
     tree,
     update,
 )
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 
 def schema(tree):
@@ -56,6 +53,9 @@ def test_states_are_float32_and_keep_their_shape_and_dtype(name):
         assert (u.shape, u.dtype) == (p.shape, jnp.float32)
     with jax.enable_x64(True):  # which changes nothing
         assert schema(jax.eval_shape(tx.init, params)) == schema(state)
+    params = {k: jnp.ones(3) for k in "ab"}
+    leaves = jax.tree.leaves((params, tx.init(params)))
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)  # donated
 
 
 @pytest.mark.standard_promotion  # norms of leaves together
@@ -77,13 +77,6 @@ def test_float64_leaves_are_stepped_in_float64(name):
 
 
 @each
-def test_init_shares_no_array_with_the_params_or_within_the_state(name):
-    params = {k: jnp.ones(3) for k in "ab"}
-    leaves = jax.tree.leaves((params, make(name).init(params)))
-    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
-
-
-@each
 def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     tx, params, grads = make(name), tree(), gradients()
     scaled = jax.tree.map(lambda g: g * 1024.0, grads)
@@ -91,7 +84,7 @@ def test_found_inf_keeps_every_bit_of_the_state_and_updates_nothing(name):
     how = {"grad_scale": jnp.float32(1024), "found_inf": jnp.float32(0)}
     # What optax passes to others is ignored.
     clean = first(tx, params, scaled, **how, value=jnp.float32(1))
-    assert_close(clean, first(tx, params, grads))
+    assert_rounded_alike(clean, first(tx, params, grads))
     bad = jax.tree.map(lambda x: x + jnp.nan, params)
     # They may be Python's numbers, too.
     updates, after = tx.update(bad, clean[1], params, grad_scale=8, found_inf=True)
@@ -138,7 +131,7 @@ def test_under_vmap_with_a_learning_rate_each(name):
     got = step(jnp.asarray(rates), stack(grads), stack(params), flags)
     for i in (0, 2):
         one = first(make(name, learning_rate=rates[i]), params[i], grads[i])
-        assert_close(jax.tree.map(lambda x, i=i: x[i], got), one)
+        assert_rounded_alike(jax.tree.map(lambda x, i=i: x[i], got), one)
     updates, state = jax.tree.map(lambda x: x[1], got)
     assert_same_bits(state, make(name, learning_rate=0.1).init(params[1]))
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
@@ -147,8 +140,18 @@ def test_under_vmap_with_a_learning_rate_each(name):
 # What optax wraps around them
 
 
-@each
-def test_injected_hyperparameters_and_a_schedule(name):
+OPTIONS = [
+    *((name, {}) for name in OPTIMIZERS),
+    ("adam", {"legacy": True, "eps_inside_sqrt": True, "max_grad_norm": 1}),
+    ("sgd", {"momentum": 0.9, "nesterov": True}),
+    # The trust ratio is asked for by a decay that is not 0, whoever says so.
+    ("lamb", {"weight_decay": 0.0, "max_grad_norm": None}),
+    ("lamb", {"weight_decay": 0.0, "use_nvlamb": True}),
+]
+
+
+@pytest.mark.parametrize("name, options", OPTIONS)
+def test_injected_hyperparameters_and_a_schedule(name, options):
     """All numbers are arrays of a state, the defaults too; booleans are Python's."""
 
     def schedule(count):
@@ -157,53 +160,18 @@ def test_injected_hyperparameters_and_a_schedule(name):
 
     factory, kwargs = OPTIMIZERS[name]
     static = "norm_type" if name == "novograd" else ()
-    traced = optax.inject_hyperparams(factory, static)(**kwargs)
-    scheduled, params = make(name, learning_rate=schedule), tree()
+    traced = optax.inject_hyperparams(factory, static)(**(kwargs | options))
+    scheduled, params = fresh(name, learning_rate=schedule, **options), tree()
     state, expected = jax.jit(traced.init)(params), scheduled.init(params)
     assert {"learning_rate"} < set(state.hyperparams)
-    for count in range(3):
+    for count in range(2):
         state.hyperparams["learning_rate"] = jnp.float32(0.1 * (count + 1))
         got, state = update(traced, gradients(count), state, params)
         wanted, expected = update(scheduled, gradients(count), expected, params)
-        assert_close(got, wanted, rtol=1e-5)
-    constant, _ = first(make(name, learning_rate=0.1), params, gradients())
-    assert_close(first(scheduled, params, gradients())[0], constant, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "factory, options",
-    [
-        (jo.fused_adam, {"legacy": True, "eps_inside_sqrt": True, "max_grad_norm": 1}),
-        (jo.fused_adam, {"adam_w_mode": False, "bias_correction": False}),
-        (jo.fused_sgd, {"momentum": 0.9, "nesterov": True}),
-        (jo.fused_sgd, {"wd_after_momentum": True}),
-        (jo.fused_lamb, {"use_nvlamb": True, "grad_averaging": False}),
-        (jo.fused_lamb, {"max_grad_norm": None}),
-        # The trust ratio is asked for by a decay that is not 0, whoever says so.
-        (jo.fused_lamb, {"weight_decay": 0.0}),
-        (jo.fused_lamb, {"weight_decay": 0.0, "use_nvlamb": True}),
-        (jo.fused_adagrad, {"adagrad_w_mode": True}),
-    ],
-    ids=lambda x: x.__name__ if callable(x) else "-".join(x),
-)
-def test_inject_hyperparams_with_every_option(factory, options):
-    params = {"w": jnp.asarray([1.0, -2.0])}
-    traced = optax.inject_hyperparams(factory)(learning_rate=0.1, **options)
-    expected, _ = first(factory(0.1, **options), params)
-    assert_close(first(traced, params)[0], expected, rtol=1e-5)
+        assert_rounded_alike(got, wanted, rtol=1e-5)
 
 
 def test_a_norm_type_that_optax_traces_is_an_error_with_the_way_out():
     tx = optax.inject_hyperparams(jo.fused_novograd)(learning_rate=0.1)
     with pytest.raises((TypeError, ValueError), match="(?s)norm_type.*static_args"):
         first(tx, {"w": jnp.ones(2)})
-
-
-# Pickled; test_checkpoint.py saves their states
-
-
-@each
-def test_a_transformation_comes_back_from_pickle(name):
-    tx = make(name)
-    again = pickle.loads(pickle.dumps(tx))
-    assert again == tx and hash(again) == hash(tx)

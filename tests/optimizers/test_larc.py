@@ -3,12 +3,11 @@
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 from jamp import optimizers as jo
-from tests.optimizers.fused import assert_close, first, update
+from tests.optimizers.fused import first, update
 from tests.optimizers.fused_steps import (
     SKIPPED,
     TOLERANCE,
@@ -18,7 +17,7 @@ from tests.optimizers.fused_steps import (
 )
 from tests.optimizers.mixed_leaves import KINDS
 from tests.oracles import fused as oracles
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 # optax's inner transformations promote as they like.
 pytestmark = pytest.mark.standard_promotion
@@ -27,7 +26,8 @@ RATE = 0.05
 
 
 def schedule(count):
-    return RATE / (1 + count)
+    """A warm-up from zero, where nothing moves."""
+    return RATE * count / (1 + count)
 
 
 # Ours with weight decay `wd`, and the oracle of the inner one, without.
@@ -40,22 +40,21 @@ def optax_adam(rate, wd=0.0, **options):
     return jo.larc(optax.adam(rate, 0.8), rate, weight_decay=wd, **options)
 
 
-SGD = functools.partial(oracles.fused_sgd, momentum=0.9, nesterov=True)
-ADAM = functools.partial(oracles.fused_adam, b1=0.8)
-INNERS = {fused_sgd: SGD, optax_adam: ADAM}
+INNERS = {
+    fused_sgd: functools.partial(oracles.fused_sgd, momentum=0.9, nesterov=True),
+    optax_adam: functools.partial(oracles.fused_adam, b1=0.8),
+}
 UNCLIPPED = {"clip": False, "trust_coefficient": 0.3, "eps": 1e-3}
-each_inner = pytest.mark.parametrize("make", INNERS)
 
 
-@each_inner
+@pytest.mark.parametrize("make", INNERS)
 @pytest.mark.parametrize(
     "rate, wd, options",
     [(RATE, 0.1, {}), (schedule, 0.0, {}), (RATE, 0.1, UNCLIPPED)],
     ids=["clipped", "schedule", "unclipped"],
 )
 def test_twenty_steps_match_float64(make, rate, wd, options):
-    """With a scale, and steps that are skipped, or without."""
-    # One leaf has no gradients, and one is of zeros.
+    # One leaf has no gradients, and one starts at zero: neither is adapted.
     shapes = [(3, 4), (3,), (2,), (5,), (), (0,)]
     leaves = [(s, KINDS[3 if s == (5,) else 0]) for s in shapes]  # one in float16
     given = problem(leaves, **({"grad_scale": 256.0, "skips": SKIPPED} if wd else {}))
@@ -64,25 +63,6 @@ def test_twenty_steps_match_float64(make, rate, wd, options):
     # optax corrects Adam's bias in float32: 1 - 0.999 is off by 1e-5 of itself there.
     tolerance = 2e-5 if make is optax_adam else TOLERANCE
     check(make(rate, wd, **options), expected, given, run, tolerance)
-
-
-@each_inner
-def test_a_zero_norm_leaves_the_gradient_alone_and_decays_nothing(make):
-    params = {"zero": jnp.zeros(3), "still": jnp.ones(3)}
-    grads = {"zero": jnp.ones(3), "still": jnp.zeros(3)}
-    updates, _ = first(make(RATE, 0.5), params, grads)
-    adam = optax.adam(RATE, 0.8)
-    inner = adam if INNERS[make] is ADAM else optax.sgd(RATE, 0.9, nesterov=True)
-    assert_close(updates, first(inner, params, grads)[0], rtol=1e-5)
-    assert_close(first(make(RATE), params, grads)[0], updates)
-
-
-@each_inner
-def test_a_warm_up_may_start_at_a_rate_of_zero(make):
-    tx, params = make(lambda count: 0.1 * count, 0.1), jnp.asarray([3.0, 4.0])
-    updates, state = first(tx, params)
-    np.testing.assert_array_equal(updates, 0)
-    assert (update(tx, params, state, params)[0] < 0).all()
 
 
 def test_what_is_given_to_larc_goes_before_what_the_inner_one_has():
@@ -98,7 +78,8 @@ def test_what_is_given_to_larc_goes_before_what_the_inner_one_has():
         got = jo.larc(inner, **given)
         assert_same_bits(first(got, params)[0], first(wanted, params)[0])
     theirs = jo.larc(optax.sgd(RATE, 0.9), 1e-3)
-    assert_close(first(jo.larc(inner, 1e-3), params)[0], first(theirs, params)[0])
+    got, wanted = (first(tx, params)[0] for tx in (jo.larc(inner, 1e-3), theirs))
+    assert_rounded_alike(got, wanted)
 
 
 def test_extra_args_reach_the_inner_transformation():

@@ -6,7 +6,8 @@ the masters, however they are kept, are what the transformation makes of float32
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,8 @@ from jax import lax
 
 import jamp
 from jamp import optimizers as jo
-from pallas_kernels import join, split_float32
-from tests.optimizers.fused import assert_close, fresh
-from tests.support.bits import assert_same_bits
+from pallas_kernels import join
+from tests.support.bits import assert_rounded_alike, assert_same_bits
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 RATES = [1e-4, 1e-2, 1.0]
@@ -27,35 +27,35 @@ STEPS = 12
 SPOILT = 5
 
 
-def tree(a: Any = F16, b: Any = BF16) -> Any:
-    """Both halves at once, which saves compiling twice, and leaves that stay fp32."""
+def tree(half: Any = F16) -> Any:
+    """Leaves of half, and leaves that stay float32."""
     rng = np.random.default_rng(0)
 
-    def leaf(shape, dtype):
+    def leaf(shape, dtype=half):
         return jnp.asarray(rng.normal(size=shape), F32).astype(dtype)
 
     return {
-        "dense": {"kernel": leaf((5, 3), a), "bias": leaf((3,), b)},
-        "list": [leaf((), a), leaf((7,), b)],
+        "dense": {"kernel": leaf((5, 3)), "bias": leaf((3,))},
+        "list": [leaf(()), leaf((7,))],
         "norm": {"scale": leaf((3,), F32), "bias": leaf((), F32)},
     }
 
 
-def gradients(params: Any, dtype: Any = None, spoil: float | None = None) -> Any:
-    """STEPS gradients along axis 0, in the dtypes of `params` or in `dtype`."""
+def gradients(params: Any, spoil: float | None = None) -> Any:
+    """STEPS gradients along axis 0, in the dtypes of `params`."""
     rng = np.random.default_rng(1)
 
     def leaf(p):
         g = rng.normal(size=(STEPS, *p.shape))
         if spoil is not None and p.size > 7:
             g[SPOILT, 0, 0] = spoil
-        return jnp.asarray(g, F32).astype(p.dtype if dtype is None else dtype)
+        return jnp.asarray(g, F32).astype(p.dtype)
 
     return jax.tree.map(leaf, params)
 
 
-def is_hole(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
+def widened(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(F32), tree)
 
 
 def by_path(tree: Any) -> dict[str, Any]:
@@ -63,99 +63,20 @@ def by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def stored(state: Any) -> dict[str, Any]:
-    """By path, what is kept beside a param; fp32 params have nothing."""
+def masters_of(params: Any, state: Any) -> dict[str, Any]:
+    """All masters by path. A half param, and no other, has one, of which it is half."""
     # A wrapper around a part of the params has one hole for all of the rest.
     trees = [by_path(x) for _, x in optax.tree.get_all_with_path(state, "masters")]
-    found = functools.reduce(operator.or_, trees)
-    assert found and len(found) == sum(map(len, trees))
-    return found
-
-
-def assert_invariant(params: Any, state: Any) -> dict[str, Any]:
-    """Each half leaf is its master, rounded and finite. Returns all masters by path."""
-    masters = stored(state)
-    for path, p in by_path(params).items():
-        assert (path in masters) == (p.dtype != F32), path
-        master = masters.setdefault(path, p)
-        assert master.dtype == F32, path
-        largest = float(jnp.finfo(p.dtype).max)
-        rounded = np.clip(np.asarray(master), -largest, largest).astype(p.dtype)
-        rounded = p if p.dtype == F32 else rounded
-        assert np.asarray(p).tobytes() == np.asarray(rounded).tobytes(), path
+    kept, masters = functools.reduce(operator.or_, trees), by_path(params)
+    assert kept.keys() == {path for path, p in masters.items() if p.dtype != F32}
+    for path, master in kept.items():
+        p = masters[path]
+        if master.dtype == jnp.uint16:  # the bits that bfloat16 lacks
+            master = join(p, master)
+        else:
+            assert_same_bits(p, master.astype(p.dtype))
+        masters[path] = master
     return masters
-
-
-def assert_split(params: Any, state: Any) -> dict[str, Any]:
-    """Beside bfloat16 params are 16 bits of their masters, which this returns."""
-    lows, masters = stored(state), by_path(params)
-    for path, p in by_path(params).items():
-        assert (path in lows) == (p.dtype == BF16), path
-        if path in lows:
-            assert lows[path].dtype == jnp.uint16, path
-            masters[path] = join(p, lows[path])
-            assert_same_bits(p, split_float32(masters[path])[0])
-    return masters
-
-
-def alone(keep, tx):
-    """No wrapper around the one that keeps masters."""
-    return keep(tx)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(inside, outside, rate, trees, grads):
-    """All steps in one scan: per tree, params and state before and after each."""
-    keep = jamp.master_weights
-    txs = [outside(keep, inside(rate))]
-    txs += [outside(functools.partial(keep, store_remainder=True), inside(rate))]
-    txs += [inside(rate)] if outside is alone else []
-    ways = list(zip(txs, trees, grads, strict=False))
-
-    def step(carry, grads):
-        new = []
-        for tx, (params, state), g in zip(txs, carry, grads, strict=True):
-            updates, state = tx.update(g, state, params)
-            new.append((optax.apply_updates(params, updates), state))
-        return new, new
-
-    start = [(p, tx.init(p)) for tx, p, _ in ways]
-    _, after = lax.scan(step, start, [g for *_, g in ways])
-    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), start, after)
-
-
-def assert_it_holds(inside, outside=alone, dtype=None, spoil=None, halves=(F16, BF16)):
-    """For `inside`, from a learning rate to what steps the masters.
-
-    `outside` makes of what keeps masters, and a transformation, another one; `dtype` is
-    that of gradients, None for each param's; `spoil` is put into one gradient. Beside
-    bfloat16 `halves` remainders are kept, in the same tree with float32 for float16,
-    which may round in another way.
-    """
-    params = tree(*halves)
-    trees = [params, as_float32(params, F16), as_float32(params, F16, BF16)]
-    grads = gradients(params, dtype, spoil)
-    grads = [grads, as_float32(grads, F16), as_float32(grads, F16, BF16)]
-    for rate in RATES:
-        first, halved, *plain = run(inside, outside, F32(rate), trees, grads)
-        masters = assert_invariant(*first)
-        others = [by_path(params) for params, _ in plain] + [assert_split(*halved)]
-        for other in others:
-            assert_close(other, masters, 1e-5, 1e-5 * rate)
-        for x in map(np.float32, jax.tree.leaves(first[0])):
-            assert np.isfinite(x).all()
-            # At 1e-4 most steps round to nothing; at 1 none does.
-            assert rate < 1.0 or (x != x[0]).any(0).all()
-
-
-def as_float32(tree: Any, *dtypes: Any) -> Any:
-    """The leaves of these dtypes widened."""
-    return jax.tree.map(lambda x: x.astype(F32) if x.dtype in dtypes else x, tree)
-
-
-HALVES = [F16, BF16]
-# optax.apply_updates adds fp32 to half.
-standard = pytest.mark.standard_promotion
 
 
 def only(*keys):
@@ -163,61 +84,113 @@ def only(*keys):
     return lambda params: {k: k in keys for k in params}
 
 
-INSIDE = {
-    "chain": lambda rate: optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adamw(rate, weight_decay=0.1)
+class Case(NamedTuple):
+    """A transformation that steps the masters, and what is put around it.
+
+    Attributes:
+        inside: makes the former from a learning rate.
+        outside: takes what keeps masters, and the former.
+        half: the dtype of most params. Of bfloat16, remainders are kept.
+        wide: whether gradients are float32, for what looks at them, or adds them up,
+            before the masters are kept.
+        spoil: what one gradient has in the place of a number.
+    """
+
+    inside: Callable[[Any], Any] = optax.adam
+    outside: Callable[[Any, Any], Any] = lambda keep, tx: keep(tx)
+    half: Any = F16
+    wide: bool = False
+    spoil: float | None = None
+
+
+CASES = {
+    "adam": Case(jo.fused_adam),
+    "lamb, remainders": Case(jo.fused_lamb, half=BF16),
+    "around a chain": Case(
+        lambda rate: optax.chain(
+            optax.clip_by_global_norm(0.5), optax.adamw(rate, weight_decay=0.1)
+        ),
+        half=BF16,
     ),
     # Where the mask leaves it out, the gradient itself steps the masters.
-    "masked": lambda rate: optax.masked(optax.adam(rate), only("dense", "norm")),
-    "inject_hyperparams": lambda rate: optax.inject_hyperparams(optax.adam)(rate),
-}
-# Each takes what keeps masters, and what is to be wrapped.
-OUTSIDE = {
-    "masked": lambda keep, tx: optax.chain(
-        optax.masked(keep(tx), only("dense", "list")), optax.masked(tx, only("norm"))
+    "around a mask": Case(lambda r: optax.masked(optax.adam(r), only("dense", "norm"))),
+    "around injected": Case(lambda rate: optax.inject_hyperparams(optax.adam)(rate)),
+    "in a mask": Case(
+        outside=lambda keep, tx: optax.chain(
+            optax.masked(keep(tx), only("dense", "list")),
+            optax.masked(tx, only("norm")),
+        ),
+        half=BF16,
     ),
-    "multi_steps_skip": lambda keep, tx: optax.MultiSteps(
-        keep(tx), 3, should_skip_update_fn=optax.transforms.skip_not_finite
-    ).gradient_transformation(),
-}
-# These look at the gradients before the wrapper widens them, so they get fp32 ones.
-OUTSIDE_FP32 = {
-    "clip_by_global_norm": lambda keep, tx: optax.chain(
-        optax.clip_by_global_norm(0.5), keep(tx)
+    "in multi_steps": Case(
+        outside=lambda keep, tx: optax.MultiSteps(
+            keep(tx), 3, should_skip_update_fn=optax.transforms.skip_not_finite
+        ).gradient_transformation(),
+        wide=True,
+        spoil=np.inf,
     ),
-    "apply_if_finite": lambda keep, tx: optax.apply_if_finite(keep(tx), 5),
-    "inject_hyperparams": lambda keep, tx: optax.inject_hyperparams(
-        lambda by: keep(optax.chain(tx, optax.scale(by)))
-    )(by=1.0),
+    "in a chain": Case(
+        outside=lambda keep, tx: optax.chain(optax.clip_by_global_norm(0.5), keep(tx)),
+        wide=True,
+    ),
+    "in apply_if_finite": Case(
+        outside=lambda keep, tx: optax.apply_if_finite(keep(tx), 5),
+        half=BF16,
+        wide=True,
+        spoil=np.nan,
+    ),
+    "in injected": Case(
+        outside=lambda keep, tx: optax.inject_hyperparams(
+            lambda by: keep(optax.chain(tx, optax.scale(by)))
+        )(by=1.0),
+        wide=True,
+    ),
 }
 
 
-@standard
-@pytest.mark.parametrize("name", INSIDE)
-def test_the_invariant_holds_around_every_transformation(name):
-    assert_it_holds(INSIDE[name], halves=(BF16, BF16))
+@functools.partial(jax.jit, static_argnums=0)
+def run(case, rate, params, grads):
+    """Params and state before and after each step; and params, if all are float32."""
+
+    def trained(keep, params, grads):
+        tx = case.outside(keep, case.inside(rate))
+
+        def step(carry, grads):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            after = optax.apply_updates(params, updates), state
+            return after, after
+
+        start = params, tx.init(params)
+        after = lax.scan(step, start, grads)[1]
+        return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), start, after)
+
+    keep = functools.partial(jamp.master_weights, store_remainder=case.half == BF16)
+    plain = trained(lambda tx: tx, widened(params), widened(grads))
+    return *trained(keep, params, grads), plain[0]
+
+
+# optax.apply_updates adds fp32 to half.
+standard = pytest.mark.standard_promotion
 
 
 @standard
-@pytest.mark.parametrize("name", [*OUTSIDE, *OUTSIDE_FP32])
-def test_the_invariant_holds_inside_every_wrapper(name):
-    spoil = {"multi_steps_skip": np.inf, "apply_if_finite": np.nan}.get(name)
-    # Half gradients are added up in half; one dtype for hyperparameters is looked for,
-    # to which all params promote; and each part needs params for remainders.
-    alike = name.startswith(("multi", "inject"))
-    halves = (BF16, BF16) if alike else (F16, BF16)
-    dtype = F32 if name in OUTSIDE_FP32 else None
-    assert_it_holds(optax.adam, (OUTSIDE | OUTSIDE_FP32)[name], dtype, spoil, halves)
-
-
-@standard
-@pytest.mark.parametrize("name", ["adam", "lamb", "larc_sgd"])
+@pytest.mark.parametrize("name", CASES)
 def test_params_are_their_rounded_masters_after_every_step(name):
-    halves = (F16 if name == "adam" else BF16, BF16)
-    assert_it_holds(lambda rate: fresh(name, learning_rate=rate), halves=halves)
+    case = CASES[name]
+    params = tree(case.half)
+    grads = gradients(params, case.spoil)
+    for rate in RATES:
+        given = widened(grads) if case.wide else grads
+        found, state, plain = run(case, F32(rate), params, given)
+        masters = masters_of(found, state)
+        assert_rounded_alike(masters, by_path(plain), 1e-5, 1e-5 * rate)
+        # At 1e-4 most steps of half params round to nothing; at 1 none does.
+        for x in map(np.float32, jax.tree.leaves(found) if rate == 1.0 else ()):
+            assert (x != x[0]).any(0).all()
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", [F16, BF16])
 def test_updates_are_the_difference_of_two_halves_in_fp32(dtype):
     params = {"w": jnp.asarray([1.0, 2.0], dtype)}
     tx = jamp.master_weights(optax.sgd(1.0))
@@ -258,20 +231,23 @@ def test_what_is_beyond_half_is_clamped_and_comes_back(dtype, store):
 
 @pytest.mark.parametrize("store", [False, True])
 def test_init_widens_half_leaves_and_leaves_holes_for_the_others(store):
-    params = tree(BF16, BF16) | {"none": None}
+    params = tree(BF16) | {"none": None}
     tx = jamp.master_weights(optax.adam(0.1), store_remainder=store)
     state = tx.init(params)
     kept = [x.astype(F32) for x in jax.tree.leaves(params["dense"])]
     if store:  # two bytes, which half params lack nothing of
         kept = [jnp.zeros(x.shape, jnp.uint16) for x in kept]
     assert_same_bits(jax.tree.leaves(state.masters["dense"]), kept)
-    assert is_hole(state.masters["norm"]["scale"])
-    assert is_hole(state.masters["norm"]["bias"])
+    holes = state.masters["norm"].values()
+    assert all(isinstance(x, optax.MaskedNode) for x in holes)
     assert state.masters["none"] is None
     moments = optax.tree.get(state, "mu")
     assert {str(x.dtype) for x in jax.tree.leaves(moments)} == {"float32"}
     assert jax.tree.structure(moments) == jax.tree.structure(params)
     assert_same_bits(jax.jit(tx.init)(params), state)
+    for given in [params] if store else [params, widened(params)]:  # none is shared
+        leaves = jax.tree.leaves((given["dense"], given["list"], tx.init(given)))
+        assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
 
 
 def test_init_from_fp32_params_copies_what_casting_them_loses():
@@ -287,23 +263,13 @@ def test_init_from_fp32_params_copies_what_casting_them_loses():
     assert (updates["w"], updates["norm"]) == (2.0**-12 - 1, -1.0)
 
 
-@pytest.mark.parametrize("make", [optax.sgd, optax.contrib.schedule_free_sgd])
-def test_init_shares_no_array_with_the_params_or_within_the_state(make):
-    params = tree()
-    for given in (params, jax.tree.map(lambda x: x.astype(F32), params)):
-        state = jamp.master_weights(make(0.1)).init(given)
-        leaves = jax.tree.leaves((given["dense"], given["list"], state))
-        assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
-
-
 def test_schedule_free_params_for_evaluation():
     tx = optax.contrib.schedule_free_sgd(0.1)
     state = jamp.initialize({"w": jnp.ones(3)}, tx, "O2", verbosity=0)
     state = state.apply_gradients(grads={"w": jnp.full(3, 0.5)})
     evaluate = optax.contrib.schedule_free_eval_params
-    with pytest.raises(
-        AttributeError, match=r"opt_state.inner_state, jamp.master_para"
-    ):
+    words = r"opt_state.inner_state, jamp.master_para"
+    with pytest.raises(AttributeError, match=words):
         evaluate(state.opt_state, state.params)
     found = evaluate(state.opt_state.inner_state, jamp.master_params(state))
     np.testing.assert_allclose(found["w"], 0.95, 1e-6)  # after one step x is z
@@ -318,7 +284,7 @@ CAST = PARAMS | {"norm": jax.tree.map(lambda x: x.astype(F16), PARAMS["norm"])}
 ERRORS = {
     "missing": (PARAMS | {"dense": {"kernel": 0}}, PARAMS, r"dense\W+bias"),
     "another shape": (  # would broadcast
-        PARAMS | {"dense": DENSE | {"bias": jnp.ones(1, BF16)}},
+        PARAMS | {"dense": DENSE | {"bias": jnp.ones(1, F16)}},
         PARAMS,
         r"dense\W+bias",
     ),

@@ -12,9 +12,9 @@ import pytest
 import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join
-from tests.optimizers.fused import assert_close, larc_sgd
+from tests.optimizers.fused import larc_sgd
 from tests.optimizers.mixed_leaves import FAST
-from tests.support.bits import assert_same_bits, bits
+from tests.support.bits import assert_rounded_alike, assert_same_bits, bits
 from tests.support.states import HALF, State, assert_skipped, dot
 
 F32 = jnp.float32
@@ -34,14 +34,11 @@ LAMB = functools.partial(jo.fused_lamb, 0.05, weight_decay=0.1)
 SPLIT = {"store_remainder": True}
 # An optimizer, what runs it, a level and options.
 RUNS = {
-    "adam": (ADAM, "xla", "O2", {}),
     "larc": (lambda backend: larc_sgd(0.05, weight_decay=0.1), "xla", "O2", {}),
     "sgd, float32": (SGD, "xla", "O1", {}),
     "lamb, bare": (LAMB, "xla", "O3", {}),
     "adam, split": (ADAM, "xla", "O5", SPLIT),
-    # The emulator takes its time, and the formulas have tests of their own.
     "adam, kernels": (ADAM, "interpret", "O2", {}),
-    "lamb, split, kernels": (LAMB, "interpret", "O5", SPLIT),
 }
 
 
@@ -95,48 +92,36 @@ def inner(state):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def optax_step(tx, grads, state, params, grad_scale, found_inf):
-    updates, state = tx.update(
-        grads, state, params, grad_scale=grad_scale, found_inf=found_inf
-    )
+def optax_step(tx, grads, state, params, grad_scale):
+    updates, state = tx.update(grads, state, params, grad_scale=grad_scale)
     return optax.apply_updates(params, updates), state
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_is_the_same_optimizers_in_optaxs_way(name):
     """On float32 params by XLA, which has been compared with oracles in float64."""
-    make, _, level, _ = RUNS[name]
-    for k, (before, after) in enumerate(itertools.pairwise(run(name))):
-        scale, x = before.loss_scale, gradients(k)
-        # As they leave the backward pass, rounded where a param is half.
-        grads = {
-            k: (x[k] * np.float32(scale)).astype(p.dtype)
-            for k, p in before.params.items()
-        }
-        args = jamp.master_params(before), scale, jnp.asarray(k in BAD)
-        weights, state = optax_step(make(backend="xla"), grads, inner(before), *args)
-        # Two programs of the same formula: XLA contracts their products differently,
-        # which may round to another half.
-        tolerance = (2e-3, 1e-5) if level == "O3" else (2e-6, 1e-7)
-        assert_close(jamp.master_params(after), weights, *tolerance)
-        assert_close(inner(after), state, 1e-5, 1e-9)
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_bad_step_is_skipped_and_params_are_their_rounded_masters(name):
-    _, _, level, options = RUNS[name]
+    make, _, level, options = RUNS[name]
     states = run(name)
     for k, (before, after) in enumerate(itertools.pairwise(states)):
         if k in BAD:
             assert_skipped(after, before)
             assert after.loss_scale == before.loss_scale / 2
             continue
-        # Or a skip that leaves all alone would show nothing.
         assert (after.step, after.seen) == (before.step + 1, before.seen + 1)
-        for tree in (jamp.master_params, inner):
-            moved = jax.tree.map(lambda x, y: (x != y).any(), tree(after), tree(before))
-            assert all(jax.tree.leaves(moved))
+        scale, x = before.loss_scale, gradients(k)
+        # As they leave the backward pass, rounded where a param is half.
+        grads = {
+            k: (x[k] * np.float32(scale)).astype(p.dtype)
+            for k, p in before.params.items()
+        }
+        args = grads, inner(before), jamp.master_params(before), scale
+        weights, state = optax_step(make(backend="xla"), *args)
         masters = jamp.master_params(after)
+        # Two programs of the same formula: XLA contracts their products differently,
+        # which may round to another half.
+        tolerance = (2e-3, 1e-5) if level == "O3" else (2e-6, 1e-7)
+        assert_rounded_alike(masters, weights, *tolerance)
+        assert_rounded_alike(inner(after), state, 1e-5, 1e-9)
         for key, p in after.params.items():
             assert p.dtype == (F32 if key == "n" else HALF.get(level, F32))
             if options and key != "n":

@@ -22,7 +22,7 @@ def assert_same_bits(a, b) -> None:
         assert bits(x) == bits(y), f"{where}: {x} != {y}"
 
 
-def assert_rounded_alike(a, b, rtol=1e-6) -> None:
+def assert_rounded_alike(a, b, rtol=1e-6, atol=None) -> None:
     """Compares structures and dtypes exactly, and values within one rounding.
 
     For two programs that XLA compiles separately: it may sum in another order.
@@ -33,7 +33,9 @@ def assert_rounded_alike(a, b, rtol=1e-6) -> None:
         where = jax.tree_util.keystr(path)
         assert x.dtype == y.dtype, where
         x, y = (np.asarray(z, np.float64) for z in (x, y))
-        np.testing.assert_allclose(x, y, rtol, rtol, err_msg=where)
+        np.testing.assert_allclose(
+            x, y, rtol, rtol if atol is None else atol, err_msg=where
+        )
 
 
 def copy(tree):
