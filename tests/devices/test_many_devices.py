@@ -16,9 +16,7 @@ from tests.devices.eight_devices import (
     AXES,
     F32,
     LAYOUTS,
-    LEAVES,
     ROWS,
-    SPECS,
     collectives,
     loss_fn,
     mesh_of,
@@ -57,7 +55,6 @@ NAMES = {
     "replicated": ("O3", "O5"),
     "fsdp": ("O2", "fused adam", "sgd", "adagrad"),
     "tensor": ("O1", "O5", "lamb"),
-    "Explicit axes": ["O1"],
     "shard_map": BY_HAND,
 }
 # XLA adds up in another order; half is rounded at other places by its partitioner. At
@@ -109,8 +106,6 @@ def train(step, states, batches):
     for k, name in enumerate(states):
         found = [tuple(map(int, counts[k])) for counts in trail]
         assert found == [(256, 0), (128, 1), (128, 1), (256, 1)], name
-    # On Explicit axes, with optax alone, it is two: its moments are made as P(), and
-    # come back as P(None).
     assert step._cache_size() == programs + 1
     return states
 
@@ -130,13 +125,12 @@ def moved(state):
     return jax.tree.leaves(params) + list(map(np.float64, [*moments, state.step]))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "Explicit axes", "shard_map"])
+@pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.eight_devices
 def test_a_mesh_trains_as_one_device_does(layout):
-    mesh = mesh_of("Explicit" if layout == "Explicit axes" else "Auto")
-    specs = LAYOUTS.get(layout, {})
-    names = NAMES[layout]
-    states = {name: begin(name, placed(mlp_params(), mesh, specs)) for name in names}
+    mesh, specs = mesh_of(), LAYOUTS.get(layout, {})
+    params = placed(mlp_params(), mesh, specs)
+    states = {name: begin(name, params) for name in NAMES[layout]}
     stepping = step_all_by_hand if layout == "shard_map" else step_all
     rows = NamedSharding(mesh, ROWS.get(layout, P(AXES)))
     states = train(stepping, states, batches(rows))
@@ -166,44 +160,6 @@ def test_each_device_keeps_statistics_of_its_own():
     assert skipped == 0
 
 
-# Fused optimizers where their params lie in many ways
-
-
-def draw(seed, names):
-    rng = np.random.default_rng(seed)
-    drawn = {k: np.float32(rng.normal(size=s)) for k, (s, _) in LEAVES.items()}
-    return {k: drawn[k] for k in names}
-
-
-@jax.jit
-def plain_step(state, grads):
-    return state.apply_gradients(grads=grads)
-
-
-def assert_close(a, b, atol=1e-6):
-    trees = [(jamp.master_params(state), state.opt_state) for state in (a, b)]
-    for x, y in zip(*map(jax.tree.leaves, trees), strict=True):
-        if jnp.issubdtype(x.dtype, jnp.floating):  # not remainders
-            np.testing.assert_allclose(np.float64(x), np.float64(y), rtol=0, atol=atol)
-
-
-OF_LEAVES = [("fused adam", tuple(LEAVES), SPECS), ("lamb", ("both", "norm"), SPECS)]
-OF_LEAVES += [("adagrad", ("both", "tensor"), {})]
-
-
-@pytest.mark.parametrize("name, names, lies", OF_LEAVES)
-@pytest.mark.eight_devices
-def test_explicit_axes_give_what_one_device_gives(name, names, lies):
-    """Wherever the gradients lie."""
-    params, grads = draw(0, names), jax.tree.map(lambda x: x / 16, draw(1, names))
-    mesh = mesh_of("Explicit")
-    state = begin(name, placed(params, mesh, SPECS))
-    state = plain_step(state, placed(grads, mesh, lies))
-    # Sums of squares are added up in another order, of gradients near 1/16.
-    assert_close(state, plain_step(begin(name, params), grads))
-    assert misplaced(state, shardings(state, mesh, SPECS)) == []
-
-
 # Data parallel by hand. Each device has a row, which is its gradient.
 
 SIXTEENTHS = np.float32([[k / 16, (k - 3) * 0.5] for k in range(8)])
@@ -214,7 +170,6 @@ GRADIENTS = {
     "clean": ("O2", SIXTEENTHS),
     "large in half": ("O2", np.full((8, 2), 6e4, np.float32)),
     "one overflows": ("O2", ONE_INF),
-    "large at O0": ("O0", LARGE),
     "large at O5": ("O5", LARGE),
 }
 WAYS = [(vma, predivide) for vma in (True, False) for predivide in (None, 8.0, 3.0)]

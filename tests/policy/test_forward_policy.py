@@ -60,13 +60,6 @@ def test_no_trace_leaks_in_or_out(state, transform):
     assert (width_of(state, other), width_inside(state, fn)) == (4, 2)
 
 
-def test_no_trace_leaks_through_nn_jit():
-    model = nn.jit(Witness)()
-    state = state_of(model, X)
-    widths = [width_of(state, apply) for apply in (model.apply, state.apply_fn) * 2]
-    assert widths == [4, 2, 4, 2]
-
-
 def test_a_float32_teacher_stays_float32(state):
     # Distillation: its inputs are not rounded, nor is what it computes.
     teacher = CNN((4,), 1, dtype=jnp.float32)
@@ -161,18 +154,9 @@ def test_threads_do_not_see_each_others_patch(state):
     assert widths == [4, 2, 4]
 
 
-# Levels and their options, for a Linen model and for a function around one
-
-both = pytest.mark.parametrize("kind", ["linen", "function"])
+# Levels and their options
 
 
-def state_around(model, kind, **options):
-    wrapped = lambda variables, x: model.apply(variables, x)  # noqa: E731
-    apply_fn = model.apply if kind == "linen" else wrapped
-    return state_of(model, X, apply_fn=apply_fn, **options)
-
-
-@both
 @pytest.mark.parametrize(
     "level, options",
     [(level, {"cast_model_type": False}) for level in ("O0", "O2")]
@@ -180,20 +164,19 @@ def state_around(model, kind, **options):
     + [(level, {"patch_functions": False}) for level in ("O1", "O4")]
     + [("O2", {"enabled": False})],
 )
-def test_options_that_leave_the_forward_alone(level, options, kind):
+def test_options_that_leave_the_forward_alone(level, options):
     for dtype, x in ((None, X.astype(jnp.float16)), (jnp.bfloat16, X)):
         model = Headed(dtype, dtype)
-        state = state_around(model, kind, level=level, **options)
+        state = state_of(model, X, level=level, **options)
         variables = {"params": state.params}
         ours, plain = map(jax.make_jaxpr, (state.apply_fn, model.apply))
         assert str(ours(variables, x)) == str(plain(variables, x))
 
 
-@both
-def test_o0_takes_and_gives_float32(kind):
+def test_o0_takes_and_gives_float32():
     # A model of the user's own in half still does: apex casts both ways at O0.
     model = Headed(dtype=jnp.float16, head_dtype=jnp.float16)
-    state, half = state_around(model, kind, level="O0"), X.astype(jnp.float16)
+    state, half = state_of(model, X, level="O0"), X.astype(jnp.float16)
     assert set(dtypes(state.params)) == {"float32"}
     assert forward(state, half).dtype == jnp.float32
     assert forward(state, half, apply=model.apply).dtype == jnp.float16
@@ -217,13 +200,12 @@ def test_o0_widens_what_a_loss_gives_to_a_model():
     assert seen[-2:] == [jnp.float16, jnp.float32]
 
 
-@both
 @pytest.mark.parametrize("cast_model_type", [None, False])
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_cast_model_outputs(level, cast_model_type, kind):
+def test_cast_model_outputs(level, cast_model_type):
     out = jnp.bfloat16 if level == "O2" else jnp.float16
     options = {"cast_model_type": cast_model_type, "cast_model_outputs": out}
-    state = state_around(Headed(), kind, level=level, **options)
+    state = state_of(Headed(), X, level=level, **options)
     assert forward(state, X).dtype == out
     inside = lambda: forward(state, X, apply=Headed().apply)  # noqa: E731
     assert under_policy(state, inside).dtype == out

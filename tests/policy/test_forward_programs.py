@@ -125,21 +125,6 @@ def test_kept_and_half_params_side_by_side_in_what_holds_programs(where):
     assert products(run, state) == ["float16,float16", "float32,float32"]
 
 
-def test_half_params_that_are_not_trained():
-    # Closed over, and as an argument, such as a target network.
-    params, forward = plain_mlp()
-    trunk = jamp.cast_model(params, "bfloat16")
-    state = begin(weights("head"), "O5")
-
-    def loss_fn(params, target, x):
-        return jnp.square(
-            forward(trunk, x) @ params["head"] - forward(target, x)
-        ).mean()
-
-    found = products(jamp.scaled_grad(loss_fn), state, trunk, X[0])
-    assert set(found) == {"bfloat16,bfloat16"}
-
-
 @pytest.mark.parametrize("level, promote", [("O2", "widest"), ("O5", None)])
 def test_promote_and_lists_say_what_runs_in_half(level, promote):
     def stream(params, x):

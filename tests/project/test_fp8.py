@@ -15,7 +15,6 @@ from benchmarks import h200, lean
 from benchmarks.h200 import CHEAP
 from benchmarks.hlo import Program
 from benchmarks.lean_transformers import GPT2
-from jamp._fp8 import quantized
 from tests.support.extent import more
 from tests.support.programs import product_runs
 
@@ -127,52 +126,27 @@ def test_what_is_written_in_fp8_runs_so_in_linen_models(name, target):
     assert 0 < forward <= backward <= 2 * forward
 
 
-def summed_inside(wrap, state, batches):
-    """A scan of micro-batches in the loss."""
-
-    def loss_fn(params, batches):
-        def add(loss, x):
-            return loss + loss_of(params, x), None
-
-        return jax.lax.scan(wrap(add), 0.0, batches)[0]
-
-    return jamp.scaled_value_and_grad(loss_fn)(state, batches)
-
-
-def summed_around(state, batches):
-    """One around the gradient, as in docs/loss_scaling.md."""
-
-    def add(total, x):
-        each = jamp.scaled_value_and_grad(loss_of)(state, x)
-        return jax.tree.map(jnp.add, total, each), None
-
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, jamp.master_params(state))
-    return jax.lax.scan(add, zeros, batches)[0]
-
-
 def loss_of(params, x):
     y = jnp.tanh((x * params["one"]) @ params["w"])
     return jnp.square(y @ params["v"]).mean()
 
 
-SUMMED = {
-    "plain": functools.partial(summed_inside, lambda f: f),
-    "remat": functools.partial(summed_inside, jax.checkpoint),
-    "around": summed_around,
-}
-
-
-@pytest.mark.parametrize("name", SUMMED)
-def test_what_micro_batches_share_is_quantized_before_their_loop(name):
+@pytest.mark.parametrize("wrap, again", [(lambda f: f, 0), (jax.checkpoint, 1)])
+def test_what_micro_batches_share_is_quantized_before_their_loop(wrap, again):
     trips, rows = 3, 512
     params = {"one": shape()} | {name: shape(WIDTH, WIDTH) for name in ("w", "v")}
 
+    def summed(params, batches):
+        def add(loss, x):
+            return loss + loss_of(params, x), None
+
+        return jax.lax.scan(wrap(add), 0.0, batches)[0]
+
     def step(state, batches):
-        loss, grads = SUMMED[name](state, batches)
+        loss, grads = jamp.scaled_value_and_grad(summed)(state, batches)
         return state.apply_gradients(grads=grads), loss
 
     program = compiled(step=step, state=state_of(params=params), rows=(trips, rows))
-    again = 1 if name == "remat" else 0
     assert program.products["f8e4m3fn", "f8e4m3fn"] == (1 + again) * trips
     assert program.products["f8e5m2", "f8e4m3fn"] == 2 * trips
     loops = {n: i for n, i in program.entry.items() if i.opcode == "while"}
@@ -180,28 +154,6 @@ def test_what_micro_batches_share_is_quantized_before_their_loop(name):
     quantized = [i.shape.partition("{")[0] for i in inside if i.opcode == "convert"]
     assert f"f8e4m3fn[{rows},{WIDTH}]" in quantized
     assert f"f8e4m3fn[{WIDTH},{WIDTH}]" not in quantized
-
-
-def test_a_scale_for_each_row_would_be_a_kernel_of_its_own(monkeypatch):
-    original = quantized._multiplied
-
-    def by_rows(a, b, exponent, numbers, half, sharding=None):
-        product = original(a, b, jnp.int32(0), numbers, half, sharding)
-        rows = jnp.arange(len(product), dtype=jnp.float32).reshape(
-            -1, *[1] * (product.ndim - 1)
-        )
-        return product * (quantized._power(exponent) + rows).astype(half)
-
-    def clear():
-        quantized.product_of.cache_clear()
-        jax.clear_caches()
-
-    clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(quantized, "_multiplied", by_rows)
-        found = calls(compiled())
-    clear()
-    assert found["__cublas$lt$matmul$f8", True] == 0
 
 
 def sent(level, fp8):

@@ -3,12 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jamp
+from tests.support.states import make, wide
 
 RATE = 0.125
 W, X = np.float32([0.5, -0.25, 1.0]), np.float32([0.5, 1.0, 0.25])
@@ -16,13 +16,8 @@ TOLERANCE = {"O0": 1e-6, "O2": 2e-3, "O4": 2e-2}
 SGD = optax.sgd(RATE)
 
 
-def make(level, scale=None):
-    options = {"loss_scale": scale, "verbosity": 0}
-    return jamp.initialize({"w": jnp.asarray(W)}, SGD, level, **options)
-
-
 def error(params, size=1.0):
-    return size * ((params["w"].astype(jnp.float32) * X).sum() - 1) ** 2
+    return size * ((wide(params["w"]) * X).sum() - 1) ** 2
 
 
 INNER = ("scaled_grad", "a step", "scale_loss")
@@ -38,7 +33,7 @@ def outer(params, state, how, size=1.0):
     if how == "scale_loss":  # as around a gradient penalty
         scaled = jax.grad(lambda p: jamp.scale_loss(loss_fn(p), state))
         grads = jamp.unscale(scaled(params), state)
-    fast = params["w"].astype(jnp.float32) - RATE * grads["w"]
+    fast = wide(params["w"]) - RATE * grads["w"]
     return error({"w": fast.astype(params["w"].dtype)})
 
 
@@ -53,7 +48,8 @@ def exact(size=1.0):
 @pytest.mark.parametrize("how", INNER)
 @pytest.mark.parametrize("level", TOLERANCE)
 def test_the_second_derivative_is_right_at_every_level(level, how):
-    state = make(level, 1024.0 if level == "O2" else None)
+    scale = 1024.0 if level == "O2" else None
+    state = make(level, {"w": W}, SGD, loss_scale=scale)
     loss, grads = jamp.scaled_value_and_grad(outer)(state, state, how)
     np.testing.assert_allclose(grads["w"], exact(), TOLERANCE[level], TOLERANCE[level])
     assert loss > 0
@@ -61,7 +57,8 @@ def test_the_second_derivative_is_right_at_every_level(level, how):
 
 @pytest.mark.parametrize("how", INNER)
 def test_an_overflow_inside_skips_the_step_around_until_both_fit(how):
-    state, size = make("O2"), 8.0  # whose inner gradient is inf at scales above 2^13
+    state = make("O2", {"w": W}, SGD)
+    size = 8.0  # whose inner gradient is inf at scales above 2^13
 
     @jax.jit
     def step(state):

@@ -72,6 +72,10 @@ def with_scales(state: Any, *scales: float) -> Any:
     return state.replace(loss_scales=tuple(moved))
 
 
+def all_nan(tree: Any) -> bool:
+    return all(jnp.isnan(x).all() for x in jax.tree.leaves(tree))
+
+
 def assert_skipped(after: Any, before: Any) -> None:
     """Checks that all fields keep their bits, except the counts of skips."""
     counters = ("loss_scales", "skipped_steps", "last_step_skipped")
