@@ -13,8 +13,7 @@ import jamp
 from benchmarks import h200
 from tests.devices import test_many_devices_h200 as steps
 from tests.devices.eight_devices import AXES, mesh_of
-from tests.optimizers.mixed_leaves import FAST
-from tests.support.programs import walk
+from tests.support.programs import FAST, walk
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 PARAMS = {"w": np.ones((16, 4), np.float32), "b": np.ones(4, np.float32)}

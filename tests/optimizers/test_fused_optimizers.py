@@ -14,17 +14,15 @@ from jax import lax
 from jamp import optimizers as jo
 from tests.optimizers.fused import each_bare
 from tests.optimizers.fused_steps import (
+    F32,
+    KINDS,
     SKIPPED,
     TOLERANCE,
     Problem,
     check,
-    problem,
-)
-from tests.optimizers.mixed_leaves import (
-    F32,
-    KINDS,
     four,
     grouped,
+    problem,
     weight,
 )
 from tests.oracles import fused as oracles

@@ -9,13 +9,13 @@ import pytest
 from jamp import optimizers as jo
 from tests.optimizers.fused import first, update
 from tests.optimizers.fused_steps import (
+    KINDS,
     SKIPPED,
     TOLERANCE,
     check,
     problem,
     update as run,
 )
-from tests.optimizers.mixed_leaves import KINDS
 from tests.oracles import fused as oracles
 from tests.support.bits import assert_rounded_alike, assert_same_bits
 

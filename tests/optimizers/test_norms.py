@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Options, found_inf, norm
-from tests.optimizers.mixed_leaves import BACKENDS, BF16, F16, F32, FAST
+from tests.support.programs import FAST
 
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+BACKENDS = ["xla", "interpret"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 # Leaves that kernels take and that they do not, in whole blocks and not.
 SHAPES = [(), (0,), (127,), (3, 50), (1024 + 1,), (4096 * 2 + 130,)]

@@ -13,8 +13,8 @@ import jamp
 from jamp import optimizers as jo
 from pallas_kernels import join
 from tests.optimizers.fused import larc_sgd
-from tests.optimizers.mixed_leaves import FAST
 from tests.support.bits import assert_rounded_alike, assert_same_bits, bits
+from tests.support.programs import FAST
 from tests.support.states import HALF, State, assert_skipped, dot
 
 F32 = jnp.float32
@@ -140,22 +140,19 @@ def plain_step(state, x):
     return state.apply_gradients(grads=x)
 
 
-# Start, step, and the largest number.
-EDGES = {"O2": (1.0, 1e6, 65504.0), "O5": (3.3e38, 1e37, 3.3895314e38)}
-# Level, options, and what the masters are then.
-BEYOND = {
-    "float16": ("O2", {"master_weights": False}, 65504.0),
-    "bfloat16, master": ("O5", {}, 3.4e38),
-    "split": ("O5", SPLIT, 3.3961775e38),
-}
+# Level, options, backend; the start, the step, the largest half, and the master there.
+BEYOND = [
+    ("O2", {"master_weights": False}, "xla", 1.0, 1e6, 65504.0, 65504.0),
+    ("O5", {}, "xla", 3.3e38, 1e37, 3.3895314e38, 3.4e38),
+    ("O5", SPLIT, "xla", 3.3e38, 1e37, 3.3895314e38, 3.3961775e38),
+    ("O5", SPLIT, "interpret", 3.3e38, 1e37, 3.3895314e38, 3.3961775e38),
+]
 
 
-@pytest.mark.parametrize(
-    "row, backend", [*((row, "xla") for row in BEYOND), ("split", "interpret")]
-)
-def test_params_beyond_half_are_clamped(row, backend):
-    level, options, master = BEYOND[row]
-    begin, up, largest = EDGES[level]
+@pytest.mark.parametrize("level, options, backend, begin, up, largest, master", BEYOND)
+def test_params_beyond_half_are_clamped(
+    level, options, backend, begin, up, largest, master
+):
     tree = {"v": jnp.full(130, begin), "w": jnp.full(2, -begin)}
     tx = jo.fused_sgd(1.0, backend=backend)
     state = start(tx, level, tree, loss_scale=1.0, **options)

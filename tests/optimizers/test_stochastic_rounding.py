@@ -12,9 +12,9 @@ import pytest
 
 import jamp
 from jamp import optimizers as jo
-from tests.optimizers.mixed_leaves import FAST
 from tests.oracles import rounding
 from tests.support.bits import assert_same_bits
+from tests.support.programs import FAST
 from tests.support.states import assert_skipped
 
 BF16, F32 = jnp.bfloat16, jnp.float32

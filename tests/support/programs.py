@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
+FAST = {"xla_backend_optimization_level": 0}
 WIDE = frozenset(("float32", "float64", "f32", "f64"))  # the last two are XLA's names
 
 
@@ -56,8 +57,7 @@ def results(fn: Callable, names: Sequence[str], *args: Any) -> list[str]:
 
 def evaluate(fn: Callable, *args: Any) -> Any:
     """Calls `fn` without compiler optimizations, which take most of a test's time."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(fn).lower(*args).compile(compiler_options=options)(*args)
+    return jax.jit(fn).lower(*args).compile(compiler_options=FAST)(*args)
 
 
 def walk(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
