@@ -1,4 +1,4 @@
-"""Meshes of 4 x 2 devices, CPUs or H200s that are not there, and what lies on them."""
+"""Meshes of 4 x 2 CPUs or absent H200s, and a model with its params on them."""
 
 import math
 
@@ -17,7 +17,7 @@ TENSOR = dict.fromkeys(("bias", "norm", "out"), P("model")) | {"in": P(None, "mo
 LAYOUTS = {"replicated": {}, "fsdp": FSDP, "tensor": TENSOR}
 # Every device has rows of its own, but those that share a layer share its rows.
 ROWS = {"replicated": P(AXES), "fsdp": P(AXES), "tensor": P("data")}
-# Of all but one, what each device holds is enough for a kernel, 128 elements.
+# Each device holds enough of a leaf for a kernel, 128 elements; one is too small.
 LEAVES = {
     "both": ((32, 40), P("data", "model")),
     "combined": ((128, 9), P(("data", "model"))),
@@ -38,7 +38,7 @@ def mesh_of(kind="Auto", shape=(4, 2), devices=None):
 
 
 def shardings(tree, mesh, specs):
-    """Of leaves as of the params that they belong to; numbers lie on every device."""
+    """Returns the sharding of each leaf: its param's, or replicated for a number."""
 
     def leaf(path, x):
         names = [getattr(key, "key", None) for key in path]

@@ -58,7 +58,7 @@ NAMES = {
     "shard_map": BY_HAND,
 }
 # XLA adds up in another order; half is rounded at other places by its partitioner. At
-# O3 a weight that is rounded the other way is off by a percent of what it moved.
+# O3 a weight that rounds the other way differs by a percent of its change.
 TOLERANCES = {"O0": 1e-5, "O3": 0.05, "O5": 2.0**-5}
 
 
@@ -98,7 +98,7 @@ def step_all_by_hand(states, x, y):
 
 
 def train(step, states, batches):
-    """What is left; it checks that an overflow is skipped, all by one program."""
+    """Trains, and checks that one program does all steps and skips the overflow."""
     programs, trail = step._cache_size(), []
     for x, y in batches:
         states = step(states, x, y)
@@ -117,7 +117,7 @@ def on_one_device():
 
 
 def moved(state):
-    """What the steps changed, and what they summed up, in float64."""
+    """Returns the changes of the params and the moments in float64."""
     trees = jamp.master_params(state), mlp_params()
     params = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), *trees)
     # A remainder may differ in all bits where its master hardly does.
@@ -203,7 +203,7 @@ def test_gradients_are_the_mean_of_all_devices(name):
     results = jax.jit(lambda x: [run(*way, x) for way in WAYS])(rows)
     for (check_vma, predivide), (grads, state) in zip(WAYS, results, strict=True):
         way = f"{check_vma=}, {predivide=}"
-        # Of large ones the sum is not finite: of 8, or of 8 thirds.
+        # The sum of 8 large gradients, or of 8 thirds, is not finite.
         finite = name != "one overflows" and (rows is not LARGE or predivide == 8.0)
         assert state.skipped_steps == (not finite), way
         assert grads.dtype == F32

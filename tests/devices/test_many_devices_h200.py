@@ -1,4 +1,4 @@
-"""What a step sends between 8 H200s: what plain JAX sends, and a few scalars."""
+"""A step sends between 8 H200s as much as plain JAX, and a few scalars."""
 
 import collections
 import functools
@@ -158,7 +158,7 @@ def test_kernels_send_only_numbers(make, options):
     opcodes = {i.opcode.removesuffix("-start").removesuffix("-done") for i in launches}
     assert "mosaic_gpu" in program.text
     assert opcodes <= {"custom-call", "fusion", "copy", "all-reduce"}
-    # Of each leaf a few norms and flags; of what lies everywhere, nothing.
+    # Each sharded leaf sends a few norms and flags, a replicated one nothing.
     assert ("all-reduce" in opcodes) == ("grads_specs" not in options)
     assert sum(program.collectives.values()) <= 4 * 8 * len(LEAVES)
     # The step updates everything in place that the program reads. JAX leaves out the
@@ -170,7 +170,7 @@ def test_kernels_send_only_numbers(make, options):
 
 
 def test_xla_steps_sharded_params_without_gathering_them():
-    # What a state that was made under jit gets, on a mesh of Auto axes.
+    # A state made under jit gets this on a mesh of Auto axes.
     program, _ = fused_program("Auto", LAMB())
     assert "mosaic_gpu" not in program.text
     assert {opcode for opcode, _ in program.collectives} == {"all-reduce"}

@@ -74,7 +74,7 @@ def make(level, params, verbosity=0):
 
 
 def digests(tree):
-    """Per device of this process all bits that lie there."""
+    """Hashes all bits on each device of this process."""
     leaves = [x.addressable_shards for x in jax.tree.leaves(tree)]
     of_device = [
         b"".join(np.asarray(shards[i].data).tobytes() for shards in leaves)

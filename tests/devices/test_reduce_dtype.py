@@ -21,12 +21,12 @@ ROW = P(AXES)
 
 
 def batch():
-    """Of eight devices, 8 rows each: integers whose gradients cancel to a percent."""
+    """Returns 8 rows for each of eight devices, whose gradients cancel to a percent."""
     rng = np.random.default_rng(0)
     x = np.tile(rng.integers(1, 9, (8, 16)), (8, 1))
     c = np.tile(rng.integers(32, 120, (8, 4)), (8, 1))
     c *= np.repeat([1, -1] * 4, 8)[:, None]
-    c[:8] += rng.integers(3, 8, (8, 4))  # with what half still holds
+    c[:8] += rng.integers(3, 8, (8, 4))  # which half still holds
     return np.float32(x), np.float32(c)
 
 
@@ -172,7 +172,7 @@ def test_h200s_sum_gradients_in_float32():
 
 
 def test_calls_share_their_programs_as_they_did():
-    """Each call had a copy of its own: JAX lowered 14 programs in the place of 4."""
+    """Each call once had a copy of its own, so JAX lowered 14 programs instead of 4."""
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
 
     def stacked(params, x):

@@ -14,7 +14,7 @@ import jamp
 from tests.devices.eight_devices import collectives
 from tests.support.states import assert_skipped
 
-# Flax's layers compute in the promotion of what they are given.
+# Flax's layers promote their inputs and params.
 pytestmark = pytest.mark.standard_promotion
 
 AXIS, LEVELS = "batch", ("O1", "O2", "O5")

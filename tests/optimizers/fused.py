@@ -35,7 +35,7 @@ each_bare = pytest.mark.parametrize("name", BARE)
 
 
 def fresh(name, **changes):
-    """One of them, made anew; `changes` go on top of its hyperparameters."""
+    """Makes a new one; `changes` override its hyperparameters."""
     factory, kwargs = OPTIMIZERS[name]
     return factory(**(kwargs | changes))
 

@@ -90,7 +90,7 @@ def weight(x: np.ndarray, kind: Kind) -> Weight:
 
 
 def value(w: Weight) -> np.ndarray:
-    """What a weight stands for, in float64."""
+    """Returns the value of a weight in float64."""
     param = np.asarray(w.master if w.kind == "copied" else w.param)
     if w.kind == "split":
         low = np.asarray(w.master)
@@ -116,7 +116,7 @@ def weights_of(tree: Any) -> list[Weight]:
 
 
 def params_of(weights: Any) -> Any:
-    """What an optimizer's `init` and `update` take for a tree of weights."""
+    """Returns the params that an optimizer takes for a tree of weights."""
     stepped = lambda w: w.master if w.kind == "copied" else w.param  # noqa: E731
     return jax.tree.map(stepped, weights, is_leaf=is_weight)
 
@@ -158,7 +158,7 @@ def problem(
 ) -> Problem:
     """Gradients are normal, and a tenth of that at odd steps: too small to be clipped.
 
-    Of eleven leaves the second never has a gradient, and the third starts at zero.
+    The second of eleven leaves never has a gradient, and the third starts at zero.
     """
     rng = np.random.default_rng(len(leaves))
     weights = [

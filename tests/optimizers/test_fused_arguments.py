@@ -1,4 +1,4 @@
-"""What the fused optimizers are given: masks, numbers out of range, leaves, devices."""
+"""Give the fused optimizers masks, bad numbers, other leaves and other devices."""
 
 import contextlib
 import functools
@@ -150,7 +150,7 @@ def mistake(text, tx=PLAIN, of=None, grads=PARAMS, params=PARAMS, **arguments):
 
 
 MISTAKES = [
-    # Of several numbers each leaf would have its own, and skip by itself.
+    # With several numbers, each leaf would have one and skip by itself.
     mistake(
         "grad_scale must be a number.*its `scale`",
         grad_scale=jamp.DynamicLossScale().init(),

@@ -144,7 +144,7 @@ OPTIONS = [
     *((name, {}) for name in OPTIMIZERS),
     ("adam", {"legacy": True, "eps_inside_sqrt": True, "max_grad_norm": 1}),
     ("sgd", {"momentum": 0.9, "nesterov": True}),
-    # The trust ratio is asked for by a decay that is not 0, whoever says so.
+    # A decay other than 0 asks for the trust ratio, traced or not.
     ("lamb", {"weight_decay": 0.0, "max_grad_norm": None}),
     ("lamb", {"weight_decay": 0.0, "use_nvlamb": True}),
 ]

@@ -152,7 +152,7 @@ EXACT = {
     "correction of novograd": (novograd(**RATE, b2=0.999, init_zero=True), SIGNS),
     "a millionth in the older clip": (Case("adam", LEGACY), [[1e-5]]),
 } | {
-    # Nobody looks for inf, and clipping is as on the page.
+    # The optimizer does not check for inf, and clips as its page says.
     f"{bad} in {name}": (CASES[name]._replace(clip=0.3), [[bad, 1.0, -0.5], [1.0, 1.0]])
     for name in ("adam_clip", "adam_legacy_inside", "lamb_clip")
     for bad in (np.nan, np.inf)

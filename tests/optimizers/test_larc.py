@@ -89,5 +89,5 @@ def test_extra_args_reach_the_inner_transformation():
     state = tx.init(params)
     for _ in range(3):
         _, state = update(tx, params, state, params, value=jnp.float32(1))
-    # The second and the third value are no better than the first.
+    # The second and third values do not improve on the first.
     assert optax.tree.get(state, "scale") == 0.25

@@ -90,9 +90,8 @@ class Case(NamedTuple):
     Attributes:
         inside: makes the former from a learning rate.
         outside: takes what keeps masters, and the former.
-        half: the dtype of most params. Of bfloat16, remainders are kept.
-        wide: whether gradients are float32, for what looks at them, or adds them up,
-            before the masters are kept.
+        half: the dtype of most params; bfloat16 ones have remainders.
+        wide: whether gradients are float32, because a wrapper reads or adds them.
         spoil: what one gradient has in the place of a number.
     """
 

@@ -41,7 +41,7 @@ def written(values, count, backend):
 
 
 def values(n, seed=0):
-    """Of all sizes; the first are special."""
+    """Returns numbers of all sizes; the first are special."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=n) * 2.0 ** rng.integers(-120, 120, n)
     x[: len(SPECIAL)] = SPECIAL[:n]
@@ -75,7 +75,7 @@ def test_the_bits_are_even_and_those_of_steps_leaves_and_moments_unrelated():
     assert abs(related - np.eye(len(draws))).max() < 4 / 256
 
 
-# Of each dimension, as many as XLA steps under `shard_map`: less than a kernel takes.
+# XLA steps these under `shard_map`, because a kernel takes 128 elements and more.
 SMALL = {"both": (16, 20), "combined": (16, 7), "fsdp": (40,), "tensor": (5, 8)}
 WHOLE = {name: shape for name, (shape, _) in LEAVES.items()}
 
@@ -138,4 +138,4 @@ def test_zero_gradients_move_nothing_and_second_moments_decay_at_the_right_rate(
     wanted = 0.999**400
     assert float(state.nu.astype(F32).mean()) == pytest.approx(wanted, rel=0.03)
     nearest = (jnp.ones(4096, BF16).astype(F32) * 0.999).astype(BF16)
-    assert (nearest == 1).all()  # for ever: what stochastic rounding is for
+    assert (nearest == 1).all()  # round to nearest never decays

@@ -26,7 +26,7 @@ def leaves():
 
 @functools.partial(jax.jit, static_argnums=1, compiler_options=FAST)
 def measured(leaves, backend):
-    """All norms, those of x / 3, and whether something is not finite."""
+    """Returns all norms of x and of x / 3, and whether an element is not finite."""
     options = Options(unscale=jnp.float32(1 / 3), backend=backend)
     norms = {
         (order, per_leaf, one is not None): norm(

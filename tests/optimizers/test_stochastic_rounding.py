@@ -61,7 +61,7 @@ def oracle(params, grads, steps, rate):
 )
 def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(tx):
     params = weights()
-    # What bfloat16 holds times a power of two: the same in any order, and fused.
+    # bfloat16 numbers times a power of two are exact in any order, and fused.
     grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}
     wanted = oracle(params, grads, 3, 2.0**-9)
     state = jamp.initialize(params, tx, "O5", keep_fp32="kept", **BARE)
@@ -73,7 +73,7 @@ def test_params_are_rounded_by_a_hash_of_step_leaf_and_element(tx):
         np.testing.assert_array_equal(x, wanted[name])
 
 
-@pytest.mark.standard_promotion  # of what is added to the params
+@pytest.mark.standard_promotion  # apply_updates promotes
 def test_the_wrapper_lands_on_the_same_params_in_a_loop_of_ones_own():
     params, tx = weights(), jo.stochastic_rounding(optax.sgd(2.0**-9))
     grads = {k: np.float32(x.astype(BF16)) for k, x in weights(1).items()}

@@ -48,7 +48,7 @@ def test_split_and_join_are_exact_for_all_lower_halves():
         nearest = x.astype(BF16)
     decided = finite & (u & 0xFFFF != 0x8000)
     assert (upper_bits(high) == upper_bits(nearest))[decided].all()
-    # What would round to infinity stays the largest, and comes back as that.
+    # Numbers that would round to infinity become the largest.
     beyond = ~finite & (magnitude <= 0x7F800000)
     clamped = np.copysign(np.uint32(LARGEST).view(np.float32), x)
     np.testing.assert_array_equal(joined[beyond], clamped[beyond])

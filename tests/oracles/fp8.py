@@ -28,7 +28,7 @@ def scale(x: Any, form: tuple[float, int, int]) -> float:
 
 
 def quantized(x: Any, form: tuple[float, int, int]) -> np.ndarray:
-    """What is left of an array in fp8, on its own scale."""
+    """Rounds an array to fp8 on its own scale."""
     times = scale(x, form)
     return rounded(np.asarray(x, np.float64) * times, form) / times
 

@@ -21,7 +21,7 @@ def fp32(x: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """The settings; `window` is apex's scale_window, `hysteresis` that of 5.6."""
+    """The settings; `window` is apex's scale_window, and 5.6 defines `hysteresis`."""
 
     init_scale: float = 2.0**16
     factor: float = 2.0
@@ -33,7 +33,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a rule remembers between two steps."""
+    """The state of a rule between two steps."""
 
     scale: float
     unskipped: int

@@ -22,7 +22,7 @@ def lowbias32(x: Any) -> np.ndarray:
 
 
 def random_16(step: int, leaf: int, elements: np.ndarray, place: int) -> np.ndarray:
-    """What is rounded in `place`: a first moment 0, a second 1, a weight 2."""
+    """Returns 16 bits per element; `place` is a first moment 0, a second 1, a weight 2."""
     hashed = lowbias32(lowbias32(step) + np.uint64(leaf))
     hashed = lowbias32(hashed + np.asarray(elements, np.uint64))
     if place == 2:
@@ -33,7 +33,7 @@ def random_16(step: int, leaf: int, elements: np.ndarray, place: int) -> np.ndar
 def rounded(x: np.ndarray, random: np.ndarray) -> np.ndarray:
     """A float32 as a bfloat16, in float64: away from zero if `random` is large enough.
 
-    Of the way from the bfloat16 at or below to the next one it has gone f / 65536.
+    It rounds up if the fraction above the bfloat16 below, plus `random`, reaches one.
     """
     x = np.asarray(x, np.float32).astype(np.float64)
     largest = float.fromhex("0x1.fep127")

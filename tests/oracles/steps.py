@@ -1,4 +1,4 @@
-"""What the oracles of the fused optimizers share: skipping, unscaling, norms, masks.
+"""Skipping, unscaling, norms and masks for the oracles of the fused optimizers.
 
 Imports neither JAX nor the library. A tree is a list of arrays here. An oracle is a
 generator that yields a `Result` after each of the steps, the skipped ones included.

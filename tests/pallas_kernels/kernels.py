@@ -138,7 +138,7 @@ CASES |= {
 
 
 def cases(target: str) -> list[str]:
-    """What is compiled for a target: all for one, a few for the other."""
+    """Returns the cases that a target compiles: all, or a few."""
     few = ["adam, copied, bf16", "adam, split, bf16", "narrow adam, own, bf16"]
     few += ["narrow adam, split, bf16", "lamb, copied, bf16", "sgd, copied, bf16"]
     return list(CASES) if target == "H200" else few

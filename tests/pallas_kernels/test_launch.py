@@ -40,7 +40,7 @@ def launch(job, leaves) -> Results:
 
 
 def integers(shape, dtype, seed):
-    """Of which sums are exact."""
+    """Returns integers, whose sums are exact."""
     return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, shape), dtype)
 
 
@@ -78,7 +78,7 @@ def test_a_dtype_that_kernels_lack_goes_through_xla():
         assert (results[0][1]["x"] == 2).all()
 
 
-# Reductions. Nothing is written: the blocks are larger.
+# Reductions write nothing, so their blocks are larger.
 
 READS = Job(
     lambda numbers, tag, c: {"sum": c["x"], "max": jnp.abs(c["x"])},
@@ -153,7 +153,7 @@ def test_chunks_take_every_leaf_once_and_equal_ones_together(sizes, columns):
     most = max(map(len, chunks), default=1)
     assert all(chunks) and most * columns <= 160
     assert len(chunks) == math.ceil(len(sizes) / min(64, 160 // columns))
-    # What is left over from launches of one size is fewer than one launch per size.
+    # Fewer leaves than one launch per size are left over from launches of one size.
     mixed = [c for c in chunks if len({sizes[k] for k in c}) > 1 or len(c) < most]
     assert sum(map(len, mixed)) <= len(set(sizes)) * most
 

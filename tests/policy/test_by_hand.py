@@ -58,7 +58,7 @@ def test_o2_is_o2_by_hand():
     assert_same_bits(half, jax.tree.map(lambda m, p: m.astype(p.dtype), masters, half))
     pairs = (masters, mixed.masters), (state.batch_stats, mixed.batch_stats)
     for ours, theirs in pairs:
-        # Together: Adam makes whole steps of gradients that are no more than rounding.
+        # Adam makes whole steps of rounding errors: compare the trees as a whole.
         far = jax.tree.map(jnp.subtract, ours, theirs)
         assert optax.tree.norm(far) <= 0.05 * optax.tree.norm(theirs)
     assert_same_bits(state.loss_scale, mixed.scale)

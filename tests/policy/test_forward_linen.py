@@ -32,14 +32,14 @@ X = normal(5, 6)
 
 
 def gradient(x, apply=None):
-    """Of a state: loss, outputs and statistics, and gradients."""
+    """Returns a function of a state: loss, outputs and statistics, and gradients."""
     return lambda state: jamp.scaled_value_and_grad(
         loss_of(state, x, apply=apply), has_aux=True
     )(state)
 
 
 def plain_gradient(state, x, apply):
-    """Of params, without jamp."""
+    """Returns the same function of params without jamp."""
     return jax.value_and_grad(loss_of(state, x, apply=apply), has_aux=True)
 
 
@@ -73,7 +73,7 @@ def test_o0_adds_nothing_to_a_float32_model(name):
         for apply in (state.apply_fn, model.apply)
     )
     assert str(ours) == str(plain)
-    # Nor where a loss under the policy calls the model by itself.
+    # A loss under the policy that calls the model itself is the same program, too.
     off = state_of(model, level="O0", variables=variables, cast_model_type=False)
     trace = jax.make_jaxpr(gradient(x, model.apply))
     assert str(trace(state)) == str(trace(off))

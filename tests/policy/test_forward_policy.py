@@ -36,7 +36,7 @@ def state():
     return state_of(WITNESS, X)
 
 
-# All of these keep the trace of what they are given, under keys of JAX's.
+# All of these cache the trace of their function.
 CACHING = {
     "jit": jax.jit,
     "checkpoint": jax.checkpoint,
@@ -69,7 +69,7 @@ def test_a_float32_teacher_stays_float32(state):
     for fn in (
         lambda: teacher.apply(variables, IMAGES, train=False),
         lambda: WITNESS.apply(copy, X),
-        # Initializing is that of float32, too.
+        # Initialization runs in float32, too.
         lambda: Normed(jnp.float32).init_with_output(jax.random.key(1), X),
     ):
         assert_rounded_alike(under_policy(state, fn), fn())

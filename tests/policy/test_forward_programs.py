@@ -78,7 +78,7 @@ def plain_mlp():
     return weights("a", "b", "c"), mlp
 
 
-# What is outside of a model
+# Outside of a model
 
 
 def test_the_loss_around_a_model_and_a_teacher_stay_float32():
@@ -87,7 +87,7 @@ def test_the_loss_around_a_model_and_a_teacher_stay_float32():
     state = begin(params, "O5", apply_fn=forward)
 
     def loss_fn(params, x):
-        z = state.apply_fn(params, x)  # three products, and what is outside of it
+        z = state.apply_fn(params, x)  # three products
         teacher = forward(TEACHER, z)
         return jnp.square(z @ z.T).mean() + jnp.square(teacher).mean()
 

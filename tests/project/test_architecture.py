@@ -69,7 +69,7 @@ def room_of(module):
 
 
 def imports(module):
-    """The modules that a file imports, inside of functions too; not those of LATE."""
+    """Yields the modules that a file imports, inside of functions too, except LATE."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -1,7 +1,7 @@
 """What people do with gradients, at every level: the right step, or a skip.
 
-Each habit takes a state and a batch of four numbers, and steps. The gradient of each
-weight is one of them, or a function of several, written out beside it in NumPy. The
+Each habit takes a state and a batch of four numbers, and steps. NumPy computes the
+gradient of each weight from the batch. The
 weights begin at values that half holds, and the optimizer is SGD with rate 1.
 """
 
@@ -26,7 +26,7 @@ START = {"w": np.float32([1.0, -2.0, 0.5]), "b": np.float32([0.25, 0.5])}
 XS = np.float32([0.5, -0.25, 1.0, 0.75])
 SGD = optax.sgd(1.0)
 RULE = jamp.DynamicLossScale(1024.0)
-# Of the scale: times 1024 it is inf in float32, and at a lower scale it would not be.
+# The scale of 1024 makes it inf in float32.
 OVERFLOWS = np.float32(1e37)
 
 
@@ -51,7 +51,7 @@ def zeros(state):
     return optax.tree.zeros_like(jamp.master_params(state))
 
 
-# What users write: `(state, x) -> gradients`.
+# Users write these functions `(state, x) -> gradients`.
 
 
 def through_optax(state, x):

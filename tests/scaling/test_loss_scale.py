@@ -1,4 +1,4 @@
-"""Loss scale rules against a pure Python oracle, and what they promise beside it."""
+"""Loss scale rules against a pure Python oracle, and their limits."""
 
 import dataclasses
 import functools

@@ -108,6 +108,17 @@ def test_a_loss_in_half_is_scaled_in_float32():
         assert (loss.dtype, loss) == (jnp.float32, 3.0)
 
 
+def test_they_are_unscaled_with_the_scale_that_scaled_them():
+    # mpx 0.1.8 halves loss and gradients on every growth step.
+    state = make(loss_scale=jamp.DynamicLossScale(4.0, window=1))
+    for scale in (4.0, 8.0):
+        assert state.loss_scale == scale
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
+        assert loss == loss_fn(jamp.master_params(state), X)
+        assert grads["norm"]["scale"] == (wide(state.params["w"]) * X).sum()
+        state = state.apply_gradients(grads=grads)
+
+
 BAD_LOSSES = {
     "vector": (lambda p: wide(p["w"]) * X, r"float scalar, got float32\[3\]"),
     "integer": (lambda p: jnp.int32(3), r"float scalar, got int32"),
@@ -211,7 +222,7 @@ def of_groups(p):
 
 
 WRT = [
-    # The container, `wrt`, and the slopes of what it gives.
+    # The container, `wrt`, and the slopes that it gives.
     (named, None, {"a": 1.0, "b": 2.0, "c": 3.0}),
     (named, "b", 2.0),
     (tuple, 1, 2.0),

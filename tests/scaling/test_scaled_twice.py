@@ -34,11 +34,11 @@ UNSCALE = "Delete the call of jamp.unscale"
 
 
 def in_the_loss(wrap, **options):
-    """The gradients of a loss that is scaled inside, and of what is made of it."""
+    """Differentiates a loss that is scaled inside, and wrapped."""
     return lambda s: grads_of(wrap(lambda p: scaled(s, p)), **options)(s)
 
 
-# What is written, and what the error says to delete.
+# A mistake, and the call that the error says to delete.
 WRONG = {
     "in the loss": (in_the_loss(lambda f: f), RETURN),
     "beside a penalty": (in_the_loss(lambda f: lambda p: f(p) + 1), RETURN),
