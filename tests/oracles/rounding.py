@@ -22,7 +22,7 @@ def lowbias32(x: Any) -> np.ndarray:
 
 
 def random_16(step: int, leaf: int, elements: np.ndarray, place: int) -> np.ndarray:
-    """Returns 16 bits per element; `place` is a first moment 0, a second 1, a weight 2."""
+    """Returns 16 bits per element; places: moments 0 and 1, the weight 2."""
     hashed = lowbias32(lowbias32(step) + np.uint64(leaf))
     hashed = lowbias32(hashed + np.asarray(elements, np.uint64))
     if place == 2:
