@@ -19,15 +19,6 @@ from tests.support import programs
 from tests.support.models import CNN, Transformer
 
 
-class Recurrent(nn.Module):
-    """An LSTM of Flax; its first carry is float32, from Flax."""
-
-    @nn.compact
-    def __call__(self, x):
-        carry, y = nn.RNN(nn.OptimizedLSTMCell(4), return_carry=True)(x)
-        return carry, nn.Dense(3)(y)
-
-
 class Residual(nn.Module):
     """The body of a scan over layers."""
 
@@ -127,7 +118,6 @@ SMALL = {"width": 4, "heads": 2, "depth": 1, "length": 3, "vocabulary": 6}
 CASES = {
     "cnn": (CNN((4, 8), 1), IMAGES),
     "transformer-float32": (Transformer(**SMALL, dtype=jnp.float32), TOKENS),
-    "lstm": (Recurrent(), SEQUENCE),
     "scan-remat": (Scanned(), SEQUENCE),
     "setup": (Tied(dtype=jnp.float32), TOKENS),
 }
