@@ -38,7 +38,7 @@ autocast/test_ablations autocast/test_accuracy autocast/test_explicit_mesh
 autocast/test_fp8::test_wherever_products_run_in_half
 autocast/test_fuzz autocast/test_libraries autocast/test_sweep autocast/test_upgrades
 checkpoint/test_resume core/test_properties
-devices/test_many_devices devices/test_many_hosts devices/test_sync_batchnorm
+devices/test_many_devices devices/test_many_hosts
 docs/test_distributed
 pallas_kernels/test_launch policy/test_forward_linen
 project/test_lean state/test_faults state/test_soak

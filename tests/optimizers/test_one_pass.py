@@ -174,31 +174,3 @@ def test_both_halves_are_of_one_value_whatever_the_compiler_does():
     after = step(state, grads)
     expected = weights["w"] - 0.05 * grads["w"].astype("bfloat16").astype(np.float64)
     np.testing.assert_allclose(jamp.master_params(after)["w"], expected, 3e-7, 3e-8)
-
-
-def odd(dtype):
-    """inf, NaNs with payloads, denormals and -0 among ordinary numbers."""
-    u = np.array([0x7F80, 0xFF80, 0x7FC1, 0xFFA5, 0x7F81, 1, 0x8001, 0x8000], "u2")
-    if dtype.itemsize == 4:
-        u = u.astype("u4") << 16 | 0x1234
-    return jnp.asarray(np.resize(u, 130).view(dtype))
-
-
-@pytest.mark.parametrize(
-    "name, level", [(x, "O5") for x in ("xla", "interpret", "optax")] + [("xla", "O3")]
-)
-def test_a_skip_keeps_the_bits_of_whatever_is_in_the_params(name, level):
-    tx = optax.sgd(1.0) if name == "optax" else jo.fused_adam(backend=name)
-    has_masters, tree = level == "O5", {"v": jnp.ones(130), "w": jnp.ones(9)}
-    state = start(tx, level, tree, store_remainder=has_masters)
-    values = jax.tree.map(lambda p: odd(p.dtype)[: p.size], state.params)
-    state = state.replace(params=values)
-    if has_masters:
-        lows = {
-            k: jnp.uint16(501) * jnp.arange(x.size, dtype="u2")
-            for k, x in values.items()
-        }
-        state = state.replace(opt_state=state.opt_state._replace(masters=lows))
-    after = step(state, {"v": np.full(130, np.nan, "f4"), "w": np.ones(9, "f4")})
-    assert after.skipped_steps == 1
-    assert_skipped(after, state)
