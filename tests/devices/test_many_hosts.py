@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import misplaced
-from tests.support.states import SGD
+from tests.support.states import SGD, State
 from tests.support.subprocesses import ROOT, SECONDS, cpu_devices
 
 CASES = ["O1 jit", "O2 shard_map"]
@@ -70,7 +70,7 @@ def step_of(how="jit"):
 def make(level, params, verbosity=0):
     rule = jamp.DynamicLossScale(init_scale=2.0**8, window=2)
     options = {"loss_scale": rule, "verbosity": verbosity, "key": jax.random.key(7)}
-    return jamp.initialize(params, SGD, level, **options)
+    return jamp.initialize(params, SGD, level, state_class=State, **options)
 
 
 def digests(tree):
