@@ -23,6 +23,9 @@ from jamp._fp8.write import Products
 from jamp._policy.levels import Properties, half_dtype
 
 policy = jax.make_user_context(default_value=None)
+# The properties of every `apply_fn` in place of its own: `jamp.diagnostics.compare`
+# runs a `loss_fn` that calls the `apply_fn` of a state at another level.
+forwards_at = jax.make_user_context(default_value=None)
 _VARIABLES = (
     "A Flax model takes variables: write `state.apply_fn({'params': state.params}, x)`."
 )
@@ -102,6 +105,9 @@ class _Forward:
     properties: Properties
 
     def __call__(self, variables, /, *args, **kwargs):
+        if forwards_at.value not in (None, self.properties):
+            other = _Forward(self.apply_fn, forwards_at.value)
+            return other(variables, *args, **kwargs)
         is_flax = isinstance(variables, Mapping) and "params" in variables
 
         def run(params, /, *args, **kwargs):

@@ -9,6 +9,8 @@ program that it writes; these modules count, explain and print them.
 - `SkipLog`: the last skips of a run. `_doctor`: the output of `python -m jamp`.
 """
 
+from jamp.diagnostics._compare import compare as compare
+from jamp.diagnostics._comparison import Comparison as Comparison
 from jamp.diagnostics._explain import explain as explain
 from jamp.diagnostics._explanation import Explanation as Explanation
 from jamp.diagnostics._locate import locate as locate

@@ -158,7 +158,7 @@ def _cause_of_result(
         parents = ()  # a constant beyond float16, such as 1e5, is not a mask
     from_masks, location = all(p.is_intended for p in parents), None
     if not parents or (nan and from_masks):
-        location = _location_of(site, value, read)
+        location = location_of(site, value, read)
     intended = bool(parents) and from_masks and not nan
     return Cause(order, nan, intended, location, parents)
 
@@ -184,7 +184,7 @@ def _has_inf_literal(eqn: jc.JaxprEqn) -> bool:
     return any(is_differentiable(x) and bool(np.isinf(x)) for x in literals)
 
 
-def _location_of(site: Site, value: Value, read: list[Value]) -> Location:
+def location_of(site: Site, value: Value, read: list[Value]) -> Location:
     """The location of an operation, without the loss and the gradients."""
     floats = [v for v in read if is_differentiable(v.array)]
     result, made_by = range_of(value.array), ""

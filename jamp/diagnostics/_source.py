@@ -21,7 +21,9 @@ _JAMP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # JAX and jamp put these around the names of modules, and between them.
 _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
 _MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
-_MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
+# jamp's casts to fp8, which have a scale of their own
+TO_FP8 = ("quantize", "fp8_once")
+MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
 
 
 def is_installed(file: str) -> bool:
@@ -100,7 +102,9 @@ class Site(NamedTuple):
     def moves(self) -> bool:
         """Whether the result holds the numbers of the one float operand."""
         floats = [v for v in self.eqn.invars if is_differentiable(v.aval)]
-        return traits_of(self.eqn.primitive.name).shape in _MOVES and len(floats) <= 1
+        name = self.eqn.primitive.name
+        moves = traits_of(name).shape in MOVES or name in TO_FP8
+        return moves and len(floats) <= 1
 
     def inside(self, *loops: str) -> Context:
         """The context of a program that the equation holds."""

@@ -107,7 +107,7 @@ def test_what_it_refuses():
             recommend_scale(loss_fn)(state, x)
     with pytest.raises(TypeError, match=r"recommend_scale\(loss_fn\)\(state, \*args\)"):
         jax.jit(lambda x: recommend_scale(loss_fn)(state_of(), x))(x)
-    with pytest.raises(TypeError, match="AmpState .* got dict.*nnx.pure"):
+    with pytest.raises(TypeError, match="AmpState .* got dict"):
         recommend_scale(loss_fn)({}, x)
     with pytest.raises(TypeError, match=r"got \(function, AmpState\). Write recommend"):
         recommend_scale(loss_fn, state_of())

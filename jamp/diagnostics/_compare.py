@@ -1,0 +1,179 @@
+"""`compare`: a step at two levels from the same masters, operation by operation."""
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._autocast.lists import AutocastLists
+from jamp._autocast.transform import Promote
+from jamp._core.groups import Wrt
+from jamp._core.path_rules import check_rules
+from jamp._fp8.options import Fp8
+from jamp._policy.casting import cast_to_level
+from jamp._policy.forward import forwards_at
+from jamp._policy.levels import OptLevel, Properties
+from jamp._state.amp_state import AmpState
+from jamp._state.step import master_params
+from jamp.diagnostics._comparison import Comparison
+from jamp.diagnostics._errors import Errors
+from jamp.diagnostics._pairing import Side, find_common, pair_runs
+from jamp.diagnostics._step import (
+    Step,
+    function_first,
+    matmul_dtype,
+    trace_scaled_step,
+)
+
+_QUIET = 3.0  # seconds before the progress bar
+
+
+class Settings(TypedDict, total=False):
+    """The options of a level that `compare` can change; see `jamp.initialize`."""
+
+    lists: AutocastLists | None
+    keep_fp32: Any
+    fp8: bool | Fp8 | None
+    promote: Promote | None
+
+
+@function_first
+def compare(
+    loss_fn: Callable[..., Any],
+    level: OptLevel,
+    *,
+    only: str = "",
+    loss_id: int = 0,
+    wrt: Wrt = None,
+    **settings: Unpack[Settings],
+) -> Callable[..., Comparison]:
+    """Finds the operations that lose digits: compares a state's level with another.
+
+    It runs the loss and its gradients at both levels from the same masters, with the
+    same arguments and keys, one operation at a time, and compares the operations that
+    both programs have: forward, backward, and the matmuls in fp8.
+
+    It needs the memory of two steps that are not compiled.
+
+    Args:
+        loss_fn: `(params, *args, **kwargs) -> loss`, or `(loss, aux)`, as in the step.
+        level: the level to compare with, which counts as right: usually "O0".
+        only: a part of a module path, such as "decoder/layers_3", to look at alone.
+        loss_id: which of the state's loss scales to use.
+        wrt: the groups to differentiate, as in the step.
+        **settings: `lists`, `keep_fp32`, `fp8` and `promote` of the other level, as in
+            `jamp.initialize`. With them, `level` may be the state's own.
+
+    Returns:
+        `f(state, *args, **kwargs) -> Comparison`: print it.
+
+    Raises (when called):
+        TypeError: `state` is not an AmpState, or arrays are traced.
+        OptLevelError: the level is unknown, or the settings contradict it.
+        ValueError: the two levels are the same; a regex of `keep_fp32` or `only`
+            matches nothing.
+        FloatingPointError: the loss is not finite at the other level.
+
+    >>> import jamp, jax.numpy as jnp, optax
+    >>> state = jamp.initialize({"w": jnp.ones(4)}, optax.sgd(1.0), "O5", verbosity=0)
+    >>> def loss_fn(params, t):
+    ...     angle = t * params["w"].astype("float32")
+    ...     return jnp.sin(jamp.half_function(jnp.add)(angle, 1e-3)).sum()
+    >>> report = compare(loss_fn, "O0")(state, 100.0)
+    >>> worst = report.operations[0]
+    >>> print(worst.primitive, worst.error > 0.001)
+    sin True
+    """
+
+    def compared(state, /, *args, **kwargs):
+        rest = args, kwargs, loss_id, wrt
+        left = trace_scaled_step("compare", loss_fn, state, *rest)
+        other = _at_level(state, level, settings)
+        with forwards_at(other.properties):
+            right = trace_scaled_step("compare", loss_fn, other, *rest)
+        with (
+            jax.transfer_guard("allow"),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+        ):
+            half = matmul_dtype(state.properties) or matmul_dtype(other.properties)
+            names = state.properties.opt_level, ", ".join([level, *settings])
+            return _compare_steps((left, right), names, jnp.dtype(half), only)
+
+    return compared
+
+
+def _at_level(state: AmpState, level: OptLevel, settings: Settings) -> AmpState:
+    """A state of the same masters at another level."""
+    properties = Properties.from_opt_level(level, **settings)
+    own = dataclasses.replace(state.properties, loss_scale=properties.loss_scale)
+    if properties == own:
+        raise ValueError(
+            f"compare(loss_fn, {level!r}) compares a state at {level} with itself: "
+            "name another level, such as 'O0', or change lists=, keep_fp32=, fp8= or "
+            "promote=."
+        )
+    masters = master_params(state)
+    check_rules("keep_fp32", properties.keep_fp32, masters)
+    stats = getattr(state, "batch_stats", None)
+    params = cast_to_level(masters, properties, stats)
+    # `state.replace` would cast the params to the present level.
+    return dataclasses.replace(state, params=params, properties=properties)
+
+
+def _compare_steps(
+    steps: tuple[Step, Step], names: tuple[str, str], half: Any, only: str
+) -> Comparison:
+    common, unaligned, total = find_common(*steps, only)
+    sides = Side(steps[0], common), Side(steps[1], common)
+    errors, progress = Errors(half, steps), _Progress(total)
+    for pair in pair_runs(*sides):
+        errors.add(*pair)
+        progress.show()
+    progress.end()
+    losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
+    if not math.isfinite(losses[1]):
+        raise FloatingPointError(
+            f"The loss is {losses[1]} at {names[1]}, which is to be right. Find the "
+            "operation first, with a state at that level: "
+            "`print(jamp.diagnostics.locate(loss_fn)(state, *args))`."
+        )
+    for side, name in zip(sides, names, strict=True):
+        more = dict.fromkeys(label for label, *_ in side.waiting)
+        why = f"more iterations, another branch or other operands at {name}"
+        unaligned += [f"{label}: {why}" for label in more]
+    grads = zip(steps[0].paths, *(side.results[1:] for side in sides), strict=True)
+    return Comparison(
+        levels=names,
+        loss=(losses[0], losses[1]),
+        rounding=float(jnp.finfo(half).eps) / 2,
+        rows=tuple(errors.rows[row] for row in sides[0].rows if row in errors.rows),
+        gradients={path: errors.between(a, b)[0] for path, a, b in grads},
+        unaligned=(*unaligned, *errors.unaligned),
+    )
+
+
+class _Progress:
+    """A bar on stderr, once it has taken three seconds."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.is_shown = total, 0, False
+        self.shown = time.monotonic() + _QUIET
+
+    def show(self) -> None:
+        self.done += 1
+        if time.monotonic() > self.shown:
+            self.shown, self.is_shown = time.monotonic() + 0.2, True
+            bar = "#" * round(30 * min(self.done / self.total, 1.0))
+            text = f"\rcompare [{bar:<30}] {self.done} of {self.total} operations"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.is_shown:
+            print("\r" + " " * 70, end="\r", file=sys.stderr)

@@ -1,0 +1,170 @@
+"""The report of `compare`: modules, and the operations that add the largest errors."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from jamp.diagnostics._modules import rows_of, table, tree_of
+from jamp.diagnostics._source import short_line
+
+_SHOWN = 10  # operations below the tree
+_FLAGGED = 6  # roundings of the half dtype that an operation may add
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An operation that both levels run, or all of its iterations in a loop.
+
+    Attributes:
+        module, source, phase, primitive: as in `explain`.
+        dtype: the narrowest dtype that it reads or returns.
+        error: the norm of the difference of the results over the norm of the right one,
+            in the worst iteration; inf if a result overflows.
+        mean: the mean of the errors of all iterations.
+        added: the error beyond the errors of the operands, of which the squares add up.
+        ulps: the largest difference, in units of the last place of half.
+        overflow, underflow: the shares of results that are not finite, or zero.
+        loops: the iteration with the largest error.
+        entering: the errors of the operands, with the modules that computed them.
+        advice: one sentence that says what to do; "" if there is nothing to do.
+    """
+
+    module: str
+    source: str
+    phase: str
+    primitive: str
+    dtype: str
+    error: float
+    mean: float
+    added: float
+    ulps: float
+    overflow: float
+    underflow: float
+    loops: tuple[str, ...]
+    entering: tuple[tuple[str, float], ...]
+    advice: str
+
+    @property
+    def entered(self) -> float:
+        """The error of the operands, of which the squares add up."""
+        return math.hypot(*(error for _, error in self.entering))
+
+    def __str__(self) -> str:
+        place = ", ".join(filter(None, (short_line(self.source), self.module)))
+        return f"{self.primitive} ({self.phase}, {self.dtype}) at {place}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The errors of a step at one level, measured against another: `print` it.
+
+    Attributes:
+        levels: the names of the state's level and of the right one.
+        loss: the losses at both.
+        rounding: the unit roundoff of half: 2**-11 in float16, 2**-8 in bfloat16.
+        rows: the operations in the order of the program.
+        gradients: the relative error of each gradient by its path.
+        unaligned: the operations that only one of the two programs has.
+    """
+
+    levels: tuple[str, str]
+    loss: tuple[float, float]
+    rounding: float
+    rows: tuple[Row, ...]
+    gradients: dict[str, float]
+    unaligned: tuple[str, ...]
+
+    @property
+    def operations(self) -> tuple[Row, ...]:
+        """The rows by the error that they add, the largest first.
+
+        Operations whose operands are off by six roundings come last: an earlier
+        operation is the cause.
+        """
+        key = lambda row: (row.entered > self._limit, -row.added)  # noqa: E731
+        return tuple(sorted(self.rows, key=key))
+
+    @property
+    def flagged(self) -> tuple[Row, ...]:
+        """The operations that add more than six roundings to good operands."""
+        both = ((row.entered, row.added, row) for row in self.operations)
+        return tuple(row for e, a, row in both if e <= self._limit < a)
+
+    @property
+    def _limit(self) -> float:
+        return _FLAGGED * self.rounding
+
+    def first(self, beyond: float = 0.05) -> Row | None:
+        """The first operation of the program with a larger error, or None."""
+        return next((row for row in self.rows if row.error > beyond), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, strings and numbers, for JSON."""
+        found = dataclasses.asdict(self)
+        found["rows"] = [dataclasses.asdict(row) for row in self.operations]
+        return json.loads(json.dumps(found))
+
+    def __str__(self) -> str:
+        left, right = self.levels
+        lines = [
+            f"{left} against {right}: the loss is {self.loss[0]:.6g}, and "
+            f"{self.loss[1]:.6g}. {len(self.flagged)} of {len(self.rows)} operations "
+            f"add more than {self._limit:.1%}.",
+            _module_table(self.rows),
+        ]
+        # The derivative of a sine computes it again.
+        adding = [row for row in self.operations if row.added > self.rounding / 10]
+        worst = {str(row): row for row in reversed(adding)}
+        flagged = self.flagged
+        for place, row in list(reversed(worst.items()))[:_SHOWN]:
+            lines.append(f"- {place}: {_percent(row.error)}, {_details(row)}")
+            lines += [f"  {row.advice}"] if row in flagged else []
+        if self.unaligned:
+            lines.append(f"Not compared, see `.unaligned`: {len(self.unaligned)}.")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<jamp.diagnostics.Comparison of {' and '.join(self.levels)}>"
+
+
+def _module_table(rows: tuple[Row, ...]) -> str:
+    lines: list[tuple[str, ...]] = [
+        ("module", "forward", "backward", "error added", "worst operation")
+    ]
+    for label, _, node in rows_of(tree_of(rows)):
+        passes = {row.phase: row for row in node.operations}  # the last one of each
+        ends = [passes.get(name) for name in ("forward", "backward")]
+        errors = [_percent(row.error) if row else "" for row in ends]
+        worst = max(node.operations, key=lambda row: row.added)
+        added = _added_by(node.paths, node.operations)
+        where = f"{worst.primitive} at {short_line(worst.source)}"
+        lines.append((label, *errors, _percent(added), where))
+    return table(lines)
+
+
+def _added_by(paths: set[str], rows: list[Row]) -> float:
+    """The error of the last forward result beyond those that come from outside."""
+    forward = [row for row in rows if row.phase == "forward"] or rows
+    entering = [
+        error
+        for row in forward
+        for module, error in row.entering
+        if not any(f"{module}/".startswith(f"{path}/") for path in paths)
+    ]
+    most = max(entering, default=0.0)
+    return max(forward[-1].error - most, 0.0) if math.isfinite(most) else 0.0
+
+
+def _percent(error: float) -> str:
+    return f"{error:.2%}" if math.isfinite(error) else "inf"
+
+
+def _details(row: Row) -> str:
+    parts = [f"{_percent(row.added)} added", f"{row.ulps:.2g} ulps"]
+    if row.mean != row.error:
+        parts.append(f"worst in {row.loops[-1]}, {_percent(row.mean)} in the mean")
+    for name in ("overflow", "underflow"):
+        share = getattr(row, name)
+        parts += [f"{share:.1%} {name}"] if share else []
+    return ", ".join(parts)

@@ -1,0 +1,364 @@
+"""`compare`: planted faults, known errors, and all that a program can hold."""
+
+import ast
+import functools
+import inspect
+import json
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jamp
+import jamp.nnx
+from benchmarks.lean_transformers import GPT2
+from jamp.diagnostics import _compare, compare
+
+pytestmark = pytest.mark.standard_promotion  # as in the reader's program
+
+RNG = np.random.default_rng(0)
+W = (RNG.standard_normal((32, 32)) / np.sqrt(32)).astype(np.float32)
+X = RNG.standard_normal((16, 32)).astype(np.float32)
+
+
+def begin(params, level, **options):
+    params = jax.tree.map(jnp.asarray, params)
+    return jamp.initialize(params, optax.sgd(1.0), level, verbosity=0, **options)
+
+
+# ---- planted faults: functions of named params and a batch, each with its repair
+
+
+def norm(p, x, how=jamp.half_function):
+    def of(h):
+        mean = h.mean(-1, keepdims=True)
+        return (h - mean) * lax.rsqrt((h * h).mean(-1, keepdims=True) - mean**2)  # here
+
+    return how(of)(x @ p["a"] + 30) @ p["b"]
+
+
+def softmax(p, x, how=jamp.half_function):
+    return how(jax.nn.softmax)(x @ p["a"] + 100) @ p["b"]  # here
+
+
+def rotary(p, x):
+    angle = jnp.arange(1000.0, 1016)[:, None] * p["inv_freq"]
+    turn = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)  # here
+    return (x @ p["a"] * turn) @ p["b"]
+
+
+def steps(p, x, how=jamp.half_function):
+    body = lambda t, _: (how(jnp.add)(t, 1e-4), None)  # noqa: E731  # here
+    return x @ p["a"] * lax.scan(body, jnp.float32(1), length=300)[0]
+
+
+def router(p, x):
+    h = jnp.tanh(x @ p["a"])
+    gate = (h @ p["router"] > 0).astype(x.dtype)  # here
+    return (h @ p["b"] * gate) @ p["c"]
+
+
+def subtract(s, m):
+    return jamp.half_function(lambda s: s - m * 1e9)(s)  # here
+
+
+def mask(p, x, hide=subtract):
+    seen = (jnp.arange(32) > 15).astype(x.dtype)
+    return jax.nn.softmax(hide(x @ p["a"], seen)) @ p["b"]
+
+
+def where(s, m):
+    return jnp.where(m > 0, jnp.finfo(s.dtype).min, s)
+
+
+def total_exp(s):
+    return jnp.log(jamp.half_function(lambda s: jnp.exp(s).sum(-1))(s))  # here
+
+
+def log_sum_exp(p, x, of=total_exp):
+    return jnp.clip(of(10 * (x @ p["a"])), 0, 20)
+
+
+FREQUENCIES = (1 / 1e4 ** (np.arange(16) / 16)).astype(np.float32)
+PAIR = {"a": W, "b": W}
+FP8 = {"fp8": jamp.Fp8(smallest=1)}
+FLOAT = {"how": jamp.float_function}
+# A program, its params, level and options; words of the advice, and the repair in code.
+FAULTS = {
+    "norm": (norm, PAIR, "O5", {}, "jamp.float_function", FLOAT),
+    "softmax": (softmax, PAIR, "O5", {}, "jamp.float_function", FLOAT),
+    "inv_freq": (rotary, {**PAIR, "inv_freq": FREQUENCIES}, "O5", {}, "keep_fp32", {}),
+    "steps": (steps, PAIR, "O5", {}, "jamp.float_function", FLOAT),
+    "router": (router, {**PAIR, "router": W, "c": W}, "O6", FP8, "keep=", {}),
+    "mask": (mask, PAIR, "O2", {}, "jnp.finfo(x.dtype).min", {"hide": where}),
+    "logsumexp": (
+        *(log_sum_exp, PAIR, "O2", {}, "jax.nn.logsumexp"),
+        {"of": functools.partial(jax.nn.logsumexp, axis=-1)},
+    ),
+}
+FRAMEWORKS = ("raw", "Linen", "NNX")
+
+
+class Net(nn.Module):
+    fn: object
+    values: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.fn({k: self.param(k, lambda _, v=v: v) for k, v in self.values}, x)
+
+
+class NetNNX(nnx.Module):
+    def __init__(self, fn, values):
+        self.fn, self.names = nnx.static(fn), nnx.static(tuple(values))
+        for name, value in values.items():
+            setattr(self, name, nnx.Param(jnp.asarray(value)))
+
+    def __call__(self, x):
+        return self.fn({name: getattr(self, name)[...] for name in self.names}, x)
+
+
+def square(y):
+    return (y.astype(jnp.float32) ** 2).mean()
+
+
+def run(framework, fn, params, level, options):
+    if framework == "NNX":
+        options = {"opt_level": level, "verbosity": 0, **options}
+        both = jamp.nnx.initialize(NetNNX(fn, params), optax.sgd(1.0), **options)
+        loss_fn, state = jamp.nnx.pure(lambda model, x: square(model(x)), *both)
+        return compare(loss_fn, "O0")(state, X)
+    if framework == "Linen":
+        apply_fn = Net(fn, tuple(params.items())).apply
+    else:
+        apply_fn = lambda variables, x: fn(variables["params"], x)  # noqa: E731
+    state = begin(params, level, apply_fn=apply_fn, **options)
+    loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
+    return compare(loss_fn, "O0")(state, X)
+
+
+def lines_of(fn):
+    """The lines that a program marks."""
+    lines, first = inspect.getsourcelines(fn)
+    return [f"{__file__}:{first + i}" for i, s in enumerate(lines) if "# here" in s]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_its_advice_repairs_it(name):
+    fn, params, level, options, words, repair = FAULTS[name]
+    framework = FRAMEWORKS[list(FAULTS).index(name) % 3]
+    report = run(framework, fn, params, level, options)
+    lines = lines_of({mask: subtract, log_sum_exp: total_exp}.get(fn, fn))
+    found = [row for row in report.operations[:3] if row.source in lines]
+    assert found and found[0] in report.flagged, report
+    advice = found[0].advice
+    assert words in advice, advice
+    if setting := re.search(r"(keep_fp32|keep)=('[^']*')", advice):
+        kept = {setting[1]: ast.literal_eval(setting[2])}
+        options = (
+            kept if setting[1] == "keep_fp32" else {"fp8": jamp.Fp8(smallest=1, **kept)}
+        )
+    again = run(framework, functools.partial(fn, **repair), params, level, options)
+    assert not [row for row in again.flagged if row.source in lines], again
+
+
+# ---- errors that are known
+
+
+def rounded(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def test_the_errors_of_three_layers_are_those_of_numpy():
+    def loss_fn(p, x):
+        return square(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"])
+
+    weights = [W, 2 * W.T, W @ W]
+    report = compare(loss_fn, "O0")(
+        begin(dict(zip("abc", weights, strict=True)), "O5"), X
+    )
+    right = half = X.astype(np.float64)
+    expected = []
+    for i, w in enumerate(weights):
+        right, half = right @ w.astype(np.float64), rounded(rounded(half) @ rounded(w))
+        expected.append(np.linalg.norm(half - right) / np.linalg.norm(right))
+        right, half = (np.tanh(right), np.tanh(half)) if i < 2 else (right, half)
+    products = [row for row in report.rows if row.primitive == "dot_general"]
+    forward = [row for row in products if row.phase == "forward"]
+    np.testing.assert_allclose([row.error for row in forward], expected, rtol=0.02)
+    # Entering: the rounding of the weight, and for the first none of the batch.
+    rounding = np.linalg.norm(rounded(W) - W) / np.linalg.norm(W)
+    assert abs(forward[0].added - (expected[0] - rounding)) < 1e-5
+    assert report.flagged == () and report.first() is None
+    assert report.first(beyond=expected[0] * 0.99) is forward[0]
+    # The same of the gradients of the last layer.
+    assert 0.5 < report.gradients["c"] / expected[-1] < 2
+
+
+def test_an_intact_gpt2_at_o4_is_as_one_by_hand():
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 100)
+    sizes = {"depth": 1, "width": 24, "vocabulary": 128}
+    model = GPT2(**sizes)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    state = begin(params, "O4", apply_fn=model.apply)
+
+    def loss_fn(params, tokens):
+        return square(state.apply_fn({"params": params}, tokens))
+
+    report = compare(loss_fn, "O0")(state, tokens)
+    assert report.flagged == (), report
+    logits = [
+        GPT2(**sizes, dtype=dtype).apply({"params": params}, tokens)
+        for dtype in (jnp.bfloat16, jnp.float32)
+    ]
+    half, right = (np.asarray(x, np.float64) for x in logits)
+    by_hand = np.linalg.norm(half - right) / np.linalg.norm(right)
+    (row,) = (
+        row
+        for row in report.rows
+        if (row.module, row.primitive) == ("GPT2/Embed_0.attend", "dot_general")
+        and row.phase == "forward"
+    )
+    assert 0.5 < row.error / by_hand < 2
+    # 9 of 10 operations that compute are in both programs.
+    assert len(report.unaligned) < len(report.rows) / 10, report.unaligned
+    text = str(report)
+    assert "Block_0" in text and "Embed_0.attend" in text
+
+
+# ---- all that a program can hold
+
+
+def test_iterations_of_loops():
+    half = jamp.half_function(jnp.add)
+
+    def loss_fn(p, x):
+        t, _ = lax.scan(lambda t, _: (half(t, 1e-3), None), jnp.float32(1), length=5)
+        # In half it never gets to 1.01.
+        end = lambda c: (c[0] < 1.01) & (c[1] < 30)  # noqa: E731
+        step = lambda c: (half(c[0], 1e-3), c[1] + 1)  # noqa: E731
+        u, _ = lax.while_loop(end, step, (jnp.float32(1), 0))
+        return square(x @ p["a"]) + t + lax.stop_gradient(u)
+
+    report = compare(loss_fn, "O0")(begin({"a": W}, "O5"), X)
+    scan, loop = (row for row in report.rows if row.primitive == "add" and row.loops)
+    assert scan.loops == ("iteration 4 of 5 of a scan",)
+    # 1 stays 1 in bfloat16: the error is n / 1000 after n iterations.
+    expected = [1 - 1 / (1 + n / 1000) for n in range(1, 6)]
+    np.testing.assert_allclose(
+        [scan.mean, scan.error], [np.mean(expected), expected[-1]], 1e-3
+    )
+    assert loop.loops == ("iteration 9 of a while loop",)
+    assert any("more iterations" in x and "O5" in x for x in report.unaligned)
+
+
+@jax.custom_vjp
+def identity(x):
+    return x
+
+
+identity.defvjp(lambda x: (x, None), lambda _, g: (g * 2,))
+
+
+def test_everything_at_once():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.remat(nn.Dense)(32)(x)
+            x = nn.BatchNorm(use_running_average=False)(x)
+            return nn.Dropout(0.5, deterministic=False)(identity(x))
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    mapped = jax.shard_map(lambda x: 2 * x, mesh=mesh, **specs)
+    key = jax.random.key(0)
+    variables = Layer().init({"params": key, "dropout": key}, X)
+
+    def loss_fn(params, x):
+        given = {"params": params, "batch_stats": variables["batch_stats"]}
+        y, _ = Layer().apply(given, x, rngs={"dropout": key}, mutable=["batch_stats"])
+        y = lax.cond(y[0, 0] > -100, jnp.tanh, jnp.sin, mapped(y))
+        return square(y), "aux"
+
+    report = compare(loss_fn, "O0")(begin(variables["params"], "O2"), X)
+    assert {"dot_general", "shard_map", "tanh", "rsqrt"} <= {
+        r.primitive for r in report.rows
+    }
+    assert all(row.error < 0.05 for row in report.rows), report  # of the same dropout
+    assert {row.phase for row in report.rows} == {"forward", "backward"}
+    found = report.to_dict()
+    assert json.loads(json.dumps(found)) == found
+    added = [row["added"] for row in found["rows"]]
+    assert added == sorted(added, reverse=True)
+    few = compare(loss_fn, "O0", only="Layer/BatchNorm_0")(
+        begin(variables["params"], "O2"), X
+    )
+    assert {row.module for row in few.rows} == {"Layer/BatchNorm_0"}
+
+
+def test_decisions_and_settings():
+    def loss_fn(p, x):
+        scores, chosen = lax.top_k(x @ p["a"], 4)
+        return square(scores @ p["b"][:4]) + 0 * chosen.sum()
+
+    state = begin(PAIR, "O5")
+    report = compare(loss_fn, "O5", keep_fp32="a")(state, X)
+    assert report.levels == ("O5", "O5, keep_fp32")
+    (row,) = (row for row in report.rows if row.primitive == "top_k")
+    right = np.argsort(-(X @ W), kind="stable")[:, :4]
+    half = np.asarray(
+        lax.top_k(jnp.asarray(X, "bfloat16") @ W.astype("bfloat16"), 4)[1]
+    )
+    assert row.error == pytest.approx(np.mean(half != right), abs=0.05)
+
+
+def test_a_sum_that_cancels_is_no_fault():
+    def loss_fn(p, x):
+        y = jax.nn.softmax(x @ p["a"] + p["bias"])  # softmax does not see `bias`
+        return square(y @ p["b"])
+
+    params = {**PAIR, "bias": np.zeros((16, 1), np.float32)}
+    report = compare(loss_fn, "O0")(begin(params, "O5"), X)
+    assert report.flagged == (), report
+
+
+def test_what_it_refuses():
+    def loss_fn(p, x):
+        return square(x @ p["a"])
+
+    state = begin({"a": W}, "O5")
+    with pytest.raises(ValueError, match="at O5 with itself: name another level"):
+        compare(loss_fn, "O5")(state, X)
+    with pytest.raises(jamp.OptLevelError, match="fp8 is for matmuls that run in half"):
+        compare(loss_fn, "O0", fp8=True)(state, X)
+    with pytest.raises(ValueError, match="keep_fp32"):
+        compare(loss_fn, "O5", keep_fp32="nowhere")(state, X)
+    with pytest.raises(ValueError, match="only='nowhere' is in no module path"):
+        compare(loss_fn, "O0", only="nowhere")(state, X)
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(lambda x: compare(loss_fn, "O0")(state, x).loss)(X)
+    with pytest.raises(
+        FloatingPointError, match="The loss is nan at O0, which is to be"
+    ):
+        compare(loss_fn, "O0")(state, X * np.nan)
+    with pytest.raises(TypeError, match=r"got \(function, AmpState"):
+        compare(loss_fn, state, X)
+
+
+def test_progress_is_shown_after_some_seconds(capsys, monkeypatch):
+    loss_fn = lambda p, x: square(x @ p["a"])  # noqa: E731
+    state = begin({"a": W}, "O5")
+    compare(loss_fn, "O0")(state, X)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(_compare, "_QUIET", -1.0)
+    compare(loss_fn, "O0")(state, X)
+    assert "compare [###" in capsys.readouterr().err
