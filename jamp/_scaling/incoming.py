@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from jamp._core.numbers import check_count, check_scale, is_known
+from jamp._core.numbers import check_count, check_scale, numbers_in
 from jamp._core.tree import path_string
 from jamp._scaling.rules import LossScaleRule
 
@@ -27,7 +26,7 @@ def check_scale_state(
             check_count(f"{where}/{name}", value)
     most = getattr(rule, "hysteresis", None)
     value: Any = entry.get("hysteresis")
-    if most is not None and is_known(value) and np.max(value) > most:
+    if most is not None and any(x > most for x in numbers_in(value)):
         raise ValueError(
             f"{where}/hysteresis is {value}, more than the {most} of the state's rule: "
             "pass jamp.initialize the rule of the run that saved it, or set the value "

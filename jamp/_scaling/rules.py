@@ -113,7 +113,7 @@ class DynamicLossScale(_Rule):
         factor: greater than 1 (apex accepts one and ignores it).
         window: finite steps until the scale grows; Flax grows one step later.
         min_scale: floor; None or 0 means 2**-126, so the scale is never 0.
-        max_scale: ceiling; None means 2**126, which is also the highest ceiling.
+        max_scale: ceiling; None means 2**126.
         hysteresis: non-finite steps in a row until the scale falls.
 
     Raises:
@@ -136,15 +136,16 @@ class DynamicLossScale(_Rule):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        if not 1 < number(self.factor) < math.inf:
+            raise ValueError(f"`factor` must be greater than 1, got {self.factor!r}.")
+        check_scale("init_scale", self.init_scale)
+        if self.min_scale is not None and number(self.min_scale) != 0:
+            check_scale("min_scale", self.min_scale)
+        if self.max_scale is not None:
+            check_scale("max_scale", self.max_scale)
         for name in ("init_scale", "factor", "min_scale", "max_scale"):
-            value = getattr(self, name)
-            if value is None and name in ("min_scale", "max_scale"):
-                continue
-            if name == "factor" and not 1 < number(value) < math.inf:
-                raise ValueError(f"`factor` must be greater than 1, got {value!r}.")
-            if name != "factor" and not (name == "min_scale" and number(value) == 0):
-                check_scale(name, value, capped=name != "min_scale")
-            object.__setattr__(self, name, number(value))  # hashable, no array
+            if getattr(self, name) is not None:  # a float hashes, an array does not
+                object.__setattr__(self, name, number(getattr(self, name)))
         for name in ("window", "hysteresis"):
             check_count(name, getattr(self, name), least=1)
             object.__setattr__(self, name, int(getattr(self, name)))
@@ -158,8 +159,7 @@ class DynamicLossScale(_Rule):
     @property
     def _limits(self) -> tuple[float, float]:
         """The lowest and the highest scale."""
-        lowest = max(self.min_scale or SMALLEST_SCALE, SMALLEST_SCALE)
-        return lowest, min(self.max_scale or LARGEST_SCALE, LARGEST_SCALE)
+        return self.min_scale or SMALLEST_SCALE, self.max_scale or LARGEST_SCALE
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""

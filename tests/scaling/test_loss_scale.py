@@ -16,7 +16,7 @@ import jamp
 from tests.oracles import loss_scale as oracle
 
 F32 = np.finfo(np.float32)
-F32_MAX, SMALLEST = float(F32.max), float(F32.smallest_normal)
+SMALLEST = float(F32.smallest_normal)
 LENGTH = 48
 
 RULES = [
@@ -157,14 +157,13 @@ def test_scale_never_reaches_zero(factor):
 
 @pytest.mark.parametrize("factor", [2.0, 1e30])
 def test_scale_never_reaches_inf(factor):
-    for most in (F32_MAX, None):
+    for most in (2.0**126, None):
         rule = jamp.DynamicLossScale(2.0**125, factor, window=1, max_scale=most)
         state = advance(rule, [True] * 3)
         assert state.scale == 2.0**126
         # XLA flushes 1 / 2^127 to zero, and all gradients with it.
         assert rule.unscale({"w": jnp.float32(2.0**127)}, state)["w"] == 2.0
         assert advance(rule, [False], state).scale < state.scale
-    assert jamp.DynamicLossScale(F32_MAX, max_scale=None).init().scale == 2.0**126
 
 
 def test_states_have_strong_fixed_dtypes_and_no_array_twice():
@@ -239,14 +238,13 @@ def test_rules_are_frozen_and_compare_hash_and_pickle_by_value():
 
 NAN, INF = float("nan"), float("inf")
 REACH = r"number between 2\*\*-126 and 2\*\*126"
-CAPPED = r"number between 2\*\*-126 and 3.4e38, float32's largest"
 REFUSED = [
     *[("factor", x, "greater than 1") for x in (1.0, 0.5, 0.0, -2.0, NAN, INF, None)],
     *[("window", x, "at least 1") for x in (0, -1, 1.5, True, INF, None, "7")],
     *[("hysteresis", x, "at least 1") for x in (0, -1, 1.5, False)],
-    *[("init_scale", x, CAPPED) for x in (0.0, -1.0, NAN, INF, 1e39, 1e-46, None)],
+    *[("init_scale", x, REACH) for x in (0.0, -1.0, NAN, INF, 2.0**127, None)],
     *[("min_scale", x, REACH) for x in (-1.0, NAN, INF, 2.0**127, "1")],
-    *[("max_scale", x, CAPPED) for x in (0.0, -1.0, NAN, 1e39)],
+    *[("max_scale", x, REACH) for x in (0.0, -1.0, NAN, 2.0**127)],
     *[("scale", x, REACH) for x in (0.0, -1.0, NAN, INF, 1e39, 1e-46, 2.0**127)],
     ("scale", True, REACH),
 ]
