@@ -38,7 +38,6 @@ def fused_adam(
     adam_w_mode: bool = True,
     bias_correction: bool = True,
     max_grad_norm: ArrayLike | None = None,
-    amsgrad: bool = False,
     legacy: bool = False,
     eps_inside_sqrt: bool = False,
     mask: fused.Mask = None,
@@ -62,7 +61,6 @@ def fused_adam(
         adam_w_mode: whether to decay as above; else $\lambda w$ is added to $g$.
         bias_correction: whether to divide by $1 - \beta^t$.
         max_grad_norm: clips the norm of all gradients; None or 0 clips nothing.
-        amsgrad: raises, as in apex.
         legacy: selects apex's FusedAdam before August 2019: epsilon is added before the
             correction, which multiplies the decay too, and clipping divides by
             (norm + 1e-6) / max_grad_norm.
@@ -77,7 +75,6 @@ def fused_adam(
         divided by, and `found_inf`, which makes the step a no-op.
 
     Raises:
-        RuntimeError: `amsgrad`.
         ValueError: a number is out of range, or options exclude each other.
 
     >>> import jax.numpy as jnp, optax
@@ -104,7 +101,6 @@ def fused_adam(
         adam_w_mode=adam_w_mode,
         bias_correction=bias_correction,
         max_grad_norm=max_grad_norm,
-        amsgrad=amsgrad,
         legacy=legacy,
         eps_inside_sqrt=eps_inside_sqrt,
         mask=mask,

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -53,12 +53,8 @@ class FusedRule(Hyperparameters, Rule):
     bias_correction: bool = False
     max_grad_norm: ArrayLike | None = number(optional=True, default=None)
     moment_dtype: DTypeLike = "float32"
-    amsgrad: dataclasses.InitVar[bool] = False
 
-    def __post_init__(self, amsgrad: bool):
-        if amsgrad:  # as apex does
-            name = type(self).__name__
-            raise RuntimeError(f"{name} does not support the AMSGrad variant.")
+    def __post_init__(self):
         super().__post_init__()
         if self.moment_dtype not in _MOMENTS:
             raise ValueError(
@@ -254,11 +250,6 @@ class FusedTransformation(Transformation):
         """
         options = self.rule.options(grad_scale)
         return ~found_inf_of(jax.tree.leaves(grads), options=options)
-
-    @property
-    def apply(self) -> Callable[..., tuple[PyTree, Any]]:
-        """`FusedRule.apply`, which steps weights in one pass over each leaf."""
-        return self.rule.apply
 
 
 def leaf_salts(tree: PyTree, group: Hashable = None) -> list[int]:

@@ -62,8 +62,7 @@ class Hyperparameters:
             raise ValueError(f"{self.name}: invalid {name}: {value}.")
 
     def _not_one(self, name: str, value: object) -> TypeError:
-        remedy = " Pass its `scale`." if hasattr(value, "scale") else ""
-        text = f"{self.name}: {name} must be a number, got {short_repr(value)}.{remedy}"
+        text = f"{self.name}: {name} must be a number, got {short_repr(value)}."
         return TypeError(text)
 
     def rate(self, count: Count) -> Float[Array, ""]:

@@ -35,7 +35,6 @@ def fused_lamb(
     grad_averaging: bool = True,
     max_grad_norm: ArrayLike | None = 1.0,
     use_nvlamb: bool = False,
-    amsgrad: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
@@ -51,7 +50,7 @@ def fused_lamb(
 
     Args:
         learning_rate, b1, b2, eps, weight_decay, adam_w_mode: as of `fused_adam`.
-        bias_correction, max_grad_norm, amsgrad: as of `fused_adam`.
+        bias_correction, max_grad_norm: as of `fused_adam`.
         mask, moment_dtype, backend: as of `fused_adam`.
         grad_averaging: whether $g$ enters $m$ with $1 - \beta_1$; else with 1.
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
@@ -76,7 +75,6 @@ def fused_lamb(
         grad_averaging=grad_averaging,
         max_grad_norm=max_grad_norm,
         use_nvlamb=use_nvlamb,
-        amsgrad=amsgrad,
         mask=mask,
         moment_dtype=moment_dtype,
         backend=backend,

@@ -16,7 +16,7 @@ from jamp._core.dtypes import widen
 from jamp._core.groups import check_transformation
 from jamp._core.tree import select
 from jamp.optimizers import _fused as fused
-from pallas_kernels import Options, norm
+from pallas_kernels import norm
 
 
 class LARCState(NamedTuple):
@@ -127,28 +127,30 @@ class _LARC(fused.Hyperparameters):
     ) -> tuple[PyTree, Any]:
         """optax's `update`."""
         fused.check_step(self.name, updates, params)
-        grads = self._adapted(updates, state.count, params, self.options(grad_scale))
+        options, inner = self.options(grad_scale, found_inf), self.inner
+        grads = jax.tree.map(widen, updates)
+        if (unscale := options.unscale) is not None:
+            grads = jax.tree.map(lambda g: g * unscale.astype(g.dtype), grads)
         # Widened, so that states of `inner` are in float32 from the first step on.
-        widened = jax.tree.map(widen, params)
-        inner = optax.with_extra_args_support(self.inner)
-        updates, inner_state = inner.update(
-            grads, state.inner_state, widened, **extra_args
+        params = jax.tree.map(widen, params)
+        grads = self._adapted(grads, state.count, params)
+        updates, inner_state = optax.with_extra_args_support(inner).update(
+            grads, state.inner_state, params, **extra_args
         )
         count = optax.safe_increment(state.count)
         new = state._replace(count=count, inner_state=inner_state)
-        if (skip := self.options(None, found_inf).skip) is None:
+        if (skip := options.skip) is None:
             return updates, new
         still = jax.tree.map(jnp.zeros_like, updates)
         return select(~skip, updates, still), select(~skip, new, state)
 
-    def _adapted(
-        self, grads: PyTree, count: fused.Count, params: PyTree, options: Options
-    ) -> PyTree:
-        """The gradients that `inner` sees, in float32."""
+    def _adapted(self, grads: PyTree, count: fused.Count, params: PyTree) -> PyTree:
+        """The gradients that `inner` sees."""
         leaves, structure = jax.tree.flatten(grads)
         weights = structure.flatten_up_to(params)
-        g = norm(leaves, per_leaf=True, options=options)
-        w = norm(weights, per_leaf=True, options=self.options())
+        g, w = (
+            norm(x, per_leaf=True, options=self.options()) for x in (leaves, weights)
+        )
         decays = jnp.array(self.decays(params), bool)
         decay = jnp.where(decays, self.weight_decay, 0)
         ratio = self.trust_coefficient * w / (g + w * decay + self.eps)
@@ -157,11 +159,7 @@ class _LARC(fused.Hyperparameters):
             ratio = jnp.minimum(jnp.where(eta == 0, 1, ratio / eta), 1)
         adapts = (g != 0) & (w != 0)
         ratio, decay = jnp.where(adapts, ratio, 1), jnp.where(adapts, decay, 0)
-        new = []
-        for k, (grad, weight) in enumerate(zip(leaves, weights, strict=True)):
-            grad, weight = widen(grad), widen(weight)
-            if options.unscale is not None:
-                grad = grad * options.unscale.astype(grad.dtype)
-            own_decay = decay[k].astype(grad.dtype)
-            new.append(ratio[k].astype(grad.dtype) * (grad + own_decay * weight))
-        return structure.unflatten(new)
+        each = zip(leaves, weights, ratio, decay, strict=True)
+        return structure.unflatten(
+            [r.astype(g.dtype) * (g + d.astype(g.dtype) * w) for g, w, r, d in each]
+        )

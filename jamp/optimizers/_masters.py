@@ -7,7 +7,7 @@ holes for float32 params, so that no array occurs twice.
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +35,6 @@ class MasterWeightsState(NamedTuple):
 
     masters: PyTree
     inner_state: Any
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raises an error that names the inner state."""
-        hint = "At any opt level, `optax.tree.get(state, name)` finds a value by name."
-        if name == "b1":  # schedule_free_eval_params reads it first
-            hint = (
-                "Write `optax.contrib.schedule_free_eval_params("
-                "state.opt_state.inner_state, jamp.master_params(state))`."
-            )
-        raise AttributeError(
-            f"MasterWeightsState has no {name!r}: it holds `masters` and the state of "
-            f"the optimizer inside, `inner_state`. {hint}"
-        )
 
 
 class MasterWeights(Transformation):

@@ -43,7 +43,6 @@ def fused_novograd(
     grad_averaging: bool = True,
     norm_type: Any = 2,
     init_zero: bool = False,
-    amsgrad: bool = False,
     mask: fused.Mask = None,
     moment_dtype: DTypeLike = "float32",
     backend: str = "xla",
@@ -56,7 +55,7 @@ def fused_novograd(
       w \leftarrow w - \eta \Big(\frac{m}{(1 - \beta_1^t) d} + \lambda w\Big)$$
 
     Args:
-        learning_rate, b1, b2, eps, weight_decay, amsgrad: as of `fused_adam`.
+        learning_rate, b1, b2, eps, weight_decay: as of `fused_adam`.
         mask, moment_dtype, backend: as of `fused_adam`.
         bias_correction: whether to correct $m$ and $n$. apex corrects $n$ also where it
             does not begin at 0, so that first steps are small.
@@ -70,7 +69,7 @@ def fused_novograd(
         A transformation, see `fused_adam`.
 
     Raises:
-        RuntimeError: `amsgrad`, or another norm.
+        RuntimeError: another norm.
         TypeError: `norm_type` is an array.
         ValueError: a number is out of range.
 
@@ -102,7 +101,6 @@ def fused_novograd(
         grad_averaging=grad_averaging,
         norm_type=norm_type,
         init_zero=init_zero,
-        amsgrad=amsgrad,
         mask=mask,
         moment_dtype=moment_dtype,
         backend=backend,

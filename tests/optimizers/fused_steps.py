@@ -190,7 +190,7 @@ def init(tx, params):
 
 @compiled
 def apply(tx, grads, state, weights, **kwargs):
-    return tx.apply(grads, state, weights, **kwargs)
+    return tx.rule.apply(grads, state, weights, **kwargs)
 
 
 @compiled
