@@ -57,7 +57,7 @@ def main(argv=None):
     options = {"apply_fn": apply, "loss_scale": args.loss_scale}
     state = jamp.initialize(params, optax.adam(3e-3), args.opt_level, **options)
     program = train_step.lower(state, x[:64], y[:64]).as_text()
-    print("Products in", *re.findall(r"dot_general.*x(\w+)>$", program, re.MULTILINE))
+    print("Matmuls in", *re.findall(r"dot_general.*x(\w+)>$", program, re.MULTILINE))
     for i in np.random.default_rng(args.seed).integers(1437, size=(args.steps, 64)):
         state, loss = train_step(state, x[i], y[i])
     accuracy = (state.apply_fn(state.params, x[1437:]).argmax(-1) == y[1437:]).mean()

@@ -1,4 +1,4 @@
-"""The public surface: every public name, its parameters and its public members.
+"""List every public name with its parameters and public members.
 
 `python -m tests.surface > tests/public_surface.txt` writes the list that a test reads.
 Types are not in it: `tests/project/test_types.py` has pyright look at them.
@@ -14,7 +14,7 @@ ROOMS = ("", "diagnostics", "fp16_utils", "nnx", "optimizers")
 
 
 def lines() -> Iterator[str]:
-    """One for each name, and one for each public method and property of a class."""
+    """Returns a line per name, and one per public method and property of a class."""
     for room in ROOMS:
         module = importlib.import_module(f"jamp.{room}".rstrip("."))
         for name in sorted(public(module)):
@@ -24,7 +24,7 @@ def lines() -> Iterator[str]:
 
 
 def public(module: Any) -> set[str]:
-    """What a module defines, or imports for others as `from jamp._x import a as a`."""
+    """Returns names that a module defines or exports with `import a as a`."""
     source = inspect.getsource(module)
     names = re.findall(r"\b([a-zA-Z]\w*) as (\w+)", source)
     defined = re.findall(r"^def ([a-z]\w*)", source, re.MULTILINE)
@@ -44,10 +44,10 @@ def described(name: str, thing: Any) -> Iterator[str]:
 
 
 def parameters(thing: Any) -> list[str]:
-    """As they are written in a call, with defaults, and without types."""
+    """Formats parameters with defaults and without types."""
     try:
         signature = inspect.signature(thing)
-    except ValueError:  # an exception's
+    except ValueError:  # exceptions have no signature
         return []
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     plain = signature.replace(parameters=bare, return_annotation=signature.empty)

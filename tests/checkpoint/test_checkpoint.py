@@ -1,4 +1,4 @@
-"""Checkpoints of every state that we define come back; those that do not fit do not."""
+"""Test that checkpoints of all states load, and that others raise errors."""
 
 import functools
 import operator
@@ -25,7 +25,7 @@ HALF = {"w": jnp.asarray([1.5, 1 + 2.0**-8], jnp.float16), "n": jnp.full(2, 1.1)
 
 
 def trained(level="O2", **kwargs):
-    """After a step and a skip, which is pending."""
+    """Returns a state after a step and a pending skip."""
     params = {"dense": {"kernel": jnp.asarray([[0.1, 1 + 2.0**-8, -0.3]])}}
     stats, bn = {"mean": jnp.ones(2)}, {"bn": {"scale": jnp.full(2, 1.1)}}
     params |= bn
@@ -50,7 +50,7 @@ def gradients():
 
 
 def fused():
-    """A state of each fused optimizer, after a step."""
+    """Returns a state of each fused optimizer after a step."""
     params = {"kernel": jnp.asarray([[0.1, 1 + 2.0**-8, -0.3]]), "gain": jnp.ones(())}
     return {name: first(fresh(name), params)[1] for name in OPTIMIZERS}
 
@@ -111,7 +111,7 @@ def test_the_state_dict_holds_masters_scale_and_counters_by_name():
     assert not np.array_equal(kernel, np.float32(state.params["dense"]["kernel"]))
 
 
-# What does not fit: an error names what, and nothing is changed.
+# A checkpoint that does not fit raises an error, and changes nothing.
 
 ADAM = optax.adam(1e-2)
 
@@ -124,13 +124,13 @@ def whole(level="O2", tx=ADAM, tree=None, **kwargs):
 
 
 def saved(level="O2", **kwargs):
-    """Through msgpack: dicts that may be changed."""
+    """Returns mutable dicts, through msgpack."""
     checkpoint = jamp.to_checkpoint(whole(level, **kwargs))
     return serialization.msgpack_restore(serialization.msgpack_serialize(checkpoint))
 
 
 def changed(path, value=None):
-    """A checkpoint with another value at a path; None takes the entry out."""
+    """Returns a checkpoint with another value at a path; None drops the entry."""
     checkpoint = saved()
     *folders, last = path.split("/")
     entry = functools.reduce(operator.getitem, folders, checkpoint)
@@ -154,7 +154,7 @@ MODELS = {"tree": [jnp.ones(2)] * 2, "tx": [ADAM] * 2}
 CAST = "float16, expected float32.*cast them first"
 RAW = "flax.serialization.from_state_dict.*same opt level.*to_checkpoint"
 TAKES = "jamp.to_checkpoint gave, or .*TrainState; got .*keys"
-# Words of the message, in their order; the checkpoint, made when needed; the target.
+# Words of the message in order, a function for the checkpoint, and the target.
 WRONG = [
     (f"{BIAS} is missing.*model", lambda: changed(BIAS), {}),
     (rf"{BIAS}.*\(3,\).*\(2,\)", lambda: changed(BIAS, np.ones(3, F32)), {}),
@@ -258,11 +258,11 @@ def test_the_arguments_the_wrong_way_round():
             call(*args)
 
 
-# Flax's own functions, which look at no dtype
+# Flax's own functions, which ignore dtypes
 
 
 O5, REMAINDER = {"level": "O5"}, {"level": "O5", "store_remainder": True}
-# Options of the state, those of the target, and words of the message.
+# Options of the state, options of the target, and words of the message.
 OTHER_STATES = [
     ({}, O5, r"bias.*dtype float16.*bfloat16"),
     (REMAINDER, O5, "masters.*uint16.*float32"),

@@ -1,4 +1,4 @@
-"""`to_checkpoint` and `from_checkpoint`: from each level to each, and plain Flax."""
+"""Test `to_checkpoint` and `from_checkpoint` between all levels and plain Flax."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from tests.support.states import RUNNING, State
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam on half trees
 
-EXACT = ("O0", "O2", "O5")  # the params are in fp32
+EXACT = ("O0", "O2", "O5")  # float32 params
 ADAM = optax.adam(1e-2)
 
 
@@ -42,7 +42,7 @@ def make(level, seed=0, tx=ADAM, tree=params, **kwargs):
 
 
 def rounded(master, dtype):
-    """Float32 to the nearest half, and never infinite; other leaves as they are."""
+    """Rounds float32 to the nearest finite half, and keeps other leaves."""
     if master.dtype != np.float32:
         return np.asarray(master)
     limit = float(jnp.finfo(dtype).max)
@@ -50,7 +50,7 @@ def rounded(master, dtype):
 
 
 def drawn(tree, seed=7):
-    """Every array with values of its own, drawn by NumPy."""
+    """Fills each array with different values from NumPy."""
     rng = np.random.default_rng(seed)
 
     def draw(x):
@@ -67,7 +67,7 @@ def drawn(tree, seed=7):
 
 
 def lived(state):
-    """As after a long life: params are the masters, rounded; static scales stay."""
+    """Returns a used state: params are the rounded masters, and static scales stay."""
     old, state = state, drawn(state)
     scales = zip(old.loss_scale_rules, old.loss_scales, state.loss_scales, strict=True)
     scales = [
@@ -76,7 +76,7 @@ def lived(state):
     ]
     half = lambda m, p: jnp.asarray(rounded(m, p.dtype))  # noqa: E731
     params = jax.tree.map(half, jamp.master_params(state), state.params)
-    opt_state = state.opt_state  # or `replace` would change the masters
+    opt_state = state.opt_state  # otherwise, `replace` changes the masters
     return state.replace(params=params, opt_state=opt_state, loss_scales=tuple(scales))
 
 
@@ -86,7 +86,7 @@ def at(level):
 
 
 def written(checkpoint):
-    """Through a file of msgpack: arrays of NumPy by name."""
+    """Returns NumPy arrays by name, through a msgpack file."""
     return serialization.msgpack_restore(serialization.msgpack_serialize(checkpoint))
 
 
@@ -95,14 +95,14 @@ def moved(state, target):
 
 
 def moments(opt_state):
-    """The optimizers' own states, without masters."""
+    """Returns the optimizers' states without masters."""
     has = lambda x: isinstance(x, jamp.MasterWeightsState)  # noqa: E731
     inner = lambda x: x.inner_state if has(x) else x  # noqa: E731
     return jax.tree.map(inner, opt_state, is_leaf=has)
 
 
 def assert_fits(state, fresh):
-    """What `state` is made of is what `initialize` makes: no step compiles anew."""
+    """Checks that a state has `initialize`'s types, so that no step compiles again."""
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
     pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(fresh), strict=True)
     for (path, x), y in pairs:
@@ -119,7 +119,7 @@ def assert_rounded(given, masters):
 
 
 def assert_moved(new, old, fresh):
-    """`new` is `old` at the level of `fresh`."""
+    """Checks that `new` is `old` at the level of `fresh`."""
     assert_fits(new, fresh)
     masters = jamp.master_params(old)
     assert_rounded(new.params, masters)
@@ -134,10 +134,10 @@ def assert_moved(new, old, fresh):
         assert_same_bits(new.loss_scales[i], source.loss_scales[i])
 
 
-# From each level to each
+# From each level to each level.
 
 
-# O1 and O4 keep what O0 does, and O6 what O5 does: each is once on either side.
+# O1 and O4 store the same as O0, and O6 as O5: each occurs once per side.
 PAIRS = list(itertools.product(RUNNING, RUNNING)) + [("O1", "O2"), ("O3", "O1")]
 PAIRS += [("O4", "O5"), ("O2", "O4"), ("O6", "O2"), ("O1", "O6"), ("O6", "O6")]
 
@@ -147,7 +147,7 @@ def test_from_each_level_to_each(source, target):
     state, fresh = at(source), make(target, seed=1)
     new = moved(state, fresh)
     assert_moved(new, state, fresh)
-    # Into shapes alone.
+    # Into shapes.
     assert_same_bits(moved(state, jax.eval_shape(lambda: fresh)), new)
     if source == target:
         assert_same_bits(new, state)
@@ -163,7 +163,7 @@ def test_from_each_level_to_each(source, target):
 
 
 def test_a_static_scale_neither_gives_nor_takes():
-    # The factor of a static scale is compiled in: another one would be a lie.
+    # A static scale is compiled into the step, so another value would be wrong.
     static = lived(make("O2", loss_scale=128.0))
     for source, rule, scale in (
         (at("O2"), 128.0, 128.0),
@@ -181,13 +181,13 @@ def test_a_restored_state_is_not_compiled_anew_and_can_be_donated(level):
     kept, fresh = copy(state), make(level, seed=1)
     step = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
     step(make(level))
-    for given in (jamp.to_checkpoint(state), state):  # which is taken as its own
+    for given in (jamp.to_checkpoint(state), state):  # accepted as a state
         assert step(jamp.from_checkpoint(fresh, given)).step == state.step + 1
     assert step._cache_size() == 1
     assert_same_bits(jax.tree.map(jnp.asarray, kept), state)
 
 
-# Masters as 16 bits beside bfloat16. Ties: params rounded from masters would be others.
+# Masters of 16 bits and a bfloat16 param. On ties, rounded masters differ.
 
 ODD = np.uint32(
     [0x3F808000, 0x3F818000, 0x3F80FFFF, 0xBF808001, 0x7F7F7FFF, 0x80000000, 0x00012345]
@@ -208,25 +208,25 @@ def test_remainders_come_back_bit_for_bit_through_masters_too(level):
     if level != "remainders":
         there = moved(state, make(level, tree={"w": jnp.zeros(ODD.size, jnp.float32)}))
         assert bits(jamp.master_params(there)["w"]) == ODD.tobytes()
-        w = there.params["w"][:-1]  # the CPU has no denormals
+        w = there.params["w"][:-1]  # the CPU flushes denormals
         assert bits(w) == rounded(ODD[:-1], w.dtype).tobytes()
     assert_same_bits(moved(there, remainders(ODD[::-1])), state)
 
 
-# Trees, optimizers, groups and fields of all kinds; test_properties.py has more trees
+# Trees, optimizers, groups and fields; test_properties.py has more trees.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Linear:
-    """A module that is a pytree, as Equinox has them; Flax does not know it."""
+    """A module that is a pytree, as in Equinox, which Flax does not register."""
 
     kernel: Any
     bias: Any
 
 
 class Stack:
-    """One without names for its children."""
+    """A pytree without names for its children."""
 
     def __init__(self, *layers):
         self.layers = layers
@@ -304,7 +304,7 @@ def test_for_inference_params_and_fields_are_read_alone(tx, level):
     assert_same_bits(moved(state, jax.eval_shape(lambda: target)), new)
 
 
-# Plain Flax, and what Orbax restores without a target
+# Plain Flax, and Orbax without a target.
 
 
 def flax_state():
@@ -323,7 +323,7 @@ FORMS = (lambda state: state, to_dict, lambda state: written(to_dict(state)))
 
 
 def test_what_orbax_restores_without_a_target_is_read(tmp_path):
-    # Tuples come back as lists, empty states as None.
+    # Tuples become lists, and empty states None.
     ours = lived(like_flax("O0"))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "ours", jamp.to_checkpoint(ours))
@@ -349,7 +349,7 @@ def test_from_plain_flax_and_back(level):
     assert (new.step, new.skipped_steps) == (2, 0)
     assert new.loss_scale == fresh.loss_scale
 
-    # Not compiled: each operation in float32 gives the same bits at every level.
+    # Eager float32 operations give the same bits at every level.
     grads = drawn(plain.params, seed=5)
     new = new.apply_gradients(grads=grads)
     checkpoint = written(jamp.to_checkpoint(new))
@@ -362,14 +362,14 @@ def test_from_plain_flax_and_back(level):
         assert_same_bits(after.params, jamp.master_params(new))
 
 
-# Checkpoints of released versions
+# Checkpoints of released versions.
 
 VERSION_1_TX = optax.adam(optax.constant_schedule(1e-3))
 DATA = subprocesses.ROOT / "tests" / "data" / "checkpoint_v1.msgpack"
 
 
 def version_1(level):
-    """What had been saved: O2, Adam, two losses, BatchNorm, a field and a key."""
+    """Returns the saved state: O2, Adam, two losses, BatchNorm, a field and a key."""
     two = jnp.zeros(2)
     dense = {"kernel": jnp.zeros((2, 2)), "bias": two}
     return make(
@@ -410,7 +410,7 @@ def test_version_1_loads_for_ever(level):
     assert bool(state.last_step_skipped) is True
     assert jax.random.key_data(state.rng).tolist() == [0, 12345]
     if level == "O2":
-        # 0.1 and 1e-6 to the nearest float16; 70000 clamped.
+        # 0.1 and 1e-6 are rounded to float16, and 70000 is clamped.
         half = np.uint16([[0x2E66, 0xC100], [0x0011, 0x7BFF]])
         assert bits(state.params["Dense_0"]["kernel"]) == half.tobytes()
         first, second = state.loss_scales

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: an error that names the place, or every bit that is in them."""
+"""Test that damaged checkpoints raise an error with the path, or load exactly."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ STATE = make()
 BEFORE = jax.tree.map(jnp.copy, STATE)
 PORTABLE = jax.tree.map(np.asarray, jamp.to_checkpoint(STATE))
 OWN = jax.tree.map(np.asarray, serialization.to_state_dict(STATE))
-# Where a file is, the form in it, and how the form is read.
+# The path of a file, its form, and a function that reads the form.
 FORMS = {
     "to_checkpoint": (PORTABLE, jamp.from_checkpoint, jamp.to_checkpoint),
     "state": (OWN, serialization.from_state_dict, serialization.to_state_dict),
@@ -77,7 +77,7 @@ def other_value(rng, x):
 
 
 def damaged(rng, tree):
-    """A copy with one thing wrong, and where."""
+    """Returns a copy with one damage, and its path."""
     tree = copy.deepcopy(tree)
     places = [(path, x) for path, x in leaves(tree) if x is not None]
     path, x = places[rng.integers(len(places))]
@@ -102,7 +102,7 @@ def damaged(rng, tree):
 
 
 def is_sound(path, x):
-    """Whether training can come to such a value."""
+    """Returns whether training can reach a value."""
     if path[-1] in SCALES:
         return np.isfinite(x) and 2.0**-126 <= x <= 2.0**126
     if path[-1] in COUNTS:
@@ -111,7 +111,7 @@ def is_sound(path, x):
 
 
 def assert_whole(tree, restored):
-    """Every leaf of the checkpoint is in the state, with its bits."""
+    """Checks that the state has every leaf of the checkpoint, bit for bit."""
     after = dict(leaves(jax.tree.map(np.asarray, restored)))
     for path, x in leaves(tree):
         if path[-1] in ("version", "opt_level") or x is None:
@@ -122,7 +122,7 @@ def assert_whole(tree, restored):
 
 
 def outcome(form, broken):
-    """The error, if any; what is restored is what is there."""
+    """Returns the error, or checks the restored state."""
     _, read, write = FORMS[form]
     try:
         restored = read(STATE, broken)
@@ -149,7 +149,7 @@ def test_a_thousand_damaged_trees(form):
 
 def test_a_state_that_orbax_restored_is_looked_at_by_check():
     bad = STATE.loss_scales[0]._replace(scale=jnp.float32(np.nan))
-    found = STATE.replace(loss_scales=(bad,))  # Orbax looks at no value
+    found = STATE.replace(loss_scales=(bad,))  # Orbax checks no values
     with pytest.raises(
         ValueError, match="loss_scales/0/scale` must be a finite number"
     ):
@@ -166,7 +166,7 @@ def test_versions_that_are_none(version):
 
 
 class Hostile:
-    """Unpickling one makes a file."""
+    """An object that creates a file when unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -176,7 +176,7 @@ class Hostile:
 
 
 def put_in_every_file(state, folder, data):
-    """What Orbax makes of a checkpoint of which each file is `data`."""
+    """Restores with Orbax a checkpoint in which each file is `data`."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "0", state)
         checkpointer.wait_until_finished()
@@ -190,7 +190,7 @@ def packed(leaf):
     return msgpack.packb({"params": {"dense": {"kernel": leaf}}})
 
 
-# What reads a file, or what was in one.
+# Functions that read a file or its content.
 DOORS = {
     "msgpack": lambda data, _: serialization.from_bytes(STATE, data),
     "a leaf of msgpack": lambda data, _: serialization.from_bytes(STATE, packed(data)),

@@ -1,4 +1,4 @@
-"""Training goes on in a new process, bit for bit; a file is never written in part.
+"""Test that a new process resumes bit for bit, and that files are never partial.
 
 `python -m tests.checkpoint.test_resume FOLDER` is the new process: it restores what was
 saved, trains on, and prints a line of JSON.
@@ -34,8 +34,9 @@ RUNS = {
 
 GOOD = np.float32(np.random.default_rng(0).normal(size=(4, 3)))
 BAD = GOOD * np.float32(np.inf)
-# The batches of two losses. At the save loss 0 has one more overflow before its scale
-# falls, loss 1 one more clean step before its scale grows, and a skip is pending.
+# The batches of two losses. At the save, loss 0 needs one more overflow before its
+# scale falls, loss 1 needs one more clean step before its scale grows, and a skip is
+# pending.
 BEFORE = [(GOOD, -GOOD), (GOOD, BAD), (BAD, GOOD)]
 AFTER = [(BAD, GOOD), (2 * GOOD, GOOD), (GOOD, -GOOD)]
 
@@ -64,7 +65,7 @@ def make(run, seed):
 
 @jax.jit
 def step_all(states, batches):
-    """All runs in one program: one each takes twice as long to compile."""
+    """Runs all states in one program, which compiles in half the time."""
 
     def step(state):
         def loss_fn(params, x):
@@ -83,14 +84,14 @@ def step_all(states, batches):
 
 
 def train(states, batches):
-    states = jax.device_put(states, jax.devices()[0])  # as Orbax does: one compilation
+    states = jax.device_put(states, jax.devices()[0])  # as Orbax does, to compile once
     for pair in batches:
         states = step_all(states, pair)
     return states
 
 
 def described(states):
-    """Every leaf by its path: dtype, shape and bits."""
+    """Maps the path of each leaf to its dtype, shape and bits."""
     leaves = ((path, np.asarray(x)) for path, x in jax.tree.leaves_with_path(states))
     return {
         jax.tree_util.keystr(path): [str(x.dtype), list(x.shape), x.tobytes().hex()]

@@ -1,4 +1,4 @@
-"""Where a state from a checkpoint lies; arrays on different devices."""
+"""Test the placement of a restored state, and arrays on different devices."""
 
 import functools
 import pathlib
@@ -78,7 +78,7 @@ step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
 @functools.cache
 def stepped(level, steps, where):
-    """A state with other numbers in each array, placed."""
+    """Returns a placed state with different numbers in each array."""
     rng = np.random.default_rng(steps)
     params, grads = (
         {"w": np.float32(rng.normal(size=(4, 6))), "b": np.float32(rng.normal(size=4))}
@@ -108,7 +108,7 @@ def test_a_checkpoint_goes_to_another_sharding(into, way):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), target
     )
     checkpoint, like = map(jamp.to_checkpoint, (state, target))
-    if into == "shapes":  # of Orbax it is placed as it was saved: these do not say how
+    if into == "shapes":  # Orbax restores the saved placement, because shapes have none
         target, like = wanted, jax.eval_shape(jamp.to_checkpoint, wanted)
     new = jamp.from_checkpoint(target, through_orbax(checkpoint, like))
 

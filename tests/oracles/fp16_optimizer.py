@@ -1,4 +1,4 @@
-"""apex's scaler and clipping of fp16_utils, from apex_semantics 7; NumPy alone.
+"""apex's scaler and clipping of fp16_utils in NumPy, from apex_semantics 7.
 
 A tree is a list of arrays. Scales are rounded to float32.
 """
@@ -14,7 +14,7 @@ from tests.oracles.steps import Leaves, float64
 def clip(
     leaves: Leaves, max_norm: float, norm_type: float
 ) -> tuple[float, list[np.ndarray]]:
-    """torch's clip_grad_norm_: the norm before clipping, and clipped gradients."""
+    """torch's clip_grad_norm_: returns the norm and the clipped gradients."""
     flat = np.concatenate([x.ravel() for x in float64(leaves)])
     before = float(np.linalg.norm(flat, norm_type))
     factor = min(1.0, max_norm / (before + 1e-6))
@@ -23,7 +23,7 @@ def clip(
 
 @dataclasses.dataclass
 class DynamicLossScaler:
-    """7.4, and 8.2 with other numbers."""
+    """The scaler of 7.4, and of 8.2 with other numbers."""
 
     init_scale: float = 2.0**32
     scale_factor: float = 2.0

@@ -1,4 +1,4 @@
-"""Products in fp8 in float64, from the definition of the formats: NumPy alone.
+"""fp8 matmuls in float64 NumPy, from the definition of the formats.
 
 "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1; e4m3 is that without
 infinities (e4m3fn), whose largest number is 448.
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-# Largest number, digits after the point, exponent of the smallest normal number.
+# The largest number, digits after the point, exponent of the smallest normal.
 E4M3, E5M2 = (448.0, 3, -6), (57344.0, 2, -14)
 
 
 def rounded(x: Any, form: tuple[float, int, int]) -> np.ndarray:
-    """The nearest number of a format, of two the one with an even last digit."""
+    """Rounds to the nearest number of a format, ties to even."""
     _, digits, least = form
     x = np.asarray(x, np.float64)
     exponent = np.maximum(np.floor(np.log2(np.abs(np.where(x == 0, 1, x)))), least)
@@ -22,7 +22,7 @@ def rounded(x: Any, form: tuple[float, int, int]) -> np.ndarray:
 
 
 def scale(x: Any, form: tuple[float, int, int]) -> float:
-    """The largest power of two by which the largest number stays finite."""
+    """Returns the largest power of two that keeps the largest number finite."""
     largest = np.abs(np.asarray(x, np.float64)).max()
     return 2.0 ** np.floor(np.log2(form[0] / largest)) if largest else 1.0
 
@@ -34,6 +34,6 @@ def quantized(x: Any, form: tuple[float, int, int]) -> np.ndarray:
 
 
 def product(x: Any, w: Any, g: Any) -> dict[str, np.ndarray]:
-    """A product by a weight and, of its cotangent, both gradients, of matrices."""
+    """Returns a matmul with a weight, and both gradients of a cotangent."""
     x, w, g = quantized(x, E4M3), quantized(w, E4M3), quantized(g, E5M2)
     return {"y": x @ w, "x": g @ w.T, "w": x.T @ g}

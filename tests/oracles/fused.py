@@ -75,7 +75,7 @@ def fused_adam(
     eps_inside_sqrt: bool = False,
     **how: Any,
 ) -> Iterator[Result]:
-    """FusedAdam, from 8.3; with `legacy` the older one, from 8.1."""
+    """FusedAdam of 8.3, or with `legacy` the older one of 8.1."""
     assert legacy or not eps_inside_sqrt
     assert adam_w_mode or not legacy
 
@@ -83,7 +83,7 @@ def fused_adam(
         if not max_grad_norm:
             return 1.0
         n = global_norm(g)
-        if legacy:  # a NaN compares false, so it clips nothing
+        if legacy:  # NaN compares false, so it clips nothing
             clip = (n + 1e-6) / max_grad_norm
             return clip if clip > 1 else 1.0
         # optax.clip_by_global_norm: a NaN norm makes every gradient NaN.
@@ -124,7 +124,7 @@ def fused_sgd(
     def leaf(t, lr, wd, g, p, *trace):
         d = g if wd_after_momentum else g + wd * p
         if trace:
-            # The first step is not dampened.
+            # Dampening starts at the second step.
             b = d if t == 1 else momentum * trace[0] + (1 - dampening) * d
             d = d + momentum * b if nesterov else b
             trace = (b,)
@@ -267,14 +267,14 @@ def larc(
 
     def adapt(p, g, wd, lr):
         if norm(p) == 0 or norm(g) == 0:
-            return g  # untouched
+            return g  # unchanged
         a = trust_coefficient * norm(p) / (norm(g) + norm(p) * wd + eps)
         if clip:
             a = a / max(a, lr)  # min(a / lr, 1), and 1 where lr is 0
         return (g + wd * p) * a
 
     def adapted() -> Iterator[list[np.ndarray] | None]:
-        # `inner` asks for a step's gradients after the parameters of the last are in.
+        # `inner` takes a step's gradients after the last step's parameters.
         nonlocal count
         for g in unscaled_steps(grads, grad_scale, skip):
             if g is not None:
@@ -288,14 +288,14 @@ def larc(
 
 
 def adam(params: Leaves, grads: Grads, **options: Any) -> Iterator[list[np.ndarray]]:
-    """Only the parameters, after each of the steps."""
+    """Returns the parameters after each step."""
     return (result.params for result in fused_adam(params, grads, **options))
 
 
 def momentum(
     params: Leaves, grads: Grads, *, learning_rate: float, decay: float, storage: type
 ) -> Iterator[list[np.ndarray]]:
-    """Heavy ball, with parameters that are rounded to `storage` after each step."""
+    """Heavy ball, which rounds parameters to `storage` after each step."""
     p = float64(params)
     m = [np.zeros_like(x) for x in p]
     for now in map(float64, grads):

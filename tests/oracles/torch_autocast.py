@@ -1,4 +1,4 @@
-"""What torch.autocast makes of a float32 program, operation by operation.
+"""Run a float32 program as torch.autocast would, operation by operation.
 
 An interpreter of jaxprs by the rules of torch's CUDA lists
 (`aten/src/ATen/autocast_mode.h`), from which widest is to lose nothing:
@@ -27,14 +27,14 @@ from jax.extend import core as jc
 
 from tests.support.programs import PRODUCTS, products_of
 
-# The lists, by the names of primitives, and of functions that JAX jits by name.
+# The lists by names of primitives and of JAX's jitted functions.
 FLOAT32 = frozenset(
     # AT_FORALL_FP32
     "exp exp2 expm1 log log1p pow integer_pow square rsqrt acos asin cosh sinh tan "
     "erf_inv "
     # AT_FORALL_FP32_SET_OPT_DTYPE
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp "
-    # torch has no half kernel for these, and raises
+    # torch has no half kernel for these and raises
     "cholesky eig eigh svd qr lu triangular_solve tridiagonal_solve fft "
     "householder_product geqrf custom_linear_solve "
     "lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad "
@@ -50,7 +50,7 @@ F32 = jnp.dtype("float32")
 
 
 class Value(NamedTuple):
-    """An array, and what torch knows of it.
+    """An array with torch's properties.
 
     Attributes:
         array: in the dtype that it has.
@@ -68,7 +68,7 @@ class Value(NamedTuple):
 
 
 def torch_autocast[**P, R](fn: Callable[P, R], half: Any) -> Callable[P, R]:
-    """`fn` as torch.autocast would run it; takes and returns float32."""
+    """Returns `fn` under torch's rules, which takes and returns float32."""
 
     @functools.wraps(fn)
     def wrapped(*args: P.args) -> R:
@@ -91,12 +91,12 @@ def is_float32(atom: Any) -> bool:
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """As `x.astype`, which is traced in five times the time."""
+    """Casts like `x.astype`, in a fifth of its tracing time."""
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
 def widest(dtypes: Sequence[Any]) -> Any:
-    """The widest of float32 and one half dtype."""
+    """Returns the widest of float32 and one half dtype."""
     return F32 if F32 in dtypes or not dtypes else dtypes[0]
 
 
@@ -106,7 +106,7 @@ class _Interpreter:
         floats = [x for x in leaves if x.dtype == F32]
         self.cached = {id(x): (x, cast(x, self.half)) for x in floats}
 
-    # ---- programs
+    # Programs.
 
     def run(self, jaxpr: Any, args: Sequence[Value]) -> list[Value]:
         """Evaluates a program."""
@@ -144,7 +144,7 @@ class _Interpreter:
         return self.operation(eqn, ins, self.dtype(eqn, ins, floats))
 
     def dtype(self, eqn: jc.JaxprEqn, ins: list[Value], floats: list[Value]) -> Any:
-        """The dtype in which an operation runs."""
+        """Returns the dtype in which an operation runs."""
         name = eqn.primitive.name
         if name in FLOAT32:
             return F32
@@ -158,7 +158,7 @@ class _Interpreter:
         return self.promoted(floats)
 
     def promoted(self, floats: Sequence[Value]) -> Any:
-        """The widest dtype of those that vote, or of the 0-d ones."""
+        """Returns the widest dtype of the voting operands, or of the 0-d ones."""
         for who in (
             [v for v in floats if v.votes],
             [v for v in floats if not v.python],
@@ -168,7 +168,7 @@ class _Interpreter:
         return F32
 
     def operation(self, eqn: jc.JaxprEqn, ins: list[Value], dtype: Any) -> list[Value]:
-        """Computes in float32 of operands that were rounded, and rounds its result."""
+        """Computes in float32 from rounded operands, and rounds the result."""
         floats = [is_float32(a) for a in eqn.invars]
         arrays = [
             v.array if v.python or not f else cast(cast(v.array, dtype), F32)
@@ -184,7 +184,7 @@ class _Interpreter:
                 found.append(of_array(x))
                 continue
             spread = name in ("broadcast_in_dim", "reshape")
-            # A statistic with its axes kept is an array of one element.
+            # A statistic that keeps its axes is an array of one element.
             alone = spread and x.ndim > 0 and x.size == 1 and not python
             found.append(
                 Value(
@@ -199,7 +199,7 @@ class _Interpreter:
         return found
 
     def product(self, eqn: jc.JaxprEqn, ins: list[Value]) -> Value:
-        """A half product: half operands, float32 sums, a half result."""
+        """Multiplies half operands with float32 sums and a half result."""
         halves = [
             self.rounded(v.array) if is_float32(a) else v.array
             for v, a in zip(ins, eqn.invars, strict=True)
@@ -224,12 +224,12 @@ class _Interpreter:
         return Value(x, votes=x.ndim > 0 and not value.python, python=value.python)
 
     def bind(self, eqn: jc.JaxprEqn, arrays: Sequence[Any], params: Any = ()) -> list:
-        """Evaluates an equation as it is, but for some parameters."""
+        """Evaluates an equation with some other parameters."""
         params = eqn.primitive.get_bind_params({**eqn.params, **dict(params)})
         outs = eqn.primitive.bind(*arrays, **params)
         return list(outs) if eqn.primitive.multiple_results else [outs]
 
-    # ---- what holds programs
+    # Operations that contain programs.
 
     def _jit(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
         name = eqn.params["name"]
@@ -243,7 +243,7 @@ class _Interpreter:
     def one_kernel(
         self, eqn: jc.JaxprEqn, ins: list[Value], *dtypes: Any
     ) -> list[Value]:
-        """In float32 inside; the results in given dtypes, one for all or one each."""
+        """Runs inside in float32, and returns results in the given dtypes."""
         outs = self.bind(eqn, _cast(ins, [a.aval for a in eqn.invars]))
         dtypes = dtypes if len(dtypes) == len(outs) else dtypes * len(outs)
         pairs = zip(outs, eqn.outvars, dtypes, strict=True)
@@ -256,7 +256,7 @@ class _Interpreter:
         return self.run(eqn.params["call_jaxpr"], ins)
 
     def _scan(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """Trips in Python: the dtypes of a carry may be others after the first."""
+        """Loops in Python, because the first trip may change a carry's dtype."""
         params = eqn.params
         consts, carried, _ = (len(list(p)) for p in params["ft_in"].unpack())
         fixed, xs = ins[:consts], ins[consts + carried :]
@@ -270,10 +270,10 @@ class _Interpreter:
         rows = rows[::-1] if params["reverse"] else rows
         return [*carry, *(of_array(stacked(ys)) for ys in zip(*rows, strict=True))]
 
-    # ---- functions with a derivative of their own
+    # Functions with custom derivatives.
 
     def _custom_jvp_call(self, eqn: jc.JaxprEqn, ins: list[Value]) -> list[Value]:
-        """One kernel, with its derivative, in the dtypes of its parts."""
+        """Runs one kernel with its derivative in the dtypes of its parts."""
         program = eqn.params["call_jaxpr"]
         assert not products_of(program), "torch would cast inside"
         return self.one_kernel(eqn, ins, *_dtypes(lambda: self.run(program, ins)))
@@ -293,7 +293,7 @@ def _dtypes(run: Callable[[], list[Value]]) -> list[Any]:
 
 
 def stacked(parts: Sequence[Array]) -> Array:
-    """In the widest of their dtypes, if these differ."""
+    """Casts to the widest dtype if the dtypes differ."""
     dtypes = list(dict.fromkeys(p.dtype for p in parts))
     dtype = widest(dtypes) if len(dtypes) > 1 else dtypes[0]
     return jnp.stack([cast(p, dtype) for p in parts])

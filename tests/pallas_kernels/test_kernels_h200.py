@@ -1,4 +1,4 @@
-"""Mosaic compiles every kernel for an H200 and a B200 without spilling registers."""
+"""Test that Mosaic compiles every kernel for an H200 and a B200 without spills."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What jamp's steps cost on an H200, against the same steps without jamp."""
+"""Test the cost of jamp's steps on an H200, relative to steps without jamp."""
 
 import functools
 from typing import Any
@@ -16,13 +16,13 @@ from benchmarks.hlo import Program
 from tests.support import by_hand
 from tests.support.by_jamp import amp_init, amp_step
 
-# optax, and a model with `dtype=`, promote; as in the programs that users write.
+# optax and models with `dtype=` promote, as in users' programs.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.h200]
 
 TX = optax.adam(1e-3)
 
 
-WIDE = 1024  # so that parameters and activations, not scalars, are what is counted
+WIDE = 1024  # large, so that scalars do not count
 MODEL = nn.Sequential([nn.Dense(WIDE), nn.BatchNorm(False), nn.relu, nn.Dense(WIDE)])
 INPUTS = jax.ShapeDtypeStruct((256, WIDE), jnp.float32)
 LABELS = jax.ShapeDtypeStruct((256,), jnp.int32)
@@ -113,12 +113,12 @@ def test_a_dynamic_scale_adds_exactly_one_read_to_an_update():
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_donated_state_is_updated_in_place(level):
     amp = amp_program(level)
-    # The step does not read `last_step_skipped`, one byte: JAX leaves that out.
+    # The step does not read the byte `last_step_skipped`, so JAX drops it.
     assert amp.aliased_bytes == tree_bytes(amp_state(level)) - 1
     assert max(amp.copies, default=0) < 2**16
 
 
-# ---- what an NNX step costs: what the same step of Linen costs
+# An NNX step costs the same as the Linen step.
 
 
 def loss_fn(model, x, y):

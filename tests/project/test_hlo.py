@@ -1,4 +1,4 @@
-"""The counter of benchmarks.hlo, on modules whose costs are derived by hand."""
+"""Test benchmarks.hlo on modules whose costs are derived by hand."""
 
 import dataclasses
 
@@ -82,7 +82,7 @@ UPDATE = """%p = f32[1024]{0} parameter(0)
 %u = f32[8]{0} parameter(1)
 %i = s32[] parameter(2)
 """
-# By name: a program, and the kernels and the bytes that it takes.
+# Programs by name, with their kernels and bytes.
 COSTS = {
     "a fusion that reads an operand twice and returns a tuple": (
         """
@@ -105,7 +105,7 @@ ROOT %f = f32[100]{0} fusion(%p), kind=kLoop, calls=%third""",
         "calls=%place\nROOT %d = f32[1024]{0} fusion-done(%s)",
         *(1, 32 + 4 + 32),
     ),
-    # Per trip: v + v reads v twice and writes it, the test reads and writes.
+    # Per iteration, v + v reads v twice and writes it, and the test reads and writes.
     "a loop of five trips": (
         WHILE + ', backend_config={"known_trip_count":{"n":"5"}}',
         *(5 * 2, 5 * (3 * 1024 + 4 + 4 + 1)),

@@ -1,4 +1,4 @@
-"""What `import jamp` and a step load. Run as a module, it is such a program."""
+"""Test the modules that `import jamp` and a step load. As a module, run a step."""
 
 import json
 import sys

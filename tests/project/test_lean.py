@@ -19,11 +19,11 @@ pytestmark = pytest.mark.standard_promotion
 
 
 class Bound(NamedTuple):
-    """The most that a step may take, as a multiple of the one by hand."""
+    """The limits of a step, relative to the step by hand."""
 
     traffic: float
     temp: float
-    kernels: float = 1.05  # and eight more
+    kernels: float = 1.05  # plus eight
 
 
 BOUNDS = {
@@ -31,16 +31,16 @@ BOUNDS = {
     "narrowest": Bound(1.02, 1.02),
     "O2": Bound(1.02, 1.02, 1.02),
     "O5": Bound(1.02, 1.02, 1.02),
-    # Each tensor that is quantized is a few kernels more: at most 1.07, 0.98 and 2.10.
+    # Each quantized tensor adds a few kernels: at most 1.07, 0.98 and 2.10.
     "O6": Bound(1.10, 1.02, 2.2),
 }
-# Others, each for its cause; at its end what was measured.
+# Exceptions with reasons; the measured values are at the end.
 EXCEPTIONS = {
-    # The float32 class token joins the patches: the stream is float32 by torch's rules.
+    # The class token is float32, so torch's rules make the stream float32.
     ("vit", "widest"): Bound(1.15, 1.15),
-    # The first carry is float32, as the model says, so all are stacked so: 1.60.
+    # The model's first carry is float32, so the stack is float32: 1.60.
     ("lstm", "widest"): Bound(1.05, 1.62),
-    # Less: by hand the label's logit is scattered into float32 logits.
+    # Less, because the model by hand scatters into float32 logits.
     ("words", "widest"): Bound(0.71, 0.44),  # 0.697 and 0.424
     ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
     ("words", "O5"): Bound(0.63, 0.39),  # 0.614 and 0.372
@@ -56,7 +56,7 @@ ON_TPU = {
 }
 EXCEPTIONS_ON_TPU = {
     ("vit", "widest"): Bound(1.13, 1.16),  # 1.12 and 1.15
-    # What is alive at once is less than by hand; XLA packs it less tightly: 1.031.
+    # Fewer live bytes than by hand, which XLA packs less tightly: 1.031.
     ("llama", "O5"): Bound(1.02, 1.04),
 }
 TPU_NAMES = ("gpt2", "vit", "llama", "unet", "resnet50")
@@ -72,7 +72,7 @@ def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> Non
     ours = lean.measure(name, mode, True, on_tpu)
     found = ours.over(by_hand)
     assert found.traffic <= bound.traffic and found.temp <= bound.temp, found
-    # A TPU runs one program, and launches no kernels.
+    # A TPU runs one program without kernels.
     assert on_tpu or ours.kernels <= bound.kernels * by_hand.kernels + 8, found
 
 
@@ -89,11 +89,11 @@ def test_a_step_is_as_lean_on_a_tpu(name, mode):
     assert_lean(name, mode, bound, on_tpu=True)
 
 
-# ---- tracing and lowering: calls of Python, which are no luck
+# Tracing and lowering, in Python calls, which do not vary.
 
 
 def calls(name: str, mode: str) -> int:
-    """How many it takes to trace and lower a step."""
+    """Counts the calls that trace and lower a step."""
 
     def lower():
         step, state = lean.program(name, mode, ours=True)
@@ -101,7 +101,7 @@ def calls(name: str, mode: str) -> int:
         return lean.count_calls(lambda: jax.jit(step).trace(*args).lower())
 
     case, key = lean.CASES[name], jax.eval_shape(jax.random.key, 0)
-    lower()  # JAX keeps what it has traced of its own functions
+    lower()  # JAX caches traces of its own functions
     return lower()
 
 

@@ -1,4 +1,4 @@
-"""What pyright sees of a user's program, on right lines and wrong ones."""
+"""Test pyright's findings in a user's program with right and wrong lines."""
 
 import importlib.util
 import json
@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.pages import ROOT
 
-# After "# ->" the type that pyright must reveal of the line's expression; after "# !!"
-# the rule that it must say the line breaks. On other lines it must find nothing.
+# "# ->" gives the type that pyright must reveal, and "# !!" the rule that the line must
+# break. Pyright must find nothing on other lines.
 PROGRAM = """
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_types_at_the_door(tmp_path):
 
 
 def test_public_names_are_annotated(tmp_path):
-    # All that it misses: jaxtyping's PyTree and optax's classes are unknown to it.
+    # Pyright does not know jaxtyping's PyTree and optax's classes.
     report = pyright(tmp_path, "--verifytypes", "jamp", "--ignoreexternal")
     symbols = report["typeCompleteness"]["symbols"]
     assert len(symbols) > 300

@@ -1,4 +1,4 @@
-"""How far one walks through the code to read a step: functions of ours, and files."""
+"""Test how many of our functions and files a reader of a step passes."""
 
 import pathlib
 import sys
@@ -16,7 +16,7 @@ ROOMS = tuple(str(ROOT / name) for name in ("jamp", "pallas_kernels"))
 
 
 def functions_called(fn: Callable[..., Any], *args: Any) -> tuple[Any, set[Any]]:
-    """What `fn` returns, and our functions that ran, lambdas and generators too."""
+    """Returns the result of `fn`, and our functions that ran."""
     called = set()
 
     def note(frame: Any, event: str, _: Any) -> None:
