@@ -161,6 +161,21 @@ def test_a_norm_gives_back_its_inputs_dtype(name):
     assert [str(y.dtype) for y in found if y.shape == (ROWS, WIDTH)] == ["float16"]
 
 
+READ_IN_BOTH = {
+    "of one array": (lambda w, x: x @ w * 3.0, "float32"),
+    "of two arrays": (lambda w, x: (x @ w) * (x @ w.T), "float16"),
+    "after a norm": (lambda w, x: NORMS["by hand"](x @ w) * 3.0, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", READ_IN_BOTH)
+def test_a_value_is_computed_in_float32_for_one_reader_if_that_is_free(name):
+    """To compute it again from one array takes no more reads."""
+    fn, expected = READ_IN_BOTH[name]
+    both = jamp.autocast(lambda w, x: (lambda y: (jnp.exp(y), y @ w))(fn(w, x)))
+    assert results(both, ["mul"], W, X)[-1] == expected
+
+
 def test_two_broadcast_operands_both_vote():
     def fn(w, x):
         return jnp.tanh((x @ w)[:, :1] * jnp.sin(x[:1]))
