@@ -22,13 +22,16 @@ SMALL = {"dcgan": {"NGF": 4, "NDF": 4}, "digits": {"FEATURES": (4,)}}
 RUNS = {
     "digits": (
         "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale dynamic --steps 2",
-        [r"keep_batchnorm_fp32 *: True\n", r"O3 │ +[\d.]+ % │ +[\d.]+ │ +0 │ +65536 │"],
+        [
+            r"^jamp O3: float16 params, float32 BatchNorm, dynamic loss",
+            r"O3 │ +[\d.]+ % │ +[\d.]+ │ +0 │ +65536 │",
+        ],
         ("digits.png", (840, 960)),
     ),
     "dcgan": (
         "--opt_level O2 --steps 2 --batchSize 16 --nz 8 --lr 1e-4 --beta1 0.9 "
         "--manualSeed 1 --outf out",
-        [r"opt_level *: O2\n", r"D fake │.* of D │", r" G │.* of G │"],
+        [r"^jamp O2: float16 params", r"D fake │.* of D │", r" G │.* of G │"],
         ("out/dcgan.png", (1000, 800)),
     ),
 }
@@ -92,7 +95,7 @@ def test_haiku_and_equinox_learn_in_half(framework, capsys):
     state, right = load("haiku_or_equinox").main(flags.split())
     assert right > 0.8  # chance is 0.1
     assert (state.step, state.loss_scale) == (120, 128)
-    assert f"Products in {' '.join(5 * ['f16'])}\n" in capsys.readouterr().out
+    assert f"Matmuls in {' '.join(5 * ['f16'])}\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
