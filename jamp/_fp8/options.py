@@ -47,7 +47,7 @@ class Fp8:
     smallest: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", self.rules)
+        object.__setattr__(self, "keep", parse_rules("Fp8(keep=)", self.keep))
         if not isinstance(self.grad_weight, bool):
             raise TypeError(
                 f"Fp8(grad_weight=) must be a bool, not {self.grad_weight!r}"
@@ -58,8 +58,3 @@ class Fp8:
             raise ValueError(
                 f"Fp8(smallest=) must be a positive integer or None, found {number!r}"
             )
-
-    @property
-    def rules(self) -> tuple[PathRule, ...]:
-        """The rules of `keep`, one or several."""
-        return parse_rules("Fp8(keep=)", self.keep)

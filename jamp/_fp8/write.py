@@ -33,7 +33,8 @@ class Products:
 
     def keeps(self, path: str, leaf: Any) -> bool:
         """Returns whether the matmuls of a param stay in half."""
-        return matches(self.options.rules, path, leaf)
+        rules: Any = self.options.keep
+        return matches(rules, path, leaf)
 
     def plan(self, facts: Facts) -> Plan:
         """Returns the plan of a program's fp8 matmuls."""

@@ -19,11 +19,8 @@ from jamp._core.tree import is_traced, path_parts, trained_params
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import LossScaleRule
 from jamp._state.step import Group, groups_of, pack_groups
-from jamp.optimizers import (
-    FusedTransformation,
-    StochasticRoundingState,
-    _masters as masters,
-)
+from jamp.optimizers import StochasticRoundingState, _masters as masters
+from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Weight
 
 

@@ -15,7 +15,8 @@ from jamp._core.groups import HasGroups, Key
 from jamp._core.tree import split_overwrite, trained_params, with_trained
 from jamp._scaling.unscaled import still_scaled
 from jamp._state.skip import Flag, keep_on_skip
-from jamp.optimizers import FusedTransformation, _masters as masters
+from jamp.optimizers import _masters as masters
+from jamp.optimizers._fused import FusedTransformation
 from pallas_kernels import Weight
 
 _NO_UPDATE_ARGS = (

@@ -16,7 +16,7 @@ from jamp._core import groups
 from jamp._scaling.rules import DynamicLossScale, StaticLossScale
 from jamp._state.incoming import check_containers
 from jamp.fp16_utils._fp16_optimizer import FP16_Optimizer, FP16State
-from jamp.optimizers import FusedTransformation
+from jamp.optimizers._fused import FusedTransformation
 from jamp.optimizers._masters import master_weights
 from pallas_kernels import norm
 

@@ -12,7 +12,6 @@ from jamp.optimizers._adam import (
     FusedAdamState as FusedAdamState,
     fused_adam as fused_adam,
 )
-from jamp.optimizers._fused import FusedTransformation as FusedTransformation
 from jamp.optimizers._lamb import (
     FusedLAMBState as FusedLAMBState,
     fused_lamb as fused_lamb,
