@@ -60,12 +60,14 @@ def adam(**options):
     return fused_adam(**{"learning_rate": 1e-2, "legacy": True} | options)
 
 
-def test_moments_of_a_group_are_one_float32_vector():
-    optimizer, tree = cut_down(), group(dtype=BF16)
-    state = optimizer.init(tree)
+def test_moments_of_a_group_are_one_float32_vector_and_come_back():
+    optimizer, trees = cut_down([adam(), adam()]), [group(dtype=BF16), group()]
+    state, _ = steps(optimizer, optimizer.init(trees), data(2, tree=trees))
     moments = [x for x in jax.tree.leaves(state.opt_state.inner_state) if x.ndim]
-    assert [(x.dtype, x.shape) for x in moments] == [(F32, (11,))] * 2
-    assert_same_bits(jax.jit(optimizer.init)(tree), state)
+    assert [(x.dtype, x.shape) for x in moments] == [(F32, (11,))] * 4
+    start = jax.jit(optimizer.init)(trees)
+    saved = optimizer.state_dict(state)
+    assert_same_bits(optimizer.load_state_dict(start, saved), state)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +133,11 @@ def test_a_norm_beyond_float32_is_an_overflow():
     assert_same_bits(after.params, tree)
 
 
-MISSING = r"differs from the state in .* is missing"
 REFUSED = [
-    (lambda *_: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
-    (lambda *_: FlatFP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
-    (lambda o, s: o.load_state_dict(s, {}), ValueError, MISSING),
-    (lambda o, _: o.load_state_dict(group(), {}), TypeError, "take the state that"),
-    (lambda o, s: o.step(s), ValueError, "backward"),
+    (lambda: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
+    (lambda: FlatFP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
     (
-        lambda *_: cut_down({"a": fused_adam()}).init({"b": group()}),
+        lambda: cut_down({"a": fused_adam()}).init({"b": group()}),
         *(ValueError, r"same container.* keys \['b'\] of params.* keys \['a'\]"),
     ),
 ]
@@ -147,6 +145,5 @@ REFUSED = [
 
 @pytest.mark.parametrize("call, error, words", REFUSED)
 def test_what_is_refused(call, error, words):
-    optimizer = cut_down()
     with pytest.raises(error, match=words):
-        call(optimizer, optimizer.init(group()))
+        call()
