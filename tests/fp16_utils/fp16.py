@@ -68,32 +68,33 @@ def cut_down(tx=None, **kwargs):
     return fp16_utils.FlatFP16_Optimizer(tx, **kwargs)
 
 
-def step_of(optimizer):
-    """backward, step and zero_grad; also the state before the gradients went."""
-
-    def step(state, x):
-        _, state = optimizer.backward(state, dot, x)
-        state = optimizer.step(state)
-        return optimizer.zero_grad(state), state
-
-    return step
-
-
 def run(step, state, xs, where="jit"):
-    """The last state, and what was seen after each step."""
+    """The states that `step(state, x)` returns, in a list."""
     if where == "scan":
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *xs)
-        state, seen = jax.jit(lambda s, x: lax.scan(step, s, x))(state, stacked)
-        return state, [jax.tree.map(lambda x, i=i: x[i], seen) for i in range(len(xs))]
+        _, seen = jax.jit(lambda s, x: lax.scan(step, s, x))(state, stacked)
+        return [jax.tree.map(lambda x, i=i: x[i], seen) for i in range(len(xs))]
     step, seen = (jax.jit(step) if where == "jit" else step), []
     for x in xs:
         state, now = step(state, x)
         seen.append(now)
-    return state, seen
+    return seen
 
 
-def steps(optimizer, state, xs, where="jit"):
-    return run(step_of(optimizer), state, xs, where)
+def steps(optimizer, state, xs, where="jit", passes=1):
+    """The states after steps of so many backward passes, with their gradients."""
+
+    def step(state, xs):
+        for x in xs:
+            _, state = optimizer.backward(state, dot, x)
+        state = optimizer.step(state)
+        return optimizer.zero_grad(state), state
+
+    return run(step, state, in_groups(xs, passes), where)
+
+
+def in_groups(xs, size):
+    return [xs[i : i + size] for i in range(0, len(xs), size)]
 
 
 def host(x):

@@ -17,6 +17,7 @@ from tests.fp16_utils.fp16 import (
     F16,
     F32,
     data,
+    in_groups,
     like,
     make,
     params,
@@ -40,27 +41,14 @@ def assert_as_amp(optimizer, rule, xs, where="jit", passes=1):
     options = {"keep_fp32": "norm", "loss_scale": rule, "verbosity": 0}
     masters = jax.tree.map(lambda p: p.astype(F32), params())
     amp = jamp.initialize(masters, optimizer.optimizer.inner, "O2", **options)
-    xs = [xs[i : i + passes] for i in range(0, len(xs), passes)]
-    _, theirs = run(amp_step, amp, xs)
-    _, mine = run(passes_of(optimizer), optimizer.init(params()), xs, where)
+    theirs = run(amp_step, amp, in_groups(xs, passes))
+    mine = steps(optimizer, optimizer.init(params()), xs, where, passes)
     for a, b in zip(mine, theirs, strict=True):
         assert_same_bits(
             (a.params, a.opt_state, a.loss_scaler, a.overflow),
             (b.params, b.opt_state, b.loss_scales[0], b.last_step_skipped),
         )
     return mine
-
-
-def passes_of(optimizer):
-    """The state after a step, and before its gradients went."""
-
-    def step(state, xs):
-        for x in xs:
-            _, state = optimizer.backward(state, dot, x)
-        state = optimizer.step(state)
-        return optimizer.zero_grad(state), state
-
-    return step
 
 
 def test_options_of_the_scale_are_honoured():
@@ -101,7 +89,7 @@ def test_two_backward_passes_give_the_sum_for_half_and_fp32_params(
 def test_an_overflow_in_one_of_two_backward_passes_skips(bad, scale):
     optimizer, xs = make(), data(4, bad)
     start = optimizer.init(params())
-    _, (first, second) = run(passes_of(optimizer), start, [xs[:2], xs[2:]])
+    first, second = steps(optimizer, start, xs, passes=2)
     assert (first.overflow, second.overflow) == (True, False)
     assert_same_bits((first.params, first.opt_state), (start.params, start.opt_state))
     assert second.loss_scale == 2.0**scale
@@ -251,9 +239,8 @@ def other():
 def overflowed():
     """Between an overflowing backward and the step that it will skip."""
     start, xs = OPTIMIZER.init(params()), data(5, (2,))
-    state, _ = steps(OPTIMIZER, start, xs)
-    backward = jax.jit(lambda state, x: OPTIMIZER.backward(state, dot, x)[1])
-    return backward(state, like(np.inf))
+    state = OPTIMIZER.zero_grad(steps(OPTIMIZER, start, xs)[-1])
+    return OPTIMIZER.backward(state, dot, like(np.inf))[1]
 
 
 def test_a_donated_state_takes_no_array_along():
