@@ -1,8 +1,6 @@
 """apex's older interfaces in functional form: methods take the state and return it.
 
-May import all rooms but `nnx` and `diagnostics`. It has both FP16_Optimizers (apex had
-the flat one in apex.optimizers), the first loss scalers, and helpers for masters by
-hand. New features go elsewhere.
+This package may import all packages except `nnx` and `diagnostics`.
 """
 
 from jamp.fp16_utils._flat import FlatFP16_Optimizer as FlatFP16_Optimizer

@@ -12,13 +12,8 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jamp._core.dtypes import FLOAT32
 from jamp._core.tree import all_finite
+from jamp._scaling import rules
 from jamp._scaling.loss import grad_of_scaled
-from jamp._scaling.rules import (
-    DynamicLossScale,
-    LossScaleRule,
-    LossScaleState,
-    StaticLossScale,
-)
 
 
 class LossScaler:
@@ -31,9 +26,9 @@ class LossScaler:
     """
 
     def __init__(self, scale: float = 1):
-        self.rule: LossScaleRule = StaticLossScale(scale)
+        self.rule: rules.LossScaleRule = rules.StaticLossScale(scale)
 
-    def init(self) -> LossScaleState:
+    def init(self) -> rules.LossScaleState:
         """The state before the first step."""
         return self.rule.init()
 
@@ -42,19 +37,19 @@ class LossScaler:
         return ~all_finite(grads if self.rule.checks else ())
 
     def update_scale(
-        self, state: LossScaleState, overflow: Bool[Array, ""]
-    ) -> LossScaleState:
+        self, state: rules.LossScaleState, overflow: Bool[Array, ""]
+    ) -> rules.LossScaleState:
         """The state after a step."""
         return self.rule.update(state, ~jnp.asarray(overflow, bool))
 
-    def scale_gradient(self, state: LossScaleState, grads: PyTree) -> PyTree:
+    def scale_gradient(self, state: rules.LossScaleState, grads: PyTree) -> PyTree:
         """Multiplies gradients by the scale, and rounds once to their dtypes."""
         scaled = lambda g: (g.astype(FLOAT32) * state.scale).astype(g.dtype)  # noqa: E731
         return jax.tree.map(scaled, grads)
 
     def backward(
         self,
-        state: LossScaleState,
+        state: rules.LossScaleState,
         loss_fn: Callable[..., Array],
         params: PyTree,
         *args: Any,
@@ -83,4 +78,4 @@ class DynamicLossScaler(LossScaler):
         scale_window: int = 1000,
     ):
         own = init_scale, scale_factor, scale_window
-        self.rule: LossScaleRule = DynamicLossScale(*own, 1.0, None)
+        self.rule: rules.LossScaleRule = rules.DynamicLossScale(*own, 1.0, None)
