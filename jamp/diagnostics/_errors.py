@@ -57,12 +57,18 @@ class Errors:
         outs = zip(left.outs, right.outs, strict=True)
         found = [self.between(a, b, is_fp8) for a, b in outs]
         error, ulps, overflow, underflow = max(found)
-        is_odd = any(e > _ODD and v.maker and v.note.error is None for v, e in entering)
+        known = [(a.note.partner, b.note) for a, b in pairs]
+        known = [(mine, note) for mine, note in known if mine and note.partner]
+        is_odd = {id(mine) for mine, _ in known} != {id(note) for _, note in known}
+        is_odd |= any(
+            e > _ODD and v.maker and v.note.error is None for v, e in entering
+        )
         if is_odd or (error > _ODD and _is_noise(site, [b for _, b in pairs], right)):
             self.unaligned[f"{label}: no digits, or other operands"] = None
             return
-        for value, (own, *_) in zip(left.outs, found, strict=True):
-            value.note.error = own
+        for a, b, (own, *_) in zip(left.outs, right.outs, found, strict=True):
+            a.note.error, a.note.row = own, run.row
+            a.note.partner, b.note.partner = b.note, a.note
         entered = math.hypot(*(e for _, e in entering))
         row = Row(
             module=label.module,
@@ -82,8 +88,10 @@ class Errors:
         )
         self.runs[run.row] += 1
         if (old := self.rows.get(run.row)) is not None:
-            # The error of a carry grows: measure it from the first iteration.
-            grown = error - old.entered if old.entered < _ODD else 0.0
+            # An operation that reads its own last result, as a sum does: its error
+            # grows from the first iteration on.
+            is_sum = any(v.note.row == run.row for v, _ in entering)
+            grown = error - old.entered if is_sum and old.entered < _ODD else 0.0
             row = dataclasses.replace(
                 max(row, old, key=lambda x: x.error),
                 mean=old.mean + (error - old.mean) / self.runs[run.row],
@@ -154,6 +162,8 @@ def _statistics(a, b, half, is_fp8):
     a, b = a.astype(wide), b.astype(wide)
     tiny = float(jnp.finfo(jnp.float32).tiny)
     good = jnp.isfinite(a) & jnp.isfinite(b)
+    if not jnp.iscomplexobj(b):  # without a mask's lowest number
+        good &= (b > -1e3) | (b > b.min(initial=0) / 2)
     size = jnp.where(good, jnp.abs(b), 0)
     most = size.max(initial=tiny)
 

@@ -98,6 +98,8 @@ class Note:
 
     inputs: frozenset[str] = frozenset()  # the arguments that it is made of
     error: float | None = None  # None if it was not compared
+    partner: "Note | None" = None  # of the value that it was compared with
+    row: Any = None  # the row of the operation that made it
 
 
 class Run(NamedTuple):

@@ -235,6 +235,25 @@ def test_an_intact_gpt2_at_o4_is_as_one_by_hand():
     assert "Block_0" in text and "Embed_0.attend" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_intact_gpt2_has_no_flag(level, scan):
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 100)
+    model = GPT2(depth=2, width=48, vocabulary=128, scan=scan)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    state = begin(params, level, apply_fn=model.apply)
+    losses = optax.softmax_cross_entropy_with_integer_labels
+
+    def loss_fn(params, x):
+        logits = state.apply_fn({"params": params}, x)
+        return losses(logits[:, :-1], x[:, 1:]).mean()
+
+    report = compare(loss_fn, "O0")(state, tokens)
+    assert report.flagged == (), report
+    assert len(report.unaligned) < len(report.rows) / 8, report.unaligned
+
+
 # ---- all that a program can hold
 
 
