@@ -105,10 +105,8 @@ def test_the_innermost_policy_wins(name):
 
 def test_a_jitted_function_is_decided_on_anew_where_it_is_called():
     """Autocast rewrites its program once for each mark and dtype of arguments."""
-    twice, product = (
-        jax.jit(lambda x: jnp.concatenate([x, x])),
-        jax.jit(lambda x: x @ W),
-    )
+    twice = jax.jit(lambda x: jnp.concatenate([x, x]))
+    product = jax.jit(lambda x: x @ W)
 
     def fn(x):
         with jax.named_scope("trunk"):

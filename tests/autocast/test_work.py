@@ -1,5 +1,6 @@
 """The work of a trace grows in proportion to the program, however deep it is."""
 
+import functools
 import pathlib
 import sys
 
@@ -32,12 +33,7 @@ def calls_of_jamp(fn):
     return count
 
 
-def widest(fn):
-    return jamp.autocast(fn)
-
-
-def narrowest(fn):
-    return jamp.autocast(fn, promote="narrowest")
+narrowest = functools.partial(jamp.autocast, promote="narrowest")
 
 
 def gradient_at_o6(fn):
@@ -98,7 +94,7 @@ def trainer(rows):
 
 
 CASES = {
-    "layers, widest": (widest, layers, 20),
+    "layers, widest": (jamp.autocast, layers, 20),
     "layers, narrowest": (narrowest, layers, 20),
     "layers, O6": (gradient_at_o6, layers, 10),
     "loops, O6": (gradient_at_o6, loops, 4),
@@ -110,7 +106,7 @@ AROUND = {
     "scan": lambda fn: lambda x: repeat(lambda c, _: fn(c), x, length=2),
     "while": lambda fn: lambda x: lax.while_loop(lambda c: c[0, 0] < 3, fn, x),
 }
-CASES |= {name: (widest, nested(fn), 4) for name, fn in AROUND.items()}
+CASES |= {name: (jamp.autocast, nested(fn), 4) for name, fn in AROUND.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,5 +118,5 @@ def test_the_work_of_a_trace_is_linear(name):
 
 def test_the_data_of_an_object_with_a_rule_is_not_searched():
     """A trainer of 200,000 rows took 2 seconds at each trace."""
-    few, many = (calls_of_jamp(widest(trainer(rows))) for rows in (10, 10_000))
+    few, many = (calls_of_jamp(jamp.autocast(trainer(rows))) for rows in (10, 10_000))
     assert few == many
