@@ -5,20 +5,18 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._autocast.lists import AutocastLists
-from jamp._autocast.transform import Promote
 from jamp._core.groups import Wrt
 from jamp._core.path_rules import check_rules
-from jamp._fp8.options import Fp8
 from jamp._policy.casting import cast_to_level
 from jamp._policy.forward import forwards_at
 from jamp._policy.levels import OptLevel, Properties
+from jamp._policy.options import LevelOptions
 from jamp._state.amp_state import AmpState
 from jamp._state.step import master_params
 from jamp.diagnostics._comparison import Comparison
@@ -34,15 +32,6 @@ from jamp.diagnostics._step import (
 _QUIET = 3.0  # seconds before the progress bar
 
 
-class Settings(TypedDict, total=False):
-    """The options of a level that `compare` can change; see `jamp.initialize`."""
-
-    lists: AutocastLists | None
-    keep_fp32: Any
-    fp8: bool | Fp8 | None
-    promote: Promote | None
-
-
 @function_first
 def compare(
     loss_fn: Callable[..., Any],
@@ -51,7 +40,7 @@ def compare(
     only: str = "",
     loss_id: int = 0,
     wrt: Wrt = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[LevelOptions],
 ) -> Callable[..., Comparison]:
     """Finds the operations that lose digits: compares a state's level with another.
 
@@ -67,8 +56,8 @@ def compare(
         only: a part of a module path, such as "decoder/layers_3", to look at alone.
         loss_id: which of the state's loss scales to use.
         wrt: the groups to differentiate, as in the step.
-        **settings: `lists`, `keep_fp32`, `fp8` and `promote` of the other level, as in
-            `jamp.initialize`. With them, `level` may be the state's own.
+        **settings: options of the other level, as in `jamp.initialize`: `keep_fp32`,
+            `lists`, `fp8`, `promote`. With them, `level` may be the state's own.
 
     Returns:
         `f(state, *args, **kwargs) -> Comparison`: print it.
@@ -109,7 +98,7 @@ def compare(
     return compared
 
 
-def _at_level(state: AmpState, level: OptLevel, settings: Settings) -> AmpState:
+def _at_level(state: AmpState, level: OptLevel, settings: LevelOptions) -> AmpState:
     """A state of the same masters at another level."""
     properties = Properties.from_opt_level(level, **settings)
     own = dataclasses.replace(state.properties, loss_scale=properties.loss_scale)

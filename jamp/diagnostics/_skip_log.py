@@ -28,12 +28,6 @@ class SkipLog:
 
     Only `print` and `skips` wait for the device.
 
-    Attributes:
-        step, loss, scale: of each entry.
-        bad: which leaves of each entry were not finite.
-        count: the number of all skips.
-        paths: the paths of the leaves. Static.
-
     >>> import jamp, jax.numpy as jnp, optax
     >>> params = {"a": jnp.ones(2), "b": jnp.ones(2)}
     >>> state = jamp.initialize(params, optax.sgd(1.0), "O2", verbosity=0)
