@@ -26,6 +26,7 @@ from tests.devices.eight_devices import (
     shardings,
     start,
 )
+from tests.support.states import make
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -145,14 +146,12 @@ def test_a_mesh_trains_as_one_device_does(layout):
 @pytest.mark.eight_devices
 def test_each_device_keeps_statistics_of_its_own():
     """A new value that differs by device where the old one is the same on all."""
-    state = jamp.initialize(
-        {"w": jnp.ones(3)}, ADAM, "O1", verbosity=0, mean=jnp.zeros(3)
-    )
+    state = make("O1", {"w": jnp.ones(3)}, ADAM, stats=jnp.zeros(3))
 
     def mean_of(state, x):
         grads = jamp.scaled_grad(lambda p: (p["w"] * x).mean())(state)
-        state = state.apply_gradients(grads=grads, mean=x.mean(0))
-        return state.mean[None], state.skipped_steps
+        state = state.apply_gradients(grads=grads, stats=x.mean(0))
+        return state.stats[None], state.skipped_steps
 
     x = np.arange(48.0, dtype=np.float32).reshape(16, 3)
     means, skipped = jax.jit(on_each(True, mean_of))(state, x)
@@ -179,10 +178,9 @@ def mean_of_rows(params, x):
     return (params["w"].astype(F32) * x).sum(-1).mean()
 
 
-def make(level="O2"):
+def of_two(level="O2"):
     rule = jamp.DynamicLossScale(init_scale=1.0)
-    params, tx = {"w": jnp.ones(2, F32)}, optax.sgd(0.125)
-    return jamp.initialize(params, tx, level, loss_scale=rule, verbosity=0)
+    return make(level, {"w": jnp.ones(2, F32)}, optax.sgd(0.125), loss_scale=rule)
 
 
 def one_step(state, x, **options):
@@ -198,7 +196,7 @@ def test_gradients_are_the_mean_of_all_devices(name):
 
     def run(check_vma, predivide, x):
         step = functools.partial(one_step, axis_name=AXES, predivide=predivide)
-        return on_each(check_vma, step)(make(level), x)
+        return on_each(check_vma, step)(of_two(level), x)
 
     results = jax.jit(lambda x: [run(*way, x) for way in WAYS])(rows)
     for (check_vma, predivide), (grads, state) in zip(WAYS, results, strict=True):
@@ -224,7 +222,7 @@ def test_devices_with_other_parts_of_the_params_skip_as_well(check_vma):
     specs = {"parts": P("model"), "whole": P()}
     params = {"parts": np.ones(4, np.float32), "whole": np.ones((), np.float32)}
     rule = jamp.StaticLossScale(8.0, check=True)
-    state = jamp.initialize(params, optax.sgd(0.5), "O2", loss_scale=rule, verbosity=0)
+    state = make("O2", params, optax.sgd(0.5), loss_scale=rule)
     where = jax.tree.map(lambda _: P(), state).replace(params=specs)
     where = where.replace(opt_state=where.opt_state._replace(masters=specs))
 
@@ -288,9 +286,9 @@ def test_a_sum_in_half_over_replicated_params_warns(level):
 def test_an_axis_must_be_there_and_predivide_be_positive():
     words = "(?s)'nowhere'.*not bound.*'d'.*jax.shard_map.*jit.*leave"
     with pytest.raises(ValueError, match=words):
-        traced(make(), True, axis_name=("d", "nowhere"))
+        traced(of_two(), True, axis_name=("d", "nowhere"))
     with pytest.raises(ValueError, match="axis_name='d' is not bound"):
-        one_step(make(), SIXTEENTHS, axis_name="d")
+        one_step(of_two(), SIXTEENTHS, axis_name="d")
     for bad in (0, float("inf"), "8", True):
         with pytest.raises(ValueError, match="predivide.*positive"):
             jamp.scaled_grad(loss_fn, axis_name="d", predivide=bad)

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -14,6 +13,7 @@ from benchmarks import h200
 from tests.devices import test_many_devices_h200 as steps
 from tests.devices.eight_devices import AXES, mesh_of
 from tests.support.programs import FAST, walk
+from tests.support.states import SGD, make
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 PARAMS = {"w": np.ones((16, 4), np.float32), "b": np.ones(4, np.float32)}
@@ -63,8 +63,7 @@ def error(level, how, **options):
     """The largest error of a gradient, as a part of the largest gradient."""
     x, c = batch()
     wanted = {"w": np.float64(x).T @ c, "b": np.float64(c).sum(0)}
-    options = {"loss_scale": 1.0, "verbosity": 0} | options
-    state = jamp.initialize(PARAMS, optax.sgd(1.0), level, **options)
+    state = make(level, PARAMS, SGD, loss_scale=1.0, **options)
     where = NamedSharding(mesh_of(), ROW)
     state = jax.device_put(state, NamedSharding(mesh_of(), P()))
     call = jax.jit(how, compiler_options=FAST)
@@ -119,8 +118,7 @@ def test_what_leads_to_a_gradient_is_float32_through_loops_and_calls(level):
     x = np.float32(rng.normal(size=(16, 8)))
 
     def grads(level, **options):
-        options = {"loss_scale": 1.0, "verbosity": 0} | options
-        state = jamp.initialize(params, optax.sgd(1.0), level, **options)
+        state = make(level, params, SGD, loss_scale=1.0, **options)
         call = jax.jit(jamp.scaled_value_and_grad(constructs), compiler_options=FAST)
         return call(state, x)
 
@@ -137,9 +135,7 @@ def test_what_leads_to_a_gradient_is_float32_through_loops_and_calls(level):
 
 
 def test_aux_and_a_loop_of_ones_own_go_through():
-    state = jamp.initialize(
-        PARAMS, optax.sgd(1.0), "O5", reduce_dtype="float32", verbosity=0
-    )
+    state = make("O5", PARAMS, SGD, reduce_dtype="float32")
 
     def with_aux(params, x, c):
         return loss_fn(params, x, c), {"name": "aux", "x": x, "none": None}
@@ -181,9 +177,7 @@ def test_calls_share_their_programs_as_they_did():
         return x.sum()
 
     def programs(reduce_dtype):
-        options = {"reduce_dtype": reduce_dtype, "verbosity": 0}
-        params = {"w": jnp.eye(4)}
-        state = jamp.initialize(params, optax.sgd(0.1), "O5", **options)
+        state = make("O5", {"w": jnp.eye(4)}, SGD, reduce_dtype=reduce_dtype)
         traced = jax.make_jaxpr(jamp.scaled_grad(stacked))(state, jnp.ones((2, 4)))
         eqns = [e for e in walk(traced.jaxpr) if e.primitive.name == "jit"]
         return len({id(e.params["jaxpr"]) for e in eqns})

@@ -16,6 +16,7 @@ import jamp
 import jamp.nnx
 from tests.policy.forward_models import normal, products
 from tests.support.programs import evaluate
+from tests.support.states import SGD, make
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -27,11 +28,6 @@ MASK = np.tril(np.ones((6, 6), bool))
 def weights(*names, width=WIDTH):
     shapes = {name: normal(width, width, seed=i) for i, name in enumerate(names)}
     return {name: x / width**0.5 for name, x in shapes.items()}
-
-
-def begin(params, level, **options):
-    options = {"verbosity": 0, "loss_scale": 8.0} | options
-    return jamp.initialize(params, optax.sgd(0.1), level, **options)
 
 
 # Raw code with one float32 value each: ways to write the scores of an attention.
@@ -58,7 +54,7 @@ def test_no_float32_value_leaves_a_product_in_float32(name):
         attention = jax.nn.softmax(SCORES[name](q, k, params))
         return jnp.square(attention @ v @ params["out"]).mean()
 
-    state = begin(params, level, keep_fp32="temperature")
+    state = make(level, params, SGD, loss_scale=8.0, keep_fp32="temperature")
     step = jamp.scaled_value_and_grad(loss_fn)
     found = products(step, state, X)
     assert found == [f"{HALF[level]},{HALF[level]}"] * 15
@@ -77,7 +73,7 @@ def mlp(params, x):
 
 def test_the_loss_around_a_model_and_a_teacher_stay_float32():
     params = weights("a", "b", "c")
-    state = begin(params, "O5", apply_fn=mlp)
+    state = make("O5", params, SGD, apply_fn=mlp)
 
     def loss_fn(half, x):
         z = state.apply_fn(half, x)  # three products
@@ -110,7 +106,7 @@ def test_kept_and_half_params_side_by_side_in_what_holds_programs(where):
         return x @ params["kept"] if "kept" in params else x
 
     forward = functools.partial(where, body)
-    state = begin(weights("half", "kept"), "O2", keep_fp32="kept", apply_fn=forward)
+    state = make("O2", weights("half", "kept"), SGD, keep_fp32="kept", apply_fn=forward)
     run = lambda state: state.apply_fn(state.params, X[0])  # noqa: E731
     assert products(run, state) == ["float16,float16", "float32,float32"]
 
@@ -123,7 +119,7 @@ def test_promote_and_lists_say_what_runs_in_half(level, promote):
     products_in_float32 = jamp.AutocastLists().with_primitive("dot_general", "float32")
     options = {"apply_fn": stream, "promote": promote}
     for lists, half in ((None, HALF[level]), (products_in_float32, "float32")):
-        state = begin(weights("w"), level, **options, lists=lists)
+        state = make(level, weights("w"), SGD, **options, lists=lists)
         found = products(lambda s: s.apply_fn(s.params, X), state)
         assert found == [f"{half},{half}"]
         small = jnp.full((3, WIDTH), np.float32(1 + 2.0**-12))
@@ -160,7 +156,7 @@ def test_a_norm_is_rounded_once(norm, level):
     variables = Model().init(jax.random.key(0), jnp.ones((1, WIDTH)))
     scales = {k: 1 + 0.3 * normal(WIDTH) for k in variables["params"]["norm"]}
     params = {**variables["params"], "norm": scales}
-    state = begin(params, level, apply_fn=Model().apply)
+    state = make(level, params, SGD, keep_fp32=None, apply_fn=Model().apply)
     found = jax.jit(state.apply_fn)({"params": state.params}, x)
     own = {"params": state.params["norm"]}
     expected = norm(dtype=half).apply(own, x)
