@@ -57,7 +57,9 @@ def stepped(optimizer: str, kind: str, dtype: Any) -> Case:
 
     def call(options, weights, moments, grads, unscale, skip):
         options = pk.Options(unscale, skip, options.backend)
-        decays = [optimizer != "sgd" or k % 2 == 0 for k in range(len(weights))]
+        decays = [rule.weight_decay != 0] * len(weights)
+        if optimizer == "sgd":
+            decays[1::2] = [False] * len(decays[1::2])
         leaves, count = pk.Leaves(weights, grads, moments, decays), jnp.int32(0)
         if optimizer == "novograd":  # whose norms are a kernel of its own
             norms = jnp.arange(1, len(grads) + 1, dtype=F32)
