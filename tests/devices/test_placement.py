@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jamp
 from tests.devices.eight_devices import mesh_of, misplaced
+from tests.support.states import SGD, make
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -35,17 +36,15 @@ def test_arrays_on_different_devices_are_named():
     here, there = (jax.device_put(rows, on_mesh("Auto", n, P("data"))) for n in (4, 2))
     one = jax.device_put(rows, jax.devices()[3])
 
-    def make(params, **fields):
-        return jamp.initialize(params, optax.sgd(0.1), verbosity=0, **fields)
-
     def loss_fn(params, x):
         return (params["w"].astype(jnp.float32) * x).sum()
 
-    state = make({"w": here}, stats=here)
+    begin = functools.partial(make, "O1", tx=SGD)
+    state = begin({"w": here}, stats=here)
     grad, step, grads = jamp.scaled_grad(loss_fn), state.apply_gradients, {"w": here}
     for call, first, other, where in (
-        (lambda: make({"a": here, "b": there}), "params['a']", "params['b']", TWO),
-        (lambda: make({"a": here}, stats=[one]), "params['a']", "stats[0]", ONE),
+        (lambda: begin({"a": here, "b": there}), "params['a']", "params['b']", TWO),
+        (lambda: begin({"a": here}, stats=[one]), "params['a']", "stats[0]", ONE),
         (lambda: grad(state, there), "state.step", "args[0]", TWO),
         (lambda: step(grads={"w": there}), "state.step", "grads['w']", TWO),
         (lambda: step(grads=grads, stats=there), "state.step", "stats", TWO),
