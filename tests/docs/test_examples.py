@@ -23,7 +23,7 @@ RUNS = {
     "digits": (
         "--opt-level O3 --keep-batchnorm-fp32 True --loss-scale dynamic --steps 2",
         [
-            "jamp O3: float16 params, float32 BatchNorm, dynamic",
+            r"^jamp O3: float16 params, float32 BatchNorm, dynamic loss",
             r"O3 │ +[\d.]+ % │ +[\d.]+ │ +0 │ +65536 │",
         ],
         ("digits.png", (840, 960)),
@@ -31,7 +31,7 @@ RUNS = {
     "dcgan": (
         "--opt_level O2 --steps 2 --batchSize 16 --nz 8 --lr 1e-4 --beta1 0.9 "
         "--manualSeed 1 --outf out",
-        ["jamp O2: ", r"D fake │.* of D │", r" G │.* of G │"],
+        [r"^jamp O2: float16 params", r"D fake │.* of D │", r" G │.* of G │"],
         ("out/dcgan.png", (1000, 800)),
     ),
 }
