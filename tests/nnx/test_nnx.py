@@ -371,7 +371,7 @@ def noting(model, x):
     return loss_fn(model, x)
 
 
-# What is called with a model and its optimizer, by the error.
+# Calls with a model and its optimizer, by the error that they raise.
 BAD_CALLS = {
     "removed Variables: .*'note'.*nnx.pop": lambda m, o: grads_of(noting, m, o, X),
     "added or removed Variables": lambda m, o: jamp.nnx.autocast(noting)(linear(), X),
