@@ -83,10 +83,7 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
 
     def step(self, state: FP16State, closure: None = None) -> FP16State:
         """Unscales, and steps or skips. As in apex, it takes no closure."""
-        self._check(state)
-        if state.model_grads is not None:
-            state = self.update_master_grads(state)
-        return super().step(state, closure)
+        return super().step(self.update_master_grads(state), closure)
 
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = True) -> FP16State:
         """Like `FP16_Optimizer.zero_grad`, with None by default."""

@@ -121,6 +121,8 @@ def test_a_skip_leaves_every_bit_with_a_static_scale_too(dynamic, bad):
     for field in ("params", "opt_state"):
         assert_same_bits(getattr(after, field), getattr(before, field))
     assert (after.overflow, after.loss_scale) == (True, scale / (1 + dynamic))
+    # As in apex, its gradients stay until zero_grad.
+    assert step(after).loss_scale == after.loss_scale / (1 + dynamic)
     clean = step(optimizer.backward(optimizer.zero_grad(after), dot, good)[1])
     assert not clean.overflow
 
