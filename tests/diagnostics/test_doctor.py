@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp.diagnostics import _doctor
+from jamp import __main__ as doctor
 from tests.support import subprocesses
 
 
@@ -21,7 +21,7 @@ def test_it_prints_a_screen():
 def test_it_warns_of_a_precision_that_keeps_matmuls_in_float32():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     with jax.default_matmul_precision("highest"):
-        printed = "\n".join(_doctor.report())
+        printed = "\n".join(doctor.report())
         (product,) = jamp.explain(jnp.matmul)(x, x).operations
     assert "=highest keeps every matmul in float32 at O1 and O4." in printed
     assert product.dtype == "float32"  # the warning is true
@@ -38,4 +38,4 @@ def test_it_warns_of_a_precision_that_keeps_matmuls_in_float32():
 )
 def test_what_a_device_multiplies(platform, capability, says):
     device = SimpleNamespace(platform=platform, compute_capability=capability)
-    assert _doctor._half(device).endswith(says)
+    assert doctor._half(device).endswith(says)
