@@ -159,6 +159,8 @@ def test_checkpoints_pass_between_levels_with_masters_and_without():
     assert_same_bits(back.params, bare.params)
     wide = jax.tree.map(lambda x: x.astype(F32), bare.params)
     assert_same_bits(back.opt_state.masters, wide)
+    split = jamp.from_checkpoint(whole, jamp.to_checkpoint(bare))
+    assert_same_bits(split.params, bare.params)
 
 
 @pytest.mark.parametrize(
