@@ -15,8 +15,6 @@ from unittest import mock
 
 import jax
 
-from jamp._autocast.values import Want
-
 type Function = Callable[..., Any]
 
 
@@ -25,7 +23,7 @@ class Mechanism(NamedTuple):
 
     says: str
     place: str  # of the replaced function, by default in jamp._autocast
-    off: Callable[[Function], Function]  # maps the original to its replacement
+    off: Callable[[Function], Any]  # maps the original to its replacement
 
 
 def _gives(value: Any) -> Callable[[Function], Function]:
@@ -36,12 +34,16 @@ def _first(original: Function) -> Function:
     return lambda first, *args: first
 
 
-def _never_kept(original: Function) -> Function:
-    def wants(*args):
-        want = original(*args)
-        return Want(True, True) if want.kept else want
+def _never(original: Any) -> property:
+    return property(lambda case: False)
 
-    return wants
+
+def _empty(original: Any) -> property:
+    return property(lambda case: [])
+
+
+def _nothing(original: Any) -> property:
+    return property(lambda case: None)
 
 
 def _never_apart(original: Function) -> Function:
@@ -111,7 +113,7 @@ MECHANISMS = {
     ),
     "repeated": Mechanism(
         "The gradient of what is repeated is summed of rounded cotangents, in float32.",
-        "values.Values.repeated",
+        "decide._repeated",
         _gives(None),
     ),
     "softmax": Mechanism(
@@ -134,6 +136,16 @@ MECHANISMS = {
         "rewrite.checkpoint_heads",
         _first,
     ),
+    "logit biases": Mechanism(
+        "A bias whose sum only a head reads is added in float32.",
+        "heads._place_of_bias",
+        _gives(None),
+    ),
+    "inlined calls": Mechanism(
+        "A call without a matmul is decided on with what is around it.",
+        "facts.inlined",
+        _first,
+    ),
     "labels": Mechanism(
         "The derivative of a label's logit is a comparison in the softmax's kernel.",
         "heads.with_labels",
@@ -141,13 +153,13 @@ MECHANISMS = {
     ),
     "chains": Mechanism(
         "An elementwise chain on one array is computed in float32.",
-        "facts.Facts.is_chained",
-        _gives(False),
+        "decide.Case.is_fused",
+        _never,
     ),
     "ratios": Mechanism(
         "A division by a float16 value is computed in float32.",
-        "facts.Facts.is_ratio",
-        _gives(False),
+        "decide.Case.is_ratio",
+        _never,
     ),
     "norms": Mechanism(
         "A half value that meets its own statistics stays half.",
@@ -156,18 +168,8 @@ MECHANISMS = {
     ),
     "smaller": Mechanism(
         "What meets float32 statistics and scales is computed in float32.",
-        "facts.Facts.smaller",
-        _gives(()),
-    ),
-    "streams": Mechanism(
-        "A sum that the next one adds to is stored in half, whoever else reads it.",
-        "values.Values.goes_on",
-        _gives(False),
-    ),
-    "feeders": Mechanism(
-        "What a float32 operation reads is computed in float32.",
-        "values.Values.want_float32",
-        _gives(False),
+        "decide.Case.smaller",
+        _empty,
     ),
     "biases": Mechanism(
         "A bias is part of its product, and half.",
@@ -176,18 +178,18 @@ MECHANISMS = {
     ),
     "weights": Mechanism(
         "The gradient of a weight that a loop shares is a sum of float32 products.",
-        "facts.Facts.weight",
+        "decide.summed_weight",
         _gives(None),
     ),
     "tables": Mechanism(
         "The gradient of a weight whose rows are looked up too is a float32 product.",
-        "facts.Facts._is_summed",
+        "decide._is_summed",
         _only_in_loops,
     ),
     "rows": Mechanism(
         "Rows of a half table, or the head's, are read in half, and summed in float32.",
-        "values.Values.table",
-        _gives(None),
+        "decide.Case.table",
+        _nothing,
     ),
     "loops": Mechanism(
         "What only rearranges the constants of a scan is done before it.",
@@ -199,14 +201,9 @@ MECHANISMS = {
         "rewrite.Rewriter.read",
         _each_apart,
     ),
-    "one copy": Mechanism(
-        "What all read in float32 is cast once: labels keep their digits.",
-        "values.Values.meets_float32",
-        _gives(False),
-    ),
     "cast apart": Mechanism(
         "A norm's last operations cast their operands for themselves (narrowest, O5).",
-        "values.Values._choice_by_votes",
+        "rewrite.decide",
         _never_apart,
     ),
     "sums kept": Mechanism(
@@ -234,11 +231,6 @@ MECHANISMS = {
         "rewrite.with_weight",
         _without_copies,
     ),
-    "loop residuals": Mechanism(
-        "In a scan, what is kept for the backward pass is computed as it is kept.",
-        "values._wants_by_rule",
-        _never_kept,
-    ),
     "half params": Mechanism(
         "Half params alone do not make half of the float32 that they meet (O5).",
         "facts.Facts.is_half_param",
@@ -251,7 +243,7 @@ MECHANISMS = {
     ),
     "float32 carries": Mechanism(
         "What a scan carries in float32 is added to in float32.",
-        "values.Values.is_carried",
+        "facts.Facts.adds_to_carry",
         _gives(False),
     ),
     "quantized once": Mechanism(
@@ -272,11 +264,6 @@ MECHANISMS = {
     "quantized before loops": Mechanism(
         "Weights that a loop around the gradient shares are quantized before it (O6).",
         "jamp._fp8.outermost._is_of",
-        _gives(False),
-    ),
-    "moving calls": Mechanism(
-        "A call that only moves values is such a reader: `take_along_axis` of labels.",
-        "control_flow.only_moves",
         _gives(False),
     ),
 }

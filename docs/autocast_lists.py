@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from jamp._autocast.control_flow import RULES
+from jamp._autocast.decide import TABLE
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
     LIBRARY_ROWS,
@@ -25,10 +26,16 @@ free dimension follows the rule of `reduce_sum`. Dimensions of size 1 do not cou
 _TITLES = {
     Rule.HALF: "In half",
     Rule.FLOAT32: "In float32",
-    Rule.PROMOTE: "In the widest dtype of their operands, or as their readers need",
+    Rule.PROMOTE: "In the widest dtype of their operands, or as below",
     Rule.MOVE: "In the widest dtype of their operands",
     Rule.RECORDED: "In the dtype that the program has",
 }
+_DECISIONS = """\
+The lists decide first. For `promote` and `move` the first row of this table that fits
+decides. No row depends on what reads the result. `op.why` of `jamp.explain` names the
+row. A result in float32 still votes for half if its operands do: a matmul that reads it
+rounds it.
+"""
 _PROGRAMS = """\
 ## Operations that contain programs
 
@@ -95,6 +102,12 @@ def page() -> str:
         _section(title, (row for row in ROWS if row.rule is rule))
         for rule, title in _TITLES.items()
     ]
+    rows = [(row.says, "half" if row.in_half else "float32", row.why) for row in TABLE]
+    decisions = _table(
+        "How autocast decides",
+        [("the first that fits", "runs in", "why"), ("---",) * 3, *rows],
+        _DECISIONS,
+    )
     functions = _section("Functions, by the name of their `jit`", FUNCTION_ROWS)
     libraries = _section("Functions of JAX, by module", LIBRARY_ROWS)
     solvers = _section(
@@ -106,7 +119,8 @@ def page() -> str:
         "Differences from apex and torch",
         [("operation", "apex, torch", "jamp"), ("---",) * 3, *_DIFFERENCES],
     )
-    parts = [_HEAD, *sections, functions, libraries, solvers, programs, differences]
+    functions = [functions, libraries, solvers]
+    parts = [_HEAD, *sections, decisions, *functions, programs, differences]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -119,9 +133,10 @@ def _section(title: str, rows: Iterable[Row]) -> str:
     return _table(title, [*head, *cells])
 
 
-def _table(title: str, rows: Iterable[tuple[str, ...]]) -> str:
+def _table(title: str, rows: Iterable[tuple[str, ...]], text: str = "") -> str:
     lines = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([f"## {title}", "", *lines, ""])
+    head = [f"## {title}", ""] + ([text] if text else [])
+    return "\n".join([*head, *lines, ""])
 
 
 def _names(names: Iterable[str]) -> str:

@@ -24,7 +24,6 @@ from jamp._autocast.frames import (
     OBJECT,
     OPEN_CALLS,
     Frame,
-    Kind,
     with_programs,
 )
 from jamp._autocast.hijax import (
@@ -40,12 +39,10 @@ from jamp._autocast.program import (
     Atom,
     dtype_of,
     is_float,
-    is_float32,
     recorded,
     region_rule,
 )
 from jamp._autocast.rewrite import Rewriter, rewrite
-from jamp._autocast.values import NOBODY, Want, wants_of_closed, wants_of_results
 from jamp._core.dtypes import FLOAT32
 
 
@@ -54,10 +51,7 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
     Branches agree on what goes out: the program's dtypes where theirs differ.
     """
-    values, ins = rewriter.values, rewriter.values.outgoing_dtypes(eqn)
-    if frames[0].kind is Kind.CALL and only_moves(rewriter.facts, eqn):
-        pairs = zip(eqn.invars, ins, strict=True)
-        ins = [FLOAT32 if values.meets_float32(v) else dtype for v, dtype in pairs]
+    ins = list(map(rewriter.outgoing_dtype, eqn.invars))
     pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
     given = ins[len(eqn.invars) - len(frames[0].operands) :]  # without an index
     # Each as it likes, first: if they agree, nothing is cast at the end of any.
@@ -71,16 +65,6 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     _emit(rewriter, eqn, ins, written)
 
 
-def only_moves(facts: Facts, eqn: jc.JaxprEqn) -> bool:
-    """Whether a program that is called rearranges its floats, and no more."""
-    return all(
-        only_moves(inner, e) if inner.programs(e) else inner.ruling(e)[0] is Rule.MOVE
-        for inner in facts.programs(eqn)
-        for e in inner.jaxpr.eqns
-        if any(map(is_float32, e.outvars))
-    )
-
-
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Slices pass as they are; weights among them are cast slice by slice."""
     (frame,), facts = frames, rewriter.facts
@@ -89,12 +73,12 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     # digits in half; the backward pass sums the gradients of constants in the same way.
     votes = [facts[v].vote for v in eqn.outvars[:carry]]
     carries = [vote or dtype_of(v) for vote, v in zip(votes, eqn.outvars, strict=False)]
-    slices = map(rewriter.values.outgoing_dtype, eqn.invars[consts + carry :])
+    slices = map(rewriter.outgoing_dtype, eqn.invars[consts + carry :])
     ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
     outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
     given = facts.trip_facts(frame)
     for i, vote in enumerate(votes, consts):
-        given[i] = given[i]._replace(vote=vote)
+        given[i] = given[i]._replace(vote=vote, carried=vote == FLOAT32)
     body = facts.program(eqn, frame.program, given)
     _emit(rewriter, eqn, ins, [_program(rewriter, body, ins, outs, frame)])
 
@@ -103,10 +87,12 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Constants pass as they are: no gradient of theirs is summed over the trips."""
     (cond, body), facts = frames, rewriter.facts
     consts, outs = cond.consts + body.consts, recorded(eqn.outvars)
-    ins = [*map(rewriter.values.computed_dtype, eqn.invars[:consts]), *outs]
+    ins = [*map(rewriter.computed_dtype, eqn.invars[:consts]), *outs]
     known = facts.operand_facts(eqn.invars, range(consts, len(ins)))
     for i, v in enumerate(eqn.invars[:consts]):
         known[i] = known[i]._replace(vote=facts[v].vote)
+    for i in range(consts, len(ins)):
+        known[i] = known[i]._replace(carried=known[i].vote == FLOAT32)
     places = [*range(cond.consts), *range(consts, len(ins))]
     test = facts.program(eqn, cond.program, [known[i] for i in places])
     trip = facts.program(eqn, body.program, known[cond.consts :])
@@ -122,8 +108,8 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     given = rewriter.facts.operand_facts(eqn.invars)
     facts = rewriter.facts.program(eqn, frames[0].program, given)
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
-    wants = wants_of_closed(eqn.outvars, rewriter.values)
-    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, outs, wants=wants)])
+    uses = rewriter.uses_of(eqn.outvars)
+    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, outs, uses=uses)])
 
 
 def _program(
@@ -132,12 +118,13 @@ def _program(
     ins: Sequence[Any],
     outs: Sequence[Any] | None = None,
     frame: Frame | None = None,
-    wants: Sequence[Want] = (),
+    uses: Sequence[Any] = (),
 ) -> jc.Jaxpr:
-    """A program, rewritten. For one in a frame, `wants` are those of its results."""
+    """A program, rewritten. In a frame, fp8 asks for the `uses` of its results."""
     outs = [None] * len(facts.jaxpr.outvars) if outs is None else outs
-    wants = wants_of_results(frame, rewriter.values) if frame else wants
-    return rewrite(facts, ins, outs, wants, rewriter.rules)
+    if frame and rewriter.fp8:
+        uses = rewriter.fp8.uses_of_results(frame)
+    return rewrite(facts, ins, outs, rewriter.rules, uses)
 
 
 def _emit(
@@ -150,14 +137,13 @@ def _emit(
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """The function and the user's derivative of it, each rewritten."""
-    ins = rewriter.values.outgoing_dtypes(eqn)
+    ins = list(map(rewriter.outgoing_dtype, eqn.invars))
     (facts,) = rewriter.facts.programs(eqn)
     inner = _program(rewriter, facts, ins, None, frames[0])
     outs = recorded(inner.outvars)
     prim = hi_primitive(eqn)
     consts = 0 if prim is not None else derivatives.custom_consts(eqn)
     args, known = ins[consts:], facts.given[consts:]
-    wants = wants_of_closed(eqn.outvars, rewriter.values)
 
     # JAX calls this when somebody differentiates: only then is the user's rule known.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -172,7 +158,6 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
             rewriter.facts.program(eqn, jaxpr, given),
             _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
             _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
-            wants=_with_tangents(wants, zeros),
         )
 
     tracing = _tracing(rewriter, eqn)
@@ -205,11 +190,8 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         facts = rewriter.facts.program(eqn, jaxpr, ())
         ins, outs = recorded(jaxpr.invars), recorded(jaxpr.outvars)
-        # Those of `fwd` come last, after what it keeps.
-        found = [*[NOBODY] * len(outs), *wants][len(wants) :]
-        return _program(rewriter, facts, ins, outs, wants=found)
+        return _program(rewriter, facts, ins, outs)
 
-    wants = wants_of_closed(eqn.outvars, rewriter.values)
     inner = write(frames[0].program)
     # Values of an outer program come in as those that the function closes over do; and
     # as there, they have no derivative.

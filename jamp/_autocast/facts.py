@@ -20,11 +20,12 @@ from jax.extend import core as jc
 
 from jamp._autocast import origins
 from jamp._autocast.frames import Frame, Kind, frames_of
+from jamp._autocast.inline import inlined
 from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.loops import added_carries
 from jamp._autocast.marks import Source, marked_source
 from jamp._autocast.origins import Origin, origin_of_unknown
-from jamp._autocast.primitives import Rule, Shape, is_plain, primitive_name, traits_of
+from jamp._autocast.primitives import Rule, Shape, primitive_name, traits_of
 from jamp._autocast.program import (
     KEPT,
     NO_MODEL,
@@ -52,6 +53,8 @@ class Fact(NamedTuple):
     source: Source = Source.DATA
     # Whether it is the same in all trips of a loop, or an input of the whole program.
     shared: bool = False
+    # Whether a loop carries it in float32, or it is a sum with what one carries so.
+    carried: bool = False
 
 
 _NO_SOURCE = Source(0)
@@ -67,7 +70,8 @@ class Facts:
     """
 
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
-        policy = scope.policy
+        self.before = jaxpr
+        policy, jaxpr = scope.policy, inlined(jaxpr, scope)
         self.jaxpr, self.given, self.scope = jaxpr, given, scope
         self.half, self.widest = policy.dtype, policy.promote == "widest"
         self._facts: dict[jc.Var, Fact] = {}
@@ -75,8 +79,6 @@ class Facts:
         self._rules: dict[int, tuple[Rule | None, str]] = {}
         self._castable: dict[int, bool] = {}
         self._programs: dict[int, list[Facts]] = {}
-        # What `values` found, by what the outputs are for.
-        self.wants: dict[Any, Any] = {}
         # Tables in float32 whose rows are looked up.
         self.tables: set[Atom] = set()
         inputs = given or [self._unknown(v)._replace(shared=True) for v in jaxpr.invars]
@@ -131,7 +133,8 @@ class Facts:
             is_half = dtype_of(atom) == self.half
             return Fact(None, source=Source.HALF if is_half else source)
         vote = None if is_weak_scalar(atom) else FLOAT32
-        return Fact(vote, origin=origin_of_unknown(atom), source=source)
+        origin, carried = origin_of_unknown(atom), self.scope.carried
+        return Fact(vote, origin=origin, source=source, carried=carried)
 
     def is_half_param(self, atom: Atom) -> bool:
         """Whether a value is made of half params alone: it rounds nothing it meets."""
@@ -167,69 +170,25 @@ class Facts:
         full = [v for v in eqn.invars if size_of(v) == size]
         return [v for v in full if self[v].origin.varies is None]
 
-    def smaller(self, eqn: jc.JaxprEqn) -> list[Atom]:
-        """The others, and what is made of them: a norm's statistic times its scale."""
-        full = self.full_size(eqn)
-        roots = [self[v].origin.roots for v in full]
-
-        def is_of_statistics(atom: Atom) -> bool:
-            origin = self[atom].origin
-            others = frozenset().union(*(r for r in roots if not r & origin.roots))
-            return bool(origin.statistic_of & others)
-
-        return [v for v in eqn.invars if v not in full or is_of_statistics(v)]
-
-    def is_chained(self, eqn: jc.JaxprEqn, rule: Rule | None) -> bool:
-        """Whether an operation is elementwise on one array: part of a fusion.
-
-        A norm ends one: its result is read twice in the backward pass, so in half.
-        """
-        # By its own name: the gradients of a `dot_general` that multiplies are matmuls.
-        if rule is not Rule.PROMOTE or not traits_of(eqn.primitive.name).rounds:
-            return False
-        origin = self[eqn.outvars[0]].origin
-        return not (origin.joins or origin.normalized) and origin.varies is None
-
-    def is_ratio(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether an operation divides by a float16 value.
-
-        JAX's derivative squares that, and 1 / x ** 2 is infinite below x = 0.004.
-        """
-        in_half = self.votes(eqn.invars[1:]) == {self.half}
-        return eqn.primitive.name == "div" and in_half and self.half == jnp.float16
-
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
         """The bias that an equation adds to a product in half, if it does."""
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
             return None
         for product, bias in (eqn.invars, eqn.invars[::-1]):
             fact, of_product = self[bias], self[product].origin
-            if isinstance(bias, jc.Var) and is_float32(bias) and not fact.asks:
+            if fact.asks or fact.carried:
+                continue
+            if isinstance(bias, jc.Var) and is_float32(bias):
                 if origins.is_bias(bias, fact.origin, of_product):
                     return bias
         return None
-
-    def weight(self, eqn: jc.JaxprEqn) -> jc.Var | None:
-        """The operand of a product whose gradient is a sum of several, if one is.
-
-        All trips of a loop share it, or its rows are looked up as well.
-        """
-        if not is_plain(eqn):
-            return None
-        shared = [v for v in eqn.invars if is_float32(v) and self._is_summed(v)]
-        return shared[0] if len(shared) == 1 and isinstance(shared[0], jc.Var) else None
-
-    def _is_summed(self, atom: Atom) -> bool:
-        fact = self[atom]
-        is_table = not fact.origin.roots.isdisjoint(self.tables)
-        return fact.shared and (self.scope.loop or is_table)
 
     @property
     def key(self) -> Any:
         """Equal for programs that are rewritten to the same, wherever they stand."""
         numbers: dict[Any, int] = {}
         given = [f._replace(origin=f.origin.numbered(numbers)) for f in self.given]
-        return id(self.jaxpr), self.scope.key, tuple(given)
+        return id(self.before), self.scope.key, tuple(given)
 
     def programs(self, eqn: jc.JaxprEqn) -> "list[Facts]":
         """The same of each program that an equation holds, if values pass into it."""
@@ -240,7 +199,7 @@ class Facts:
     ) -> "Facts":
         """The same of a program that an equation holds, by what is known going in."""
         for facts in self.programs(eqn):
-            if facts.jaxpr is jaxpr and list(facts.given) == list(given):
+            if facts.before is jaxpr and list(facts.given) == list(given):
                 return facts
         return Facts(jaxpr, given, self.scope_of_programs(eqn))
 
@@ -251,7 +210,11 @@ class Facts:
         """
         weighted = any(self.params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
-        return self.scope.scope_of_programs(eqn)._replace(within=within or Source.DATA)
+        frames = frames_of(eqn)
+        closed = not frames or frames[0].kind is Kind.CALL and not frames[0].is_open
+        carried = closed and any(self[v].carried for v in eqn.invars)
+        scope = self.scope.scope_of_programs(eqn)
+        return scope._replace(within=within or Source.DATA, carried=carried)
 
     # ---- what an equation makes of them
 
@@ -283,14 +246,14 @@ class Facts:
             return self._loop_facts(frame, found)
         known = frozenset().union(*(fact.origin.roots for fact in given))
         facts = []
-        for inner, outer in zip(frame.program.outvars, frame.results, strict=True):
+        for inner, outer in zip(found.jaxpr.outvars, frame.results, strict=True):
             fact = found[inner]
             facts.append(fact._replace(origin=fact.origin.returned(known, outer)))
         return facts
 
     def _loop_facts(self, frame: Frame, found: "Facts") -> list[Fact]:
         facts, in_half = [], self._half_carries(frame, found)
-        for i, inner in enumerate(frame.program.outvars):
+        for i, inner in enumerate(found.jaxpr.outvars):
             fact = self._unknown(frame.results[i])._replace(source=found[inner].source)
             if i >= frame.carries or i in in_half:
                 fact = fact._replace(vote=found[inner].vote)
@@ -300,7 +263,7 @@ class Facts:
     def _half_carries(self, frame: Frame, found: "Facts") -> set[int]:
         """The carries that are activations: half after each trip, and no sums."""
         starts = [self[v] for v in frame.operands[frame.consts :][: frame.carries]]
-        votes = [found[v].vote for v in frame.program.outvars]
+        votes = [found[v].vote for v in found.jaxpr.outvars]
         pairs = enumerate(zip(votes, starts, strict=False))
         given = (i for i, (v, x) in pairs if v == self.half and x.vote and not x.asks)
         in_half = set() if self.widest else set(given)
@@ -327,7 +290,11 @@ class Facts:
 
         At the places of `carries` are those that may be made of all, after some trips.
         """
-        known = [self._unknown(v)._replace(source=self[v].source) for v in operands]
+        facts = map(self.__getitem__, operands)
+        known = [
+            self._unknown(v)._replace(source=fact.source, carried=fact.carried)
+            for v, fact in zip(operands, facts, strict=True)
+        ]
         for i in carries:
             known[i] = known[i]._replace(source=self.source(operands))
         return known
@@ -353,12 +320,13 @@ class Facts:
         asks = (keeps or literal) and self.asks(eqn)
         vote = self._vote(eqn, out, rule, asks)
         shared = first.shared and traits.shape is Shape.RESHAPE
-        return Fact(vote, asks, origin, shared=shared)
+        carried = vote == FLOAT32 and self.adds_to_carry(eqn)
+        return Fact(vote, asks, origin, shared=shared, carried=carried)
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
         """What the result of an operation that only takes what it gets asks for."""
         votes = self.votes(eqn.invars)
-        if asks:
+        if asks or _reads_single(eqn) or self.adds_to_carry(eqn):
             return FLOAT32
         if not votes:
             literal = rule is Rule.MOVE or is_weak_scalar(out)
@@ -371,6 +339,23 @@ class Facts:
             in_half = (v for v in eqn.invars if self[v].vote == self.half)
             return FLOAT32 if all(map(self.is_half_param, in_half)) else self.half
         return self.half if self._normalizes(eqn) else FLOAT32
+
+    def adds_to_carry(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether a result is a float32 carry of a loop, moved, scaled or added to.
+
+        A gate is another array: its product with a carry may be half, as in an LSTM.
+        """
+        carries = [v for v in eqn.invars if self[v].carried]
+        traits = traits_of(primitive_name(eqn))
+        moves = traits.keeps_range or self.ruling(eqn)[0] is Rule.MOVE
+        others = [v for v in eqn.invars if v not in carries and is_float32(v)]
+        scales = traits.reads_operands and all(size_of(v) == 1 for v in others)
+        is_carry = eqn.outvars[0] in self._results
+        return bool(carries) and (moves or scales or is_carry)
+
+    @functools.cached_property
+    def _results(self) -> set[Atom]:
+        return {v for v in self.jaxpr.outvars if isinstance(v, jc.Var)}
 
     def _normalizes(self, eqn: jc.JaxprEqn) -> bool:
         """Whether it is part of a norm of a value in half, which stays half.
@@ -392,9 +377,18 @@ def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
         return facts[0]
     votes = {fact.vote for fact in facts} - {None}
     vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)
-    asks = any(fact.asks for fact in facts)
-    return Fact(vote, asks, source=_joint_source(facts))
+    asks, carried = (
+        any(getattr(f, name) for f in facts) for name in ("asks", "carried")
+    )
+    return Fact(vote, asks, source=_joint_source(facts), carried=carried)
 
 
 def _joint_source(facts: Iterable[Fact]) -> Source:
     return functools.reduce(operator.or_, {f.source for f in facts}, _NO_SOURCE)
+
+
+def _reads_single(eqn):
+    name = primitive_name(eqn)
+    if name == "gather":
+        return all(n == 1 for n in eqn.params["slice_sizes"])
+    return traits_of(name).shape is Shape.REDUCE

@@ -5,8 +5,10 @@
 
 A *head* is the part of a rewritten program that reduces a large half array in float32
 to small values: the loss of logits. As for an island, its half inputs are kept, and its
-sums and maxima. The cotangents of all that read the logits meet inside, in float32, and
-are rounded once: a label's -1 and a softmax's 0.999 would lose their digits in half.
+sums and maxima. A bias whose sum with a product only the head reads is added in it, in
+float32: its gradient then needs no rounded cotangent. The cotangents of all that read
+the logits meet inside, in float32, and are rounded once: a label's -1 and a softmax's
+0.999 would lose their digits in half.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jc
 
-from jamp._autocast.frames import with_equations
+from jamp._autocast.frames import frames_of, program_of, with_equations
 from jamp._autocast.islands import (
     Graph,
     inputs_of,
@@ -24,10 +26,11 @@ from jamp._autocast.islands import (
     may_be_inside,
     variables_in,
 )
-from jamp._autocast.jax_internals import checkpointed
+from jamp._autocast.jax_internals import at_place, checkpointed, conversion
 from jamp._autocast.labels import labels_in, with_labels
 from jamp._autocast.primitives import primitive_name
 from jamp._autocast.program import dtype_of, size_of
+from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
 
@@ -46,8 +49,42 @@ def checkpoint_heads(
         if graph.eqns is not jaxpr.eqns:
             graph = Graph(jaxpr)
         if members := _head(graph, source, labels):
+            if place := _place_of_bias(graph, source, programs):
+                jaxpr = _with_float32_bias(graph, jaxpr, *place)
+                graph, members = Graph(jaxpr), members | {place[0]}
             jaxpr = _written(graph, jaxpr, members, labels, programs, loop, saved)
     return jaxpr
+
+
+def _place_of_bias(
+    graph: Graph, source: jc.Var, programs: dict[Any, Any]
+) -> tuple[int, int] | None:
+    """Returns the places of a half sum with a bias and of the one cast that reads it.
+
+    Returns None if `source` is another value, or has other readers.
+    """
+    users, maker = graph.users_of(source), graph.makers.get(source)
+    if maker is None or len(users) != 1 or graph.without_gradient & users:
+        return None
+    (cast,), eqn = users, graph.eqns[maker]
+    known = [key for key in programs if isinstance(key, tuple) and key[0] is with_bias]
+    sums = [program_of(programs[key]) for key in known]
+    is_call = bool(frames_of(eqn)) and any(program_of(eqn) is p for p in sums)
+    is_cast = graph.eqns[cast].primitive.name == "convert_element_type"
+    return (maker, cast) if is_call and is_cast else None
+
+
+def _with_float32_bias(
+    graph: Graph, jaxpr: jc.Jaxpr, maker: int, cast: int
+) -> jc.Jaxpr:
+    """Returns the program with the bias added in float32."""
+    call, eqns = graph.eqns[maker], list(jaxpr.eqns)
+    (product,), bias = variables_in(call.invars[:1]), call.invars[1]
+    eqns[maker] = begin = conversion(product, FLOAT32, call)
+    (*_, add) = program_of(call).eqns
+    operands, results = [begin.outvars[0], bias], graph.eqns[cast].outvars
+    eqns[cast] = at_place(add.replace(invars=operands, outvars=results), call)
+    return with_equations(jaxpr, eqns)
 
 
 def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:

@@ -157,6 +157,37 @@ def equation_before(
     return _with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
 
 
+def equation_inside(
+    call: jc.JaxprEqn, inner: jc.JaxprEqn, outvars: Sequence[jc.Var]
+) -> jc.JaxprEqn:
+    """Returns an equation of the program of a call, written in place of the call.
+
+    JAX keeps no line of the user's inside of its own functions.
+    """
+    names = *call.source_info.name_stack.stack, *inner.source_info.name_stack.stack
+    if jitted_function(call):
+        inner = inner.replace(source_info=call.source_info)
+    return _with_scopes(inner, names).replace(outvars=list(outvars))
+
+
+def is_bare_jit(eqn: jc.JaxprEqn) -> bool:
+    """Whether a `jit` calls its program and says nothing else.
+
+    It may place or donate operands, name a mesh, or have effects, which name operands
+    by their places.
+    """
+    params = eqn.params
+    shardings = *params["in_shardings"], *params["out_shardings"]
+    layouts = *params["in_layouts"], *params["out_layouts"]
+    return not (
+        eqn.effects
+        or any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
+        or any(layout is not None for layout in layouts)
+        or any(params["donated_invars"])
+        or params["compiler_options_kvs"]
+    )
+
+
 def _with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
     names = type(eqn.source_info.name_stack)(tuple(stack))
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
@@ -188,6 +219,11 @@ def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
     if reader is None:
         return {}
     return {"source_info": reader.source_info, "ctx": reader.ctx}
+
+
+def at_place(eqn: jc.JaxprEqn, place: jc.JaxprEqn) -> jc.JaxprEqn:
+    """Returns an equation with the line, the scopes and the mesh of another one."""
+    return eqn.replace(**_reader_info(place))
 
 
 UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")

@@ -3,6 +3,7 @@
     scan { w c. y = tanh (dot_general c w); d = add c y }    it adds to c
     scan { c w. y = tanh (dot_general c w); d = add c y }    layers: it slices w
     scan { w c. f = ...; y = ...; d = add (mul f c) y }      a gate, as in an LSTM
+    scan { w c. f = add 1 (dot_general c w); d = mul f c }   it scales c
 
 A loop that adds small steps to its carry integrates: in half, the steps would be lost.
 A loop over layers does so too, but not often, and takes other weights each time.
@@ -34,7 +35,8 @@ class On(enum.Enum):
 
 
 # A value that is a carry, or adds to one, also has a pair: the place of the carry, and
-# whether something was added.
+# whether something was added, or that it was multiplied by what depends on a carry.
+_SCALED = "scaled"
 _ADD = ("add", "sub", "add_any")
 _CHOOSE = ("select_n", "max", "min", "clamp", "neg")
 _MOVE = (
@@ -98,8 +100,9 @@ def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
         if further == pairs:
             break
         pairs = further
-    places = range(len(found))
-    return {i for i in places if (i, True) in pairs[i] and On.LAYER not in found[i]}
+    grows = [{(i, True), (i, _SCALED)} & pairs[i] for i in range(len(found))]
+    layers = [On.LAYER in tags for tags in found]
+    return {i for i, new in enumerate(grows) if new and not layers[i]}
 
 
 def _next_iteration(tags: Set[Any], pairs: Sequence[Set[Any]]) -> set[Any]:
@@ -128,7 +131,8 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
         layer = On.CARRY in on and any(On.WEIGHT in tags for tags in rest)
         return on | {On.LAYER} if layer else on
     if name in _ADD:
-        return on | {(place, True) for place, _ in union - on}
+        # What is added to a gated carry is gated too.
+        return on | {(place, True) for place, how in union - on if how != _SCALED}
     if name in _CHOOSE or traits_of(name).shape in _MOVE:
         return union
     if name in ("mul", "div"):
@@ -136,7 +140,9 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
         first, second = given
         if second <= _NUMBER:
             return on | first
-        return on | second if name == "mul" and first <= _NUMBER else on
+        if name == "mul" and first <= _NUMBER:
+            return on | second
+        return on | {(place, _SCALED) for place, _ in union - on}
     return on
 
 

@@ -104,6 +104,8 @@ def origin_of_result(
     if size_of(out) < largest:
         # A sum, a maximum, a slice.
         roots = frozenset().union(*(g.roots for g in floats))
+        if primitive_name(eqn) in ("reduce_max", "reduce_min"):
+            roots = frozenset()
         return origin_of_unknown(out)._replace(statistic_of=statistics | roots)
     varies = _varies(eqn, out, given)
     if varies is not None:

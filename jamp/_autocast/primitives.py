@@ -129,11 +129,11 @@ ROWS = (
         Rule.PROMOTE,
         "Elementwise, or a choice among values: as exact as their operands.",
         "apex CASTS: add, div, mul, eq, ge, ...; torch: operations in no list",
-        "elementwise rounds keeps_range: add sub add_any sqrt",
+        "elementwise rounds keeps_range: add sub add_any sqrt neg",
         "elementwise rounds reads_operands: mul div",
         "elementwise rounds costly: tanh logistic",
         "elementwise rounds: rem",
-        "elementwise keeps_range: max min neg abs clamp",
+        "elementwise keeps_range: max min abs clamp",
         "elementwise: sign floor ceil round eq ne ge gt le lt eq_to le_to lt_to "
         "is_finite",
         "reduce keeps_range: reduce_max reduce_min",
@@ -150,7 +150,8 @@ ROWS = (
         "move: slice dynamic_slice gather unstack split pad dynamic_update_slice "
         "scatter all_gather all_gather_invariant all_gather_reduced all_to_all "
         "ragged_all_to_all ppermute",
-        "elementwise: select_n PrimalLeftTangentRight",
+        "elementwise rounds: select_n",
+        "elementwise: PrimalLeftTangentRight",
         "same: stop_gradient repeated",
         "mark: name CheckpointName CheckpointNameFwd optimization_barrier apart "
         "sharding_constraint layout_constraint with_memory_space_constraint reshard "

@@ -66,6 +66,7 @@ class Scope(NamedTuple):
     saved: bool = False  # whether it is in a checkpoint that keeps some values
     derived: bool = False  # whether it is in a function with a derivative of its own
     within: Source = Source.DATA  # what values depend on of which nothing is known
+    carried: bool = False  # whether a loop carries unknown values in float32
     written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
 
     @property

@@ -18,6 +18,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.decide import Decision, decide
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of, with_equations
 from jamp._autocast.heads import checkpoint_heads
@@ -37,7 +38,6 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import broadcast, repeated, rows_of, with_bias, with_weight
-from jamp._autocast.values import Choice, Want, values_of
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -51,22 +51,23 @@ def rewrite(
     facts: Facts,
     in_dtypes: Sequence[Any],
     out_dtypes: Sequence[Any],
-    out_wants: Sequence[Want],
     rules: Mapping[str, ProgramRule],
+    out_uses: Sequence[Any] = (),
 ) -> jc.Jaxpr:
     """Rewrites a program of which the facts are known.
 
-    It takes and gives the dtypes that are asked for; None is what is at hand. Nobody
-    knows what is wanted of the outputs if `out_wants` is empty. `rules` write the
-    primitives that hold programs.
+    It takes and gives the dtypes that are asked for; None is what is at hand. `rules`
+    write the primitives that hold programs. `out_uses` are the uses of its results that
+    `Policy.fp8` asks for.
     """
     # JAX has one program for all calls of a jitted function, and so have we: what it
     # makes of a program, such as its derivative, it makes once.
-    key = (facts.key, tuple(in_dtypes), tuple(out_dtypes), tuple(out_wants))
+    key = (facts.key, tuple(in_dtypes), tuple(out_dtypes), tuple(out_uses))
     programs = facts.scope.written
     if key not in programs:
-        written = Rewriter(facts, in_dtypes, out_wants, rules).written(out_dtypes)
-        programs[key] = facts.jaxpr, written  # the former, so that its `id` is its own
+        written = Rewriter(facts, in_dtypes, rules, out_uses).written(out_dtypes)
+        # The user's program is kept, so that its `id` stays its own.
+        programs[key] = facts.before, written
     return programs[key][1]
 
 
@@ -77,12 +78,14 @@ class Rewriter:
         self,
         facts: Facts,
         in_dtypes: Sequence[Any],
-        out_wants: Sequence[Want],
         rules: Mapping[str, ProgramRule],
+        out_uses: Sequence[Any],
     ):
         self.facts, self.scope, self.rules = facts, facts.scope, rules
-        # Backward first: what to do with a value depends on those who will read it.
-        self.values = values_of(facts, out_wants)
+        fp8 = facts.scope.policy.fp8
+        self.fp8 = fp8.plan(facts, out_uses) if fp8 else None
+        # The dtypes that the user's variables are computed in.
+        self.computed: dict[jc.Var, Any] = {}
         self.eqns: list[jc.JaxprEqn] = []
         # By the variable of the user's program: one of the new program for each dtype
         # that somebody reads it in. A cast is written once, for the first reader.
@@ -103,7 +106,7 @@ class Rewriter:
         for eqn in jaxpr.eqns:
             self.equation(eqn)
         outvars = [
-            self.read(v, self.values.outgoing_dtype(v) if dtype is None else dtype)
+            self.read(v, self.outgoing_dtype(v) if dtype is None else dtype)
             for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
         ]
         written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
@@ -121,7 +124,7 @@ class Rewriter:
         """
         if isinstance(atom, jc.Literal):
             return _literal(atom, dtype) if is_float32(atom) else atom
-        computed = self.values.computed_dtype(atom)
+        computed = self.computed[atom]
         if not is_float32(atom):
             return self.versions[atom][computed]
         versions = self.versions[atom]
@@ -132,11 +135,23 @@ class Rewriter:
             versions[dtype] = self._convert(versions[computed], dtype)
         return versions[dtype]
 
+    def computed_dtype(self, atom: Atom) -> Any:
+        """The dtype that a value is in, without a cast."""
+        return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
+
+    def outgoing_dtype(self, atom: Atom) -> Any:
+        """The dtype in which a value goes to another program: the one it votes for."""
+        return self.facts[atom].vote or self.computed_dtype(atom)
+
+    def uses_of(self, atoms: Sequence[Atom]) -> Sequence[Any]:
+        """The uses of values that `Policy.fp8` asks for."""
+        return self.fp8.uses_of(atoms) if self.fp8 else ()
+
     def _bind(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
         """A variable of the new program for one of the user's, in a dtype."""
         same = dtype == dtype_of(var)
         new = var if same else jc.Var(jax_internals.in_dtype(var.aval, dtype))
-        self.values.computed[var], self.versions[var] = dtype, {dtype: new}
+        self.computed[var], self.versions[var] = dtype, {dtype: new}
         return new
 
     def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
@@ -165,25 +180,28 @@ class Rewriter:
                 why = "region" if region else "recorded"
             self._note(eqn, why, rule, region=region)
             return
-        choice = self.values.choose(eqn, rule)
         if marked_source(eqn) is not None:
             # It has said what it is there for, and would keep a loss out of a head.
             value, same = eqn.invars[0], eqn.outvars[0]
-            self.read(value, choice.computed)
-            self.values.computed[same] = choice.computed
+            dtype = self.facts[same].vote
+            self.read(value, dtype)
+            self.computed[same] = dtype
             self.versions[same] = self.versions[value]  # pyright: ignore[reportArgumentType]
             return
-        dtype = choice.computed
-        if choice.fp8 is not None:
-            self._write_in_fp8(eqn, choice)
+        decision = decide(self.facts, eqn, rule, self.computed)
+        if self.fp8 is not None and rule is Rule.HALF and not region:
+            decision = self.fp8.decide(eqn, decision)
+        dtype = decision.dtype
+        if decision.fp8 is not None:
+            self._write_in_fp8(eqn, decision)
             dtype = self.scope.policy.fp8.dtype
-        elif choice.summed is not None:
-            self._write_summed(eqn, choice.summed)
-        elif choice.repeated is not None:
-            self._write_repeated(eqn, choice.repeated)
+        elif decision.summed is not None:
+            self._write_summed(eqn, decision.summed)
+        elif decision.repeated is not None:
+            self._write_repeated(eqn, decision.repeated)
         else:
-            self._write(eqn, choice.computed, choice.apart)
-        why = "region" if region else choice.why
+            self._write(eqn, decision.dtype, decision.apart)
+        why = "region" if region else decision.why
         self._note(eqn, why, rule, dtype, region)
 
     def emit(
@@ -275,10 +293,10 @@ class Rewriter:
             eqn.replace(invars=operands, outvars=[self._bind(out, FLOAT32)])
         )
 
-    def _write_in_fp8(self, eqn: jc.JaxprEqn, choice: Choice) -> None:
+    def _write_in_fp8(self, eqn: jc.JaxprEqn, decision: Decision) -> None:
         """Writes a product as `Policy.fp8` does."""
         half, fp8 = self.scope.policy.dtype, self.scope.policy.fp8
-        function, operands = fp8.call(self, eqn, choice.fp8, choice.summed)
+        function, operands = fp8.call(self, eqn, decision.fp8, decision.summed)
         results = [self._bind(eqn.outvars[0], half)]
         written = jax_internals.call(function, operands, results, eqn, varying=True)
         if written is None:

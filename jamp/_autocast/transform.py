@@ -178,7 +178,7 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     if fp8_disabled.value:
         policy = dataclasses.replace(policy, fp8=None)
     facts = Facts(jaxpr, (), scope._replace(written={}, policy=policy))
-    return rewrite(facts, recorded(jaxpr.invars), recorded(jaxpr.outvars), (), RULES)
+    return rewrite(facts, recorded(jaxpr.invars), recorded(jaxpr.outvars), RULES)
 
 
 def _is_array(x: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.extend import core as jc
 
+from jamp._autocast.decide import Decision
 from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
@@ -56,17 +57,20 @@ _MOVED = 2 + 2 + 1 + 1
 class Plan:
     """Decides which matmuls of one program run in fp8, from its facts."""
 
-    def __init__(self, fp8: Fp8, facts: Facts):
+    def __init__(self, fp8: Fp8, facts: Facts, out_uses: Sequence[Uses]):
         self.fp8, self.facts = fp8, facts
+        jaxpr, known = facts.jaxpr, facts.scope.written
+        out_uses = out_uses or [NOTHING] * len(jaxpr.outvars)
+        self._uses = _uses_in_program(jaxpr, out_uses, known)
 
-    def decide(self, eqn: jc.JaxprEqn, uses: Uses) -> tuple[str, jc.Var | None]:
-        """Returns the reason for a matmul's dtype, and its weight if it runs in fp8.
-
-        `uses` are the uses of its result.
-        """
+    def decide(self, eqn: jc.JaxprEqn, decision: Decision) -> Decision:
+        """Returns the decision on a matmul that runs in half without fp8."""
         weight = weight_of(self.facts, eqn)
+        (uses,) = self.uses_of(eqn.outvars)
         why = self._why_half(eqn, weight, uses)
-        return (why, None) if why else ("fp8", weight)
+        if why:
+            return decision._replace(why=why)
+        return decision._replace(why="fp8", fp8=weight)
 
     def _why_half(self, eqn: jc.JaxprEqn, weight: jc.Var | None, uses: Uses) -> str:
         facts = self.facts
@@ -96,16 +100,19 @@ class Plan:
         read = [v for e in eqns for v in e.invars if isinstance(v, jc.Var)]
         return Counter(read)
 
-    def uses_of_operands(self, eqn: jc.JaxprEqn, results: Sequence[Uses]) -> list[Uses]:
-        """Returns the uses of each operand, given the uses of each result."""
-        return uses_of_operands(eqn, results, self.facts.scope.written)
+    def uses_of(self, atoms: Sequence[Atom]) -> list[Uses]:
+        """Returns the uses of each of the values."""
+        return _uses_of(atoms, self._uses)
 
-    def uses_of_carries(self, frame: Frame, results: Sequence[Uses]) -> list[Uses]:
-        """Returns the uses of each carry, in the next iteration or after the loop."""
-        uses = dict(zip(frame.results, results, strict=False))
-        found = _uses_in_frame(frame, uses, self.facts.scope.written)
-        found = found[frame.consts :][: frame.carries]
-        return [a | b for a, b in zip(found, results, strict=True)]
+    def uses_of_results(self, frame: Frame) -> list[Uses]:
+        """Returns the uses of a program's results, of carries also in the next trip."""
+        results = self.uses_of(frame.results)
+        carries = results[: frame.carries]
+        if carries:
+            known = self.facts.scope.written
+            found = _uses_in_frame(frame, self._uses, known)[frame.consts :]
+            carries = [a | b for a, b in zip(found, carries, strict=False)]
+        return [*carries, *results[frame.carries :]]
 
 
 def weight_of(facts: Facts, eqn: jc.JaxprEqn) -> jc.Var | None:
@@ -144,7 +151,7 @@ def predicted_seconds(m: int, k: int, n: int, readers: int = 1) -> tuple[float, 
 # The uses of a value, from the end of the program to its start.
 
 
-def uses_of_operands(
+def _uses_of_operands(
     eqn: jc.JaxprEqn, results: Sequence[Uses], known: dict[Any, Any]
 ) -> list[Uses]:
     """Returns the uses of each operand of an equation, given the uses of its results.
@@ -193,14 +200,22 @@ def _uses_of_inputs(
 ) -> list[Uses]:
     key = "uses", id(program), *results
     if key not in known:
-        uses: dict[Atom, Uses] = {}
-        _note(uses, program.outvars, results)
-        for eqn in reversed(program.eqns):
-            of_results = _uses_of(eqn.outvars, uses)
-            _note(uses, eqn.invars, uses_of_operands(eqn, of_results, known))
-        # Keep the program, so that its `id` stays unique.
+        uses = _uses_in_program(program, results, known)
+        # The program is kept, so that its `id` stays its own.
         known[key] = program, _uses_of(program.invars, uses)
     return known[key][1]
+
+
+def _uses_in_program(
+    program: jc.Jaxpr, results: Sequence[Uses], known: dict[Any, Any]
+) -> dict[Atom, Uses]:
+    """Returns the uses of each value of a program, read from its last equation on."""
+    uses: dict[Atom, Uses] = {}
+    _note(uses, program.outvars, results)
+    for eqn in reversed(program.eqns):
+        of_results = _uses_of(eqn.outvars, uses)
+        _note(uses, eqn.invars, _uses_of_operands(eqn, of_results, known))
+    return uses
 
 
 def _uses_of(atoms: Sequence[Atom], uses: Mapping[Atom, Uses]) -> list[Uses]:

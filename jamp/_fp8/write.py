@@ -6,7 +6,7 @@ y = dot_general x w        x8 e = quantize x; w8 d = quantize w
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from jamp._autocast.rewrite import Rewriter
 from jamp._core.dtypes import FLOAT32
 from jamp._core.path_rules import matches
 from jamp._fp8.options import Fp8
-from jamp._fp8.plan import Plan
+from jamp._fp8.plan import Plan, Uses
 from jamp._fp8.quantized import FORWARD, Of, SharedKept, product_of, quantize
 
 
@@ -36,9 +36,9 @@ class Products:
         rules: Any = self.options.keep
         return matches(rules, path, leaf)
 
-    def plan(self, facts: Facts) -> Plan:
-        """Returns the plan of a program's fp8 matmuls."""
-        return Plan(self.options, facts)
+    def plan(self, facts: Facts, out_uses: Sequence[Uses]) -> Plan:
+        """Returns the plan of a program, given the uses of its results."""
+        return Plan(self.options, facts, out_uses)
 
     def checkpoint_policy(self, policy: Callable[..., Any] | None) -> SharedKept:
         """Returns the policy of a checkpoint that contains fp8 matmuls."""

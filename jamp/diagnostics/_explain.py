@@ -8,6 +8,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.decide import TABLE
 from jamp._autocast.frames import frames_of
 from jamp._autocast.lists import (
     FUNCTION_ROWS,
@@ -40,18 +41,7 @@ from jamp.diagnostics._source import is_backward, module_path, user_line
 from jamp.diagnostics._step import function_first, matmul_dtype, trace_step
 
 _REASONS = {
-    "feeder": "What reads its result runs in float32.",
-    "bias": "It is the bias of a product, which is part of the product.",
-    "fusion": "It is one of a chain on one array, which is fused: rounded at its end.",
-    "ratio": "It divides by a value in float16, whose square its derivative reads.",
-    "norm": "It is part of a norm: computed in float32, it goes out in half.",
-    "carry": "A loop carries its result in float32: a sum keeps its digits.",
-    "operands": "Its operands are in this dtype.",
-    "widest": "Its operands differ, and the widest decides.",
-    "narrowest": "Its operands differ, and the narrowest decides.",
-    "literal": "An operand is a constant that half cannot hold.",
-    "smaller operand": "A smaller float32 is broadcast: it is computed in float32.",
-    "no vote": "Its operands are constants or masks, which decide nothing.",
+    **{row.why: row.says for row in TABLE},
     "precision": "It asks for float32 by its `precision`, algorithm or result.",
     "own dtype": "The program itself has a float dtype other than float32 here.",
     "no float32": "Nothing that could be cast.",

