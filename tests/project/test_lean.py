@@ -38,10 +38,10 @@ BOUNDS = {
 EXCEPTIONS = {
     # The class token is float32, so torch's rules make the stream float32.
     ("vit", "widest"): Bound(1.15, 1.15),
-    # The model's first carry is float32, so the stack is float32: 1.60.
-    ("lstm", "widest"): Bound(1.05, 1.62),
+    # The model's first carry is float32, so the stack is float32: 1.73.
+    ("lstm", "widest"): Bound(1.05, 1.75),
     # Less, because the model by hand scatters into float32 logits.
-    ("words", "widest"): Bound(0.71, 0.44),  # 0.697 and 0.424
+    ("words", "widest"): Bound(0.66, 0.44),  # 0.649 and 0.429
     ("words", "narrowest"): Bound(0.65, 0.44),  # 0.636 and 0.421
     ("words", "O5"): Bound(0.63, 0.39),  # 0.614 and 0.372
     ("tied", "widest"): Bound(0.65, 0.45),  # 0.639 and 0.439
