@@ -1,7 +1,7 @@
-"""Averages and target networks: they cover their way at every level, or warn.
+"""Averages and target networks move the whole way at every level, or warn.
 
-The oracle is float64: after n steps of share s, an average of what stands still is
-1 - (1 - s)^n of the way there.
+The oracle is float64: after n steps of share s, the average of a constant has moved
+1 - (1 - s)^n of the way.
 """
 
 import jax
@@ -13,19 +13,15 @@ import pytest
 import jamp
 import jamp.nnx
 from tests.support.bits import assert_same_bits
-from tests.support.states import SGD, State, make, params
+from tests.support.states import SGD, make, params
 
 STEP, STEPS = 1e-3, 3000
 START = {"w": jnp.linspace(0.5, 2.0, 16), "b": jnp.full(3, -0.75)}
 END = jax.tree.map(lambda x: 1.25 * x, START)
 
 
-def begin(level, tree, **kwargs):
-    return jamp.initialize(tree, SGD, level, verbosity=0, state_class=State, **kwargs)
-
-
 def share(average):
-    """How much of the way from START to END it has come."""
+    """Returns how far an average has moved from START to END."""
     ratios = [(np.float64(average[k]) / START[k] - 1) / 0.25 for k in START]
     return np.concatenate([np.ravel(r) for r in ratios])
 
@@ -37,15 +33,15 @@ MOVED = 1 - (1 - STEP) ** STEPS
     "kind, level", [("tree", "O2"), ("tree", "O3"), ("state", "O0"), ("state", "O5")]
 )
 def test_it_covers_its_way(kind, level):
-    state = begin(level, END)
-    old = begin(level, START) if kind == "state" else START
+    state = make(level, END)
+    old = make(level, START) if kind == "state" else START
 
     def body(old, _):
         return jamp.incremental_update(state, old, STEP), None
 
     after, _ = jax.jit(lambda old: jax.lax.scan(body, old, None, STEPS))(old)
     average = jamp.master_params(after) if kind == "state" else after
-    # 3,000 roundings of a float32, and END rounded at O3.
+    # The tolerance is for 3,000 roundings of a float32, and for END rounded at O3.
     np.testing.assert_allclose(share(average), MOVED, 2e-3 if level == "O3" else 5e-4)
     if kind == "state":
         assert after.params["w"].dtype == state.params["w"].dtype
@@ -54,9 +50,9 @@ def test_it_covers_its_way(kind, level):
 
 
 def test_halves_would_not():
-    """The trap: what is below is what people write."""
+    """People write this, and the average stays behind."""
     for level, most in (("O2", 0.2), ("O5", 0.01)):
-        state, target = begin(level, END), begin(level, START)
+        state, target = make(level, END), make(level, START)
 
         def body(target, _, new=state.params):
             moved = optax.incremental_update(new, target.params, STEP)
@@ -83,7 +79,7 @@ def test_a_skip_leaves_it_as_it_was():
 
 def test_several_groups_skip_each_for_itself():
     trees = {"a": params(), "b": params() | {"seen": jnp.int32(3)}}
-    state = jamp.initialize(trees, {"a": SGD, "b": SGD}, "O2", verbosity=0)
+    state = make("O2", trees, {"a": SGD, "b": SGD})
     skipped = {"a": jnp.bool_(True), "b": jnp.bool_(False)}
     zeros = jax.tree.map(jnp.zeros_like, trees)
     ema = jamp.incremental_update(state.replace(last_step_skipped=skipped), zeros, 1.0)
@@ -93,10 +89,7 @@ def test_several_groups_skip_each_for_itself():
 
 WRONG = {
     r"old\['b'\] is float16": (lambda s: s.params, "O2"),
-    r"old\['b'\] is bfloat16": (
-        lambda s: jamp.initialize(START, None, "O5", verbosity=0),
-        "O5",
-    ),
+    r"old\['b'\] is bfloat16": (lambda s: make("O5", START, None), "O5"),
     "old.* is float16.*set_to_zero": (lambda s: s, "O3"),
     r"new have an unexpected leaf at \['b'\].*start": (
         lambda s: {"w": s.params["w"]},
@@ -108,12 +101,9 @@ WRONG = {
 @pytest.mark.parametrize("words", WRONG)
 def test_what_would_stand_still_is_an_error(words):
     old, level = WRONG[words]
-    state = begin(level, START)
+    state = make(level, START)
     with pytest.raises(ValueError, match=words):
         jamp.incremental_update(state, old(state), 0.5)
-
-
-# What is warned of.
 
 
 def soft(new, old, step_size=STEP):
@@ -121,7 +111,7 @@ def soft(new, old, step_size=STEP):
 
 
 FIELDS = {
-    "initialize": lambda s: begin("O2", START, ema=s.params),
+    "initialize": lambda s: make("O2", START, ema=s.params),
     "replace": lambda s: s.replace(ema=s.params),
     "apply_gradients": lambda s: s.apply_gradients(grads=START, ema=s.params),
 }
@@ -129,7 +119,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("how", FIELDS)
 def test_a_field_begun_in_half(how):
-    state = begin("O2", START, ema=START)
+    state = make("O2", START, ema=START)
     with pytest.warns(
         jamp.PrecisionWarning, match="field ema has the .*float16.*master_par"
     ):
@@ -140,7 +130,7 @@ def test_a_field_begun_in_half(how):
 def test_fields_that_are_not_averages():
     cache = {"key": jnp.ones(3, jnp.float16)}
     ema = optax.ema(0.9, accumulator_dtype=jnp.float32).init(START)
-    state = begin("O2", START, cache=cache, ema=START, debiased=ema)
+    state = make("O2", START, cache=cache, ema=START, debiased=ema)
     state = state.replace(cache=cache, ema=jamp.master_params(state))
     state.apply_gradients(grads=START, cache=cache, ema=soft(state.params, state.ema))
 
@@ -148,7 +138,7 @@ def test_fields_that_are_not_averages():
 def test_params_of_an_earlier_step_are_set_without_a_warning():
     """Early stopping: warnings are errors here."""
     for level in ("O2", "O5"):
-        state = begin(level, START)
+        state = make(level, START)
         best = jax.tree.map(jnp.copy, state.params)
         small = jax.tree.map(lambda x: 0.02 * x, START)
         state = state.apply_gradients(grads=small)

@@ -1,4 +1,4 @@
-"""jamp.closure: the loss as optimizers that evaluate it more than once want it."""
+"""jamp.closure: the loss for optimizers that evaluate it more than once."""
 
 import functools
 
@@ -40,10 +40,6 @@ def loss_fn(p, x=X, y=Y):
     return 0.5 * ((wide(product) - y) ** 2).mean()
 
 
-def begin(level="O2", tree=START, tx=ZOOM, **kwargs):
-    return make(level, tree, tx, **kwargs)
-
-
 def search_step(state, *args, loss_fn=loss_fn, **options):
     loss, grads = jamp.scaled_value_and_grad(loss_fn, **options)(state, *args)
     value_fn = jamp.closure(loss_fn, **options)(state, *args)
@@ -75,12 +71,12 @@ SEARCHES = {
 @pytest.mark.parametrize("name", SEARCHES)
 def test_lbfgs_reaches_the_minimum(name):
     tx, level, above = SEARCHES[name]
-    state = begin(level, tx=tx)
+    state = make(level, START, tx)
     for _ in range(16):
         state, loss = step(state)
     assert state.step + state.skipped_steps == 16
     assert state.skipped_steps <= (6 if level == "O2" else 0)
-    # A step of half's rounding away from the minimum costs its square.
+    # The rounding of half moves the minimum, and the loss grows by its square.
     masters = jamp.master_params(state)["w"]
     assert exact_loss(masters) - exact_loss(BEST) < above
     np.testing.assert_allclose(loss, exact_loss(BEST), rtol=0.05)
@@ -93,7 +89,7 @@ def test_lbfgs_reaches_the_minimum(name):
 
 
 def test_trial_points_may_overflow():
-    # At the start 2^16 fits; a step of 1 along the gradient goes where it does not.
+    # The start fits a scale of 2^16; a step of 1 along the gradient does not.
     curvature = jnp.asarray([10.0, 3.0, 40.0], jnp.float32)
     target = jnp.asarray([0.25, -0.5, 0.75], jnp.float32)
 
@@ -101,7 +97,7 @@ def test_trial_points_may_overflow():
         return 0.5 * (curvature * (wide(p["w"]) - target) ** 2).sum()
 
     start = target + jnp.asarray([0.0625, 0.0, 0.0], jnp.float32)
-    state = begin(tree={"w": start})
+    state = make("O2", {"w": start}, ZOOM)
     trial = {"w": start - 0.625 * jnp.asarray([1.0, 0.0, 0.0], jnp.float32)}
     loss, grad = jax.value_and_grad(jamp.closure(bowl)(state))(trial)
     assert np.isfinite(loss) and not np.isfinite(grad["w"]).all()
@@ -113,7 +109,7 @@ def test_trial_points_may_overflow():
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
-    state = begin(level, tx=optax.sgd(0.1), loss_scale=2.0**8)
+    state = make(level, START, loss_scale=2.0**8)
 
     @jax.jit
     def both(state, at):
@@ -135,9 +131,9 @@ def test_at_the_masters_it_is_the_scaled_gradient_unscaled(level):
         assert set(products(fn, at)) == {f"{half},{half}"}
 
 
-def pair(level="O2"):
+def pair():
     trees = {"a": START, "b": {"w": jnp.asarray([0.5, 0.25], jnp.float32)}}
-    return begin(level, trees, {"a": BACKTRACKING, "b": optax.sgd(0.1)})
+    return make("O2", trees, {"a": BACKTRACKING, "b": optax.sgd(0.1)})
 
 
 def joint(p):
@@ -154,14 +150,14 @@ def test_one_group_of_several_is_searched():
     assert state.skipped_steps["b"] == 0
 
 
-def test_what_is_no_float_is_as_the_state_has_it():
+def test_other_leaves_than_floats_come_from_the_state():
     tree = {"w": jnp.zeros(2, jnp.float32), "n": jnp.asarray([3, 4]), "none": None}
 
     def look(p, *, times):
         assert p["none"] is None
         return (wide(p["w"]) * wide(p["n"])).sum() * times, {"what": "ever"}
 
-    state = begin(tree=tree, tx=optax.sgd(0.1), loss_scale=4.0)
+    state = make("O2", tree, loss_scale=4.0)
     value_fn = jamp.closure(look, has_aux=True)(state, times=2.0)
     loss, grads = jax.value_and_grad(value_fn)({"w": PAIR, "n": None, "none": None})
     assert (loss, grads["w"].tolist()) == (20, [6, 8])
@@ -169,14 +165,14 @@ def test_what_is_no_float_is_as_the_state_has_it():
     assert value_fn({"w": 1e6 * PAIR, "n": None, "none": None}) == 2 * 7 * 65504.0
 
 
-# What it refuses; test_scaled_grad.py has losses and states
+# test_scaled_grad.py has the errors for losses and states.
 
 
 def test_a_closure_is_for_one_group_that_is_there():
     for state, wrt, words in (
         (pair(), None, r"one group: pass wrt=key, one of \['a', 'b'\]; got wrt=None"),
         (pair(), "z", r"wrt='z': 'z' is not one of the groups"),
-        (begin(), "z", r"wrt='z', but the state has one group"),
+        (make(), "z", r"wrt='z', but the state has one group"),
     ):
         with pytest.raises(ValueError, match=words):
             jamp.closure(joint, wrt=wrt)(state)

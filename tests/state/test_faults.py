@@ -101,7 +101,7 @@ def under(context):
 def debug_nans():
     with jax.debug_nans(True):
         assert_same_bits(step(make()), AFTER)
-        after = jax.jit(step)(AFTER, X * np.inf)  # no NaN comes out
+        after = jax.jit(step)(AFTER, X * np.inf)  # the outputs have no NaN
         assert after.last_step_skipped
         infinite = jax.tree.map(lambda p: jnp.full_like(p, np.inf), PARAMS)
         # The check makes NaN of infinity, but shows none.

@@ -1,7 +1,7 @@
-"""`jamp.initialize`: what it builds, what it refuses, and what it says then."""
+"""`jamp.initialize`: the states that it builds, its errors and its report."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import flax.struct
@@ -15,10 +15,9 @@ from flax.training.train_state import TrainState
 import jamp
 from jamp._policy.levels import describe
 from tests.support.bits import assert_same_bits
-from tests.support.states import HALF, LEVELS, RUNNING, State
+from tests.support.states import HALF, LEVELS, RUNNING, SGD, State
 
 LISTS = jamp.AutocastLists()
-SGD = optax.sgd(0.5, momentum=0.9)
 W = {"w": np.ones(2, np.float32)}
 HALF_W = {"w": np.ones(2, np.float16)}
 STATS = {"mean": np.zeros(2, np.float32), "var": np.ones(2, np.float32)}
@@ -38,13 +37,6 @@ def make(level="O2", tree=None, tx=SGD, **kwargs):
     tree = params() if tree is None else tree
     options = {"verbosity": 0, "state_class": State} | kwargs
     return jamp.initialize(tree, tx, level, **options)
-
-
-def like(tree, value=1.0):
-    return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
-
-
-# What a state holds
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -91,7 +83,7 @@ def test_no_leaf_is_weakly_typed(level):
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("array", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_every_array_of_a_state_is_its_own(level, array):
-    """Donating it deletes nothing: with tied leaves, with moments that are params."""
+    """Donation is safe with tied leaves, and with moments that are params."""
     dense = {"kernel": array(np.full(64, 0.1, np.float32)), "n": array(np.arange(64))}
     tree = {"Dense_0": dense, "Dense_1": dense, "BatchNorm_0": {"scale": array(1.0)}}
     tx = optax.GradientTransformation(
@@ -115,13 +107,11 @@ def test_disabled_leaves_everything_as_it_is(level):
     assert_same_bits(state.params, tree)
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state)
     assert (state.loss_scale, loss) == (1.0, 12.0)
-    assert_same_bits(grads, like({k: np.float32(x) for k, x in tree.items()}, 3.0))
+    assert_same_bits(grads, {k: np.full(2, 3, np.float32) for k in tree})
     state = state.apply_gradients(grads=grads)
     assert state.step == 1
-    assert_same_bits(state.params, like(tree, -0.5))
+    assert_same_bits(state.params, {k: -x / 2 for k, x in tree.items()})
 
-
-# What is refused: at O0 and O2, or at the level that a row gives.
 
 VARIABLES = {"params": W, "batch_stats": {"bn": STATS}}
 TWO, TWO_TX = {"g": W, "d": W}, {"g": SGD, "d": SGD}
@@ -168,7 +158,8 @@ VALUE_ERRORS = [
 ]
 
 
-def test_what_makes_no_sense_is_refused():
+def test_arguments_that_make_no_sense_are_refused():
+    # A row without a level runs at O0 and O2.
     for error, rows in ((TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS)):
         for given, words in rows:
             for level in [given["level"]] if "level" in given else ["O0", "O2"]:
@@ -267,17 +258,31 @@ def test_batch_stats_and_keep_fp32_say_what_stays_float32(tree, tx, fields, kept
             assert_same_bits(state.batch_stats, fields["batch_stats"])
 
 
-PACKS = [list, tuple, lambda pair: dict(zip("gd", pair, strict=True))]
+class Pair(NamedTuple):
+    g: Any
+    d: Any
 
 
-@pytest.mark.parametrize("pack", PACKS, ids=["list", "tuple", "dict"])
+PACKS = [
+    list,
+    tuple,
+    lambda pair: dict(zip("gd", pair, strict=True)),
+    lambda x: Pair(*x),
+]
+
+
+@pytest.mark.parametrize("pack", PACKS, ids=["list", "tuple", "dict", "NamedTuple"])
 def test_groups_keep_their_container(pack):
-    trees, txs = pack([params(), W]), pack([SGD, optax.sgd(1.0)])
+    trees, txs = pack([params(), W]), pack([optax.sgd(0.5), optax.sgd(1.0)])
     state, one_each = make("O2", trees, txs), jax.tree.structure(pack([0, 0]))
     assert jax.tree.structure(state.params) == jax.tree.structure(trees)
     assert type(state.opt_state) is type(trees)
     assert jax.tree.structure(state.skipped_steps) == one_each
     assert jax.tree.structure(state.last_step_skipped) == one_each
+    ones = jax.tree.map(np.ones_like, trees)
+    after = jamp.master_params(state.apply_gradients(grads=ones))
+    moved = pack([jax.tree.map(lambda x: x - 0.5, params()), {"w": W["w"] - 1}])
+    assert_same_bits(after, moved)
     # With one transformation they are one model.
     state = make("O2", trees)
     assert jax.tree.structure(state.params) == jax.tree.structure(trees)

@@ -60,19 +60,19 @@ CASES = {
     "3 models, 2 losses, 2 optimizers": Setup(
         ("ab", "c"), ("ab", "cb"), ((0,), (0, 1)), tuple
     ),
-    # The first loss sees two models and trains one, as that of a GAN's generator.
+    # The first loss sees two models and trains one, like a GAN's generator.
     "3 models, 3 losses, 3 optimizers": Setup(
         ("a", "b", "c"), ("ab", "bc", "ca"), ((0,), (1, 2), (2,)), named
     ),
 }
 RATES, MOMENTUM = (0.25, 0.5, 0.125), (0.125, 0.25, 0.5)  # of each group
 RULE = loss_scale.Rule(init_scale=4.0, window=3)
-# So that each model has a half and a float32 weight, where the level casts.
+# Each model has a half and a float32 weight where the level casts.
 KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O5")}
 
 
 def weights(setup: Setup) -> dict[str, np.ndarray]:
-    """Of each model w0 and w1: those of apex's `MyModel(u)` for u = 1, 2, ..."""
+    """Returns w0 and w1 of apex's `MyModel(u)` for u = 1, 2, ..."""
     grid = np.array([[0.0, 1.0], [1.0, 2.0]])
     return {m: grid + 1 + i for i, m in enumerate("".join(setup.groups))}
 
@@ -83,10 +83,10 @@ def first_scales(setup: Setup, shared: bool) -> list[float]:
 
 
 def plain_run(setup: Setup, shared: bool, overflows: np.ndarray) -> Iterator[Any]:
-    """In float64: training without the skipped steps, and what is counted.
+    """Trains in float64 without the skipped steps, and counts.
 
-    `overflows` says of each iteration which losses do. A group skips where a loss that
-    covers it does. Yields weights, trace, counts of each group, and scales.
+    `overflows` holds a flag per iteration and loss. A group skips if a loss that covers
+    it overflows. Yields weights, traces, the counts of each group, and scales.
     """
     w, ids = weights(setup), [0 if shared else i for i in range(len(setup.losses))]
     trace = {m: np.zeros((2, 2)) for m in w}
@@ -115,7 +115,7 @@ def plain_run(setup: Setup, shared: bool, overflows: np.ndarray) -> Iterator[Any
 
 
 def gradient(ring: str, model: str, w: dict[str, np.ndarray]) -> np.ndarray:
-    """Of a loss for one of its models: w0 meets the next one's w1."""
+    """Returns the gradient for one model: w0 meets the w1 of the next model."""
     if model not in ring:
         return np.zeros((2, 2))
     at = ring.index(model)
@@ -181,7 +181,7 @@ def assert_state(state: Any, results: list[Any], setup: Setup) -> None:
     got = np.stack(setup.of(state.last_step_skipped), 1)
     np.testing.assert_array_equal(got, last)
     for i, scale in enumerate(state.loss_scales):
-        # apex's tolerance goes on below 0, where it means the same.
+        # apex's tolerance continues below 0 with the same meaning.
         for name in ("scale", "unskipped", "consecutive_skips"):
             wanted = [getattr(run[i], name) for run in scales]
             np.testing.assert_array_equal(getattr(scale, name), wanted, name)
@@ -258,7 +258,7 @@ def test_a_group_that_no_loss_covers_remembers_its_skip():
 
 @jax.jit
 def step_of_losses(state, slopes):
-    """Of losses on a scale each, or on one scale."""
+    """Steps with losses that share a scale or have one each."""
     shared = len(state.loss_scales) == 1
     ids = [0 if shared else i for i in range(len(slopes))]
     pairs = zip(ids, slopes, strict=True)
