@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jamp._core.devices import place_like
+from jamp._core.show import short_repr
 from jamp._core.tree import KeyPath, path_parts
 
 
@@ -47,10 +48,12 @@ def from_names(like: PyTree, names: PyTree) -> Any:
 
 
 def check_same(given: Any, expected: Any, what: str, remedy: str) -> None:
-    """Raises a ValueError that lists where two trees of names differ.
+    """Raises an error that lists where two trees of names differ.
 
     The message begins with `what`, such as "The checkpoint", and ends with `remedy`.
     """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what} must be a mapping, got {short_repr(given)}.")
     have, want = _leaves(given), _leaves(expected)
     kinds = (
         [d for p in want if p in have for d in _differ(p, have[p], want[p])],

@@ -67,6 +67,9 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
     def init(self, params: PyTree) -> FP16State:
         """The state for params in the container of the optimizers."""
         check_containers(params, self._txs)
+        for key, group in groups.split(params, self._keys).items():
+            if not jax.tree.leaves(group):
+                raise ValueError(f"params[{key!r}] hold no arrays: got {group!r}.")
         return self.zero_grad(super().init(params))
 
     def backward(

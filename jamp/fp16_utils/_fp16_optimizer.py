@@ -16,6 +16,7 @@ from jamp._core.devices import place_like
 from jamp._core.dtypes import FLOAT32, MODEL_DTYPES, is_half
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import check_scale
+from jamp._core.show import short_repr
 from jamp._core.warnings import PrecisionWarning, UnusedOptionWarning, warn
 from jamp._scaling import rules
 from jamp._scaling.incoming import check_scale_state
@@ -113,8 +114,14 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         self.optimizer = master_weights(tx)
         self.rule = rules.StaticLossScale(static)
         if self.dynamic_loss_scale:
-            args = {_NAMES.get(name, name): x for name, x in (args or {}).items()}
-            self.rule = rules.DynamicLossScale(**args)
+            args = args or {}
+            for name in args:
+                if name not in _NAMES:
+                    raise TypeError(
+                        f"dynamic_loss_args has no {name!r}; its keys are {[*_NAMES]}."
+                    )
+            own = {_NAMES[name]: value for name, value in args.items()}
+            self.rule = rules.DynamicLossScale(**own)
 
     def init(self, params: PyTree) -> FP16State:
         """The state for half and float32 params, with gradients of zero.
@@ -240,9 +247,14 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         return carry
 
     def _call(self, closure: Closure, state: FP16State) -> tuple[Array, FP16State]:
-        loss, state = closure(state)
-        self._check(state)
-        return checked_loss(loss)[0], state
+        match closure(state):
+            case (loss, FP16State() as state):
+                return checked_loss(loss)[0], state
+            case result:
+                raise TypeError(
+                    "The closure must return (loss, state) of `optimizer.backward`, "
+                    f"got {short_repr(result)}."
+                )
 
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
         """The state with gradients of zero, or None, and no overflow."""
@@ -328,6 +340,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
 # apex's names of a dynamic scale's arguments, and jamp's.
 _NAMES = {
+    "init_scale": "init_scale",
     "scale_factor": "factor",
     "scale_window": "window",
     "min_loss_scale": "min_scale",

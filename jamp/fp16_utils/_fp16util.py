@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, cast_floats, is_castable, widen
+from jamp._core.show import short_repr
 from jamp._core.tree import check_like, differentiable, mapping_like, widen_tree
 from jamp._policy.casting import cast_model, cast_params, keep_rule
 from jamp._policy.forward import cast_forward
@@ -63,6 +64,11 @@ def convert_network(
 
 def convert_module(params: Mapping[Any, Any], dtype: DTypeLike) -> Any:
     """A module's own params in `dtype`; its submodules keep theirs."""
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            "convert_module takes the mapping of a module's params, got "
+            f"{short_repr(params)}."
+        )
     dtype = parse_model_dtype(dtype)
     own = {k: cast(x, dtype) if is_castable(x) else x for k, x in params.items()}
     return mapping_like(params, own)

@@ -9,6 +9,8 @@ from flax import nnx
 from flax.nnx import filterlib
 from jaxtyping import PyTree
 
+from jamp._core.show import short_repr
+
 type Models = nnx.Module | Sequence[nnx.Module] | Mapping[Any, nnx.Module]
 
 
@@ -19,11 +21,12 @@ def entries(models: Models) -> dict[Any, nnx.Module]:
         modules = dict(enumerate(models))
     elif isinstance(models, Mapping) and not isinstance(models, nnx.State):
         modules = dict(models)
-    for module in modules.values():
+    for key, module in modules.items():
         if not isinstance(module, nnx.Module):
+            where = "" if key is None else f" at {key!r}"
             raise TypeError(
                 "Expected an nnx.Module, or a list, tuple or dict of them, got "
-                f"{type(module).__name__}. After nnx.split, pass the module or "
+                f"{short_repr(module)}{where}. After nnx.split, pass the module or "
                 "`nnx.merge(graphdef, state)`, because jamp.nnx splits it itself."
             )
     return modules

@@ -141,6 +141,10 @@ REFUSED = [
     (lambda: cut_down(dynamic_loss_args={}), SystemError, "Do not support dynamic"),
     (lambda: FlatFP16_Optimizer([fused_adam(), optax.sgd(1.0)]), TypeError, "fused"),
     (
+        lambda: cut_down([fused_adam(), fused_adam()]).init([group(), {}]),
+        *(ValueError, r"params\[1\] hold no arrays: got {}"),
+    ),
+    (
         lambda: cut_down({"a": fused_adam()}).init({"b": group()}),
         *(ValueError, r"same container.* keys \['b'\] of params.* keys \['a'\]"),
     ),

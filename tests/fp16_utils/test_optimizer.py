@@ -294,14 +294,17 @@ def test_what_does_not_fit_is_refused(name, value, words):
 
 
 EXTRA = "Wrapped parameters must be.*extra"
+UNKNOWN = "no 'scale'; its keys are .*'init_scale', 'scale_factor', 'scale_window'"
 # What is called with an optimizer, a state, and one whose gradients are None.
 REFUSED = [
     (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps master"),
-    (lambda *_: make(dynamic_loss_args={"scale": 1}), TypeError, "argument 'scale'"),
+    (lambda *_: make(dynamic_loss_args={"scale": 1}), TypeError, UNKNOWN),
     (lambda o, s, none: o.step(none), ValueError, "no gradients"),
     (lambda o, *_: o.load_state_dict(params(), {}), TypeError, "take the state that"),
     (lambda o, *_: o.init({"extra": [np.ones(2)]}), TypeError, EXTRA),
-    (lambda o, s, _: o.step(s, lambda s: s), TypeError, "cannot unpack"),
+    (lambda o, s, _: o.load_state_dict(s, [1]), TypeError, r"mapping, got \[1\]"),
+    (lambda o, s, _: o.step(s, lambda s: s), TypeError, r"\(loss, state\)"),
+    (lambda o, s, _: o.step(s, lambda s: (s, 1.0)), TypeError, r"\(loss, state\)"),
     (
         lambda o, s, _: o.step(s, lambda s: (jnp.ones(2), s)),
         TypeError,

@@ -379,8 +379,8 @@ BAD_CALLS = {
     r"\['bias'\] with dtype float16, expected": (
         lambda m, o: make(model=linear(param_dtype=jnp.float16))
     ),
-    "got int": lambda m, o: make(model=3),
-    "dict of them, got int": lambda m, o: make(model=[3], tx=[ADAM]),
+    "got 3. After": lambda m, o: make(model=3),
+    "dict of them, got 3 at 0": lambda m, o: make(model=[3], tx=[ADAM]),
     "unknown keyword 'apply_fn'": lambda m, o: start(apply_fn=len),
     "unknown keyword 'ema'": lambda m, o: start(ema=jnp.ones(2)),
     "keyword 'loss_sale'. Did you mean 'loss_scale'": lambda m, o: start(loss_sale=1),
