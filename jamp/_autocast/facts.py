@@ -346,12 +346,14 @@ class Facts:
         A gate is another array: its product with a carry may be half, as in an LSTM.
         """
         carries = [v for v in eqn.invars if self[v].carried]
+        if not carries:
+            return False
         traits = traits_of(primitive_name(eqn))
         moves = traits.keeps_range or self.ruling(eqn)[0] is Rule.MOVE
         others = [v for v in eqn.invars if v not in carries and is_float32(v)]
         scales = traits.reads_operands and all(size_of(v) == 1 for v in others)
         is_carry = eqn.outvars[0] in self._results
-        return bool(carries) and (moves or scales or is_carry)
+        return moves or scales or is_carry
 
     @functools.cached_property
     def _results(self) -> set[Atom]:
