@@ -5,6 +5,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -88,6 +89,24 @@ def test_params_are_the_rounded_masters_where_apply_updates_would_err(
         state = state.apply_gradients(grads={"w": jnp.full(1, slope)})
         assert jamp.master_params(state)["w"] == np.float32(master)
         assert state.params["w"] == np.float16(min(master, 65504))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_float8_leaf_is_stepped_in_float32_and_clamped(dtype, level):
+    values = np.linspace(-3, 3, 301)
+    options = {"allow_incoming_model_not_fp32": True, "loss_scale": 1}
+    state = make(level, {"f8": jnp.asarray(values, dtype)}, optax.sgd(0.3), **options)
+    x = np.float32(np.cos(values))
+    grads = jamp.scaled_grad(dot)(state, {"f8": x})
+    assert grads["f8"].dtype == jnp.float32
+    after = state.apply_gradients(grads=grads).params["f8"]
+    # The derivative rounds its result.
+    before, grad = (np.float64(v.astype(dtype)) for v in (values, x))
+    exact = np.float32(before - np.float32(0.3) * grad).astype(dtype)
+    np.testing.assert_array_equal(after, exact)
+    after = state.apply_gradients(grads={"f8": jnp.full(301, 1e6)}).params["f8"]
+    assert (np.float32(after) == -float(ml_dtypes.finfo(dtype).max)).all()
 
 
 @jax.jit

@@ -1,4 +1,4 @@
-"""Faults: what a run meets when things go wrong."""
+"""A run survives faults, or raises."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ AFTER = step(make())
 
 @jax.jit
 def run(state, xs):
-    """The last state and, of each step, the loss scale and the count of steps."""
+    """Returns the last state, and the loss scale and step count of each step."""
 
     def body(state, x):
         state = step(state, x)

@@ -1,4 +1,4 @@
-"""Params that change from outside: `replace(params=...)`, `load_params`, in NNX too."""
+"""`replace(params=...)` and `load_params`, in NNX too."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def tree(value=0.1):
 
 
 def begun(level, tx=STILL, params=None):
-    """A state after a step, so that moments and counters are not zero."""
+    """Returns a state after a step: moments and counters are not zero."""
     params = tree() if params is None else params
     return stepped(make(level[:2], params, tx, store_remainder=level == SPLIT))
 
@@ -50,11 +50,11 @@ LOADS = {
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_loaded_stays_in_the_dtypes_of_the_level(level):
+def test_loaded_params_take_the_dtypes_of_the_level(level):
     state, new = begun(level), tree(0.7)
     for how, load in LOADS.items():
         loaded = load(state, new)
-        # A step at rate 0: what the masters hold is what the params become.
+        # A step at rate 0 rounds the masters to the params.
         for after in (loaded, stepped(loaded)):
             assert bits(after.params["w"]) == rounded(new["w"], level).tobytes(), how
             assert after.params["norm"]["scale"] == new["norm"]["scale"], how
@@ -119,7 +119,7 @@ def test_donating_a_loaded_state_leaves_the_params_that_were_given():
         assert not any(x.is_deleted() for x in jax.tree.leaves(given))
 
 
-def test_what_is_loaded_is_not_compiled_again():
+def test_a_step_is_not_compiled_again_after_a_load():
     init = lambda _: jnp.asarray(1.0)  # noqa: E731 - weakly typed
     weak = optax.GradientTransformation(init, lambda g, s, _: (g, s))
     state = begun("O2", optax.chain(STILL, weak))

@@ -20,8 +20,8 @@ from tests.support.states import wide
 
 STEPS = int(os.environ.get("JAMP_SOAK", 40))
 EVERY = STEPS // 20
-WARM = STEPS // 10  # buffers of the allocator and of Python's have their size by then
-# So low that nothing but the batches that are meant to overflows.
+WARM = STEPS // 10  # the buffers of the allocator and Python have their size by then
+# At these scales only the bad batches overflow.
 SETTINGS = {"init_scale": 2.0**10, "window": 25, "min_scale": 2.0**4}
 SETTINGS |= {"max_scale": 2.0**12, "hysteresis": 2}
 RULE = oracle.Rule(**SETTINGS)
@@ -34,7 +34,7 @@ ADAM, RNGS = optax.adam(1e-3), nnx.Rngs(0)
 
 
 def plain():
-    """A step of a batch, which keeps the state, and what reads it."""
+    """Returns a step that keeps its state, and a function that reads the state."""
     params = {"w": jnp.full((16, 1), 0.1)}
     state = [jamp.initialize(params, ADAM, ema=params, **OPTIONS)]
 
