@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import jamp
 from tests.optimizers.fused import OPTIMIZERS, first, fresh
 from tests.support.bits import assert_same_bits, copy
-from tests.support.states import State
+from tests.support.states import State, like, make
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -29,23 +29,22 @@ def trained(level="O2", **kwargs):
     params = {"dense": {"kernel": jnp.asarray([[0.1, 1 + 2.0**-8, -0.3]])}}
     stats, bn = {"mean": jnp.ones(2)}, {"bn": {"scale": jnp.full(2, 1.1)}}
     params |= bn
-    options = {"verbosity": 0, "state_class": State} | kwargs
-    state = jamp.initialize(params, TX, level, stats=stats, **options)
+    state = make(level, params, TX, stats=stats, **kwargs)
     for x in (0.5, np.inf):
-        grads = jax.tree.map(lambda p, x=x: jnp.full(p.shape, x), params)
-        state = state.apply_gradients(grads=grads, stats={"mean": stats["mean"] + x})
+        stats = {"mean": stats["mean"] + x}
+        state = state.apply_gradients(grads=like(params, x), stats=stats)
     return state
 
 
 def groups():
     trees = {key: {"w": jnp.full(2, x)} for key, x in (("g", 1.1), ("d", 2.2))}
     txs = dict.fromkeys(trees, TX)
-    state = jamp.initialize(trees, txs, "O2", num_losses=2, verbosity=0)
-    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, trees))
+    state = make("O2", trees, txs, num_losses=2)
+    return state.apply_gradients(grads=like(trees, 1.0))
 
 
 def gradients():
-    state = jamp.initialize({"w": jnp.ones(2)}, TX, "O2", verbosity=0)
+    state = make("O2", {"w": jnp.ones(2)}, TX)
     return jamp.scaled_grad(lambda p: jnp.float32(p["w"]).sum())(state)
 
 
@@ -83,9 +82,7 @@ def test_a_state_comes_back_through_flax(name):
 def test_all_states_come_back_through_orbax_and_typed_keys_too(tmp_path):
     def with_keys(seed):
         keys = jax.random.key(seed), jax.random.key(seed, impl="rbg")
-        return jamp.initialize(
-            HALF["n"], TX, "O2", state_class=State, key=keys, verbosity=0
-        )
+        return make("O2", {"n": HALF["n"]}, TX, key=keys)
 
     states = {name: made(name) for name in STATES}
     target = jax.tree.map(jnp.zeros_like, states) | {"keys": with_keys(6)}

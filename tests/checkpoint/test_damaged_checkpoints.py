@@ -18,7 +18,7 @@ from flax import serialization
 
 import jamp
 from tests.support.bits import assert_same_bits
-from tests.support.states import State
+from tests.support.states import like, make
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam
 
@@ -26,20 +26,12 @@ TREE = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.full(2, 0.1)}}
 RULE = jamp.DynamicLossScale(hysteresis=2)
 
 
-def make():
-    state = jamp.initialize(
-        TREE,
-        optax.adam(1e-2),
-        "O2",
-        loss_scale=RULE,
-        verbosity=0,
-        state_class=State,
-        ema=jnp.zeros(2),
-    )
-    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, TREE))
+def begin():
+    state = make("O2", TREE, optax.adam(1e-2), loss_scale=RULE, ema=jnp.zeros(2))
+    return state.apply_gradients(grads=like(TREE, 1.0))
 
 
-STATE = make()
+STATE = begin()
 BEFORE = jax.tree.map(jnp.copy, STATE)
 PORTABLE = jax.tree.map(np.asarray, jamp.to_checkpoint(STATE))
 OWN = jax.tree.map(np.asarray, serialization.to_state_dict(STATE))

@@ -22,6 +22,7 @@ import jamp
 from jamp import optimizers as jo
 from tests.support import subprocesses
 from tests.support.pages import SHOWN
+from tests.support.states import State
 
 pytestmark = pytest.mark.standard_promotion  # for optax.adam, here and in the process
 
@@ -59,6 +60,7 @@ def make(run, seed):
         keep_fp32="norm" if level in ("O2", "O3", "O5") else None,
         num_losses=2,
         verbosity=0,
+        state_class=State,
         ema=jnp.asarray(seed, jnp.float32),
     )
 

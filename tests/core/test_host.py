@@ -1,4 +1,4 @@
-"""On the host: a transfer guard, whose line a warning is of, print and pickle."""
+"""On the host: transfer guards, the lines of warnings, print and pickle."""
 
 import pickle
 import warnings
@@ -27,7 +27,7 @@ def loss_fn(params, x):
 
 
 def run(level, tx):
-    """All that one does outside of a jitted step."""
+    """Calls everything that a program calls outside of a jitted step."""
     state = jamp.initialize(PARAMS, tx, level, **QUIET)
     loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, X)
     state = state.apply_gradients(grads=grads)

@@ -1,4 +1,4 @@
-"""`jamp.explain`: what autocast decided for each operation, why, and how it says so."""
+"""`jamp.explain`: the decision of autocast for each operation, and the reason."""
 
 import json
 import warnings
@@ -48,8 +48,6 @@ def unknown():
     rewrite._warn_of_unknown.cache_clear()
 
 
-# ---- what runs in what, and why
-
 mystery = Primitive("mystery")
 mystery.def_abstract_eval(lambda x: x)
 
@@ -68,7 +66,7 @@ def own_bfloat16(x, w):
     return jnp.matmul(x, w, preferred_element_type=jnp.float32)
 
 
-# A program, one of its operations, and what it runs in, by which rule and why.
+# A program, one of its operations, and its dtype, rule and reason.
 CASES = {
     "a product": (jnp.matmul, "dot_general: float16 half list"),
     "a sum": (lambda x, w: x.sum(), "reduce_sum: float32 float32 list"),
@@ -235,7 +233,7 @@ def test_lines_are_the_users():
     def fn(x):
         return jnp.where(x > 0, x, 1.0)
 
-    # JAX keeps no line inside of its own functions: they have that of their caller.
+    # Operations inside of JAX's functions have the line of the caller.
     line = f"{__file__}:{fn.__code__.co_firstlineno + 1}"
     operations = jamp.explain(fn)(X).operations
     assert "select_n" in {op.primitive for op in operations}
@@ -326,7 +324,7 @@ def with_kept(params, x):
 
 
 X_VALUES = jnp.ones((8, 8))
-# Of each operation of the forward pass in order, what it runs in and why.
+# The dtype and the reason of each operation of the forward pass, in order.
 OF_A_STEP = {
     "O1": "float16 list, float32 list, float16 list, float16 list, float32 region, "
     "float32 widest, float32 list",
@@ -358,11 +356,11 @@ def test_each_operation_of_a_step_has_its_reason(level):
     kept = "Its weight is a param that this level keeps in float32."
     assert (kept in str(explanation.warnings)) == (level == "O2")
     assert "jamp_why" not in str(explanation.to_dict())
-    # What is in no module goes by its line.
+    # An operation outside of modules is named by its line.
     assert f"{short_line(__file__)}:{with_kept.__code__.co_firstlineno + 1}" in str(
         explanation
     )
-    # Nothing is noted in a step that is not explained, or not any more.
+    # A step that is not explained has no notes, after an explanation too.
     step = jax.jit(jamp.scaled_value_and_grad(with_kept)).lower(state, X_VALUES)
     text = step.as_text(debug_info=True)
     assert "transpose" in text and "jamp_why" not in text

@@ -84,7 +84,7 @@ def test_share_in_half():
     found = jamp.explain(fn)(shape(8, 8), shape(8, 24), shape(24, 2))
     assert [op.flops for op in found.operations] == [3072, 768]
     assert found.half_share == 0.8
-    # Of nothing it is None, and integers do not count.
+    # A product of integers has no FLOPs, and without FLOPs the share is None.
     found = jamp.explain(jnp.matmul)(*2 * [shape(8, 8, dtype=jnp.int8)])
     assert [op.flops for op in found.operations] == [None]
     assert (found.half_share, found.warnings) == (None, ())

@@ -19,13 +19,10 @@ def flat(tree):
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
 
-# What a step computes
-
-
 def assert_run(trees, txs, xs, keys=None, where="jit"):
-    """A run with an optimizer per group: each does what its own one does of a vector.
+    """Checks a run of one optimizer per group against the same optimizer of a vector.
 
-    Which is compared with float64; params are their rounded masters bit by bit.
+    The vector is compared with float64. Params are the rounded masters bit by bit.
     """
     pick = lambda tree: [tree] if keys is None else [tree[k] for k in keys]  # noqa: E731
     optimizer = cut_down(txs[0] if keys is None else dict(zip(keys, txs, strict=True)))
@@ -51,7 +48,7 @@ def assert_run(trees, txs, xs, keys=None, where="jit"):
 
 
 def scaled(tree, scale):
-    """A vector of what a backward pass leaves in float16."""
+    """Returns the float16 vector of gradients after a backward pass."""
     with np.errstate(over="ignore", invalid="ignore"):
         return (np.float32(flat(tree)) * np.float32(scale)).astype(np.float16)
 

@@ -27,11 +27,9 @@ from tests.fp16_utils.fp16 import (
 from tests.support.bits import assert_same_bits, copy
 from tests.support.states import dot
 
-# What a step computes
-
 
 def assert_as_amp(optimizer, rule, xs, where="jit", passes=1):
-    """A step of so many backward passes is AmpState's at O2, of losses on one scale."""
+    """Checks that a step of several backward passes is a step of AmpState at O2."""
 
     def amp_step(state, xs):
         grads = [jamp.scaled_grad(dot)(state, x) for x in xs]
@@ -156,7 +154,7 @@ SGD = optax.sgd(1.0)
 def step_with(optimizer, loss_fn, where="jit"):
     def step(state, *args):
         def closure(state):
-            """What a user of apex writes: zero_grad, backward, and the loss."""
+            """A user of apex writes zero_grad, backward, and the loss."""
             return optimizer.backward(optimizer.zero_grad(state), loss_fn, *args)
 
         return optimizer.step(state, closure)
@@ -295,7 +293,7 @@ def test_what_does_not_fit_is_refused(name, value, words):
 
 EXTRA = "Wrapped parameters must be.*extra"
 UNKNOWN = "no 'scale'; its keys are .*'init_scale', 'scale_factor', 'scale_window'"
-# What is called with an optimizer, a state, and one whose gradients are None.
+# The calls take an optimizer, a state, and a state without gradients.
 REFUSED = [
     (lambda *_: FP16_Optimizer(jamp.master_weights(SGD)), ValueError, "keeps master"),
     (lambda *_: make(dynamic_loss_args={"scale": 1}), TypeError, UNKNOWN),

@@ -11,18 +11,20 @@ import optax
 import pytest
 
 import jamp
+from tests.support import states
 from tests.support.bits import assert_same_bits
 
 
 def make(level="O2", **kwargs):
-    params, tx = {"w": jnp.full(3, 0.1)}, optax.sgd(0.5, momentum=0.5)
-    return jamp.initialize(params, tx, level, verbosity=0, **kwargs)
+    """Returns a state with an optimizer of its own, by which `check` knows it."""
+    return states.make(level, {"w": jnp.full(3, 0.1)}, optax.sgd(0.5), **kwargs)
+
+
+def loss_fn(params, x):
+    return (params["w"].astype(jnp.float32) * x).sum()
 
 
 def step(state, x, loss_id=0):
-    def loss_fn(params, x):
-        return (params["w"].astype(jnp.float32) * x).sum()
-
     grads = jamp.scaled_grad(loss_fn, loss_id=loss_id)(state, jnp.float32(x))
     return state.apply_gradients(grads=grads, loss_id=loss_id)
 
@@ -71,7 +73,7 @@ def test_a_static_scale_takes_another_value():
     assert jamp.state_dict(state) == scalers((4.0, 9), (128.0, 3))
     state, plain = step(state, 0.25), step(make("O2", loss_scale=4.0), 0.25)
     assert_same_bits(state.params, plain.params)
-    # apex_semantics 5.4: in static mode `unskipped` counts up for ever.
+    # apex_semantics 5.4: in static mode `unskipped` grows without end.
     assert jamp.state_dict(state) == scalers((4.0, 10), (128.0, 3))
 
 
@@ -111,7 +113,7 @@ def test_what_does_not_fit_is_named():
 
 
 def after(*good, **kwargs):
-    """A state after steps that are good or not."""
+    """Returns a state after good and bad steps."""
     state = make(**kwargs)
     for x in good:
         state = step(state, x or np.inf)
@@ -119,14 +121,14 @@ def after(*good, **kwargs):
 
 
 def skipping(count):
-    """A state as after so many skips."""
+    """Returns a state with this count of skips."""
     state = after(0)
     many = state.loss_scales[0]._replace(consecutive_skips=jnp.int32(count))
     return state.replace(loss_scales=(many,))
 
 
 def ensemble():
-    """Its second member skips for ever."""
+    """Returns an ensemble whose second member has skipped every step."""
     make_one = lambda w: jamp.initialize(w, optax.sgd(1.0), "O2", verbosity=0)  # noqa: E731
     state, grads = jax.vmap(make_one)(jnp.ones((2, 3))), jnp.ones((2, 3))
     apply = jax.vmap(lambda state, grads: state.apply_gradients(grads=grads))
@@ -137,17 +139,17 @@ def ensemble():
 
 STATIC, CHECKED = jamp.StaticLossScale(1.0), jamp.StaticLossScale(4.0, check=True)
 LOW = {"min_loss_scale": 2.0**14}
-# Where apex's scale went on to 0 and died of a ZeroDivisionError.
+# apex's scale falls to 0 and raises a ZeroDivisionError.
 LOWEST = {"loss_scale": jamp.DynamicLossScale(2.0**-125)}
 RUNS = [
-    # A state, at most so many skips, and the message if there is one.
+    # A state, the largest number of skips, and the message or None.
     (lambda: after(0, 0), 3, None),
     (lambda: after(0, 0, 0), 3, "Loss 0 skipped 3 .* scale is 8192: .* any scale"),
     (lambda: after(0, 0, 1, 0, 0), 3, None),
     (lambda: skipping(49), 50, None),
     (lambda: skipping(50), 50, "Loss 0 skipped 50"),
     (lambda: after(0, 0, **LOW), 100, "Loss 0 skipped 2 .* scale is 16384:"),
-    (lambda: after(0, 0, 1, **LOW), 100, None),  # it may sit there
+    (lambda: after(0, 0, 1, **LOW), 100, None),  # it may stay at the floor
     (lambda: after(0, **LOWEST), 100, "Loss 0 skipped 1 .* scale is 1.17549e-38:"),
     (lambda: after(0, 0, 0, loss_scale=STATIC), 1, None),
     (lambda: after(0, 0, 0, loss_scale=CHECKED), 4, None),
@@ -178,16 +180,13 @@ def test_what_check_refuses():
             jamp.check(make(), max_consecutive_skips=bad)
 
 
-# jamp.check between calls: a state that stands still
+# jamp.check between calls: a state that does not move
 
 
 def guarded(guard, donate=False):
-    """A step as a float32 script has it, with a guard of its own."""
+    """Returns the step of a float32 script, which has a guard of its own."""
 
     def train_step(state, x):
-        def loss_fn(params, x):
-            return (params["w"].astype(jnp.float32) * x).sum()
-
         grads = jamp.scaled_grad(loss_fn)(state, x)
         norm = optax.tree.norm(grads)
         new = state.apply_gradients(grads=grads)
@@ -218,7 +217,7 @@ def test_a_guard_that_keeps_the_state_is_noticed(guard, level, x, donate):
 
 
 def renewed(state):
-    """The state with new arrays, as a step returns it that takes and keeps it."""
+    """Returns the state in new arrays, like a step that keeps it."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
 
 
@@ -227,7 +226,7 @@ def test_what_stands_still_on_purpose_is_no_stall():
     checkpoint, train_step = jamp.to_checkpoint(state), guarded("none")
     twins = [step(make(), 1.0), step(make(), 2.0)]  # with equal counters
     evaluated = jax.jit(lambda state: (state, state.params["w"].sum()))
-    frozen = jamp.initialize({"w": jnp.ones(3)}, None, "O2", verbosity=0)
+    frozen = states.make("O2", {"w": jnp.ones(3)}, None)
     for i in range(6):
         jamp.check(state, 2)  # an evaluation
         state = evaluated(state)[0]
@@ -235,7 +234,7 @@ def test_what_stands_still_on_purpose_is_no_stall():
         jamp.check(renewed(frozen), 2)
         for k in range(2):
             jamp.check(twins[k], 2)
-        if i % 2:  # both move; the first by a target's update, which is no step
+        if i % 2:  # both move; the first without a step, like a target network
             moved = jax.tree.map(lambda x: x + 1, jamp.master_params(twins[0]))
             twins[0] = renewed(twins[0].replace(params=moved))
             twins[1] = train_step(twins[1], jnp.float32(0.5))
@@ -245,7 +244,7 @@ def test_what_stands_still_on_purpose_is_no_stall():
 
 def test_each_of_two_states_is_seen_by_itself():
     stalled, train_step = make(), guarded("none")
-    trained = jamp.initialize({"w": jnp.ones(2)}, optax.sgd(0.5), "O2", verbosity=0)
+    trained = states.make("O2", {"w": jnp.ones(2)})
     for i in range(4):
         stalled, trained = renewed(stalled), train_step(trained, jnp.float32(0.5))
         jamp.check(trained, 3)
