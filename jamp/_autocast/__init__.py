@@ -1,6 +1,6 @@
-"""Autocast: any JAX function, each operation in the precision that suits it.
+"""Autocast: runs each operation of a JAX function in the precision that suits it.
 
-May import `_core`, and from `pallas_kernels` what a device can do. `primitives` says
-what is known of each operation, as data, `lists` what the user adds, and `frames` which
-programs an equation holds. The README has the order of the passes and their words.
+This package may import `_core` and the device capabilities of `pallas_kernels`.
+`primitives` holds the table of operations, `lists` the user's additions to it, and
+`frames` the programs that an equation holds. README.md describes the passes and terms.
 """

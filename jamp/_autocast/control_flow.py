@@ -1,11 +1,11 @@
-"""One rule for each primitive that holds programs: how to rewrite it.
+"""Rewrites the primitives that hold programs, with one rule for each.
 
     y:f32 = jit[jaxpr={ x:f32 w:f32. y:f32 = dot_general x w; in y }] x w
     y:f16 = jit[jaxpr={ x:f16 w:f16. y:f16 = dot_general x w; in y }] x' w'
 
-Programs are passed to where they came from in other dtypes only where nothing depends
-on them: carries keep the user's, and so do constants of loops, whose gradients are
-sums.
+An inner program takes and returns other dtypes only if nothing relies on the user's. A
+carry keeps its dtype unless it is a half activation. A constant of a scan keeps its
+dtype, because its gradient is a sum over the trips.
 """
 
 import functools
@@ -47,14 +47,14 @@ from jamp._core.dtypes import FLOAT32
 
 
 def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """A call, or branches: values pass in whatever dtype they are in.
+    """Rewrites a call, or the branches of a `cond`, for operands in any dtype.
 
-    Branches agree on what goes out: the program's dtypes where theirs differ.
+    If the results of the branches differ in dtype, all return the user's dtypes.
     """
     ins = list(map(rewriter.outgoing_dtype, eqn.invars))
     pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
     given = ins[len(eqn.invars) - len(frames[0].operands) :]  # without an index
-    # Each as it likes, first: if they agree, nothing is cast at the end of any.
+    # The branches choose first: if they agree, none needs a cast at its end.
     written = [_program(rewriter, f, given, None, frame) for frame, f in pairs]
     if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
         outs = recorded(eqn.outvars)
@@ -66,11 +66,12 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Slices pass as they are; weights among them are cast slice by slice."""
+    """Rewrites a scan, whose body takes each slice in the dtype that it votes for."""
     (frame,), facts = frames, rewriter.facts
     consts, carry = frame.consts, frame.carries
-    # A carry must come out as it went in, and one that sums over the trips would lose
-    # digits in half; the backward pass sums the gradients of constants in the same way.
+    # A carry has the same dtype before and after a trip. A carry that sums over the
+    # trips would lose digits in half. So would the gradient of a constant, which the
+    # backward pass sums over the trips.
     votes = [facts[v].vote for v in eqn.outvars[:carry]]
     carries = [vote or dtype_of(v) for vote, v in zip(votes, eqn.outvars, strict=False)]
     slices = map(rewriter.outgoing_dtype, eqn.invars[consts + carry :])
@@ -84,7 +85,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Constants pass as they are: no gradient of theirs is summed over the trips."""
+    """Rewrites a while loop. JAX sums no gradient of its constants over the trips."""
     (cond, body), facts = frames, rewriter.facts
     consts, outs = cond.consts + body.consts, recorded(eqn.outvars)
     ins = [*map(rewriter.computed_dtype, eqn.invars[:consts]), *outs]
@@ -104,7 +105,7 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 
 def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """A program whose inputs and outputs keep the user's dtypes: half lives inside."""
+    """Rewrites a program whose inputs and outputs keep the user's dtypes."""
     given = rewriter.facts.operand_facts(eqn.invars)
     facts = rewriter.facts.program(eqn, frames[0].program, given)
     ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
@@ -120,7 +121,7 @@ def _program(
     frame: Frame | None = None,
     uses: Sequence[Any] = (),
 ) -> jc.Jaxpr:
-    """A program, rewritten. In a frame, fp8 asks for the `uses` of its results."""
+    """Returns a rewritten program. With a `frame`, fp8 finds the `uses` itself."""
     outs = [None] * len(facts.jaxpr.outvars) if outs is None else outs
     if frame and rewriter.fp8:
         uses = rewriter.fp8.uses_of_results(frame)
@@ -130,13 +131,13 @@ def _program(
 def _emit(
     rewriter: Rewriter, eqn: jc.JaxprEqn, ins: Sequence[Any], written: list[jc.Jaxpr]
 ) -> None:
-    """Writes an equation with rewritten programs; the last gives its results."""
+    """Writes an equation with rewritten programs. The last one returns its results."""
     outs = recorded(written[-1].outvars)
     rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
 
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """The function and the user's derivative of it, each rewritten."""
+    """Rewrites a function and its custom JVP rule."""
     ins = list(map(rewriter.outgoing_dtype, eqn.invars))
     (facts,) = rewriter.facts.programs(eqn)
     inner = _program(rewriter, facts, ins, None, frames[0])
@@ -145,12 +146,12 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     consts = 0 if prim is not None else derivatives.custom_consts(eqn)
     args, known = ins[consts:], facts.given[consts:]
 
-    # JAX calls this when somebody differentiates: only then is the user's rule known.
+    # JAX traces the user's rule only when it differentiates, and calls this then.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
-        # JAX wants tangents in the dtypes of their primals, so those of `inner`; but an
-        # integer's tangent is a float0, and stays one.
-        # Half operands ask for half, as in the function: relu's derivative then reads
-        # what relu reads, and nothing else is kept.
+        # JAX requires that a tangent has the dtype of its primal in `inner`. Only an
+        # integer's tangent is a float0.
+        # Half operands vote for half, as in the function. Then relu's derivative reads
+        # relu's own half operand, and JAX saves no other residual.
         pairs = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
         given = [fact._replace(origin=origin_of_unknown(v)) for fact, v in pairs]
         return _program(
@@ -169,22 +170,22 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
 
 
 def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
-    """What primals have, and after it what those have whose tangents are there."""
+    """Appends to the values of all primals the values of those with a tangent."""
     there = (x for x, zero in zip(of_primals, zeros, strict=True) if not zero)
     return [*of_primals, *there]
 
 
 def _float_dtypes(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
-    """The dtypes of floats; what is none keeps its own."""
+    """Returns the given dtype for each float variable, and its own for any other."""
     pairs = zip(dtypes, variables, strict=True)
     return [d if is_float(v) else dtype_of(v) for d, v in pairs]
 
 
 def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """As `_custom_jvp`; in and out as the program says, for `bwd` is made for that.
+    """Rewrites a function and its custom VJP rules, which keep the user's dtypes.
 
-    The user's `bwd` takes what the user's `fwd` gives, and returns gradients of
-    operands in the program's dtypes: both keep what goes in and out of them.
+    The user's `bwd` takes the residuals of the user's `fwd` and returns gradients in
+    the dtypes of the operands. So both rules keep the dtypes at their borders.
     """
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
@@ -193,10 +194,10 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         return _program(rewriter, facts, ins, outs)
 
     inner = write(frames[0].program)
-    # Values of an outer program come in as those that the function closes over do; and
-    # as there, they have no derivative.
+    # The rules may close over values of an outer program. These become operands without
+    # a derivative, like the values that the function itself closes over.
     free = [v for v in derivatives.closed_over(eqn) if v in rewriter.versions]
-    free = free if not eqn.effects else []  # which name operands by their places
+    free = free if not eqn.effects else []  # effects refer to operands by position
     tracing, prim = _tracing(rewriter, eqn), hi_primitive(eqn)
     if prim is not None:
         run = functools.partial(derivatives.run_rule, write, tracing, free)
@@ -212,7 +213,7 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
 
 
 def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
-    """A variable without its derivative."""
+    """Writes a `stop_gradient` of a variable, and returns its result."""
     if not is_float(var):
         return var
     eqn = jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], stop_gradient_p, {}, set())
@@ -221,7 +222,7 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
 
 
 def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
-    """In what to trace a user's rule, which JAX does long after the function."""
+    """Returns the context for tracing a user's rule, long after the function."""
     region = region_rule(rewriter.scope, eqn)
     casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
     policy = rewriter.scope.policy
@@ -229,7 +230,7 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
 
 
 def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """A linear function and its transpose, which JAX traces when it is asked for."""
+    """Rewrites a linear function, and its transpose when JAX traces that."""
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
         facts = rewriter.facts.program(eqn, jaxpr, ())
@@ -243,7 +244,7 @@ def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> N
 
 
 def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """An object of which nothing is known but what it does, unless the user says."""
+    """Rewrites the program of an unknown object, unless the user's lists decide."""
     rule, _ = rewriter.facts.ruling(eqn)
     if rule is not None:
         rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
@@ -251,7 +252,7 @@ def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         _closed(rewriter, eqn, frames)
 
 
-# Of those with one program that values pass through; or that they do not.
+# `_open` lets values pass in any dtype. `_closed`, the default, keeps the user's.
 RULES = dict.fromkeys(HOLDERS, _closed) | {
     **dict.fromkeys((*OPEN_CALLS, "cond"), _open),
     "scan": _scan,

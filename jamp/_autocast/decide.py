@@ -1,4 +1,4 @@
-"""Decides in which dtype each operation runs: by the first row that fits, of one table.
+"""Decides in which dtype each operation runs, by the first row of a table that fits.
 
     y = dot_general x w     half: it is a matmul
     m = reduce_max y        float32: it reduces
@@ -6,8 +6,8 @@
     e = exp z               float32: the lists say so
     o = dot_general e v     half
 
-A row sees what an operation reads, and never who reads its result. `explain` prints the
-table's reasons, and docs/autocast_lists.md has the table.
+A row depends on the operands of an operation, and never on the readers of its result.
+`explain` prints the reasons of the table, and docs/autocast_lists.md shows the table.
 """
 
 import functools
@@ -26,18 +26,18 @@ from jamp._core.dtypes import FLOAT32
 class Decision(NamedTuple):
     """How an equation is written."""
 
-    dtype: Any  # what its float32 values are cast to, and its results have
-    why: str  # as `Note.why`
-    # A bias, a weight that the trips of a loop share, or a table: its gradient is a
-    # float32 sum.
+    dtype: Any  # of its float32 operands after the casts, and of its results
+    why: str  # a short reason, see `Note.why`
+    # A bias, a weight that the trips of a loop share, or an embedding table, if its
+    # gradient is a float32 sum.
     summed: jc.Var | None = None
-    apart: bool = False  # whether it casts its operands for itself
-    fp8: jc.Var | None = None  # the weight of a product that runs in fp8
-    repeated: jc.Var | None = None  # what is broadcast, and added to half in float32
+    apart: bool = False  # whether its casts serve no other equation
+    fp8: jc.Var | None = None  # the weight of a matmul that runs in fp8
+    repeated: jc.Var | None = None  # the broadcast operand of a float32 sum with half
 
 
 class Case:
-    """An equation to decide on, and what is known of it."""
+    """An equation to decide on, and the facts that the table reads."""
 
     def __init__(
         self, facts: Facts, eqn: jc.JaxprEqn, rule: Rule, computed: Mapping[Any, Any]
@@ -51,12 +51,12 @@ class Case:
 
     @functools.cached_property
     def bias(self) -> jc.Var | None:
-        """The bias that it adds to a product, if it does."""
+        """The bias that it adds to a matmul, or None."""
         return self.facts.bias(self.eqn)
 
     @functools.cached_property
     def table(self) -> jc.Var | None:
-        """The table that it looks rows up in, if a product reads that too."""
+        """The embedding table that it reads, if a matmul reads the table too."""
         if self.eqn.primitive.name != "gather" or self.facts.widest:
             return None
         table = self.eqn.invars[0]
@@ -68,23 +68,23 @@ class Case:
 
     @property
     def computed(self) -> set[Any]:
-        """The dtypes that the operands with a vote are computed in."""
+        """The dtypes in which the operands with a vote are computed."""
         facts = self.facts
         voters = [v for v in self.eqn.invars if facts[v].vote is not None]
         return set(map(self.computed_dtype, voters))
 
     def computed_dtype(self, atom: Atom) -> Any:
-        """The dtype that a value is in, without a cast."""
+        """Returns the dtype of a value without a cast."""
         return dtype_of(atom) if isinstance(atom, jc.Literal) else self._computed[atom]
 
     @property
     def has_float32_result(self) -> bool:
-        """Whether the user's program gives float32: not a comparison."""
+        """Whether a result is float32 in the user's program, unlike a comparison's."""
         return any(map(is_float32, self.eqn.outvars))
 
     @property
     def has_smaller_float32(self) -> bool:
-        """Whether a smaller operand is float32 or a half param: it is one fusion."""
+        """Whether it broadcasts a float32 value or a half param, which XLA fuses."""
         if self.rule is not Rule.PROMOTE:
             return False
         facts, small = self.facts, self.smaller
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def smaller(self) -> list[Atom]:
-        """The smaller operands, and a norm's statistic times its scale."""
+        """The smaller operands, and the product of a norm's statistic and its scale."""
         facts, eqn = self.facts, self.eqn
         full = facts.full_size(eqn)
         roots = [facts[v].origin.roots for v in full]
@@ -108,7 +108,7 @@ class Case:
     def is_ratio(self) -> bool:
         """Whether it divides by a float16 value.
 
-        JAX's derivative squares that, and 1 / x ** 2 is infinite below x = 0.004.
+        JAX's derivative squares this value: 1 / x ** 2 overflows below x = 0.004.
         """
         facts = self.facts
         in_half = facts.votes(self.eqn.invars[1:]) == {facts.half}
@@ -116,21 +116,21 @@ class Case:
 
     @property
     def is_fused(self) -> bool:
-        """Whether XLA computes its result where that is read, and stores it nowhere.
+        """Whether XLA fuses it into the readers of its result, which it never stores.
 
-        It joins no two large arrays, and is not the end of a norm. What rounds nothing
-        stays in what it gets.
+        Such an equation joins no two large arrays and does not end a norm. An operation
+        that does not round keeps the dtype of its operands.
         """
         moves = self.rule is Rule.MOVE
         if self.traits.rounds and not (moves and self.facts.scope.derived):
             origin = self.facts[self.eqn.outvars[0]].origin
             if not (origin.joins or origin.normalized):
                 return True
-        # The gates of a loop: one that is read twice has the same digits in both.
+        # Two readers of a loop's gate must see the same digits.
         gates = self.facts.scope.loop and self.facts.widest
         keeps = moves or not self.traits.rounds
         keeps = keeps or (gates and self.traits.reads_operands)
-        # A mark, such as a name or a sharding, says that somebody stores its result.
+        # A mark, such as a name or a sharding, says that the result is stored.
         is_mark = self.traits.shape is Shape.MARK
         return keeps and not is_mark and self.computed == {FLOAT32}
 
@@ -168,13 +168,13 @@ TABLE = (
         lambda case: case.table is not None,
         _HALF,
         "table",
-        "It looks up rows of a table that a matmul reads in half too.",
+        "It looks up rows of a table that a matmul also reads in half.",
     ),
     Row(
         lambda case: case.bias is not None,
         _HALF,
         "bias",
-        "It is the bias of a product, which is part of the product.",
+        "It adds a bias to a matmul, and runs in the matmul's dtype.",
     ),
     Row(
         lambda case: not case.has_float32_result and case.computed == {case.facts.half},
@@ -186,7 +186,7 @@ TABLE = (
         lambda case: case.has_float32_result and not case.votes,
         _FLOAT32,
         "no vote",
-        "Its operands are constants or masks, which decide nothing.",
+        "All its operands are constants or masks, which have no vote.",
     ),
     Row(
         lambda case: not case.has_float32_result or case.votes == {FLOAT32},
@@ -198,37 +198,37 @@ TABLE = (
         lambda case: case.facts.adds_to_carry(case.eqn),
         _FLOAT32,
         "carry",
-        "A loop carries its result in float32: a sum keeps its digits.",
+        "A loop carries its result in float32, so that a sum keeps its digits.",
     ),
     Row(
         lambda case: len(case.votes) == 1 and not case.is_half,
         _FLOAT32,
         "statistic",
-        "It reduces its operand, or picks single numbers: these are float32.",
+        "It reduces its operand or picks single numbers. Such results are float32.",
     ),
     Row(
         lambda case: not case.is_half,
         _FLOAT32,
         "widest",
-        "Its operands differ, and the widest decides.",
+        "Its operands differ, and the widest dtype decides.",
     ),
     Row(
         lambda case: case.has_smaller_float32,
         _FLOAT32,
         "smaller operand",
-        "A smaller float32 is broadcast: it is computed in float32.",
+        "It broadcasts a smaller float32 operand, and computes in float32.",
     ),
     Row(
         lambda case: case.is_fused,
         _FLOAT32,
         "fusion",
-        "It is fused with what reads it: computed in float32, and rounded there.",
+        "XLA fuses it with its readers: it runs in float32, and they round its result.",
     ),
     Row(
         lambda case: case.facts.widest and case.is_ratio,
         _FLOAT32,
         "ratio",
-        "It divides by a value in float16, whose square its derivative reads.",
+        "It divides by a float16 value, which its derivative squares.",
     ),
     Row(
         lambda case: len(case.votes) == 1,
@@ -240,7 +240,7 @@ TABLE = (
         lambda case: True,
         _HALF,
         "narrowest",
-        "Its operands differ, and the narrowest decides.",
+        "Its operands differ, and the narrowest dtype decides.",
     ),
 )
 
@@ -248,9 +248,9 @@ TABLE = (
 def decide(
     facts: Facts, eqn: jc.JaxprEqn, rule: Rule, computed: Mapping[Any, Any]
 ) -> Decision:
-    """Decides how to write an equation, given the dtypes that values are computed in.
+    """Decides how to write an equation, given the dtypes in which values are computed.
 
-    fp8 has its own rules for products: see the package `_fp8`.
+    fp8 has its own rules for matmuls, in the package `_fp8`.
     """
     case = Case(facts, eqn, rule, computed)
     row = next(row for row in TABLE if row.fits(case))
@@ -259,17 +259,17 @@ def decide(
             summed_weight(facts, eqn) if rule is Rule.HALF else case.table or case.bias
         )
         return Decision(facts.half, row.why, summed)
-    # A norm casts apart from what its statistics read: where the cotangents of both
-    # meet in half, XLA moves 2 to 5 % less.
+    # A norm and its statistics read two casts of the same value. Then their cotangents
+    # meet in half, and XLA moves 2 to 5 % fewer bytes.
     apart = row.why == "smaller operand" and not facts.widest
     apart = apart and facts[eqn.outvars[0]].origin.normalized
     return Decision(FLOAT32, row.why, apart=apart, repeated=_repeated(case))
 
 
 def _repeated(case: Case) -> jc.Var | None:
-    """What an equation adds to a large half array, if that is broadcast half.
+    """Returns the broadcast operand that an equation adds to a large half array.
 
-    Its gradient is a sum of what the other's is rounded to.
+    Its gradient must sum the same rounded cotangents that the large operand gets.
     """
     facts, eqn = case.facts, case.eqn
     if eqn.primitive.name != "add" or case.votes != {facts.half}:
@@ -281,9 +281,9 @@ def _repeated(case: Case) -> jc.Var | None:
 
 
 def summed_weight(facts: Facts, eqn: jc.JaxprEqn) -> jc.Var | None:
-    """Returns the operand of a product whose gradient is a sum of several, if one is.
+    """Returns the operand of a matmul whose gradient sums several terms, or None.
 
-    All trips of a loop share it, or its rows are looked up as well.
+    Either all trips of a loop share the operand, or a lookup reads its rows as well.
     """
     if not is_plain(eqn):
         return None

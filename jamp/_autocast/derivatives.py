@@ -1,12 +1,12 @@
-"""What JAX documents nowhere about functions with a derivative of their own.
+"""Rewrites the rules of custom derivatives, using undocumented parts of JAX.
 
     y = custom_jvp_call[call_jaxpr=f jvp_jaxpr_fun=rule] x
-    y = custom_jvp_call[call_jaxpr=f' jvp_jaxpr_fun=(what traces and rewrites rule)] x
+    y = custom_jvp_call[call_jaxpr=f' jvp_jaxpr_fun=(traces and rewrites rule)] x
 
-The equations of such functions hold the user's rules as Python functions, which JAX
-traces when somebody differentiates. Here these are wrapped, so that what is traced is
-rewritten; which derivatives are asked for stays between JAX and the user's rules.
-As for `jax_internals`, whose second half this is, the tests hold each fact.
+The equation of a function with custom derivatives holds the user's rules as Python
+functions. JAX traces them when it differentiates. This file wraps the rules, and the
+wrapper rewrites the traced program. JAX still chooses which derivatives to take. This
+file extends `jax_internals`, and the tests check each fact about JAX here too.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from jamp._autocast.hijax import Trace, hi_primitive, is_zero
 
 @contextlib.contextmanager
 def advising() -> Iterator[None]:
-    """Says what to do if a rule closes over a value that is not found."""
+    """Adds advice to the error of a rule that closes over an unknown tracer."""
     try:
         yield
     except jax.errors.UnexpectedTracerError as error:
@@ -44,15 +44,15 @@ _CLOSED_OVER = (
 
 
 def has_rules(program: jc.Jaxpr) -> bool:
-    """Whether a program calls a function with a derivative of its own."""
+    """Returns whether a program calls a function with a custom derivative."""
     frames = [frame for eqn in program.eqns for frame in frames_of(eqn)]
     return any(f.has_derivative or has_rules(f.program) for f in frames)
 
 
 def custom_consts(eqn: jc.JaxprEqn) -> int:
-    """How many operands of a custom function come from its closure.
+    """Returns how many operands of a custom function come from its closure.
 
-    They come first, and the user's derivative does not take them.
+    They are the first operands, and the user's rule does not take them.
     """
     return eqn.params["num_consts"]
 
@@ -63,14 +63,14 @@ def with_custom_jvp(
     write: Callable[..., jc.Jaxpr],
     tracing: Trace,
 ) -> dict[str, Any]:
-    """The parameters of a `custom_jvp_call`, with its programs rewritten.
+    """Returns the parameters of a `custom_jvp_call` with rewritten programs.
 
-    JAX traces the user's rule when a derivative is taken, for the tangents that are
-    there then: it is a program from all primals and these tangents to all primals and
-    the tangents that are not symbolic zeros.
+    JAX traces the user's rule when it differentiates. The traced program takes all
+    primals and the nonzero tangents, and returns all primals and the tangents that are
+    not symbolic zeros.
 
-    `write` rewrites the rule, from the program, and for each argument and for each
-    result whether its tangent is a symbolic zero; it is traced in `tracing`.
+    `write(program, absent, zeros)` rewrites the traced rule. The two lists say which
+    arguments and which results have a symbolic zero tangent. JAX traces in `tracing`.
     """
     rule = eqn.params["jvp_jaxpr_fun"]
 
@@ -91,15 +91,15 @@ def with_custom_vjp(
     tracing: Trace,
     free: Sequence[jc.Var],
 ) -> dict[str, Any]:
-    """The parameters of a `custom_vjp_call`, with its programs rewritten.
+    """Returns the parameters of a `custom_vjp_call` with rewritten programs.
 
-    JAX traces the user's `fwd` when a derivative is taken, for the arguments that it
-    is taken of. It gives the residuals first, but for those that are operands as they
-    came, and the outputs after them; `out_trees` knows which.
+    JAX traces the user's `fwd` when it differentiates, for the perturbed arguments.
+    `fwd` returns the residuals and then the outputs. It omits a residual that is an
+    unchanged operand; `out_trees` says which those are.
 
-    `write` rewrites `fwd` and `bwd`, with the same inputs and outputs. They may close
-    over the variables in `free`. These become operands, after the operands of the
-    closure of the function, and residuals, after the residuals of the user.
+    `write` rewrites `fwd` and `bwd`, and keeps their inputs and outputs. Both may close
+    over the variables in `free`. These become operands after the operands from the
+    function's closure, and residuals after the user's residuals.
     """
     forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
     consts, count = custom_consts(eqn), len(free)
@@ -121,18 +121,18 @@ def with_custom_vjp(
 
     @advising()
     def written_backward(*args: Any):
-        # Residuals, what is closed over, and cotangents, which may be symbolic zeros.
+        # `args` are residuals, closed-over values, and cotangents or symbolic zeros.
         end = eqn.params["out_trees"]()[1].num_leaves
         closed_over, args = args[end : end + count], args[:end] + args[end + count :]
-        # Known values stay known: Equinox keeps in residuals which are perturbed.
+        # Known values stay known: Equinox's residuals say which inputs are perturbed.
         values = [x for x in args if isinstance(x, Tracer)]
         returned: list[Any] = []
 
         def flat(*values):
             left = iter(values)
             filled = [next(left) if isinstance(x, Tracer) else x for x in args]
-            # JAX has wrapped the user's `bwd`: it returns leaves, with a `Zero` of a
-            # private type where there is no gradient, and values to log.
+            # JAX wraps the user's `bwd`. The wrapper returns values to log, and leaves
+            # in which a private `Zero` stands for a missing gradient.
             returned[:], logs = backward.call_wrapped(*filled)
             return [g for g in returned if not is_zero(g)], logs
 
@@ -160,7 +160,7 @@ def with_linear_call(
     write: Callable[[jc.Jaxpr], jc.Jaxpr],
     tracing: Trace,
 ) -> dict[str, Any]:
-    """The parameters of a `linear_call`, with its function and transpose rewritten."""
+    """Returns the parameters of a `linear_call`, with both functions rewritten."""
     thunk = eqn.params["transpose_thunk"]
 
     def transpose():
@@ -180,10 +180,10 @@ def run_rule(
     closed_over: Sequence[Any],
     *args: Any,
 ) -> Any:
-    """Traces, rewrites and runs a rule of the user, and returns its results.
+    """Traces, rewrites and runs a user's rule, and returns its results.
 
-    The rule may close over the variables in `free`, with the values `closed_over`. Only
-    tracers become arguments of the program: known values stay known.
+    The rule may close over the variables in `free`, which have the values
+    `closed_over`. Only tracers become arguments: known values stay known.
     """
     leaves, tree = jax.tree.flatten(args)
     values = [x for x in leaves if isinstance(x, Tracer)]
@@ -205,10 +205,10 @@ def run_rule(
 
 
 def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    """The variables whose tracers the rules of a `custom_vjp_call` may close over.
+    """Returns the variables whose tracers a `custom_vjp_call`'s rules close over.
 
-    Where JAX differentiates a function without tracing it first, they close over
-    values; here over tracers of a trace that has ended. These keep their variables.
+    Without autocast, JAX may differentiate without a trace, and a rule closes over
+    values. Here it closes over tracers of a finished trace, which keep their variables.
     """
     prim, names = hi_primitive(eqn), ("fwd_jaxpr_thunk", "fwd", "bwd", "remat_rules")
     params = eqn.params if prim is None else prim.params
@@ -217,18 +217,18 @@ def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:
 
 
 def _variable_of(tracer: Any) -> jc.Var | None:
-    """The variable of a tracer in the program that is or was traced."""
+    """Returns the variable of a tracer in its program, or None."""
     while isinstance(tracer, Tracer):
-        tracer = getattr(tracer, "val", None)  # one of `vmap` holds another one
+        tracer = getattr(tracer, "val", None)  # a tracer of `vmap` wraps another one
     return tracer if isinstance(tracer, jc.Var) else None
 
 
 def _with_inputs(
     jaxpr: jc.Jaxpr, variables: Sequence[jc.Var], place: int = 0
 ) -> jc.Jaxpr:
-    """A program with variables of another one as inputs more.
+    """Returns a program with variables of another program as additional inputs.
 
-    Where their tracers are among its constants, they are constants no more.
+    A constant of the program that is the tracer of such a variable becomes that input.
     """
     if not variables:
         return jaxpr
@@ -246,22 +246,22 @@ def _with_inputs(
 
 
 def _wrapped(fn: Callable[..., Any], old: Any) -> Any:
-    """A function as JAX keeps them in parameters, in the place of another one."""
+    """Wraps a function for the parameters of an equation, in place of another one."""
     return linear_util.wrap_init(fn, debug_info=old.debug_info)
 
 
 def _closed(jaxpr: jc.Jaxpr, consts: Sequence[Any]) -> jc.Jaxpr:
-    """A program with its constants, which JAX has as its first inputs otherwise."""
+    """Binds constants to a program that would otherwise take them as first inputs."""
     return jaxpr.with_consts(consts) if consts else jaxpr
 
 
-# ---- what functions close over
+# ---- tracers in closures
 
 
 def _tracers_in(x: PyTree) -> list[Tracer]:
-    """The tracers in closures, in arguments of partials and methods, and in defaults.
+    """Returns the tracers in closures, defaults, and arguments of partials and methods.
 
-    A pytree is searched. Any other object is not, for it may hold the user's data set.
+    It searches pytrees, but no other object, which may hold the user's data set.
     """
     found: list[Tracer] = []
     seen: dict[int, Any] = {}
@@ -279,7 +279,7 @@ def _tracers_in(x: PyTree) -> list[Tracer]:
 
 
 def _held(x: Any) -> list[Any]:
-    """The values that a function closes over, or the leaves of a pytree."""
+    """Returns the values that a function closes over, or the leaves of a pytree."""
     if isinstance(x, types.FunctionType):
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         cells = [c for c in x.__closure__ or () if c != types.CellType()]
@@ -293,7 +293,7 @@ def _held(x: Any) -> list[Any]:
     if isinstance(x, jax.custom_vjp | jax.custom_jvp):
         return list(vars(x).values())
     if _is_of_jax(x):
-        # A jitted function, or a wrapper of a static argument.
+        # `x` may be a jitted function, or JAX's wrapper of a static argument.
         is_field = not isinstance(getattr(type(x), "val", None), property)
         return [getattr(x, "__wrapped__", None), is_field and getattr(x, "val", None)]
     try:

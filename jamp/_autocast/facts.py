@@ -1,13 +1,13 @@
-"""Reads a program forward: what its values are and ask for, whoever reads them.
+"""Reads a program forward, and finds the dtype that each value asks for.
 
     y = dot_general x w     y asks for half
-    z = mul y 2.0           z too: the literal has no vote
+    z = mul y 2.0           z asks for half: the literal has no vote
     e = exp z               e asks for float32
-    s = add e y             s too: of two votes the widest decides
-    t = add y -1e30         t too: half cannot hold the number
+    s = add e y             s asks for float32: the widest of two votes decides
+    t = add y -1e30         t asks for float32: half cannot hold the number
 
-What an operand asks for where it meets others is its *vote*: the dtype that torch's
-rules would give it. What it is in fact computed in is decided later, by `values`.
+The *vote* of a value is the dtype that it asks for when it meets other operands: the
+dtype that torch's rules would give it. `decide` chooses the dtype of the computation.
 """
 
 import functools
@@ -42,31 +42,31 @@ from jamp._core.dtypes import FLOAT32
 
 
 class Fact(NamedTuple):
-    """What is known of a value."""
+    """The facts about one value."""
 
-    # The dtype that it asks for. None for what comes from literals alone and takes the
-    # dtype of what it meets, and for what is not float32.
+    # The dtype that it asks for. A value has no vote if it is not float32. A value that
+    # is computed from literals alone has none either, and takes the others' dtype.
     vote: Any
-    asks: bool = False  # whether it holds, or may hold, a literal that half cannot
-    origin: Origin = Origin()  # what its numbers are made of
-    # Which params of the model they depend on, and whether on other data.
+    asks: bool = False  # whether it may hold a literal that half cannot represent
+    origin: Origin = Origin()  # the arrays that it is computed from
+    # Whether it depends on half params, on kept params, or on other data.
     source: Source = Source.DATA
     # Whether it is the same in all trips of a loop, or an input of the whole program.
     shared: bool = False
-    # Whether a loop carries it in float32, or it is a sum with what one carries so.
+    # Whether a loop carries it in float32, or it is a sum with such a carry.
     carried: bool = False
 
 
 _NO_SOURCE = Source(0)
-# Of numbers in the program; and of those that half cannot hold.
+# The facts of a literal, and of a literal that half cannot represent.
 _LITERAL = Fact(None, source=_NO_SOURCE)
 _ASKING = Fact(FLOAT32, asks=True, source=_NO_SOURCE)
 
 
 class Facts:
-    """What is known of the values of a program.
+    """The facts about all values of a program.
 
-    `given` is what is known of its inputs: nothing, if it is empty.
+    `given` holds the facts about its inputs. It is empty if these are unknown.
     """
 
     def __init__(self, jaxpr: jc.Jaxpr, given: Sequence[Fact], scope: Scope):
@@ -75,21 +75,21 @@ class Facts:
         self.jaxpr, self.given, self.scope = jaxpr, given, scope
         self.half, self.widest = policy.dtype, policy.promote == "widest"
         self._facts: dict[jc.Var, Fact] = {}
-        # By the `id` of the equation, all three.
+        # The `id` of the equation is the key in all three.
         self._rules: dict[int, tuple[Rule | None, str]] = {}
         self._castable: dict[int, bool] = {}
         self._programs: dict[int, list[Facts]] = {}
-        # Tables in float32 whose rows are looked up.
+        # The float32 embedding tables: the program looks up their rows.
         self.tables: set[Atom] = set()
         inputs = given or [self._unknown(v)._replace(shared=True) for v in jaxpr.invars]
         self._facts.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             self._facts.update(zip(eqn.outvars, self._result_facts(eqn), strict=True))
 
-    # ---- what values are
+    # ---- facts about values
 
     def __getitem__(self, atom: Atom) -> Fact:
-        """What is known of a value."""
+        """Returns the facts about a value."""
         if isinstance(atom, jc.Literal):
             asks = is_float32(atom) and exceeds_half(atom.val, self.half)
             return _ASKING if asks else _LITERAL
@@ -99,17 +99,17 @@ class Facts:
             return self._unknown(atom)
 
     def source(self, atoms: Iterable[Atom]) -> Source:
-        """What values depend on, together."""
+        """Returns the inputs that several values depend on, together."""
         return _joint_source(self[v] for v in atoms)
 
     def ruling(self, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
-        """As `program.ruling`; a product may be in float32 for its weight."""
+        """Returns `program.ruling`, unless a half model's params require float32."""
         if id(eqn) not in self._rules:
             self._rules[id(eqn)] = self._ruling(eqn)
         return self._rules[id(eqn)]
 
     def is_castable(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether an equation may be cast, as `program.is_castable_eqn` says."""
+        """Returns, and caches, `program.is_castable_eqn` of an equation."""
         if id(eqn) not in self._castable:
             rule, _ = self.ruling(eqn)
             self._castable[id(eqn)] = is_castable_eqn(eqn, rule, self.half)
@@ -129,7 +129,7 @@ class Facts:
     def _unknown(self, atom: Atom) -> Fact:
         source = self.scope.within
         if not is_float32(atom):
-            # Half params that the user's program has from elsewhere.
+            # A half value that jamp did not mark counts as a half param.
             is_half = dtype_of(atom) == self.half
             return Fact(None, source=Source.HALF if is_half else source)
         vote = None if is_weak_scalar(atom) else FLOAT32
@@ -137,41 +137,41 @@ class Facts:
         return Fact(vote, origin=origin, source=source, carried=carried)
 
     def is_half_param(self, atom: Atom) -> bool:
-        """Whether a value is made of half params alone: it rounds nothing it meets."""
+        """Whether a value depends on half params alone: it must not round others."""
         return self.params_in(atom) == Source.HALF
 
     def is_weight(self, atom: Atom) -> bool:
-        """Whether a value is made of params alone: of a half model, of half ones."""
+        """Whether a value depends on params alone; in a half model, on half params."""
         weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
         return self.params_in(atom) == weights
 
     def depends_on_params(self, atom: Atom) -> bool:
-        """Whether a value is made of some param, and maybe of data too."""
+        """Whether a value depends on a param. It may depend on data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))
 
     def params_in(self, atom: Atom) -> Source:
-        """The params that a value depends on, whatever fp8 does with them."""
+        """Returns the source of a value, without the flag for fp8."""
         return self[atom].source & ~Source.STAYS
 
     def votes(self, atoms: Sequence[Atom]) -> set[Any]:
-        """The dtypes that operands ask for."""
+        """Returns the dtypes that operands ask for."""
         return {self[v].vote for v in atoms} - {None}
 
     def asks(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether an operand of an equation asks for float32 by its number."""
+        """Whether an operand or a fill value is too large or small for half."""
         fill = eqn.params.get("fill_value")
         fills = fill is not None and is_float32(eqn.outvars[0])
         asks = any([self[v].asks for v in eqn.invars])
         return asks or fills and exceeds_half(fill, self.half)
 
     def full_size(self, eqn: jc.JaxprEqn) -> list[Atom]:
-        """The operands that are as large as the result, and not by being broadcast."""
+        """Returns the full-size operands that are not broadcast values."""
         size = max(size_of(v) for v in [*eqn.invars, *eqn.outvars])
         full = [v for v in eqn.invars if size_of(v) == size]
         return [v for v in full if self[v].origin.varies is None]
 
     def bias(self, eqn: jc.JaxprEqn) -> jc.Var | None:
-        """The bias that an equation adds to a product in half, if it does."""
+        """Returns the bias that an equation adds to a matmul in half, or None."""
         if eqn.primitive.name != "add" or self.half not in self.votes(eqn.invars):
             return None
         for product, bias in (eqn.invars, eqn.invars[::-1]):
@@ -185,28 +185,30 @@ class Facts:
 
     @property
     def key(self) -> Any:
-        """Equal for programs that are rewritten to the same, wherever they stand."""
+        """A key that is equal for programs with the same rewritten form."""
         numbers: dict[Any, int] = {}
         given = [f._replace(origin=f.origin.numbered(numbers)) for f in self.given]
         return id(self.before), self.scope.key, tuple(given)
 
     def programs(self, eqn: jc.JaxprEqn) -> "list[Facts]":
-        """The same of each program that an equation holds, if values pass into it."""
+        """Returns the facts of each inner program that takes values in any dtype."""
         return self._programs.get(id(eqn), [])
 
     def program(
         self, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, given: Sequence[Fact]
     ) -> "Facts":
-        """The same of a program that an equation holds, by what is known going in."""
+        """Returns the facts of a program that an equation holds, given its inputs'."""
         for facts in self.programs(eqn):
             if facts.before is jaxpr and list(facts.given) == list(given):
                 return facts
         return Facts(jaxpr, given, self.scope_of_programs(eqn))
 
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> Scope:
-        """The scope of the programs that an equation holds.
+        """Returns the scope of the programs that an equation holds.
 
-        Of a derivative's operands nothing is known: it is in half as a product is.
+        A closed program does not know the sources of its inputs, so all inherit the
+        equation's. A kept weight among the operands counts as data: inside, as in a
+        matmul of this weight, it does not ask for half.
         """
         weighted = any(self.params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
@@ -216,7 +218,7 @@ class Facts:
         scope = self.scope.scope_of_programs(eqn)
         return scope._replace(within=within or Source.DATA, carried=carried)
 
-    # ---- what an equation makes of them
+    # ---- facts about results
 
     def _result_facts(self, eqn: jc.JaxprEqn) -> list[Fact]:
         frames = frames_of(eqn)
@@ -229,14 +231,14 @@ class Facts:
             asks = self[eqn.invars[0]].asks
             return [Fact(vote, asks, origin_of_unknown(eqn.outvars[0]), source)]
         rule, region = self.ruling(eqn)
-        # What is made of a kept weight stays float32, until it meets half again.
+        # The result counts as data: it stays float32 until it meets a half param.
         ends = region in (KEPT, NO_MODEL)
         source = Source.DATA if ends else self.source(eqn.invars)
         found = [self._result_fact(eqn, v, rule) for v in eqn.outvars]
         return [fact._replace(source=source) for fact in found]
 
     def _frame_facts(self, eqn: jc.JaxprEqn, frame: Frame) -> list[Fact]:
-        """What is known of the results of a program that values pass through."""
+        """Returns the facts about the results of an open program."""
         is_loop = frame.kind is Kind.LOOP
         given = self.trip_facts(frame) if is_loop else [self[v] for v in frame.operands]
         found = Facts(frame.program, given, self.scope_of_programs(eqn))
@@ -261,7 +263,7 @@ class Facts:
         return facts
 
     def _half_carries(self, frame: Frame, found: "Facts") -> set[int]:
-        """The carries that are activations: half after each trip, and no sums."""
+        """Returns the carries that are half after each trip and that nothing sums."""
         starts = [self[v] for v in frame.operands[frame.consts :][: frame.carries]]
         votes = [found[v].vote for v in found.jaxpr.outvars]
         pairs = enumerate(zip(votes, starts, strict=False))
@@ -273,7 +275,7 @@ class Facts:
         return in_half and in_half - added_carries(frame, are_weights)
 
     def trip_facts(self, frame: Frame) -> list[Fact]:
-        """What is known of the inputs of a scan's body, with all carries in float32."""
+        """Returns the facts about the inputs of a scan's body, for float32 carries."""
         fixed = frame.consts + frame.carries
         known = self.operand_facts(frame.operands, range(frame.consts, fixed))
         for i, v in enumerate(frame.operands):
@@ -286,9 +288,9 @@ class Facts:
     def operand_facts(
         self, operands: Sequence[Atom], carries: Sequence[int] = ()
     ) -> list[Fact]:
-        """What is known of operands where they go in as the user's program has them.
+        """Returns the facts about operands that a program takes in the user's dtypes.
 
-        At the places of `carries` are those that may be made of all, after some trips.
+        After some trips, the operands at the places of `carries` may depend on all.
         """
         facts = map(self.__getitem__, operands)
         known = [
@@ -303,7 +305,7 @@ class Facts:
         if not is_float32(out):
             return Fact(None)
         if rule is Rule.RECORDED or rule is None or not self.is_castable(eqn):
-            # A mask is exact in any dtype.
+            # A mask is exact in any dtype, so it has no vote.
             mask = eqn.invars and dtype_of(eqn.invars[0]) == jnp.bool_
             exact = mask and eqn.primitive.name == "convert_element_type"
             return self._unknown(out)._replace(vote=None if exact else FLOAT32)
@@ -324,7 +326,7 @@ class Facts:
         return Fact(vote, asks, origin, shared=shared, carried=carried)
 
     def _vote(self, eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, asks: bool) -> Any:
-        """What the result of an operation that only takes what it gets asks for."""
+        """Returns the vote of a result whose rule is to follow the operands."""
         votes = self.votes(eqn.invars)
         if asks or _reads_single(eqn) or self.adds_to_carry(eqn):
             return FLOAT32
@@ -333,7 +335,7 @@ class Facts:
             return None if literal and any(map(is_float32, eqn.invars)) else FLOAT32
         if len(votes) == 1:
             return next(iter(votes))
-        # Of several results, as of a barrier, each would have to be rounded.
+        # An equation with several results, such as a barrier, would round each of them.
         narrow = not self.widest and len(eqn.outvars) == 1
         if narrow or self.bias(eqn) is not None:
             in_half = (v for v in eqn.invars if self[v].vote == self.half)
@@ -341,9 +343,9 @@ class Facts:
         return self.half if self._normalizes(eqn) else FLOAT32
 
     def adds_to_carry(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether a result is a float32 carry of a loop, moved, scaled or added to.
+        """Whether it moves or scales a loop's float32 carry, or returns the next one.
 
-        A gate is another array: its product with a carry may be half, as in an LSTM.
+        The product of a carry and a gate may run in half, as in an LSTM.
         """
         carries = [v for v in eqn.invars if self[v].carried]
         if not carries:
@@ -360,9 +362,9 @@ class Facts:
         return {v for v in self.jaxpr.outvars if isinstance(v, jc.Var)}
 
     def _normalizes(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether it is part of a norm of a value in half, which stays half.
+        """Whether it is part of a norm of a half value, whose result is half too.
 
-        As torch's batch and group norms, and XLA's fusions, hand on what they got.
+        torch's batch and group norms also return the dtype of their input.
         """
         full = self.full_size(eqn)
         small = [v for v in eqn.invars if v not in full]
@@ -374,7 +376,7 @@ class Facts:
 
 
 def _fact_of_one_of(facts: Sequence[Fact]) -> Fact:
-    """What is known of a value that is one of several."""
+    """Returns the facts about the result of a `cond`, given each branch's."""
     if len(facts) == 1:
         return facts[0]
     votes = {fact.vote for fact in facts} - {None}

@@ -1,4 +1,4 @@
-"""The programs that an equation holds: one `Frame` for each, whatever the primitive is.
+"""Finds the programs that an equation holds: one `Frame` each, for any primitive.
 
     c d = scan[jaxpr={ w b x. ... in e y }] w a xs
 
@@ -6,7 +6,8 @@
                               results=[c, d], is_open=True, consts=1, carries=1,
                               trips=3)]
 
-JAX documents none of it. A new primitive with one program is one line of `_HELD`.
+JAX does not document these parameters. A new primitive with one program needs one line
+in `_HELD`.
 """
 
 import enum
@@ -24,8 +25,8 @@ from jamp._autocast.hijax import (
 from jamp._autocast.primitives import is_listed, primitive_name
 
 CHECKPOINT = "remat2"  # the primitive of `jax.checkpoint`
-OBJECT = "HiPrim"  # any other of the newer kind that says what it does
-OPTIMIZED_VJP = "remat_opt"  # of a custom_vjp's fwd, with `optimize_remat=True`
+OBJECT = "HiPrim"  # any other object that has an `expand`, see `hijax`
+OPTIMIZED_VJP = "remat_opt"  # the `fwd` of a custom_vjp with `optimize_remat=True`
 
 
 class Kind(enum.Enum):
@@ -33,12 +34,12 @@ class Kind(enum.Enum):
 
     CALL = "call"  # once
     BRANCH = "branch"  # one of them
-    LOOP = "loop"  # some times, the carries on what the last time gave
-    MAP = "map"  # once on each device, on a part of the operands
+    LOOP = "loop"  # repeatedly, with the carries of the previous trip
+    MAP = "map"  # once on each device, with a shard of the operands
 
 
 class _Held(NamedTuple):
-    """What is the same in all equations of a primitive."""
+    """The properties that all equations of a primitive share."""
 
     kind: Kind
     params: tuple[str, ...]  # the parameters with the programs
@@ -48,20 +49,20 @@ class _Held(NamedTuple):
 
 _HELD = {
     "jit": _Held(Kind.CALL, ("jaxpr",), is_open=True),
-    "closed_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),  # of JAX 0.11.0
+    "closed_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),  # JAX 0.11.0
     CHECKPOINT: _Held(Kind.CALL, ("jaxpr",), is_open=True, own_residuals=True),
     OPTIMIZED_VJP: _Held(Kind.CALL, ("fwd_jaxpr",), is_open=False),
     "custom_jvp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
     "custom_vjp_call": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
     "eval_jaxpr": _Held(Kind.CALL, ("call_jaxpr",), is_open=True),
-    # A kernel may stand for it, or another program for its derivative.
+    # A kernel may replace it, and its derivative may be another program.
     "composite": _Held(Kind.CALL, ("call_jaxpr",), is_open=False),
     "linear_call": _Held(Kind.CALL, ("callee",), is_open=False),
     "shard_map": _Held(Kind.MAP, ("jaxpr",), is_open=False),
     "cond": _Held(Kind.BRANCH, ("branches",), is_open=True),
     "scan": _Held(Kind.LOOP, ("jaxpr",), is_open=True),
     "while": _Held(Kind.LOOP, ("cond_jaxpr", "body_jaxpr"), is_open=False),
-    # Objects, of which `hijax` says where their programs are.
+    # `hijax` finds the programs of objects.
     "RematTraced": _Held(Kind.CALL, (), is_open=True, own_residuals=True),
     "CustomJVPTraced": _Held(Kind.CALL, (), is_open=True),
     "CustomVJPTraced": _Held(Kind.CALL, (), is_open=False),
@@ -75,38 +76,38 @@ OPEN_CALLS = tuple(
 
 
 class Frame(NamedTuple):
-    """A program that an equation holds, and how it is run there."""
+    """A program that an equation holds, and how the equation runs it."""
 
     program: jc.Jaxpr
-    holder: str  # the name that the equation is known by
+    holder: str  # the name of the equation's primitive or object
     kind: Kind
-    operands: Sequence[Any]  # of the equation, those that the program takes
-    results: Sequence[Any]  # and those that it gives
-    # Values pass in any dtype. Else the program must keep those it was traced with: the
-    # user's derivative, a mesh or the next trip rely on them.
+    operands: Sequence[Any]  # the operands of the equation that the program takes
+    results: Sequence[Any]  # the results of the equation that the program returns
+    # Whether values may pass in any dtype. Otherwise the program keeps its dtypes,
+    # because the user's derivative, a mesh or the next trip relies on them.
     is_open: bool
-    own_residuals: bool = False  # the user has said what the backward pass keeps
+    own_residuals: bool = False  # whether the user chose the residuals
     consts: int = 0  # how many operands of a loop are the same in all trips
-    carries: int = 0  # how many come after them that a trip hands to the next
-    trips: int | None = 1  # None if nobody knows
-    label: str = ""  # where an equation holds several
+    carries: int = 0  # how many operands after them a trip passes to the next
+    trips: int | None = 1  # None if unknown
+    label: str = ""  # names the program if an equation holds several
 
     @property
     def has_derivative(self) -> bool:
-        """Whether the derivative of a call may be another one than of its program."""
+        """Whether a call's derivative may differ from its program's."""
         own = not self.is_open or self.holder in ("custom_jvp_call", "CustomJVPTraced")
         return self.kind is Kind.CALL and own
 
 
 def frames_of(eqn: jc.JaxprEqn) -> list[Frame]:
-    """The programs that an equation holds and that can be looked into.
+    """Returns the programs of an equation that autocast can read.
 
-    Objects that are listed are known otherwise.
+    It does not read an object that `primitives` lists.
     """
     name = eqn.primitive.name
     if name == "call_hi_primitive":
         name, prim = primitive_name(eqn), eqn.params["_prim"]
-        of_older = "static_argnums" in prim.params  # than JAX 0.12
+        of_older = "static_argnums" in prim.params  # before JAX 0.12
         if (name not in _HELD or of_older) and not is_listed(name):
             name = OBJECT if program_of_hi(prim) is not None else ""
     return list(_frames_of(eqn, name)) if name in _HELD else []
@@ -141,7 +142,7 @@ def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
         frame = frame._replace(program=body, operands=invars[first:])
         yield frame._replace(consts=second, label="body")
     elif name == "Scan3":
-        # Without carries: these are references among its constants.
+        # It has no carries: references among its constants take their place.
         sliced = list(hi_primitive(eqn).extensives)
         consts, trips = sliced.count(False), hi_primitive(eqn).length
         yield frame._replace(consts=consts, trips=trips)
@@ -153,7 +154,7 @@ def _frames_of(eqn: jc.JaxprEqn, name: str) -> Iterator[Frame]:
 
 
 def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
-    """The program of an equation that holds one."""
+    """Returns the program of an equation that holds one."""
     if "_prim" in eqn.params:
         return program_of_hi(eqn.params["_prim"])  # type: ignore[return-value]
     return eqn.params[_HELD[eqn.primitive.name].params[0]]
@@ -162,9 +163,9 @@ def program_of(eqn: jc.JaxprEqn) -> jc.Jaxpr:
 def with_equations(
     program: jc.Jaxpr, eqns: Sequence[jc.JaxprEqn], **changes: Any
 ) -> jc.Jaxpr:
-    """A program with other equations, and other parts that are named.
+    """Returns a program with other equations, and with the named `changes`.
 
-    JAX lowers objects of the newer kind first, where a program says that it has some.
+    `is_high` tells JAX to lower the objects in a program first.
     """
     held = [e for e in eqns if e.primitive.name in _HELD or "_prim" in e.params]
     is_high = program.is_high or any(
@@ -174,7 +175,7 @@ def with_equations(
 
 
 def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, Any]:
-    """The parameters of an equation, with other programs in the place of its own."""
+    """Returns the parameters of an equation with other programs."""
     if "_prim" in eqn.params:
         return {"_prim": with_program(eqn.params["_prim"], *programs)}
     names = _HELD[eqn.primitive.name].params
@@ -184,9 +185,9 @@ def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, A
 
 
 def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
-    """How many constants and carries a scan takes; what it slices comes after them.
+    """Returns how many constants and carries a scan takes before its sliced operands.
 
-    JAX 0.11 and newer keep it as the tree of the operands, `(consts, carry, xs)`.
+    JAX 0.11 and newer store the tree of the operands, `(consts, carry, xs)`.
     """
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
@@ -198,10 +199,10 @@ def with_fewer_consts(
     eqns: Sequence[jc.JaxprEqn],
     consts: dict[Any, Any],
 ) -> jc.JaxprEqn:
-    """A scan of other equations, with as many constants or fewer.
+    """Returns a scan with other equations, and with at most as many constants.
 
-    `eqns` take the place of those of its `body`, and `consts` are, by their variables
-    in it, those outside.
+    `eqns` replace the equations of its `body`. `consts` maps each constant of the body
+    to the operand outside.
     """
     before, _ = scan_counts(eqn)
     body = body.replace(
@@ -217,9 +218,9 @@ def with_fewer_consts(
 
 
 def while_programs(eqn: jc.JaxprEqn) -> tuple[jc.Jaxpr, jc.Jaxpr, int, int]:
-    """The condition and the body of a while loop, and how many constants each takes.
+    """Returns the condition, the body, and how many constants each takes.
 
-    The operands are the constants of the one, those of the other, and the carry.
+    The operands are the condition's constants, the body's constants, and the carry.
     """
     params = eqn.params
     counts = params["cond_nconsts"], params["body_nconsts"]

@@ -1,14 +1,14 @@
-"""Keeps the float32 of a loss out of memory between the forward and the backward pass.
+"""Keeps a loss from saving float32 residuals for the backward pass.
 
     x:f32 = convert z; e = exp x; s = reduce_sum e; l = gather x y
     s l = checkpoint[jaxpr={ z y. x = convert z; ...; l = label x y }] z y
 
 A *head* is the part of a rewritten program that reduces a large half array in float32
-to small values: the loss of logits. As for an island, its half inputs are kept, and its
-sums and maxima. A bias whose sum with a product only the head reads is added in it, in
-float32: its gradient then needs no rounded cotangent. The cotangents of all that read
-the logits meet inside, in float32, and are rounded once: a label's -1 and a softmax's
-0.999 would lose their digits in half.
+to small values, such as the loss of logits. Like an island, it saves only its half
+inputs and its sums and maxima. If only the head reads the sum of a matmul and a bias,
+the head adds the bias in float32, so that its gradient sums unrounded cotangents. The
+cotangents of the logits meet inside the head in float32, and are rounded once: in half,
+the sum of a label's -1 and a softmax's 0.999 would lose its digits.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ def checkpoint_heads(
 ) -> jc.Jaxpr:
     """Writes each head of a rewritten program as one checkpointed equation.
 
-    `programs` and `loop` are as for islands; `saved` is as of a `Scope`.
+    `checkpoint_islands` explains `programs` and `loop`, and `Scope` explains `saved`.
     """
     sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
     if not sources or not any(map(is_costly, jaxpr.eqns)):
@@ -59,9 +59,9 @@ def checkpoint_heads(
 def _place_of_bias(
     graph: Graph, source: jc.Var, programs: dict[Any, Any]
 ) -> tuple[int, int] | None:
-    """Returns the places of a half sum with a bias and of the one cast that reads it.
+    """Returns the places of a half sum with a bias and of the only cast that reads it.
 
-    Returns None if `source` is another value, or has other readers.
+    Returns None if `source` is not such a sum, or has other readers.
     """
     users, maker = graph.users_of(source), graph.makers.get(source)
     if maker is None or len(users) != 1 or graph.without_gradient & users:
@@ -88,14 +88,14 @@ def _with_float32_bias(
 
 
 def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    """The half values of which it makes float32: by a cast, alone or in a call."""
+    """Returns the half values that an equation casts to float32, also in a call."""
     if all(dtype_of(v) != FLOAT32 for v in eqn.outvars):
         return []
     return [v for v in variables_in(eqn.invars) if dtype_of(v) in HALF_DTYPES]
 
 
 def _is_free(eqn: jc.JaxprEqn) -> bool:
-    """Whether it may be inside and outside: a cast that begins a head, or a mask."""
+    """Whether an equation may be inside and outside: a head's first cast, or a mask."""
     is_cast = primitive_name(eqn) == "convert_element_type"
     return (is_cast and bool(_widened(eqn))) or all(
         dtype_of(v) == jnp.bool_ for v in eqn.outvars
@@ -103,10 +103,10 @@ def _is_free(eqn: jc.JaxprEqn) -> bool:
 
 
 def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
-    """The places of the equations of the head of a half array; none if it has none.
+    """Returns the places of the equations in the head of a half array, or no places.
 
-    It is none if something large leaves it, which would be kept anyway, or if it reads
-    something large in float32 that is not made inside.
+    An array has no head if a large value leaves it, because JAX would save that value
+    anyway. It has none either if the head would read a large float32 value.
     """
     eqns, size = graph.eqns, size_of(source)
 
@@ -130,10 +130,10 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
                 graph.makers[v] for v in read if _is_mask_of_labels(v, graph, size)
             }
             users = {i for v in _large(eqn.outvars, size) for i in graph.users_of(v)}
-            # What gives no gradient may stay outside: a metric, and what is returned.
+            # A reader without a gradient may stay outside: a metric, or an output.
             users -= graph.without_gradient if _is_free(eqn) else set()
             near |= floats | masks | users
-        # Small values on a path from one member to another are inside as well.
+        # A head also contains the small values on a path between two of its members.
         waiting = near - members or _between(graph, members)
     costly = [eqns[place] for place in members if is_costly(eqns[place])]
     return members if any(_large(eqn.invars, size) for eqn in costly) else set()
@@ -144,9 +144,9 @@ def _large(atoms: Iterable[Any], size: int) -> list[jc.Var]:
 
 
 def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
-    """Whether a mask is made of nothing large: inside, it need not be kept.
+    """Whether a mask is computed from small values: inside a head, it is not saved.
 
-    In a scan over parts of the logits, kept masks cost an H200 9 % more bytes.
+    In a scan over chunks of logits, saved masks cost 9 % more bytes on an H200.
     """
     if dtype_of(value) != jnp.bool_ or value not in graph.makers:
         return False
@@ -155,7 +155,7 @@ def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
 
 
 def _between(graph: Graph, members: set[int]) -> set[int]:
-    """The equations outside that are on a path from one member to another."""
+    """Returns the equations outside that are on a path between two members."""
 
     def makers_of(place: int) -> set[int]:
         return {graph.makers[v] for v in graph.reads[place] if v in graph.makers}
@@ -172,7 +172,7 @@ def _between(graph: Graph, members: set[int]) -> set[int]:
 
 
 def _leaves(graph: Graph, place: int, members: set[int]) -> bool:
-    """Whether something outside reads the results of an equation inside."""
+    """Whether an equation outside reads a result of an equation inside."""
     return any(graph.users_of(v) - members for v in graph.eqns[place].outvars)
 
 
@@ -185,7 +185,7 @@ def _written(
     loop: bool,
     saved: bool,
 ) -> jc.Jaxpr:
-    """The program with a head as one equation, in the place of its last one."""
+    """Returns the program with a head as one equation, at the place of its last."""
     inside = [jaxpr.eqns[i] for i in sorted(members)]
     both: set[int] = set()
     for i in sorted(members, reverse=True):
@@ -198,9 +198,9 @@ def _written(
         if graph.users_of(v) - (members - both)
     ]
     written = with_labels(inside, labels)
-    # A barrier before the sums that are kept is enough for exponentials not to be, and
-    # the cotangents of logits may go where these are. In a checkpoint that keeps values
-    # JAX does not extend a tuple by them, and raises.
+    # A barrier on the saved sums suffices to recompute the exponentials. Without one on
+    # the logits, their cotangents may reuse the logits' memory. In a checkpoint that
+    # saves values, JAX does not extend a tuple by these, and raises: use a bool there.
     inputs = inputs_of(inside)
     barrier = not loop and (saved or (False,) * len(inputs))
     head = checkpointed(
@@ -213,7 +213,7 @@ def _written(
         around=jaxpr,
     )
     before, after, late = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
-    effects = False  # whether something that has some comes after the head
+    effects = False  # whether an equation with effects comes after the head
     for i, eqn in enumerate(jaxpr.eqns):
         if i in members - both:
             continue

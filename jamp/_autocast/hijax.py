@@ -1,15 +1,14 @@
-"""Primitives of JAX's newer kind: objects, which hold programs and rules themselves.
+"""Rewrites JAX's hijax primitives: objects that hold their own programs and rules.
 
     y = call_hi_primitive[_prim=CustomVJPTraced(traced=f fwd=... bwd=...)] x
-    y = call_hi_primitive[_prim=(the same, with what is written for f, fwd and bwd)] x
+    y = call_hi_primitive[_prim=(a copy with rewritten f, fwd and bwd)] x
 
-JAX 0.12 has them for `custom_vjp(generic_batching=True)`, and behind the flags
-`jax_custom_vjp3`, `jax_custom_jvp3`, `jax_remat3` and `jax_scan3`, which are to become
-the default. The flags stay as the user has them while autocast traces: what needs them,
-such as `custom_vjp.defremat`, would not be traced without. What autocast writes of its
-own is right with or without.
+JAX 0.12 uses them for `custom_vjp(generic_batching=True)`, and under the flags
+`jax_custom_vjp3`, `jax_custom_jvp3`, `jax_remat3` and `jax_scan3`, which will become
+the default. Autocast traces with the user's flags, because `custom_vjp.defremat` and
+others need them. The equations that autocast adds are correct with and without them.
 
-As of `derivatives`, JAX documents none of it, and the tests hold each fact.
+JAX does not document these objects. The tests check each fact, as for `derivatives`.
 """
 
 import copy
@@ -32,22 +31,22 @@ type Trace = Callable[[], AbstractContextManager[None]]
 
 
 def hi_primitive(eqn: jc.JaxprEqn) -> Any:
-    """The object that an equation of the newer kind applies; None for any other."""
+    """Returns the object that an equation applies, or None if it applies none."""
     is_hi = eqn.primitive.name == "call_hi_primitive"
     return eqn.params["_prim"] if is_hi else None
 
 
-# The parameter with the program; of other objects it may mean something else.
+# The parameter with the program. In other objects, the name may mean something else.
 _PLACES = {
     "RematTraced": "jaxpr",
     "Scan3": "jaxpr",
-    "CustomJVPTraced": "traced",  # as `jax.jit(f).trace(...)` gives it
+    "CustomJVPTraced": "traced",  # the type of `jax.jit(f).trace(...)`
     "CustomVJPTraced": "traced",
 }
 
 
 def program_of_hi(prim: Any) -> jc.Jaxpr | None:
-    """The program that an object stands for; None if it has none to look into."""
+    """Returns the program of an object, or None if autocast cannot read one."""
     place = _PLACES.get(type(prim).__name__)
     if place is None:
         return _expanded(Itself(prim))
@@ -56,11 +55,10 @@ def program_of_hi(prim: Any) -> jc.Jaxpr | None:
 
 @functools.lru_cache(maxsize=256)
 def _expanded(same: Itself) -> jc.Jaxpr | None:
-    """Traces the `expand` of an object; None if JAX cannot trace it by itself.
+    """Traces the `expand` of an object. Returns None if the trace fails.
 
-    An `expand` may need what is only there where the object is bound, such as a named
-    axis. So an error in it is reported, and the object runs as the user's program has
-    it.
+    An `expand` may need the context in which the object is bound, such as a named axis.
+    So an error in it becomes a warning, and the object runs in the user's dtypes.
     """
     prim = same.it
 
@@ -84,13 +82,13 @@ def _expanded(same: Itself) -> jc.Jaxpr | None:
 
 
 def fwd_consts(prim: Any) -> tuple[int, int]:
-    """Where the operands of a custom_vjp stand that its program does not take."""
+    """Returns the slice of a custom_vjp's operands that its program does not take."""
     begin = len(jax.tree.leaves(prim.in_avals[0]))
     return begin, begin + len(jax.tree.leaves(prim.in_avals[1]))
 
 
 def with_program(prim: Any, program: jc.Jaxpr, **params: Any) -> Any:
-    """The same object with another program, which may have other dtypes."""
+    """Returns a copy of an object with another program, which may change dtypes."""
     taken = _dtypes_of(program.in_avals)
     if type(prim).__name__ == "CustomVJPTraced":
         begin, end = fwd_consts(prim)
@@ -114,7 +112,7 @@ def with_program(prim: Any, program: jc.Jaxpr, **params: Any) -> Any:
 
 
 def with_dtypes(prim: Any, ins: Sequence[Any], outs: Sequence[Any]) -> Any:
-    """The same object for operands and results in other dtypes."""
+    """Returns a copy of an object for operands and results in other dtypes."""
     new = copy.copy(prim)
     new.in_avals_flat = list(map(_in_dtype, prim.in_avals_flat, ins))
     new.out_avals_flat = list(map(_in_dtype, prim.out_avals_flat, outs))
@@ -133,7 +131,7 @@ def _dtypes_of(avals: Sequence[Any]) -> list[Any]:
 
 
 def _with_jaxpr(traced: Any, program: jc.Jaxpr) -> Any:
-    """As JAX replaces the program of what `jax.jit(f).trace(...)` gives."""
+    """Returns a copy of `jax.jit(f).trace(...)` with another program."""
     return type(traced)(
         list(program.in_avals),
         {**traced._params, "jaxpr": program},
@@ -144,11 +142,11 @@ def _with_jaxpr(traced: Any, program: jc.Jaxpr) -> Any:
     )
 
 
-# ---- derivatives of the user's
+# ---- the user's derivatives
 
 
 def with_jvp_rule(prim: Any, program: jc.Jaxpr, write: Write, tracing: Trace) -> Any:
-    """A `CustomJVPTraced` with its programs rewritten; as `with_custom_jvp`."""
+    """Returns a `CustomJVPTraced` with rewritten programs, see `with_custom_jvp`."""
 
     def rule(primals: PyTree, tangents: PyTree) -> PyTree:
         dots, tree = jax.tree.flatten(tangents, is_leaf=is_zero)
@@ -158,7 +156,7 @@ def with_jvp_rule(prim: Any, program: jc.Jaxpr, write: Write, tracing: Trace) ->
         values = [*jax.tree.leaves(primals), *(t for t in dots if not is_zero(t))]
         outs = jc.jaxpr_as_fun(write(jaxpr, absent, zeros))(*values)
         out, there = outs[: len(zeros)], outs[len(zeros) :]
-        # A zero has the dtype of its primal.
+        # JAX requires that a symbolic zero has the dtype of its primal.
         types = [jax.typeof(x).to_tangent_aval() for x in out]
         pairs = zip(out_dots, types, strict=True)
         out_dots = [type(t)(aval) if is_zero(t) else t for t, aval in pairs]
@@ -168,11 +166,11 @@ def with_jvp_rule(prim: Any, program: jc.Jaxpr, write: Write, tracing: Trace) ->
 
 
 def _traced_rule(prim: Any, dots: Sequence[Any], tree: Any) -> tuple[Any, Any, Any]:
-    """The program of a rule for these tangents, in the dtypes of the user's program.
+    """Traces a rule for these tangents, in the dtypes of the user's program.
 
     Returns:
-        The program, from primals and the tangents that are there to the same of the
-        results; the tangents of the results, with zeros among them; and their tree.
+        The program, which maps primals and nonzero tangents to primal results and
+        nonzero tangents; the tangents of all results, zeros included; and their tree.
     """
     primals = prim.in_avals_flat
     pairs = zip(primals, dots, strict=True)
@@ -190,7 +188,7 @@ def _traced_rule(prim: Any, dots: Sequence[Any], tree: Any) -> tuple[Any, Any, A
 
 
 def _filled(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Tangents, with a value in the place of each that is not a zero."""
+    """Returns the tangents, with a value in place of each that is not a zero."""
     left = iter(values)
     return [t if is_zero(t) else next(left) for t in tangents]
 
@@ -198,10 +196,11 @@ def _filled(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 def with_vjp_rules(
     prim: Any, program: jc.Jaxpr, run: Callable[..., Any], free: Sequence[jc.Var]
 ) -> Any:
-    """A `CustomVJPTraced` with its programs rewritten; as `with_custom_vjp`.
+    """Returns a `CustomVJPTraced` with rewritten programs, see `with_custom_vjp`.
 
-    What its rules may close over is `free`. It becomes operands, after those that the
-    program does not take, and residuals. `run` calls a rule, given the values of those.
+    The rules may close over the variables in `free`. These become residuals, and
+    operands after those that the program does not take. `run` calls a rule with their
+    values.
     """
 
     def forward(rule: Callable[..., Any], consts: Any, more: Any, *args: Any) -> Any:
@@ -210,7 +209,7 @@ def with_vjp_rules(
 
     def fwd(present: PyTree, *args: Any) -> Any:
         present = (present[0], present[1][0], *present[2:])
-        # A literal of the program comes as a number, without a shape.
+        # A literal of the program arrives as a Python number, which has no shape.
         args = jax.tree.map(lambda x: jnp.asarray(x) if _is_number(x) else x, args)
         return forward(functools.partial(prim.fwd, present), *args)
 
@@ -227,7 +226,7 @@ def with_vjp_rules(
     rules: dict[str, Any] = {"fwd": _named_as(fwd, prim.fwd)}
     rules["bwd"] = bound(backward, prim.bwd)
     if prim.params.get("bwd_accums") is not None:
-        rules["bwd_accums"] = None  # `bwd` gives what it adds up
+        rules["bwd_accums"] = None  # `bwd` returns the same gradients
     if prim.params.get("remat_rules"):
         first, _, last = prim.remat_rules
         rules["remat_rules"] = bound(forward, first), again, bound(backward, last)
@@ -239,7 +238,7 @@ def with_vjp_rules(
 
 
 def is_zero(x: object) -> bool:
-    """Whether it is a symbolic zero, of JAX's public type or of its private one."""
+    """Returns whether `x` is a symbolic zero, of JAX's public or private type."""
     return isinstance(x, SymbolicZero) or type(x).__name__ == "Zero"
 
 
@@ -248,7 +247,7 @@ def _is_number(x: object) -> bool:
 
 
 def _named_as(new: Any, old: Any) -> Callable[..., Any]:
-    """A function with the name of another one, as JAX prints it."""
+    """Renames a function after another one, because JAX prints the name."""
 
     @functools.wraps(old)
     def named(*args: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Writes calls that multiply no matrices into the programs that call them.
+"""Inlines calls that contain no matmul into the programs that call them.
 
     y = jit[name=silu jaxpr={ x. s = logistic x; y = mul x s }] x
     s = logistic x; y = mul x s
 
-What such a call computes meets what is around it, so both are decided together.
+Autocast can then decide on the operations of the call and its neighbors together.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ from jamp._autocast.program import Scope, is_float32, name_stack
 
 
 def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
-    """Returns a program with the equations of such calls in place of the calls."""
+    """Returns a program with the equations of these calls in place of the calls."""
     key = "inlined", id(jaxpr), bool(scope.library)
     if key not in scope.written:
-        # The former is kept too, so that its `id` stays its own.
+        # The cache holds the old program too, so that no other object gets its `id`.
         scope.written[key] = jaxpr, _inlined(jaxpr, scope)
     return scope.written[key][1]
 
@@ -29,7 +29,7 @@ def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     if not any(_is_inlined(eqn, scope.written) for eqn in jaxpr.eqns):
         return jaxpr
     eqns: list[jc.JaxprEqn] = []
-    values: dict[Any, Any] = {}  # what stands for the results of calls
+    values: dict[Any, Any] = {}  # the result of a call -> the inlined value
     consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     for eqn in jaxpr.eqns:
         eqn = _reading(eqn, values)

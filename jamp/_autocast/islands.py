@@ -1,14 +1,13 @@
-"""Keeps float32 islands out of memory between the forward and the backward pass.
+"""Keeps float32 islands from saving float32 residuals for the backward pass.
 
     x:f32 = convert y; t:f32 = tanh x; z:f16 = convert t
     z:f16 = checkpoint[jaxpr={ y. x:f32 = convert y; t = tanh x; z:f16 = convert t }] y
 
-An *island* is what a rewritten program computes in float32 between values in half: a
-softmax between two matmuls, a gelu. Differentiated, it would keep exponentials in
-float32, twice the bytes of the same model written in half. So an island becomes one
-`jax.checkpoint`: its half inputs are kept, and its sums and maxima, which are small;
-the rest is computed again, from the same bits. XLA computes what is cheap again by
-itself: only islands with a costly operation are written so.
+An *island* is a set of float32 operations between half values, such as a softmax
+between two matmuls, or a gelu. Its derivative would save exponentials in float32, twice
+the bytes of the same model in half. So an island becomes one `jax.checkpoint`. It saves
+its half inputs and its small sums and maxima, and recomputes the rest from the same
+bits. Only islands with a costly operation need this: XLA itself recomputes cheap ones.
 """
 
 import functools
@@ -26,9 +25,9 @@ from jamp._autocast.program import Atom, dtype_of, is_float, shape_of, size_of
 from jamp._autocast.softmax import rounds_softmax, with_softmax
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
 
-# These may be computed again, because they have no effects.
+# The backward pass may recompute these, because they have no effects.
 _INSIDE = (Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE, Shape.REPEAT, Shape.REDUCE)
-# Computing these again costs no memory: they may belong to several islands.
+# Recomputing these costs no memory, so they may belong to several islands.
 _FREE = (Shape.SAME, Shape.REPEAT)
 
 
@@ -37,8 +36,8 @@ def checkpoint_islands(
 ) -> jc.Jaxpr:
     """Writes each island of a rewritten program as one checkpointed equation.
 
-    Equal islands share one of the `programs`. The backward pass of a `loop` is another
-    one, where XLA finds nothing that it could keep instead: no barrier is needed.
+    Equal islands share one of the `programs`. In a `loop` they need no barrier: the
+    backward pass is a separate loop, so XLA cannot reuse float32 values of the forward.
     """
     if not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
@@ -50,8 +49,8 @@ def checkpoint_islands(
         for i in members - shared:
             eqns[i] = None
         if members:
-            # In the place of the last: all that the island reads is there by then, and
-            # nothing before it reads the island's result.
+            # The checkpoint replaces the last equation: all inputs of the island exist
+            # by then, and no earlier equation reads its result.
             inside = [jaxpr.eqns[i] for i in sorted(members)]
             written = with_softmax(inside, program.users, programs)
             barrier = not (loop or rounds_softmax(written, inside))
@@ -68,12 +67,12 @@ def checkpoint_islands(
 
 
 class Graph:
-    """A program, and which equations make and use its values, by their places."""
+    """A program, with the places of the equations that make and use each value."""
 
     def __init__(self, jaxpr: jc.Jaxpr):
         self.eqns = jaxpr.eqns
         self.makers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-        # Outputs are used by a last equation that is not there, outside of all islands.
+        # An imaginary last equation, outside of all islands, uses the outputs.
         atoms = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
         self.reads = list(map(variables_in, atoms))
         self.users: dict[jc.Var, set[int]] = {}
@@ -83,26 +82,26 @@ class Graph:
 
     @functools.cached_property
     def without_gradient(self) -> set[int]:
-        """The places of the equations without floats, and of the users of outputs."""
+        """The places of the equations without float results, and of the outputs."""
         found = {
             i for i, e in enumerate(self.eqns) if not any(map(is_float, e.outvars))
         }
         return found | {len(self.eqns)}
 
     def users_of(self, var: jc.Var) -> set[int]:
-        """The places of the equations that read a value."""
+        """Returns the places of the equations that read a value."""
         return self.users.get(var, set())
 
     def island(self, end: int) -> tuple[set[int], set[int]]:
-        """The equations of the island that a cast to half ends; none if it is none.
+        """Returns the equations of the island that a cast to half ends, or empty sets.
 
-        The second set has its members that equations outside of the island read too.
-        They are free to compute, so they are written inside and outside.
+        The second set has the members that equations outside of the island also read.
+        Recomputing these is free, so they are written inside and outside.
 
-        A small value that is read outside stays outside. The backward pass would keep a
-        large one, or a large float32 input, anyway: then there is no island. The walk
-        goes backward from the end, so that all readers of a value are known when it
-        reaches the value, and it stops at the first large one.
+        A small value that is read outside stays outside. A large one, or a large
+        float32 input, rules out an island, because the backward pass would save it
+        anyway. The walk goes backward from the end, so it knows all readers of a value
+        when it reaches the value. It stops at the first large value read outside.
         """
         none = set[int](), set[int]()
         if not _ends_island(self.eqns[end]):
@@ -127,18 +126,18 @@ class Graph:
                 if maker is not None and is_inside and may_be_inside(self.eqns[maker]):
                     heapq.heappush(waiting, -maker)
         eqns = [self.eqns[i] for i in members]
-        # A costly statistic, such as a norm's `rsqrt`, is small: it may be kept.
+        # A costly statistic, such as a norm's `rsqrt`, is small and may be saved.
         costly = any(is_costly(e) and holds(e.outvars, size) for e in eqns)
         if len(shape_of(self.eqns[end].outvars[0])) > 4:
-            # XLA transposes the cotangents of grouped scores in float32. With such
-            # islands Llama moves 1.09 times the bytes on an H200.
+            # XLA transposes the cotangents of grouped attention scores in float32. With
+            # such islands, Llama moves 1.09 times the bytes on an H200.
             return none
         is_island = costly and not holds(inputs_of(eqns), size)
         return (members, shared) if is_island else none
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:
-    """Whether it is a cast from float32 to half."""
+    """Whether an equation is a cast from float32 to half."""
     if eqn.primitive.name != "convert_element_type":
         return False
     (source,), (result,) = eqn.invars, eqn.outvars
@@ -150,13 +149,13 @@ def _shape_of(eqn: jc.JaxprEqn) -> Shape:
 
 
 def is_kept(primitive: str) -> bool:
-    """Whether a result is kept: it is small, and to sum again is to read all again."""
-    # `softmax` names the value that it keeps.
+    """Whether to save the result of a reduction, which is small but costly to redo."""
+    # `softmax` gives a name to the value that it saves.
     return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
 
 
 def may_be_inside(eqn: jc.JaxprEqn, labels: Mapping[int, int] = {}) -> bool:
-    """Whether it may be computed again: it, or all that is in the program it calls."""
+    """Whether the backward pass may recompute an equation, and all that it calls."""
     for frame in frames_of(eqn):
         is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
         return is_plain and all(may_be_inside(e, labels) for e in frame.program.eqns)
@@ -174,14 +173,14 @@ def is_costly(eqn: jc.JaxprEqn) -> bool:
 
 
 def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
-    """What equations read and do not make, in the order of the reading."""
+    """Returns the variables that equations read but do not make, in reading order."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in variables_in(eqn.invars))
     return [v for v in read if v not in made]
 
 
 def holds(variables: Iterable[jc.Var], size: int) -> bool:
-    """Whether a float32 among them is as large as what leaves the island."""
+    """Whether a float32 variable has at least `size` elements."""
     return any(dtype_of(v) == FLOAT32 and size_of(v) >= size for v in variables)
 
 

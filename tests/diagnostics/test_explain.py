@@ -130,8 +130,8 @@ CASES = {
 REASONS = {
     "a product": "Matrix units multiply half and accumulate in float32: this is the "
     "speed-up.",
-    "a fusion": "It is fused with what reads it: computed in float32, and rounded "
-    "there.",
+    "a fusion": "XLA fuses it with its readers: it runs in float32, and they round its "
+    "result.",
     "a float_function": "`float_function` or `register_float_function`.",
     "operands of a half_kernel": "`half_kernel`: it is called with half operands.",
     "precision": "It asks for float32 by its `precision`, algorithm or result.",
