@@ -16,7 +16,7 @@ from flax import nnx
 import jamp
 import jamp.nnx
 from tests.oracles import loss_scale as oracle
-from tests.support.states import wide
+from tests.support.states import State, wide
 
 STEPS = int(os.environ.get("JAMP_SOAK", 40))
 EVERY = STEPS // 20
@@ -36,7 +36,7 @@ ADAM, RNGS = optax.adam(1e-3), nnx.Rngs(0)
 def plain():
     """Returns a step that keeps its state, and a function that reads the state."""
     params = {"w": jnp.full((16, 1), 0.1)}
-    state = [jamp.initialize(params, ADAM, ema=params, **OPTIONS)]
+    state = [jamp.initialize(params, ADAM, state_class=State, ema=params, **OPTIONS)]
 
     @jax.jit
     def step(state, x):
