@@ -19,6 +19,7 @@ import jamp
 from benchmarks import h200
 from jamp import optimizers as jo
 from jamp._scaling import unscaled
+from tests.support.bits import assert_rounded_alike
 from tests.support.states import assert_skipped, wide
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
@@ -213,7 +214,35 @@ def test_apply_if_finite_inside_sees_no_overflow():
     assert (count, states[2].step) == (0, 1)
 
 
-# The memory of what gradients were made of.
+# The table of the origins of gradients.
+
+
+@pytest.mark.standard_promotion
+def test_nothing_but_bytes_depends_on_the_table(monkeypatch):
+    state = begin("O2", jo.fused_adam(0.5), num_losses=2)
+
+    def three_steps(state, x):
+        other = jamp.scaled_grad(loss_fn, loss_id=1)(state, x[1])
+        grads = grads_of(state, x[0]), other
+        frozen = grads[0] | {"b": jnp.zeros(2, jnp.float32)}
+        one = state.apply_gradients(grads=grads[0])
+        two = one.apply_gradients(grads=grads, loss_id=(0, 1))
+        return one, two, two.apply_gradients(grads=frozen)
+
+    def run():
+        step = jax.jit(lambda *args: three_steps(*args))  # traced anew
+        bad = [np.where(np.arange(4) == i, OVERFLOWS, XS) for i in range(2)]
+        return [step(state, x) for x in (XS, *bad)]
+
+    class Empty(dict):
+        def __setitem__(self, key, value):
+            pass
+
+    known = run()
+    monkeypatch.setattr(unscaled, "_table", Empty())
+    assert_rounded_alike(run(), known)
+    skips = [[int(state.skipped_steps) for state in states] for states in known]
+    assert skips == [[0, 0, 0], [1, 2, 3], [0, 1, 1]]
 
 
 def test_it_keeps_nothing_alive():
