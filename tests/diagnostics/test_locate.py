@@ -5,7 +5,6 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -14,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jamp
 import jamp.nnx
 from jamp.diagnostics import locate
+from tests.support.states import SGD, make
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
 
@@ -21,7 +21,7 @@ EYE = np.eye(8, dtype=np.float32)
 ONES = np.ones((4, 8), np.float32)
 
 
-# ---- programs that overflow, each where it says so: functions of (8, 8) and (4, 8)
+# Programs of (8, 8) and (4, 8) that overflow at the lines marked `here`.
 
 
 def attention_logit(w, x):
@@ -69,7 +69,7 @@ def large_gradient(w, x):
     return (x @ w).astype(jnp.float32).sum() * 1e6  # here
 
 
-# ---- the same in what holds programs
+# Programs that overflow inside of loops, branches and remat.
 
 
 def step(c, w):
@@ -97,7 +97,7 @@ def in_while(w, x):
     return lax.while_loop(lambda c: c[0] < 9, body, (0, x))[1] @ w
 
 
-# program: the iterations that it overflows in
+# The iterations in which a program overflows.
 INSIDE = {
     in_nested_scans: ("iteration 1 of 2 of a scan", "iteration 2 of 3 of a scan"),
     in_remat: (),
@@ -105,8 +105,7 @@ INSIDE = {
     in_while: ("iteration 7 of a while loop",),
 }
 
-# name: program, what w and x are multiplied by, words of the operation, the pass, words
-# of the advice
+# Program, factors of w and x, words of the operation, the pass, words of the advice.
 PROGRAMS = {
     "attention logit": (attention_logit, 1, 100, "matmul", "f", "1/sqrt"),
     "log(0)": (log_of_zero, 1, 1, "a logarithm", "f", "log_softmax"),
@@ -144,22 +143,19 @@ def total(x):
     return x.astype(jnp.float32).sum()
 
 
-def run(framework, level, fn, w, x, **options):
-    options |= {"opt_level": level, "verbosity": 0}
+def run(framework, level, fn, w, x):
     if framework == "NNX":
-        both = jamp.nnx.initialize(NetNNX(fn, w), optax.sgd(1.0), **options)
+        both = jamp.nnx.initialize(NetNNX(fn, w), SGD, level, verbosity=0)
         loss, state = jamp.nnx.pure(lambda model, x: total(model(x)), *both)
         return locate(loss)(state, x)
     apply_fn = lambda variables, x: fn(variables["params"]["w"], x)  # noqa: E731
-    state = jamp.initialize(
-        {"w": jnp.asarray(w)}, optax.sgd(1.0), apply_fn=apply_fn, **options
-    )
+    state = make(level, {"w": jnp.asarray(w)}, apply_fn=apply_fn)
     loss = lambda params, x: (total(state.apply_fn({"params": params}, x)), "aux")  # noqa: E731
     return locate(loss)(state, x)
 
 
 def lines_of(fn):
-    """The lines that a program marks."""
+    """Returns the marked lines of a program."""
     lines, first = inspect.getsourcelines(fn)
     return [f"{__file__}:{first + i}" for i, s in enumerate(lines) if "# here" in s]
 
@@ -224,7 +220,7 @@ def test_an_infinity_beside_a_nan_is_not_its_cause():
 
 def params_state(level="O2", **options):
     params = {"a": {"w": jnp.asarray(EYE)}, "b": {"w": jnp.asarray(EYE)}}
-    return jamp.initialize(params, optax.sgd(1.0), level, verbosity=0, **options)
+    return make(level, params, **options)
 
 
 def two_layers(params, x, *, power=1):
@@ -256,9 +252,8 @@ def test_every_level(level):
 
 
 def test_check_names_the_culprit():
-    options = {"loss_scale": "dynamic", "verbosity": 0}
-    state = jamp.initialize(EYE, optax.sgd(1.0), "O2", **options)
-    loss_fn = lambda w: total(log_of_zero(w, ONES))  # noqa: E731
+    state = make("O2", {"w": jnp.asarray(EYE)}, loss_scale="dynamic")
+    loss_fn = lambda p: total(log_of_zero(p["w"], ONES))  # noqa: E731
     step = jax.jit(jamp.scaled_grad(loss_fn))
     for _ in range(2):
         state = state.apply_gradients(grads=step(state))
@@ -286,8 +281,7 @@ def test_what_it_cannot_take():
 
 def test_groups_and_losses():
     params = {"a": jnp.asarray(300 * EYE), "b": jnp.asarray(300 * EYE)}
-    tx = {"a": optax.sgd(1.0), "b": optax.sgd(1.0)}
-    state = jamp.initialize(params, tx, "O2", num_losses=2, verbosity=0)
+    state = make("O2", params, {"a": SGD, "b": SGD}, num_losses=2)
     loss = lambda params: total(params["a"] @ params["b"])  # noqa: E731
     found = locate(loss, loss_id=1, wrt="b")(state)
     assert (found.total, found.params, found.loss) == (1, ("",), np.inf)

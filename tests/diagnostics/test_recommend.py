@@ -1,24 +1,22 @@
-"""`recommend_scale`: scales derived by hand, and what it refuses."""
+"""`recommend_scale`: scales derived by hand, and its errors."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import jamp
 from jamp.diagnostics import recommend_scale
+from tests.support.states import make
 
 pytestmark = pytest.mark.standard_promotion  # as in the reader's program
 
 
-def state_of(level="O2", **options):
-    params = {"a": jnp.ones(1000), "b": {"w": jnp.ones(1000)}}
-    return jamp.initialize(params, optax.sgd(1.0), level, verbosity=0, **options)
+TWO = {"a": jnp.ones(1000), "b": {"w": jnp.ones(1000)}}
+SQUARE = {"w": jnp.ones((8, 8))}
 
 
 def loss_fn(params, scale):
-    """The gradients are the argument, whose name is also an option's elsewhere."""
+    """Has the argument as its gradient; elsewhere, an option has this name."""
     a, b = (p.astype(jnp.float32) for p in jax.tree.leaves(params))
     return (a * scale[0] + b * scale[1]).sum(), "aux"
 
@@ -37,7 +35,7 @@ def loss_fn(params, scale):
 def test_scales_by_hand(large, small, expected):
     x = np.full((2, 1000), large, np.float32)
     x[1, ::2] = small
-    assert recommend_scale(loss_fn)(state_of(), scale=x) == expected
+    assert recommend_scale(loss_fn)(make("O2", TWO), scale=x) == expected
 
 
 def matmul_loss(params, x):
@@ -47,8 +45,7 @@ def matmul_loss(params, x):
 @pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4", "O5", "O6"])
 def test_each_level_is_judged_by_its_half_dtype(level):
     x = np.full((8, 8), 100, np.float32)
-    params = {"w": jnp.ones((8, 8))}
-    state = jamp.initialize(params, optax.sgd(1.0), level, verbosity=0)
+    state = make(level, SQUARE)
     # Each gradient is a sum of eight hundreds: 800 * 2**6 < 65504 < 800 * 2**7.
     expected = 1 if level in ("O4", "O5", "O6") else 2**3
     assert recommend_scale(matmul_loss)(state, x) == expected
@@ -71,19 +68,15 @@ def inverted(params, x):
 
 @pytest.mark.parametrize("hidden", [clipped, inverted])
 def test_a_loss_does_not_hide_an_overflow(hidden):
-    params = {"w": jnp.ones((8, 8))}
-    states = {
-        level: jamp.initialize(params, optax.sgd(1.0), level, verbosity=0)
-        for level in ("O2", "O5")
-    }
+    state = make("O2", SQUARE)
     x = np.full((8, 8), 100, np.float32)
-    assert recommend_scale(hidden)(states["O2"], x) >= 1
+    assert recommend_scale(hidden)(state, x) >= 1
     huge = x * np.float32(600)  # 8 * 60,000 > 65504
-    assert recommend_scale(hidden)(states["O5"], huge) == 1
+    assert recommend_scale(hidden)(make("O5", SQUARE), huge) == 1
     line = hidden.__code__.co_firstlineno + 1
     message = f"overflows in float16 at any loss scale: a matmul at {__file__}:{line}"
     with pytest.raises(FloatingPointError, match=message):
-        recommend_scale(hidden)(states["O2"], huge)
+        recommend_scale(hidden)(state, huge)
 
 
 def test_a_pole_is_no_overflow():
@@ -91,7 +84,7 @@ def test_a_pole_is_no_overflow():
         h = x @ params["w"]
         return jnp.where(h == 0, 0, 1 / h).astype(jnp.float32).sum()
 
-    state = jamp.initialize({"w": jnp.ones((8, 8))}, optax.sgd(1.0), "O2", verbosity=0)
+    state = make("O2", SQUARE)
     x = np.ones((8, 8), np.float32) * (np.arange(8)[:, None] > 0)
     with pytest.raises(FloatingPointError, match="A gradient is not finite"):
         recommend_scale(loss_fn)(state, x)  # 0 * inf, in the derivative
@@ -100,14 +93,13 @@ def test_a_pole_is_no_overflow():
 def test_what_it_refuses():
     x = np.full((2, 1000), 1e6, np.float32)
     with pytest.raises(FloatingPointError, match="A gradient is not finite in float16"):
-        recommend_scale(loss_fn)(state_of(), x)
-    without_half = state_of("O0"), state_of("O1", patch_functions=False)
-    for state in without_half:
+        recommend_scale(loss_fn)(make("O2", TWO), x)
+    for state in (make("O0", TWO), make("O1", TWO, patch_functions=False)):
         with pytest.raises(ValueError, match="does not compute in half: initialize"):
             recommend_scale(loss_fn)(state, x)
     with pytest.raises(TypeError, match=r"recommend_scale\(loss_fn\)\(state, \*args\)"):
-        jax.jit(lambda x: recommend_scale(loss_fn)(state_of(), x))(x)
+        jax.jit(lambda x: recommend_scale(loss_fn)(make("O2", TWO), x))(x)
     with pytest.raises(TypeError, match="AmpState .* got dict"):
         recommend_scale(loss_fn)({}, x)
-    with pytest.raises(TypeError, match=r"got \(function, AmpState\). Write recommend"):
-        recommend_scale(loss_fn, state_of())
+    with pytest.raises(TypeError, match=r"got \(function, State\). Write recommend"):
+        recommend_scale(loss_fn, make("O2", TWO))

@@ -14,15 +14,16 @@ import jamp
 import jamp.nnx
 from benchmarks import h200
 from jamp.diagnostics import SkipLog
+from tests.support.states import make
 
 N = 40  # leaves: more than a word has bits
 NAMES = [f"w{i:02}" for i in range(N)]
 
 
-def begin(**options):
+def begin():
     params = {name: jnp.ones(2) for name in NAMES}
-    options = {"loss_scale": jamp.DynamicLossScale(2.0**10), **options}
-    return jamp.initialize(params, optax.sgd(0.0), "O2", verbosity=0, **options)
+    rule = jamp.DynamicLossScale(2.0**10)
+    return make("O2", params, optax.sgd(0.0), loss_scale=rule)
 
 
 def loss_fn(params, x):
@@ -111,7 +112,7 @@ def test_a_log_of_nnx():
 
 def test_what_they_cannot_take():
     state = begin()
-    one = jamp.initialize({"w00": jnp.ones(2)}, optax.sgd(1.0), "O2", verbosity=0)
+    one = make("O2", {"w00": jnp.ones(2)})
     _, grads = jamp.scaled_value_and_grad(loss_fn)(state, np.ones(N, np.float32))
     with pytest.raises(ValueError, match="`size` must be at least 1, got 0"):
         SkipLog.of(state, 0)
