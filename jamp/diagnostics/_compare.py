@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
 import jax
@@ -121,11 +121,9 @@ def _compare_steps(
 ) -> Comparison:
     common, unaligned, total = find_common(*steps, only)
     sides = Side(steps[0], common), Side(steps[1], common)
-    errors, progress = Errors(half, steps), _Progress(total)
-    for pair in pair_runs(*sides):
+    errors = Errors(half, steps)
+    for pair in _with_progress(pair_runs(*sides), total):
         errors.add(*pair)
-        progress.show()
-    progress.end()
     losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
     if not math.isfinite(losses[1]):
         raise FloatingPointError(
@@ -141,28 +139,21 @@ def _compare_steps(
     return Comparison(
         levels=names,
         loss=(losses[0], losses[1]),
-        rounding=float(jnp.finfo(half).eps) / 2,
         rows=tuple(errors.rows[row] for row in sides[0].rows if row in errors.rows),
         gradients={path: errors.between(a, b)[0] for path, a, b in grads},
         unaligned=(*unaligned, *errors.unaligned),
     )
 
 
-class _Progress:
-    """A bar on stderr, once it has taken three seconds."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.is_shown = total, 0, False
-        self.shown = time.monotonic() + _QUIET
-
-    def show(self) -> None:
-        self.done += 1
-        if time.monotonic() > self.shown:
-            self.shown, self.is_shown = time.monotonic() + 0.2, True
-            bar = "#" * round(30 * min(self.done / self.total, 1.0))
-            text = f"\rcompare [{bar:<30}] {self.done} of {self.total} operations"
+def _with_progress[T](pairs: Iterator[T], total: int) -> Iterator[T]:
+    """The pairs. After three seconds, a bar on stderr shows how many there were."""
+    quiet_until, text = time.monotonic() + _QUIET, ""
+    for done, pair in enumerate(pairs, 1):
+        yield pair
+        if time.monotonic() > quiet_until:
+            quiet_until = time.monotonic() + 0.2
+            bar = "#" * round(30 * min(done / total, 1.0))
+            text = f"\rcompare [{bar:<30}] {done} of {total} operations"
             print(text, end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.is_shown:
-            print("\r" + " " * 70, end="\r", file=sys.stderr)
+    if text:
+        print("\r" + " " * len(text), end="\r", file=sys.stderr)

@@ -9,7 +9,7 @@ from jamp.diagnostics._modules import rows_of, table, tree_of
 from jamp.diagnostics._source import short_line
 
 _SHOWN = 10  # operations below the tree
-_FLAGGED = 6  # roundings of the half dtype that an operation may add
+_FLAGGED = 6  # roundings that an operation may add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Row:
     Attributes:
         module, source, phase, primitive: as in `explain`.
         dtype: the narrowest dtype that it reads or returns.
+        rounding: the unit roundoff: 2**-11 in float16, 2**-8 in bfloat16, and that of
+            fp8 after an fp8 matmul. A decision on such values has half's.
         error: the norm of the difference of the results over the norm of the right one,
             in the worst iteration; inf if a result overflows.
         mean: the mean of the errors of all iterations.
@@ -35,6 +37,7 @@ class Row:
     phase: str
     primitive: str
     dtype: str
+    rounding: float
     error: float
     mean: float
     added: float
@@ -50,6 +53,11 @@ class Row:
         """The error of the operands, of which the squares add up."""
         return math.hypot(*(error for _, error in self.entering))
 
+    @property
+    def is_late(self) -> bool:
+        """Whether its operands are off by six roundings already."""
+        return self.entered > _FLAGGED * self.rounding
+
     def __str__(self) -> str:
         place = ", ".join(filter(None, (short_line(self.source), self.module)))
         return f"{self.primitive} ({self.phase}, {self.dtype}) at {place}"
@@ -62,7 +70,6 @@ class Comparison:
     Attributes:
         levels: the names of the state's level and of the right one.
         loss: the losses at both.
-        rounding: the unit roundoff of half: 2**-11 in float16, 2**-8 in bfloat16.
         rows: the operations in the order of the program.
         gradients: the relative error of each gradient by its path.
         unaligned: the operations that only one of the two programs has.
@@ -70,30 +77,24 @@ class Comparison:
 
     levels: tuple[str, str]
     loss: tuple[float, float]
-    rounding: float
     rows: tuple[Row, ...]
     gradients: dict[str, float]
     unaligned: tuple[str, ...]
 
     @property
     def operations(self) -> tuple[Row, ...]:
-        """The rows by the error that they add, the largest first.
+        """The rows by the roundings that they add, the largest first.
 
-        Operations whose operands are off by six roundings come last: an earlier
-        operation is the cause.
+        Operations whose operands are off by six roundings come last.
         """
-        key = lambda row: (row.entered > self._limit, -row.added)  # noqa: E731
+        key = lambda row: (row.is_late, -row.added / row.rounding)  # noqa: E731
         return tuple(sorted(self.rows, key=key))
 
     @property
     def flagged(self) -> tuple[Row, ...]:
         """The operations that add more than six roundings to good operands."""
-        both = ((row.entered, row.added, row) for row in self.operations)
-        return tuple(row for e, a, row in both if e <= self._limit < a)
-
-    @property
-    def _limit(self) -> float:
-        return _FLAGGED * self.rounding
+        adding = (x for x in self.operations if x.added > _FLAGGED * x.rounding)
+        return tuple(row for row in adding if not row.is_late)
 
     def first(self, beyond: float = 0.05) -> Row | None:
         """The first operation of the program with a larger error, or None."""
@@ -110,11 +111,11 @@ class Comparison:
         lines = [
             f"{left} against {right}: the loss is {self.loss[0]:.6g}, and "
             f"{self.loss[1]:.6g}. {len(self.flagged)} of {len(self.rows)} operations "
-            f"add more than {self._limit:.1%}.",
+            f"add more than {_FLAGGED} roundings.",
             _module_table(self.rows),
         ]
         # The derivative of a sine computes it again.
-        adding = [row for row in self.operations if row.added > self.rounding / 10]
+        adding = [row for row in self.operations if row.added > row.rounding / 10]
         worst = {str(row): row for row in reversed(adding)}
         flagged = self.flagged
         for place, row in list(reversed(worst.items()))[:_SHOWN]:

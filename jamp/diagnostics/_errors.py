@@ -15,7 +15,7 @@ from jamp._core.dtypes import is_differentiable
 from jamp.diagnostics._advice import advice_for
 from jamp.diagnostics._comparison import Row
 from jamp.diagnostics._locate import location_of
-from jamp.diagnostics._pairing import Run
+from jamp.diagnostics._pairing import Run, decides, weight_of
 from jamp.diagnostics._replay import Event, Value
 from jamp.diagnostics._source import Site, short_line
 from jamp.diagnostics._step import Step
@@ -30,6 +30,7 @@ class Errors:
 
     def __init__(self, half: Any, steps: tuple[Step, Step]):
         self.half = half
+        self.rounding = float(jnp.finfo(half).eps) / 2
         self.rows: dict[Any, Row] = {}
         self.runs: Counter[Any] = Counter()
         self.unaligned: dict[str, None] = {}
@@ -70,12 +71,21 @@ class Errors:
             a.note.error, a.note.row = own, run.row
             a.note.partner, b.note.partner = b.note, a.note
         entered = math.hypot(*(e for _, e in entering))
+        # A decision does not round: no error of fp8 may change it.
+        coarse, kept = max(left.outs[0].note.fp8, right.outs[0].note.fp8)
+        is_decision = decides(site.eqn)
+        if is_decision:
+            # An error e changes e / pi of the signs of normal numbers around zero.
+            a, b = left.outs[0].array, right.outs[0].array
+            error = math.pi * float(np.mean(np.asarray(a != b)))
+        rounding = max(self.rounding, 0.0 if is_decision else coarse)
         row = Row(
             module=label.module,
             source=right.site.line if right.site else site.line,
             phase=label.phase,
             primitive=label.primitive,
             dtype=str(narrow),
+            rounding=rounding,
             error=error,
             mean=error,
             added=max(error - entered, 0.0) if entered < _ODD else 0.0,
@@ -84,7 +94,7 @@ class Errors:
             underflow=underflow,
             loops=site.context.loops,
             entering=tuple((v.maker.module if v.maker else "", e) for v, e in entering),
-            advice=self._advice(left, site, str(narrow), entering, error),
+            advice=self._advice(left, site, str(narrow), entering, error, kept),
         )
         self.runs[run.row] += 1
         if (old := self.rows.get(run.row)) is not None:
@@ -110,7 +120,7 @@ class Errors:
         """The error of an operand before its casts, which are part of its reader."""
         if a.note.error is not None:
             return a.note.error
-        if len(a.note.inputs) < 2 and a.maker is None:  # a constant or an argument
+        if a.maker is None:  # a constant or an argument
             return self.of_inputs.get(next(iter(a.note.inputs), ""), 0.0)
         return self.between(a, b, is_fp8)[0]
 
@@ -121,29 +131,29 @@ class Errors:
         dtype: str,
         entering: list[tuple[Value, float]],
         error: float,
+        kept: str,
     ) -> str:
         """One sentence, with the code to write."""
         if math.isinf(error):
             return advice_for(location_of(site, event.outs[0], event.read))
-        params = [v.note.inputs for v, _ in entering if len(v.note.inputs) == 1]
-        paths = [repr(p[7:] + "$") for (p,) in params if p.startswith("params/")]
-        if dtype.startswith("float8"):
-            keep = paths[0] if paths else "..."
-            return f"Keep this matmul in half: `fp8=jamp.Fp8(keep={keep})`."
-        if dtype in ("float16", "bfloat16"):
+        is_decision = decides(site.eqn)
+        if kept and (is_decision or dtype.startswith("float8")):
+            return f"Keep its matmul in half: `fp8=jamp.Fp8(keep={kept!r})`."
+        if dtype in ("float16", "bfloat16") or is_decision:
             _, _, inner = site.module.partition("/")  # params omit the outermost
             has_params = any(p.startswith(f"params/{inner}/") for p in self.of_inputs)
             module = f", or its params: `keep_fp32={inner!r}`" * has_params
+            why = "Rounding changes it" if is_decision else f"It runs in {dtype}"
             loop = ', and its loop at `promote="widest"`' * bool(site.context.loops)
             return (
-                f"It runs in {dtype}: keep the function at this line in float32 by "
+                f"{why}: keep the function at this line in float32 by "
                 f"`jamp.float_function`{module}{loop}."
             )
         value, most = max(entering, key=lambda pair: pair[1], default=(None, 0.0))
         if value is None or not most:
             return ""
-        if len(value.note.inputs) == 1 and paths:
-            return f"It enlarges the rounding of a param: `keep_fp32={paths[0]}`."
+        if weight := weight_of([value.note]):
+            return f"It enlarges the rounding of a param: `keep_fp32={weight!r}`."
         line = value.maker and short_line(value.maker.line)
         made = f", made at {line}" if line else ""
         return (

@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Kind, frames_of
@@ -14,7 +15,7 @@ from jamp.diagnostics._replay import Event, Value, replay
 from jamp.diagnostics._source import MOVES, TO_FP8, Context, Site, short_line
 from jamp.diagnostics._step import Step
 
-_DECIDE = ("argmax", "argmin", "top_k")  # their integers are compared, too
+_ORDERS = ("argmax", "argmin", "top_k")  # their integers are compared, too
 _SELECT = ("select_n", "clamp", "copy", "gather", *TO_FP8)
 
 
@@ -32,14 +33,20 @@ class Label(NamedTuple):
         return f"{self.primitive} ({self.phase}) at {place or '(JAX)'}"
 
 
+def decides(eqn: jc.JaxprEqn) -> bool:
+    """Whether it makes a number of a condition, as a router does."""
+    name = eqn.primitive.name
+    return name == "convert_element_type" and eqn.invars[0].aval.dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _label_of(site: Site) -> Label | None:
     """The label, or None if it moves values or JAX computes it a second time."""
     eqn, name = site.eqn, site.eqn.primitive.name
-    values = eqn.invars if name in _DECIDE else eqn.outvars
+    values = eqn.invars if name in _ORDERS else eqn.outvars
     moves = traits_of(name).shape in MOVES or name in _SELECT
     if (
         not any(is_differentiable(v.aval) for v in values)
-        or (moves and name not in _DECIDE)
+        or (moves and name not in _ORDERS and not decides(eqn))
         or any(frame.kind is not Kind.MAP for frame in frames_of(eqn))
         or "rematted_computation" in site.names
     ):
@@ -100,6 +107,8 @@ class Note:
     error: float | None = None  # None if it was not compared
     partner: "Note | None" = None  # of the value that it was compared with
     row: Any = None  # the row of the operation that made it
+    # Of the fp8 matmul before it: the unit roundoff, and its weight as a regex.
+    fp8: tuple[float, str] = (0.0, "")
 
 
 class Run(NamedTuple):
@@ -135,10 +144,8 @@ class Side:
             for value in event.read:
                 path = [value.path] if value.path else []
                 value.note = value.note or Note(frozenset(path))
-            inputs = frozenset[str]().union(*(v.note.inputs for v in event.read))
-            moved = event.read[0].note if site.moves and event.read else None
             for value in event.outs:
-                value.note = moved or Note(inputs)
+                value.note = _note_of_result(site, event.read)
             if label := self._label(site):
                 floats = [v for v in event.read if is_differentiable(v.array)]
                 makers = (*(v.maker and primitive_name(v.maker.eqn) for v in floats),)
@@ -159,6 +166,25 @@ class Side:
             both = [label, label._replace(line="")] if label else []
             self.labels[key] = next((x for x in both if x in self.common), None)
         return self.labels[key]
+
+
+def _note_of_result(site: Site, read: list[Value]) -> Note:
+    notes = [value.note for value in read]
+    if site.moves and notes:
+        return notes[0]
+    inputs = frozenset[str]().union(*(note.inputs for note in notes))
+    fp8 = max((note.fp8 for note in notes), default=(0.0, ""))
+    floats = (v.array.dtype for v in read if is_differentiable(v.array))
+    if units := [float(jnp.finfo(x).eps) / 2 for x in floats if x.itemsize == 1]:
+        fp8 = max(fp8, (max(units), weight_of(notes) or "..."))
+    return Note(inputs, fp8=fp8)
+
+
+def weight_of(notes: Iterable[Note]) -> str:
+    """A regex of the first param among some operands, or ""."""
+    inputs = (path for note in notes if len(note.inputs) == 1 for path in note.inputs)
+    found = (path for path in inputs if path.startswith("params/"))
+    return next((f"{path[7:]}$" for path in found), "")
 
 
 def pair_runs(left: Side, right: Side) -> Iterator[tuple[Run, Run]]:

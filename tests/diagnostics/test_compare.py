@@ -105,6 +105,12 @@ FAULTS = {
     ),
 }
 FRAMEWORKS = ("raw", "Linen", "NNX")
+# `make test` runs each fault in one framework, and each framework.
+ALL = [
+    pytest.param(fault, framework, marks=[pytest.mark.slow] * ((i - j) % 3 > 0))
+    for i, fault in enumerate(FAULTS)
+    for j, framework in enumerate(FRAMEWORKS)
+]
 
 
 class Net(nn.Module):
@@ -152,10 +158,9 @@ def lines_of(fn):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found_and_its_advice_repairs_it(name):
-    fn, params, level, options, words, repair = FAULTS[name]
-    framework = FRAMEWORKS[list(FAULTS).index(name) % 3]
+@pytest.mark.parametrize(("fault", "framework"), ALL)
+def test_a_planted_fault_is_found_and_its_advice_repairs_it(fault, framework):
+    fn, params, level, options, words, repair = FAULTS[fault]
     report = run(framework, fn, params, level, options)
     lines = lines_of({mask: subtract, log_sum_exp: total_exp}.get(fn, fn))
     found = [row for row in report.operations[:3] if row.source in lines]
@@ -381,3 +386,30 @@ def test_progress_is_shown_after_some_seconds(capsys, monkeypatch):
     monkeypatch.setattr(_compare, "_QUIET", -1.0)
     compare(loss_fn, "O0")(state, X)
     assert "compare [###" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_intact_fp8_model_has_no_flag(scan):
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            h = nn.Dense(64)(nn.LayerNorm()(x))
+            return x + nn.Dense(32)(nn.gelu(h)), None
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"params": 0}
+            if scan:
+                return nn.scan(Block, axes, split_rngs={"params": True}, length=3)()(
+                    x, None
+                )[0]
+            return Block()(Block()(x, None)[0], None)[0]
+
+    params = Model().init(jax.random.key(0), X)["params"]
+    options = {"apply_fn": Model().apply, "fp8": jamp.Fp8(smallest=1)}
+    state = begin(params, "O6", **options)
+    loss_fn = lambda p, x: square(state.apply_fn({"params": p}, x))  # noqa: E731
+    report = compare(loss_fn, "O0")(state, X)
+    assert any(row.dtype.startswith("float8") for row in report.rows)
+    assert report.flagged == (), report
