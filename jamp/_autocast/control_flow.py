@@ -3,9 +3,9 @@
     y:f32 = jit[jaxpr={ x:f32 w:f32. y:f32 = dot_general x w; in y }] x w
     y:f16 = jit[jaxpr={ x:f16 w:f16. y:f16 = dot_general x w; in y }] x' w'
 
-An inner program takes and returns other dtypes only if nothing relies on the user's. A
-carry keeps its dtype unless it is a half activation. A constant of a scan keeps its
-dtype, because its gradient is a sum over the trips.
+An inner program takes and returns other dtypes only if nothing relies on the user's
+dtypes. A carry keeps its dtype unless it is a half activation. A constant of a scan
+keeps its dtype, because its gradient is a sum over the trips.
 """
 
 import functools
@@ -222,7 +222,7 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
 
 
 def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
-    """Returns the context for tracing a user's rule, long after the function."""
+    """Returns the context in which JAX later traces a user's rule."""
     region = region_rule(rewriter.scope, eqn)
     casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
     policy = rewriter.scope.policy

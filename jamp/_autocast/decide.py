@@ -26,7 +26,7 @@ from jamp._core.dtypes import FLOAT32
 class Decision(NamedTuple):
     """How an equation is written."""
 
-    dtype: Any  # of its float32 operands after the casts, and of its results
+    dtype: Any  # the dtype of its results, and of its cast operands
     why: str  # a short reason, see `Note.why`
     # A bias, a weight that the trips of a loop share, or an embedding table, if its
     # gradient is a float32 sum.

@@ -39,7 +39,7 @@ def advising() -> Iterator[None]:
 
 _CLOSED_OVER = (
     "Under autocast, as in jax.jit, a function with its own derivative must not close "
-    "over an array that is computed from arguments: pass it as one more argument."
+    "over an array that is computed from arguments. Pass the array as an argument."
 )
 
 
@@ -65,12 +65,12 @@ def with_custom_jvp(
 ) -> dict[str, Any]:
     """Returns the parameters of a `custom_jvp_call` with rewritten programs.
 
-    JAX traces the user's rule when it differentiates. The traced program takes all
-    primals and the nonzero tangents, and returns all primals and the tangents that are
-    not symbolic zeros.
+    JAX traces the user's rule when it differentiates. The traced program takes and
+    returns all primals, and the tangents that are not symbolic zeros.
 
     `write(program, absent, zeros)` rewrites the traced rule. The two lists say which
-    arguments and which results have a symbolic zero tangent. JAX traces in `tracing`.
+    arguments and which results have a symbolic zero tangent. `tracing` is the context
+    of the trace.
     """
     rule = eqn.params["jvp_jaxpr_fun"]
 

@@ -109,7 +109,7 @@ class Facts:
         return self._rules[id(eqn)]
 
     def is_castable(self, eqn: jc.JaxprEqn) -> bool:
-        """Returns, and caches, `program.is_castable_eqn` of an equation."""
+        """Returns whether autocast may cast an equation, and caches the answer."""
         if id(eqn) not in self._castable:
             rule, _ = self.ruling(eqn)
             self._castable[id(eqn)] = is_castable_eqn(eqn, rule, self.half)
@@ -137,16 +137,16 @@ class Facts:
         return Fact(vote, origin=origin, source=source, carried=carried)
 
     def is_half_param(self, atom: Atom) -> bool:
-        """Whether a value depends on half params alone: it must not round others."""
+        """Returns whether a value depends on half params alone. It rounds no other."""
         return self.params_in(atom) == Source.HALF
 
     def is_weight(self, atom: Atom) -> bool:
-        """Whether a value depends on params alone; in a half model, on half params."""
+        """Returns whether a value depends on (half) params alone in a (half) model."""
         weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
         return self.params_in(atom) == weights
 
     def depends_on_params(self, atom: Atom) -> bool:
-        """Whether a value depends on a param. It may depend on data too."""
+        """Returns whether a value depends on a param. It may depend on data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))
 
     def params_in(self, atom: Atom) -> Source:
@@ -158,7 +158,7 @@ class Facts:
         return {self[v].vote for v in atoms} - {None}
 
     def asks(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether an operand or a fill value is too large or small for half."""
+        """Returns whether an operand or a fill value is too large or small for half."""
         fill = eqn.params.get("fill_value")
         fills = fill is not None and is_float32(eqn.outvars[0])
         asks = any([self[v].asks for v in eqn.invars])
@@ -207,8 +207,8 @@ class Facts:
         """Returns the scope of the programs that an equation holds.
 
         A closed program does not know the sources of its inputs, so all inherit the
-        equation's. A kept weight among the operands counts as data: inside, as in a
-        matmul of this weight, it does not ask for half.
+        equation's. If an operand is a kept weight, they all count as data, so that a
+        matmul inside runs in float32, like a matmul of this weight.
         """
         weighted = any(self.params_in(v) == Source.KEPT for v in eqn.invars)
         within = Source.DATA if weighted else self.source(eqn.invars)
@@ -343,7 +343,7 @@ class Facts:
         return self.half if self._normalizes(eqn) else FLOAT32
 
     def adds_to_carry(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether it moves or scales a loop's float32 carry, or returns the next one.
+        """Returns whether an equation moves, scales or returns a loop's float32 carry.
 
         The product of a carry and a gate may run in half, as in an LSTM.
         """
@@ -362,7 +362,7 @@ class Facts:
         return {v for v in self.jaxpr.outvars if isinstance(v, jc.Var)}
 
     def _normalizes(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether it is part of a norm of a half value, whose result is half too.
+        """Returns whether it is part of a norm of a half value. The result is half.
 
         torch's batch and group norms also return the dtype of their input.
         """

@@ -95,7 +95,7 @@ def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:
 
 
 def _is_free(eqn: jc.JaxprEqn) -> bool:
-    """Whether an equation may be inside and outside: a head's first cast, or a mask."""
+    """Returns whether a head may repeat an equation: its first cast, or a mask."""
     is_cast = primitive_name(eqn) == "convert_element_type"
     return (is_cast and bool(_widened(eqn))) or all(
         dtype_of(v) == jnp.bool_ for v in eqn.outvars
@@ -144,7 +144,7 @@ def _large(atoms: Iterable[Any], size: int) -> list[jc.Var]:
 
 
 def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
-    """Whether a mask is computed from small values: inside a head, it is not saved.
+    """Returns whether a mask depends on small values only, so a head need not save it.
 
     In a scan over chunks of logits, saved masks cost 9 % more bytes on an H200.
     """
@@ -172,7 +172,7 @@ def _between(graph: Graph, members: set[int]) -> set[int]:
 
 
 def _leaves(graph: Graph, place: int, members: set[int]) -> bool:
-    """Whether an equation outside reads a result of an equation inside."""
+    """Returns whether an equation outside reads a result of an equation inside."""
     return any(graph.users_of(v) - members for v in graph.eqns[place].outvars)
 
 

@@ -137,7 +137,7 @@ class Graph:
 
 
 def _ends_island(eqn: jc.JaxprEqn) -> bool:
-    """Whether an equation is a cast from float32 to half."""
+    """Returns whether an equation is a cast from float32 to half."""
     if eqn.primitive.name != "convert_element_type":
         return False
     (source,), (result,) = eqn.invars, eqn.outvars
@@ -149,13 +149,13 @@ def _shape_of(eqn: jc.JaxprEqn) -> Shape:
 
 
 def is_kept(primitive: str) -> bool:
-    """Whether to save the result of a reduction, which is small but costly to redo."""
+    """Returns whether to save a result. A reduction's is small but costly to redo."""
     # `softmax` gives a name to the value that it saves.
     return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
 
 
 def may_be_inside(eqn: jc.JaxprEqn, labels: Mapping[int, int] = {}) -> bool:
-    """Whether the backward pass may recompute an equation, and all that it calls."""
+    """Returns whether the backward pass may recompute an equation and its programs."""
     for frame in frames_of(eqn):
         is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
         return is_plain and all(may_be_inside(e, labels) for e in frame.program.eqns)
@@ -180,7 +180,7 @@ def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
 
 
 def holds(variables: Iterable[jc.Var], size: int) -> bool:
-    """Whether a float32 variable has at least `size` elements."""
+    """Returns whether a float32 variable has at least `size` elements."""
     return any(dtype_of(v) == FLOAT32 and size_of(v) >= size for v in variables)
 
 

@@ -174,7 +174,7 @@ def test_a_traced_value_that_autocast_cannot_pass_on_is_told_what_to_do(fn):
         jax.grad(total(jax.jit(fn)))(X, Y)
     with pytest.raises(Exception, match="[Tt]racer") as error:
         jax.grad(total(jamp.autocast(fn)))(X, Y)
-    assert "pass it as one more argument" in "".join(error.value.__notes__)
+    assert "Pass the array as an argument" in "".join(error.value.__notes__)
     assert_same(lambda fn: jax.grad(total(fn))(X, Y), lambda x, y: Trainer(2.0)(x))
 
 
