@@ -1,8 +1,8 @@
-"""What JAX documents nowhere: all that autocast uses of it, each in a function.
+"""Wraps the undocumented parts of JAX that autocast uses, one function for each.
 
-A function says what JAX does there, and the tests of autocast hold it to that on the
-oldest and on the newest JAX. Other files name none of it, but for
-`derivatives`, `frames`, `hijax` and `tracers`: what a new JAX breaks, it breaks here.
+The docstring of a function states the behavior of JAX that it relies on. The tests of
+autocast check this behavior on the oldest and the newest supported JAX. Besides this
+file, only `derivatives`, `frames`, `hijax` and `tracers` use undocumented parts.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jamp._autocast.frames import program_of, with_equations
 
-# Folders whose lines are not the user's.
+# Lines in these folders are not the user's code.
 _LIBRARIES = tuple(
     os.path.join(os.path.dirname(file), "")
     for file in (jax.__file__, os.path.dirname(__file__))
@@ -34,7 +34,7 @@ _LIBRARIES = tuple(
 
 
 def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
-    """A program of one equation of another, that takes all its operands."""
+    """Returns a program of one equation, whose inputs are the equation's operands."""
     invars = [jc.Var(v.aval) for v in eqn.invars]
     return program.replace(
         constvars=[],
@@ -47,15 +47,14 @@ def program_around(eqn: jc.JaxprEqn, program: jc.Jaxpr) -> jc.Jaxpr:
 
 
 def unnamed(program: jc.Jaxpr) -> jc.Jaxpr:
-    """A program without the names of its inputs and results, which may be others."""
+    """Returns a program without names for its inputs and results."""
     return program.replace(debug_info=program.debug_info.with_unknown_names())
 
 
 def conv_features(eqn: jc.JaxprEqn) -> int:
-    """The number of output channels of a convolution.
+    """Returns the number of output channels of a convolution.
 
-    The first entry of a side's dimension numbers is the axis of its batch, or of the
-    output channels of the kernel.
+    The first entry of `rhs_spec` is the axis of the output channels in the kernel.
     """
     kernel: Any = eqn.invars[1].aval
     return kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
@@ -65,10 +64,10 @@ def conv_features(eqn: jc.JaxprEqn) -> int:
 
 
 def cudnn_attention() -> tuple[Any, str] | None:
-    """Where `jax.nn.dot_product_attention` looks up cuDNN's attention, if it does.
+    """Returns the module and name of cuDNN's attention, if JAX has one.
 
-    It asks for half while it is traced. JAX's own function finds it there, however a
-    program has come by that.
+    cuDNN's attention raises while JAX traces it with float32 operands.
+    `jax.nn.dot_product_attention` looks it up in this module at each call.
     """
     module = inspect.getmodule(jax.nn.dot_product_attention)
     name = "cudnn_dot_product_attention"
@@ -76,10 +75,10 @@ def cudnn_attention() -> tuple[Any, str] | None:
 
 
 def calling_functions(eqn: jc.JaxprEqn) -> list[str]:
-    """The functions of JAX by which other code wrote an equation, innermost first.
+    """Returns the paths of the JAX functions that made an equation, innermost first.
 
-    JAX keeps the traceback of each equation, up to the function that was traced; here
-    it ends where a function is not JAX's.
+    JAX stores the traceback of each equation, up to the traced function. The list ends
+    at the first function that is not part of JAX.
     """
     traceback = eqn.source_info.traceback
     codes = traceback.raw_frames()[0] if traceback is not None else ()
@@ -88,9 +87,9 @@ def calling_functions(eqn: jc.JaxprEqn) -> list[str]:
 
 
 def jitted_function(eqn: jc.JaxprEqn) -> str:
-    """The path of a function of JAX that JAX jits itself; "" of any other.
+    """Returns the path of the JAX function that a `jit` calls; "" for other functions.
 
-    The program of a `jit` says where its function stands: "inv at .../linalg.py:12".
+    The program of a `jit` stores its function and line: "inv at .../linalg.py:12".
     """
     name, _, place = (program_of(eqn).debug_info.func_src_info or "").partition(" at ")
     return _path(place.rpartition(":")[0], name)
@@ -98,7 +97,7 @@ def jitted_function(eqn: jc.JaxprEqn) -> str:
 
 @functools.cache
 def _path(file: str, name: str) -> str:
-    """The public path of a function of JAX, as far as it has one; "" of any other."""
+    """Returns the path of a JAX function, public if possible; "" for others."""
     if not file.startswith(_LIBRARIES[0]):
         return ""
     parts = file.removeprefix(_LIBRARIES[0]).removesuffix(".py").split(os.sep)
@@ -114,21 +113,21 @@ def _path(file: str, name: str) -> str:
 
 
 def in_dtype(aval: Any, dtype: DTypeLike) -> Any:
-    """An abstract value in another dtype, which is not a weak one."""
+    """Returns an abstract value with another dtype and without a weak type."""
     return aval.update(dtype=dtype, weak_type=False)
 
 
 def is_weak_scalar(atom: jc.Var | jc.Literal) -> bool:
-    """Whether it is a number without a dtype of its own, as in Python."""
+    """Returns whether a value is a weakly typed scalar, such as a Python number."""
     aval: Any = atom.aval
     return getattr(aval, "weak_type", False) and aval.shape == ()
 
 
 def array_of_type(value: Any, aval: Any) -> Any:
-    """A result of a program as an array of an abstract value's dtype and weak type.
+    """Converts a result of a program to an array with the type of an abstract value.
 
-    Evaluated outside of `jit`, a program gives its constants as it keeps them: as
-    NumPy arrays, as Python numbers, or in a private type.
+    Outside of `jit`, `jaxpr_as_fun` returns constants as the program stores them: as
+    NumPy arrays, Python numbers, or a private type.
     """
     weak = getattr(aval, "weak_type", False)
     if not isinstance(value, jax.Array):
@@ -140,19 +139,19 @@ def array_of_type(value: Any, aval: Any) -> Any:
 
 
 def name_stack(eqn: jc.JaxprEqn) -> str:
-    """The name scopes in which an equation was traced, in its own program."""
+    """Returns the name scopes of an equation within its own program."""
     return str(eqn.source_info.name_stack)
 
 
 def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
-    """An equation in one more name scope."""
+    """Adds an innermost name scope to an equation."""
     return _with_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
 def equation_before(
     eqn: jc.JaxprEqn, inner: jc.JaxprEqn, invars: Sequence[Any], outvar: jc.Var
 ) -> jc.JaxprEqn:
-    """An equation of a program that another one holds, written before that one."""
+    """Moves the equation `inner` from a program inside `eqn` to before `eqn`."""
     names = *eqn.source_info.name_stack.stack, *inner.source_info.name_stack.stack
     return _with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
 
@@ -160,9 +159,9 @@ def equation_before(
 def equation_inside(
     call: jc.JaxprEqn, inner: jc.JaxprEqn, outvars: Sequence[jc.Var]
 ) -> jc.JaxprEqn:
-    """Returns an equation of the program of a call, written in place of the call.
+    """Moves the equation `inner` from the program of `call` to the place of `call`.
 
-    JAX keeps no line of the user's inside of its own functions.
+    JAX records no user line inside its own functions, so `inner` gets the call's line.
     """
     names = *call.source_info.name_stack.stack, *inner.source_info.name_stack.stack
     if jitted_function(call):
@@ -171,10 +170,10 @@ def equation_inside(
 
 
 def is_bare_jit(eqn: jc.JaxprEqn) -> bool:
-    """Whether a `jit` calls its program and says nothing else.
+    """Returns whether a `jit` only calls its program.
 
-    It may place or donate operands, name a mesh, or have effects, which name operands
-    by their places.
+    Other `jit`s set shardings, layouts or compiler options, donate operands, or have
+    effects, which refer to operands by position.
     """
     params = eqn.params
     shardings = *params["in_shardings"], *params["out_shardings"]
@@ -194,9 +193,9 @@ def _with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
 
 
 def source_lines(eqn: jc.JaxprEqn) -> Iterator[str]:
-    """The lines outside of JAX and jamp that led to an equation, innermost first.
+    """Yields the lines outside of JAX and jamp that made an equation, innermost first.
 
-    JAX keeps the traceback of each equation.
+    JAX stores the traceback of each equation.
     """
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
@@ -205,7 +204,7 @@ def source_lines(eqn: jc.JaxprEqn) -> Iterator[str]:
 
 
 def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprEqn:
-    """The equation that casts a variable, on the line of the equation that reads it."""
+    """Returns a cast of a variable, with the line of the equation that reads it."""
     new = jc.Var(in_dtype(var.aval, dtype))
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
     primitive = primitives.convert_element_type_p
@@ -215,14 +214,14 @@ def conversion(var: jc.Var, dtype: Any, reader: jc.JaxprEqn | None) -> jc.JaxprE
 
 
 def _reader_info(reader: jc.JaxprEqn | None) -> dict[str, Any]:
-    """Where an equation stands that another one needs."""
+    """Returns the source line and the context of an equation, as parameters."""
     if reader is None:
         return {}
     return {"source_info": reader.source_info, "ctx": reader.ctx}
 
 
 def at_place(eqn: jc.JaxprEqn, place: jc.JaxprEqn) -> jc.JaxprEqn:
-    """Returns an equation with the line, the scopes and the mesh of another one."""
+    """Returns `eqn` with the source line, the name scopes and the mesh of `place`."""
     return eqn.replace(**_reader_info(place))
 
 
@@ -230,10 +229,10 @@ UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
 
 
 def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
-    """One of these in a `jit` of its own, where JAX differentiates it nowhere else.
+    """Wraps an `UNSHARDED` primitive with a sharded result in a `jit`.
 
-    Outside of `jit`, the derivative of a maximum on an explicit mesh makes arrays of
-    ones and zeros with no sharding, and JAX refuses to choose among them.
+    Outside of `jit`, the derivative of a maximum on an explicit mesh selects among
+    arrays of ones and zeros without a sharding, and JAX raises an error.
     """
     (aval,) = (v.aval for v in eqn.outvars)
     sharding = getattr(aval, "sharding", None)
@@ -258,12 +257,12 @@ def call(
     known: dict[Any, Any] | None = None,
     varying: bool = False,
 ) -> Any:
-    """The one equation that a function is traced to, in the place of another one.
+    """Traces a function to one equation, which replaces the equation `place`.
 
-    The equation for operands of the same types is `known` afterwards. Without
-    `results`, the results are new variables.
+    `known` caches the equation by the types of the operands. Without `results`, the
+    results are new variables.
 
-    Returns None if a result has another type: an explicit sharding or, unless
+    Returns None if a result has a different type: an explicit sharding or, unless
     `varying`, an axis of `shard_map` over which it varies.
     """
     known = {} if known is None else known
@@ -283,7 +282,7 @@ def call(
 def _in_mesh(ctx: Any, fn: Callable[[], Any], varying: bool) -> Any:
     """Calls a function in the context of an equation.
 
-    Types vary over the axes of a `shard_map` only while JAX traces one.
+    Types can vary over the axes of a `shard_map` only while JAX traces a `shard_map`.
     """
     mesh, around = ctx.cur_abstract_mesh, jax.sharding.get_abstract_mesh()
     axes = set(mesh.manual_axes) - set(around.manual_axes)
@@ -313,16 +312,16 @@ def checkpointed(
     programs: dict[Any, jc.Jaxpr],
     around: jc.Jaxpr,
 ) -> jc.JaxprEqn:
-    """The equation that `jax.checkpoint` makes, of equations of the program `around`.
+    """Puts equations of the program `around` into one `jax.checkpoint` equation.
 
-    It keeps the results of primitives for the backward pass that `keep` says, and
-    stands where the last equation does, in the name scopes that all are in.
+    The checkpoint saves the results of the primitives that `keep` selects. It has the
+    line of the last equation and the name scopes that all equations share.
 
-    It is one of `remat2` whatever the flag `jax_remat3` says: what that puts in its
-    place asks `keep` of few primitives, and of no sums.
+    It always uses `remat2`. With the flag `jax_remat3`, JAX uses another primitive,
+    which calls the policy for few primitives and for no sums.
 
-    Equations that differ in their variables alone get one of the `programs` of earlier
-    calls: JAX differentiates it once.
+    `programs` caches the program. Equations that differ only in their variables share
+    one program, which JAX differentiates once.
     """
     last = eqns[-1]
     stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
@@ -359,7 +358,7 @@ def checkpointed(
 
 @functools.lru_cache(maxsize=256)
 def in_scalars(update: jc.Jaxpr, dtype: DTypeLike) -> jc.Jaxpr:
-    """How a scatter joins two numbers, of another dtype."""
+    """Returns the program by which a scatter combines two numbers, in another dtype."""
     scalars = [jax.ShapeDtypeStruct((), dtype) for _ in update.invars]
     return jax.make_jaxpr(jc.jaxpr_as_fun(update))(*scalars)
 
@@ -372,9 +371,9 @@ def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
 def _structure(
     eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
 ) -> Any:
-    """What equations are but for the names of their variables and outer scopes.
+    """Returns a key of equations that ignores variable names and outer name scopes.
 
-    Returns None if a parameter has no hash.
+    Returns None if a parameter is not hashable.
     """
     numbers: dict[Any, int] = {}
 

@@ -1,6 +1,6 @@
-"""Which operation runs in which precision: the functions in the table, and the user's.
+"""Lists the precision of functions, and stores the rules that the user adds.
 
-`primitives` has the operations themselves.
+`primitives` has the table of operations.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ def _row(rule: Rule, names: str, reason: str, descends_from: str) -> Row:
     return Row(rule, tuple(names.split()), reason, descends_from)
 
 
-# Functions of JAX by the name that they are jitted under: the whole of them runs by one
-# rule. A user's function of that name is another one.
+# JAX functions by the name of their `jit`. One rule applies to the whole function. It
+# does not apply to a user's function of the same name.
 FUNCTION_ROWS = (
     _row(
         Rule.FLOAT32,
         "softmax log_softmax logsumexp standardize cumulative_logsumexp softplus "
         "log_sigmoid",
-        "Each is one exponential or logarithm with its safeguard: no rounding inside.",
+        "Rounding inside a stabilized exponential or logarithm loses digits.",
         "apex FP32_FUNCS: softmax, log_softmax, softmin, softplus, layer_norm",
     ),
 )
 
-# Functions of JAX by their place; of a module with a star all but those of other rows.
+# JAX functions by path. `module.*` matches all functions that no other row names.
 LIBRARY_ROWS = (
     _row(
         Rule.FLOAT32,
@@ -38,7 +38,7 @@ LIBRARY_ROWS = (
         "jax.scipy.signal.* jax.scipy.spatial.* jax.numpy.cov jax.numpy.corrcoef "
         "jax.numpy.poly jax.numpy.polydiv jax.numpy.polyfit jax.numpy.polymul "
         "jax.numpy.roots jax.random.multivariate_normal",
-        "Their products nearly cancel in linear algebra and statistics.",
+        "Terms nearly cancel in linear algebra and statistics.",
         "torch: most raise in half, and none contains a matmul that is cast",
     ),
     _row(
@@ -47,12 +47,12 @@ LIBRARY_ROWS = (
         "jax.numpy.linalg.outer jax.numpy.linalg.tensordot jax.numpy.linalg.vecdot "
         "jax.scipy.signal.convolve jax.scipy.signal.convolve2d "
         "jax.scipy.signal.correlate jax.scipy.signal.correlate2d",
-        "These are matmuls and convolutions under another name.",
+        "These functions are matmuls and convolutions.",
         "apex FP16_FUNCS: matmul, conv1d, conv2d; torch: chain_matmul",
     ),
 )
 
-# The same of functions that call the user's: only the products that are their own.
+# JAX functions that call the user's functions. The rule covers only their own matmuls.
 SOLVER_ROWS = (
     _row(
         Rule.FLOAT32,
@@ -68,25 +68,25 @@ type Entry = tuple["What", Any, Rule | None]
 
 
 class What(enum.Enum):
-    """What a rule of the user is for."""
+    """The kind of target that a user's rule applies to."""
 
     PRIMITIVE = "primitive"  # a name, as `jax.make_jaxpr` prints it
-    FUNCTION = "function"  # the name of a jitted function, or its place in the table
+    FUNCTION = "function"  # the name of a jitted function, or its path
     REGION = "region"  # a regex that is searched in the name stack
-    ATTRIBUTE = "attribute"  # a module or an object, and a name: a function to mark
-    KERNEL = "kernel"  # the same: a function that only runs in half
+    ATTRIBUTE = "attribute"  # a module or object, and a name: marks the function
+    KERNEL = "kernel"  # the same, for a function that requires half
 
 
 @dataclasses.dataclass(frozen=True)
 class AutocastLists:
-    """The user's rules, after those of the table. Immutable: `autocast(lists=...)`.
+    """The user's additions to the table, for `autocast(lists=...)`. It is immutable.
 
     Attributes:
-        rules: `(what, which, rule)`, in order: of those that match an operation the
-            last decides, and the table where none does. None for a rule is the table's.
+        rules: `(what, which, rule)`, in order. The last rule that matches an operation
+            decides. The table decides if no rule matches, or if `rule` is None.
 
-    A rule that matches nothing has no effect, so a misspelt name is not an error: it
-    may belong to another model. `jamp.explain` names the rule of each operation.
+    A rule that matches nothing has no effect and raises no error, because its name may
+    belong to another model. `jamp.explain` names the rule of each operation.
 
     >>> import jax.numpy as jnp, jamp
     >>> lists = jamp.AutocastLists().with_primitive("tanh", "float32")
@@ -99,40 +99,42 @@ class AutocastLists:
     rules: "tuple[Entry, ...]" = ()
 
     def with_primitive(self, name: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for a primitive.
+        """Adds a rule for a primitive.
 
         Raises:
-            ValueError: it holds programs: the rules are for what is in them.
+            ValueError: the primitive contains a program, such as `scan`, or `rule` is
+                not a rule.
         """
         if name in HOLDERS:
             raise ValueError(
-                f"with_primitive got {name!r}, which holds a program. Name what is in "
-                "it; or write `with_region(regex, rule)`, or `with_function`."
+                f"with_primitive got {name!r}, which contains a program. Name a "
+                "primitive in it, or use `with_region` or `with_function`."
             )
         return self._with(What.PRIMITIVE, name, Rule(rule))
 
     def with_function(self, name: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for the functions that were jitted under a name.
+        """Adds a rule for the functions that are jitted under a name.
 
-        And for JAX's own, by their name or by their place in the table; "default"
-        takes them out of it.
+        The name may also be the path of a JAX function in the table. The rule "default"
+        removes the function from the table.
         """
         return self._with(What.FUNCTION, name, _rule_or_default(rule))
 
     def with_region(self, regex: str, rule: "Rule | str") -> "AutocastLists":
-        """With a rule for what the name stack matches; "default" is the table's.
+        """Adds a rule for operations by their name stack; "default" uses the table.
 
         Raises:
-            ValueError: `regex` is not a regular expression, or `rule` not a rule.
+            ValueError: `regex` is not a regular expression, or `rule` is not a rule.
         """
         try:
             re.compile(regex)
         except re.error as error:
-            raise ValueError(f"with_region got no regex, {regex!r}: {error}.") from None
+            message = f"with_region got a bad regex, {regex!r}: {error}."
+            raise ValueError(message) from None
         return self._with(What.REGION, regex, _rule_or_default(rule))
 
     def register_half_function(self, module: object, name: str) -> "AutocastLists":
-        """With `module.name` run in half, wherever a program looks it up there.
+        """Runs `module.name` in half wherever the program looks it up in `module`.
 
         Raises:
             ValueError: the module has no such function.
@@ -140,15 +142,15 @@ class AutocastLists:
         return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.HALF)
 
     def register_float_function(self, module: object, name: str) -> "AutocastLists":
-        """With `module.name` run in float32; see `register_half_function`."""
+        """Runs `module.name` in float32; see `register_half_function`."""
         return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.FLOAT32)
 
     def register_promote_function(self, module: object, name: str) -> "AutocastLists":
-        """With `module.name` run in its widest operand's dtype; see the other two."""
+        """Runs each operation of `module.name` in its widest operand's dtype."""
         return self._with(What.ATTRIBUTE, _attribute(module, name), Rule.PROMOTE)
 
     def register_half_kernel(self, module: object, name: str) -> "AutocastLists":
-        """With `module.name` called with half operands; see `jamp.half_kernel`.
+        """Calls `module.name` with half operands; see `jamp.half_kernel`.
 
         Raises:
             ValueError: the module has no such function.
@@ -167,23 +169,23 @@ class AutocastLists:
         return dict(rules_for(self, What.FUNCTION))
 
 
-# ---- what the lists say of an operation
+# ---- looking up rules
 
 
 def rules_for(lists: AutocastLists, what: What) -> list[tuple[Any, Rule | None]]:
-    """The user's rules of one kind: what each is for, and the rule."""
+    """Returns the target and the rule of each user's rule of one kind."""
     return [(which, rule) for kind, which, rule in lists.rules if kind is what]
 
 
 def last_of(
     lists: AutocastLists, primitive: str, function: str, names: str
 ) -> Entry | None:
-    """The last of the user's rules that matches an operation.
+    """Returns the last of the user's rules that matches an operation.
 
     Args:
-        primitive: its name.
-        function: the function with a rule that it is a part of, or "".
-        names: its name stack.
+        primitive: the name of the operation.
+        function: the function with a rule that contains the operation, or "".
+        names: the name stack of the operation.
     """
     for entry in reversed(lists.rules):
         what, which, _ = entry
@@ -197,14 +199,14 @@ def last_of(
 
 
 def rule_of(lists: AutocastLists, primitive: str) -> Rule | None:
-    """The rule of a primitive; None if no list has it."""
+    """Returns the rule of a primitive, or None if no list contains it."""
     return lists._primitives.get(primitive)
 
 
 def rule_of_function(lists: AutocastLists, name: str, is_jax: bool) -> Rule | None:
-    """The rule of a function by the name that it was jitted under, if there is one.
+    """Returns the rule of a function by the name of its `jit`, or None.
 
-    `is_jax` says whether the function is JAX's own: the table has no others.
+    `is_jax` states whether the function is part of JAX. The table has only those.
     """
     return lists._functions.get(name, _FUNCTIONS.get(name) if is_jax else None)
 
@@ -212,15 +214,15 @@ def rule_of_function(lists: AutocastLists, name: str, is_jax: bool) -> Rule | No
 def rule_of_library(
     lists: AutocastLists, paths: Sequence[str], whole: bool = False
 ) -> tuple[Rule | None, str]:
-    """The rule for what a function of JAX does by other functions of JAX.
+    """Returns the rule and the path of the outermost listed function in a call stack.
 
     Args:
-        paths: of the functions, innermost first, such as "jax.numpy.cov".
-        whole: whether to ask for all that the function does, or for a product.
+        paths: the JAX functions of the stack, innermost first, as "jax.numpy.cov".
+        whole: whether the rule applies to the whole function or only to a matmul.
 
     Returns:
-        The rule of the outermost that the table has, and its path; None for the
-        rule if the table is to decide by operation, no path if it has none.
+        The rule, or None if the table decides per operation; and the path, or "" if
+        the table contains none of the functions.
     """
     listed = [path for path in paths if library_place(path)]
     path = listed[-1] if listed else ""
@@ -238,7 +240,7 @@ def _rule_or_default(rule: "Rule | str") -> Rule | None:
 
 def _attribute(module: object, name: str) -> tuple[object, str]:
     if not callable(getattr(module, name, None)):
-        raise ValueError(f"No function named {name!r} in module {module!r}.")
+        raise ValueError(f"{module!r} has no function named {name!r}.")
     return module, name
 
 
@@ -253,13 +255,13 @@ _LIBRARY = {
 
 
 def _names_of(function: str) -> tuple[str, ...]:
-    """The names by which the user's rules may mean a function of JAX."""
+    """Returns the names by which a user's rule can refer to a JAX function."""
     return function, function.rpartition(".")[2], library_place(function)
 
 
 @functools.cache
 def library_place(path: str) -> str:
-    """How the table names a function of JAX, by itself or with its module; or ""."""
+    """Returns the entry of a JAX function in the table, or "" if there is none."""
     if path in _LIBRARY:
         return path
     modules = (place for place in _LIBRARY if place.endswith(".*"))

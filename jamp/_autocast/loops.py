@@ -1,12 +1,13 @@
-"""Which carries a loop adds to, and whether its condition depends on a half product.
+"""Finds carries that a loop adds to, and conditions that depend on a half matmul.
 
-    scan { w c. y = tanh (dot_general c w); d = add c y }    it adds to c
-    scan { c w. y = tanh (dot_general c w); d = add c y }    layers: it slices w
+    scan { w c. y = tanh (dot_general c w); d = add c y }    the loop adds to c
+    scan { c w. y = tanh (dot_general c w); d = add c y }    layers: the loop slices w
     scan { w c. f = ...; y = ...; d = add (mul f c) y }      a gate, as in an LSTM
-    scan { w c. f = add 1 (dot_general c w); d = mul f c }   it scales c
+    scan { w c. f = add 1 (dot_general c w); d = mul f c }   the loop scales c
 
-A loop that adds small steps to its carry integrates: in half, the steps would be lost.
-A loop over layers does so too, but not often, and takes other weights each time.
+A loop that adds small steps to its carry integrates; in half, rounding would lose the
+steps. A loop over layers also adds to its carry, but it has few iterations, and each
+iteration has other weights.
 """
 
 import enum
@@ -24,18 +25,19 @@ type TagRule = Callable[[jc.JaxprEqn, list[Tags]], Tags]
 
 
 class On(enum.Enum):
-    """Tags: a value in the body of a loop depends on this."""
+    """Tags of a value in the body of a loop: the value depends on these."""
 
-    CARRY = "carry"  # what the last iteration made
-    WEIGHT = "weight"  # a weight of this iteration: sliced, or looked up by a counter
+    CARRY = "carry"  # the result of the last iteration
+    WEIGHT = "weight"  # a weight of this iteration: sliced, or indexed by a counter
     DATA = "data"  # other data of this iteration
     NUMBER = "number"  # a single number of this iteration, such as its time
-    LAYER = "layer"  # a product of a carry and a weight of this iteration
-    HALF = "half"  # a product in half
+    LAYER = "layer"  # a matmul of a carry and a weight of this iteration
+    HALF = "half"  # a matmul in half
 
 
-# A value that is a carry, or adds to one, also has a pair: the place of the carry, and
-# whether something was added, or that it was multiplied by what depends on a carry.
+# A carry, or a sum with one, also has a pair as a tag: the position of the carry, and
+# whether something was added. `_SCALED` replaces the latter after a multiplication by a
+# value that depends on a carry.
 _SCALED = "scaled"
 _ADD = ("add", "sub", "add_any")
 _CHOOSE = ("select_n", "max", "min", "clamp", "neg")
@@ -49,7 +51,7 @@ def flow(program: jc.Jaxpr, given: Sequence[Tags], rule: TagRule) -> list[Tags]:
     """Returns the tags of a program's results, given the tags of its inputs.
 
     The `rule` maps an equation and the tags of its operands to the tags of its results.
-    An inner loop is read once, as if each carry depended on all of its operands.
+    It reads an inner loop once, as if each carry depended on all operands of the loop.
     """
     known: dict[Atom, Tags] = dict(zip(program.invars, given, strict=True))
 
@@ -81,8 +83,8 @@ def _with_all(carries: Sequence[Tags], values: Sequence[Tags]) -> list[Tags]:
 def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
     """Returns the carries that a loop adds to with the same weights in all iterations.
 
-    `are_weights` says for each array that the loop slices whether it may be a weight.
-    A carried integer is a counter, and an array that it indexes may be a weight too.
+    `are_weights` states whether each array that the loop slices may be a weight. A
+    carried integer is a counter, and an array that it indexes may also be a weight.
     """
     given: list[Tags] = [frozenset()] * frame.consts
     for i, v in enumerate(frame.program.invars[frame.consts :]):
@@ -106,7 +108,7 @@ def added_carries(frame: Frame, are_weights: Sequence[bool]) -> set[int]:
 
 
 def _next_iteration(tags: Set[Any], pairs: Sequence[Set[Any]]) -> set[Any]:
-    """Follows pairs by one more iteration: carries may be exchanged, as in a leapfrog.
+    """Follows pairs for one more iteration, since a loop may exchange its carries.
 
     scan { w a b. y = dot_general b w; d = add a y } returns b d: d adds to a
     """
@@ -131,7 +133,7 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
         layer = On.CARRY in on and any(On.WEIGHT in tags for tags in rest)
         return on | {On.LAYER} if layer else on
     if name in _ADD:
-        # What is added to a gated carry is gated too.
+        # A sum with a gated carry is also gated.
         return on | {(place, True) for place, how in union - on if how != _SCALED}
     if name in _CHOOSE or traits_of(name).shape in _MOVE:
         return union
@@ -147,7 +149,7 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
 
 
 def waits_for_half(eqn: jc.JaxprEqn) -> bool:
-    """Whether the condition of a while loop depends on a half product in the loop."""
+    """Returns whether the condition of a while loop depends on a half matmul in it."""
     test, body, first, second = while_programs(eqn)
     carries: list[Tags] = [frozenset()] * (len(eqn.invars) - first - second)
     while True:

@@ -1,12 +1,12 @@
-"""Marks in a program that say how its operations run: of the user and of a half model.
+"""Marks operations and values of a program, so that `rewrite` knows how they run.
 
     float_function(jnp.matmul)(x, w)    y:f32 = dot_general x w        # jamp_float32
     half_kernel(attention)(q)           p:f16 = ... convert q          # jamp_kernel
     shown_params(p)                     w:f32 = name[name=jamp_half_param] p
 
-Name scopes say how the operations in them run; names of values, what these depend on.
-Either is part of the program, so jit's caches neither lose nor leak it. Without
-autocast it does nothing.
+A name scope sets the rule of the operations inside. The name of a value states which
+inputs it depends on. Both are part of the program, so the caches of `jit` handle them
+correctly. Without autocast, they have no effect.
 """
 
 import contextlib
@@ -44,15 +44,15 @@ MARKERS = {
     Rule.PROMOTE: "jamp_promote",
     Rule.RECORDED: "jamp_recorded",
 }
-KERNEL = "jamp_kernel"  # of `half_kernel`: what is inside, autocast leaves alone
-NO_FP8 = "jamp_no_fp8"  # of `disable_fp8`
+KERNEL = "jamp_kernel"  # set by `half_kernel`: autocast casts nothing inside
+NO_FP8 = "jamp_no_fp8"  # set by `disable_fp8`
 
 
-# ---- how a function runs
+# ---- rules for functions and blocks of code
 
 
 def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function: under autocast all of it runs in half, whatever the lists say.
+    """Marks a function: autocast runs all of it in half and ignores the lists.
 
     >>> import jamp, jax, jax.numpy as jnp
     >>> square = jamp.half_function(lambda x: x * x)
@@ -63,7 +63,7 @@ def half_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def float_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function: under autocast all of it runs in float32, matmuls too.
+    """Marks a function: autocast runs all of it in float32, including matmuls.
 
     >>> import jamp, jax, jax.numpy as jnp
     >>> x = jnp.full((2, 2), 1.0001)  # rounds to 1 in half
@@ -75,16 +75,16 @@ def float_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def promote_function[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Marks a function: each operation runs in the widest dtype among its operands."""
+    """Marks a function: each operation runs in the widest dtype of its operands."""
     return _marked(fn, Rule.PROMOTE)
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Leaves what is traced inside as the program has it: in float32.
+    """Leaves the code inside in the dtypes of the program, usually float32.
 
-    Inside, `autocast` does nothing either. May be nested, and ends with an exception
-    too.
+    Calls of `autocast` functions inside cast nothing either. It can be nested, and an
+    exception also ends it.
 
     >>> import jamp, jax, jax.numpy as jnp
     >>> def f(x):
@@ -101,7 +101,8 @@ def disable_casts() -> Iterator[None]:
 def disable_fp8() -> Iterator[None]:
     """Turns fp8 off for the code inside: its matmuls run in half.
 
-    A context manager and a decorator. May be nested, and ends with an exception too.
+    It is a context manager and a decorator. It can be nested, and an exception also
+    ends it.
 
     >>> import jamp
     >>> @jamp.disable_fp8()
@@ -121,21 +122,21 @@ def _marked[**P, R](fn: Callable[P, R], rule: Rule) -> Callable[P, R]:
     return marked
 
 
-# ---- functions that only run in half: cuDNN's attention, kernels of Pallas and FFI
+# ---- functions that require half: cuDNN's attention, Pallas kernels, FFI calls
 
 
 def half_kernel[**P, R](fn: Callable[P, R]) -> Callable[P, R]:
-    """Calls a function with half operands under autocast, for it runs in nothing else.
+    """Marks a function that requires half: autocast calls it with half operands.
 
-    Its float32 arrays are cast to the half dtype, and what it gives in half is cast
-    back. Inside, nothing is cast, nor in its derivative. Without autocast, and inside
-    of `disable_casts` or a `float_function`, it is called as it is.
+    Autocast casts float32 arguments to half and half results to float32. It casts
+    nothing inside the function or its derivative. Without autocast, and inside
+    `disable_casts` or a `float_function`, arguments keep their dtypes.
 
     Args:
-        fn: a function of arrays, in any trees.
+        fn: a function of pytrees of arrays.
 
     Returns:
-        The same function, for autocast to call so.
+        A function like `fn`.
 
     >>> import jamp, jax.numpy as jnp
     >>> @jamp.half_kernel
@@ -168,9 +169,10 @@ def _call_in_half(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _attention(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention whose fourth argument is a bias, often a mask of -1e30.
+    """Marks an attention function whose fourth argument is a bias, such as a mask.
 
-    Beyond half's range that would be -inf, and a row of nothing else nan.
+    It clips the bias to half's range. A mask of -1e30 would become -inf in half, and a
+    fully masked row would become NaN.
     """
 
     def kernel(query, key, value, bias: Any = None, *args, **kwargs):
@@ -183,28 +185,28 @@ def _attention(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kernel_dtype() -> Any:
-    """The dtype that kernels are to get; None where they get what they are given."""
+    """Returns the dtype for operands of kernels, or None to leave them unchanged."""
     here = tracing.value
     return here.half if here is not None and here.casts else None
 
 
 def _is_float32_array(x: Any) -> bool:
-    # Numbers, NumPy's too, may be a kernel's options.
+    # Scalars, including NumPy scalars, may be options of a kernel.
     return isinstance(x, jax.Array | np.ndarray) and x.dtype == FLOAT32
 
 
-# ---- functions that are marked, or called with half, where programs look them up
+# ---- functions that autocast replaces in their modules
 
 
 def traced_for(
     half: Any, lists: AutocastLists, casts: bool = True
 ) -> AbstractContextManager[None]:
-    """Traces a function with its marks, and with half for kernels if `casts`."""
+    """Replaces functions while a function is traced; kernels get half if `casts`."""
     return tracing_for(half, list(_replaced(lists)), casts)
 
 
 def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
-    """The attentions of cuDNN and of tokamax, and what the lists have."""
+    """Yields the attentions of cuDNN and tokamax, and the functions in the lists."""
     tokamax = sys.modules.get("tokamax"), "dot_product_attention"
     for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):
         if hasattr(module, name):
@@ -222,19 +224,20 @@ def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
         yield Replaced(Itself(module), name, hows[rule])
 
 
-# ---- a model of half params: its products are cast, and no others
+# ---- half models, in which autocast casts only matmuls with half params
 
 
 class Source(enum.Flag):
-    """The inputs that a value depends on."""
+    """The kinds of inputs that a value depends on."""
 
-    HALF = enum.auto()  # params in half
-    KEPT = enum.auto()  # params that stay float32
-    DATA = enum.auto()  # all else that is not known while tracing
-    STAYS = enum.auto()  # params that fp8 is to leave as they are
+    HALF = enum.auto()  # half params
+    KEPT = enum.auto()  # float32 params
+    DATA = enum.auto()  # other inputs of the program
+    STAYS = enum.auto()  # params whose matmuls do not run in fp8
 
 
-# As `checkpoint_name` gives them: that uses another primitive under `jax_remat3`.
+# `checkpoint_name` would set the same names, but with another primitive under
+# `jax_remat3`.
 _NAMES = {
     Source.HALF: "jamp_half_param",
     Source.KEPT: "jamp_kept_param",
@@ -246,16 +249,16 @@ _SOURCES = {name: source for source, name in _NAMES.items()}
 
 
 def marked_source(eqn: jc.JaxprEqn) -> Source | None:
-    """The inputs that a mark names for its result; None for any other equation."""
+    """Returns the inputs that a mark states for its result, or None."""
     is_name = eqn.primitive.name == "name"
     return _SOURCES.get(eqn.params["name"]) if is_name else None
 
 
 def shown_params[T](tree: T, policy: Any) -> T:
-    """Params as the user's program sees them under a `Policy`: in float32.
+    """Casts params to float32 for the user's program, and marks them under a `Policy`.
 
-    Those of a half model are marked, and, for the weights of products to be known,
-    those under autocast with fp8.
+    It marks the params of a half model. With fp8 it marks all params, which shows the
+    weights of matmuls.
     """
     half, fp8 = policy.dtype if policy.of_model else None, policy.fp8
 

@@ -1,13 +1,13 @@
-"""What the numbers of a value are made of: large arrays, statistics, a product.
+"""Finds the arrays, statistics and matmuls from which a value is computed.
 
-    p:f32[8,4] = dot_general x w      roots {p}, product of 4 features
+    p:f32[8,4] = dot_general x w      roots {p}, a matmul with 4 features
     m:f32[8] = reduce_max p           roots {m}, a statistic of {p}
     n:f32[8,4] = broadcast_in_dim m   varies along axis 0, a statistic of {p}
     q:f32[8,4] = sub p n              roots {p}, normalized
 
-Three questions are answered by it. Is a sum that of a product and its bias? Is a value
-normalized by its own statistics? Does it cost as much to compute it again as to read
-it, because it is made of one array?
+The origin of a value answers three questions. Does a sum add a bias to a matmul? Do
+the value's own statistics normalize it? Does recomputing the value cost only one read,
+because it has one root?
 """
 
 import math
@@ -22,27 +22,27 @@ from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 
 class Product(NamedTuple):
-    """What a bias of a product looks like."""
+    """The sizes and axes that the bias of a matmul can have."""
 
-    features: frozenset[int]  # how many numbers it may have
-    trailing: bool  # whether it must vary along the last axes only
+    features: frozenset[int]  # the numbers of elements that it may have
+    trailing: bool  # whether it must vary only along the last axes
 
 
 class Origin(NamedTuple):
-    """What a value is made of."""
+    """The values from which a value is computed."""
 
-    # The arrays that it is computed from elementwise; itself, if it is not.
+    # The arrays from which it is computed elementwise, or the value itself.
     roots: frozenset[Atom] = frozenset()
-    joins: bool = False  # whether these are two or more
-    # The axes along which it is not repeated; None if it was not broadcast.
+    joins: bool = False  # whether it has two or more roots
+    # The axes along which a broadcast value varies; None if it was not broadcast.
     varies: tuple[int, ...] | None = None
-    product: Product | None = None  # if it is the result of one, reshaped at most
-    # Of what is smaller: the roots of what it was reduced from.
+    product: Product | None = None  # set if it is the result of a matmul
+    # The roots of the values from which it is reduced.
     statistic_of: frozenset[Atom] = frozenset()
-    normalized: bool = False  # whether a statistic of its own has met it
+    normalized: bool = False  # whether its own statistic was applied to it
 
     def numbered(self, numbers: dict[Any, int]) -> "Origin":
-        """The same with numbers in the place of arrays: equal if it is so elsewhere."""
+        """Replaces arrays by numbers, so that origins of two programs can be equal."""
 
         def numbers_of(arrays: frozenset[Any]) -> frozenset[Any]:
             return frozenset(numbers.setdefault(x, len(numbers)) for x in arrays)
@@ -52,30 +52,30 @@ class Origin(NamedTuple):
         )
 
     def returned(self, known: frozenset[Atom], result: Atom) -> "Origin":
-        """The same for the result of a call, where only some roots are known."""
+        """Returns the origin of a call's result; the caller knows only some roots."""
         roots = self.roots & known if self.roots <= known else frozenset((result,))
         statistics = self.statistic_of & known
         return self._replace(roots=roots, statistic_of=statistics)
 
 
-# A number of theirs is made of those in its place.
+# Each element depends only on the operands' elements at the same position.
 _IN_PLACE = (Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT)
-# It is that very number.
+# The elements are those of the operand.
 _HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 
 def origin_of_unknown(atom: Atom) -> Origin:
-    """Of a value of which nothing is known."""
+    """Returns the origin of a value about which nothing is known."""
     return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
 
 
 def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
-    """Whether a value looks like the bias of a product that it is added to."""
+    """Returns whether a value has the form of a bias for the matmul it is added to."""
     product, shape = of_product.product, shape_of(bias)
     if product is None or origin.product is not None:
         return False
     if origin.roots & of_product.roots:
-        return False  # of one row a gelu's `x + 0.04 * x**3` has the shape
+        return False  # such as a gelu's `x + 0.04 * x**3` with one row
     axes = [i for i, n in enumerate(shape) if n > 1]
     if origin.varies is not None:
         axes = [i for i in axes if i in origin.varies]
@@ -86,7 +86,7 @@ def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
 
 
 def is_normalized(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
-    """Whether large values meet their own statistics, or have met them before."""
+    """Returns whether large values are, or were, combined with their own statistics."""
     roots = frozenset().union(*(origin.roots for origin in full))
     own = any(origin.statistic_of & roots for origin in small)
     return own or any(origin.normalized for origin in full)
@@ -95,14 +95,14 @@ def is_normalized(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
 def origin_of_result(
     eqn: jc.JaxprEqn, out: jc.Var, rule: Rule, given: Sequence[Origin]
 ) -> Origin:
-    """What the result of an equation is made of."""
+    """Returns the origin of a result of an equation."""
     if rule is Rule.HALF:
         return origin_of_unknown(out)._replace(product=_product(eqn))
     largest = max(map(size_of, eqn.invars), default=0)
     floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
     statistics = frozenset().union(*(g.statistic_of for g in floats))
     if size_of(out) < largest:
-        # A sum, a maximum, a slice.
+        # The equation is a sum, a maximum or a slice.
         roots = frozenset().union(*(g.roots for g in floats))
         if primitive_name(eqn) in ("reduce_max", "reduce_min"):
             roots = frozenset()
@@ -134,7 +134,7 @@ def origin_of_result(
 def _varies(
     eqn: jc.JaxprEqn, out: jc.Var, given: Sequence[Origin]
 ) -> tuple[int, ...] | None:
-    """The axes along which a result is not repeated, if it is along others."""
+    """Returns the axes along which a result varies, if it is broadcast; else None."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         first, places = eqn.invars[0], eqn.params["broadcast_dimensions"]
@@ -153,12 +153,12 @@ def _varies(
     if name == "transpose":
         return tuple(map(eqn.params["permutation"].index, axes[0]))
     if shape_of(found[0][0]) != shape_of(out):
-        return ()  # reshaped: it is not known along which
+        return ()  # after a reshape, the axes are unknown
     return tuple(sorted(frozenset().union(*axes)))
 
 
 def _product(eqn: jc.JaxprEqn) -> Product:
-    """A bias has the axes of a product that are contracted on neither side."""
+    """Returns the sizes of a bias: it has the free axes of one side of a matmul."""
     if eqn.primitive.name == "conv_general_dilated":
         return Product(frozenset((conv_features(eqn),)), trailing=False)
     sides = eqn.params.get("dimension_numbers")

@@ -1,10 +1,11 @@
-"""What autocast knows of each primitive: the table, as data.
+"""The table of primitives, as data.
 
-A row has a rule, and lines of `words: names`. The words are all that the passes ask of
-an operation; a primitive that is in no row is opaque. A new one is a name in a line,
-here and nowhere else, but for those that hold programs: they are in `frames`.
+A row has a rule, and lines of `words: names`. The words are the traits of a primitive,
+which are all that the passes read. A primitive without a row is opaque. To add a
+primitive, add its name to a line. Primitives that contain programs are in `frames`.
 
-After apex/amp/lists and torch's autocast lists. `docs/autocast_lists.md` is made of it.
+The table follows apex/amp/lists and torch's autocast lists. It generates
+`docs/autocast_lists.md`.
 """
 
 import enum
@@ -18,9 +19,9 @@ class Rule(enum.Enum):
 
     HALF = "half"  # casts them to half
     FLOAT32 = "float32"  # casts them to float32
-    PROMOTE = "promote"  # casts them to the widest among them
-    MOVE = "move"  # the same, for what rearranges values and does not compute
-    RECORDED = "recorded"  # leaves the operation as the user's float32 program has it
+    PROMOTE = "promote"  # casts them to the widest dtype among them
+    MOVE = "move"  # the same, for operations that only move values
+    RECORDED = "recorded"  # keeps the dtypes of the user's program
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -29,30 +30,30 @@ class Rule(enum.Enum):
 
 
 class Shape(enum.Enum):
-    """Of which numbers of the operands a number of the result is made."""
+    """How an element of the result depends on elements of the operands."""
 
-    ELEMENTWISE = "elementwise"  # of those in its place
-    SAME = "same"  # it is the one in its place, with another type at most
-    MARK = "mark"  # the same, where somebody wants it to be: it stays there
-    RESHAPE = "reshape"  # it is the next in order, in another shape
-    REARRANGE = "rearrange"  # it is one of them, and each of them is there once
-    REPEAT = "repeat"  # it is one of them, as its neighbors are
-    MOVE = "move"  # it is one of them, or of another array's
-    REDUCE = "reduce"  # of those along some axes
-    PRODUCT = "product"  # of a row of one and a row of the other
-    MIX = "mix"  # of many
-    OPAQUE = "opaque"  # nobody knows
+    ELEMENTWISE = "elementwise"  # on those at the same position
+    SAME = "same"  # equals the one at the same position, in any dtype
+    MARK = "mark"  # the same, at a place that the user chose
+    RESHAPE = "reshape"  # equals the one at the same place in row-major order
+    REARRANGE = "rearrange"  # equals one of them, and each occurs once
+    REPEAT = "repeat"  # equals one of them, which occurs several times
+    MOVE = "move"  # equals one of some operand's elements
+    REDUCE = "reduce"  # on those along some axes
+    PRODUCT = "product"  # on a row of one operand and a row of the other
+    MIX = "mix"  # on many
+    OPAQUE = "opaque"  # unknown
 
 
 class Traits(NamedTuple):
-    """The columns of the table beside the rule; the words are their names."""
+    """The traits of a primitive; the words in the table are their names."""
 
     shape: Shape = Shape.OPAQUE
     rounds: bool = False  # its results have more digits than its operands
-    keeps_range: bool = False  # its results are as large and small as its operands
-    reads_operands: bool = False  # its derivative reads each operand of two
-    costly: bool = False  # XLA would rather keep its results than compute them again
-    slow: bool = False  # to compute it again takes longer than to read it
+    keeps_range: bool = False  # its results are in the range of its operands
+    reads_operands: bool = False  # its derivative reads both operands
+    costly: bool = False  # XLA keeps its results instead of recomputing them
+    slow: bool = False  # recomputing its results takes longer than reading them
 
 
 class Row(NamedTuple):
@@ -62,7 +63,7 @@ class Row(NamedTuple):
     primitives: tuple[str, ...]  # their names, as `jax.make_jaxpr` prints them
     reason: str
     descends_from: str  # the list of apex or torch
-    traits: tuple[Traits, ...] = ()  # of each, if they are primitives
+    traits: tuple[Traits, ...] = ()  # one per primitive; empty for functions
 
 
 def _row(rule: Rule, reason: str, descends_from: str, *lines: str) -> Row:
@@ -77,27 +78,27 @@ def _row(rule: Rule, reason: str, descends_from: str, *lines: str) -> Row:
 ROWS = (
     _row(
         Rule.HALF,
-        "Matrix units multiply half and accumulate in float32: this is the speed-up.",
+        "Matrix units multiply half operands much faster, and accumulate in float32.",
         "apex FP16_FUNCS: linear, matmul, mm, bmm, conv1d to conv_transpose3d",
         "product: dot_general conv_general_dilated ragged_dot_general",
     ),
     _row(
         Rule.FLOAT32,
-        "Their results leave float16's range, or magnify the error of their operand.",
+        "Their results exceed float16's range, or they amplify rounding errors.",
         "apex FP32_FUNCS: exp, expm1, log, log10, log2, pow, reciprocal, rsqrt",
         "elementwise costly: exp exp2 expm1 log log2 log1p pow cbrt",
         "elementwise: integer_pow square rsqrt",
     ),
     _row(
         Rule.FLOAT32,
-        "They are steep or ill-conditioned where half has few digits.",
+        "They are ill-conditioned for some operands, and amplify rounding errors.",
         "apex FP32_FUNCS: acos, asin, cosh, erfinv, sinh, tan; the others likewise",
         "elementwise costly: sin cos tan asin acos atan atan2 sinh cosh asinh acosh "
         "atanh erf erfc erf_inv",
     ),
     _row(
         Rule.FLOAT32,
-        "Special functions are series that lose digits, and have no half kernels.",
+        "Special functions sum series, which lose digits, and have no half kernels.",
         "torch and apex: erfinv; no list has the others",
         "elementwise costly: lgamma digamma",
         "elementwise slow: polygamma zeta igamma igammac igamma_grad_a bessel_i0e "
@@ -105,7 +106,7 @@ ROWS = (
     ),
     _row(
         Rule.FLOAT32,
-        "Sums over many terms need more digits than their terms, and more range.",
+        "Sums over many terms need more digits and more range than their terms.",
         "apex FP32_FUNCS: sum, prod, cumsum, cumprod, norm, std, var",
         "reduce: reduce_sum reduce_prod",
         "mix: cumsum cumprod cumlogsumexp reduce_window_sum psum psum_invariant "
@@ -121,13 +122,13 @@ ROWS = (
     ),
     _row(
         Rule.FLOAT32,
-        "Sorting: no half kernels on all backends, and ties would change the order.",
+        "Rounding makes ties, which change the order.",
         "neither torch nor apex lists them",
         "mix: sort top_k approx_top_k",
     ),
     _row(
         Rule.PROMOTE,
-        "Elementwise, or a choice among values: as exact as their operands.",
+        "They are elementwise or select values, and are as exact as their operands.",
         "apex CASTS: add, div, mul, eq, ge, ...; torch: operations in no list",
         "elementwise rounds keeps_range: add sub add_any sqrt neg",
         "elementwise rounds reads_operands: mul div",
@@ -160,7 +161,7 @@ ROWS = (
     ),
     _row(
         Rule.RECORDED,
-        "Their dtype is part of their meaning, or they have no float dtype.",
+        "Their meaning depends on the dtype, or they have no float dtype.",
         "torch: not in any list; random numbers are drawn as the program says",
         "same: convert_element_type",
         "mark: reduce_precision",
@@ -181,7 +182,7 @@ ROWS = (
     ),
     _row(
         Rule.RECORDED,
-        "Solvers need their digits. The others implement Equinox's loops.",
+        "Solvers need float32. The others implement Equinox's loops.",
         "torch: not in any list",
         "opaque: CustomRoot _RootLinearMap linear_solve maybe_set nonbatchable "
         "nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any "
@@ -197,10 +198,10 @@ _TRAITS = {
 
 
 def primitive_name(eqn: Any) -> str:
-    """The name by which the table knows what an equation does.
+    """Returns the name under which the table lists an equation.
 
-    For an object of JAX's newer kind, this is the name of its class. A `dot_general`
-    that is not a matmul is named after what it computes: "mul" without a contracted
+    For a high-level primitive of JAX, this is the name of its class. A `dot_general`
+    that is not a matmul gets the name of its operation: "mul" without a contracted
     dimension, "reduce_sum" without a free one. Dimensions of size 1 do not count.
     """
     name = eqn.primitive.name
@@ -225,21 +226,21 @@ def _name_of_dot(numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> st
 
 
 def is_product(eqn: Any) -> bool:
-    """Whether an equation is a matmul or a convolution."""
+    """Returns whether an equation is a matmul or a convolution."""
     return traits_of(primitive_name(eqn)).shape is Shape.PRODUCT
 
 
 def is_plain(eqn: Any) -> bool:
-    """Whether an equation is a matmul without a wish of the user's."""
+    """Returns whether an equation is a matmul without `precision` or `out_sharding`."""
     options = eqn.params.get("precision"), eqn.params.get("out_sharding")
     return primitive_name(eqn) == "dot_general" and options == (None, None)
 
 
 def is_listed(primitive: str) -> bool:
-    """Whether a row has a primitive."""
+    """Returns whether the table contains a primitive."""
     return primitive in _TRAITS
 
 
 def traits_of(primitive: str) -> Traits:
-    """What the table says of a primitive beside its rule."""
+    """Returns the traits of a primitive."""
     return _TRAITS.get(primitive, Traits())

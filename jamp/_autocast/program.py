@@ -1,4 +1,4 @@
-"""The words that the other files of this folder share: policies, scopes, variables."""
+"""Policies, scopes, rules of equations, and dtypes of variables."""
 
 import dataclasses
 import functools
@@ -30,15 +30,15 @@ from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
 
-# What stands for a region where a product is in float32 by itself.
-PRECISION = "precision="  # it asks for float32
+# Reasons why a matmul runs in float32, in place of a region's name.
+PRECISION = "precision="  # it requests float32
 KEPT = "kept="  # its weight is a param that the level keeps in float32
 NO_MODEL = "model="  # no operand depends on half params
 
 _RULES = {marker: rule for rule, marker in MARKERS.items()} | {KERNEL: Rule.RECORDED}
-# A mark is a whole scope of a name stack. JAX writes the transformations of a scope
-# around it, as in "a/vmap(jvp(mark))/b". The brackets after a mark hold the name of the
-# function of the lists that it was set for.
+# A mark is a whole scope of a name stack. JAX writes transformations around it, as in
+# "a/vmap(jvp(mark))/b". Parentheses after a mark contain the listed function that set
+# it.
 _MARK = r"(?:(?<=/)|^)(?:\w+\()*({})(?:\(([^()]*)\))?\)*(?=/|$)"
 _MARKER = re.compile(_MARK.format("|".join(_RULES)))
 _NO_FP8 = re.compile(_MARK.format(NO_FP8))
@@ -51,29 +51,29 @@ class Policy:
     dtype: Any  # the half dtype
     lists: AutocastLists  # the user's additions to the table
     promote: str  # "widest" or "narrowest", for operations whose operands differ
-    # Whether only products of a half model are cast.
+    # Whether autocast casts only matmuls with half params.
     of_model: bool = False
     fp8: Any = None  # a `Products` of `_fp8`, where matmuls run in fp8
 
 
 class Scope(NamedTuple):
-    """Where in the program an equation stands."""
+    """The context of an equation in the user's program."""
 
     policy: Policy
     names: str = ""  # the name stack of the equations around it
-    library: str = ""  # the function of JAX in the table that it is a part of, if any
-    loop: bool = False  # whether it is in the body of a scan, which stacks what is kept
-    saved: bool = False  # whether it is in a checkpoint that keeps some values
-    derived: bool = False  # whether it is in a function with a derivative of its own
-    within: Source = Source.DATA  # what values depend on of which nothing is known
+    library: str = ""  # the listed JAX function that contains it, if any
+    loop: bool = False  # whether it is in a scan's body; a scan stacks residuals
+    saved: bool = False  # whether it is in a checkpoint that saves some values
+    derived: bool = False  # whether it is in a function with a custom derivative
+    within: Source = Source.DATA  # the sources of values about which nothing is known
     carried: bool = False  # whether a loop carries unknown values in float32
     written: dict[Any, Any] = {}  # the programs rewritten in this call of `autocast`
 
     @property
     def key(self) -> Any:
-        """Equal for places where the same programs are rewritten to the same.
+        """Returns a key; in scopes with equal keys, `rewrite` gives equal programs.
 
-        It has all fields but the two that are the same in one call of `autocast`.
+        It drops the two fields that are constant in one call of `autocast`.
         """
         names: Any = self.names
         if not rules_for(self.policy.lists, What.REGION):
@@ -81,12 +81,12 @@ class Scope(NamedTuple):
         return self._replace(policy=None, written=None, names=names)
 
     def scope_of_programs(self, eqn: jc.JaxprEqn) -> "Scope":
-        """The scope of the programs that an equation holds."""
+        """Returns the scope of the programs that an equation contains."""
         names = name_stack(self, eqn)
         if any(frame.has_derivative for frame in frames_of(eqn)):
             return self._replace(names=names, derived=True)
         if eqn.primitive.name != "jit":
-            # JAX differentiates no other loop backward.
+            # JAX cannot differentiate a `while` in reverse mode.
             loop = self.loop or eqn.primitive.name == "scan"
             remat = any(frame.own_residuals for frame in frames_of(eqn))
             keeps = remat and eqn.params.get("policy", True) is not None
@@ -94,7 +94,7 @@ class Scope(NamedTuple):
         lists, library, name = self.policy.lists, self.library, eqn.params["name"]
         path = jax_internals.jitted_function(eqn)
         rule = rule_of_function(lists, name, is_jax=bool(path))
-        if path and not library:  # the outermost decides
+        if path and not library:  # the outermost function decides
             paths = [path, *jax_internals.calling_functions(eqn)]
             by_place, library = rule_of_library(lists, paths, whole=True)
             rule, name = (by_place, library) if rule is None else (rule, name)
@@ -103,27 +103,28 @@ class Scope(NamedTuple):
 
 
 def name_stack(scope: Scope, eqn: jc.JaxprEqn) -> str:
-    """The whole name stack of an equation."""
+    """Returns the whole name stack of an equation."""
     return f"{scope.names}/{jax_internals.name_stack(eqn)}"
 
 
 def disables_fp8(names: str) -> bool:
-    """Whether a name stack has the mark of `disable_fp8`."""
+    """Returns whether a name stack contains the mark of `disable_fp8`."""
     return _NO_FP8.search(names) is not None
 
 
 def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
-    """The rule for an equation, and the region that it comes from, if it does.
+    """Returns the rule for an equation, and the region that sets it, or "".
 
-    The rule is None for a primitive that no list has.
+    The rule is None for a primitive that no list contains.
     """
     listed = rule_of(scope.policy.lists, primitive_name(eqn))
     is_cast = eqn.primitive.name == "convert_element_type"
     if is_cast and is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0]):
-        listed = Rule.MOVE  # it only takes a weak type away
+        listed = Rule.MOVE  # it only removes a weak type
     found = region_rule(scope, eqn)
     region, where = found or (None, "")
-    as_recorded = region is Rule.FLOAT32 and listed is None  # in float32, so it is
+    # An unknown primitive in a float32 region is left alone.
+    as_recorded = region is Rule.FLOAT32 and listed is None
     if region is Rule.RECORDED or as_recorded:
         return Rule.RECORDED, where
     if found is None and listed is Rule.HALF and not scope.library:
@@ -139,54 +140,54 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
 
 
 def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
-    """Whether a product names a precision that half operands do not have.
+    """Returns whether a matmul requests a precision that half operands do not have.
 
-    That is `HIGHEST` for one operand or both, or an algorithm that reads more than half
-    of them. "high" and "default" leave it to the backend.
+    This is `HIGHEST` for an operand, or an algorithm that reads more bits than half
+    has. With "high" and "default", the backend decides.
     """
     precision = eqn.params.get("precision")
     if precision is None or not all(map(is_float32, eqn.invars[:2])):
-        return False  # by the user's own cast
+        return False  # the user cast an operand
     if isinstance(precision, lax.DotAlgorithm):
         names = precision.lhs_precision_type, precision.rhs_precision_type
         counts = precision.lhs_component_count, precision.rhs_component_count
         return max(counts) > 1 or any(jnp.finfo(name).bits > 16 for name in names)
     if isinstance(precision, lax.DotAlgorithmPreset):
-        # Their names: the types of both operands, of the sum, and of how many products
-        # of parts the result is made up.
+        # A name states the types of the operands and of the sum, and the number of
+        # half matmuls that compute the result.
         return re.search(r"^T?F(32|64)|_X\d$", precision.name) is not None
     return isinstance(precision, tuple) and lax.Precision.HIGHEST in precision
 
 
 def dtype_of(atom: Atom) -> Any:
-    """The dtype in the user's program; None if it has none, as a token."""
+    """Returns the dtype in the user's program, or None for a value such as a token."""
     aval: Any = atom.aval
     try:
-        return aval.dtype  # a call of `getattr` for each would take as long again
+        return aval.dtype  # `getattr` would take twice as long
     except AttributeError:
         return None
 
 
 def recorded(atoms: Sequence[Atom]) -> list[Any]:
-    """The dtypes of several values."""
+    """Returns the dtypes of several values in the user's program."""
     return [dtype_of(v) for v in atoms]
 
 
 def dtypes_of(atoms: Sequence[Atom]) -> tuple[str, ...]:
-    """The names of the dtypes of those values that have one."""
+    """Returns the names of the dtypes of the values that have one."""
     return tuple(str(dtype) for dtype in map(dtype_of, atoms) if dtype is not None)
 
 
 def size_of(atom: Atom) -> int:
-    """How many elements a value has."""
-    return _size(shape_of(atom))  # `aval.size` calls nine functions
+    """Returns the number of elements of a value."""
+    return _size(shape_of(atom))  # `aval.size` is slower: it calls nine functions
 
 
 _size = functools.cache(math.prod)
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
-    """The shape of a value; () if it has none."""
+    """Returns the shape of a value, or () if it has none."""
     aval: Any = atom.aval
     try:
         return aval.shape
@@ -195,7 +196,7 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 
 
 def is_float32(atom: Atom) -> bool:
-    """Whether the user's program has it in float32: only such values are ever cast."""
+    """Returns whether a value is float32. Autocast casts only such values."""
     aval: Any = atom.aval
     try:
         return aval.dtype == FLOAT32
@@ -204,7 +205,7 @@ def is_float32(atom: Atom) -> bool:
 
 
 def is_float(atom: Atom) -> bool:
-    """Whether it is a float of any width."""
+    """Returns whether a value is a float of any width."""
     aval: Any = atom.aval
     try:
         return _is_floating(aval.dtype)
@@ -218,7 +219,7 @@ def _is_floating(dtype: Any) -> bool:
 
 
 def exceeds_half(value: Any, half: Any) -> bool:
-    """Such as a mask's -1e30, or the 1e-8 in a denominator: inf or 0 in float16."""
+    """Returns whether half cannot hold a number, such as a mask's -1e30 or 1e-8."""
     numbers = np.asarray(value, np.float64).ravel().tolist()
     return any([_number_exceeds(x, half) for x in numbers])
 
@@ -226,14 +227,15 @@ def exceeds_half(value: Any, half: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _number_exceeds(number: float, half: Any) -> bool:
     size, limits = abs(number), jnp.finfo(half)
-    # An infinity is the same in half, and so are zero and nan.
+    # Half can hold infinities, zero and NaN.
     return float(limits.max) < size < np.inf or 0 < size < float(limits.tiny)
 
 
 def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> bool:
-    """Whether all its floats are float32: float64 and explicit half stay.
+    """Returns whether all floats of an equation are float32.
 
-    JAX promotes a product of half and float32 to float32: that one is castable.
+    Autocast leaves float64 and the user's own half. It does cast a matmul of half and
+    float32, which JAX would promote to float32.
     """
     dtypes = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
     if rule is Rule.HALF and any(map(is_float32, eqn.invars)):
@@ -242,10 +244,11 @@ def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> boo
 
 
 def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | None:
-    """The rule around an equation, and the mark, function or regex that it comes from.
+    """Returns the rule of a region, and the mark, function or regex that sets it.
 
-    The user's marks come first, then the last of the lists that matches. None if there
-    is no such rule; the rule is None if the lists' last is for the primitive.
+    The user's marks come first, then the last rule of the lists that matches. Returns
+    None if there is no such rule. The rule is None if the last rule of the lists is
+    for the primitive.
     """
     names = name_stack(scope, eqn)
     markers = _MARKER.findall(names)

@@ -1,8 +1,8 @@
-"""Why each operation is as it is: notes in the written program, for `jamp.explain`.
+"""Notes in the rewritten program on why each operation has its dtype.
 
-While somebody explains, `rewrite` writes its decisions into the name scopes of what it
-writes. These survive differentiation: backward operations keep the scopes of their
-forward ones.
+For `jamp.explain`, `rewrite` writes its decisions into the name scopes of the new
+equations. JAX keeps name scopes when it differentiates: backward operations have the
+scopes of their forward operations.
 """
 
 import re
@@ -14,49 +14,49 @@ from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 
-# Whether notes are written. It is part of the key of JAX's trace caches.
+# Whether `rewrite` writes notes. This is part of the key of JAX's trace caches.
 noting = jax.make_user_context(default_value=False)
 _NOTE = re.compile(":".join(["jamp_why", *[r"([^:/()]*)"] * 6]))
-# The `operands` of a cast that autocast has put before an operation.
+# The `operands` in the note on a cast that autocast adds before an operation.
 CAST = "cast"
 
 
 class Note(NamedTuple):
-    """What was decided for an equation of the user's program."""
+    """The decision on an equation of the user's program."""
 
     primitive: str
     why: str  # one or two words; `jamp.diagnostics` has the sentences
-    rule: str = ""  # that was looked up, if one was
-    dtype: str = ""  # what its float32 values run in; "" if that was not to be chosen
-    region: str = ""  # the mark, function or regex that the rule comes from, if it does
+    rule: str = ""  # the rule in the lists, if there is one
+    dtype: str = ""  # the dtype of its float32 values; "" if nothing chose it
+    region: str = ""  # the mark, function or regex that sets the rule, if any
     operands: str = ""  # their dtypes in the user's program
 
     @property
     def holds_program(self) -> bool:
-        """Whether it is of an equation that holds programs, which have their own."""
+        """Returns whether the equation contains programs with their own notes."""
         return self.why == "program"
 
 
 def noted(eqn: jc.JaxprEqn, note: Note) -> jc.JaxprEqn:
-    """An equation with a note."""
+    """Adds a note to an equation."""
     return jax_internals.with_scope(eqn, ":".join(["jamp_why", *map(_quoted, note)]))
 
 
 def notes_in(names: str) -> list[Note]:
-    """The notes in a name stack; of an autocast in another, its own come first."""
+    """Returns the notes in a name stack, of an inner autocast first."""
     return [Note(*map(unquote, found)) for found in _NOTE.findall(names)]
 
 
 def note_in(names: str) -> Note | None:
-    """The first that is of an operation, and not of what holds it."""
+    """Returns the first note on an operation, not on an equation that contains it."""
     return next((n for n in notes_in(names) if not n.holds_program), None)
 
 
 def without_notes(names: str) -> str:
-    """A name stack as it is when nobody explains it."""
+    """Removes the notes from a name stack."""
     return re.sub(rf"/?{_NOTE.pattern}", "", names)
 
 
 def _quoted(text: str) -> str:
-    """A text that no mark is found in, and no scope begins or ends in."""
+    """Escapes a text so that it contains no marks and no borders of scopes."""
     return quote(text, safe="").replace("_", "%5F")

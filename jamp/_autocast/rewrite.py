@@ -1,12 +1,12 @@
-"""Reads a program forward, and rewrites it with each operation in its precision.
+"""Rewrites a program so that each operation runs in its precision.
 
     y:f32 = dot_general x w      x':f16 = convert x; w':f16 = convert w
     e:f32 = exp y                y:f16 = dot_general x' w'
                                  y':f32 = convert y
                                  e:f32 = exp y'
 
-The result is a jaxpr: equations keep their source lines and name stacks, and what JAX
-does with a program (derivatives, batching, jit) it does with this one.
+The result is a jaxpr, so JAX can differentiate, batch and compile it like any other.
+Equations keep their source lines and name stacks.
 """
 
 import functools
@@ -43,7 +43,7 @@ from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
 type ProgramRule = Callable[["Rewriter", jc.JaxprEqn, list[Frame]], None]
 
-# Parameters of equations that name the dtype of the result.
+# These parameters of equations set the dtype of the result.
 _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
@@ -54,25 +54,25 @@ def rewrite(
     rules: Mapping[str, ProgramRule],
     out_uses: Sequence[Any] = (),
 ) -> jc.Jaxpr:
-    """Rewrites a program of which the facts are known.
+    """Rewrites the program of `facts`.
 
-    It takes and gives the dtypes that are asked for; None is what is at hand. `rules`
-    write the primitives that hold programs. `out_uses` are the uses of its results that
-    `Policy.fp8` asks for.
+    Inputs and results get the given dtypes. A result whose dtype is None gets the dtype
+    that it votes for. `rules` write the equations that contain programs. `out_uses` are
+    the uses of the results, for `Policy.fp8`.
     """
-    # JAX has one program for all calls of a jitted function, and so have we: what it
-    # makes of a program, such as its derivative, it makes once.
+    # All calls of a jitted function share one program, so that JAX differentiates it
+    # only once. Their rewritten programs must be shared too.
     key = (facts.key, tuple(in_dtypes), tuple(out_dtypes), tuple(out_uses))
     programs = facts.scope.written
     if key not in programs:
         written = Rewriter(facts, in_dtypes, rules, out_uses).written(out_dtypes)
-        # The user's program is kept, so that its `id` stays its own.
+        # Keep the user's program, so that no other program can reuse its `id`.
         programs[key] = facts.before, written
     return programs[key][1]
 
 
 class Rewriter:
-    """The state of one pass: the new equations, and each value in the dtypes it has."""
+    """The new equations of one program, and the versions of each value by dtype."""
 
     def __init__(
         self,
@@ -84,24 +84,24 @@ class Rewriter:
         self.facts, self.scope, self.rules = facts, facts.scope, rules
         fp8 = facts.scope.policy.fp8
         self.fp8 = fp8.plan(facts, out_uses) if fp8 else None
-        # The dtypes that the user's variables are computed in.
+        # The dtype in which each of the user's variables is computed.
         self.computed: dict[jc.Var, Any] = {}
         self.eqns: list[jc.JaxprEqn] = []
-        # By the variable of the user's program: one of the new program for each dtype
-        # that somebody reads it in. A cast is written once, for the first reader.
+        # Maps the user's variables to new variables, one for each dtype in which an
+        # equation reads the value. Each cast is written once, for the first reader.
         self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
         self.eqn: jc.JaxprEqn | None = None
-        # Values in fp8, and the exponents of their scales.
+        # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
-        self.begin = 0  # the place of the first that is written for `eqn`
-        self.products = 0  # by weights that all trips of a loop share
+        self.begin = 0  # the index of the first new equation for `eqn`
+        self.products = 0  # the number of matmuls with a weight that all trips share
         for var in facts.jaxpr.constvars:
             self._bind(var, dtype_of(var))
         pairs = zip(facts.jaxpr.invars, in_dtypes, strict=True)
         self.invars = [self._bind(var, dtype) for var, dtype in pairs]
 
     def written(self, out_dtypes: Sequence[Any]) -> jc.Jaxpr:
-        """The whole program, rewritten."""
+        """Rewrites the whole program."""
         jaxpr = self.facts.jaxpr
         for eqn in jaxpr.eqns:
             self.equation(eqn)
@@ -110,7 +110,7 @@ class Rewriter:
             for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
         ]
         written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
-        # Last: where float32 begins and ends is known by the casts that were written.
+        # These run last, because they find float32 regions by the casts around them.
         options = self.scope.written, self.scope.loop
         written = checkpoint_islands(written, *options)
         return checkpoint_heads(written, *options, self.scope.saved)
@@ -118,9 +118,10 @@ class Rewriter:
     # ---- values
 
     def read(self, atom: Atom, dtype: DTypeLike, apart: bool = False) -> Atom:
-        """A value in a dtype, if it is one that the user's program has in float32.
+        """Returns a value, in the given dtype if it is float32 in the user's program.
 
-        Apart, it is cast for this reader alone, whose cotangent then is rounded alone.
+        `apart` gives this reader its own cast, so that JAX rounds the reader's
+        cotangent before it adds the cotangents of other readers.
         """
         if isinstance(atom, jc.Literal):
             return _literal(atom, dtype) if is_float32(atom) else atom
@@ -131,31 +132,31 @@ class Rewriter:
         if apart and dtype != computed:
             return self._convert(versions[computed], dtype)
         if dtype not in versions:
-            # From what was computed, never from another copy: one rounding, not two.
+            # Casting the computed version, not another cast, rounds only once.
             versions[dtype] = self._convert(versions[computed], dtype)
         return versions[dtype]
 
     def computed_dtype(self, atom: Atom) -> Any:
-        """The dtype that a value is in, without a cast."""
+        """Returns the dtype in which a value is computed."""
         return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
 
     def outgoing_dtype(self, atom: Atom) -> Any:
-        """The dtype in which a value goes to another program: the one it votes for."""
+        """Returns the dtype in which a value leaves its program, by its vote."""
         return self.facts[atom].vote or self.computed_dtype(atom)
 
     def uses_of(self, atoms: Sequence[Atom]) -> Sequence[Any]:
-        """The uses of values that `Policy.fp8` asks for."""
+        """Returns the uses of values, for `Policy.fp8`."""
         return self.fp8.uses_of(atoms) if self.fp8 else ()
 
     def _bind(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
-        """A variable of the new program for one of the user's, in a dtype."""
+        """Makes the variable, in a dtype, that replaces a user's variable."""
         same = dtype == dtype_of(var)
         new = var if same else jc.Var(jax_internals.in_dtype(var.aval, dtype))
         self.computed[var], self.versions[var] = dtype, {dtype: new}
         return new
 
     def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
-        # On the line of the user that needs the cast: `self.eqn` is what reads it.
+        # The cast gets the source line of `self.eqn`, the equation that reads it.
         self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
         return self.eqns[-1].outvars[0]
 
@@ -181,7 +182,7 @@ class Rewriter:
             self._note(eqn, why, rule, region=region)
             return
         if marked_source(eqn) is not None:
-            # It has said what it is there for, and would keep a loss out of a head.
+            # `Facts` has read this mark. Left in, it would keep a loss out of a head.
             value, same = eqn.invars[0], eqn.outvars[0]
             dtype = self.facts[same].vote
             self.read(value, dtype)
@@ -212,7 +213,7 @@ class Rewriter:
         params: dict[str, Any] | None = None,
         apart: bool = False,
     ) -> None:
-        """Writes an equation with operands and results in given dtypes."""
+        """Writes an equation whose operands and results have the given dtypes."""
         pairs = zip(eqn.invars, in_dtypes, strict=True)
         invars = [self.read(v, d, apart) for v, d in pairs]
         outvars = [
@@ -220,7 +221,7 @@ class Rewriter:
         ]
         params = eqn.params if params is None else params
         if eqn.primitive.name == "convert_element_type" and is_float32(eqn.outvars[0]):
-            # What was half is there in half: nothing is lost by widening it.
+            # The operand is the half version of the result, so no cast is needed.
             (operand,) = invars
             if isinstance(operand, jc.Var):
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
@@ -230,11 +231,11 @@ class Rewriter:
         self.eqns.append(new)
 
     def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
-        """Writes an equation with all that is float32 in it in another dtype."""
+        """Writes an equation whose float32 values get another dtype."""
         params = dict(eqn.params)
         for name in _DTYPE_PARAMS:
-            # jax.numpy asks each product for a float32 result; so written, it would be
-            # float32 in memory, and each reader in half would round it again.
+            # jax.numpy requests a float32 result of each matmul. XLA would store it in
+            # float32, and each half reader would cast it again.
             if params.get(name) == FLOAT32:
                 params[name] = dtype
         ins, outs = (
@@ -249,9 +250,9 @@ class Rewriter:
         self.emit(eqn, ins, outs, params, apart)
 
     def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
-        """Writes an equation with an operand `var` whose gradients add up in float32.
+        """Writes an equation so that the gradient of its operand `var` sums in float32.
 
-        It adds that to a product, multiplies by it, or looks rows up in it.
+        `var` is a bias of a matmul, a weight, or a table of rows.
         """
         half, (out,), first = self.scope.policy.dtype, eqn.outvars, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
@@ -274,7 +275,7 @@ class Rewriter:
             self._write(eqn, half)
 
     def _write_repeated(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
-        """Writes a float32 sum of a half array and `var`, which is broadcast."""
+        """Writes a float32 sum of a half array and the broadcast array `var`."""
         (out,), wide = eqn.outvars, self.read(var, FLOAT32)
         functions = [repeated(self.scope.policy.dtype)]
         if shape_of(var) != shape_of(out):
@@ -294,7 +295,7 @@ class Rewriter:
         )
 
     def _write_in_fp8(self, eqn: jc.JaxprEqn, decision: Decision) -> None:
-        """Writes a product as `Policy.fp8` does."""
+        """Writes a matmul in fp8, by `Policy.fp8`."""
         half, fp8 = self.scope.policy.dtype, self.scope.policy.fp8
         function, operands = fp8.call(self, eqn, decision.fp8, decision.summed)
         results = [self._bind(eqn.outvars[0], half)]
@@ -312,7 +313,7 @@ class Rewriter:
         dtype: Any = "",
         region: str = "",
     ) -> None:
-        """For `jamp.explain`: in what was written for an equation, which comes last."""
+        """Adds a note for `jamp.explain` to the new equations of an equation."""
         if not noting.value:
             return
         if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
@@ -329,7 +330,7 @@ class Rewriter:
 def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
     if dtype == FLOAT32:
         return literal
-    # Only where the user asks for half does a literal that half cannot hold come here.
+    # A literal that half cannot hold is cast only if the user requested half.
     with np.errstate(over="ignore"):
         value = np.asarray(literal.val, dtype)
     return jc.Literal(value, jax_internals.in_dtype(literal.aval, dtype))
@@ -338,15 +339,15 @@ def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
 @functools.cache
 def _warn_of_unknown(name: str) -> None:
     warn(
-        f"autocast cannot look into {name!r}: it runs with the dtypes of the float32 "
-        "program. Cast its operands yourself to run it in half; to accept it, pass "
+        f"autocast does not know the primitive {name!r}, so it runs in the dtypes of "
+        "your program. Cast its operands to run it in half. To keep its dtypes, pass "
         f"lists=jamp.AutocastLists().with_primitive({name!r}, 'recorded').",
         AutocastWarning,
     )
 
 
 def _rounds_kept(facts: Facts, eqn: jc.JaxprEqn) -> bool:
-    """Whether the user's program casts a kept param to half by itself."""
+    """Returns whether the user's program itself casts a kept param to half."""
     if eqn.primitive.name != "convert_element_type" or not facts.scope.policy.of_model:
         return False
     kept = facts.params_in(eqn.invars[0]) == Source.KEPT
@@ -357,8 +358,8 @@ def _rounds_kept(facts: Facts, eqn: jc.JaxprEqn) -> bool:
 def _warn_of_kept(names: str) -> None:
     where = "/".join(filter(None, names.split("/")))
     warn(
-        f"A param that keep_fp32 keeps in float32 is cast to half by the program itself"
-        f" (in {where!r}), by a layer's `dtype=` for example, and computes in half. "
-        "Leave the cast out: the opt level says what runs in half.",
+        f"The program casts a param that keep_fp32 keeps in float32 to half in "
+        f"{where!r}. Remove the cast, such as a layer's `dtype=`: the opt level decides which "
+        "operations run in half.",
         PrecisionWarning,
     )

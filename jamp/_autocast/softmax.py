@@ -1,18 +1,18 @@
-"""Gives a softmax in an island a derivative that reads its result in half.
+"""Replaces a softmax in an island by one whose derivative reads its half result.
 
     e = exp x; s = reduce_sum e; r = broadcast_in_dim s; y = div e r
     y = custom_jvp_call[name=softmax] x
 
-An exponential over its own sum, as `jax.nn.softmax` has it inlined. Differentiated as
-it stands, its scores are read again, and their maximum and the exponential computed
-again. But the derivative needs no more than the result, of which the product that
-follows keeps a half copy anyway: then XLA reads no more than in a model in half.
+A softmax divides an exponential by its own sum. In a checkpoint, JAX's derivative reads
+the scores again and recomputes their maximum and the exponential. But the derivative
+needs only the result, and the next matmul saves the result in half anyway. Reading this
+copy, XLA moves as many bytes as in a half model.
 
-Where dropout follows, the product keeps what that left, and the result would be a third
-array: then its scores are read again, in half, with the sum that is kept.
+If dropout follows, the matmul saves the output of the dropout, and the result would be
+one more saved array. Then the derivative reads the half scores and the saved sum.
 
-On a TPU, XLA does not keep that copy: it computes the exponential again inside of each
-product that reads it, from the scores in half. There the derivative does so too.
+On a TPU, XLA does not save the half result. It recomputes the exponential from the half
+scores inside each matmul that reads it, and the derivative does the same.
 """
 
 import functools
@@ -33,7 +33,7 @@ _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 
 
 class _Softmax(NamedTuple):
-    """The equations of a softmax: the exponential, and all others but the division."""
+    """The equations of a softmax without its division."""
 
     exp: jc.JaxprEqn
     axes: tuple[int, ...]
@@ -45,10 +45,10 @@ def with_softmax(
     users: Mapping[jc.Var, set[int]],
     known: dict[Any, Any],
 ) -> list[jc.JaxprEqn]:
-    """The equations of an island, with one in the place of those of each softmax.
+    """Replaces each softmax among the equations of an island by one equation.
 
-    The last is the cast to half that ends it; `users` are in it and outside, and
-    `known` is as for `call`.
+    The last equation is the cast to half that ends the island. `users` has the
+    equations inside and outside that read each value. `known` is a cache for `call`.
     """
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()
@@ -73,7 +73,7 @@ def _ending_in(
     makers: Mapping[jc.Var, jc.JaxprEqn],
     users: Mapping[jc.Var, set[int]],
 ) -> _Softmax | None:
-    """The softmax that ends in a division, if it is one."""
+    """Returns the softmax that ends in a division, if there is one."""
     if eqn.primitive.name != "div":
         return None
     exp, total = (_maker(v, makers) for v in eqn.invars)
@@ -91,7 +91,7 @@ def _ending_in(
     if isinstance(exp.invars[0], jc.Literal) or len(users[exp.outvars[0]]) > 2:
         return None
     axes, shape = total.params["axes"], shape_of(exp.outvars[0])
-    # The sum is of the same row: not repeated along other axes.
+    # Each row must be divided by its own sum, without a broadcast along other axes.
     kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
     shapes = [shape_of(e.outvars[0]) for e in reversed(repeats)]
     of_same_row = shapes[:1] == [kept] and {kept, shape}.issuperset(shapes)
@@ -99,16 +99,16 @@ def _ending_in(
 
 
 def rounds_softmax(written: Sequence[jc.JaxprEqn], eqns: Sequence[jc.JaxprEqn]) -> bool:
-    """Whether what `with_softmax` made of equations ends in one that keeps its result.
+    """Returns whether `with_softmax` wrote a softmax that saves its result in half.
 
-    A barrier guards that: the island needs no other.
+    A barrier inside it protects this copy, so the island needs no other barrier.
     """
     new = set(map(id, written)) - set(map(id, eqns))
     return any(id(e) in new and _is_rounded(e, written) for e in written)
 
 
 def _is_rounded(eqn: jc.JaxprEqn, eqns: Sequence[jc.JaxprEqn]) -> bool:
-    """Whether the last equation rounds the result of one as it is."""
+    """Returns whether the last equation casts a result of `eqn`."""
     return eqns[-1].invars[0] in eqn.outvars
 
 
@@ -141,18 +141,18 @@ def _softmax(
         return y, jnp.ones_like(y.sum(axes, keepdims=True))
 
     def rounded(kept, y):
-        # Behind a barrier, or XLA would keep what it was rounded from, in float32.
+        # Without a barrier, XLA would save the float32 value instead of the half one.
         x = jax.lax.optimization_barrier(kept).astype(y.dtype)
-        # A row has another sum than 1: what is the same all along a row of `t` would
-        # not cancel.
+        # A rounded row does not sum to 1. Without its true sum, a constant along a row
+        # of `t` would not cancel.
         return x, x.sum(axes, keepdims=True)
 
     def linear(y, t):
-        """`y * t - y * sum(y * t)`, which is its own transpose.
+        """Returns `y * t - y * sum(y * t)`, which is its own transpose.
 
-        XLA's softmax fusion begins at an array less its own reduction. JAX transposes
-        this to such a one, in this order: with `g = y * t` to `g + y * (less - g)` of
-        `less = g - sum(g)`. That is one kernel, which reads `y` and `t` once.
+        XLA's softmax fusion starts at an array minus its own reduction. With
+        `g = y * t` and `less = g - sum(g)`, JAX transposes this order of operations to
+        `g + y * (less - g)`. XLA compiles it to one kernel that reads `y` and `t` once.
         """
         product = y * t
         negative = -product

@@ -1,4 +1,4 @@
-"""Sums of gradients, in float32: of a bias, of a table, of a weight that loops share.
+"""Sums the gradients of biases, of tables and of weights in loops in float32.
 
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
     scan { w c. y = dot_general(c, w) }    scan { w c. y = product(c, w, half of w) }
@@ -6,31 +6,28 @@
     y:f32 = add(convert x, convert t)      y:f32 = add(convert x, repeated(convert t))
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
 
-The gradient of a bias is a sum over all examples. XLA adds up float16 in float16; cast
-to float32 first, as JAX would be told by a cast of the bias, XLA keeps the cotangent in
-float32 as well, twice as large, for this sum alone. So the rounded cotangent is made
-first, which the product's own gradients read, and the sum reads that. XLA for a TPU
-adds up where it makes the cotangent, at no cost.
+The gradient of a bias is a sum over all examples. XLA sums float16 in float16. If the
+bias is cast, XLA stores the cotangent in float32 as well, only for this sum. So this
+file first makes the rounded cotangent, which the gradients of the matmul read, and the
+sum reads it too. On a TPU, XLA fuses the sum with the cotangent.
 
-What is broadcast in half and added to half, such as a time to the pixels, is such a sum
-too where a norm has the addition in float32: of what the other's cotangent is rounded
-to, not of one in float32 that would be there for this sum alone.
+The gradient of a broadcast half array in a float32 addition is also a sum. It reads the
+rounded cotangent of the other operand, so that XLA does not store one in float32.
 
-The gradient of a weight that all trips of a loop share is a sum of products, one of
-each trip. Rounded to half, each would be written, read and added by kernels of their
-own. XLA for CUDA adds a float32 product of half operands where it computes it: two
-thirds of the bytes, and one rounding less. It would merge the products of several
-weights with one cotangent, and add slices of the result; with copies of the cotangent
-it does not.
+The gradient of a weight that all trips of a loop share is a sum of one matmul per trip.
+In half, separate kernels would write, read and add each matmul. XLA for CUDA adds a
+float32 matmul of half operands in the kernel that computes it, which takes two thirds
+of the bytes and rounds once less. It would merge the matmuls of several weights with
+one cotangent, and add slices of the result. Copies of the cotangent prevent this.
 
-The gradients of a table's rows are added to that of the head that is the same table, in
-float32. The rows are read from the half copy that the head's product reads, or from a
-half param: in float32 the first norm's backward pass would keep them.
+The gradients of a table's rows add to the gradient of the head that shares the table,
+in float32. The gather reads the half copy that the head's matmul reads, or a half
+param. Float32 rows would be saved for the backward pass of the first norm.
 
-Flax joins the weights of an LSTM's gates in each step. XLA does so once, before the
-loop. But of what a loop is given JAX sums the gradient: on each trip that of the joined
-weight would be cut into parts, and each part be added by a kernel. So what only
-rearranges a scan's constants is taken out of it first.
+Flax concatenates the weights of an LSTM's gates in each step. XLA moves this out of the
+loop, but JAX sums the gradients of the separate weights: each trip would split the
+gradient of the joined weight and add each part in its own kernel. So this file moves
+operations that only rearrange a scan's constants out of the scan.
 """
 
 import collections
@@ -63,7 +60,7 @@ from pallas_kernels._compat import compute_capability
 
 @jax.custom_jvp
 def with_bias(product: Array, bias: Array) -> Array:
-    """The sum of a half product and a float32 bias of as many axes, in half."""
+    """Adds a float32 bias to a half matmul of the same rank, in half."""
     return product + bias.astype(product.dtype)
 
 
@@ -82,11 +79,11 @@ with_bias.defjvp(_derivative, symbolic_zeros=True)
 
 
 def apart(tangent: Array) -> Array:
-    """A tangent whose cotangent is there before it is read, on a GPU."""
+    """Returns the tangent. A GPU stores its cotangent before operations read it."""
     return _apart.bind(tangent)
 
 
-# A primitive, since `jax.lax.platform_dependent` would trace two programs for each.
+# This is a primitive because `jax.lax.platform_dependent` would trace two programs.
 _apart = Primitive("apart")
 _apart.def_impl(lambda x: x)
 _apart.def_abstract_eval(lambda x: x)
@@ -100,13 +97,13 @@ for _gpu in ("cuda", "rocm"):
 
 @functools.lru_cache(maxsize=256)
 def broadcast(shape: tuple[int, ...]) -> Callable[[Array], Array]:
-    """What broadcasts to a shape: one for each, for it is traced once."""
+    """Returns a function that broadcasts to a shape. The cache traces it only once."""
     return lambda x: jnp.broadcast_to(x, shape)
 
 
 @functools.cache
 def repeated(half: DTypeLike) -> Callable[[Array], Array]:
-    """What hands a float32 array on, and rounds its cotangent to half."""
+    """Returns an identity function that rounds its cotangent to half."""
     return functools.partial(_repeated.bind, half=np.dtype(half))
 
 
@@ -117,7 +114,7 @@ def _derivative_of_repeated(primals, tangents, half):
     return repeated(half)(x), tangent
 
 
-# A primitive, since islands hold it.
+# This is a primitive because islands contain only primitives.
 _repeated = Primitive("repeated")
 _repeated.def_impl(lambda x, half: x)
 _repeated.def_abstract_eval(lambda x, half: x)
@@ -128,10 +125,11 @@ mlir.register_lowering(_repeated, lambda _, x, half: [x])
 
 @functools.lru_cache(maxsize=256)
 def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
-    """What multiplies a half array by a float32 weight, given a half copy of that too.
+    """Returns a matmul of a half array and a float32 weight with a half copy.
 
-    `jax.lax.dot_general` takes the `numbers`, and the weight as `first` or second. So
-    many `copies` of the cotangent are read by other products.
+    `numbers` are the dimension numbers of the `dot_general`. `first` states whether
+    the weight is its first operand. `copies` is the number of copies of the cotangent,
+    which differs among the matmuls of a program.
     """
 
     def dot(x: Array, weight: Array, dtype: DTypeLike, precision: Any = None) -> Array:
@@ -145,7 +143,7 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
         return dot(x, in_half, x.dtype)
 
     def in_float32(x: Array, weight: Array) -> Array:
-        # The algorithm says what the operands are cast to, the cotangent too.
+        # The algorithm sets the dtype of all operands, including the cotangent.
         half_operands = jax.lax.DotAlgorithm(x.dtype, x.dtype, FLOAT32)
         return dot(x, weight, FLOAT32, half_operands).astype(x.dtype)
 
@@ -170,7 +168,7 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
 
 @functools.lru_cache(maxsize=256)
 def rows_of(params: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
-    """What looks rows of a float32 table up in a half copy of it, as a gather does."""
+    """Returns a gather from a float32 table that reads a half copy of the table."""
     gather = functools.partial(jax.lax.gather_p.bind, **dict(params))
 
     @jax.custom_jvp
@@ -189,24 +187,25 @@ def rows_of(params: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
 
 
 def has_algorithm(half: DTypeLike) -> bool:
-    """Whether XLA takes an algorithm for a half dtype on the GPUs here.
+    """Returns whether XLA supports a dot algorithm for a half dtype on these GPUs.
 
-    It refuses one for bfloat16 before Ampere.
+    XLA rejects bfloat16 algorithms on GPUs before Ampere.
     """
     found = map(compute_capability, jax.local_devices())
     return half == jnp.float16 or not any(c and c < (8, 0) for c in found)
 
 
-# ---- what only rearranges the constants of a loop
+# ---- moving rearrangements of constants out of a loop
 
-# Each number of theirs is one of an operand's, and each of those is there once.
+# Each element of the operands occurs exactly once in the result.
 _REARRANGE = (Shape.RESHAPE, Shape.REARRANGE)
 
 
 def moves_taken_out(jaxpr: jc.Jaxpr, done: dict[int, jc.Jaxpr]) -> jc.Jaxpr:
-    """The same program, and itself where there is nothing to take out.
+    """Moves rearrangements of a scan's constants out of all scans of a program.
 
-    What became of programs is `done`, by their `id`, for one may be called twice.
+    Returns the program itself if nothing moves. `done` caches results by the `id` of
+    the program, because several equations may call one program.
     """
     if id(jaxpr) not in done:
         eqns: list[jc.JaxprEqn] = []
@@ -222,15 +221,16 @@ def _taken_out_of(eqn: jc.JaxprEqn, done: dict[int, jc.Jaxpr]) -> list[jc.JaxprE
     new = [moves_taken_out(frame.program, done) for frame in frames]
     if any(a is not frame.program for a, frame in zip(new, frames, strict=True)):
         eqn = eqn.replace(params=with_programs(eqn, new))
-    # An effect names operands by their places.
+    # An effect refers to operands by position.
     split = eqn.primitive.name == "scan" and not new[0].effects
     return _split(eqn, new[0]) if split else [eqn]
 
 
 def _split(scan: jc.JaxprEqn, body: jc.Jaxpr) -> list[jc.JaxprEqn]:
-    """A scan, and before it what only rearranges its constants.
+    """Returns a scan, preceded by the operations that only rearrange its constants.
 
-    What is read elsewhere in the body as well stays: it would be two constants.
+    If another equation also reads the constant, the operation stays in the body.
+    Moving it would add a constant.
     """
     consts, _ = scan_counts(scan)
     reads = [v for eqn in body.eqns for v in eqn.invars] + list(body.outvars)

@@ -1,8 +1,8 @@
-"""What JAX documents nowhere about values of programs that are being traced.
+"""Wraps the undocumented parts of JAX's tracers that autocast uses.
 
-    y = add x 1.0       equation_of(y) is this
+    y = add x 1.0       equation_of(y) returns this equation
 
-As for `jax_internals`, the tests hold each fact.
+As for `jax_internals`, the tests check each fact.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,26 +12,26 @@ from jax.core import Tracer
 
 
 def equation_of(x: object) -> Any:
-    """The equation by which the program that is being traced makes `x`.
+    """Returns the equation that computes `x` in the program that JAX is tracing.
 
-    Returns None for an input, and for a value of no such program.
+    Returns None for an input, and for a value that is not part of such a program.
     """
     return getattr(x, "parent", None) if isinstance(x, Tracer) else None
 
 
 def depends_on(x: object, inputs: Sequence[Any]) -> bool:
-    """Whether the value of a function depends on its inputs, while `jax.grad` runs it.
+    """Returns whether a value depends on a function's inputs, inside `jax.grad`.
 
-    Values that do belong to its trace, as the inputs do; others do not.
+    Such values belong to the same trace as the inputs.
     """
     trace = getattr(x, "_trace", None)
     return any(getattr(y, "_trace", object) is trace for y in inputs)
 
 
 def ancestors(values: Iterable[Any], follows: Callable[[Any], bool]) -> list[Any]:
-    """The values, and what the program that is being traced computes them from.
+    """Returns the values and their ancestors in the program that JAX is tracing.
 
-    Goes on from a value if it `follows`.
+    It visits the operands of a value only if `follows(value)` is true.
     """
     seen: dict[int, Any] = {}
     waiting = list(values)
@@ -50,10 +50,10 @@ _OF_GRAD = ("JVPTrace", "LinearizeTrace")
 
 
 def depends_without_grad(x: object, inputs: Sequence[Any]) -> bool:
-    """Whether a function computes `x` from its inputs, and no inner `jax.grad` does.
+    """Returns whether a function computes `x` from its inputs without `jax.grad`.
 
-    An inner program, of `jax.jit` for example, does not know what its arguments are
-    computed from: they count as the inputs.
+    JAX does not know the ancestors of the arguments of an inner program, such as one of
+    `jax.jit`. These arguments count as inputs.
     """
     if not isinstance(x, Tracer):
         return False
@@ -64,7 +64,7 @@ def depends_without_grad(x: object, inputs: Sequence[Any]) -> bool:
             return False
         trace = getattr(trace, "parent_trace", None)
     if type(x._trace).__name__ in _OF_GRAD:
-        return True  # its values depend on the inputs: others are no tracers of it
+        return True  # all tracers of `jax.grad` depend on its inputs
     ids = set(map(id, inputs))
     for y in ancestors([x], lambda y: id(y) not in ids):
         if id(y) in ids:
@@ -77,7 +77,7 @@ def depends_without_grad(x: object, inputs: Sequence[Any]) -> bool:
 
 
 def is_checkpointed(values: Iterable[object]) -> bool:
-    """Whether `jax.checkpoint` traces a program that values are of, or one around."""
+    """Returns whether `jax.checkpoint` traces the values' program or an outer one."""
     traces = (x._trace for x in values if isinstance(x, Tracer))
     trace: Any = next(traces, None)
     while trace is not None:

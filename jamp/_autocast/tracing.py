@@ -1,12 +1,11 @@
-"""The dtype that a thread traces for, and the functions that are replaced meanwhile.
+"""Stores the options of a thread's autocast, and replaces functions while it traces.
 
-    jnp.matmul(x, w)    to most threads: jnp.matmul(x, w)
-                        to one that traces: float_function(jnp.matmul)(x, w)
+    jnp.matmul(x, w)    in most threads: jnp.matmul(x, w)
+                        in a tracing thread: float_function(jnp.matmul)(x, w)
 
-JAX asks functions for their dtypes while it traces: some must be marked or called
-otherwise before there is a program. So while autocast traces, those that the lists
-name by their place are replaced, in their modules. A replacement does as the original
-does but in a thread that traces for autocast.
+Some functions must be marked, or called with half operands, before JAX traces them. So
+while autocast traces, it replaces the functions in the lists in their modules. In
+threads without autocast, a replacement calls the original.
 """
 
 import collections
@@ -24,7 +23,7 @@ type Function = Callable[..., Any]
 
 
 class Itself:
-    """Any object, equal to itself alone: a key, whether it has a hash or not."""
+    """A key for any object, hashable or not, that compares by identity."""
 
     def __init__(self, it: Any):
         self.it = it
@@ -40,39 +39,39 @@ type _Attribute = tuple[Itself, str]
 
 
 class Replaced(NamedTuple):
-    """A function that is called otherwise while autocast traces."""
+    """A function that autocast replaces while it traces."""
 
-    module: Itself  # where programs look it up; or a class or an object
+    module: Itself  # the module, class or object where programs look it up
     name: str
-    how: Callable[[Function], Function]  # gives, of the original, what is called
+    how: Callable[[Function], Function]  # maps the original to its replacement
 
 
 class Tracing(NamedTuple):
-    """The options of the autocast that a thread traces for."""
+    """The options of the autocast for which a thread traces."""
 
     half: Any  # the half dtype
-    replaced: tuple[Replaced, ...]  # the functions that are called otherwise
-    casts: bool  # whether kernels get half; not where the user wants float32
+    replaced: tuple[Replaced, ...]  # the functions that autocast replaces
+    casts: bool  # whether kernels get half operands
 
 
-# `tracing.value` is the innermost of this thread, None outside of autocast. It is part
-# of the key of JAX's trace caches: a function jitted outside is traced again inside.
+# `tracing.value` belongs to the thread's innermost autocast; it is None outside. It is
+# part of the key of JAX's trace caches, so JAX traces a jitted function again inside.
 tracing = jax.make_user_context(default_value=None)
-# Whether an autocast that is called does nothing: inside of `disable_casts`.
+# Whether calls of autocast do nothing, as inside `disable_casts`.
 disabled = jax.make_user_context(default_value=False)
-# Whether products of an autocast that is called run in half: inside of `disable_fp8`.
+# Whether matmuls do not run in fp8, as inside `disable_fp8`.
 fp8_disabled = jax.make_user_context(default_value=False)
 
 
 def casting(enabled: bool) -> contextlib.AbstractContextManager[None]:
-    """Lets kernels be called with half, or as the program calls them."""
+    """Sets whether kernels get half operands or the operands of the program."""
     here = tracing.value
     return tracing(here and here._replace(casts=enabled))
 
 
 @contextlib.contextmanager
 def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterator[None]:
-    """Traces for an autocast, in this thread."""
+    """Replaces functions, and sets the options of this thread's autocast."""
     with contextlib.ExitStack() as stack:
         for attribute in {(r.module, r.name) for r in replaced}:
             stack.enter_context(_replacement(attribute))
@@ -80,15 +79,15 @@ def tracing_for(half: Any, replaced: Sequence[Replaced], casts: bool) -> Iterato
         yield
 
 
-_INHERITED = object()  # what an attribute held whose own namespace held nothing
-_installed: dict[_Attribute, tuple[Any, Any]] = {}  # what it held before, and holds now
-_traces = collections.Counter[_Attribute]()  # that want it so
+_INHERITED = object()  # stands for an attribute that the object inherits
+_installed: dict[_Attribute, tuple[Any, Any]] = {}  # values before and during traces
+_traces = collections.Counter[_Attribute]()  # the traces that replace it
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _replacement(attribute: _Attribute) -> Iterator[None]:
-    """Replaces a function until the last trace ends that wants it, of any thread."""
+    """Replaces a function until no trace of any thread needs its replacement."""
     module, name = attribute[0].it, attribute[1]
     with _lock:
         if not _traces[attribute]:
@@ -104,9 +103,9 @@ def _replacement(attribute: _Attribute) -> Iterator[None]:
         with _lock:
             _traces[attribute] -= 1
             if not _traces[attribute]:
-                del _traces[attribute]  # or the key would keep the module alive
+                del _traces[attribute]  # a zero would keep the module alive
                 before, now = _installed.pop(attribute)
-                # The program may have set or deleted the attribute: it stays so.
+                # If the program set or deleted the attribute, leave it as it is.
                 if vars(module).get(name) is now:
                     if before is _INHERITED:
                         delattr(module, name)
@@ -115,7 +114,7 @@ def _replacement(attribute: _Attribute) -> Iterator[None]:
 
 
 def _steered(attribute: _Attribute, original: Function) -> Function:
-    """Returns the function that replaces another one during a trace."""
+    """Returns the function that replaces `original` during a trace."""
 
     def call(*args, **kwargs):
         here = tracing.value
@@ -130,7 +129,7 @@ def _steered(attribute: _Attribute, original: Function) -> Function:
 
 
 class _Callable:
-    """Stands for an object that can be called, such as `jnp.add`, with all it has."""
+    """Replaces a callable object, such as `jnp.add`, and forwards its attributes."""
 
     def __init__(self, original: Any, call: Function):
         self.__wrapped__, self._call = original, call

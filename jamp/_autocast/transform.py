@@ -1,4 +1,4 @@
-"""`autocast`: traces a function, rewrites its program, and runs that.
+"""Implements `autocast`: traces a function, and rewrites and runs its program.
 
 autocast(lambda x, w: x @ w)(x, w)
 { x:f32 w:f32. y:f32 = dot_general x w; in y }                  traced
@@ -44,13 +44,12 @@ def autocast[**P, R](
 ) -> Callable[P, R]:
     """Runs each operation of a function in the precision that suits it.
 
-    Matmuls and convolutions run in half, exponentials, sums and losses in float32, and
-    what is left in the widest dtype among its operands. Inputs and outputs keep their
-    dtypes; half exists only inside. Derivatives follow: gradients have the params'
-    dtypes.
+    Matmuls and convolutions run in half. Exponentials, sums and losses run in float32.
+    Other operations run in the widest dtype of their operands. Inputs, outputs and
+    gradients keep the dtypes that they have without autocast.
 
     Args:
-        fn: any function of arrays; non-array arguments are static.
+        fn: any function of arrays. Arguments that are not arrays are static.
         dtype: float16 or bfloat16.
         lists: additions to the table of operations.
         promote: "widest", or "narrowest" to keep sums of half and float32 in half.
@@ -59,8 +58,8 @@ def autocast[**P, R](
         A function like `fn`.
 
     Raises:
-        ValueError: `dtype` or `promote` is none of these.
-        TypeError: `fn` is not callable; `lists` is not an `AutocastLists`.
+        ValueError: `dtype` or `promote` is invalid.
+        TypeError: `fn` is not callable, or `lists` is not an `AutocastLists`.
 
     >>> import jax.numpy as jnp
     >>> f = lambda w, x: jax.nn.softmax(x @ w)
@@ -71,29 +70,29 @@ def autocast[**P, R](
     if not callable(fn):
         got = "no function" if fn is None else short_repr(fn)
         raise TypeError(
-            f"autocast takes a function, got {got}. Write `jamp.autocast(fn)(x)`: it "
-            "is no context manager. As a decorator with options write "
+            f"autocast takes a function, got {got}. It is not a context manager: write "
+            "`jamp.autocast(fn)(x)`. For a decorator with options, write "
             '`@functools.partial(jamp.autocast, dtype="bfloat16")`.'
         )
     return autocast_in(scope_of(dtype, lists, promote), fn)
 
 
 def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
-    """As `autocast`, in a scope."""
+    """Applies `autocast` to a function in a given scope."""
 
     @functools.wraps(fn)
     def autocasted(*args, **kwargs):
         if disabled.value:
             return fn(*args, **kwargs)
         jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
-        # An autocast around this one leaves the written program as it is.
+        # This mark makes an outer autocast leave the rewritten program unchanged.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
         nothing = contextlib.nullcontext()
         advice = advising() if has_rules(jaxpr) else nothing
         with mark if tracing.value else nothing, advice:
             saved = scope._replace(saved=is_checkpointed(values))
             outs = jc.jaxpr_as_fun(_rewritten(jaxpr, saved))(*values)
-        # Outside of jit, constants come as JAX keeps them; and casts are never weak.
+        # Outside of `jit`, constants may not be arrays. Casts drop weak types.
         pairs = zip(outs, jaxpr.outvars, strict=True)
         return rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
 
@@ -107,7 +106,7 @@ def scope_of(
     of_model: bool = False,
     fp8: Any = None,
 ) -> Scope:
-    """The scope of a whole program, from what `autocast` is given."""
+    """Returns the scope of a whole program, from the arguments of `autocast`."""
     try:
         half = np.dtype(dtype)
     except TypeError:
@@ -127,9 +126,9 @@ def scope_of(
 def written_program(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> jc.Jaxpr:
-    """What `autocast` makes of the program of a call; it runs nothing.
+    """Returns the program that `autocast` would run for a call, without running it.
 
-    Here a `jax.ShapeDtypeStruct` is as good as an array.
+    An argument may be a `jax.ShapeDtypeStruct` instead of an array.
     """
     jaxpr, _, _ = _trace(fn, args, kwargs, scope)
     return jaxpr if disabled.value else _rewritten(jaxpr, scope)
@@ -138,11 +137,11 @@ def written_program(
 def _trace(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
 ) -> tuple[jc.Jaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
-    """The program of a call.
+    """Traces a call of a function.
 
     Returns:
-        The program, the arrays that it takes, and a function that makes the result of
-        `fn` from the arrays that it returns. Other arguments and results bypass it.
+        The program, its input arrays, and a function that builds the result of `fn`
+        from the program's outputs and from the results that are not arrays.
     """
     leaves, tree = jax.tree.flatten((args, kwargs))
     static = [None if _is_array(x) else x for x in leaves]
@@ -155,7 +154,7 @@ def _trace(
         return [x for x in outs if isinstance(x, jax.Array)]
 
     def rebuild(outs):
-        # A number of NumPy is an array too, once JAX has computed with it.
+        # Convert NumPy floats, because JAX's own functions return JAX arrays.
         static = [
             _owned(x) if isinstance(x, np.inexact) else x for x in result["static"]
         ]
@@ -168,7 +167,7 @@ def _trace(
 
 
 def _filled(static: list[Any], values: Sequence[Any]) -> list[Any]:
-    """Leaves of a tree: values where `static` has None, which no leaf is."""
+    """Replaces each None in `static` by the next value. No leaf of a tree is None."""
     left = iter(values)
     return [next(left) if x is None else x for x in static]
 
@@ -182,12 +181,12 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _is_array(x: object) -> bool:
-    """Whether to trace an argument: numbers, NumPy's too, Python may branch on."""
+    """Returns whether to trace an argument. Scalars are static for Python branches."""
     if isinstance(x, np.ndarray):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def _owned(x: Any) -> Any:
-    """A copy of a NumPy array, because a result must not change with an argument."""
+    """Copies a NumPy array, because a result must not change with an argument."""
     return jnp.array(x) if isinstance(x, np.ndarray | np.inexact) else x

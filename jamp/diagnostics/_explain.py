@@ -1,4 +1,4 @@
-"""`explain`: which operation autocast runs in which precision, and why."""
+"""Implements `explain`, which shows the precision of each operation and the reason."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -42,36 +42,37 @@ from jamp.diagnostics._step import function_first, matmul_dtype, trace_step
 
 _REASONS = {
     **{row.why: row.says for row in TABLE},
-    "precision": "It asks for float32 by its `precision`, algorithm or result.",
-    "own dtype": "The program itself has a float dtype other than float32 here.",
-    "no float32": "Nothing that could be cast.",
-    "unknown primitive": "No list has it: it runs as the float32 program has it.",
-    "program": "It holds a program: see inside.",
-    "half condition": "Its condition depends on a matmul in half, whose rounding may "
-    "never let it end. Compute the residual in float32, loosen the tolerance, or limit "
+    "precision": "Its `precision`, algorithm or result dtype requests float32.",
+    "own dtype": "The program itself uses a float dtype other than float32.",
+    "no float32": "It has no float32 value to cast.",
+    "unknown primitive": "No list contains it, so it keeps the dtypes of the program.",
+    "program": "It contains a program. See the operations inside.",
+    "half condition": "Its condition depends on a half matmul, so rounding may keep "
+    "it from ending. Compute the residual in float32, loosen the tolerance, or limit "
     "the iterations.",
     "kept": "Its weight is a param that this level keeps in float32.",
-    "no half param": "None of its operands depends on a param in half.",
-    "fp8": "It is a large product of an activation by a weight.",
-    "fp8 weight": "Half, not fp8: no plain product of an activation by a weight.",
-    "fp8 input": "Half, not fp8: it reads what the model is given.",
-    "fp8 last": "Half, not fp8: no product reads what is made of it, as of logits.",
-    "fp8 order": "Half, not fp8: `top_k`, `sort` or `argmax` orders its results.",
-    "fp8 kept": "Half, not fp8: `Fp8(keep=)` names its weight.",
-    "fp8 derivative": "Half, not fp8: a function has a derivative of its own.",
-    "fp8 disabled": "Half, not fp8: `disable_fp8`.",
-    "fp8 small": "Half, not fp8: too small to gain, see `Fp8(smallest=)`.",
+    "no half param": "None of its operands depends on a half param.",
+    "fp8": "It is a large matmul of an activation and a weight.",
+    "fp8 weight": "It stays in half: it is not a plain matmul with one weight.",
+    "fp8 input": "It stays in half because it reads an input of the model.",
+    "fp8 last": "It stays in half, as logits do: no later matmul depends on it.",
+    "fp8 order": "It stays in half: `top_k`, `sort` or `argmax` orders its result.",
+    "fp8 kept": "It stays in half because `Fp8(keep=)` selects its weight.",
+    "fp8 derivative": "It stays in half inside a function with a custom derivative.",
+    "fp8 disabled": "It stays in half inside `disable_fp8`.",
+    "fp8 small": "It stays in half because it is small; see `Fp8(smallest=)`.",
     "level": "O0 casts nothing.",
-    "gradient": "It is of a gradient, which has the dtype of its value.",
+    "gradient": "It computes a gradient, which has the dtype of its primal.",
 }
 _FUNCTION_ROWS = (*FUNCTION_ROWS, *LIBRARY_ROWS, *SOLVER_ROWS)
 _WHY_IN_FLOAT32 = {PRECISION: "precision", KEPT: "kept", NO_MODEL: "no half param"}
 _MARKED_BY = {
-    MARKERS[Rule.HALF]: "`half_function` or `register_half_function`.",
-    MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function`.",
-    MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function`.",
-    MARKERS[Rule.RECORDED]: "`disable_casts`.",
-    KERNEL: "`half_kernel`: it is called with half operands.",
+    MARKERS[Rule.HALF]: "`half_function` or `register_half_function` marks it.",
+    MARKERS[Rule.FLOAT32]: "`float_function` or `register_float_function` marks it.",
+    MARKERS[Rule.PROMOTE]: "`promote_function` or `register_promote_function` marks "
+    "it.",
+    MARKERS[Rule.RECORDED]: "It is inside `disable_casts`.",
+    KERNEL: "A `half_kernel` gets half operands, and autocast casts nothing inside.",
 }
 
 
@@ -83,26 +84,27 @@ def explain(
     lists: AutocastLists | None = None,
     promote: Promote = "widest",
 ) -> Callable[..., Explanation]:
-    """Explains the precision of each operation, of a function or of a step.
+    """Explains the precision of each operation in a function or a training step.
 
     `explain(fn, dtype)(*args)` explains `autocast(fn, dtype)`. `explain(loss_fn)(state,
     *args)` explains a step at the level of an AmpState, forward and backward. It
-    compiles nothing and runs nothing, so that arrays may be `jax.ShapeDtypeStruct`s.
+    compiles and runs nothing, so arguments may be `jax.ShapeDtypeStruct`s.
 
     Args:
-        fn: any function of arrays, as for `autocast`; or a loss function, as for
+        fn: any function of arrays, as for `autocast`, or a loss function, as for
             `scaled_value_and_grad`.
-        dtype: float16 or bfloat16. For a state, the level decides this, `lists` and
+        dtype: float16 or bfloat16. For a state, the level sets `dtype`, `lists` and
             `promote`.
         lists: additions to the table of operations.
         promote: "widest" or "narrowest".
 
     Returns:
-        `f(*args, **kwargs) -> Explanation`, or `f(state, *args, **kwargs)`: print it.
+        A function `f(*args, **kwargs) -> Explanation`, or for a state
+        `f(state, *args, **kwargs) -> Explanation`. Print the explanation.
 
     Raises:
-        ValueError: `dtype` or `promote` is none of these.
-        TypeError: it is given arguments of `fn`.
+        ValueError: `dtype` or `promote` is invalid.
+        TypeError: `explain` also got the arguments of `fn`.
 
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -149,16 +151,16 @@ def _explain_step(
 
 
 class _Enclosing(NamedTuple):
-    """The surroundings of a program."""
+    """The context of a program inside the explained program."""
 
     lists: AutocastLists  # the user's
-    # Why an operation of a step without a note has its dtype; "" for a function, whose
-    # operations without a note are not the user's.
+    # The `why` of an operation without a note. It is "" for a function, because there
+    # autocast added every operation without a note.
     default: str = ""
     path: tuple[str, ...] = ()
     source: str = ""
-    names: str = ""  # the name stack of the holder
-    times: int = 1  # how often the program runs
+    names: str = ""  # the name stack of the equation that contains the program
+    times: int = 1  # the number of times that the program runs
     # False for a program that autocast added, such as a checkpoint.
     is_users: bool = True
 
@@ -169,7 +171,7 @@ def _operations(program: jc.Jaxpr, around: _Enclosing) -> Iterator[Operation]:
         own = jax_internals.name_stack(eqn)
         inner = around._replace(names=f"{around.names}/{own}", is_users=False)
         if around.is_users or notes_in(own):
-            # JAX keeps no line of what its own jitted functions hold.
+            # JAX records no user lines inside its own jitted functions.
             inner = inner._replace(source=user_line(eqn) or around.source)
         decision = decision_on(eqn, own, around)
         if decision is not None:
@@ -208,20 +210,20 @@ def _operation(
 
 
 def _own_dtype(eqn: jc.JaxprEqn) -> str | None:
-    """The dtype of an operation as it is written; None without a result."""
+    """Returns the dtype of an operation in the written program, if it has a result."""
     if traits_of(eqn.primitive.name).shape is Shape.PRODUCT:
-        # `preferred_element_type` may say otherwise of the result.
+        # `preferred_element_type` may give the result another dtype.
         return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
     return next(iter(dtypes_of(eqn.outvars)), None)
 
 
-# ---- what decided, and why
+# ---- decisions and their reasons
 
 
 def _decision_in_function(
     eqn: jc.JaxprEqn, own: str, around: _Enclosing
 ) -> tuple[Note, str] | None:
-    """The note on an operation of the user's function; None for autocast's own.
+    """Returns the note on an operation, or None if autocast added the operation.
 
     `own` is the equation's name stack.
     """
@@ -237,10 +239,10 @@ def _decision_in_function(
 
 
 def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | None:
-    """The note on an equation of a function by which autocast computes an operation.
+    """Returns the note on an equation inside a function that replaces an operation.
 
-    The equation of the same primitive has the operation's note. The sums and
-    exponentials of a softmax follow the lists.
+    The equation with the operation's primitive has the operation's note. Other
+    equations, such as the sums and exponentials of a softmax, follow the lists.
     """
     name = primitive_name(eqn)
     if note.primitive == name:
@@ -255,32 +257,32 @@ def _note_inside(eqn: jc.JaxprEqn, note: Note, around: _Enclosing) -> Note | Non
 def _decision_in_step(
     eqn: jc.JaxprEqn, own: str, around: _Enclosing
 ) -> tuple[Note, str]:
-    """The note on an equation of a program that JAX has differentiated."""
+    """Returns the note on an equation of a differentiated program."""
     name, names = primitive_name(eqn), f"{around.names}/{own}"
     listed = rule_of(around.lists, name)
     rule = listed.value if listed else ""
     written = Note(name, around.default, rule, _own_dtype(eqn) or "")
-    if around.default == "region":  # of `disable_casts`
+    if around.default == "region":  # inside `disable_casts`
         leave = Rule.RECORDED
         written = written._replace(rule=leave.value, region=MARKERS[leave])
     note = note_in(names)
     if frames_of(eqn):
         written = written._replace(why="program")
     elif note and note_in(own) is None and listed is Rule.FLOAT32:
-        written = written._replace(why="list")  # of what jamp has put there
+        written = written._replace(why="list")  # jamp added this equation
     elif note:
         note, reason = _with_reason(note, around)
         if name == note.primitive and not is_backward(names):
             return written._replace(why=note.why), reason
         if note.dtype in ("", written.dtype) or is_fp8(note.dtype, written.dtype):
-            reason = f"It is of the derivative of `{note.primitive}`: {reason}"
+            reason = f"It belongs to the derivative of `{note.primitive}`: {reason}"
             return written._replace(why="derivative"), reason
         written = written._replace(why="gradient")
     return _with_reason(written, around)
 
 
 def _with_reason(note: Note, around: _Enclosing) -> tuple[Note, str]:
-    """A note with its final `why`, and the reason in a sentence."""
+    """Returns a note with its final `why`, and a sentence with the reason."""
     note = note._replace(why=_WHY_IN_FLOAT32.get(note.region, note.why))
     return note, _sentence(note, around.lists)
 
@@ -301,10 +303,11 @@ def _sentence(note: Note, lists: AutocastLists) -> str:
 
 
 def _users_rule(lists: AutocastLists, what: What, *names: str) -> str:
-    """The user's rule for one of some names; "" if there is none."""
+    """Names the user's rule for one of the names; "" if there is none."""
     users = dict(rules_for(lists, what))
     found = (name for name in names if name in users)
-    return next((f"`lists.with_{what.value}({name!r}, ...)`." for name in found), "")
+    rule = next((f"`lists.with_{what.value}({name!r}, ...)`" for name in found), "")
+    return rule and f"{rule} sets its rule."
 
 
 def _reason_in(rows: tuple[Row, ...], name: str) -> str:

@@ -128,15 +128,16 @@ CASES = {
     "bfloat16 by hand": (own_bfloat16, "dot_general: bfloat16 half own dtype"),
 }
 REASONS = {
-    "a product": "Matrix units multiply half and accumulate in float32: this is the "
-    "speed-up.",
+    "a product": "Matrix units multiply half operands much faster, and accumulate in "
+    "float32.",
     "a fusion": "XLA fuses it with its readers: it runs in float32, and they round its "
     "result.",
-    "a float_function": "`float_function` or `register_float_function`.",
-    "operands of a half_kernel": "`half_kernel`: it is called with half operands.",
-    "precision": "It asks for float32 by its `precision`, algorithm or result.",
-    "a listed function": "`log_softmax`: Each is one exponential or logarithm with its "
-    "safeguard: no rounding inside.",
+    "a float_function": "`float_function` or `register_float_function` marks it.",
+    "operands of a half_kernel": "A `half_kernel` gets half operands, and autocast casts "
+    "nothing inside.",
+    "precision": "Its `precision`, algorithm or result dtype requests float32.",
+    "a listed function": "`log_softmax`: Rounding inside a stabilized exponential or "
+    "logarithm loses digits.",
 }
 
 
@@ -145,7 +146,7 @@ def test_where_autocast_is_off_all_is_recorded():
     with jamp.disable_casts():
         found = jamp.explain(lambda x: jnp.tanh(x @ x), lists=lists)(jnp.ones((2, 2)))
     decided = [(op.dtype, op.rule, op.why, op.reason) for op in found.operations]
-    assert decided == 2 * [("float32", "recorded", "region", "`disable_casts`.")]
+    assert decided == 2 * [("float32", "recorded", "region", "It is inside `disable_casts`.")]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -246,14 +247,14 @@ def test_warns_of_products_in_float32_and_of_what_it_does_not_know(unknown):
     assert jamp.explain(jnp.matmul)(X, X).warnings == ()
     line = disabled.__code__.co_firstlineno + 2
     waits, wide = jamp.explain(everywhere)(X, X).warnings
-    assert ": while: half condition. Its condition depends on a matmul" in waits
+    assert ": while: half condition. Its condition depends on a half matmul" in waits
     place = f"{__file__}:{line}"
-    assert wide == f"{place}: dot_general runs in float32 (region). `disable_casts`."
+    assert wide == f"{place}: dot_general runs in float32 (region). It is inside `disable_casts`."
     callback = jamp.explain(lambda x: jax.pure_callback(np.tanh, X, x))(X)
     assert only(callback, "pure_callback").dtype == "float32"
     assert callback.warnings == ()
     (warning,) = jamp.explain(mystery.bind)(X).warnings
-    assert f"{mystery}: unknown primitive. No list has it" in warning
+    assert f"{mystery}: unknown primitive. No list contains it" in warning
 
 
 def test_nothing_runs_and_nothing_is_compiled():
@@ -274,7 +275,7 @@ def test_dict():
     explanation = jamp.explain(everywhere)(X, X)
     lists = LISTS.with_region("head", "float32")
     (op, _) = jamp.explain(named, lists=lists)(X, X).operations
-    assert op.reason == "`lists.with_region('head', ...)`."
+    assert op.reason == "`lists.with_region('head', ...)` sets its rule."
     found = explanation.to_dict()
     assert json.loads(json.dumps(found)) == found
     for x, op in zip(found["operations"], explanation.operations, strict=True):
@@ -350,9 +351,9 @@ def test_each_operation_of_a_step_has_its_reason(level):
         "gradient",
     }
     reasons = {op.reason for op in found}
-    assert "`lists.with_primitive('reduce_sum', ...)`." in reasons
-    assert "`float_function` or `register_float_function`." in reasons
-    assert "It is of the derivative of `exp`: Their results leave" in str(reasons)
+    assert "`lists.with_primitive('reduce_sum', ...)` sets its rule." in reasons
+    assert "`float_function` or `register_float_function` marks it." in reasons
+    assert "It belongs to the derivative of `exp`: Their results exceed" in str(reasons)
     kept = "Its weight is a param that this level keeps in float32."
     assert (kept in str(explanation.warnings)) == (level == "O2")
     assert "jamp_why" not in str(explanation.to_dict())
