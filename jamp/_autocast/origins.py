@@ -60,7 +60,7 @@ class Origin(NamedTuple):
 
 # Each element depends only on the operands' elements at the same position.
 _IN_PLACE = (Shape.ELEMENTWISE, Shape.SAME, Shape.MARK, Shape.RESHAPE, Shape.REPEAT)
-# The elements are those of the operand.
+# The result has the elements of the operand.
 _HAND_ON = (Shape.SAME, Shape.MARK, Shape.RESHAPE)
 
 

@@ -182,7 +182,7 @@ class Rewriter:
             self._note(eqn, why, rule, region=region)
             return
         if marked_source(eqn) is not None:
-            # `Facts` has read this mark. Left in, it would keep a loss out of a head.
+            # `Facts` has read this mark. Writing it would keep a loss out of a head.
             value, same = eqn.invars[0], eqn.outvars[0]
             dtype = self.facts[same].vote
             self.read(value, dtype)
@@ -358,8 +358,8 @@ def _rounds_kept(facts: Facts, eqn: jc.JaxprEqn) -> bool:
 def _warn_of_kept(names: str) -> None:
     where = "/".join(filter(None, names.split("/")))
     warn(
-        f"The program casts a param that keep_fp32 keeps in float32 to half in "
-        f"{where!r}. Remove the cast, such as a layer's `dtype=`: the opt level decides which "
-        "operations run in half.",
+        "The program casts a param that keep_fp32 keeps in float32 to half in "
+        f"{where!r}. Remove the cast, such as a layer's `dtype=`, because the opt level "
+        "decides what runs in half.",
         PrecisionWarning,
     )

@@ -170,15 +170,24 @@ def test_lists_are_values():
     ("call", "match"),
     [
         (lambda: LISTS.with_region("a", "quarter"), "'quarter'"),
-        (lambda: LISTS.with_primitive("scan", "half"), "'scan', which contains a program"),
-        (lambda: LISTS.register_half_function(jnp, "none"), "named 'none' in module"),
-        (lambda: LISTS.register_half_kernel(jnp, "none"), "named 'none' in module"),
+        (
+            lambda: LISTS.with_primitive("scan", "half"),
+            "'scan', which contains a program",
+        ),
+        (
+            lambda: LISTS.register_half_function(jnp, "none"),
+            "has no function named 'none'",
+        ),
+        (
+            lambda: LISTS.register_half_kernel(jnp, "none"),
+            "has no function named 'none'",
+        ),
         (lambda: jamp.autocast(product, dtype="float32"), "must be.*float32"),
         (lambda: jamp.autocast(product, promote="wide"), "must be.*wide"),
         (lambda: LISTS.with_region("(", "half"), "got a bad regex, '\\('"),
         (lambda: LISTS.with_primitive("exp", "fp16"), "one of 'half', .*got 'fp16'"),
         (lambda: jamp.autocast("bfloat16"), "takes a function, got 'bfloat16'"),
-        (lambda: jamp.autocast(), "got no function.*no context manager"),
+        (lambda: jamp.autocast(), "got no function.*not a context manager"),
         (lambda: jamp.autocast(dtype="bfloat16"), "functools.partial"),
         (lambda: jamp.autocast(product, "fp16"), "float16 or bfloat16, got 'fp16'"),
         (lambda: jamp.autocast(product, lists={}), "must be a jamp.AutocastLists"),

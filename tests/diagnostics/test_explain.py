@@ -146,7 +146,9 @@ def test_where_autocast_is_off_all_is_recorded():
     with jamp.disable_casts():
         found = jamp.explain(lambda x: jnp.tanh(x @ x), lists=lists)(jnp.ones((2, 2)))
     decided = [(op.dtype, op.rule, op.why, op.reason) for op in found.operations]
-    assert decided == 2 * [("float32", "recorded", "region", "It is inside `disable_casts`.")]
+    assert decided == 2 * [
+        ("float32", "recorded", "region", "It is inside `disable_casts`.")
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -249,7 +251,10 @@ def test_warns_of_products_in_float32_and_of_what_it_does_not_know(unknown):
     waits, wide = jamp.explain(everywhere)(X, X).warnings
     assert ": while: half condition. Its condition depends on a half matmul" in waits
     place = f"{__file__}:{line}"
-    assert wide == f"{place}: dot_general runs in float32 (region). It is inside `disable_casts`."
+    assert (
+        wide
+        == f"{place}: dot_general runs in float32 (region). It is inside `disable_casts`."
+    )
     callback = jamp.explain(lambda x: jax.pure_callback(np.tanh, X, x))(X)
     assert only(callback, "pure_callback").dtype == "float32"
     assert callback.warnings == ()
