@@ -359,7 +359,7 @@ def _warn_of_kept(names: str) -> None:
     where = "/".join(filter(None, names.split("/")))
     warn(
         "The program casts a param that keep_fp32 keeps in float32 to half in "
-        f"{where!r}. Remove the cast, such as a layer's `dtype=`, because the opt level "
-        "decides what runs in half.",
+        f"{where!r}. Remove the cast, such as a layer's `dtype=`. The opt level "
+        "decides which operations run in half.",
         PrecisionWarning,
     )

@@ -133,8 +133,8 @@ REASONS = {
     "a fusion": "XLA fuses it with its readers: it runs in float32, and they round its "
     "result.",
     "a float_function": "`float_function` or `register_float_function` marks it.",
-    "operands of a half_kernel": "A `half_kernel` gets half operands, and autocast casts "
-    "nothing inside.",
+    "operands of a half_kernel": "A `half_kernel` gets half operands, and autocast "
+    "casts nothing inside.",
     "precision": "Its `precision`, algorithm or result dtype requests float32.",
     "a listed function": "`log_softmax`: Rounding inside a stabilized exponential or "
     "logarithm loses digits.",
@@ -251,10 +251,8 @@ def test_warns_of_products_in_float32_and_of_what_it_does_not_know(unknown):
     waits, wide = jamp.explain(everywhere)(X, X).warnings
     assert ": while: half condition. Its condition depends on a half matmul" in waits
     place = f"{__file__}:{line}"
-    assert (
-        wide
-        == f"{place}: dot_general runs in float32 (region). It is inside `disable_casts`."
-    )
+    reason = "dot_general runs in float32 (region). It is inside `disable_casts`."
+    assert wide == f"{place}: {reason}"
     callback = jamp.explain(lambda x: jax.pure_callback(np.tanh, X, x))(X)
     assert only(callback, "pure_callback").dtype == "float32"
     assert callback.warnings == ()
