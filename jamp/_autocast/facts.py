@@ -141,7 +141,7 @@ class Facts:
         return self.params_in(atom) == Source.HALF
 
     def is_weight(self, atom: Atom) -> bool:
-        """Returns whether a value depends on (half) params alone in a (half) model."""
+        """Returns whether a value depends only on params of the model's dtype."""
         weights = Source.HALF if self.scope.policy.of_model else Source.KEPT
         return self.params_in(atom) == weights
 
