@@ -205,10 +205,10 @@ def test_gradients_of_rows_that_the_head_shares_add_up_in_float32(promote):
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     ("tied", "promote", "traffic", "temp"),
-    [(True, "widest", 0.65, 0.45), (False, "narrowest", 0.69, 0.53)],
+    [(True, "widest", 0.66, 0.45), (False, "narrowest", 0.69, 0.53)],
 )
 def test_what_a_step_of_a_head_costs_an_h200(tied, promote, traffic, temp):
-    """At most so much as by hand: it is 0.642 and 0.44 of a tied embedding, whose
+    """At most so much as by hand: it is 0.651 and 0.44 of a tied embedding, whose
     gradients are added up in float32, and 0.67 and 0.51 of another."""
     words, width, tokens = (50_257, 768, 4096) if tied else (32_000, 2048, 4096)
     tx = optax.adam(1e-3)
