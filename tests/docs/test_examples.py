@@ -125,6 +125,13 @@ def test_imagenet_learns_and_a_resumed_run_ends_as_if_never_stopped(tmp_path):
         train("--steps", "24", "--checkpoint-dir", folder)
 
 
+@pytest.mark.slow
+def test_the_advice_for_lost_digits_repairs_them(capsys):
+    load("lost_digits").main()
+    first, second = capsys.readouterr().out.split("O5 against O0")[1:]
+    assert "keep_fp32" in first and "keep_fp32" not in second
+
+
 # The command lines
 
 SCRIPTS = "bert_lamb", "char_lm", "dcgan", "digits", "distributed", "fp16_optimizer"
