@@ -47,7 +47,6 @@ class Case:
         self.votes = facts.votes(eqn.invars)
         self.is_half = facts.half in facts.votes(eqn.outvars)
         self.traits = traits_of(primitive_name(eqn))
-        self.result = facts[eqn.outvars[0]] if eqn.outvars else None
 
     @functools.cached_property
     def bias(self) -> jc.Var | None:

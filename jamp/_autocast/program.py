@@ -247,8 +247,7 @@ def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | Non
     """Returns the rule of a region, and the mark, function or regex that sets it.
 
     The user's marks come first, then the last rule of the lists that matches. Returns
-    None if there is no such rule. The rule is None if the last rule of the lists is
-    for the primitive.
+    None if no rule matches, and a rule of None if the last one is for the primitive.
     """
     names = name_stack(scope, eqn)
     markers = _MARKER.findall(names)

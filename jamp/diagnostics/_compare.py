@@ -110,8 +110,7 @@ def _at_level(state: AmpState, level: OptLevel, settings: LevelOptions) -> AmpSt
         )
     masters = master_params(state)
     check_rules("keep_fp32", properties.keep_fp32, masters)
-    stats = getattr(state, "batch_stats", None)
-    params = cast_to_level(masters, properties, stats)
+    params = cast_to_level(masters, properties, state.batch_stats)
     # `state.replace` would cast the params to the present level.
     return dataclasses.replace(state, params=params, properties=properties)
 

@@ -107,7 +107,7 @@ class Note:
     error: float | None = None  # None if it was not compared
     partner: "Note | None" = None  # of the value that it was compared with
     row: Any = None  # the row of the operation that made it
-    # Of the fp8 matmul before it: the unit roundoff, and its weight as a regex.
+    # The unit roundoff and the weight (a regex) of the fp8 matmul that it depends on.
     fp8: tuple[float, str] = (0.0, "")
 
 
