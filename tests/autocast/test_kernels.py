@@ -1,22 +1,15 @@
 """Functions that only run in half: called with half under autocast, and left alone."""
 
 import contextlib
-import functools
 import types
 import warnings
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 import jamp
-from benchmarks import h200
-from jamp._autocast import jax_internals
-from tests.support.by_jamp import amp_init, amp_step
 from tests.support.constructs import AROUND
 from tests.support.programs import products
 
@@ -170,78 +163,3 @@ def test_registered_kernels_are_called_so_where_they_are_looked_up():
     got = jamp.autocast(lambda x: module.kernel(x), lists=lists)(X)
     np.testing.assert_allclose(got, np.sin(X), atol=1e-3)
     assert module.kernel is kernel
-
-
-@pytest.fixture
-def with_cudnn(monkeypatch):
-    """A machine without a GPU has no cuDNN whose version JAX could ask for."""
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-
-
-attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-
-
-class Block(nn.Module):
-    """Attention as users write it, between two layers."""
-
-    @nn.compact
-    def __call__(self, x, train=True):
-        q, k, v = (nn.DenseGeneral((8, 64))(x) for _ in range(3))
-        return nn.DenseGeneral(10, axis=(-2, -1))(attention(q, k, v, is_causal=True))
-
-
-def calls_and_scores(program):
-    """The calls of cuDNN's attention with the dtypes of their results, and the arrays
-    that are as large as the scores of 8 heads, 128 x 128."""
-    found = [i for c in program.computations.values() for i in c.values()]
-    target = r'custom_call_target="__cudnn\$fmha([^"]+)"'
-    targets = [(i.attribute(target), i) for i in found]
-    calls = {name: i.shape[1:].partition("[")[0] for name, i in targets if name}
-    return calls, [i.shape for i in found if "128,128]" in i.shape]
-
-
-@pytest.mark.h200
-@pytest.mark.standard_promotion
-def test_a_step_calls_cudnn_forward_and_backward(with_cudnn):
-    x = jax.ShapeDtypeStruct((4, 128, 32), jnp.float32)
-    init = jamp.autocast(Block().init)  # it calls the kernel, too
-    variables = jax.eval_shape(init, jax.random.key(0), x)
-    begin = functools.partial(amp_init, Block(), tx=optax.sgd(0.1), level="O5")
-    labels = jax.ShapeDtypeStruct((4, 128), jnp.int32)
-    program = h200.compile_step(amp_step, jax.eval_shape(begin, variables), x, labels)
-    calls = {"Softmax": "bf16", "SoftmaxBackward": "bf16"}
-    assert calls_and_scores(program) == (calls, [])
-
-
-def attend(np, q, k, v, bias):
-    """Attention, by its formula."""
-    scores = np.einsum("btnh,bsnh->bnts", q, k) / 2.0 + bias
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights = weights / weights.sum(-1, keepdims=True)
-    return np.einsum("bnts,bsnh->btnh", weights, v)
-
-
-@both
-def test_a_mask_beyond_half_leaves_a_row_of_nothing_else_finite(half, monkeypatch):
-    def fake_cudnn(*operands, **options):
-        assert {x.dtype for x in operands[:4]} == {jnp.dtype(half)}
-        wide = [x.astype(jnp.float32) for x in operands[:4]]
-        return attend(jnp, *wide).astype(half)
-
-    module, name = jax_internals.cudnn_attention()
-    monkeypatch.setattr(module, name, fake_cudnn)
-    from jax.nn import dot_product_attention  # nobody can replace this name
-
-    x = jnp.arange(24.0).reshape(1, 3, 2, 4) / 24
-    bias = jnp.where(jnp.arange(3)[:, None] > jnp.arange(3), 0.0, -3.4e38)[None, None]
-
-    def fn(x, bias):
-        return dot_product_attention(x, x, x, bias, implementation="cudnn")
-
-    got = jamp.autocast(fn, half)(x, bias)
-    x64, bias64 = np.asarray(x, np.float64), np.asarray(bias, np.float64)
-    expected = attend(np, x64, x64, x64, bias64)[:, 1:]
-    np.testing.assert_allclose(got[:, 1:], expected, atol=2 * jnp.finfo(half).eps)
-    # All is masked there: any weights will do.
-    assert (got[:, 0] >= x.min(1)).all() and (got[:, 0] <= x.max(1)).all()
-    assert getattr(module, name) is fake_cudnn
