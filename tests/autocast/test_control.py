@@ -272,22 +272,6 @@ def test_an_exception_in_one_of_two_traces_leaves_the_other_its_marks(module, li
     assert module.product is product
 
 
-def test_traces_of_jitted_functions_are_kept_apart(module, lists):
-    """JAX keeps the trace of a jitted function: one without marks, and one with."""
-    traced = []
-
-    @jax.jit
-    def jitted(x):
-        traced.append(x)
-        return calls(module)(x)
-
-    for _ in range(2):
-        assert found(lambda x: jitted(x)) == [HALF, HALF]
-        assert found(lambda x: jitted(x), lists=lists) == [FLOAT, HALF]
-        jitted(X)
-    assert len(traced) == 3  # the third is that without autocast
-
-
 @pytest.fixture
 def classes():
     class Base:

@@ -70,29 +70,6 @@ def test_a_construct_is_as_without_autocast(way, name):
     assert_near(cast, plain, TOLERANCE)
 
 
-@pytest.mark.eight_devices
-def test_a_step_outside_of_jit():
-    def loss(params, x):
-        logits = jax.nn.relu(x @ params["first"]) @ params["second"]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels())
-        return losses.mean()
-
-    def step(state, x):
-        value, grads = jamp.scaled_value_and_grad(loss)(state, x)
-        return value, grads, state.apply_gradients(grads=grads).params
-
-    params = {"first": jax.device_put(W, P()), "second": jax.device_put(W.T, P())}
-    state = jamp.initialize(params, optax.sgd(0.1), "O5", verbosity=0)
-    x = jax.device_put(X, P("data"))
-    (value, grads, new), jitted = step(state, x), jax.jit(step)(state, x)
-    expected = jax.value_and_grad(loss)(params, x)
-    assert_near(value, expected[0], TOLERANCE)
-    assert_near(grads, expected[1], 8 * TOLERANCE)
-    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(jitted[2]), strict=True):
-        assert jax.typeof(a) == jax.typeof(b)
-        np.testing.assert_allclose(*(np.float32(x) for x in (a, b)), rtol=2**-7)
-
-
 def in_fp8(params, x):
     h = jnp.tanh(x * params["one"] @ params["w"][0]) @ params["w"][1]
     return jnp.square(h @ params["w"][2]).mean()

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -271,23 +270,6 @@ def test_what_stays_as_it_is(name):
     assert why(fn, state, X) == ["fp8", reason, "fp8 last"]
 
 
-@pytest.mark.parametrize("function", [custom, custom_forward])
-def test_a_derivative_of_the_users_is_half_and_theirs(function):
-    state = state_of(params_of_layers("v"))
-
-    def fn(params, x, function):
-        return layers(params, x, lambda y: function(y, params["v"])).sum()
-
-    step = jamp.scaled_value_and_grad(fn)
-    (loss, grads), (plain, expected) = (
-        step(state, X, fn) for fn in (function, jamp.disable_fp8()(jnp.matmul))
-    )
-    assert loss == plain
-    # It doubles the gradient of its first argument.
-    for name, times in {"w": 2, "v": 1, "last": 1}.items():
-        assert distance(grads[name], times * expected[name]) <= 2**-7, name
-
-
 ORDERS = {
     "top_k": lambda r: lax.top_k(jax.nn.softmax(r), 2)[0],
     "argmax": lambda r: jax.nn.one_hot(r.argmax(-1), N),
@@ -507,29 +489,6 @@ def test_nor_is_it_nan_where_the_cotangent_is_known(argnums, derivative):
 
 
 # ---- flax.nnx
-
-
-def test_nnx():
-    def trained(fp8):
-        rngs, tx = nnx.Rngs(0), optax.sgd(0.1)
-        hidden = [(nnx.Linear(N, N, rngs=rngs), nnx.tanh) for _ in range(3)]
-        model = nnx.Sequential(*sum(hidden, ()), nnx.Linear(N, 3, rngs=rngs))
-        options = {"fp8": fp8, "verbosity": 0}
-        model, optimizer = jamp.nnx.initialize(model, tx, "O6", **options)
-        step = jamp.nnx.scaled_value_and_grad(
-            lambda model, x: jnp.square(model(x)).mean()
-        )
-        loss, grads = step(model, optimizer, X)
-        optimizer.update(model, grads)
-        return loss, model(X), model
-
-    (loss, out, model), (plain_loss, plain, _) = trained(ALL), trained(False)
-    assert 0 < distance(loss, plain_loss) <= 0.05
-    assert 0 < distance(out, plain) <= 0.1
-    keep = jamp.Fp8(keep="layers/2", smallest=1)
-    assert 0 < distance(out, trained(keep)[1]) <= 0.1
-    graph, params = nnx.split(model)
-    assert in_fp8(lambda p, x: nnx.merge(graph, p)(x), params, X) == 2
 
 
 # ---- options

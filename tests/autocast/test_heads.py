@@ -8,7 +8,6 @@ import pytest
 from jax import lax, nn
 
 import jamp
-from benchmarks import h200
 from jamp._autocast import labels
 from tests.support.programs import evaluate, walk
 
@@ -199,50 +198,6 @@ def test_gradients_of_rows_that_the_head_shares_add_up_in_float32(promote):
     exact = cotangent.T @ table[tokens]
     np.add.at(exact, tokens, cotangent @ table)
     np.testing.assert_allclose(got, exact, 2e-2, 16)
-
-
-@pytest.mark.h200
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-    ("tied", "promote", "traffic", "temp"),
-    [(True, "widest", 0.66, 0.45), (False, "narrowest", 0.69, 0.53)],
-)
-def test_what_a_step_of_a_head_costs_an_h200(tied, promote, traffic, temp):
-    """At most so much as by hand: it is 0.651 and 0.44 of a tied embedding, whose
-    gradients are added up in float32, and 0.67 and 0.51 of another."""
-    words, width, tokens = (50_257, 768, 4096) if tied else (32_000, 2048, 4096)
-    tx = optax.adam(1e-3)
-
-    def logits(w, x):
-        return w[x] @ w.T if tied else x @ w
-
-    def by_hand(w, x):
-        x = x if tied else x.astype("bfloat16")
-        return logits(w.astype("bfloat16"), x).astype("float32")
-
-    def cost(of_logits, cast=lambda fn: fn):
-        losses = optax.softmax_cross_entropy_with_integer_labels
-        loss = cast(lambda w, x, labels: losses(of_logits(w, x), labels).mean())
-
-        def step(state, x, labels):
-            w, opt_state = state
-            value, grads = jax.value_and_grad(loss)(w, x, labels)
-            updates, opt_state = tx.update(grads, opt_state, w)
-            return (optax.apply_updates(w, updates), opt_state), value
-
-        def shape(*sizes, dtype=jnp.float32):
-            return jax.ShapeDtypeStruct(sizes, dtype)
-
-        w = shape(words, width) if tied else shape(width, words)
-        labels = shape(tokens, dtype=jnp.int32)
-        state = w, jax.eval_shape(tx.init, w)
-        x = labels if tied else shape(tokens, width)
-        return h200.compile_step(step, state, x, labels, donate=(0,))
-
-    ours = cost(logits, lambda fn: jamp.autocast(fn, "bfloat16", promote=promote))
-    hand = cost(by_hand)
-    assert ours.traffic <= traffic * hand.traffic
-    assert ours.temp <= temp * hand.temp
 
 
 @pytest.mark.eight_devices

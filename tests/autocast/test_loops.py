@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import jamp
-from benchmarks import h200
 from jamp._autocast import frames, sums
 from tests.support.constructs import AROUND, repeat
 from tests.support.near import assert_near
@@ -341,24 +340,6 @@ def test_explain_warns_of_a_condition_that_depends_on_a_half_product(fn):
 
 
 # ---- on GPUs
-
-
-@pytest.mark.h200
-@halves
-def test_on_a_gpu_a_product_is_added_where_it_is_computed(half):
-    def cell(w, xs):
-        step = lambda c, x: jnp.tanh(x @ w["i"] + c @ w["h"])  # noqa: E731
-        return repeat(step, jnp.ones((64, 1024)), xs)
-
-    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    shapes = (
-        {"i": shape((1024, 1024)), "h": shape((1024, 1024))},
-        shape((256, 64, 1024)),
-    )
-    program = h200.compile_step(jax.grad(total(jamp.autocast(cell, half))), *shapes)
-    assert {dtype for pair in program.products for dtype in pair} == {HALVES[half]}
-    # By weight and trip: 24 bytes if products were written first.
-    assert program.traffic / 256 / (2 * 1024**2) <= 20
 
 
 @pytest.mark.parametrize("capability", ["7.5", "9.0", "10.0"])

@@ -10,16 +10,15 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import hijax, io_callback
+from jax.experimental import hijax
 
 import jamp
 from jamp._autocast import rewrite
 from tests.autocast.test_coverage import TOLERANCE, W, X
-from tests.support.constructs import AROUND, TABLE, custom_vjp, layer, squared
+from tests.support.constructs import AROUND, TABLE, custom_vjp, layer
 from tests.support.near import assert_near
 from tests.support.programs import evaluate, products, products_of
 
@@ -159,19 +158,6 @@ def test_gradients_of_rules_and_policies(name, place, upgraded):
     assert_close(gradients(half(fn), W, X), gradients(fn, W, X))
 
 
-def test_rules_may_close_over_values_of_the_program(upgraded):
-    upgraded(*DIFFERENTIABLE)
-
-    def fn(w, x):
-        factor = x.sum()
-        forward = lambda w: x @ w * factor  # noqa: E731
-        backward = lambda _, g: (3.0 * factor * (x.T @ g),)  # noqa: E731
-        return custom_vjp(forward, lambda w: (forward(w), ()), backward)(w)
-
-    got, expected = (jax.jit(jax.grad(squared(f)))(W, X) for f in (half(fn), fn))
-    assert_close(got, expected)
-
-
 def with_reference(w, x):
     """A checkpoint around a mutable array, which JAX has under `jax_remat3` alone."""
 
@@ -181,26 +167,6 @@ def with_reference(w, x):
         return jax.nn.relu(kept[...]) @ w
 
     return jax.checkpoint(body)(x)
-
-
-def normed(w, x):
-    return jax.nn.softmax(jax.nn.standardize(jax.nn.relu(x @ w)) @ w) @ w
-
-
-def forward(fn):
-    return lambda w, x: jax.jvp(lambda w: fn(w, x), (w,), (x,))
-
-
-def linear(fn):
-    return lambda w, x: jax.linearize(lambda w: fn(w, x), w)[1](x)
-
-
-@pytest.mark.parametrize("derivative", [forward, linear])
-def test_derivatives_outside_and_inside_of_autocast(derivative, upgraded):
-    upgraded(*DIFFERENTIABLE)
-    expected = evaluate(derivative(normed), W, X)
-    for fn in (derivative(half(normed)), half(derivative(normed))):
-        assert_close(evaluate(fn, W, X), expected)
 
 
 def test_a_checkpoint_around_a_reference(upgraded):
@@ -302,16 +268,3 @@ def test_values_gradients_and_products_of(name):
     assert_close(evaluate(both(half(fn)), W, X), evaluate(both(fn), W, X))
     if name != "custom_root":
         assert_half(both(half(fn)), W, X, at_least=len(products(both(fn), W, X)))
-
-
-@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
-def test_a_callback_gets_what_the_program_says(call):
-    seen = []
-
-    def seeing(x):
-        seen.append(x.dtype)
-        return np.float32(x)
-
-    fn = lambda w, x: call(seeing, jax.typeof(x), x @ w) @ w  # noqa: E731
-    assert_close(half(fn)(W, X), fn(W, X))
-    assert seen == [np.float32] * 2
