@@ -4,11 +4,8 @@ import collections
 import os
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
-from flax import serialization
 from flax.core import freeze
 from hypothesis import given, settings, strategies as st
 
@@ -17,8 +14,6 @@ from tests.support.bits import assert_same_bits, bits
 
 few = settings(max_examples=3000 if "JAMP_FUZZ" in os.environ else 10)
 Pair = collections.namedtuple("Pair", "left right")
-SGD = optax.sgd(0.5, 0.9)
-LARGEST = np.float32(ml_dtypes.finfo("bfloat16").max)
 HALVES = {"O2": np.dtype("float16"), "O5": np.dtype(ml_dtypes.bfloat16)}
 
 SHAPES = st.sampled_from([(), (1,), (3,), (2, 2), (0,)])
@@ -82,48 +77,3 @@ def test_a_cast_rounds_floats_and_touches_nothing_else(tree, half):
         else:
             assert y is x or bits(y) == bits(x) and y.dtype == x.dtype
     assert_same_bits(jamp.cast_model(got, half), got)
-
-
-def filled(tree, rng):
-    """Arbitrary bits in every float."""
-
-    def leaf(x):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        drawn = rng.integers(0, 256, (x.size, x.dtype.itemsize), np.uint8)
-        return jnp.asarray(drawn.view(x.dtype).reshape(x.shape))
-
-    return jax.tree.map(leaf, tree)
-
-
-@few
-@given(
-    FLOATS,
-    trees(FLOATS | OTHERS),
-    st.sampled_from(["O0", "O2", "O5", "remainders"]),
-    st.integers(0, 2**32),
-)
-def test_masters_and_checkpoints_keep_every_bit(x, tree, level, seed):
-    options = {"opt_level": level, "verbosity": 0}
-    if level == "remainders":
-        options |= {"opt_level": "O5", "store_remainder": True}
-    tree = {"x": x, "tree": tree}
-    state = jamp.initialize(tree, SGD, **options)
-    given = [tree, state.params, jamp.master_params(state)]
-    for x, param, master in zip(*map(jax.tree.leaves, given), strict=True):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            continue
-        if level == "remainders":  # NaNs are one NaN, inf is the largest number
-            kept = np.abs(x) < LARGEST
-            assert bits(np.asarray(master)[kept]) == bits(x[kept])
-        else:
-            assert bits(master) == bits(x)
-        if level in HALVES:
-            assert_rounds(param, x, HALVES[level])
-    rng = np.random.default_rng(seed)
-    state = state.replace(opt_state=filled(state.opt_state, rng))
-    blank = jamp.initialize(jax.tree.map(np.zeros_like, tree), SGD, **options)
-    again = serialization.from_bytes(blank, serialization.to_bytes(state))
-    assert_same_bits(again, state)
-    if level == "O0":  # at the others params are rounded from the masters
-        assert_same_bits(jamp.from_checkpoint(blank, jamp.to_checkpoint(state)), state)

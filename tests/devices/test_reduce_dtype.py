@@ -148,22 +148,6 @@ def test_aux_and_a_loop_of_ones_own_go_through():
     assert stepped.params["w"].dtype == BF16
 
 
-@pytest.mark.parametrize("branch", [1.0, -1.0])
-def test_branches_ask_for_other_operands(branch):
-    square = {name: np.full((4, 4), 0.5, np.float32) for name in "abw"}
-    one = lambda p: jax.nn.relu(p["a"]) @ p["b"] * p["w"]  # noqa: E731
-
-    def loss(params, x):
-        w = jax.lax.cond(x[0, 0] > 0, one, lambda p: p["w"], params)
-        return ((x @ w) ** 2).mean()
-
-    x = jnp.full((8, 4), branch)
-    state = make("O2", square, SGD, reduce_dtype="float32", loss_scale=1.0)
-    grads = jax.jit(jamp.scaled_grad(loss))(state, x)
-    wanted = jax.grad(loss)(square, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-3), grads, wanted)
-
-
 @pytest.mark.h200
 @pytest.mark.standard_promotion
 def test_h200s_sum_gradients_in_float32():

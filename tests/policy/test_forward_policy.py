@@ -75,26 +75,6 @@ def test_a_float32_teacher_stays_float32(state):
         assert_rounded_alike(under_policy(state, fn), fn())
 
 
-def test_a_float32_teacher_inside_a_student_stays_float32():
-    # Its BatchNorm would otherwise pass for one of the student's, and give half back.
-    teacher = Normed()
-    frozen = variables_of(teacher, X)
-    init = lambda: teacher.init_with_output(jax.random.key(1), X)  # noqa: E731
-
-    class Student(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            target = teacher.apply(frozen, x.astype(jnp.float32), train=False)
-            y, own = Witness()(x)
-            return y, own, target, init()
-
-    state = state_of(Student(), X)
-    _, own, target, made = forward(state, X)
-    assert own == 2
-    assert_rounded_alike(target, teacher.apply(frozen, X, train=False))
-    assert_rounded_alike(made, init())
-
-
 def test_the_innermost_policy_wins():
     fp16, bf16 = (state_of(WITNESS, X, level=level) for level in ("O2", "O5"))
 
@@ -182,22 +162,6 @@ def test_o0_takes_and_gives_float32():
     assert forward(state, half, apply=model.apply).dtype == jnp.float16
     found = products(lambda s: forward(s, X), state)
     assert found == ["float16,float16"] * 2  # dtype=float16 is the user's wish
-
-
-def test_o0_widens_what_a_loss_gives_to_a_model():
-    seen = []
-
-    class Looking(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            seen.append(x.dtype)
-            return nn.Dense(1)(x)
-
-    state, half = state_of(Looking(), X, level="O0"), X.astype(jnp.float16)
-    inside = lambda: forward(state, half, apply=Looking().apply)  # noqa: E731
-    for run in (inside, lambda: under_policy(state, inside)):
-        run()
-    assert seen[-2:] == [jnp.float16, jnp.float32]
 
 
 @pytest.mark.parametrize("cast_model_type", [None, False])

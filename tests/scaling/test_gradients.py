@@ -184,36 +184,6 @@ def test_a_habit_is_the_right_step_or_a_skip(name, level):
 # Transformations inside of the optimizer that remember gradients.
 
 
-def several_steps(tx, xs):
-    """The states before and after each step."""
-    state = begin("O2", tx)
-
-    @jax.jit
-    def step(state, x):
-        return state.apply_gradients(grads=grads_of(state, x))
-
-    states = [state]
-    for x in xs:
-        states.append(step(states[-1], jnp.float32(x)))
-    return states
-
-
-@pytest.mark.standard_promotion
-def test_multi_steps_drop_the_microbatch_that_overflowed():
-    states = several_steps(optax.MultiSteps(SGD, 2), [0.5, OVERFLOWS, 0.25])
-    assert_skipped_and_lowered(states[2], states[1])
-    for key, master in jamp.master_params(states[3]).items():
-        np.testing.assert_array_equal(master, START[key] - 0.375)
-
-
-@pytest.mark.standard_promotion
-def test_apply_if_finite_inside_sees_no_overflow():
-    states = several_steps(optax.apply_if_finite(SGD, 3), [OVERFLOWS, 0.5])
-    assert_skipped_and_lowered(states[1], states[0])
-    count = optax.tree.get(states[2].opt_state, "total_notfinite")
-    assert (count, states[2].step) == (0, 1)
-
-
 # The table of the origins of gradients.
 
 

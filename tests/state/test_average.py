@@ -106,10 +106,6 @@ def test_what_would_stand_still_is_an_error(words):
         jamp.incremental_update(state, old(state), 0.5)
 
 
-def soft(new, old, step_size=STEP):
-    return optax.incremental_update(new, old, step_size)
-
-
 FIELDS = {
     "initialize": lambda s: make("O2", START, ema=s.params),
     "replace": lambda s: s.replace(ema=s.params),
@@ -124,22 +120,3 @@ def test_a_field_begun_in_half(how):
         jamp.PrecisionWarning, match="field ema has the .*float16.*master_par"
     ):
         FIELDS[how](state)
-
-
-@pytest.mark.standard_promotion
-def test_fields_that_are_not_averages():
-    cache = {"key": jnp.ones(3, jnp.float16)}
-    ema = optax.ema(0.9, accumulator_dtype=jnp.float32).init(START)
-    state = make("O2", START, cache=cache, ema=START, debiased=ema)
-    state = state.replace(cache=cache, ema=jamp.master_params(state))
-    state.apply_gradients(grads=START, cache=cache, ema=soft(state.params, state.ema))
-
-
-def test_params_of_an_earlier_step_are_set_without_a_warning():
-    """Early stopping: warnings are errors here."""
-    for level in ("O2", "O5"):
-        state = make(level, START)
-        best = jax.tree.map(jnp.copy, state.params)
-        small = jax.tree.map(lambda x: 0.02 * x, START)
-        state = state.apply_gradients(grads=small)
-        assert_same_bits(state.replace(params=best).params, best)
