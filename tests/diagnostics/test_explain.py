@@ -375,3 +375,55 @@ def test_arguments_belong_to_the_function_that_is_returned():
     for args in ((x,), (x, x), (jnp.float16, x), ({"w": x},)):
         with pytest.raises(TypeError, match=r"Write explain\(loss_fn\)\(state, \*ar"):
             jamp.explain(jnp.matmul, *args)
+
+
+def attend(query, key, mask=None):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    weights = jax.nn.softmax(scores if mask is None else jnp.where(mask, scores, -1e9))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, key)
+
+
+def no_softmax(query, key):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.tanh(scores), key)
+
+
+def grouped(query, key):
+    return jax.nn.dot_product_attention(query, key[:, :, :1], key[:, :, :1])
+
+
+def in_scan(query, key):
+    return lax.scan(lambda x, k: (attend(x, k), None), query, jnp.stack([key] * 5))[0]
+
+
+ATTENTIONS = {
+    "einsum": (attend, 1),
+    "mask": (lambda q, k: attend(q, k, jnp.tril(jnp.ones((32, 32), bool))), 1),
+    "jax.nn, grouped": (grouped, 1),
+    "Linen": (lambda q, k: nn.dot_product_attention(q, k, k), 1),
+    "two": (lambda q, k: attend(attend(q, k), k), 2),
+    "scan": (in_scan, 1),
+    "no softmax": (no_softmax, 0),
+    "softmax before": (lambda q, k: no_softmax(jax.nn.softmax(q), k), 0),
+    "one matmul": (lambda q, k: jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), 0),
+}
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+@pytest.mark.parametrize("level", ["", "O0", "O1", "O5"])
+def test_attention_that_is_written_out_names_the_fused_call(case, level):
+    fn, count = ATTENTIONS[case]
+    heads = jax.ShapeDtypeStruct((2, 32, 4, 8), jnp.float32)
+    if level:
+        options = {"apply_fn": fn, "verbosity": 0}
+        begin = lambda p: jamp.initialize(p, optax.sgd(0.1), level, **options)  # noqa: E731
+        state = jax.eval_shape(begin, heads)
+        loss = lambda q, k: state.apply_fn(q, k).astype(jnp.float32).sum()  # noqa: E731
+        explanation = jamp.explain(loss)(state, heads)
+    else:
+        explanation = jamp.explain(fn)(heads, heads)
+    found = [op for op in explanation.operations if op.why == "written out"]
+    assert [op.phase for op in found] == ["forward"] * count
+    size = 2 * 4 * 32 * 32 * (4 if level == "O0" else 2) / 1e6
+    assert all(f"{size:.3g} MB" in op.reason for op in found)
+    assert len(explanation.warnings) == bool(count)

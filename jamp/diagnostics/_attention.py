@@ -1,0 +1,32 @@
+"""Finds attention that a program writes out: a softmax between two batched matmuls."""
+
+from jax.extend import core as jc
+
+from jamp._autocast.program import size_of
+
+REASON = (
+    "Attention writes its weights to memory, {size:.3g} MB, and the backward pass "
+    'reads them. On a GPU, `jax.nn.dot_product_attention(..., implementation="cudnn")` '
+    "does not."
+)
+
+
+class Scores:
+    """Sizes of batched matmuls' results, and whether an exponential followed."""
+
+    def __init__(self) -> None:
+        self._are_weights: dict[int, bool] = {}
+
+    def bytes_read(self, eqn: jc.JaxprEqn) -> int:
+        """Returns the bytes of the scores whose softmax an operation multiplies, or 0.
+
+        Call it for each operation of the forward pass, in the order of the program.
+        """
+        name = eqn.primitive.name
+        if name == "exp" and size_of(eqn.outvars[0]) in self._are_weights:
+            self._are_weights[size_of(eqn.outvars[0])] = True
+        if name != "dot_general" or not eqn.params["dimension_numbers"][1][0]:
+            return 0
+        weights = [v for v in eqn.invars if self._are_weights.pop(size_of(v), False)]
+        self._are_weights[size_of(eqn.outvars[0])] = False
+        return sum(size_of(v) * v.aval.dtype.itemsize for v in weights)
