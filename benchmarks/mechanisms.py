@@ -72,7 +72,9 @@ def _without_copies(original: Function) -> Function:
 
 
 def _without_barrier(original: Function) -> Function:
-    return lambda *args, **options: original(*args, **options | {"prevent_cse": False})
+    return lambda graph, region, eqns, _, programs: original(
+        graph, region, eqns, False, programs
+    )
 
 
 def _only_in_loops(original: Function) -> Function:
@@ -118,8 +120,8 @@ MECHANISMS = {
     ),
     "softmax": Mechanism(
         "The derivative of a softmax reads its result in half.",
-        "islands.with_softmax",
-        _first,
+        "softmax._softmax_ending_in",
+        _gives(None),
     ),
     "dropped softmax": Mechanism(
         "Where dropout follows, the derivative of a softmax reads its scores instead.",
@@ -148,8 +150,8 @@ MECHANISMS = {
     ),
     "labels": Mechanism(
         "The derivative of a label's logit is a comparison in the softmax's kernel.",
-        "heads.with_labels",
-        _first,
+        "labels.call",
+        _gives(None),
     ),
     "chains": Mechanism(
         "An elementwise chain on one array is computed in float32.",
@@ -208,17 +210,17 @@ MECHANISMS = {
     ),
     "sums kept": Mechanism(
         "The sums and maxima of an island are kept for the backward pass.",
-        "islands.is_kept",
+        "graph.is_kept",
         _keeps_names,
     ),
     "island barrier": Mechanism(
         "A barrier parts the backward pass of an island from what comes before.",
-        "islands.checkpointed",
+        "islands.checkpoint",
         _without_barrier,
     ),
     "head barrier": Mechanism(
         "A barrier parts the sums that a head keeps from what reads them backward.",
-        "heads.checkpointed",
+        "heads.checkpoint",
         _without_barrier,
     ),
     "sum barrier": Mechanism(

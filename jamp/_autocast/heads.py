@@ -11,27 +11,30 @@ cotangents of the logits meet inside the head in float32, and are rounded once: 
 the sum of a label's -1 and a softmax's 0.999 would lose its digits.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jc
 
 from jamp._autocast.frames import frames_of, program_of, with_equations
-from jamp._autocast.islands import (
+from jamp._autocast.graph import (
     Graph,
+    Region,
+    checkpoint,
     inputs_of,
     is_costly,
-    is_kept,
     may_be_inside,
     variables_in,
 )
-from jamp._autocast.jax_internals import at_place, checkpointed, conversion
-from jamp._autocast.labels import labels_in, with_labels
+from jamp._autocast.jax_internals import at_place, conversion
+from jamp._autocast.labels import labels_in
 from jamp._autocast.primitives import primitive_name
 from jamp._autocast.program import dtype_of, size_of
 from jamp._autocast.sums import with_bias
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+
+type Labels = Mapping[jc.Var, jc.JaxprEqn]
 
 
 def checkpoint_heads(
@@ -44,16 +47,23 @@ def checkpoint_heads(
     sources = dict.fromkeys(v for eqn in jaxpr.eqns for v in _widened(eqn))
     if not sources or not any(map(is_costly, jaxpr.eqns)):
         return jaxpr
-    labels, graph = labels_in(jaxpr, programs), Graph(jaxpr)
+    graph = Graph(jaxpr)
+    labels = labels_in(graph)
     for source in sources:
-        if graph.eqns is not jaxpr.eqns:
-            graph = Graph(jaxpr)
         if members := _head(graph, source, labels):
             if place := _place_of_bias(graph, source, programs):
-                jaxpr = _with_float32_bias(graph, jaxpr, *place)
-                graph, members = Graph(jaxpr), members | {place[0]}
-            jaxpr = _written(graph, jaxpr, members, labels, programs, loop, saved)
-    return jaxpr
+                graph, members = _with_float32_bias(graph, *place), members | {place[0]}
+            inside = (graph.eqns[i] for i in sorted(members))
+            eqns = [labels.get(eqn.outvars[0], eqn) for eqn in inside]
+            # A barrier on the saved sums suffices to recompute the exponentials.
+            # Without one on the logits, their cotangents may reuse the logits' memory.
+            # In a checkpoint that saves values, JAX does not extend a tuple by these,
+            # and raises: use a bool there.
+            barrier = not loop and (saved or (False,) * len(inputs_of(eqns)))
+            region = Region(members, _shared(graph, members))
+            head = checkpoint(graph, region, eqns, barrier, programs)
+            graph = Graph(graph.with_checkpoints([head]))
+    return graph.jaxpr
 
 
 def _place_of_bias(
@@ -63,28 +73,25 @@ def _place_of_bias(
 
     Returns None if `source` is not such a sum, or has other readers.
     """
-    users, maker = graph.users_of(source), graph.makers.get(source)
-    if maker is None or len(users) != 1 or graph.without_gradient & users:
+    readers, maker = graph.readers_of([source]), graph.makers.get(source)
+    if maker is None or len(readers) != 1 or not all(map(graph.has_gradient, readers)):
         return None
-    (cast,), eqn = users, graph.eqns[maker]
-    known = [key for key in programs if isinstance(key, tuple) and key[0] is with_bias]
-    sums = [program_of(programs[key]) for key in known]
+    (cast,), eqn = readers, graph.eqns[maker]
+    sums = [program_of(new) for key, new in programs.items() if key[0] is with_bias]
     is_call = bool(frames_of(eqn)) and any(program_of(eqn) is p for p in sums)
     is_cast = graph.eqns[cast].primitive.name == "convert_element_type"
     return (maker, cast) if is_call and is_cast else None
 
 
-def _with_float32_bias(
-    graph: Graph, jaxpr: jc.Jaxpr, maker: int, cast: int
-) -> jc.Jaxpr:
+def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
     """Returns the program with the bias added in float32."""
-    call, eqns = graph.eqns[maker], list(jaxpr.eqns)
+    call, eqns = graph.eqns[maker], list(graph.eqns)
     (product,), bias = variables_in(call.invars[:1]), call.invars[1]
     eqns[maker] = begin = conversion(product, FLOAT32, call)
     (*_, add) = program_of(call).eqns
     operands, results = [begin.outvars[0], bias], graph.eqns[cast].outvars
     eqns[cast] = at_place(add.replace(invars=operands, outvars=results), call)
-    return with_equations(jaxpr, eqns)
+    return Graph(with_equations(graph.jaxpr, eqns))
 
 
 def _widened(eqn: jc.JaxprEqn) -> list[jc.Var]:
@@ -102,7 +109,17 @@ def _is_free(eqn: jc.JaxprEqn) -> bool:
     )
 
 
-def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
+def _shared(graph: Graph, members: set[int]) -> set[int]:
+    """Returns the members to repeat, because equations outside read them too."""
+    shared = set[int]()
+    for i in sorted(members, reverse=True):
+        eqn = graph.eqns[i]
+        if _is_free(eqn) and graph.readers_of(eqn.outvars) - (members - shared):
+            shared.add(i)
+    return shared
+
+
+def _head(graph: Graph, source: jc.Var, labels: Labels) -> set[int]:
     """Returns the places of the equations in the head of a half array, or no places.
 
     An array has no head if a large value leaves it, because JAX would save that value
@@ -111,36 +128,33 @@ def _head(graph: Graph, source: jc.Var, labels: Mapping[int, int]) -> set[int]:
     eqns, size = graph.eqns, size_of(source)
 
     def is_inside(place: int) -> bool:
-        return place < len(eqns) and may_be_inside(eqns[place], labels)
+        if place == len(eqns):
+            return False
+        is_label = any(v in labels for v in eqns[place].outvars)
+        return is_label or may_be_inside(eqns[place])
 
-    begins = (i for i in graph.users_of(source) - {len(eqns)} if _widened(eqns[i]))
-    members, waiting = set[int](), set(begins)
+    readers = graph.readers_of([source]) - {len(eqns)}
+    members, waiting = set[int](), {i for i in readers if _widened(eqns[i])}
     while waiting:
         if not all(map(is_inside, waiting)):
             return set()
         members |= waiting
         near: set[int] = set()
         for eqn in [eqns[place] for place in waiting]:
-            read = _large(eqn.invars, size)
-            wide = [v for v in read if dtype_of(v) == FLOAT32]
-            if not graph.makers.keys() >= set(wide):
+            read = variables_in(eqn.invars, size)
+            wide = {v for v in read if dtype_of(v) == FLOAT32}
+            if not graph.makers.keys() >= wide:
                 return set()
-            floats = {graph.makers[v] for v in wide}
-            masks = {
-                graph.makers[v] for v in read if _is_mask_of_labels(v, graph, size)
-            }
-            users = {i for v in _large(eqn.outvars, size) for i in graph.users_of(v)}
-            # A reader without a gradient may stay outside: a metric, or an output.
-            users -= graph.without_gradient if _is_free(eqn) else set()
-            near |= floats | masks | users
+            wide |= {v for v in read if _is_mask_of_labels(v, graph, size)}
+            readers = graph.readers_of(variables_in(eqn.outvars, size))
+            if _is_free(eqn):
+                # A reader without a gradient may stay outside: a metric, or an output.
+                readers = set(filter(graph.has_gradient, readers))
+            near |= readers | {graph.makers[v] for v in wide}
         # A head also contains the small values on a path between two of its members.
-        waiting = near - members or _between(graph, members)
-    costly = [eqns[place] for place in members if is_costly(eqns[place])]
-    return members if any(_large(eqn.invars, size) for eqn in costly) else set()
-
-
-def _large(atoms: Iterable[Any], size: int) -> list[jc.Var]:
-    return [v for v in variables_in(atoms) if size_of(v) >= size]
+        waiting = near - members or graph.between(members)
+    costly = (eqns[place] for place in members if is_costly(eqns[place]))
+    return members if any(variables_in(eqn.invars, size) for eqn in costly) else set()
 
 
 def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
@@ -151,77 +165,4 @@ def _is_mask_of_labels(value: jc.Var, graph: Graph, size: int) -> bool:
     if dtype_of(value) != jnp.bool_ or value not in graph.makers:
         return False
     maker = graph.eqns[graph.makers[value]]
-    return may_be_inside(maker) and not _large(maker.invars, size)
-
-
-def _between(graph: Graph, members: set[int]) -> set[int]:
-    """Returns the equations outside that are on a path between two members."""
-
-    def makers_of(place: int) -> set[int]:
-        return {graph.makers[v] for v in graph.reads[place] if v in graph.makers}
-
-    places = range(min(members), max(members) + 1)
-    after, before = set(members), set(members)
-    for i in places:
-        if makers_of(i) & after:
-            after.add(i)
-    for i in reversed(places):
-        if i in before:
-            before |= makers_of(i)
-    return (after & before) - members
-
-
-def _leaves(graph: Graph, place: int, members: set[int]) -> bool:
-    """Returns whether an equation outside reads a result of an equation inside."""
-    return any(graph.users_of(v) - members for v in graph.eqns[place].outvars)
-
-
-def _written(
-    graph: Graph,
-    jaxpr: jc.Jaxpr,
-    members: set[int],
-    labels: Mapping[int, int],
-    programs: dict[Any, Any],
-    loop: bool,
-    saved: bool,
-) -> jc.Jaxpr:
-    """Returns the program with a head as one equation, at the place of its last."""
-    inside = [jaxpr.eqns[i] for i in sorted(members)]
-    both: set[int] = set()
-    for i in sorted(members, reverse=True):
-        if _is_free(jaxpr.eqns[i]) and _leaves(graph, i, members - both):
-            both.add(i)
-    outvars = [
-        v
-        for i in sorted(members - both)
-        for v in jaxpr.eqns[i].outvars
-        if graph.users_of(v) - (members - both)
-    ]
-    written = with_labels(inside, labels)
-    # A barrier on the saved sums suffices to recompute the exponentials. Without one on
-    # the logits, their cotangents may reuse the logits' memory. In a checkpoint that
-    # saves values, JAX does not extend a tuple by these, and raises: use a bool there.
-    inputs = inputs_of(inside)
-    barrier = not loop and (saved or (False,) * len(inputs))
-    head = checkpointed(
-        written,
-        inputs,
-        outvars,
-        is_kept,
-        prevent_cse=barrier,
-        programs=programs,
-        around=jaxpr,
-    )
-    before, after, late = list[jc.JaxprEqn](), list[jc.JaxprEqn](), set(outvars)
-    effects = False  # whether an equation with effects comes after the head
-    for i, eqn in enumerate(jaxpr.eqns):
-        if i in members - both:
-            continue
-        waits = late & set(variables_in(eqn.invars)) or (effects and eqn.effects)
-        if i > max(members) or waits:
-            after.append(eqn)
-            late.update(eqn.outvars)
-            effects = effects or bool(eqn.effects)
-        else:
-            before.append(eqn)
-    return with_equations(jaxpr, [*before, head, *after])
+    return may_be_inside(maker) and not variables_in(maker.invars, size)

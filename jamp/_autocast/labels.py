@@ -10,7 +10,7 @@ into the kernel of the softmax's derivative.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,51 +20,24 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.extend import core as jc
 
-from jamp._autocast.frames import frames_of, with_equations, with_programs
+from jamp._autocast.graph import Graph, inputs_of, may_be_inside, variables_in
 from jamp._autocast.jax_internals import call
-from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 _LARGEST = 2**22  # larger index arrays are not evaluated
 
 
-def labels_in(jaxpr: jc.Jaxpr, known: dict[Any, Any]) -> dict[int, int]:
-    """Maps the `id` of each equation that takes one element per row to the class axis.
-
-    The map includes equations of nested programs. `known` caches the map of each
-    program, with the program itself: no other program can then reuse its `id`.
-    """
-    if id(jaxpr) not in known:
-        found: dict[int, int] = {}
-        known[id(jaxpr)] = jaxpr, found
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "gather" and is_float32(eqn.outvars[0]):
-                axis = _axis_of(eqn, jaxpr)
-                found |= {} if axis is None else {id(eqn): axis}
-            for frame in frames_of(eqn):
-                found |= labels_in(frame.program, known)
-    return known[id(jaxpr)][1]
-
-
-def with_labels(
-    eqns: Sequence[jc.JaxprEqn], labels: Mapping[int, int]
-) -> list[jc.JaxprEqn]:
-    """Replaces the `labels` among equations by calls with such a derivative."""
-    return [_with_label(eqn, labels) for eqn in eqns]
-
-
-def _with_label(eqn: jc.JaxprEqn, labels: Mapping[int, int]) -> jc.JaxprEqn:
-    if id(eqn) in labels:
-        params = tuple(sorted(eqn.params.items()))
-        function = _label(labels[id(eqn)], params)
-        return call(function, eqn.invars, eqn.outvars, eqn) or eqn
-    inside = [(f.program, with_labels(f.program.eqns, labels)) for f in frames_of(eqn)]
-    if all(
-        new is old for p, eqns in inside for new, old in zip(eqns, p.eqns, strict=True)
-    ):
-        return eqn
-    programs = [with_equations(*pair) for pair in inside]
-    return eqn.replace(params=with_programs(eqn, programs))
+def labels_in(graph: Graph) -> dict[jc.Var, jc.JaxprEqn]:
+    """Maps the result of each gather of one element per row to its replacement."""
+    found: dict[jc.Var, jc.JaxprEqn] = {}
+    for eqn in graph.eqns:
+        if eqn.primitive.name == "gather" and is_float32(eqn.outvars[0]):
+            axis = _axis_of(eqn, graph)
+            if axis is not None:
+                function = _label(axis, tuple(sorted(eqn.params.items())))
+                new = call(function, eqn.invars, eqn.outvars, eqn)
+                found[eqn.outvars[0]] = new or eqn
+    return found
 
 
 @functools.cache
@@ -95,7 +68,7 @@ def _label(
 # ---- recognizing these gathers
 
 
-def _axis_of(eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> int | None:
+def _axis_of(eqn: jc.JaxprEqn, graph: Graph) -> int | None:
     """Returns the axis from which a gather takes one element per row, or None."""
     numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
     given = [int(axis) for axis in numbers.start_index_map]
@@ -105,7 +78,7 @@ def _axis_of(eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> int | None:
         return None
     if len(given) > 1:
         # In `z[arange(n), labels]`, the first index is the number of the row.
-        rows |= _own_places(eqn.invars[1], given, jaxpr)
+        rows |= _own_places(eqn.invars[1], given, graph)
     for axis in given:
         others = [i for i, n in enumerate(shape) if i != axis and n > 1]
         places = [rows.get(i, -1) for i in others]
@@ -115,18 +88,17 @@ def _axis_of(eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> int | None:
     return None
 
 
-def _own_places(indices: Atom, axes: list[int], jaxpr: jc.Jaxpr) -> dict[int, int]:
+def _own_places(indices: Atom, axes: list[int], graph: Graph) -> dict[int, int]:
     """Maps each axis whose index is the number of the row to the axis of the rows.
 
     Without this, the program of `z[arange(n), labels]` with 32,000 classes moves 1.7
     times the bytes on an H200, and needs 2.4 times the temporary memory.
     """
     found: dict[int, int] = {}
-    parts = [eqn for eqn in jaxpr.eqns if indices in eqn.outvars]
-    if not parts or len(parts[0].invars) != len(axes):
-        return found
-    for axis, column in zip(axes, parts[0].invars, strict=True):
-        value = _constant(column, jaxpr) if size_of(column) < _LARGEST else None
+    place = None if isinstance(indices, jc.Literal) else graph.makers.get(indices)
+    columns = [] if place is None else graph.eqns[place].invars
+    for axis, column in zip(axes, columns, strict=False):
+        value = _constant(column, graph) if len(columns) == len(axes) else None
         if value is not None:
             counts = np.indices(value.shape[:-1], sparse=True)
             fits = [i for i, n in enumerate(counts) if (value[..., 0] == n).all()]
@@ -135,37 +107,19 @@ def _own_places(indices: Atom, axes: list[int], jaxpr: jc.Jaxpr) -> dict[int, in
     return found
 
 
-# These give the same result on every device and at any time, unlike callbacks.
-_PURE = (Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE, Shape.REPEAT, Shape.REARRANGE)
-
-
-def _is_pure(eqn: jc.JaxprEqn) -> bool:
-    frames = frames_of(eqn)
-    inside = [e for frame in frames for e in frame.program.eqns]
-    is_pure = traits_of(primitive_name(eqn)).shape in _PURE
-    return all(map(_is_pure, inside)) if frames else is_pure
-
-
-def _constant(atom: Atom, jaxpr: jc.Jaxpr) -> np.ndarray | None:
+def _constant(atom: Atom, graph: Graph) -> np.ndarray | None:
     """Evaluates a value that depends on no input of a program; None if one does."""
-    consts = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    needed, waiting = dict[int, jc.JaxprEqn](), [atom]
-    while waiting:
-        read = waiting.pop()
-        if isinstance(read, jc.Literal):
-            continue
-        if read in consts and not isinstance(consts[read], Tracer):
-            continue
-        if read not in makers:
-            return None
-        maker = makers[read]
-        if not _is_pure(maker):
-            return None
-        if id(maker) not in needed:
-            needed[id(maker)] = maker
-            waiting += maker.invars
-    eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
+    jaxpr = graph.jaxpr
+    eqns = [graph.eqns[i] for i in sorted(graph.ancestors([atom]))]
+    known = {v for eqn in eqns for v in eqn.outvars}
+    for v, const in zip(jaxpr.constvars, jaxpr.consts, strict=True):
+        known |= set() if isinstance(const, Tracer) else {v}
+    read = {*variables_in([atom]), *inputs_of(eqns)}
+    # The result must be the same at any time and on every device, unlike a callback's.
+    if not (read <= known and all(map(may_be_inside, eqns))):
+        return None
+    if any(size_of(v) > _LARGEST for v in (atom, *known)):
+        return None
     program = jaxpr.replace(invars=[], outvars=[atom], eqns=eqns)
     with jax.ensure_compile_time_eval(), jax.default_device(_host()):
         (value,) = jc.jaxpr_as_fun(program)()

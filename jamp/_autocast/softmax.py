@@ -17,7 +17,7 @@ scores inside each matmul that reads it, and the derivative does the same.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,94 +26,79 @@ from jax.extend import core as jc
 from jax.extend.core.primitives import name_p
 from jax.typing import DTypeLike
 
+from jamp._autocast.graph import Graph
 from jamp._autocast.jax_internals import call
 from jamp._autocast.program import Atom, dtype_of, shape_of
 
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")
 
 
-class _Softmax(NamedTuple):
-    """The equations of a softmax without its division."""
-
-    exp: jc.JaxprEqn
-    axes: tuple[int, ...]
-    others: list[jc.JaxprEqn]
-
-
 def with_softmax(
-    eqns: Sequence[jc.JaxprEqn],
-    users: Mapping[jc.Var, set[int]],
-    known: dict[Any, Any],
-) -> list[jc.JaxprEqn]:
+    eqns: Sequence[jc.JaxprEqn], graph: Graph, programs: dict[Any, Any]
+) -> tuple[list[jc.JaxprEqn], bool]:
     """Replaces each softmax among the equations of an island by one equation.
 
-    The last equation is the cast to half that ends the island. `users` has the
-    equations inside and outside that read each value. `known` is a cache for `call`.
+    The last equation is the cast to half that ends the island. The second result says
+    whether it casts the result of a softmax. A barrier inside this softmax protects the
+    half copy, so the island needs no other barrier.
     """
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
-    half, written = dtype_of(eqns[-1].outvars[0]), list[jc.JaxprEqn]()
+    half, written = dtype_of(eqns[-1].outvars[0]), dict[int, jc.JaxprEqn]()
+    rounded = False
     for eqn in eqns:
-        found = _ending_in(eqn, makers, users)
-        one = found and call(
-            _softmax(found.axes, half, _is_rounded(eqn, eqns)),
-            found.exp.invars,
-            eqn.outvars,
-            eqn,
-            known,
-        )
-        if one is not None and found is not None:
-            gone = set(map(id, [found.exp, *found.others]))
-            written = [e for e in written if id(e) not in gone]
-        written.append(one or eqn)
-    return written
+        written[id(eqn)] = eqn
+        if replaced := _softmax_ending_in(eqn, makers, graph):
+            exp, total, *_ = replaced
+            function = _softmax(total.params["axes"], half, _is_rounded(eqn, eqns))
+            new = call(function, exp.invars, eqn.outvars, eqn, programs)
+            if new is not None:
+                written[id(eqn)] = new
+                rounded = rounded or _is_rounded(eqn, eqns)
+                for old in replaced:
+                    del written[id(old)]
+    return list(written.values()), rounded
 
 
-def _ending_in(
-    eqn: jc.JaxprEqn,
-    makers: Mapping[jc.Var, jc.JaxprEqn],
-    users: Mapping[jc.Var, set[int]],
-) -> _Softmax | None:
-    """Returns the softmax that ends in a division, if there is one."""
+def _softmax_ending_in(
+    eqn: jc.JaxprEqn, makers: Mapping[jc.Var, jc.JaxprEqn], graph: Graph
+) -> list[jc.JaxprEqn]:
+    """Returns the exponential, the sum and its broadcasts if a softmax ends here.
+
+    Otherwise returns no equations.
+    """
+
+    def maker(atom: Atom) -> jc.JaxprEqn | None:
+        return None if isinstance(atom, jc.Literal) else makers.get(atom)
+
+    def readers(made: jc.JaxprEqn) -> int:
+        return len(graph.readers_of(made.outvars))
+
     if eqn.primitive.name != "div":
-        return None
-    exp, total = (_maker(v, makers) for v in eqn.invars)
+        return []
+    exp, total = map(maker, eqn.invars)
     repeats = []
     while total is not None and total.primitive.name in _REPEATS:
         repeats.append(total)
-        total = _maker(total.invars[0], makers)
+        total = maker(total.invars[0])
     if exp is None or total is None or total.invars[0] is not exp.outvars[0]:
-        return None
-    names = (exp.primitive.name, total.primitive.name)
-    others = [total, *repeats]
-    read_once = all(len(users[e.outvars[0]]) == 1 for e in others)
+        return []
+    names = exp.primitive.name, total.primitive.name
+    read_once = all(readers(e) == 1 for e in [total, *repeats])
     if names != ("exp", "reduce_sum") or not read_once:
-        return None
-    if isinstance(exp.invars[0], jc.Literal) or len(users[exp.outvars[0]]) > 2:
-        return None
+        return []
+    if isinstance(exp.invars[0], jc.Literal) or readers(exp) > 2:
+        return []
     axes, shape = total.params["axes"], shape_of(exp.outvars[0])
     # Each row must be divided by its own sum, without a broadcast along other axes.
     kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
     shapes = [shape_of(e.outvars[0]) for e in reversed(repeats)]
     of_same_row = shapes[:1] == [kept] and {kept, shape}.issuperset(shapes)
-    return _Softmax(exp, axes, others) if of_same_row else None
-
-
-def rounds_softmax(written: Sequence[jc.JaxprEqn], eqns: Sequence[jc.JaxprEqn]) -> bool:
-    """Returns whether `with_softmax` wrote a softmax that saves its result in half.
-
-    A barrier inside it protects this copy, so the island needs no other barrier.
-    """
-    new = set(map(id, written)) - set(map(id, eqns))
-    return any(id(e) in new and _is_rounded(e, written) for e in written)
+    return [exp, total, *repeats] if of_same_row else []
 
 
 def _is_rounded(eqn: jc.JaxprEqn, eqns: Sequence[jc.JaxprEqn]) -> bool:
     """Returns whether the last equation casts a result of `eqn`."""
     return eqns[-1].invars[0] in eqn.outvars
-
-
-def _maker(atom: Atom, makers: Mapping[jc.Var, jc.JaxprEqn]) -> jc.JaxprEqn | None:
-    return None if isinstance(atom, jc.Literal) else makers.get(atom)
 
 
 @functools.cache

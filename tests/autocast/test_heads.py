@@ -163,6 +163,18 @@ def test_effects_around_a_head_keep_their_order():
         np.testing.assert_allclose(got, wanted, 1e-3)
 
 
+def test_a_head_that_reads_what_an_effect_made_of_it_is_none():
+    """It raised a KeyError, as the head came before the effect."""
+
+    def loss(w):
+        logits = X @ w
+        norm, ref = nn.logsumexp(logits, -1), jax.new_ref(jnp.float32(0))
+        ref[...] = norm.sum()
+        return (jnp.exp(logits) * ref[...]).sum(-1) - norm
+
+    np.testing.assert_allclose(jamp.autocast(loss)(W), loss(W), 1e-2)
+
+
 def test_rows_are_looked_up_by_where_a_device_is():
     def loss(w, labels):
         logits = X @ w

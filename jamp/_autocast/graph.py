@@ -1,0 +1,180 @@
+"""Replaces regions of a program by one checkpoint each.
+
+    0: x:f32 = convert y    read by 1 and 2
+    1: t:f32 = mul x x      needs 0
+    2: z:f16 = convert t    Region({0, 1, 2}) reads y and returns z
+
+    z:f16 = checkpoint[jaxpr={ y. x = convert y; t = mul x x; z = convert t }] y
+
+`islands` and `heads` find the regions, by dtypes alone. The graph knows which equations
+make and read a value, which results leave a region, and where its checkpoint belongs.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jc
+
+from jamp._autocast.frames import Kind, frames_of, with_equations
+from jamp._autocast.jax_internals import checkpointed
+from jamp._autocast.primitives import Shape, primitive_name, traits_of
+from jamp._autocast.program import Atom, dtype_of, is_float, size_of
+from jamp._core.dtypes import FLOAT32, HALF_DTYPES
+
+# The backward pass may recompute these, because they have no effects.
+_INSIDE = (Shape.ELEMENTWISE, Shape.SAME, Shape.RESHAPE, Shape.REPEAT, Shape.REDUCE)
+
+
+class Region(NamedTuple):
+    """The places of equations that one checkpoint replaces."""
+
+    members: set[int]
+    # Equations outside read these members too. Recomputing them is free, so they are
+    # written inside and outside.
+    shared: set[int]
+
+
+class Graph:
+    """A program, with the places of the equations that make and read each value."""
+
+    def __init__(self, jaxpr: jc.Jaxpr):
+        self.jaxpr, self.eqns = jaxpr, jaxpr.eqns
+        self.makers = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+        # The places that an equation needs: they make its operands, or have effects.
+        self.needs: list[set[int]] = []
+        self._readers: dict[jc.Var, set[int]] = {}
+        effects = set[int]()
+        for i, eqn in enumerate(jaxpr.eqns):
+            read = variables_in(eqn.invars)
+            self.needs.append({self.makers[v] for v in read if v in self.makers})
+            if eqn.effects:
+                self.needs[i] |= effects
+                effects = {i}
+            for v in read:
+                self._readers.setdefault(v, set()).add(i)
+        # An imaginary last equation, outside of all regions, reads the outputs.
+        for v in variables_in(jaxpr.outvars):
+            self._readers.setdefault(v, set()).add(len(jaxpr.eqns))
+
+    def readers_of(self, variables: Iterable[jc.Var]) -> set[int]:
+        """Returns the places of the equations that read one of the variables."""
+        return set().union(*(self._readers.get(v, ()) for v in variables))
+
+    def has_gradient(self, place: int) -> bool:
+        """Returns whether an equation has a float result that is no output."""
+        in_program = place < len(self.eqns)
+        return in_program and any(map(is_float, self.eqns[place].outvars))
+
+    def ancestors(self, atoms: Iterable[Atom]) -> set[int]:
+        """Returns the places of the equations from which values are computed."""
+        found = set[int]()
+        waiting = {self.makers[v] for v in variables_in(atoms) if v in self.makers}
+        while waiting:
+            found |= waiting
+            waiting = set().union(*(self.needs[i] for i in waiting)) - found
+        return found
+
+    def results_of(self, region: Region) -> list[jc.Var]:
+        """Returns the values of a region that equations outside read."""
+        gone = region.members - region.shared
+        made = (v for i in sorted(gone) for v in self.eqns[i].outvars)
+        return [v for v in made if self.readers_of([v]) - gone]
+
+    def between(self, members: set[int]) -> set[int]:
+        """Returns the places outside that are on a path between two members."""
+        after, before = set(members), set(members)
+        places = range(min(members), max(members) + 1)
+        for i in places:
+            if self.needs[i] & after:
+                after.add(i)
+        for i in reversed(places):
+            if i in before:
+                before |= self.needs[i]
+        return (after & before) - members
+
+    def with_checkpoints(
+        self, regions: Sequence[tuple[Region, jc.JaxprEqn]]
+    ) -> jc.Jaxpr:
+        """Returns the program with one equation in place of each region.
+
+        It stands where the region ends. An earlier equation that needs a result of the
+        region moves behind it.
+        """
+        ends = {max(region.members): (region, new) for region, new in regions}
+        gone = set().union(*(r.members - r.shared for r, _ in regions))
+        late, waiting, eqns = set(gone), list[int](), list[jc.JaxprEqn]()
+        for i in range(len(self.eqns)):
+            if i not in gone:
+                waiting.append(i)
+            if i in ends:
+                region, new = ends[i]
+                eqns.append(new)
+                late -= region.members
+            for j in tuple(waiting if i in ends else waiting[-1:]):
+                if self.needs[j] & late:
+                    late.add(j)
+                else:
+                    eqns.append(self.eqns[j])
+                    late.discard(j)
+                    waiting.remove(j)
+        return with_equations(self.jaxpr, eqns)
+
+
+def checkpoint(
+    graph: Graph,
+    region: Region,
+    eqns: Sequence[jc.JaxprEqn],
+    prevent_cse: bool | tuple[bool, ...],
+    programs: dict[Any, Any],
+) -> tuple[Region, jc.JaxprEqn]:
+    """Returns a region and its checkpoint, which holds `eqns` in place of its own.
+
+    Equal checkpoints share one of the `programs`.
+    """
+    outvars = graph.results_of(region)
+    new = checkpointed(
+        eqns, inputs_of(eqns), outvars, is_kept, prevent_cse, programs, graph.jaxpr
+    )
+    return region, new
+
+
+def is_kept(primitive: str) -> bool:
+    """Returns whether to save a result. A reduction's is small but costly to redo."""
+    # `softmax` gives a name to the value that it saves.
+    return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
+
+
+def may_be_inside(eqn: jc.JaxprEqn) -> bool:
+    """Returns whether the backward pass may recompute an equation and its programs."""
+    for frame in frames_of(eqn):
+        is_plain = frame.kind is Kind.CALL and frame.is_open and not frame.own_residuals
+        return is_plain and all(map(may_be_inside, frame.program.eqns))
+    traits = traits_of(primitive_name(eqn))
+    return traits.shape in _INSIDE and not traits.slow and not rounds(eqn)
+
+
+def rounds(eqn: jc.JaxprEqn) -> bool:
+    """Returns whether an equation is a cast from float32 to half."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    (source,), (result,) = eqn.invars, eqn.outvars
+    return dtype_of(source) == FLOAT32 and dtype_of(result) in HALF_DTYPES
+
+
+def is_costly(eqn: jc.JaxprEqn) -> bool:
+    """Returns whether XLA keeps a result of an equation instead of recomputing it."""
+    if frames := frames_of(eqn):
+        return any(map(is_costly, frames[0].program.eqns))
+    return traits_of(primitive_name(eqn)).costly
+
+
+def inputs_of(eqns: Sequence[jc.JaxprEqn]) -> list[jc.Var]:
+    """Returns the variables that equations read but do not make, in reading order."""
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = dict.fromkeys(v for eqn in eqns for v in variables_in(eqn.invars))
+    return [v for v in read if v not in made]
+
+
+def variables_in(atoms: Iterable[Atom], size: int = 0) -> list[jc.Var]:
+    """Returns the variables that have at least `size` elements."""
+    return [v for v in atoms if not isinstance(v, jc.Literal) and size_of(v) >= size]
