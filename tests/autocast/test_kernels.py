@@ -16,8 +16,6 @@ from tests.support.programs import products
 HALVES = (jnp.float16, jnp.bfloat16)
 X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)
 
-both = pytest.mark.parametrize("half", HALVES, ids=str)
-
 
 @pytest.fixture(autouse=True)
 def no_warning():

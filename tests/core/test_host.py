@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jamp
 import jamp.nnx
@@ -78,17 +77,6 @@ def test_it_guards_the_loss_and_the_optimizer_of_the_user(level):
             call()
     with jax.transfer_guard("disallow"):
         jamp.scaled_grad(moves)(state, X)  # explicit
-
-
-def test_it_guards_the_loss_of_nnx():
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    both = jamp.nnx.initialize(model, ADAM, "O0", verbosity=0)
-    grads_of = jamp.nnx.scaled_grad(lambda model, x: model(x).sum())
-    grads_of(*both, np.asarray(X))
-    with jax.transfer_guard("disallow"):
-        grads_of(*both, X)
-        with pytest.raises(Exception, match=DISALLOWED):
-            grads_of(*both, np.asarray(X))
 
 
 def half_loss(params):

@@ -47,29 +47,6 @@ class Scanned(nn.Module):
         return layers(self.dtype)(x, None)[0]
 
 
-class Tied(nn.Module):
-    """Setup style, methods other than __call__, and logits tied to an embedding."""
-
-    dtype: DTypeLike | None = None
-
-    def setup(self):
-        self.embed = nn.Embed(6, 4, dtype=self.dtype)
-        self.layers = [nn.Dense(4, dtype=self.dtype) for _ in range(2)]
-        self.norm = nn.LayerNorm(dtype=self.dtype)
-
-    def encode(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = nn.relu(layer(x))
-        return self.norm(x)
-
-    def decode(self, x):
-        return self.embed.attend(x)
-
-    def __call__(self, tokens):
-        return self.decode(self.encode(tokens))
-
-
 class Headed(nn.Module):
     """A body, and logits that tests keep in float32 by keep_fp32="head"."""
 
@@ -119,7 +96,6 @@ CASES = {
     "cnn": (CNN((4, 8), 1), IMAGES),
     "transformer-float32": (Transformer(**SMALL, dtype=jnp.float32), TOKENS),
     "scan-remat": (Scanned(), SEQUENCE),
-    "setup": (Tied(dtype=jnp.float32), TOKENS),
 }
 
 

@@ -13,13 +13,8 @@ from flax.core import FrozenDict
 import jamp
 from tests.policy.forward_models import (
     TOKENS,
-    Tied,
     dtypes,
-    forward,
     normal,
-    products,
-    state_of,
-    under_policy,
 )
 from tests.support.bits import assert_same_bits
 
@@ -73,19 +68,6 @@ def test_every_float_array_is_float32_inside_and_nothing_else_is_touched(level):
     # What no operation in half reads keeps its digits.
     expected = jax.tree.map(lambda x: np.asarray(x).astype(np.float32), FLOATS)
     assert_same_bits(out["floats"], expected)
-
-
-@pytest.mark.parametrize("method", ["encode", lambda m, tokens: m.encode(tokens)])
-def test_methods_other_than_call(method):
-    model = Tied(dtype=jnp.float32)
-    state = state_of(model, TOKENS)
-
-    def run(state):
-        run = lambda: forward(state, TOKENS, apply=model.apply, method=method)  # noqa: E731
-        return under_policy(state, run)
-
-    assert run(state).dtype == jnp.float32
-    assert set(products(run, state)) == {"float16,float16"}
 
 
 # Functions, by cast_forward and by state.apply_fn

@@ -36,28 +36,12 @@ def state():
     return state_of(WITNESS, X)
 
 
-# All of these cache the trace of their function.
-CACHING = {
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "vmap of jit": lambda f: jax.vmap(jax.jit(f), in_axes=(None, 0)),
-}
-
-
 def width_of(state, apply=WITNESS.apply):
     return jnp.max(forward(state, X, apply=apply)[1])
 
 
 def width_inside(state, apply=WITNESS.apply):
     return under_policy(state, lambda: width_of(state, apply))
-
-
-@pytest.mark.parametrize("transform", CACHING)
-def test_no_trace_leaks_in_or_out(state, transform):
-    fn, other = (CACHING[transform](WITNESS.apply) for _ in range(2))
-    assert (width_inside(state, fn), width_of(state, fn)) == (2, 4)
-    assert (width_of(state, other), width_inside(state, other)) == (4, 2)
-    assert (width_of(state, other), width_inside(state, fn)) == (4, 2)
 
 
 def test_a_float32_teacher_stays_float32(state):

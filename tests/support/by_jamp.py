@@ -10,14 +10,11 @@ from tests.support.by_hand import loss_of
 type PyTree = Any
 
 
-def amp_init(
-    model: Any, variables: PyTree, tx: Any, level: str, loss_scale: Any = None
-) -> jamp.AmpState:
+def amp_init(model: Any, variables: PyTree, tx: Any, level: str) -> jamp.AmpState:
     return jamp.initialize(
         variables["params"],
         tx,
         level,
-        loss_scale=loss_scale,
         apply_fn=model.apply,
         batch_stats=variables.get("batch_stats", {}),
         verbosity=0,

@@ -11,19 +11,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 
-class MLP(nn.Module):
-    """Dense layers with a relu between them."""
-
-    features: Sequence[int] = (128, 128, 10)
-    dtype: DTypeLike | None = None
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        for features in self.features[:-1]:
-            x = nn.relu(nn.Dense(features, dtype=self.dtype)(x))
-        return nn.Dense(self.features[-1], dtype=self.dtype)(x)
-
-
 class ConvBlock(nn.Module):
     """Convolution, BatchNorm and relu, with a shortcut if the shapes match."""
 

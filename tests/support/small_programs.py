@@ -54,10 +54,6 @@ def program(**makers: Any):
     return enter
 
 
-def repeat(step, carry, length):
-    return lax.scan(lambda c, _: (step(c), None), carry, length=length)[0]
-
-
 # ---- large numbers and small ones
 
 
