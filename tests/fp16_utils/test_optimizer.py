@@ -166,8 +166,7 @@ SKIPPED = "Gradient overflow.  Skipping step, reducing loss scale to {}\n"
 IN_CLOSURE = "OVERFLOW within closure! Skipping step, reducing loss scale to {}\n"
 
 
-@pytest.mark.parametrize("falls", [0, 4])
-@pytest.mark.parametrize("where", ["eager", "jit"])
+@pytest.mark.parametrize("where, falls", [("eager", 2), ("jit", 4)])
 def test_a_closure_is_called_until_it_fits_and_steps_as_at_that_scale(where, falls):
     calls = []
 

@@ -69,6 +69,7 @@ RATES, MOMENTUM = (0.25, 0.5, 0.125), (0.125, 0.25, 0.5)  # of each group
 RULE = loss_scale.Rule(init_scale=4.0, window=3)
 # Each model has a half and a float32 weight where the level casts.
 KEEP = {level: {"keep_fp32": "w0"} for level in ("O2", "O5")}
+LEVELS = ("O2", "O0", "O5", "O1", "O5")
 
 
 def weights(setup: Setup) -> dict[str, np.ndarray]:
@@ -187,14 +188,12 @@ def assert_state(state: Any, results: list[Any], setup: Setup) -> None:
             np.testing.assert_array_equal(getattr(scale, name), wanted, name)
 
 
+# Each trace takes seconds: the levels take turns, and test_amp_state has them all.
+TURNS = zip(itertools.product(CASES, (False, True)), itertools.cycle(LEVELS))
+
+
 @pytest.mark.parametrize(
-    "name, shared, level",
-    [
-        pytest.param(name, shared, level, id=f"{name}, {shared=}, {level}")
-        for name in CASES
-        for shared in (False, True)
-        for level in (("O0", "O1", "O5") if "3 models" in name else ("O2",))
-    ],
+    "name, shared, level", [(*case, level) for case, level in TURNS]
 )
 def test_skipped_steps_are_left_out_of_a_plain_run(name, shared, level):
     """Whichever losses overflow in the first two of three iterations."""
