@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels import Weight
 from pallas_kernels.mosaic.launch import BLOCK
-from tests.oracles.steps import Result
+from tests.oracles.fused import Result
 from tests.support.bits import assert_same_bits
 from tests.support.programs import FAST
 

@@ -7,8 +7,8 @@ import dataclasses
 
 import numpy as np
 
+from tests.oracles.fused import Leaves, float64
 from tests.oracles.loss_scale import fp32
-from tests.oracles.steps import Leaves, float64
 
 
 def clip(

@@ -1,27 +1,55 @@
 """apex's fused optimizers, and LARC, in NumPy float64, from apex_semantics 8.
 
-Imports neither JAX nor the library. Each oracle says what happens to one leaf, and
-yields the parameters and the state's fields after each of the steps.
+Imports neither JAX nor the library. A tree is a list of arrays. Each oracle says what
+happens to one leaf, and yields a `Result` after each of the steps, the skipped ones
+included.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tests.oracles.steps import (
-    LearningRate,
-    Leaves,
-    Result,
-    decay_of_leaves,
-    float64,
-    global_norm,
-    norm,
-    rate,
-    unscaled_steps,
-)
-
+type Leaves = Sequence[np.ndarray]
+type LearningRate = float | Callable[[int], float]
 type Grads = Iterable[Leaves]
+
+
+class Result(NamedTuple):
+    """`state` has the field names of the optimizer's own state; its trees are lists."""
+
+    params: list[np.ndarray]
+    state: dict[str, Any]
+
+
+def float64(leaves: Leaves) -> list[np.ndarray]:
+    """The leaves, widened."""
+    return [np.asarray(x, np.float64) for x in leaves]
+
+
+def unscaled_steps(
+    grads: Iterable[Leaves], grad_scale: float, skip: Sequence[bool] | None
+) -> Iterator[list[np.ndarray] | None]:
+    """The gradients of each step, divided by the scale; None for a skipped step."""
+    skipped = repeat(False) if skip is None else skip
+    for now, skips in zip(grads, skipped, strict=skip is not None):
+        yield None if skips else [g / grad_scale for g in float64(now)]
+
+
+def rate(learning_rate: LearningRate, count: int) -> float:
+    """The learning rate after `count` steps, skipped ones not counted."""
+    return learning_rate(count) if callable(learning_rate) else learning_rate
+
+
+def norm(x: np.ndarray) -> np.float64:
+    """The 2-norm of one leaf; 0 for an empty one."""
+    return np.linalg.norm(np.ravel(x))
+
+
+def global_norm(leaves: Leaves) -> np.float64:
+    """The 2-norm of all leaves together."""
+    return norm([norm(x) for x in leaves])
 
 
 def _run(
@@ -43,7 +71,7 @@ def _run(
     """
     p = float64(params)
     state = [[make(x) for make in fields.values()] for x in p]
-    wd = decay_of_leaves(weight_decay, decays, len(p))
+    wd = [weight_decay * yes for yes in decays or [True] * len(p)]
     t = 0
     for g in unscaled_steps(grads, grad_scale, skip):
         if g is not None:
@@ -262,7 +290,7 @@ def larc(
     `inner` has no decay; bind its other options by functools.partial.
     """
     p = float64(params)
-    wd = decay_of_leaves(weight_decay, decays, len(p))
+    wd = [weight_decay * yes for yes in decays or [True] * len(p)]
     count = 0
 
     def adapt(p, g, wd, lr):
