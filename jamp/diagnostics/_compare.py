@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._core.dtypes import is_differentiable
 from jamp._core.groups import Wrt
 from jamp._core.path_rules import check_rules
 from jamp._policy.casting import cast_to_level
@@ -20,7 +21,8 @@ from jamp._policy.options import LevelOptions
 from jamp._state.amp_state import AmpState
 from jamp._state.step import master_params
 from jamp.diagnostics._comparison import Comparison
-from jamp.diagnostics._errors import Errors
+from jamp.diagnostics._errors import Rows
+from jamp.diagnostics._measure import measure
 from jamp.diagnostics._pairing import Side, find_common, pair_runs
 from jamp.diagnostics._step import (
     Step,
@@ -118,11 +120,21 @@ def _at_level(state: AmpState, level: OptLevel, settings: LevelOptions) -> AmpSt
 def _compare_steps(
     steps: tuple[Step, Step], names: tuple[str, str], half: Any, only: str
 ) -> Comparison:
-    common, unaligned, total = find_common(*steps, only)
-    sides = Side(steps[0], common), Side(steps[1], common)
-    errors = Errors(half, steps)
-    for pair in _with_progress(pair_runs(*sides), total):
-        errors.add(*pair)
+    sides = left, right = Side(steps[0], only), Side(steps[1], only)
+    if not all(side.labels for side in sides):
+        raise ValueError(f"only={only!r} is in no module path and in no line.")
+    unaligned = [
+        f"{label}: in only one of the programs" for label in find_common(*sides)
+    ]
+    inputs = [{path: x for x, path in step.inputs} for step in steps]
+    params = {
+        path: measure(x, inputs[1][path], half).error
+        for path, x in inputs[0].items()
+        if path.startswith("params") and is_differentiable(x)
+    }
+    rows, total = Rows(half, params), sum(times for _, times in left.labels.values())
+    for pair in _with_progress(pair_runs(*sides, params), total):
+        rows.add(*pair)
     losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
     if not math.isfinite(losses[1]):
         raise FloatingPointError(
@@ -131,16 +143,16 @@ def _compare_steps(
             "`print(jamp.diagnostics.locate(loss_fn)(state, *args))`."
         )
     for side, name in zip(sides, names, strict=True):
-        more = dict.fromkeys(label for label, *_ in side.waiting)
+        more = dict.fromkeys(run.row[0] for run in side.waiting.values())
         why = f"more iterations, another branch or other operands at {name}"
         unaligned += [f"{label}: {why}" for label in more]
     grads = zip(steps[0].paths, *(side.results[1:] for side in sides), strict=True)
     return Comparison(
         levels=names,
         loss=(losses[0], losses[1]),
-        rows=tuple(errors.rows[row] for row in sides[0].rows if row in errors.rows),
-        gradients={path: errors.between(a, b)[0] for path, a, b in grads},
-        unaligned=(*unaligned, *errors.unaligned),
+        rows=tuple(rows.rows[row] for row in left.rows if row in rows.rows),
+        gradients={p: measure(a.array, b.array, half).error for p, a, b in grads},
+        unaligned=(*unaligned, *rows.unaligned),
     )
 
 

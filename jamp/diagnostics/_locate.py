@@ -128,7 +128,7 @@ def find_causes(step: Step, scale: float) -> tuple[list[Value], list[Location]]:
             if event.site is None:
                 continue
             for value in event.outs:
-                value.note = _cause_of_result(event.site, value, event.read, order)
+                value.note = _cause_of_result(event, event.site, value, order)
                 if value.note and value.note.location:
                     found.append(value.note.location)
     return event.read, found
@@ -146,19 +146,19 @@ def _cause_of_input(value: Value, order: int) -> Cause | bool:
 
 
 def _cause_of_result(
-    site: Site, value: Value, read: list[Value], order: int
+    event: Event, site: Site, value: Value, order: int
 ) -> Cause | bool:
     nan, inf = not_finite(value.array)
     if not (nan or inf):
         return False
-    parents = tuple(dict.fromkeys(v.note for v in read if v.note))
+    parents = tuple(dict.fromkeys(v.note for v in event.read if v.note))
     if nan and any(p.has_nan for p in parents):  # NaN comes from NaN
         parents = tuple(p for p in parents if p.has_nan)
     if site.eqn.primitive.name in _ARITHMETIC and _has_inf_literal(site.eqn):
         parents = ()  # a constant beyond float16, such as 1e5, is not a mask
     from_masks, location = all(p.is_intended for p in parents), None
     if not parents or (nan and from_masks):
-        location = location_of(site, value, read)
+        location = location_of(event, site, value)
     intended = bool(parents) and from_masks and not nan
     return Cause(order, nan, intended, location, parents)
 
@@ -184,11 +184,11 @@ def _has_inf_literal(eqn: jc.JaxprEqn) -> bool:
     return any(is_differentiable(x) and bool(np.isinf(x)) for x in literals)
 
 
-def location_of(site: Site, value: Value, read: list[Value]) -> Location:
+def location_of(event: Event, site: Site, value: Value) -> Location:
     """The location of an operation, without the loss and the gradients."""
-    floats = [v for v in read if is_differentiable(v.array)]
+    floats = [v for v in event.read if is_differentiable(v.array)]
     result, made_by = range_of(value.array), ""
-    if site.moves and floats and (maker := floats[0].maker):
+    if event.moves and floats and (maker := floats[0].maker):
         line = f" at {maker.line}" if maker.line else ""
         made_by = f"`{primitive_name(maker.eqn)}`{line}"
     return Location(

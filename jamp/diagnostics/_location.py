@@ -5,8 +5,6 @@ import math
 from textwrap import wrap
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jamp.diagnostics._replay import Array
@@ -110,17 +108,11 @@ class Location:
 
 def range_of(x: Array) -> Range:
     """The range of a float array."""
-    low, high, finite, nans, infs = _statistics(x)
-    low, high = (float(v) + 0.0 if finite else None for v in (low, high))  # +0.0: no -0
-    return Range(str(x.dtype), np.shape(x), low, high, int(nans), int(infs))
-
-
-@jax.jit
-def _statistics(x):
-    nan, inf = jnp.isnan(x), jnp.isinf(x)
-    x = jnp.abs(x) if jnp.iscomplexobj(x) else x
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    finite = ~(nan | inf)
-    low = jnp.where(finite, x, jnp.inf).min(initial=jnp.inf)
-    high = jnp.where(finite, x, -jnp.inf).max(initial=-jnp.inf)
-    return low, high, finite.any(), nan.sum(), inf.sum()
+    array = np.asarray(x)
+    nan, inf = np.isnan(array), np.isinf(array)
+    finite = array[~(nan | inf)]
+    finite = np.abs(finite) if np.iscomplexobj(finite) else finite
+    # Adding 0 turns -0 into 0.
+    ends = [float(f(finite)) + 0.0 for f in (np.min, np.max) if finite.size]
+    low, high = ends or (None, None)
+    return Range(str(x.dtype), array.shape, low, high, int(nan.sum()), int(inf.sum()))

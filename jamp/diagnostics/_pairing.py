@@ -1,8 +1,9 @@
 """Pairs the operations of two programs of one loss, while both run."""
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -33,6 +34,84 @@ class Label(NamedTuple):
         return f"{self.primitive} ({self.phase}) at {place or '(JAX)'}"
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Note:
+    """A note on a value, shared by its casts and moves.
+
+    Attributes:
+        inputs: the arguments that it is made of.
+        error: its error; None if it was not compared.
+        run: the row that compared it, and the number of the run.
+        fp8: the unit roundoff and the weight (a regex) of the fp8 matmul before it.
+    """
+
+    inputs: frozenset[str]
+    error: float | None = None
+    run: tuple[Any, int] | None = None
+    fp8: tuple[float, str] = (0.0, "")
+
+    @property
+    def param(self) -> str:
+        """A regex of the one param that it is made of, or ""."""
+        path = next(iter(self.inputs)) if len(self.inputs) == 1 else ""
+        return f"{path[7:]}$" if path.startswith("params/") else ""
+
+
+class Run(NamedTuple):
+    """A run of an operation of both programs, and the row that it belongs to."""
+
+    row: tuple[Label, int]
+    line: str  # the user's, which `row` may lack
+    site: Site
+    event: Event
+
+
+class Side:
+    """One of the two programs: its labels, results, and runs without a partner."""
+
+    def __init__(self, step: Step, only: str):
+        self.step = step
+        found = _labels_in(step.program, Context())
+        self.labels = {place: x for place, x in found if only in f"{x[0]}"}
+        self.common: dict[Any, Label] = {}
+        self.rows: dict[Any, None] = {}  # in the order of the program
+        self.waiting: dict[Any, Run] = {}
+        self.results: list[Value] = []
+
+    def runs(self, errors: dict[str, float]) -> Iterator[tuple[Any, Run]]:
+        """Replays the program, and yields a key and a run of each common operation.
+
+        The key has the label, the iterations, the operations that made the operands,
+        and the number among equal ones. `errors` has the errors of the params.
+        """
+        counts = Counter[Any]()
+        for event in replay(self.step, self.step.scale, whole_loops=False):
+            for value in event.read:
+                if value.note is None:
+                    inputs = frozenset(filter(None, [value.path]))
+                    value.note = Note(inputs, errors.get(value.path, 0.0))
+            if event.site is None:
+                self.results = event.read
+                return
+            for value in event.outs:
+                value.note = _note_of_result(event, value)
+            if label := self.common.get(place := _place(event.site)):
+                floats = [v for v in event.read if is_differentiable(v.array)]
+                makers = [v.maker and primitive_name(v.maker.eqn) for v in floats]
+                where = label, event.site.context.loops
+                key = where, tuple(makers)
+                counts.update([where, key])
+                line = self.labels[place][0].line
+                row = label, counts[where]
+                self.rows[row] = None
+                yield (*key, counts[key]), Run(row, line, event.site, event)
+
+
+def _place(site: Site) -> tuple[int, str, str]:
+    """Identifies an equation and what is around it."""
+    return id(site.eqn), site.context.names, site.context.line
+
+
 def decides(eqn: jc.JaxprEqn) -> bool:
     """Whether it makes a number of a condition, as a router does."""
     name = eqn.primitive.name
@@ -57,154 +136,72 @@ def _label_of(site: Site) -> Label | None:
 
 def _labels_in(
     program: jc.Jaxpr, context: Context, times: int = 1
-) -> Iterator[tuple[Label, int]]:
-    """The labels of a program, and how often each operation runs."""
+) -> Iterator[tuple[Any, tuple[Label, int]]]:
+    """The place and the label of each operation, and how often it runs."""
     for eqn in program.eqns:
         site = Site(eqn, program, context)
         if label := _label_of(site):
-            yield label, times
-        for frame in frames_of(eqn) if label is None else ():
+            yield _place(site), (label, times)
+            continue
+        for frame in frames_of(eqn):
             trips = times * (frame.trips or 1)
             yield from _labels_in(frame.program, site.inside(), trips)
 
 
-def find_common(
-    left: Step, right: Step, only: str
-) -> tuple[set[Label], list[str], int]:
-    """The labels that both programs have equally often.
+def find_common(left: Side, right: Side) -> dict[Label, None]:
+    """Finds the labels that both programs have equally often.
 
     Autocast and JAX's caches move some lines: without lines, more labels are equal.
 
     Returns:
-        The labels whose module or line contains `only`; the other labels in words; and
-        how many operations run.
-
-    Raises:
-        ValueError: `only` matches nothing.
+        The other labels.
     """
-    found = [
-        [x for x in _labels_in(step.program, Context()) if only in f"{x[0]}"]
-        for step in (left, right)
-    ]
-    if not all(found):
-        raise ValueError(f"only={only!r} is in no module path and in no line.")
-    common = set[Label]()
-    rest = [Counter(label for label, _ in pairs) for pairs in found]
+    sides = left, right
+    rest = [{place: x for place, (x, _) in side.labels.items()} for side in sides]
     for _ in range(2):
-        same = {x for x, n in rest[0].items() if rest[1][x] == n}
-        common |= same
-        odd = [[x for x in c.elements() if x not in same] for c in rest]
-        rest = [Counter(x._replace(line="") for x in labels) for labels in odd]
-    words = dict.fromkeys(str(x) for labels in odd for x in labels)
-    return common, list(words), sum(times for _, times in found[0])
+        counts = [Counter(labels.values()) for labels in rest]
+        same = {x for x, n in counts[0].items() if counts[1][x] == n}
+        for side, labels in zip(sides, rest, strict=True):
+            side.common |= {k: x for k, x in labels.items() if x in same}
+        rest = [
+            {k: x._replace(line="") for k, x in labels.items() if x not in same}
+            for labels in rest
+        ]
+    return dict.fromkeys(label for labels in rest for label in labels.values())
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Note:
-    """A note on a value, shared by its casts and moves."""
-
-    inputs: frozenset[str] = frozenset()  # the arguments that it is made of
-    error: float | None = None  # None if it was not compared
-    partner: "Note | None" = None  # of the value that it was compared with
-    row: Any = None  # the row of the operation that made it
-    # The unit roundoff and the weight (a regex) of the fp8 matmul that it depends on.
-    fp8: tuple[float, str] = (0.0, "")
-
-
-class Run(NamedTuple):
-    """A run of an operation of both programs, and the row that it belongs to."""
-
-    row: tuple[Label, int]
-    event: Event
-
-
-class Side:
-    """One of the two replays."""
-
-    def __init__(self, step: Step, common: set[Label]):
-        self.events = replay(step, step.scale, whole_loops=False)
-        self.common = common
-        self.labels: dict[Any, Label | None] = {}  # of equations
-        self.waiting: dict[Any, Run] = {}  # runs whose partner has not run
-        self.counts: Counter[Any] = Counter()
-        self.rows: dict[Any, None] = {}  # in the order of the program
-        self.results: list[Value] = []
-
-    def next(self) -> tuple[Any, Run] | None:
-        """Runs to the next operation of both programs, and returns its key and run.
-
-        The key has the label, the iterations, the operations that made the operands,
-        and the number among equal ones.
-        """
-        for event in self.events:
-            site = event.site
-            if site is None:
-                self.results = event.read
-                break
-            for value in event.read:
-                path = [value.path] if value.path else []
-                value.note = value.note or Note(frozenset(path))
-            for value in event.outs:
-                value.note = _note_of_result(site, event.read)
-            if label := self._label(site):
-                floats = [v for v in event.read if is_differentiable(v.array)]
-                makers = (*(v.maker and primitive_name(v.maker.eqn) for v in floats),)
-                place = label, site.context.loops
-                row = label, self._count(place)
-                self.rows.setdefault(row)
-                return (*place, makers, self._count((place, makers))), Run(row, event)
-        return None
-
-    def _count(self, place: Any) -> int:
-        self.counts[place] += 1
-        return self.counts[place]
-
-    def _label(self, site: Site) -> Label | None:
-        key = id(site.eqn), site.context.names, site.context.line
-        if key not in self.labels:
-            label = _label_of(site)
-            both = [label, label._replace(line="")] if label else []
-            self.labels[key] = next((x for x in both if x in self.common), None)
-        return self.labels[key]
-
-
-def _note_of_result(site: Site, read: list[Value]) -> Note:
-    notes = [value.note for value in read]
-    if site.moves and notes:
+def _note_of_result(event: Event, value: Value) -> Note:
+    notes = [value.note for value in event.read]
+    # The slices of an argument, too, have its error.
+    if notes and (event.moves or value.maker is None):
         return notes[0]
     inputs = frozenset[str]().union(*(note.inputs for note in notes))
     fp8 = max((note.fp8 for note in notes), default=(0.0, ""))
-    floats = (v.array.dtype for v in read if is_differentiable(v.array))
+    floats = (v.array.dtype for v in event.read if is_differentiable(v.array))
     if units := [float(jnp.finfo(x).eps) / 2 for x in floats if x.itemsize == 1]:
-        fp8 = max(fp8, (max(units), weight_of(notes) or "..."))
+        weight = next(filter(None, (note.param for note in notes)), "...")
+        fp8 = max(fp8, (max(units), weight))
     return Note(inputs, fp8=fp8)
 
 
-def weight_of(notes: Iterable[Note]) -> str:
-    """A regex of the first param among some operands, or ""."""
-    inputs = (path for note in notes if len(note.inputs) == 1 for path in note.inputs)
-    found = (path for path in inputs if path.startswith("params/"))
-    return next((f"{path[7:]}$" for path in found), "")
-
-
-def pair_runs(left: Side, right: Side) -> Iterator[tuple[Run, Run]]:
+def pair_runs(
+    left: Side, right: Side, errors: dict[str, float]
+) -> Iterator[tuple[Run, Run]]:
     """Runs both sides in turns, so that few runs wait for their partner."""
-    sides = {left: right, right: left}
-    while sides:
-        for side, other in list(sides.items()):
-            if (found := side.next()) is None:
-                del sides[side]
+    turns = itertools.zip_longest(left.runs(errors), right.runs(errors))
+    for found in turns:
+        for side, other, run in zip((left, right), (right, left), found, strict=True):
+            if run is None:
                 continue
-            key, run = found
-            if partner := other.waiting.pop(key, None):
-                yield (run, partner) if side is left else (partner, run)
+            if partner := other.waiting.pop(run[0], None):
+                yield (run[1], partner) if side is left else (partner, run[1])
             else:
-                side.waiting[key] = run
+                side.waiting[run[0]] = run[1]
     # Autocast may have put an operation before one of the two.
     groups = defaultdict[Any, tuple[list[Any], list[Any]]](lambda: ([], []))
     for place, side in enumerate((left, right)):
         for key in side.waiting:
-            groups[key[:2]][place].append(key)
+            groups[key[0]][place].append(key)
     for keys in groups.values():
         if len(keys[0]) == len(keys[1]):
             for a, b in zip(*keys, strict=True):

@@ -16,7 +16,7 @@ from jax.extend import core as jc
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import Kind, frames_of
 from jamp._core.dtypes import is_differentiable
-from jamp.diagnostics._source import Context, Site
+from jamp.diagnostics._source import Context, Site, moves
 from jamp.diagnostics._step import Step
 
 type Array = jax.Array | np.ndarray
@@ -43,6 +43,7 @@ class Event(NamedTuple):
     site: Site | None
     read: list[Value]
     outs: list[Value]
+    moves: bool = False  # whether the result holds the numbers of one operand
 
 
 type _Run = Generator[Event, None, list[Value]]
@@ -60,13 +61,10 @@ def replay(step: Step, scale: float, *, whole_loops: bool) -> Iterator[Event]:
 
 def not_finite(x: object) -> tuple[bool, bool]:
     """Whether an array holds NaN, and whether it holds infinities."""
-    nan, inf = np.asarray(_flags(x)) if is_differentiable(x) else (False, False)
-    return bool(nan), bool(inf)
-
-
-@jax.jit
-def _flags(x):
-    return jnp.stack([jnp.isnan(x).any(), jnp.isinf(x).any()])
+    if not is_differentiable(x):
+        return False, False
+    array = np.asarray(x)
+    return bool(np.isnan(array).any()), bool(np.isinf(array).any())
 
 
 def _run(program: jc.Jaxpr, values: list[Value], context: Context, whole: bool) -> _Run:
@@ -103,23 +101,23 @@ def _run_equation(site: Site, read: list[Value], whole: bool) -> _Run:
     if kind is Kind.LOOP:
         return (yield from _run_loop(site, read, whole))
     if kind is Kind.MAP:
-        outs = _results(site, read)
-        yield Event(site, read, outs)
+        is_move = moves(site.eqn) and bool(read)
+        outs = _results(site, read, read[0].maker if is_move else site)
+        yield Event(site, read, outs, is_move)
         return outs
     number = int(read.pop(0).array) if kind is Kind.BRANCH else 0
     return (yield from _run(frames[number].program, read, site.inside(), whole))
 
 
-def _results(site: Site, read: list[Value]) -> list[Value]:
+def _results(site: Site, read: list[Value], maker: Site | None) -> list[Value]:
     fn = jc.jaxpr_as_fun(jax_internals.program_around(site.eqn, site.program))
-    maker = read[0].maker if site.moves and read else site
     return [Value(x, maker=maker) for x in fn(*(v.array for v in read))]
 
 
 def _run_loop(site: Site, read: list[Value], whole: bool) -> _Run:
     """Runs a loop trip by trip, and yields its slices and stacks as events."""
     if whole:
-        outs = _results(site, read)
+        outs = _results(site, read, site)
         is_finite = not any(any(not_finite(v.array)) for v in outs)
         if is_finite or any(not_finite(v.array)[0] for v in read):  # NaN came in
             yield Event(site, read, outs)

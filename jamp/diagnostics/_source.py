@@ -58,6 +58,13 @@ def module_path(names: str) -> str:
     return "/".join(parts[begin:])
 
 
+def moves(eqn: jc.JaxprEqn) -> bool:
+    """Whether the result holds the numbers of the one float operand."""
+    name = eqn.primitive.name
+    is_move = traits_of(name).shape in MOVES or name in TO_FP8
+    return is_move and sum(is_differentiable(v.aval) for v in eqn.invars) <= 1
+
+
 def is_backward(names: str) -> bool:
     """Whether a name stack belongs to the backward pass."""
     return "transpose(" in names
@@ -97,14 +104,6 @@ class Site(NamedTuple):
     def phase(self) -> str:
         """ "forward" or "backward"."""
         return "backward" if is_backward(self.names) else "forward"
-
-    @property
-    def moves(self) -> bool:
-        """Whether the result holds the numbers of the one float operand."""
-        floats = [v for v in self.eqn.invars if is_differentiable(v.aval)]
-        name = self.eqn.primitive.name
-        moves = traits_of(name).shape in MOVES or name in TO_FP8
-        return moves and len(floats) <= 1
 
     def inside(self, *loops: str) -> Context:
         """The context of a program that the equation holds."""
