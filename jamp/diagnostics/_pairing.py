@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -81,8 +81,8 @@ class Side:
     def runs(self, errors: dict[str, float]) -> Iterator[tuple[Any, Run]]:
         """Replays the program, and yields a key and a run of each common operation.
 
-        The key has the label, the iterations, the operations that made the operands,
-        and the number among equal ones. `errors` has the errors of the params.
+        The key has the label, the iterations, and the number among equal ones. `errors`
+        has the errors of the params.
         """
         counts = Counter[Any]()
         for event in replay(self.step, self.step.scale, whole_loops=False):
@@ -96,14 +96,11 @@ class Side:
             for value in event.outs:
                 value.note = _note_of_result(event, value)
             if label := self.common.get(place := _place(event.site)):
-                floats = [v for v in event.read if is_differentiable(v.array)]
-                makers = [v.maker and primitive_name(v.maker.eqn) for v in floats]
-                where = label, event.site.context.loops
-                key = where, tuple(makers)
-                counts.update([where, key])
-                line = self.labels[place][0].line
-                row = label, counts[where]
+                key = label, event.site.context.loops
+                counts[key] += 1
+                row = label, counts[key]
                 self.rows[row] = None
+                line = self.labels[place][0].line
                 yield (*key, counts[key]), Run(row, line, event.site, event)
 
 
@@ -188,21 +185,13 @@ def pair_runs(
     left: Side, right: Side, errors: dict[str, float]
 ) -> Iterator[tuple[Run, Run]]:
     """Runs both sides in turns, so that few runs wait for their partner."""
+    waiting = left.waiting, right.waiting
     turns = itertools.zip_longest(left.runs(errors), right.runs(errors))
-    for found in turns:
-        for side, other, run in zip((left, right), (right, left), found, strict=True):
-            if run is None:
-                continue
-            if partner := other.waiting.pop(run[0], None):
-                yield (run[1], partner) if side is left else (partner, run[1])
-            else:
-                side.waiting[run[0]] = run[1]
-    # Autocast may have put an operation before one of the two.
-    groups = defaultdict[Any, tuple[list[Any], list[Any]]](lambda: ([], []))
-    for place, side in enumerate((left, right)):
-        for key in side.waiting:
-            groups[key[0]][place].append(key)
-    for keys in groups.values():
-        if len(keys[0]) == len(keys[1]):
-            for a, b in zip(*keys, strict=True):
-                yield left.waiting.pop(a), right.waiting.pop(b)
+    for i, found in ((i, found) for pair in turns for i, found in enumerate(pair)):
+        if found is None:
+            continue
+        key, run = found
+        if partner := waiting[1 - i].pop(key, None):
+            yield (partner, run) if i else (run, partner)
+        else:
+            waiting[i][key] = run
