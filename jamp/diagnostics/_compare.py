@@ -163,7 +163,8 @@ def _with_progress[T](pairs: Iterator[T], total: int) -> Iterator[T]:
         yield pair
         if time.monotonic() > quiet_until:
             quiet_until = time.monotonic() + 0.2
-            bar = "#" * round(30 * min(done / total, 1.0))
+            total = max(done, total)  # nobody knows how often a while loop runs
+            bar = "#" * round(30 * done / total)
             text = f"\rcompare [{bar:<30}] {done} of {total} operations"
             print(text, end="", file=sys.stderr, flush=True)
     if text:

@@ -23,6 +23,7 @@ class Difference(NamedTuple):
     underflow: float = 0.0
 
 
+@np.errstate(all="ignore")
 def measure(a: Array, b: Array, half: Any, *, is_fp8: bool = False) -> Difference:
     """Compares an array with the right one, which may be wider.
 

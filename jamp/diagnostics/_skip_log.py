@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jamp._core.tree import leaf_is_finite, path_string, trained_params
 from jamp._scaling.rules import unscale_tree
@@ -19,7 +19,7 @@ _SHOWN = 4
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "loss", "scale", "bad", "count"],
+    data_fields=["entries", "count"],
     meta_fields=["paths"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,7 @@ class SkipLog:
       step 0: loss 18, scale 65536: a, b
     """
 
-    step: Int[Array, " size"]
-    loss: Float[Array, " size"]
-    scale: Float[Array, " size"]
-    bad: Bool[Array, "size leaves"]
+    entries: dict[str, Array]  # arrays with a row for each skip
     count: Int[Array, ""]
     paths: tuple[str, ...]
 
@@ -57,14 +54,13 @@ class SkipLog:
         if size < 1:
             raise ValueError(f"`size` must be at least 1, got {size}.")
         paths = _paths(trained_params(state.params))
-        return cls(
-            step=jnp.zeros(size, jnp.int32),
-            loss=jnp.zeros(size, jnp.float32),
-            scale=jnp.zeros(size, jnp.float32),
-            bad=jnp.zeros((size, len(paths)), jnp.bool),
-            count=jnp.zeros((), jnp.int32),
-            paths=paths,
-        )
+        entries = {
+            "step": jnp.zeros(size, jnp.int32),
+            "loss": jnp.zeros(size, jnp.float32),
+            "scale": jnp.zeros(size, jnp.float32),
+            "params": jnp.zeros((size, len(paths)), jnp.bool),
+        }
+        return cls(entries, jnp.zeros((), jnp.int32), paths)
 
     def add(
         self, state: AmpState, loss: Array, grads: PyTree, loss_id: int = 0
@@ -89,24 +85,25 @@ class SkipLog:
                 f"The gradients do not match the params of this log: {', '.join(odd)} "
                 "differ. Pass the gradients of all groups, of the state in SkipLog.of."
             )
-        place = self.count % len(self.step)
         flags = [~leaf_is_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
         checks = state.loss_scale_rules[loss_id].checks
         bad = functools.reduce(jnp.logical_or, flags, ~jnp.isfinite(loss))
         skipped = bad & checks
-        scale = jax.tree.leaves(state.loss_scale)[loss_id]
+        place = self.count % len(self.entries["step"])
+        entry = {
+            "step": jax.tree.leaves(state.step)[0],
+            "loss": loss,
+            "scale": jax.tree.leaves(state.loss_scale)[loss_id],
+            "params": jnp.stack(flags),
+        }
 
         def put(old, new):
             new = jnp.where(skipped, jnp.asarray(new, old.dtype), old[place])
             return old.at[place].set(new)
 
+        entries = jax.tree.map(put, self.entries, entry)
         return dataclasses.replace(
-            self,
-            step=put(self.step, *jax.tree.leaves(state.step)),
-            loss=put(self.loss, loss),
-            scale=put(self.scale, scale),
-            bad=put(self.bad, jnp.stack(flags)),
-            count=self.count + skipped.astype(jnp.int32),
+            self, entries=entries, count=self.count + skipped.astype(jnp.int32)
         )
 
     def skips(self) -> list[dict[str, Any]]:
@@ -115,17 +112,14 @@ class SkipLog:
         Each has the number of steps taken before it ("step"), the "loss", the loss
         "scale", and the paths of the "params" whose gradients were not finite.
         """
-        size, count = len(self.step), int(self.count)
-        order = [i % size for i in range(max(count - size, 0), count)]
-        found = jax.device_get((self.step, self.loss, self.scale, self.bad))
-        entries = zip(*(x[order].tolist() for x in found), strict=True)
-        names = "step", "loss", "scale", "params"
-        return [
-            dict(
-                zip(names, (*row, [*itertools.compress(self.paths, bad)]), strict=True)
-            )
-            for *row, bad in entries
-        ]
+        size, count = len(self.entries["step"]), int(self.count)
+        found = jax.device_get(self.entries)
+        skips = []
+        for i in range(max(count - size, 0), count):
+            skip = {name: x[i % size].tolist() for name, x in found.items()}
+            skip["params"] = [*itertools.compress(self.paths, skip["params"])]
+            skips.append(skip)
+        return skips
 
     def __str__(self) -> str:
         lines = [f"{int(self.count)} skipped step(s)"]

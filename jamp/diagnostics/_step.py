@@ -13,7 +13,8 @@ from jamp._core import groups
 from jamp._core.groups import Wrt
 from jamp._core.tree import is_traced, path_string
 from jamp._policy.levels import Properties, half_dtype
-from jamp._scaling.rules import DynamicLossScale, check_state, current_scale
+from jamp._scaling.loss import find_loss_scale
+from jamp._scaling.rules import DynamicLossScale, current_scale
 from jamp._scaling.value_and_grad import ScaledGrad
 from jamp._state.amp_state import AmpState
 
@@ -38,19 +39,26 @@ class Step(NamedTuple):
 def function_first[**P, T](fn: Callable[P, T]) -> Callable[P, T]:
     """Raises if `fn(loss_fn, **options)` also gets arguments of the loss."""
 
+    name = fn.__name__
+
     @functools.wraps(fn)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         # `explain` takes a dtype and `compare` a level.
         rest = [x for x in args[1:] if not isinstance(x, str | type | np.dtype)]
         if rest or not all(map(callable, args[:1])):
+            given = ", ".join(type(x).__name__ for x in args)
             raise TypeError(
-                f"jamp.diagnostics.{fn.__name__} takes a function and options, got "
-                f"({', '.join(type(x).__name__ for x in args)}). Write "
-                f"{fn.__name__}(loss_fn)(state, *args)."
+                f"jamp.diagnostics.{name} takes a function and options, got ({given}). "
+                f"Write {_call_of(name)}."
             )
         return fn(*args, **kwargs)
 
     return checked
+
+
+def _call_of(name: str) -> str:
+    level = ', "O0"' if name == "compare" else ""
+    return f"{name}(loss_fn{level})(state, *args)"
 
 
 def trace_step(
@@ -98,14 +106,13 @@ def trace_scaled_step(
     wrt: Wrt,
 ) -> Step:
     """Traces a step on values, with the loss scale as an input at every level."""
-    call = f"jamp.diagnostics.{name}(loss_fn)(state, *args)"
-    check_state(state, call)
+    call = f"jamp.diagnostics.{_call_of(name)}"
+    rule, before = find_loss_scale(state, loss_id, call)
     if any(map(is_traced, jax.tree.leaves((state, args, kwargs)))):
         raise TypeError(
             f"{call} reads values, and got traced arrays: call it outside of jit, "
             "with the state and the batch of the step."
         )
-    rule, before = state.loss_scale_rules[loss_id], state.loss_scales[loss_id]
     rules = list(state.loss_scale_rules)
     rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program
     dynamic = state.replace(loss_scale_rules=tuple(rules))

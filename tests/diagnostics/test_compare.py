@@ -355,6 +355,64 @@ def test_a_sum_that_cancels_is_no_fault():
     assert report.flagged == (), report
 
 
+def dropout(p, x, key):
+    return square(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ p["a"])
+
+
+def noise_in_a_loop(p, x, key):
+    body = lambda c, key: (c + jax.random.normal(key, c.shape), c)  # noqa: E731
+    return square(lax.scan(body, x @ p["a"], jax.random.split(key, 2))[1])
+
+
+def no_iteration(p, x):
+    return square(lax.scan(lambda c, _: (c, c), x @ p["a"], length=0)[0])
+
+
+def branch_of_python(p, x, flag):
+    return (square(x @ p["a"]) if flag else 0.0), {"text": "aux", "n": x.argmax()}
+
+
+def complex_numbers(p, x):
+    return jnp.abs(jnp.fft.fft(x @ p["a"])).astype(jnp.float32).mean()
+
+
+def no_numbers(p, x):
+    return square(x @ p["a"]) + x[:0].sum() + 0 * p["n"]
+
+
+def infinite_mask(p, x):
+    return square(jax.nn.softmax(jnp.where(x > 0, x @ p["a"], -jnp.inf)))
+
+
+KEY = jax.random.key(0)
+OTHERS = {
+    dropout: (KEY,),
+    noise_in_a_loop: (KEY,),
+    no_iteration: (),
+    branch_of_python: (True,),
+    complex_numbers: (),
+    no_numbers: (),
+    infinite_mask: (),
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "args"), OTHERS.items())
+def test_programs_that_have_other_values(loss_fn, args):
+    state = begin({"a": W, "n": np.int32(3), "empty": {}}, "O5")
+    report = compare(loss_fn, "O0")(state, X, *args)
+    row = next(row for row in report.rows if row.primitive == "dot_general")
+    assert 0 < row.error < 0.01 and report.flagged == (), report
+
+
+def test_groups():
+    loss_fn = lambda p, x: square(x @ p["a"]["w"] @ p["b"]["w"])  # noqa: E731
+    params = {name: {"w": jnp.asarray(W)} for name in "ab"}
+    tx = dict.fromkeys("ab", optax.sgd(1.0))
+    state = jamp.initialize(params, tx, "O5", verbosity=0)
+    assert {*compare(loss_fn, "O0")(state, X).gradients} == {"a/w", "b/w"}
+    assert {*compare(loss_fn, "O0", wrt="a")(state, X).gradients} == {"w"}
+
+
 def test_what_it_refuses():
     def loss_fn(p, x):
         return square(x @ p["a"])
@@ -374,8 +432,12 @@ def test_what_it_refuses():
         FloatingPointError, match="The loss is nan at O0, which is to be"
     ):
         compare(loss_fn, "O0")(state, X * np.nan)
-    with pytest.raises(TypeError, match=r"got \(function, AmpState"):
-        compare(loss_fn, state, X)
+    for level in (state, 0):
+        match = r'got \(function, .*\). Write compare\(loss_fn, "O0"\)\(state'
+        with pytest.raises(TypeError, match=match):
+            compare(loss_fn, level, X)
+    with pytest.raises(IndexError, match="loss_id=5 is out of range"):
+        compare(loss_fn, "O0", loss_id=5)(state, X)
 
 
 def test_progress_is_shown_after_some_seconds(capsys, monkeypatch):
