@@ -42,10 +42,6 @@ def _empty(original: Any) -> property:
     return property(lambda case: [])
 
 
-def _nothing(original: Any) -> property:
-    return property(lambda case: None)
-
-
 def _never_apart(original: Function) -> Function:
     return lambda *args: original(*args)._replace(apart=False)
 
@@ -59,10 +55,10 @@ def _each_apart(original: Function) -> Function:
 
 
 def _sums_only_weights(original: Function) -> Function:
-    def write(rewriter, eqn, var):
-        is_weight = eqn.primitive.name == "dot_general"
-        half = rewriter.facts.half
-        return original(rewriter, eqn, var) if is_weight else rewriter._write(eqn, half)
+    def write(rewriter, eqn, var, results):
+        if eqn.primitive.name == "dot_general":
+            return original(rewriter, eqn, var, results)
+        return rewriter._write(eqn, rewriter.values.half, results)
 
     return write
 
@@ -78,7 +74,7 @@ def _without_barrier(original: Function) -> Function:
 
 
 def _only_in_loops(original: Function) -> Function:
-    return lambda facts, atom: facts.scope.loop and original(facts, atom)
+    return lambda values, x: values.scope.loop and original(values, x)
 
 
 def _each_by_itself(original: Function) -> Function:
@@ -95,16 +91,6 @@ def _always_again(original: Function) -> Function:
 
 def _keeps_names(original: Function) -> Function:
     return lambda primitive: primitive == "name"
-
-
-def _carries_float32(original: Function) -> Function:
-    def facts(self, frame, found):
-        given = original(self, frame, found)
-        carried = [self._unknown(v).vote for v in frame.results[: frame.carries]]
-        fixed = zip(given[: frame.carries], carried, strict=True)
-        return [*(f._replace(vote=v) for f, v in fixed), *given[frame.carries :]]
-
-    return facts
 
 
 MECHANISMS = {
@@ -145,7 +131,7 @@ MECHANISMS = {
     ),
     "inlined calls": Mechanism(
         "A call without a matmul is decided on with what is around it.",
-        "facts.inlined",
+        "values.inlined",
         _first,
     ),
     "labels": Mechanism(
@@ -155,12 +141,12 @@ MECHANISMS = {
     ),
     "chains": Mechanism(
         "An elementwise chain on one array is computed in float32.",
-        "decide.Case.is_fused",
+        "case.Case.is_fused",
         _never,
     ),
     "ratios": Mechanism(
         "A division by a float16 value is computed in float32.",
-        "decide.Case.is_ratio",
+        "case.Case.is_ratio",
         _never,
     ),
     "norms": Mechanism(
@@ -170,28 +156,28 @@ MECHANISMS = {
     ),
     "smaller": Mechanism(
         "What meets float32 statistics and scales is computed in float32.",
-        "decide.Case.smaller",
+        "case.Case.smaller",
         _empty,
     ),
     "biases": Mechanism(
-        "A bias is part of its product, and half.",
-        "facts.Facts.bias",
+        "A bias is part of its matmul, and half.",
+        "case.Case._bias",
         _gives(None),
     ),
     "weights": Mechanism(
-        "The gradient of a weight that a loop shares is a sum of float32 products.",
+        "The gradient of a weight that a loop shares is a sum of float32 matmuls.",
         "decide.summed_weight",
         _gives(None),
     ),
     "tables": Mechanism(
-        "The gradient of a weight whose rows are looked up too is a float32 product.",
+        "The gradient of a weight whose rows are looked up too is a float32 matmul.",
         "decide._is_summed",
         _only_in_loops,
     ),
     "rows": Mechanism(
         "Rows of a half table, or the head's, are read in half, and summed in float32.",
-        "decide.Case.table",
-        _nothing,
+        "values.Values.multiplied",
+        _empty,
     ),
     "loops": Mechanism(
         "What only rearranges the constants of a scan is done before it.",
@@ -229,27 +215,27 @@ MECHANISMS = {
         _first,
     ),
     "cotangent copies": Mechanism(
-        "Products of several shared weights with one cotangent are not merged.",
+        "Matmuls of several shared weights with one cotangent are not merged.",
         "rewrite.with_weight",
         _without_copies,
     ),
     "half params": Mechanism(
         "Half params alone do not make half of the float32 that they meet (O5).",
-        "facts.Facts.is_half_param",
-        _gives(False),
+        "values.Value.is_half_param",
+        _never,
     ),
     "half carries": Mechanism(
         "An activation that a scan carries is half (narrowest, O5).",
-        "facts.Facts._loop_facts",
-        _carries_float32,
+        "control_flow._half_carries",
+        _gives(set()),
     ),
     "float32 carries": Mechanism(
         "What a scan carries in float32 is added to in float32.",
-        "facts.Facts.adds_to_carry",
+        "case.Case._adds_to_carry",
         _gives(False),
     ),
     "quantized once": Mechanism(
-        "What several products read is quantized for all of them (O6).",
+        "What several matmuls read is quantized for all of them (O6).",
         "jamp._fp8.write._quantized",
         _each_by_itself,
     ),

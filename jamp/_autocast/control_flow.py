@@ -9,7 +9,7 @@ keeps its dtype, because its gradient is a sum over the trips.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from jax.extend import core as jc
 from jax.extend.core.primitives import stop_gradient_p
 
 from jamp._autocast import derivatives
-from jamp._autocast.facts import Facts
 from jamp._autocast.frames import (
     CHECKPOINT,
     HOLDERS,
@@ -32,9 +31,10 @@ from jamp._autocast.hijax import (
     with_jvp_rule,
     with_vjp_rules,
 )
+from jamp._autocast.loops import added_carries
 from jamp._autocast.marks import traced_for
 from jamp._autocast.origins import origin_of_unknown
-from jamp._autocast.primitives import Rule
+from jamp._autocast.primitives import Rule, primitive_name
 from jamp._autocast.program import (
     Atom,
     dtype_of,
@@ -42,7 +42,8 @@ from jamp._autocast.program import (
     recorded,
     region_rule,
 )
-from jamp._autocast.rewrite import Rewriter, rewrite
+from jamp._autocast.rewrite import Rewriter, program
+from jamp._autocast.values import Value, Values, joint_source, one_of
 from jamp._core.dtypes import FLOAT32
 
 
@@ -51,100 +52,181 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
     If the results of the branches differ in dtype, all return the user's dtypes.
     """
-    ins = list(map(rewriter.outgoing_dtype, eqn.invars))
-    pairs = list(zip(frames, rewriter.facts.programs(eqn), strict=True))
-    given = ins[len(eqn.invars) - len(frames[0].operands) :]  # without an index
+    given = _outgoing(rewriter, eqn.invars)
+    operands = given[len(given) - len(frames[0].operands) :]  # without an index
+    pairs = [_called(rewriter, eqn, frame, operands) for frame in frames]
     # The branches choose first: if they agree, none needs a cast at its end.
-    written = [_program(rewriter, f, given, None, frame) for frame, f in pairs]
-    if any(recorded(w.outvars) != recorded(written[0].outvars) for w in written):
+    written = [program.written() for program, _ in pairs]
+    outs = recorded(written[0].outvars)
+    if any(recorded(w.outvars) != outs for w in written):
         outs = recorded(eqn.outvars)
-        written = [_program(rewriter, f, given, outs, frame) for frame, f in pairs]
+        written = [program.written(outs) for program, _ in pairs]
+    results = map(one_of, zip(*(values for _, values in pairs), strict=True))
     if rewriter.scope.policy.fp8 and eqn.primitive.name == CHECKPOINT:
         policy = rewriter.scope.policy.fp8.checkpoint_policy(eqn.params["policy"])
         eqn = eqn.replace(params=eqn.params | {"policy": policy})
-    _emit(rewriter, eqn, ins, written)
+    params = with_programs(eqn, written)
+    ins = [value.dtype for value in given]
+    rewriter.emit(eqn, ins, _in_dtypes(results, outs), params)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
-    """Rewrites a scan, whose body takes each slice in the dtype that it votes for."""
-    (frame,), facts = frames, rewriter.facts
-    consts, carry = frame.consts, frame.carries
-    # A carry has the same dtype before and after a trip. A carry that sums over the
-    # trips would lose digits in half. So would the gradient of a constant, which the
-    # backward pass sums over the trips.
-    votes = [facts[v].vote for v in eqn.outvars[:carry]]
-    carries = [vote or dtype_of(v) for vote, v in zip(votes, eqn.outvars, strict=False)]
-    slices = map(rewriter.outgoing_dtype, eqn.invars[consts + carry :])
-    ins = [*recorded(eqn.invars[:consts]), *carries, *slices]
-    outs = [*carries, *[None] * (len(eqn.outvars) - carry)]
-    given = facts.trip_facts(frame)
-    for i, vote in enumerate(votes, consts):
-        given[i] = given[i]._replace(vote=vote, carried=vote == FLOAT32)
-    body = facts.program(eqn, frame.program, given)
-    _emit(rewriter, eqn, ins, [_program(rewriter, body, ins, outs, frame)])
+    """Rewrites a scan, whose body takes each slice in the dtype that it votes for.
+
+    A carry has the same dtype before and after a trip. A carry that sums over the trips
+    would lose digits in half. So would the gradient of a constant, which the backward
+    pass sums over the trips.
+    """
+    (frame,), values = frames, rewriter.values
+    fixed = frame.consts + frame.carries
+    places = range(frame.consts, fixed)
+    given = _closed_values(values, eqn.invars, places)
+    for i, value in enumerate(values.of(eqn.invars)):
+        given[i] = given[i]._replace(asks=value.asks, shared=i < frame.consts)
+        if i >= fixed:
+            given[i] = given[i]._replace(vote=value.vote, dtype=value.outgoing)
+    in_half = _half_carries(rewriter, eqn, frame, given)
+    for i in places:
+        if i - frame.consts in in_half:
+            given[i] = given[i]._replace(dtype=values.half, vote=values.half)
+        else:
+            given[i] = given[i]._replace(carried=given[i].vote == FLOAT32)
+    body = _program(rewriter, eqn, frame.program, given, frame)
+    outs = [given[i].dtype for i in places]
+    outs += [value.outgoing for value in body.results[frame.carries :]]
+    results = []
+    for i, inside in enumerate(body.results):
+        value = values.unknown(eqn.outvars[i])._replace(source=inside.source)
+        if i >= frame.carries or i in in_half:
+            value = value._replace(vote=inside.vote)
+        results.append(value)
+    params = with_programs(eqn, [body.written(outs)])
+    ins = [value.dtype for value in given]
+    rewriter.emit(eqn, ins, _in_dtypes(results, outs), params)
+
+
+def _half_carries(
+    rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
+) -> set[int]:
+    """Returns the carries that are half after each trip and that nothing sums.
+
+    `given` are the inputs of the body, with float32 carries.
+    """
+    values, end = rewriter.values, frame.consts + frame.carries
+    starts = values.of(frame.operands[frame.consts : end])
+    in_half = {i for i, x in enumerate(starts) if x.vote and not x.asks}
+    if values.widest or not in_half:
+        return set()
+    body = _program(rewriter, eqn, frame.program, given, frame)
+    in_half = {i for i in in_half if body.results[i].vote == values.half}
+    slices = values.of(frame.operands[end:])
+    of_model = values.scope.policy.of_model
+    are_weights = [not of_model or value.is_half_param for value in slices]
+    return in_half and in_half - added_carries(frame, are_weights)
 
 
 def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a while loop. JAX sums no gradient of its constants over the trips."""
-    (cond, body), facts = frames, rewriter.facts
-    consts, outs = cond.consts + body.consts, recorded(eqn.outvars)
-    ins = [*map(rewriter.computed_dtype, eqn.invars[:consts]), *outs]
-    known = facts.operand_facts(eqn.invars, range(consts, len(ins)))
-    for i, v in enumerate(eqn.invars[:consts]):
-        known[i] = known[i]._replace(vote=facts[v].vote)
-    for i in range(consts, len(ins)):
-        known[i] = known[i]._replace(carried=known[i].vote == FLOAT32)
-    places = [*range(cond.consts), *range(consts, len(ins))]
-    test = facts.program(eqn, cond.program, [known[i] for i in places])
-    trip = facts.program(eqn, body.program, known[cond.consts :])
-    written = [
-        _program(rewriter, test, [ins[i] for i in places], [jnp.dtype(bool)]),
-        _program(rewriter, trip, ins[cond.consts :], outs, body),
-    ]
-    _emit(rewriter, eqn, ins, written)
+    (cond, body), values = frames, rewriter.values
+    consts = cond.consts + body.consts
+    places = range(consts, len(eqn.invars))
+    given = _closed_values(values, eqn.invars, places)
+    for i, value in enumerate(values.of(eqn.invars[:consts])):
+        given[i] = given[i]._replace(vote=value.vote, dtype=value.dtype)
+    for i in places:
+        given[i] = given[i]._replace(carried=given[i].vote == FLOAT32)
+    of_test = given[: cond.consts] + given[consts:]
+    test = _program(rewriter, eqn, cond.program, of_test)
+    trip = _program(rewriter, eqn, body.program, given[cond.consts :], body)
+    written = [test.written([jnp.dtype(bool)]), trip.written(recorded(eqn.outvars))]
+    results = values.recorded(eqn)
+    ins = [value.dtype for value in given]
+    rewriter.emit(eqn, ins, results, with_programs(eqn, written))
 
 
 def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a program whose inputs and outputs keep the user's dtypes."""
-    given = rewriter.facts.operand_facts(eqn.invars)
-    facts = rewriter.facts.program(eqn, frames[0].program, given)
-    ins, outs = recorded(eqn.invars), recorded(eqn.outvars)
+    given = _closed_values(rewriter.values, eqn.invars)
     uses = rewriter.uses_of(eqn.outvars)
-    _emit(rewriter, eqn, ins, [_program(rewriter, facts, ins, outs, uses=uses)])
+    program = _program(rewriter, eqn, frames[0].program, given, uses=uses)
+    written = program.written(recorded(eqn.outvars))
+    rewriter.emit_recorded(eqn, with_programs(eqn, [written]))
+
+
+def _outgoing(rewriter: Rewriter, atoms: Sequence[Atom]) -> list[Value]:
+    """Returns values in the dtypes in which they enter another program."""
+    values = rewriter.values.of(atoms)
+    return _in_dtypes(values, [value.outgoing for value in values])
+
+
+def _in_dtypes(values: Iterable[Value], dtypes: Sequence[Any]) -> list[Value]:
+    pairs = zip(values, dtypes, strict=True)
+    return [value._replace(dtype=dtype) for value, dtype in pairs]
+
+
+def _closed_values(
+    values: Values, operands: Sequence[Atom], carries: Sequence[int] = ()
+) -> list[Value]:
+    """Returns the operands of a program that takes them in the user's dtypes.
+
+    After some trips, the operands at the places of `carries` may depend on all.
+    """
+    given = values.of(operands)
+    closed = [
+        values.unknown(v)._replace(source=value.source, carried=value.carried)
+        for v, value in zip(operands, given, strict=True)
+    ]
+    for i in carries:
+        closed[i] = closed[i]._replace(source=joint_source(given))
+    return closed
 
 
 def _program(
     rewriter: Rewriter,
-    facts: Facts,
-    ins: Sequence[Any],
-    outs: Sequence[Any] | None = None,
+    eqn: jc.JaxprEqn,
+    jaxpr: jc.Jaxpr,
+    given: Sequence[Value],
     frame: Frame | None = None,
     uses: Sequence[Any] = (),
-) -> jc.Jaxpr:
-    """Returns a rewritten program. With a `frame`, fp8 finds the `uses` itself."""
-    outs = [None] * len(facts.jaxpr.outvars) if outs is None else outs
+    numbers: dict[Any, int] | None = None,
+) -> Rewriter:
+    """Reads and rewrites a program that an equation holds.
+
+    With a `frame`, fp8 finds the `uses` itself. Roots outside of the program get
+    `numbers`, so that two calls can share it.
+    """
+    numbers = {} if numbers is None else numbers
+    given = [x._replace(origin=x.origin.numbered(numbers)) for x in given]
     if frame and rewriter.fp8:
         uses = rewriter.fp8.uses_of_results(frame)
-    return rewrite(facts, ins, outs, rewriter.rules, uses)
+    scope = rewriter.values.scope_of_programs(eqn)
+    found = program(jaxpr, given, scope, rewriter.rules, uses)
+    tables = found.values.tables
+    rewriter.values.tables |= {root for root, i in numbers.items() if i in tables}
+    return found
 
 
-def _emit(
-    rewriter: Rewriter, eqn: jc.JaxprEqn, ins: Sequence[Any], written: list[jc.Jaxpr]
-) -> None:
-    """Writes an equation with rewritten programs. The last one returns its results."""
-    outs = recorded(written[-1].outvars)
-    rewriter.emit(eqn, ins, outs, with_programs(eqn, written))
+def _called(
+    rewriter: Rewriter, eqn: jc.JaxprEqn, frame: Frame, given: Sequence[Value]
+) -> tuple[Rewriter, list[Value]]:
+    """Rewrites an open program, and returns it with its results as the caller's."""
+    numbers: dict[Any, int] = {}
+    found = _program(rewriter, eqn, frame.program, given, frame, numbers=numbers)
+    known = {i: root for root, i in numbers.items()}
+    pairs = zip(found.results, frame.results, strict=True)
+    return found, [
+        value._replace(origin=value.origin.returned(known, v)) for value, v in pairs
+    ]
 
 
 def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a function and its custom JVP rule."""
-    ins = list(map(rewriter.outgoing_dtype, eqn.invars))
-    (facts,) = rewriter.facts.programs(eqn)
-    inner = _program(rewriter, facts, ins, None, frames[0])
-    outs = recorded(inner.outvars)
+    operands = _outgoing(rewriter, eqn.invars)
+    found, values = _called(rewriter, eqn, frames[0], operands)
+    inner = found.written()
+    results = _in_dtypes(values, recorded(inner.outvars))
     prim = hi_primitive(eqn)
     consts = 0 if prim is not None else derivatives.custom_consts(eqn)
-    args, known = ins[consts:], facts.given[consts:]
 
     # JAX traces the user's rule only when it differentiates, and calls this then.
     def write(jaxpr: jc.Jaxpr, absent: Sequence[bool], zeros: Sequence[bool]):
@@ -152,33 +234,32 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # integer's tangent is a float0.
         # Half operands vote for half, as in the function. Then relu's derivative reads
         # relu's own half operand, and JAX saves no other residual.
-        pairs = zip(_with_tangents(known, absent), jaxpr.invars, strict=True)
-        given = [fact._replace(origin=origin_of_unknown(v)) for fact, v in pairs]
-        return _program(
-            rewriter,
-            rewriter.facts.program(eqn, jaxpr, given),
-            _float_dtypes(_with_tangents(args, absent), jaxpr.invars),
-            _float_dtypes(_with_tangents(outs, zeros), jaxpr.outvars),
+        pairs = zip(
+            _with_tangents(operands[consts:], absent), jaxpr.invars, strict=True
         )
+        given = [
+            x._replace(
+                dtype=x.dtype if is_float(v) else dtype_of(v),
+                origin=origin_of_unknown(v),
+            )
+            for x, v in pairs
+        ]
+        pairs = zip(_with_tangents(results, zeros), jaxpr.outvars, strict=True)
+        outs = [x.dtype if is_float(v) else dtype_of(v) for x, v in pairs]
+        return _program(rewriter, eqn, jaxpr, given).written(outs)
 
     tracing = _tracing(rewriter, eqn)
     if prim is not None:
         params = {"_prim": with_jvp_rule(prim, inner, write, tracing)}
     else:
         params = derivatives.with_custom_jvp(eqn, inner, write, tracing)
-    rewriter.emit(eqn, ins, outs, params)
+    rewriter.emit(eqn, [value.dtype for value in operands], results, params)
 
 
 def _with_tangents[T](of_primals: Sequence[T], zeros: Sequence[bool]) -> list[T]:
     """Appends to the values of all primals the values of those with a tangent."""
     there = (x for x, zero in zip(of_primals, zeros, strict=True) if not zero)
     return [*of_primals, *there]
-
-
-def _float_dtypes(dtypes: Sequence[Any], variables: Sequence[Atom]) -> list[Any]:
-    """Returns the given dtype for each float variable, and its own for any other."""
-    pairs = zip(dtypes, variables, strict=True)
-    return [d if is_float(v) else dtype_of(v) for d, v in pairs]
 
 
 def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
@@ -189,9 +270,7 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     """
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-        facts = rewriter.facts.program(eqn, jaxpr, ())
-        ins, outs = recorded(jaxpr.invars), recorded(jaxpr.outvars)
-        return _program(rewriter, facts, ins, outs)
+        return _program(rewriter, eqn, jaxpr, ()).written(recorded(jaxpr.outvars))
 
     inner = write(frames[0].program)
     # The rules may close over values of an outer program. These become operands without
@@ -209,7 +288,7 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     passed = [_stopped(rewriter, v) for v in free]
     invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
     eqn = eqn.replace(invars=invars)
-    rewriter.emit(eqn, recorded(invars), recorded(eqn.outvars), params)
+    rewriter.emit_recorded(eqn, params)
 
 
 def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
@@ -217,13 +296,13 @@ def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
     if not is_float(var):
         return var
     eqn = jc.new_jaxpr_eqn([var], [jc.Var(var.aval)], stop_gradient_p, {}, set())
-    rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+    rewriter.emit_recorded(eqn)
     return eqn.outvars[0]
 
 
 def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
     """Returns the context in which JAX later traces a user's rule."""
-    region = region_rule(rewriter.scope, eqn)
+    region = region_rule(rewriter.scope, eqn, primitive_name(eqn))
     casts = region is None or region[0] not in (Rule.FLOAT32, Rule.RECORDED)
     policy = rewriter.scope.policy
     return functools.partial(traced_for, policy.dtype, policy.lists, casts)
@@ -233,21 +312,19 @@ def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> N
     """Rewrites a linear function, and its transpose when JAX traces that."""
 
     def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-        facts = rewriter.facts.program(eqn, jaxpr, ())
-        return _program(
-            rewriter, facts, recorded(jaxpr.invars), recorded(jaxpr.outvars)
-        )
+        return _program(rewriter, eqn, jaxpr, ()).written(recorded(jaxpr.outvars))
 
     tracing = _tracing(rewriter, eqn)
     params = derivatives.with_linear_call(eqn, write(frames[0].program), write, tracing)
-    rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars), params)
+    rewriter.emit_recorded(eqn, params)
 
 
 def _object(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites the program of an unknown object, unless the user's lists decide."""
-    rule, _ = rewriter.facts.ruling(eqn)
+    given = rewriter.values.of(eqn.invars)
+    rule, _ = rewriter.values.ruling(eqn, primitive_name(eqn), given)
     if rule is not None:
-        rewriter.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+        rewriter.emit_recorded(eqn)
     else:
         _closed(rewriter, eqn, frames)
 

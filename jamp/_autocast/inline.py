@@ -18,11 +18,10 @@ from jamp._autocast.program import Scope, is_float32, name_stack
 
 def inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     """Returns a program with the equations of these calls in place of the calls."""
-    key = "inlined", id(jaxpr), bool(scope.library)
+    key = "inlined", jaxpr, bool(scope.library)
     if key not in scope.written:
-        # The cache holds the old program too, so that no other object gets its `id`.
-        scope.written[key] = jaxpr, _inlined(jaxpr, scope)
-    return scope.written[key][1]
+        scope.written[key] = _inlined(jaxpr, scope)
+    return scope.written[key]
 
 
 def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
@@ -59,24 +58,23 @@ def _inlined(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
 
 
 def _is_inlined(eqn: jc.JaxprEqn, known: dict[Any, Any]) -> bool:
-    is_bare = eqn.primitive.name == "jit" and jax_internals.is_bare_jit(eqn)
+    if eqn.primitive.name != "jit" or not jax_internals.is_bare_jit(eqn):
+        return False
     has_float32 = any(map(is_float32, (*eqn.invars, *eqn.outvars)))
-    return is_bare and has_float32 and not _multiplies(eqn.params["jaxpr"], known)
+    return has_float32 and not _multiplies(eqn.params["jaxpr"], known)
 
 
 def _multiplies(program: jc.Jaxpr, known: dict[Any, Any]) -> bool:
-    key = "multiplies", id(program)
+    key = "multiplies", program
     if key not in known:
-        known[key] = (
-            program,
-            any(
-                any(_multiplies(f.program, known) for f in frames)
-                if (frames := frames_of(eqn))
-                else is_product(eqn)
-                for eqn in program.eqns
-            ),
-        )
-    return known[key][1]
+        known[key] = any(_has_matmul(eqn, known) for eqn in program.eqns)
+    return known[key]
+
+
+def _has_matmul(eqn: jc.JaxprEqn, known: dict[Any, Any]) -> bool:
+    frames = frames_of(eqn)
+    inside = any(_multiplies(frame.program, known) for frame in frames)
+    return inside or not frames and is_product(eqn)
 
 
 def _value(atom: Any, values: dict[Any, Any]) -> Any:
@@ -84,5 +82,6 @@ def _value(atom: Any, values: dict[Any, Any]) -> Any:
 
 
 def _reading(eqn: jc.JaxprEqn, values: dict[Any, Any]) -> jc.JaxprEqn:
-    invars = [_value(v, values) for v in eqn.invars]
-    return eqn.replace(invars=invars) if invars != eqn.invars else eqn
+    if not any([not isinstance(v, jc.Literal) and v in values for v in eqn.invars]):
+        return eqn
+    return eqn.replace(invars=[_value(v, values) for v in eqn.invars])

@@ -51,10 +51,12 @@ class Origin(NamedTuple):
             roots=numbers_of(self.roots), statistic_of=numbers_of(self.statistic_of)
         )
 
-    def returned(self, known: frozenset[Atom], result: Atom) -> "Origin":
-        """Returns the origin of a call's result; the caller knows only some roots."""
-        roots = self.roots & known if self.roots <= known else frozenset((result,))
-        statistics = self.statistic_of & known
+    def returned(self, known: dict[int, Any], result: Atom) -> "Origin":
+        """Returns the origin of a call's result, whose roots outside are numbers."""
+        roots = frozenset((result,))
+        if self.roots <= known.keys():
+            roots = frozenset(known[i] for i in self.roots)
+        statistics = frozenset(known[x] for x in self.statistic_of if x in known)
         return self._replace(roots=roots, statistic_of=statistics)
 
 
@@ -87,9 +89,16 @@ def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
 
 def is_normalized(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
     """Returns whether large values are, or were, combined with their own statistics."""
-    roots = frozenset().union(*(origin.roots for origin in full))
-    own = any(origin.statistic_of & roots for origin in small)
-    return own or any(origin.normalized for origin in full)
+    roots = _union([origin.roots for origin in full])
+    own = any([origin.statistic_of & roots for origin in small])
+    return own or any([origin.normalized for origin in full])
+
+
+def _union(sets: Sequence[frozenset[Any]]) -> frozenset[Any]:
+    found = frozenset[Any]()
+    for each in sets:
+        found = found | each if found else each
+    return found
 
 
 def origin_of_result(
@@ -98,12 +107,12 @@ def origin_of_result(
     """Returns the origin of a result of an equation."""
     if rule is Rule.HALF:
         return origin_of_unknown(out)._replace(product=_product(eqn))
-    largest = max(map(size_of, eqn.invars), default=0)
+    sizes, size = [size_of(v) for v in eqn.invars], size_of(out)
     floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
-    statistics = frozenset().union(*(g.statistic_of for g in floats))
-    if size_of(out) < largest:
+    statistics = _union([g.statistic_of for g in floats])
+    if sizes and size < max(sizes):
         # The equation is a sum, a maximum or a slice.
-        roots = frozenset().union(*(g.roots for g in floats))
+        roots = _union([g.roots for g in floats])
         if primitive_name(eqn) in ("reduce_max", "reduce_min"):
             roots = frozenset()
         return origin_of_unknown(out)._replace(statistic_of=statistics | roots)
@@ -114,11 +123,10 @@ def origin_of_result(
     if shape not in _IN_PLACE or len(eqn.outvars) > 1:
         return origin_of_unknown(out)._replace(statistic_of=statistics)
     full, small = [], []
-    for v, g in zip(eqn.invars, given, strict=True):
+    for v, g, n in zip(eqn.invars, given, sizes, strict=True):
         if is_float32(v) and not isinstance(v, jc.Literal):
-            whole = size_of(v) == size_of(out) and g.varies is None
-            (full if whole else small).append(g)
-    roots = frozenset().union(*(g.roots for g in full))
+            (full if n == size and g.varies is None else small).append(g)
+    roots = _union([g.roots for g in full])
     joins = len(roots) > 1
     reshaped = shape in _HAND_ON and len(full) == 1
     return Origin(

@@ -190,6 +190,7 @@ ROWS = (
     ),
 )
 
+_OPAQUE = Traits()
 _TRAITS = {
     name: traits
     for row in ROWS
@@ -243,4 +244,4 @@ def is_listed(primitive: str) -> bool:
 
 def traits_of(primitive: str) -> Traits:
     """Returns the traits of a primitive."""
-    return _TRAITS.get(primitive, Traits())
+    return _TRAITS.get(primitive, _OPAQUE)

@@ -25,7 +25,7 @@ from jamp._autocast.lists import (
     rules_for,
 )
 from jamp._autocast.marks import KERNEL, MARKERS, NO_FP8, Source
-from jamp._autocast.primitives import Rule, primitive_name
+from jamp._autocast.primitives import Rule
 from jamp._core.dtypes import FLOAT32
 
 type Atom = jc.Var | jc.Literal
@@ -112,16 +112,18 @@ def disables_fp8(names: str) -> bool:
     return _NO_FP8.search(names) is not None
 
 
-def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
+def ruling(
+    scope: Scope, eqn: jc.JaxprEqn, name: str, found: tuple[Rule | None, str] | None
+) -> tuple[Rule | None, str]:
     """Returns the rule for an equation, and the region that sets it, or "".
 
-    The rule is None for a primitive that no list contains.
+    `found` is its `region_rule`. The rule is None for a primitive that no list
+    contains.
     """
-    listed = rule_of(scope.policy.lists, primitive_name(eqn))
-    is_cast = eqn.primitive.name == "convert_element_type"
-    if is_cast and is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0]):
-        listed = Rule.MOVE  # it only removes a weak type
-    found = region_rule(scope, eqn)
+    listed = rule_of(scope.policy.lists, name)
+    if name == "convert_element_type" and is_float32(eqn.invars[0]):
+        if is_float32(eqn.outvars[0]):
+            listed = Rule.MOVE  # it only removes a weak type
     region, where = found or (None, "")
     # An unknown primitive in a float32 region is left alone.
     as_recorded = region is Rule.FLOAT32 and listed is None
@@ -130,7 +132,7 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     if found is None and listed is Rule.HALF and not scope.library:
         paths = jax_internals.calling_functions(eqn)
         region, where = rule_of_library(scope.policy.lists, paths)
-    if region is None and _wants_float32_product(eqn):
+    if region is None and "precision" in eqn.params and _wants_float32_matmul(eqn):
         return Rule.FLOAT32, PRECISION
     if listed is None or listed is Rule.RECORDED or region is None:
         return listed, ""
@@ -139,13 +141,13 @@ def ruling(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str]:
     return region, where
 
 
-def _wants_float32_product(eqn: jc.JaxprEqn) -> bool:
+def _wants_float32_matmul(eqn: jc.JaxprEqn) -> bool:
     """Returns whether a matmul requests a precision that half operands do not have.
 
     This is `HIGHEST` for an operand, or an algorithm that reads more bits than half
     has. With "high" and "default", the backend decides.
     """
-    precision = eqn.params.get("precision")
+    precision = eqn.params["precision"]
     if precision is None or not all(map(is_float32, eqn.invars[:2])):
         return False  # the user cast an operand
     if isinstance(precision, lax.DotAlgorithm):
@@ -180,7 +182,11 @@ def dtypes_of(atoms: Sequence[Atom]) -> tuple[str, ...]:
 
 def size_of(atom: Atom) -> int:
     """Returns the number of elements of a value."""
-    return _size(shape_of(atom))  # `aval.size` is slower: it calls nine functions
+    aval: Any = atom.aval
+    try:
+        return _size(aval.shape)  # `aval.size` is slower: it calls nine functions
+    except AttributeError:
+        return 1
 
 
 _size = functools.cache(math.prod)
@@ -208,24 +214,20 @@ def is_float(atom: Atom) -> bool:
     """Returns whether a value is a float of any width."""
     aval: Any = atom.aval
     try:
-        return _is_floating(aval.dtype)
+        return is_floating(aval.dtype)
     except AttributeError:
         return False
 
 
 @functools.cache
-def _is_floating(dtype: Any) -> bool:
+def is_floating(dtype: Any) -> bool:
+    """Returns whether a dtype is a float of any width."""
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def exceeds_half(value: Any, half: Any) -> bool:
-    """Returns whether half cannot hold a number, such as a mask's -1e30 or 1e-8."""
-    numbers = np.asarray(value, np.float64).ravel().tolist()
-    return any([_number_exceeds(x, half) for x in numbers])
-
-
 @functools.lru_cache(maxsize=1024)
-def _number_exceeds(number: float, half: Any) -> bool:
+def exceeds_half(number: float, half: Any) -> bool:
+    """Returns whether half cannot hold a number, such as a mask's -1e30 or 1e-8."""
     size, limits = abs(number), jnp.finfo(half)
     # Half can hold infinities, zero and NaN.
     return float(limits.max) < size < np.inf or 0 < size < float(limits.tiny)
@@ -237,13 +239,15 @@ def is_castable_eqn(eqn: jc.JaxprEqn, rule: Rule | None, half: DTypeLike) -> boo
     Autocast leaves float64 and the user's own half. It does cast a matmul of half and
     float32, which JAX would promote to float32.
     """
-    dtypes = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars) if is_float(v)}
+    dtypes = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars)} - {FLOAT32}
     if rule is Rule.HALF and any(map(is_float32, eqn.invars)):
         dtypes.discard(half)
-    return dtypes <= {FLOAT32}
+    return not any(map(is_floating, dtypes))
 
 
-def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | None:
+def region_rule(
+    scope: Scope, eqn: jc.JaxprEqn, primitive: str
+) -> tuple[Rule | None, str] | None:
     """Returns the rule of a region, and the mark, function or regex that sets it.
 
     The user's marks come first, then the last rule of the lists that matches. Returns
@@ -255,7 +259,6 @@ def region_rule(scope: Scope, eqn: jc.JaxprEqn) -> tuple[Rule | None, str] | Non
     if marks:
         return _RULES[marks[-1]], marks[-1]
     marker, function = markers[-1] if markers else ("", "")
-    primitive = primitive_name(eqn)
     last = last_of(scope.policy.lists, primitive, function, names)
     if last is not None and last[0] is What.PRIMITIVE:
         return None, ""

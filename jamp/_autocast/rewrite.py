@@ -18,18 +18,23 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.case import Case
 from jamp._autocast.decide import Decision, decide
-from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, frames_of, with_equations
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
 from jamp._autocast.marks import Source, marked_source
+from jamp._autocast.origins import origin_of_unknown
 from jamp._autocast.primitives import Rule, primitive_name
 from jamp._autocast.program import (
+    KEPT,
+    NO_MODEL,
     Atom,
+    Scope,
     dtype_of,
     dtypes_of,
+    is_castable_eqn,
     is_float,
     is_float32,
     name_stack,
@@ -38,6 +43,7 @@ from jamp._autocast.program import (
 )
 from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import broadcast, repeated, rows_of, with_bias, with_weight
+from jamp._autocast.values import Value, Values
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -47,45 +53,37 @@ type ProgramRule = Callable[["Rewriter", jc.JaxprEqn, list[Frame]], None]
 _DTYPE_PARAMS = ("preferred_element_type", "new_dtype")
 
 
-def rewrite(
-    facts: Facts,
-    in_dtypes: Sequence[Any],
-    out_dtypes: Sequence[Any],
+def program(
+    jaxpr: jc.Jaxpr,
+    given: Sequence[Value],
+    scope: Scope,
     rules: Mapping[str, ProgramRule],
     out_uses: Sequence[Any] = (),
-) -> jc.Jaxpr:
-    """Rewrites the program of `facts`.
+) -> "Rewriter":
+    """Returns a program, read once and rewritten, without its results.
 
-    Inputs and results get the given dtypes. A result whose dtype is None gets the dtype
-    that it votes for. `rules` write the equations that contain programs. `out_uses` are
-    the uses of the results, for `Policy.fp8`.
+    It takes its inputs in the dtypes of `given`; without these, in the user's. `rules`
+    write the equations that contain programs. `out_uses` are the uses of the results,
+    for `Policy.fp8`.
     """
     # All calls of a jitted function share one program, so that JAX differentiates it
     # only once. Their rewritten programs must be shared too.
-    key = (facts.key, tuple(in_dtypes), tuple(out_dtypes), tuple(out_uses))
-    programs = facts.scope.written
-    if key not in programs:
-        written = Rewriter(facts, in_dtypes, rules, out_uses).written(out_dtypes)
-        # Keep the user's program, so that no other program can reuse its `id`.
-        programs[key] = facts.before, written
-    return programs[key][1]
+    key = jaxpr, tuple(given), scope.key, tuple(out_uses)
+    if key not in scope.written:
+        values = Values(jaxpr, given, scope)
+        scope.written[key] = Rewriter(values, rules, out_uses)
+    return scope.written[key]
 
 
 class Rewriter:
     """The new equations of one program, and the versions of each value by dtype."""
 
     def __init__(
-        self,
-        facts: Facts,
-        in_dtypes: Sequence[Any],
-        rules: Mapping[str, ProgramRule],
-        out_uses: Sequence[Any],
+        self, values: Values, rules: Mapping[str, ProgramRule], out_uses: Sequence[Any]
     ):
-        self.facts, self.scope, self.rules = facts, facts.scope, rules
-        fp8 = facts.scope.policy.fp8
-        self.fp8 = fp8.plan(facts, out_uses) if fp8 else None
-        # The dtype in which each of the user's variables is computed.
-        self.computed: dict[jc.Var, Any] = {}
+        self.values, self.scope, self.rules = values, values.scope, rules
+        fp8 = self.scope.policy.fp8
+        self.fp8 = fp8.plan(values, out_uses) if fp8 else None
         self.eqns: list[jc.JaxprEqn] = []
         # Maps the user's variables to new variables, one for each dtype in which an
         # equation reads the value. Each cast is written once, for the first reader.
@@ -95,21 +93,36 @@ class Rewriter:
         self.quantized: dict[Atom, list[jc.Var]] = {}
         self.begin = 0  # the index of the first new equation for `eqn`
         self.products = 0  # the number of matmuls with a weight that all trips share
-        for var in facts.jaxpr.constvars:
-            self._bind(var, dtype_of(var))
-        pairs = zip(facts.jaxpr.invars, in_dtypes, strict=True)
-        self.invars = [self._bind(var, dtype) for var, dtype in pairs]
-
-    def written(self, out_dtypes: Sequence[Any]) -> jc.Jaxpr:
-        """Rewrites the whole program."""
-        jaxpr = self.facts.jaxpr
+        self._noting = noting.value
+        self._written: dict[Any, jc.Jaxpr] = {}
+        jaxpr = values.program
+        for v in jaxpr.constvars:
+            self._bind(v, values[v])
+        self.invars = [self._bind(v, values[v]) for v in jaxpr.invars]
         for eqn in jaxpr.eqns:
             self.equation(eqn)
-        outvars = [
-            self.read(v, self.outgoing_dtype(v) if dtype is None else dtype)
-            for v, dtype in zip(jaxpr.outvars, out_dtypes, strict=True)
-        ]
+        self.results = values.of(jaxpr.outvars)
+
+    def written(self, out_dtypes: Sequence[Any] | None = None) -> jc.Jaxpr:
+        """Returns the rewritten program.
+
+        Without `out_dtypes`, each result has the dtype that it votes for.
+        """
+        if out_dtypes is None:
+            out_dtypes = [value.outgoing for value in self.results]
+        key = tuple(out_dtypes)
+        if key not in self._written:
+            self._written[key] = self._with_results(out_dtypes)
+        return self._written[key]
+
+    def _with_results(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
+        jaxpr, end, versions = self.values.program, len(self.eqns), self.versions
+        self.versions = {v: dict(versions[v]) for v in self.values.results}
+        pairs = zip(jaxpr.outvars, dtypes, strict=True)
+        outvars = [self.read(v, dtype) for v, dtype in pairs]
         written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
+        self.versions = versions
+        del self.eqns[end:]
         # These run last, because they find float32 regions by the casts around them.
         options = self.scope.written, self.scope.loop
         written = checkpoint_islands(written, *options)
@@ -125,34 +138,27 @@ class Rewriter:
         """
         if isinstance(atom, jc.Literal):
             return _literal(atom, dtype) if is_float32(atom) else atom
-        computed = self.computed[atom]
-        if not is_float32(atom):
-            return self.versions[atom][computed]
         versions = self.versions[atom]
-        if apart and dtype != computed:
-            return self._convert(versions[computed], dtype)
-        if dtype not in versions:
-            # Casting the computed version, not another cast, rounds only once.
-            versions[dtype] = self._convert(versions[computed], dtype)
-        return versions[dtype]
-
-    def computed_dtype(self, atom: Atom) -> Any:
-        """Returns the dtype in which a value is computed."""
-        return dtype_of(atom) if isinstance(atom, jc.Literal) else self.computed[atom]
-
-    def outgoing_dtype(self, atom: Atom) -> Any:
-        """Returns the dtype in which a value leaves its program, by its vote."""
-        return self.facts[atom].vote or self.computed_dtype(atom)
+        if dtype in versions and not apart:
+            return versions[dtype]
+        computed = self.values.known[atom].dtype
+        if dtype == computed or not is_float32(atom):
+            return versions[computed]
+        # Casting the computed version, not another cast, rounds only once.
+        new = self._convert(versions[computed], dtype)
+        if not apart:
+            versions[dtype] = new
+        return new
 
     def uses_of(self, atoms: Sequence[Atom]) -> Sequence[Any]:
         """Returns the uses of values, for `Policy.fp8`."""
         return self.fp8.uses_of(atoms) if self.fp8 else ()
 
-    def _bind(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
-        """Makes the variable, in a dtype, that replaces a user's variable."""
-        same = dtype == dtype_of(var)
-        new = var if same else jc.Var(jax_internals.in_dtype(var.aval, dtype))
-        self.computed[var], self.versions[var] = dtype, {dtype: new}
+    def _bind(self, var: jc.Var, value: Value) -> jc.Var:
+        """Makes the variable that replaces a user's variable."""
+        same = value.dtype == dtype_of(var)
+        new = var if same else jc.Var(jax_internals.in_dtype(var.aval, value.dtype))
+        self.values.known[var], self.versions[var] = value, {value.dtype: new}
         return new
 
     def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
@@ -163,62 +169,63 @@ class Rewriter:
     # ---- equations
 
     def equation(self, eqn: jc.JaxprEqn) -> None:
-        """Writes one equation."""
+        """Decides on an equation, and writes it."""
         self.eqn, self.begin = eqn, len(self.eqns)
         if frames := frames_of(eqn):
             self.rules[frames[0].holder](self, eqn, frames)
-            self._note(eqn, "program")
+            if self._noting:
+                self._note(eqn, "program")
             return
-        rule, region = self.facts.ruling(eqn)
-        if _rounds_kept(self.facts, eqn):
-            _warn_of_kept(name_stack(self.scope, eqn))
+        values = self.values
+        given = values.of(eqn.invars)
+        name = primitive_name(eqn)
+        if name == "name" and self._reads_mark(eqn):
+            return
+        rule, region = values.ruling(eqn, name, given)
         if rule is None and any(map(is_float, eqn.outvars)):
-            _warn_of_unknown(primitive_name(eqn))
-        if rule is Rule.RECORDED or rule is None or not self.facts.is_castable(eqn):
-            self.emit(eqn, recorded(eqn.invars), recorded(eqn.outvars))
+            _warn_of_unknown(name)
+        if name == "convert_element_type" and _rounds_kept(values, eqn, given[0]):
+            _warn_of_kept(name_stack(self.scope, eqn))
+        listed = rule is not None and rule is not Rule.RECORDED
+        if not (listed and is_castable_eqn(eqn, rule, values.half)):
+            self.emit_recorded(eqn, is_data=region in (KEPT, NO_MODEL))
             why = "unknown primitive" if rule is None else "own dtype"
             if rule is Rule.RECORDED:
                 why = "region" if region else "recorded"
-            self._note(eqn, why, rule, region=region)
+            if self._noting:
+                self._note(eqn, why, rule, region=region)
             return
-        if marked_source(eqn) is not None:
-            # `Facts` has read this mark. Writing it would keep a loss out of a head.
-            value, same = eqn.invars[0], eqn.outvars[0]
-            dtype = self.facts[same].vote
-            self.read(value, dtype)
-            self.computed[same] = dtype
-            self.versions[same] = self.versions[value]  # pyright: ignore[reportArgumentType]
-            return
-        decision = decide(self.facts, eqn, rule, self.computed)
+        case = Case(values, eqn, name, rule, given)
+        decision = decide(case)
         if self.fp8 is not None and rule is Rule.HALF and not region:
             decision = self.fp8.decide(eqn, decision)
-        dtype = decision.dtype
+        results, dtype = case.results(decision.dtype, region), decision.dtype
         if decision.fp8 is not None:
-            self._write_in_fp8(eqn, decision)
+            self._write_in_fp8(eqn, decision, results)
             dtype = self.scope.policy.fp8.dtype
         elif decision.summed is not None:
-            self._write_summed(eqn, decision.summed)
+            self._write_summed(eqn, decision.summed, results)
         elif decision.repeated is not None:
-            self._write_repeated(eqn, decision.repeated)
+            self._write_repeated(eqn, decision.repeated, results)
         else:
-            self._write(eqn, decision.dtype, decision.apart)
-        why = "region" if region else decision.why
-        self._note(eqn, why, rule, dtype, region)
+            self._write(eqn, decision.dtype, results, decision.apart)
+        if self._noting:
+            why = "region" if region else decision.why
+            self._note(eqn, why, rule, dtype, region)
 
     def emit(
         self,
         eqn: jc.JaxprEqn,
         in_dtypes: Sequence[Any],
-        out_dtypes: Sequence[Any],
+        results: Sequence[Value],
         params: dict[str, Any] | None = None,
         apart: bool = False,
     ) -> None:
-        """Writes an equation whose operands and results have the given dtypes."""
+        """Writes an equation whose operands have the given dtypes."""
         pairs = zip(eqn.invars, in_dtypes, strict=True)
         invars = [self.read(v, d, apart) for v, d in pairs]
-        outvars = [
-            self._bind(v, d) for v, d in zip(eqn.outvars, out_dtypes, strict=True)
-        ]
+        pairs = zip(eqn.outvars, results, strict=True)
+        outvars = [self._bind(v, value) for v, value in pairs]
         params = eqn.params if params is None else params
         if eqn.primitive.name == "convert_element_type" and is_float32(eqn.outvars[0]):
             # The operand is the half version of the result, so no cast is needed.
@@ -230,31 +237,61 @@ class Rewriter:
             new = jax_internals.apart_if_sharded(new)
         self.eqns.append(new)
 
-    def _write(self, eqn: jc.JaxprEqn, dtype: DTypeLike, apart: bool = False) -> None:
-        """Writes an equation whose float32 values get another dtype."""
-        params = dict(eqn.params)
-        for name in _DTYPE_PARAMS:
-            # jax.numpy requests a float32 result of each matmul. XLA would store it in
-            # float32, and each half reader would cast it again.
-            if params.get(name) == FLOAT32:
-                params[name] = dtype
-        ins, outs = (
-            [dtype if is_float32(v) else dtype_of(v) for v in atoms]
-            for atoms in (eqn.invars, eqn.outvars)
-        )
-        if params.get("update_jaxpr") is not None and is_float32(eqn.outvars[0]):
-            update = jax_internals.in_scalars(params["update_jaxpr"], dtype)
-            params["update_jaxpr"] = update
-        if "_prim" in params:
-            params["_prim"] = with_dtypes(params["_prim"], ins, outs)
-        self.emit(eqn, ins, outs, params, apart)
+    def emit_recorded(
+        self,
+        eqn: jc.JaxprEqn,
+        params: dict[str, Any] | None = None,
+        is_data: bool = False,
+    ) -> None:
+        """Writes an equation whose operands and results keep the user's dtypes."""
+        results = self.values.recorded(eqn, is_data)
+        self.emit(eqn, recorded(eqn.invars), results, params)
 
-    def _write_summed(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
+    def _reads_mark(self, eqn: jc.JaxprEqn) -> bool:
+        """Reads the mark of a param or of a boundary, which it does not write.
+
+        The mark would keep a loss out of a head.
+        """
+        source = marked_source(eqn)
+        if source is None:
+            return False
+        (operand,), (same,) = eqn.invars, eqn.outvars
+        dtype = self.values.half if Source.HALF in source else FLOAT32
+        asks, origin = self.values[operand].asks, origin_of_unknown(same)
+        self.values.known[same] = Value(dtype, dtype, asks, origin, source)
+        version = self.read(operand, dtype)
+        known: Any = {} if isinstance(operand, jc.Literal) else self.versions[operand]
+        self.versions[same] = known | {dtype: version}
+        return True
+
+    def _write(
+        self,
+        eqn: jc.JaxprEqn,
+        dtype: DTypeLike,
+        results: Sequence[Value],
+        apart: bool = False,
+    ) -> None:
+        """Writes an equation whose float32 values get another dtype."""
+        params = eqn.params
+        ins = [dtype if is_float32(v) else dtype_of(v) for v in eqn.invars]
+        changed = {name: dtype for name in _DTYPE_PARAMS if params.get(name) == FLOAT32}
+        if "update_jaxpr" in params and params["update_jaxpr"] is not None:
+            if is_float32(eqn.outvars[0]):
+                update = jax_internals.in_scalars(params["update_jaxpr"], dtype)
+                changed["update_jaxpr"] = update
+        if "_prim" in params:
+            outs = [value.dtype for value in results]
+            changed["_prim"] = with_dtypes(params["_prim"], ins, outs)
+        self.emit(eqn, ins, results, params | changed if changed else params, apart)
+
+    def _write_summed(
+        self, eqn: jc.JaxprEqn, var: jc.Var, results: Sequence[Value]
+    ) -> None:
         """Writes an equation so that the gradient of its operand `var` sums in float32.
 
         `var` is a bias of a matmul, a weight, or a table of rows.
         """
-        half, (out,), first = self.scope.policy.dtype, eqn.outvars, eqn.invars[0] is var
+        half, (out,), first = self.values.half, eqn.outvars, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
         function = with_bias
         if eqn.primitive.name != "add":
@@ -265,43 +302,45 @@ class Rewriter:
             numbers = eqn.params["dimension_numbers"]
             function = with_weight(numbers, first, self.products)
             self.products += 1
-        results, known = [self._bind(out, half)], self.scope.written
-        written = jax_internals.call(function, operands, results, eqn, known)
+        new, known = [self._bind(out, results[0])], self.scope.written
+        written = jax_internals.call(function, operands, new, eqn, known)
         if written is not None:
             self.eqns.append(written)
-        elif eqn.primitive.name == "gather":
-            self._write(eqn, FLOAT32)
-        else:
-            self._write(eqn, half)
+            return
+        dtype = FLOAT32 if eqn.primitive.name == "gather" else half
+        self._write(eqn, dtype, [x._replace(dtype=dtype) for x in results])
 
-    def _write_repeated(self, eqn: jc.JaxprEqn, var: jc.Var) -> None:
+    def _write_repeated(
+        self, eqn: jc.JaxprEqn, var: jc.Var, results: Sequence[Value]
+    ) -> None:
         """Writes a float32 sum of a half array and the broadcast array `var`."""
         (out,), wide = eqn.outvars, self.read(var, FLOAT32)
-        functions = [repeated(self.scope.policy.dtype)]
+        functions = [repeated(self.values.half)]
         if shape_of(var) != shape_of(out):
             functions.insert(0, broadcast(shape_of(out)))
         for function in functions:
-            operands, results = [wide], [jc.Var(out.aval)]
+            operands, new = [wide], [jc.Var(out.aval)]
             known = self.scope.written
-            written = jax_internals.call(function, operands, results, eqn, known)
+            written = jax_internals.call(function, operands, new, eqn, known)
             if written is None:
-                self._write(eqn, FLOAT32)
+                self._write(eqn, FLOAT32, results)
                 return
             self.eqns.append(written)
-            (wide,) = results
+            (wide,) = new
         operands = [wide if v is var else self.read(v, FLOAT32) for v in eqn.invars]
-        self.eqns.append(
-            eqn.replace(invars=operands, outvars=[self._bind(out, FLOAT32)])
-        )
+        outvars = [self._bind(out, results[0])]
+        self.eqns.append(eqn.replace(invars=operands, outvars=outvars))
 
-    def _write_in_fp8(self, eqn: jc.JaxprEqn, decision: Decision) -> None:
+    def _write_in_fp8(
+        self, eqn: jc.JaxprEqn, decision: Decision, results: Sequence[Value]
+    ) -> None:
         """Writes a matmul in fp8, by `Policy.fp8`."""
-        half, fp8 = self.scope.policy.dtype, self.scope.policy.fp8
+        half, fp8 = self.values.half, self.scope.policy.fp8
         function, operands = fp8.call(self, eqn, decision.fp8, decision.summed)
-        results = [self._bind(eqn.outvars[0], half)]
-        written = jax_internals.call(function, operands, results, eqn, varying=True)
+        new = [self._bind(eqn.outvars[0], results[0])]
+        written = jax_internals.call(function, operands, new, eqn, varying=True)
         if written is None:
-            self._write(eqn, half)
+            self._write(eqn, half, results)
         else:
             self.eqns.append(written)
 
@@ -314,8 +353,6 @@ class Rewriter:
         region: str = "",
     ) -> None:
         """Adds a note for `jamp.explain` to the new equations of an equation."""
-        if not noting.value:
-            return
         if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
             why, dtype, region = "no float32", "", ""
         name, operands = primitive_name(eqn), " ".join(dtypes_of(eqn.invars))
@@ -346,12 +383,10 @@ def _warn_of_unknown(name: str) -> None:
     )
 
 
-def _rounds_kept(facts: Facts, eqn: jc.JaxprEqn) -> bool:
+def _rounds_kept(values: Values, eqn: jc.JaxprEqn, operand: Value) -> bool:
     """Returns whether the user's program itself casts a kept param to half."""
-    if eqn.primitive.name != "convert_element_type" or not facts.scope.policy.of_model:
-        return False
-    kept = facts.params_in(eqn.invars[0]) == Source.KEPT
-    return kept and dtype_of(eqn.outvars[0]) == facts.half
+    kept = values.scope.policy.of_model and operand.is_kept_param
+    return kept and dtype_of(eqn.outvars[0]) == values.half
 
 
 @functools.cache

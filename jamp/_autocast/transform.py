@@ -20,12 +20,11 @@ from jax.typing import DTypeLike
 from jamp._autocast import jax_internals
 from jamp._autocast.control_flow import RULES
 from jamp._autocast.derivatives import advising, has_rules
-from jamp._autocast.facts import Facts
 from jamp._autocast.lists import AutocastLists
 from jamp._autocast.marks import MARKERS, traced_for
 from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Policy, Scope, recorded
-from jamp._autocast.rewrite import rewrite
+from jamp._autocast.rewrite import program
 from jamp._autocast.sums import moves_taken_out
 from jamp._autocast.tracers import is_checkpointed
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
@@ -176,8 +175,8 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
     policy = scope.policy
     if fp8_disabled.value:
         policy = dataclasses.replace(policy, fp8=None)
-    facts = Facts(jaxpr, (), scope._replace(written={}, policy=policy))
-    return rewrite(facts, recorded(jaxpr.invars), recorded(jaxpr.outvars), RULES)
+    scope = scope._replace(written={}, policy=policy)
+    return program(jaxpr, (), scope, RULES).written(recorded(jaxpr.outvars))
 
 
 def _is_array(x: object) -> bool:

@@ -7,7 +7,6 @@ r = dot_general y w3           half: `top_k` orders its result
 z = dot_general y w4           half: no later matmul depends on it
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 from jax.extend import core as jc
 
 from jamp._autocast.decide import Decision
-from jamp._autocast.facts import Facts
 from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
 from jamp._autocast.primitives import (
@@ -33,6 +31,7 @@ from jamp._autocast.program import (
     name_stack,
     shape_of,
 )
+from jamp._autocast.values import Values
 from jamp._fp8.options import Fp8
 
 # How a value is used later in the program.
@@ -55,17 +54,22 @@ _MOVED = 2 + 2 + 1 + 1
 
 
 class Plan:
-    """Decides which matmuls of one program run in fp8, from its facts."""
+    """Decides which matmuls of one program run in fp8, from its values."""
 
-    def __init__(self, fp8: Fp8, facts: Facts, out_uses: Sequence[Uses]):
-        self.fp8, self.facts = fp8, facts
-        jaxpr, known = facts.jaxpr, facts.scope.written
+    def __init__(self, fp8: Fp8, values: Values, out_uses: Sequence[Uses]):
+        self.fp8, self.values = fp8, values
+        jaxpr, known = values.program, values.scope.written
         out_uses = out_uses or [NOTHING] * len(jaxpr.outvars)
         self._uses = _uses_in_program(jaxpr, out_uses, known)
+        # Counts the matmuls that may have a weight and read a value.
+        eqns = [eqn for eqn in jaxpr.eqns if may_have_weight(eqn)]
+        self._readers = Counter(
+            v for eqn in eqns for v in eqn.invars if isinstance(v, jc.Var)
+        )
 
     def decide(self, eqn: jc.JaxprEqn, decision: Decision) -> Decision:
         """Returns the decision on a matmul that runs in half without fp8."""
-        weight = weight_of(self.facts, eqn)
+        weight = weight_of(self.values, eqn)
         (uses,) = self.uses_of(eqn.outvars)
         why = self._why_half(eqn, weight, uses)
         if why:
@@ -73,32 +77,25 @@ class Plan:
         return decision._replace(why="fp8", fp8=weight)
 
     def _why_half(self, eqn: jc.JaxprEqn, weight: jc.Var | None, uses: Uses) -> str:
-        facts = self.facts
-        if facts.scope.derived:
+        values = self.values
+        if values.scope.derived:
             # Its operands may be gradients or tangents.
             return "fp8 derivative"
         if weight is None:
             return "fp8 weight"
         x = eqn.invars[1 if weight is eqn.invars[0] else 0]
-        if not facts.depends_on_params(x):
+        if not values.depends_on_params(x):
             return "fp8 input"
         if PRODUCT not in uses:
             return "fp8 last"
         if ORDER in uses:
             return "fp8 order"
-        if Source.STAYS in facts[weight].source:
+        if Source.STAYS in values[weight].source:
             return "fp8 kept"
-        if disables_fp8(name_stack(facts.scope, eqn)):
+        if disables_fp8(name_stack(values.scope, eqn)):
             return "fp8 disabled"
-        is_small = _is_small(self.fp8, eqn, x, weight, self.readers[x])
+        is_small = _is_small(self.fp8, eqn, x, weight, self._readers[x])
         return "fp8 small" if is_small else ""
-
-    @functools.cached_property
-    def readers(self) -> Counter[Atom]:
-        """Counts the matmuls with weights that read a value."""
-        eqns = [e for e in self.facts.jaxpr.eqns if weight_of(self.facts, e)]
-        read = [v for e in eqns for v in e.invars if isinstance(v, jc.Var)]
-        return Counter(read)
 
     def uses_of(self, atoms: Sequence[Atom]) -> list[Uses]:
         """Returns the uses of each of the values."""
@@ -109,21 +106,26 @@ class Plan:
         results = self.uses_of(frame.results)
         carries = results[: frame.carries]
         if carries:
-            known = self.facts.scope.written
+            known = self.values.scope.written
             found = _uses_in_frame(frame, self._uses, known)[frame.consts :]
             carries = [a | b for a, b in zip(found, carries, strict=False)]
         return [*carries, *results[frame.carries :]]
 
 
-def weight_of(facts: Facts, eqn: jc.JaxprEqn) -> jc.Var | None:
+def weight_of(values: Values, eqn: jc.JaxprEqn) -> jc.Var | None:
     """Returns the operand of a matmul that depends only on params, or None."""
-    if not is_plain(eqn):
+    if not may_have_weight(eqn):
         return None
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    if batch or not all(map(is_float32, eqn.invars)):
-        return None
-    weights = [v for v in eqn.invars if facts.is_weight(v)]
+    weights = [v for v in eqn.invars if values.is_weight(v)]
     return weights[0] if len(weights) == 1 and isinstance(weights[0], jc.Var) else None
+
+
+def may_have_weight(eqn: jc.JaxprEqn) -> bool:
+    """Returns whether an equation is a float32 matmul without batch dimensions."""
+    if not is_plain(eqn):
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return not batch and all(map(is_float32, eqn.invars))
 
 
 def _is_small(
@@ -198,12 +200,11 @@ def _uses_in_frame(
 def _uses_of_inputs(
     program: jc.Jaxpr, results: Sequence[Uses], known: dict[Any, Any]
 ) -> list[Uses]:
-    key = "uses", id(program), *results
+    key = "uses", program, *results
     if key not in known:
         uses = _uses_in_program(program, results, known)
-        # The program is kept, so that its `id` stays its own.
-        known[key] = program, _uses_of(program.invars, uses)
-    return known[key][1]
+        known[key] = _uses_of(program.invars, uses)
+    return known[key]
 
 
 def _uses_in_program(

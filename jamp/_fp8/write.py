@@ -13,10 +13,10 @@ import numpy as np
 from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
-from jamp._autocast.facts import Facts
 from jamp._autocast.program import Atom
 from jamp._autocast.reasons import noting
 from jamp._autocast.rewrite import Rewriter
+from jamp._autocast.values import Values
 from jamp._core.dtypes import FLOAT32
 from jamp._core.path_rules import matches
 from jamp._fp8.options import Fp8
@@ -36,9 +36,9 @@ class Products:
         rules: Any = self.options.keep
         return matches(rules, path, leaf)
 
-    def plan(self, facts: Facts, out_uses: Sequence[Uses]) -> Plan:
+    def plan(self, values: Values, out_uses: Sequence[Uses]) -> Plan:
         """Returns the plan of a program, given the uses of its results."""
-        return Plan(self.options, facts, out_uses)
+        return Plan(self.options, values, out_uses)
 
     def checkpoint_policy(self, policy: Callable[..., Any] | None) -> SharedKept:
         """Returns the policy of a checkpoint that contains fp8 matmuls."""

@@ -1,0 +1,228 @@
+"""An operation to decide on: its votes, and what the table of `decide` reads.
+
+z = add y b        y is a matmul in half, and b its bias: z votes half
+m = reduce_max y   m votes float32
+d = add c y        c is a float32 carry: d votes float32, and is a carry too
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast import origins
+from jamp._autocast.jax_internals import is_weak_scalar
+from jamp._autocast.marks import Source
+from jamp._autocast.origins import Origin
+from jamp._autocast.primitives import Rule, Shape, traits_of
+from jamp._autocast.program import (
+    KEPT,
+    NO_MODEL,
+    dtype_of,
+    exceeds_half,
+    is_float32,
+    size_of,
+)
+from jamp._autocast.values import Value, Values, joint_source
+from jamp._core.dtypes import FLOAT32
+
+
+class Case:
+    """An equation to decide on, and what the rows of the table read about it."""
+
+    def __init__(
+        self,
+        values: Values,
+        eqn: jc.JaxprEqn,
+        name: str,
+        rule: Rule,
+        given: Sequence[Value],
+    ):
+        self.values, self.eqn, self.name, self.rule = values, eqn, name, rule
+        self.given, self.traits = given, traits_of(name)
+        self.votes = {value.vote for value in given} - {None}
+        # Whether a result is float32 in the user's program, unlike a comparison's.
+        self.has_float32_result = any([is_float32(v) for v in eqn.outvars])
+        # Whether an operand, and a result, is too large or small for half.
+        self.asks = self.result_asks = self.adds_to_carry = False
+        self.bias: jc.Var | None = None
+        self.table: jc.Var | None = None
+        self.vote: Any = values.half if rule is Rule.HALF else FLOAT32
+        if rule is Rule.PROMOTE or rule is Rule.MOVE:
+            self.asks = self._asks()
+            self.result_asks = self.asks and self._passes_numbers()
+            if any([value.carried for value in given]):
+                self.adds_to_carry = self._adds_to_carry()
+            if name == "add" and values.half in self.votes:
+                self.bias = self._bias()
+            if name == "gather":
+                self.table = self._table()
+            self.vote = self._vote()
+        self.is_half = self.has_float32_result and self.vote == values.half
+        self.origins = [
+            origins.origin_of_result(eqn, v, rule, [x.origin for x in given])
+            if is_float32(v)
+            else Origin()
+            for v in eqn.outvars
+        ]
+
+    # ---- what the rows read
+
+    @property
+    def computed(self) -> set[Any]:
+        """The dtypes in which the operands with a vote are computed."""
+        return {value.dtype for value in self.given if value.vote is not None}
+
+    @property
+    def has_smaller_float32(self) -> bool:
+        """Whether it broadcasts a float32 value or a half param, which XLA fuses."""
+        if self.rule is not Rule.PROMOTE:
+            return False
+        return any(x.vote == FLOAT32 or x.is_half_param for x in self.smaller)
+
+    @property
+    def smaller(self) -> list[Value]:
+        """The smaller operands, and the product of a norm's statistic and its scale."""
+        full, small = self.by_size()
+        roots = [value.origin.roots for value in full]
+
+        def is_of_statistics(value: Value) -> bool:
+            origin = value.origin
+            others = frozenset().union(*(r for r in roots if not r & origin.roots))
+            return bool(origin.statistic_of & others)
+
+        return small + [value for value in full if is_of_statistics(value)]
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether it divides by a float16 value.
+
+        JAX's derivative squares this value: 1 / x ** 2 overflows below x = 0.004.
+        """
+        half = self.values.half
+        in_half = {value.vote for value in self.given[1:]} == {half}
+        return self.name == "div" and in_half and half == np.float16
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether XLA fuses it into the readers of its result, which it never stores.
+
+        Such an equation joins no two large arrays and does not end a norm. An operation
+        that does not round keeps the dtype of its operands.
+        """
+        moves, scope = self.rule is Rule.MOVE, self.values.scope
+        if self.traits.rounds and not (moves and scope.derived):
+            if not (self.origins[0].joins or self.origins[0].normalized):
+                return True
+        # Two readers of a loop's gate must see the same digits.
+        gates = scope.loop and self.values.widest
+        keeps = moves or not self.traits.rounds
+        keeps = keeps or (gates and self.traits.reads_operands)
+        # A mark, such as a name or a sharding, says that the result is stored.
+        is_mark = self.traits.shape is Shape.MARK
+        return keeps and not is_mark and self.computed == {FLOAT32}
+
+    def by_size(self) -> tuple[list[Value], list[Value]]:
+        """Returns the full-size operands that are not broadcast, and the others."""
+        invars, full, small = self.eqn.invars, [], []
+        sizes = [size_of(v) for v in invars]
+        size = max([*sizes, *[size_of(v) for v in self.eqn.outvars]])
+        for n, value in zip(sizes, self.given, strict=True):
+            is_full = n == size and value.origin.varies is None
+            (full if is_full else small).append(value)
+        return full, small
+
+    # ---- the vote of the results, for a rule that follows the operands
+
+    def _vote(self) -> Any:
+        """Returns the dtype that the results ask for."""
+        votes, half = self.votes, self.values.half
+        if self.result_asks or self.adds_to_carry or self._picks():
+            return FLOAT32
+        if not votes:
+            literal = self.rule is Rule.MOVE or is_weak_scalar(self.eqn.outvars[0])
+            has_float32 = any(map(is_float32, self.eqn.invars))
+            return None if literal and has_float32 else FLOAT32
+        if len(votes) == 1:
+            return next(iter(votes))
+        # An equation with several results, such as a barrier, would round each of them.
+        narrow = not self.values.widest and len(self.eqn.outvars) == 1
+        if narrow or self.bias is not None:
+            in_half = [value for value in self.given if value.vote == half]
+            return FLOAT32 if all([x.is_half_param for x in in_half]) else half
+        return half if self._normalizes() else FLOAT32
+
+    def _asks(self) -> bool:
+        fill = self.eqn.params.get("fill_value")
+        fills = fill is not None and self.has_float32_result
+        asks = any([value.asks for value in self.given])
+        return asks or fills and exceeds_half(float(fill), self.values.half)
+
+    def _passes_numbers(self) -> bool:
+        """Whether a result may equal an operand, or is computed from literals alone."""
+        keeps = self.rule is Rule.MOVE or self.traits.keeps_range
+        return keeps or all([value.asks or not value.vote for value in self.given])
+
+    def _picks(self) -> bool:
+        """Whether it reduces an operand, or gathers single numbers."""
+        if self.name == "gather":
+            return all([n == 1 for n in self.eqn.params["slice_sizes"]])
+        return self.traits.shape is Shape.REDUCE
+
+    def _adds_to_carry(self) -> bool:
+        """Whether it moves, scales or returns a loop's float32 carry.
+
+        The product of a carry and a gate may run in half, as in an LSTM.
+        """
+        moves = self.traits.keeps_range or self.rule is Rule.MOVE
+        pairs = zip(self.eqn.invars, self.given, strict=True)
+        others = [v for v, x in pairs if not x.carried and is_float32(v)]
+        scales = self.traits.reads_operands and all(size_of(v) == 1 for v in others)
+        return moves or scales or self.eqn.outvars[0] in self.values.results
+
+    def _bias(self) -> jc.Var | None:
+        """Returns the bias that it adds to a matmul in half, or None."""
+        pairs = list(zip(self.eqn.invars, self.given, strict=True))
+        for (_, of_matmul), (bias, value) in (pairs, pairs[::-1]):
+            if value.asks or value.carried or not isinstance(bias, jc.Var):
+                continue
+            if is_float32(bias):
+                if origins.is_bias(bias, value.origin, of_matmul.origin):
+                    return bias
+        return None
+
+    def _normalizes(self) -> bool:
+        """Whether it is part of a norm of a half value. The result is half.
+
+        torch's batch and group norms also return the dtype of their input.
+        """
+        full, small = self.by_size()
+        if {value.vote for value in full} - {None} != {self.values.half}:
+            return False
+        return origins.is_normalized(
+            [value.origin for value in full], [value.origin for value in small]
+        )
+
+    def _table(self) -> jc.Var | None:
+        """Returns the float32 table that it reads, if a matmul reads the table too."""
+        table, first, values = self.eqn.invars[0], self.given[0], self.values
+        if not first.shared or first.vote != FLOAT32:
+            return None
+        values.tables |= first.origin.roots
+        is_read = table in values.multiplied and not values.widest
+        return table if is_read else None
+
+    def results(self, dtype: Any, region: str) -> list[Value]:
+        """Returns what is known about the results, which are computed in a dtype."""
+        # The result counts as data: it stays float32 until it meets a half param.
+        ends = region in (KEPT, NO_MODEL)
+        source = Source.DATA if ends else joint_source(self.given)
+        shared = self.traits.shape is Shape.RESHAPE and self.given[0].shared
+        carried = self.vote == FLOAT32 and self.adds_to_carry
+        return [
+            Value(dtype, self.vote, self.result_asks, origin, source, shared, carried)
+            if is_float32(v)
+            else Value(dtype_of(v), source=source)
+            for v, origin in zip(self.eqn.outvars, self.origins, strict=True)
+        ]

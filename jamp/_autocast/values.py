@@ -1,0 +1,218 @@
+"""Holds what autocast knows about each value of a program, which it reads forward once.
+
+    y = dot_general x w     y votes half
+    z = mul y 2.0           z votes half: the literal has no vote
+    e = exp z               e votes float32
+    s = add e y             s votes float32: the widest of two votes decides
+    t = add y -1e30         t votes float32: half cannot hold the number
+
+The *vote* of a value is the dtype that it asks for when it meets other operands: the
+dtype that torch's rules would give it. `decide` chooses the dtype of the computation.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core as jc
+
+from jamp._autocast.frames import Kind, frames_of
+from jamp._autocast.inline import inlined
+from jamp._autocast.jax_internals import is_weak_scalar
+from jamp._autocast.marks import Source
+from jamp._autocast.origins import Origin, origin_of_unknown
+from jamp._autocast.primitives import Rule, Shape, is_plain, traits_of
+from jamp._autocast.program import (
+    KEPT,
+    NO_MODEL,
+    Atom,
+    Scope,
+    dtype_of,
+    exceeds_half,
+    is_float32,
+    region_rule,
+    ruling,
+)
+from jamp._core.dtypes import FLOAT32
+
+_NO_SOURCE = Source(0)
+_HALF_PARAM = Source.HALF, Source.HALF | Source.STAYS
+_KEPT_PARAM = Source.KEPT, Source.KEPT | Source.STAYS
+
+
+class Value(NamedTuple):
+    """Everything that autocast knows about a value."""
+
+    dtype: Any  # the dtype in which it is computed
+    # The dtype that it asks for. A value has no vote if it is not float32. A value that
+    # is computed from literals alone has none either, and takes the others' dtype.
+    vote: Any = None
+    asks: bool = False  # whether it may hold a literal that half cannot represent
+    origin: Origin = Origin()  # the arrays that it is computed from
+    # Whether it depends on half params, on kept params, or on other data.
+    source: Source = Source.DATA
+    # Whether it is the same in all trips of a loop, or an input of the whole program.
+    shared: bool = False
+    # Whether a loop carries it in float32, or it is a sum with such a carry.
+    carried: bool = False
+
+    @property
+    def is_half_param(self) -> bool:
+        """Whether it depends on half params alone. It rounds no other value."""
+        return self.source in _HALF_PARAM
+
+    @property
+    def is_kept_param(self) -> bool:
+        """Whether it depends on kept params alone."""
+        return self.source in _KEPT_PARAM
+
+    @property
+    def outgoing(self) -> Any:
+        """The dtype in which it leaves its program, by its vote."""
+        return self.vote or self.dtype
+
+
+def joint_source(values: Iterable[Value]) -> Source:
+    """Returns the inputs that several values depend on, together."""
+    found = _NO_SOURCE
+    for value in values:
+        source = value.source
+        if source is not found and source is not _NO_SOURCE:
+            found = found | source if found is not _NO_SOURCE else source
+    return found
+
+
+def one_of(values: Sequence[Value]) -> Value:
+    """Returns the result of a `cond`, given each branch's."""
+    if len(values) == 1:
+        return values[0]
+    votes = {value.vote for value in values} - {None}
+    vote = FLOAT32 if len(votes) > 1 else next(iter(votes), None)
+    asks, carried = (
+        any(getattr(value, name) for value in values) for name in ("asks", "carried")
+    )
+    source = joint_source(values)
+    return Value(values[0].dtype, vote, asks, source=source, carried=carried)
+
+
+class Values:
+    """The values of one program, up to the equation that autocast reads.
+
+    `given` holds the program's inputs. It is empty if nothing is known about these.
+    """
+
+    def __init__(self, program: jc.Jaxpr, given: Sequence[Value], scope: Scope):
+        policy, self.scope = scope.policy, scope
+        self.program = program = inlined(program, scope)
+        self.half, self.widest = policy.dtype, policy.promote == "widest"
+        self.results = {v for v in program.outvars if isinstance(v, jc.Var)}
+        self._stack: Any = None  # the name stack of the last equation
+        self._last: tuple[Rule | None, str] | None = None  # and its region
+        # The roots of the float32 embedding tables: the program looks up their rows.
+        self.tables: set[Any] = set()
+        self.known = {v: self.unknown(v) for v in program.constvars}
+        given = given or [self.unknown(v)._replace(shared=True) for v in program.invars]
+        self.known.update(zip(program.invars, given, strict=True))
+
+    @functools.cached_property
+    def multiplied(self) -> set[jc.Var]:
+        """The values that a matmul reads, perhaps in another shape."""
+        found: set[Any] = set()
+        for eqn in reversed(self.program.eqns):
+            reshapes = traits_of(eqn.primitive.name).shape is Shape.RESHAPE
+            if is_plain(eqn) or reshapes and eqn.outvars[0] in found:
+                found |= {v for v in eqn.invars if isinstance(v, jc.Var)}
+        return found
+
+    def __getitem__(self, atom: Atom) -> Value:
+        """Returns what is known about a value."""
+        return self._literal(atom) if isinstance(atom, jc.Literal) else self.known[atom]
+
+    def of(self, atoms: Sequence[Atom]) -> list[Value]:
+        """Returns what is known about several values."""
+        known = self.known
+        return [
+            self._literal(v) if isinstance(v, jc.Literal) else known[v] for v in atoms
+        ]
+
+    def _literal(self, literal: jc.Literal) -> Value:
+        dtype = dtype_of(literal)
+        asks = dtype == FLOAT32 and exceeds_half(float(literal.val), self.half)
+        return Value(dtype, FLOAT32 if asks else None, asks, source=_NO_SOURCE)
+
+    def unknown(self, atom: Atom) -> Value:
+        """Returns a value about which nothing is known, in the user's dtype."""
+        scope, dtype = self.scope, dtype_of(atom)
+        if dtype != FLOAT32:
+            # A half value that jamp did not mark counts as a half param.
+            source = Source.HALF if dtype == self.half else scope.within
+            return Value(dtype, source=source)
+        vote, origin = (
+            None if is_weak_scalar(atom) else FLOAT32,
+            origin_of_unknown(atom),
+        )
+        return Value(
+            dtype, vote, origin=origin, source=scope.within, carried=scope.carried
+        )
+
+    def is_weight(self, atom: Atom) -> bool:
+        """Returns whether a value depends only on params of the model's dtype."""
+        value = self[atom]
+        is_half = self.scope.policy.of_model
+        return value.is_half_param if is_half else value.is_kept_param
+
+    def depends_on_params(self, atom: Atom) -> bool:
+        """Returns whether a value depends on a param. It may depend on data too."""
+        return bool(self[atom].source & (Source.HALF | Source.KEPT))
+
+    def recorded(self, eqn: jc.JaxprEqn, is_data: bool = False) -> list[Value]:
+        """Returns the results of an equation that keeps the user's dtypes."""
+        source = Source.DATA if is_data else joint_source(self.of(eqn.invars))
+        # A mask is exact in any dtype, so it has no vote.
+        exact = eqn.primitive.name == "convert_element_type"
+        exact = exact and dtype_of(eqn.invars[0]) == np.bool_
+        results = []
+        for v in eqn.outvars:
+            value = self.unknown(v)
+            vote = FLOAT32 if is_float32(v) and not exact else None
+            results.append(value._replace(vote=vote, source=source))
+        return results
+
+    def ruling(
+        self, eqn: jc.JaxprEqn, name: str, given: Sequence[Value]
+    ) -> tuple[Rule | None, str]:
+        """Returns `program.ruling`, unless a half model's params require float32."""
+        rule, region = ruling(self.scope, eqn, name, self._region(eqn, name))
+        if rule is not Rule.HALF or region or not self.scope.policy.of_model:
+            return rule, region
+        half = any(dtype_of(v) == self.half for v in eqn.invars)
+        weights = half or any(value.is_half_param for value in given)
+        if not weights and any(value.is_kept_param for value in given):
+            return Rule.FLOAT32, KEPT
+        of_model = half or any(Source.HALF in value.source for value in given)
+        return (rule, region) if of_model else (Rule.FLOAT32, NO_MODEL)
+
+    def _region(self, eqn: jc.JaxprEqn, name: str) -> tuple[Rule | None, str] | None:
+        """Returns `region_rule`, which most neighbors share."""
+        stack = eqn.source_info.name_stack
+        if stack is self._stack and not self.scope.policy.lists.rules:
+            return self._last
+        self._stack, self._last = stack, region_rule(self.scope, eqn, name)
+        return self._last
+
+    def scope_of_programs(self, eqn: jc.JaxprEqn) -> Scope:
+        """Returns the scope of the programs that an equation holds.
+
+        A closed program does not know the sources of its inputs, so all inherit the
+        equation's. If an operand is a kept weight, they all count as data, so that a
+        matmul inside runs in float32, like a matmul of this weight.
+        """
+        given = self.of(eqn.invars)
+        weighted = any(value.is_kept_param for value in given)
+        within = Source.DATA if weighted else joint_source(given)
+        frames = frames_of(eqn)
+        closed = not frames or frames[0].kind is Kind.CALL and not frames[0].is_open
+        carried = closed and any(value.carried for value in given)
+        scope = self.scope.scope_of_programs(eqn)
+        return scope._replace(within=within or Source.DATA, carried=carried)
