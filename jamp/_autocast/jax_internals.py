@@ -140,7 +140,12 @@ def array_of_type(value: Any, aval: Any) -> Any:
 
 def name_stack(eqn: jc.JaxprEqn) -> str:
     """Returns the name scopes of an equation within its own program."""
-    return str(eqn.source_info.name_stack)
+    return str(scopes(eqn))
+
+
+def scopes(eqn: jc.JaxprEqn) -> Any:
+    """Returns the name scopes of an equation, an object that its neighbors share."""
+    return eqn.source_info.name_stack
 
 
 def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:

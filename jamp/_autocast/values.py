@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core as jc
 
+from jamp._autocast import jax_internals
 from jamp._autocast.frames import Kind, frames_of
 from jamp._autocast.inline import inlined
-from jamp._autocast.jax_internals import is_weak_scalar
 from jamp._autocast.marks import Source
 from jamp._autocast.origins import Origin, origin_of_unknown
 from jamp._autocast.primitives import Rule, Shape, is_plain, traits_of
@@ -149,7 +149,7 @@ class Values:
             source = Source.HALF if dtype == self.half else scope.within
             return Value(dtype, source=source)
         vote, origin = (
-            None if is_weak_scalar(atom) else FLOAT32,
+            None if jax_internals.is_weak_scalar(atom) else FLOAT32,
             origin_of_unknown(atom),
         )
         return Value(
@@ -195,7 +195,7 @@ class Values:
 
     def _region(self, eqn: jc.JaxprEqn, name: str) -> tuple[Rule | None, str] | None:
         """Returns `region_rule`, which most neighbors share."""
-        stack = eqn.source_info.name_stack
+        stack = jax_internals.scopes(eqn)
         if stack is self._stack and not self.scope.policy.lists.rules:
             return self._last
         self._stack, self._last = stack, region_rule(self.scope, eqn, name)
