@@ -222,6 +222,8 @@ def test_of_one_function_registered_twice_the_last_decides(module, lists):
     assert found(calls(module), lists=last) == [FLOAT, HALF]
     last = lists.register_half_function(module, "product")
     assert found(calls(module), lists=last) == [HALF, HALF]
+    promoted = half.register_promote_function(module, "product")
+    assert found(calls(module), lists=promoted) == [FLOAT, HALF]
     assert module.product is product
 
 

@@ -83,6 +83,15 @@ def test_masters_are_copies_in_fp32_and_come_back_rounded(dtype, flat):
     assert_same_bits(after, jax.tree.map(lambda m, p: m.astype(p.dtype), third, given))
 
 
+def test_a_model_and_a_first_layer_compute_in_half():
+    given = {"x": jnp.asarray([[0.5, 3.0]]), "n": jnp.arange(2)}
+    half = given | {"x": given["x"].astype(F16)}
+    assert_same_bits(fu.tofp16()(given), half)
+    w = jnp.asarray([[2.0, 0.25], [1.0, -4.0]], F16)
+    model = jax.jit(fu.FP16Model(lambda w, x, *, by: (x @ w) * by))
+    assert_same_bits(model(w, given["x"], by=2.0), jnp.asarray([[8.0, -23.75]], F16))
+
+
 @pytest.mark.parametrize("norm_type", [1, 2, 2.5, np.inf, "inf"])
 def test_clip_grad_norm_is_that_of_torch(norm_type):
     x = jnp.asarray(np.random.default_rng(0).normal(size=10) / 4, F32)  # less than 1
@@ -164,6 +173,7 @@ to_masters, to_model = fu.model_grads_to_master_grads, fu.master_params_to_model
 REFUSED = [
     (lambda: fu.convert_module([1], F16), r"mapping of .* got \[1\]"),
     (lambda: fu.convert_module({}, "int8"), "^dtype must be .*dtype='int8'"),
+    (lambda: fu.prep_param_lists({"n": jnp.arange(2)}), r"params\['n'\] is .* floats"),
     (lambda: to_masters({"w": None}, [jnp.ones(3)], True), "none may be missing"),
     (lambda: to_model(HALF, {"w": HALF["w"]}), "must be like the params"),
     (lambda: to_model(HALF, [jnp.ones(7)], True), "has shape .7,., expected .3,."),

@@ -137,6 +137,21 @@ def test_clipping_changes_nothing_after_an_overflow():
     assert_same_bits(after, state)
 
 
+def test_what_it_prints_and_warns_of(capsys):
+    unused = {"static_loss_scale": {"static_loss_scale": 2.0}}
+    unused["dynamic_loss_args"] = {"dynamic": False, "dynamic_loss_args": {}}
+    for name, options in unused.items():
+        with pytest.warns(jamp.UnusedOptionWarning, match=f"{name} has no effect"):
+            make(**options)
+    optimizer = make(verbose=True)
+    state = optimizer.init(params())
+    assert "received float16 with (3, 2)\n" in capsys.readouterr().out
+    assert_same_bits(optimizer.inspect_master_grad_data(state), like(0.0))
+    _, state = optimizer.backward(state, dot, like(np.inf))
+    with pytest.warns(jamp.PrecisionWarning, match="overflowed and are invalid"):
+        assert optimizer.inspect_master_grad_data(state) is None
+
+
 def test_the_default_scale_is_that_of_amp():
     for dynamic, scale in ((True, 2.0**16), (False, 1)):
         optimizer = FP16_Optimizer(SGD, dynamic_loss_scale=dynamic, verbose=False)
@@ -291,6 +306,7 @@ def test_what_does_not_fit_is_refused(name, value, words):
 
 
 EXTRA = "Wrapped parameters must be.*extra"
+STATIC = make(dynamic=False)
 UNKNOWN = "no 'scale'; its keys are .*'init_scale', 'scale_factor', 'scale_window'"
 # The calls take an optimizer, a state, and a state without gradients.
 REFUSED = [
@@ -300,6 +316,10 @@ REFUSED = [
     (lambda o, *_: o.load_state_dict(params(), {}), TypeError, "take the state that"),
     (lambda o, *_: o.init({"extra": [np.ones(2)]}), TypeError, EXTRA),
     (lambda o, s, _: o.load_state_dict(s, [1]), TypeError, r"mapping, got \[1\]"),
+    (
+        lambda o, s, _: o.load_state_dict(s, STATIC.state_dict(STATIC.init(params()))),
+        *(ValueError, "saved with dynamic_loss_scale=False"),
+    ),
     (lambda o, s, _: o.step(s, lambda s: s), TypeError, r"\(loss, state\)"),
     (lambda o, s, _: o.step(s, lambda s: (s, 1.0)), TypeError, r"\(loss, state\)"),
     (

@@ -127,6 +127,7 @@ def test_overrides_reach_the_modules():
     assert [p.lhs for p in found] == ["float16", "float32"]
     assert jax.eval_shape(lambda model, x: model(x), model, X).dtype == "bfloat16"
     assert type(make(model=linear(), enabled=False)[0]) is nnx.Linear
+    assert dtypes(make(model=linear(), tx=None))["['kernel']"] == "float16"
     model, _ = make("O0", linear(dtype=jnp.float16))
     assert products(lambda model, x: model(x), model, X)[0].lhs == "float32"
 

@@ -96,6 +96,12 @@ def test_updated_collections_are_not_cast():
         assert dtypes(fn(variables, X, **kwargs)) == ["float32"] * 2
 
 
+def test_a_state_without_a_forward_says_what_to_pass():
+    state = jamp.initialize({"w": X}, None, "O2", verbosity=0)
+    with pytest.raises(TypeError, match="no forward: pass `apply_fn=model.apply`"):
+        state.apply_fn({"params": state.params}, X)
+
+
 def test_equal_wrappers_are_one_static_argument():
     # TrainState keeps apply_fn as static data: a second hash would retrace every step.
     first, second = jamp.cast_forward(plain, O2), jamp.cast_forward(plain, O2)

@@ -91,6 +91,7 @@ ACCEPTED = [
     ("lists", LISTS, LISTS, LEVELS[1:]),
     ("promote", "narrowest", "narrowest", LEVELS[1:]),
     ("loss_scale", RULE, RULE, LEVELS),
+    ("reduce_dtype", "float32", F32, LEVELS[1:]),
 ]
 REASONS = {
     "cast_model_type": r"weights.* FP32.*opt_level='O2'.*type was {}|^fp8 is for",
@@ -98,6 +99,7 @@ REASONS = {
     "keep_batchnorm_fp32": r"batchnorm.* FP32.*should be None.*fp32 was {}",
     "master_weights": r"doesn't make sense to use master_weights with O[14].*was {}",
     "fp8": r"^fp8 is for matmuls that run in half, and at O0 none do.",
+    "reduce_dtype": r"^reduce_dtype is for gradients in half, and at O0 there are none",
     "lists": r"^lists is for operations in half, and at O0 there are none",
     "promote": r"^promote is for operations in half, and at O0 there are none",
 }

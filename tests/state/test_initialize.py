@@ -135,6 +135,10 @@ TYPE_ERRORS = [
         dict(tree=jamp.initialize(W, None, verbosity=0)),
         "is a AmpState.*master_p",
     ),
+    (
+        dict(apply_fn=nn.Dense(3)),
+        "apply_fn is a Dense, a Linen.*`apply_fn=model.apply`",
+    ),
     (dict(state_class=TrainState), "state_class must be jamp.AmpState or a subcl"),
     (dict(opt_state=1), "cannot take 'opt_state', which it sets itself"),
 ]
