@@ -8,11 +8,12 @@
 The script prints traffic, temporary memory and kernels per model and mode, relative to
 the model by hand, with Adam. By hand means `dtype=bfloat16` with float32 params for the
 two modes of autocast, float16 params with masters for O2, and bfloat16 params with
-masters for O5. O6 is compared with O5. Copies count as bytes and not as kernels,
-because the number of donated params that XLA copies depends on the modules' names (BERT
-by hand: 2 or 17). benchmarks/results/lean.json holds the figures and the last commit
-that changed autocast. The script reads earlier programs from it or from a temporary
-folder.
+masters for O5. O6 is compared with O5, and a mode such as "fused O2", which steps with
+`jamp.optimizers.fused_adam`, with the same level and `optax.adam`. Copies count as
+bytes and not as kernels, because the number of donated params that XLA copies depends
+on the modules' names (BERT by hand: 2 or 17). benchmarks/results/lean.json holds the
+figures and the last commit that changed autocast. The script reads earlier programs
+from it or from a temporary folder.
 """
 
 import argparse
@@ -44,10 +45,12 @@ from jax.typing import DTypeLike
 import jamp
 from benchmarks import h200, hlo, lean_images, lean_transformers as lean_text, tpu
 from benchmarks.runs import commit_of
+from jamp.optimizers import fused_adam
 from tests.support import by_hand
 
 TX = optax.adam(1e-3)
-MODES = ("widest", "narrowest", "O2", "O5", "O6")
+FUSED = tuple(f"fused {level}" for level in ("O1", "O2", "O4", "O5"))
+MODES = ("widest", "narrowest", "O2", "O5", "O6", *FUSED)
 HALF = {"O2": jnp.float16, "O5": jnp.bfloat16, "O6": jnp.bfloat16}
 FOLDER = pathlib.Path(tempfile.gettempdir(), "jamp-lean")
 RESULTS = pathlib.Path(__file__).parent / "results" / "lean.json"
@@ -174,14 +177,36 @@ def amp_step(case: Case) -> Callable:
     return step
 
 
-def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
-    """Returns a step by jamp or by hand and its state. O6 is compared with O5."""
-    if mode == "O6" and not ours:
-        return program(name, "O5", True)
-    case = CASES[name]
-    model = case.model
+def amp_program(case: Case, level: str, tx: Any = TX) -> tuple[Callable, Any]:
+    """Returns the step of an AmpState and its state."""
+
+    def init():
+        variables = jax.tree.map(
+            lambda x: jnp.ones(x.shape, x.dtype), variables_of(case)
+        )
+        params, stats = variables["params"], variables.get("batch_stats", {})
+        options = {"apply_fn": case.model.apply, "verbosity": 0, "batch_stats": stats}
+        return jamp.initialize(params, tx, level, **options)
+
+    return amp_step(case), jax.eval_shape(init)
+
+
+def variables_of(case: Case) -> Any:
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = jax.eval_shape(model.init, rngs, case.inputs)
+    return jax.eval_shape(case.model.init, rngs, case.inputs)
+
+
+def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
+    """Returns a step and its state: by jamp, or what that is compared with."""
+    case = CASES[name]
+    if mode in FUSED:
+        tx = fused_adam(1e-3) if ours else TX
+        return amp_program(case, mode.removeprefix("fused "), tx)
+    if mode == "O6" and not ours:
+        return amp_program(case, "O5")
+    if mode in HALF and ours:
+        return amp_program(case, mode)
+    model, variables = case.model, variables_of(case)
     params, stats = variables["params"], variables.get("batch_stats", {})
     if mode not in HALF:
         state = (params, jax.eval_shape(TX.init, params), stats)
@@ -192,17 +217,9 @@ def program(name: str, mode: str, ours: bool) -> tuple[Callable, Any]:
         else:
             loss_fn = forward(case, model.clone(dtype=jnp.bfloat16))
         return float32_step(loss_fn), state
-    if ours:
-        options = {"tx": TX, "opt_level": mode, "apply_fn": model.apply, "verbosity": 0}
-        init = lambda: jamp.initialize(ones(params), **options, batch_stats=ones(stats))  # noqa: E731
-        return amp_step(case), jax.eval_shape(init)
     init = functools.partial(by_hand.mixed_init, tx=TX, dtype=HALF[mode])
     loss_fn = forward(case, model.clone(dtype=HALF[mode]))
     return masters_step(loss_fn, HALF[mode]), jax.eval_shape(init, variables)
-
-
-def ones(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
 
 
 # Costs.

@@ -64,12 +64,12 @@ def _measured(numbers: Numbers, order: float, columns: Blocks) -> Blocks:
 
 def _unscaled_defects(numbers: Numbers, tag: None, columns: Blocks) -> Blocks:
     del tag
-    x = columns["x"].astype(jnp.float32)
-    x = x * numbers["unscale"] if "unscale" in numbers else x
+    x = columns["x"]
+    x = x * numbers["unscale"].astype(x.dtype) if "unscale" in numbers else x
     # 0 where finite, otherwise NaN, which stays NaN in a sum. A compiler may contract
     # product and difference: a rounding error or an infinity is left. Comparisons would
     # be more than XLA fuses into the sum of eight leaves.
-    return {"defects": x - x}
+    return {"defects": (x - x).astype(jnp.float32)}
 
 
 _FOUND_INF = Job(_unscaled_defects, reductions={"defects": "sum"}, totals=True)

@@ -1,6 +1,7 @@
 """Pytrees of params and gradients: paths, partitions, finite checks and copies."""
 
 import functools
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
-from jamp._core.dtypes import FLOAT32, is_differentiable, widen
+from jamp._core.dtypes import is_differentiable, widen
+from pallas_kernels import found_inf
 
 type KeyPath = tuple[Any, ...]
 
@@ -94,8 +96,6 @@ def widen_tree(tree: PyTree) -> PyTree:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether all numbers in all float leaves are finite."""
     leaves = [x for x in jax.tree.leaves(tree) if is_differentiable(x)]
-    if not leaves:
-        return jnp.asarray(True)
     # Without the barrier, XLA on a CPU repeats this check in the step of each leaf.
     barrier = lax.optimization_barrier
     return lax.platform_dependent(_all_finite(leaves), cpu=barrier, default=lambda x: x)
@@ -103,24 +103,9 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 @functools.partial(jax.jit, inline=True)  # hides the NaN from `jax_debug_nans`
 def _all_finite(leaves: Sequence[Any]) -> Array:
-    return lax.is_finite(
-        lax.reduce_sum(jnp.stack(list(map(_zero_or_nan, leaves))), (0,))
-    )
-
-
-@functools.partial(jax.jit, inline=True)
-def leaf_is_finite(x: Array) -> Bool[Array, ""]:
-    """Like `all_finite` for one leaf. XLA shares the sum between both."""
-    return lax.is_finite(_zero_or_nan(x))
-
-
-def _zero_or_nan(x: Array) -> Array:
-    # `x - x` is NaN where `x` is not finite, and the sum stays NaN. XLA fuses this sum
-    # with the operation that computes `x`, but may write the flags of `is_finite`.
-    if jnp.iscomplexobj(x):
-        return _zero_or_nan(lax.real(x)) + _zero_or_nan(lax.imag(x))
-    total = lax.reduce_sum(lax.sub(x, x), tuple(range(x.ndim)))
-    return lax.convert_element_type(total, FLOAT32)
+    # A complex number is finite where both parts are.
+    parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in leaves]
+    return ~found_inf([*itertools.chain(*parts)])
 
 
 def select[T](take_new: Bool[Array, ""] | bool, new: T, old: T) -> T:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from jamp._core.tree import leaf_is_finite, path_string, trained_params
+from jamp._core.tree import all_finite, path_string, trained_params
 from jamp._scaling.rules import unscale_tree
 from jamp._scaling.unscaled import raw_of
 from jamp._state.amp_state import AmpState
@@ -85,7 +85,7 @@ class SkipLog:
                 f"The gradients do not match the params of this log: {', '.join(odd)} "
                 "differ. Pass the gradients of all groups, of the state in SkipLog.of."
             )
-        flags = [~leaf_is_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
+        flags = [~all_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
         checks = state.loss_scale_rules[loss_id].checks
         bad = functools.reduce(jnp.logical_or, flags, ~jnp.isfinite(loss))
         skipped = bad & checks

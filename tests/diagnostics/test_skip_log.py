@@ -67,7 +67,7 @@ def test_the_last_skips_are_kept_with_their_leaves():
 
 @pytest.mark.h200
 @pytest.mark.standard_promotion
-def test_a_log_moves_no_more_bytes():
+def test_a_log_reads_the_gradients_once_more():
     model = nn.Sequential([nn.Dense(1024) for _ in range(4)])
     x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
@@ -87,7 +87,8 @@ def test_a_log_moves_no_more_bytes():
     off, on = (
         h200.compile_step(step, state, this, x, donate=(0, 1)) for this in (None, log)
     )
-    assert off.traffic <= on.traffic <= 1.001 * off.traffic
+    halves = 2 * sum(x.size for x in jax.tree.leaves(params))
+    assert off.traffic <= on.traffic <= 1.001 * off.traffic + halves
     assert on.temp <= 1.01 * off.temp
 
 

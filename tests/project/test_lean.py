@@ -1,6 +1,6 @@
 """Autocast and O2 to O5 are as lean as models written in half: 15 architectures.
 
-O6 is little more than O5, of five of them.
+O6 is little more than O5, of five of them. `fused_adam` is as lean as `optax.adam`.
 
 `benchmarks.lean` says what is compared, and prints it; here are the bounds. In a run of
 the suite two architectures are a sample, for each takes 20 seconds; `make budgets`
@@ -33,6 +33,7 @@ BOUNDS = {
     "O5": Bound(1.02, 1.02, 1.02),
     # Each quantized tensor adds a few kernels: at most 1.07, 0.98 and 2.10.
     "O6": Bound(1.10, 1.02, 2.2),
+    **dict.fromkeys(lean.FUSED, Bound(1.003, 1.003, 1.0)),
 }
 # Exceptions with reasons; the measured values are at the end.
 EXCEPTIONS = {
@@ -65,6 +66,14 @@ IN_FP8 = ("gpt2", "gpt2-scan", "llama", "vit", "bert")
 ALL = [(name, mode) for name in lean.CASES for mode in lean.MODES if mode != "O6"]
 ALL += [(name, "O6") for name in IN_FP8]
 REST = more("BUDGETS", (case for case in ALL if case not in SAMPLE))
+
+
+@pytest.mark.h200
+@pytest.mark.parametrize("name", more("BUDGETS", ["gpt2"]))
+def test_a_dynamic_scale_adds_few_bytes_and_kernels(name):
+    scaled, unscaled = (lean.measure(name, mode, True) for mode in ("O2", "O5"))
+    found = scaled.over(unscaled)
+    assert found.traffic <= 1.03 and found.kernels <= 1.08, found
 
 
 def assert_lean(name: str, mode: str, bound: Bound, on_tpu: bool = False) -> None:
