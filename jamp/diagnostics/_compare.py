@@ -67,8 +67,8 @@ def compare(
     Raises (when called):
         TypeError: `state` is not an AmpState, or arrays are traced.
         OptLevelError: the level is unknown, or the settings contradict it.
-        ValueError: the two levels are the same; a regex of `keep_fp32` or `only`
-            matches nothing.
+        ValueError: the two levels are the same, or both compute in float32; a regex of
+            `keep_fp32` or `only` matches nothing.
         FloatingPointError: the loss is not finite at the other level.
 
     >>> import jamp, jax.numpy as jnp, optax
@@ -86,6 +86,13 @@ def compare(
         rest = args, kwargs, loss_id, wrt
         left = trace_scaled_step("compare", loss_fn, state, *rest)
         other = _at_level(state, level, settings)
+        names = state.properties.opt_level, ", ".join([level, *settings])
+        half = matmul_dtype(state.properties) or matmul_dtype(other.properties)
+        if half is None:
+            raise ValueError(
+                f"Neither {names[0]} nor {names[1]} computes in half: compare a state "
+                "at the level to train at, such as O5."
+            )
         with forwards_at(other.properties):
             right = trace_scaled_step("compare", loss_fn, other, *rest)
         with (
@@ -93,8 +100,6 @@ def compare(
             jax.debug_nans(False),
             jax.debug_infs(False),
         ):
-            half = matmul_dtype(state.properties) or matmul_dtype(other.properties)
-            names = state.properties.opt_level, ", ".join([level, *settings])
             return _compare_steps((left, right), names, jnp.dtype(half), only)
 
     return compared

@@ -164,7 +164,8 @@ def find_common(left: Side, right: Side) -> dict[Label, None]:
             {k: x._replace(line="") for k, x in labels.items() if x not in same}
             for labels in rest
         ]
-    return dict.fromkeys(label for labels in rest for label in labels.values())
+    pairs = zip(sides, rest, strict=True)
+    return dict.fromkeys(side.labels[k][0] for side, labels in pairs for k in labels)
 
 
 def _note_of_result(event: Event, value: Value) -> Note:

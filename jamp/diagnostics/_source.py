@@ -21,6 +21,7 @@ _JAMP = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # JAX and jamp put these around the names of modules, and between them.
 _WRAPPED = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat|jit)\(([^()]*)\)")
 _MARKS = re.compile(r"^(jamp_\w+.*|rematted_computation|checkpoint|.*->.*|)$")
+_REGION = re.compile(r"\bjamp_\w+\([^()]*\)")
 # jamp's casts to fp8, which have a scale of their own
 TO_FP8 = ("quantize", "fp8_once")
 MOVES = tuple(map(Shape, "same mark reshape rearrange repeat move".split()))
@@ -48,8 +49,10 @@ def module_path(names: str) -> str:
 
     >>> module_path("transpose(jvp(Net))/Block/jvp(Net)/rematted_computation/Block/up")
     'Net/Block/up'
+    >>> module_path("Net/transpose(jvp(jamp_float32(jax.numpy.linalg.solve)))")
+    'Net'
     """
-    before = ""
+    before, names = "", _REGION.sub("", names)
     while before != names:
         before, names = names, _WRAPPED.sub(r"\1", names)
     parts = [part for part in names.split("/") if not _MARKS.match(part)]

@@ -108,10 +108,11 @@ def trace_scaled_step(
     """Traces a step on values, with the loss scale as an input at every level."""
     call = f"jamp.diagnostics.{_call_of(name)}"
     rule, before = find_loss_scale(state, loss_id, call)
-    if any(map(is_traced, jax.tree.leaves((state, args, kwargs)))):
+    leaves = jax.tree.leaves((state, args, kwargs))
+    if any(is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise TypeError(
-            f"{call} reads values, and got traced arrays: call it outside of jit, "
-            "with the state and the batch of the step."
+            f"{call} reads values, and got traced arrays or shapes: call it outside of "
+            "jit, with the state and the batch of the step."
         )
     rules = list(state.loss_scale_rules)
     rules[loss_id] = DynamicLossScale()  # a static scale is a constant of the program

@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import re
+import time
 
 import flax.linen as nn
 import jax
@@ -259,6 +260,50 @@ def test_an_intact_gpt2_has_no_flag(level, scan):
     assert len(report.unaligned) < len(report.rows) / 8, report.unaligned
 
 
+@pytest.mark.slow
+def test_its_memory_and_time(monkeypatch):
+    """At most 4 x the memory and 60 x the time of a compiled step, once JAX is warm."""
+    tokens = jax.random.randint(jax.random.key(1), (8, 64), 0, 512)
+    model = GPT2(depth=2, width=96, vocabulary=512)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    state = jamp.initialize(
+        params, optax.adam(1e-3), "O5", apply_fn=model.apply, verbosity=0
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels
+
+    def loss_fn(params, x):
+        logits = state.apply_fn({"params": params}, x).astype(jnp.float32)
+        return losses(logits[:, :-1], x[:, 1:]).mean()
+
+    def step(state, x):
+        loss, grads = jamp.scaled_value_and_grad(loss_fn)(state, x)
+        return state.apply_gradients(grads=grads), loss
+
+    compiled = jax.jit(step).lower(state, tokens).compile()
+    memory = compiled.memory_analysis()
+    of_step = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    live = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
+    before, most, add = live(), [], _compare.Rows.add
+    with monkeypatch.context() as patch:
+        watched = lambda *args: (most.append(live()), add(*args))  # noqa: E731
+        patch.setattr(_compare.Rows, "add", watched)
+        compare(loss_fn, "O0")(state, tokens)
+    assert 1 < (max(most) - before) / of_step < 4
+
+    def seconds(run, times):
+        begin = time.process_time()  # other processes take no part of it
+        for _ in range(times):
+            jax.block_until_ready(run())
+        return (time.process_time() - begin) / times
+
+    ratios = [
+        seconds(lambda: compare(loss_fn, "O0")(state, tokens).loss, 1)
+        / seconds(lambda: compiled(state, tokens), 10)
+        for _ in range(3)
+    ]
+    assert sorted(ratios)[1] < 60, ratios
+
+
 # ---- all that a program can hold
 
 
@@ -436,6 +481,10 @@ def test_what_it_refuses():
         match = r'got \(function, .*\). Write compare\(loss_fn, "O0"\)\(state'
         with pytest.raises(TypeError, match=match):
             compare(loss_fn, level, X)
+    with pytest.raises(ValueError, match="Neither O0 nor O0, keep_fp32 computes"):
+        compare(loss_fn, "O0", keep_fp32="a")(begin({"a": W}, "O0"), X)
+    with pytest.raises(TypeError, match="got traced arrays or shapes"):
+        compare(loss_fn, "O0")(state, jax.ShapeDtypeStruct(X.shape, X.dtype))
     with pytest.raises(IndexError, match="loss_id=5 is out of range"):
         compare(loss_fn, "O0", loss_id=5)(state, X)
 
