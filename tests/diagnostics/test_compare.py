@@ -304,7 +304,56 @@ def test_its_memory_and_time(monkeypatch):
     assert sorted(ratios)[1] < 60, ratios
 
 
+def test_ulps_overflow_and_underflow_are_those_of_numpy():
+    x = 10.0 ** RNG.uniform(-9, 5.5, 4096).astype(np.float32)
+    double = jamp.half_function(lambda x: x + x)
+    report = compare(lambda p, x: square(double(x) * p["a"]), "O0")(
+        begin({"a": np.ones(1, np.float32)}, "O2"), x
+    )
+    (row,) = (x for x in report.rows if x.primitive == "add" and x.phase == "forward")
+    with np.errstate(over="ignore"):
+        half, right = x.astype(np.float16), x.astype(np.float64) * 2
+        half = (half + half).astype(np.float64)
+    good = np.isfinite(half)
+    unit = np.spacing(right[good].astype(np.float16)).astype(np.float64)
+    normal = right[good] > 2.0**-14
+    gap = np.abs(half - right)[good]
+    assert row.overflow == np.mean(~good) > 0 and np.isinf(row.error)
+    assert row.underflow == np.mean(half == 0) > 0
+    np.testing.assert_allclose(row.ulps, (gap / unit)[normal].max(), 0.01)
+
+
 # ---- all that a program can hold
+
+
+def with_haiku():
+    hk = pytest.importorskip("haiku")  # absent in `make dist`
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 32])(x)))
+    params = net.init(jax.random.key(0), X)
+    return params, lambda p, x: square(net.apply(p, x)), "mlp/linear_0"
+
+
+def with_equinox():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(32, 32, 32, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    loss_fn = lambda p, x: square(jax.vmap(eqx.combine(p, static))(x))  # noqa: E731
+    return params, loss_fn, "eqx.nn.MLP/eqx.nn.Linear"
+
+
+@pytest.mark.parametrize("model", [with_haiku, with_equinox])
+def test_other_libraries(model):
+    params, loss_fn, module = model()
+    report = compare(loss_fn, "O0")(begin(params, "O5"), X)
+    matmuls = [row for row in report.rows if row.primitive == "dot_general"]
+    assert {row.phase for row in matmuls} == {"forward", "backward"}
+    # Rounding switches some relus, so gradients differ more.
+    assert all(0 < row.error < 0.1 for row in matmuls), report
+    assert report.flagged == (), report
+    assert matmuls[0].module == module
+    assert len(report.unaligned) < len(report.rows) / 8, report.unaligned
+    title = str(report).splitlines()[1].split()
+    assert title == "module forward backward error added worst operation".split()
 
 
 def test_iterations_of_loops():
