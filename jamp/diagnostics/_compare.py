@@ -137,8 +137,8 @@ def _compare_steps(
         for path, x in inputs[0].items()
         if path.startswith("params") and is_differentiable(x)
     }
-    rows, total = Rows(half, params), sum(times for _, times in left.labels.values())
-    for pair in _with_progress(pair_runs(*sides, params), total):
+    rows = Rows(half, params)
+    for pair in _with_progress(pair_runs(*sides, params), left.total):
         rows.add(*pair)
     losses = [float(np.asarray(side.results[0].array, np.float32)) for side in sides]
     if not math.isfinite(losses[1]):
@@ -148,7 +148,7 @@ def _compare_steps(
             "`print(jamp.diagnostics.locate(loss_fn)(state, *args))`."
         )
     for side, name in zip(sides, names, strict=True):
-        more = dict.fromkeys(run.row[0] for run in side.waiting.values())
+        more = dict.fromkeys(run.label for run in side.waiting.values())
         why = f"more iterations, another branch or other operands at {name}"
         unaligned += [f"{label}: {why}" for label in more]
     grads = zip(steps[0].paths, *(side.results[1:] for side in sides), strict=True)

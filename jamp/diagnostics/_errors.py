@@ -56,7 +56,7 @@ class Rows:
         worst = max(found)
         is_noise = worst.error > _ODD and _is_noise(run, operands, right.outs[0])
         if is_noise or _are_others(operands):
-            self.unaligned[f"{run.row[0]}: no digits, or other operands"] = None
+            self.unaligned[f"{run.label}: no digits, or other operands"] = None
             return
         self.runs[run.row] += 1
         for (a, b), difference in zip(outs, found, strict=True):
@@ -69,18 +69,17 @@ class Rows:
             differ = np.asarray(outs[0][0].array) != np.asarray(outs[0][1].array)
             worst, coarse = worst._replace(error=math.pi * float(differ.mean())), 0.0
         entered = math.hypot(*(x.error for x in operands))
-        label = run.row[0]
         row = Row(
-            module=label.module,
+            module=run.label.module,
             source=partner.line,
-            phase=label.phase,
-            primitive=label.primitive,
+            phase=run.label.phase,
+            primitive=run.label.primitive,
             dtype=str(dtype),
             rounding=max(float(jnp.finfo(self.half).eps) / 2, coarse),
             **worst._asdict(),
             mean=worst.error,
             added=max(worst.error - entered, 0.0) if entered < _ODD else 0.0,
-            loops=run.site.context.loops,
+            loops=run.loops,
             entering=tuple(
                 (x.value.maker.module if x.value.maker else "", x.error)
                 for x in operands
@@ -122,11 +121,11 @@ class Rows:
         if weight and (is_decision or dtype.startswith("float8")):
             return f"Keep its matmul in half: `fp8=jamp.Fp8(keep={weight!r})`."
         if dtype in ("float16", "bfloat16") or is_decision:
-            _, _, inner = run.row[0].module.partition("/")  # params omit the outermost
+            _, _, inner = run.label.module.partition("/")  # params omit the outermost
             has_params = any(p.startswith(f"params/{inner}/") for p in self.params)
             module = f", or its params: `keep_fp32={inner!r}`" * has_params
             why = "Rounding changes it" if is_decision else f"It runs in {dtype}"
-            loop = ', and its loop at `promote="widest"`' * bool(run.site.context.loops)
+            loop = ', and its loop at `promote="widest"`' * bool(run.loops)
             return (
                 f"{why}: keep the function at this line in float32 by "
                 f"`jamp.float_function`{module}{loop}."

@@ -58,12 +58,19 @@ class Note:
 
 
 class Run(NamedTuple):
-    """A run of an operation of both programs, and the row that it belongs to."""
+    """A run of an operation of both programs: its place among those of the label."""
 
-    row: tuple[Label, int]
-    line: str  # the user's, which `row` may lack
+    label: Label
+    loops: tuple[str, ...]
+    number: int
+    line: str  # the user's, which the label may lack
     site: Site
     event: Event
+
+    @property
+    def row(self) -> tuple[Label, int]:
+        """The row that it belongs to, with the runs of other iterations."""
+        return self.label, self.number
 
 
 class Side:
@@ -71,18 +78,20 @@ class Side:
 
     def __init__(self, step: Step, only: str):
         self.step = step
-        found = _labels_in(step.program, Context())
-        self.labels = {place: x for place, x in found if only in f"{x[0]}"}
+        found = [x for x in _labels_in(step.program, Context()) if only in f"{x[1]}"]
+        self.labels = {place: label for place, label, _ in found}
+        # A program that is called twice in one line has two operations in one place.
+        self.sizes = Counter(place for place, *_ in found)
+        self.total = sum(times for *_, times in found)
         self.common: dict[Any, Label] = {}
         self.rows: dict[Any, None] = {}  # in the order of the program
         self.waiting: dict[Any, Run] = {}
         self.results: list[Value] = []
 
-    def runs(self, errors: dict[str, float]) -> Iterator[tuple[Any, Run]]:
-        """Replays the program, and yields a key and a run of each common operation.
+    def runs(self, errors: dict[str, float]) -> Iterator[Run]:
+        """Replays the program, and yields the runs of operations of both programs.
 
-        The key has the label, the iterations, and the number among equal ones. `errors`
-        has the errors of the params.
+        `errors` has the errors of the params.
         """
         counts = Counter[Any]()
         for event in replay(self.step, self.step.scale, whole_loops=False):
@@ -98,10 +107,10 @@ class Side:
             if label := self.common.get(place := _place(event.site)):
                 key = label, event.site.context.loops
                 counts[key] += 1
-                row = label, counts[key]
-                self.rows[row] = None
-                line = self.labels[place][0].line
-                yield (*key, counts[key]), Run(row, line, event.site, event)
+                line = self.labels[place].line
+                run = Run(*key, counts[key], line, event.site, event)
+                self.rows[run.row] = None
+                yield run
 
 
 def _place(site: Site) -> tuple[int, str, str]:
@@ -133,12 +142,12 @@ def _label_of(site: Site) -> Label | None:
 
 def _labels_in(
     program: jc.Jaxpr, context: Context, times: int = 1
-) -> Iterator[tuple[Any, tuple[Label, int]]]:
+) -> Iterator[tuple[Any, Label, int]]:
     """The place and the label of each operation, and how often it runs."""
     for eqn in program.eqns:
         site = Site(eqn, program, context)
         if label := _label_of(site):
-            yield _place(site), (label, times)
+            yield _place(site), label, times
             continue
         for frame in frames_of(eqn):
             trips = times * (frame.trips or 1)
@@ -154,18 +163,20 @@ def find_common(left: Side, right: Side) -> dict[Label, None]:
         The other labels.
     """
     sides = left, right
-    rest = [{place: x for place, (x, _) in side.labels.items()} for side in sides]
+    rest = [dict(side.labels) for side in sides]
     for _ in range(2):
-        counts = [Counter(labels.values()) for labels in rest]
-        same = {x for x, n in counts[0].items() if counts[1][x] == n}
+        counts = Counter[Label](), Counter[Label]()
+        for side, labels, count in zip(sides, rest, counts, strict=True):
+            for place, label in labels.items():
+                count[label] += side.sizes[place]
         for side, labels in zip(sides, rest, strict=True):
-            side.common |= {k: x for k, x in labels.items() if x in same}
-        rest = [
-            {k: x._replace(line="") for k, x in labels.items() if x not in same}
-            for labels in rest
-        ]
+            for place, label in list(labels.items()):
+                labels[place] = label._replace(line="")
+                if counts[0][label] == counts[1][label]:
+                    side.common[place] = label
+                    del labels[place]
     pairs = zip(sides, rest, strict=True)
-    return dict.fromkeys(side.labels[k][0] for side, labels in pairs for k in labels)
+    return dict.fromkeys(side.labels[x] for side, labels in pairs for x in labels)
 
 
 def _note_of_result(event: Event, value: Value) -> Note:
@@ -188,10 +199,8 @@ def pair_runs(
     """Runs both sides in turns, so that few runs wait for their partner."""
     waiting = left.waiting, right.waiting
     turns = itertools.zip_longest(left.runs(errors), right.runs(errors))
-    for i, found in ((i, found) for pair in turns for i, found in enumerate(pair)):
-        if found is None:
-            continue
-        key, run = found
+    for i, run in ((i, run) for pair in turns for i, run in enumerate(pair) if run):
+        key = run[:3]
         if partner := waiting[1 - i].pop(key, None):
             yield (partner, run) if i else (run, partner)
         else:

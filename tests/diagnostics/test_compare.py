@@ -498,6 +498,17 @@ def test_programs_that_have_other_values(loss_fn, args):
     assert 0 < row.error < 0.01 and report.flagged == (), report
 
 
+def test_calls_of_one_program_in_one_line_are_all_compared():
+    def loss_fn(p, x):
+        for name in "abc":
+            x = jax.nn.silu(x @ p[name])
+        return square(x)
+
+    report = compare(loss_fn, "O0")(begin(dict.fromkeys("abc", W), "O5"), X)
+    found = [row for row in report.rows if row.primitive == "logistic"]
+    assert len([row for row in found if row.phase == "forward"]) == 3, report.unaligned
+
+
 def test_groups():
     loss_fn = lambda p, x: square(x @ p["a"]["w"] @ p["b"]["w"])  # noqa: E731
     params = {name: {"w": jnp.asarray(W)} for name in "ab"}
