@@ -58,7 +58,7 @@ class Note:
 
 
 class Run(NamedTuple):
-    """A run of an operation of both programs: its place among those of the label."""
+    """A run of an operation that both programs have."""
 
     label: Label
     loops: tuple[str, ...]
