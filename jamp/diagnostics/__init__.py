@@ -6,8 +6,8 @@ program that it writes; these modules count, explain and print them.
 - `explain`: `_explain` makes `_operation`s of a program; `_explanation` prints them.
 - `locate`, `recommend_scale`: `_step` traces a step, and `_replay` runs it one
   operation at a time. `_location` and `_advice` report.
-- `compare`: `_pairing` pairs the operations of two replays, `_errors` makes rows of what
-  `_measure` finds, and `_comparison` prints the report.
+- `compare`: `_pairing` pairs the operations of two replays, `_errors` makes rows of
+  what `_measure` finds, and `_comparison` prints the report.
 - `SkipLog`: the last skips of a run.
 """
 
