@@ -23,7 +23,8 @@ from jax.extend import core as jc, linear_util
 from jaxtyping import PyTree
 
 from jamp._autocast.frames import frames_of, with_programs
-from jamp._autocast.hijax import Trace, hi_primitive, is_zero
+from jamp._autocast.hijax import Trace, hi_primitive
+from jamp._autocast.traced import traced
 
 
 @contextlib.contextmanager
@@ -119,30 +120,15 @@ def with_custom_vjp(
         moved = [p if p is None or p < consts else p + count for p in places]
         return out_tree, residuals, [*moved, *range(consts, consts + count)]
 
-    @advising()
     def written_backward(*args: Any):
         # `args` are residuals, closed-over values, and cotangents or symbolic zeros.
+        # Known ones stay known: Equinox's residuals say which inputs are perturbed.
         end = eqn.params["out_trees"]()[1].num_leaves
         closed_over, args = args[end : end + count], args[:end] + args[end + count :]
-        # Known values stay known: Equinox's residuals say which inputs are perturbed.
-        values = [x for x in args if isinstance(x, Tracer)]
-        returned: list[Any] = []
-
-        def flat(*values):
-            left = iter(values)
-            filled = [next(left) if isinstance(x, Tracer) else x for x in args]
-            # JAX wraps the user's `bwd`. The wrapper returns values to log, and leaves
-            # in which a private `Zero` stands for a missing gradient.
-            returned[:], logs = backward.call_wrapped(*filled)
-            return [g for g in returned if not is_zero(g)], logs
-
-        with tracing():
-            jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-        jaxpr = write(_with_inputs(jaxpr, free))
-        outs = jc.jaxpr_as_fun(jaxpr)(*closed_over, *values)
-        grads, logs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
-        left = iter(grads)
-        grads = [g if is_zero(g) else next(left) for g in returned]
+        # JAX wraps the user's `bwd`. The wrapper also returns values to log.
+        grads, logs = run_rule(
+            write, tracing, free, backward.call_wrapped, closed_over, *args
+        )
         none = [SymbolicZero(v.aval.to_tangent_aval()) for v in free]
         return [*none, *grads], logs
 
@@ -185,23 +171,10 @@ def run_rule(
     The rule may close over the variables in `free`, which have the values
     `closed_over`. Only tracers become arguments: known values stay known.
     """
-    leaves, tree = jax.tree.flatten(args)
-    values = [x for x in leaves if isinstance(x, Tracer)]
-    result: dict[str, Any] = {}
-
-    def flat(*values):
-        left = iter(values)
-        filled = [next(left) if isinstance(x, Tracer) else x for x in leaves]
-        outs, result["tree"] = jax.tree.flatten(rule(*tree.unflatten(filled)))
-        result["known"] = [None if isinstance(x, jax.Array) else x for x in outs]
-        return [x for x in outs if isinstance(x, jax.Array)]
-
     with tracing():
-        jaxpr = jax.make_jaxpr(flat)(*values)
+        jaxpr, values, rebuild = traced(rule, args, lambda x: isinstance(x, Tracer))
     jaxpr = write(_with_inputs(jaxpr, free))
-    left = iter(jc.jaxpr_as_fun(jaxpr)(*closed_over, *values))
-    outs = [next(left) if x is None else x for x in result["known"]]
-    return result["tree"].unflatten(outs)
+    return rebuild(jc.jaxpr_as_fun(jaxpr)(*closed_over, *values))
 
 
 def closed_over(eqn: jc.JaxprEqn) -> list[jc.Var]:

@@ -86,8 +86,8 @@ def _place_of_bias(
 def _with_float32_bias(graph: Graph, maker: int, cast: int) -> Graph:
     """Returns the program with the bias added in float32."""
     call, eqns = graph.eqns[maker], list(graph.eqns)
-    (product,), bias = variables_in(call.invars[:1]), call.invars[1]
-    eqns[maker] = begin = conversion(product, FLOAT32, call)
+    (matmul,), bias = variables_in(call.invars[:1]), call.invars[1]
+    eqns[maker] = begin = conversion(matmul, FLOAT32, call)
     (*_, add) = program_of(call).eqns
     operands, results = [begin.outvars[0], bias], graph.eqns[cast].outvars
     eqns[cast] = at_place(add.replace(invars=operands, outvars=results), call)

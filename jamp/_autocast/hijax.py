@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jc
 from jaxtyping import PyTree
 
+from jamp._autocast.traced import traced
 from jamp._autocast.tracing import Itself
 from jamp._core.warnings import AutocastWarning, warn
 
@@ -150,47 +151,29 @@ def with_jvp_rule(prim: Any, program: jc.Jaxpr, write: Write, tracing: Trace) ->
 
     def rule(primals: PyTree, tangents: PyTree) -> PyTree:
         dots, tree = jax.tree.flatten(tangents, is_leaf=is_zero)
+        # JAX traces the rule in the dtypes of the user's program.
+        types = [
+            t if is_zero(t) else aval.to_tangent_aval()
+            for t, aval in zip(dots, prim.in_avals_flat, strict=True)
+        ]
+        given = tree.unflatten(prim.in_avals_flat), tree.unflatten(types)
         with tracing():
-            jaxpr, out_dots, out_tree = _traced_rule(prim, dots, tree)
-        absent, zeros = (list(map(is_zero, ts)) for ts in (dots, out_dots))
+            jaxpr, _, rebuild = traced(prim.jvp_rule, given, lambda x: not is_zero(x))
+        _, results = rebuild(jaxpr.outvars)
+        absent, zeros = (
+            list(map(is_zero, jax.tree.leaves(dots, is_leaf=is_zero)))
+            for dots in (tangents, results)
+        )
         values = [*jax.tree.leaves(primals), *(t for t in dots if not is_zero(t))]
-        outs = jc.jaxpr_as_fun(write(jaxpr, absent, zeros))(*values)
-        out, there = outs[: len(zeros)], outs[len(zeros) :]
+        outs, dots = rebuild(jc.jaxpr_as_fun(write(jaxpr, absent, zeros))(*values))
+
         # JAX requires that a symbolic zero has the dtype of its primal.
-        types = [jax.typeof(x).to_tangent_aval() for x in out]
-        pairs = zip(out_dots, types, strict=True)
-        out_dots = [type(t)(aval) if is_zero(t) else t for t, aval in pairs]
-        return out_tree.unflatten(out), out_tree.unflatten(_filled(out_dots, there))
+        def typed(t, out):
+            return type(t)(jax.typeof(out).to_tangent_aval()) if is_zero(t) else t
+
+        return outs, jax.tree.map(typed, dots, outs, is_leaf=is_zero)
 
     return with_program(prim, program, jvp_rule=_named_as(rule, prim.jvp_rule))
-
-
-def _traced_rule(prim: Any, dots: Sequence[Any], tree: Any) -> tuple[Any, Any, Any]:
-    """Traces a rule for these tangents, in the dtypes of the user's program.
-
-    Returns:
-        The program, which maps primals and nonzero tangents to primal results and
-        nonzero tangents; the tangents of all results, zeros included; and their tree.
-    """
-    primals = prim.in_avals_flat
-    pairs = zip(primals, dots, strict=True)
-    tangents = [aval.to_tangent_aval() for aval, t in pairs if not is_zero(t)]
-    result: list[Any] = []
-
-    def flat(*values):
-        given = tree.unflatten(_filled(dots, values[len(primals) :]))
-        out, out_dots = prim.jvp_rule(tree.unflatten(values[: len(primals)]), given)
-        out, out_tree = jax.tree.flatten(out)
-        result[:] = jax.tree.leaves(out_dots, is_leaf=is_zero), out_tree
-        return [*out, *(t for t in result[0] if not is_zero(t))]
-
-    return jax.make_jaxpr(flat)(*primals, *tangents), *result
-
-
-def _filled(tangents: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Returns the tangents, with a value in place of each that is not a zero."""
-    left = iter(values)
-    return [t if is_zero(t) else next(left) for t in tangents]
 
 
 def with_vjp_rules(

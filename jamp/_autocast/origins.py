@@ -21,7 +21,7 @@ from jamp._autocast.primitives import Rule, Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """The sizes and axes that the bias of a matmul can have."""
 
     features: frozenset[int]  # the numbers of elements that it may have
@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     joins: bool = False  # whether it has two or more roots
     # The axes along which a broadcast value varies; None if it was not broadcast.
     varies: tuple[int, ...] | None = None
-    product: Product | None = None  # set if it is the result of a matmul
+    matmul: Matmul | None = None  # set if it is the result of a matmul
     # The roots of the values from which it is reduced.
     statistic_of: frozenset[Atom] = frozenset()
     normalized: bool = False  # whether its own statistic was applied to it
@@ -71,20 +71,20 @@ def origin_of_unknown(atom: Atom) -> Origin:
     return Origin() if isinstance(atom, jc.Literal) else Origin(frozenset((atom,)))
 
 
-def is_bias(bias: Atom, origin: Origin, of_product: Origin) -> bool:
+def is_bias(bias: Atom, origin: Origin, of_matmul: Origin) -> bool:
     """Returns whether a value has the form of a bias for the matmul it is added to."""
-    product, shape = of_product.product, shape_of(bias)
-    if product is None or origin.product is not None:
+    matmul, shape = of_matmul.matmul, shape_of(bias)
+    if matmul is None or origin.matmul is not None:
         return False
-    if origin.roots & of_product.roots:
+    if origin.roots & of_matmul.roots:
         return False  # such as a gelu's `x + 0.04 * x**3` with one row
     axes = [i for i, n in enumerate(shape) if n > 1]
     if origin.varies is not None:
         axes = [i for i in axes if i in origin.varies]
-    if math.prod(shape[i] for i in axes) not in product.features:
+    if math.prod(shape[i] for i in axes) not in matmul.features:
         return False
     trailing = list(range(len(shape) - len(axes), len(shape)))
-    return axes == trailing or not product.trailing
+    return axes == trailing or not matmul.trailing
 
 
 def is_normalized(full: Sequence[Origin], small: Sequence[Origin]) -> bool:
@@ -106,7 +106,7 @@ def origin_of_result(
 ) -> Origin:
     """Returns the origin of a result of an equation."""
     if rule is Rule.HALF:
-        return origin_of_unknown(out)._replace(product=_product(eqn))
+        return origin_of_unknown(out)._replace(matmul=_matmul(eqn))
     sizes, size = [size_of(v) for v in eqn.invars], size_of(out)
     floats = [g for v, g in zip(eqn.invars, given, strict=True) if is_float32(v)]
     statistics = _union([g.statistic_of for g in floats])
@@ -133,7 +133,7 @@ def origin_of_result(
         frozenset((out,)) if joins or not roots else roots,
         joins,
         None,
-        full[0].product if reshaped else None,
+        full[0].matmul if reshaped else None,
         statistics,
         not joins and is_normalized(full, small),
     )
@@ -165,17 +165,17 @@ def _varies(
     return tuple(sorted(frozenset().union(*axes)))
 
 
-def _product(eqn: jc.JaxprEqn) -> Product:
+def _matmul(eqn: jc.JaxprEqn) -> Matmul:
     """Returns the sizes of a bias: it has the free axes of one side of a matmul."""
     if eqn.primitive.name == "conv_general_dilated":
-        return Product(frozenset((conv_features(eqn),)), trailing=False)
+        return Matmul(frozenset((conv_features(eqn),)), trailing=False)
     sides = eqn.params.get("dimension_numbers")
     if eqn.primitive.name != "dot_general" or sides is None:
-        return Product(frozenset(), trailing=True)
+        return Matmul(frozenset(), trailing=True)
     contracted, batch = sides
     free = []
     for side, atom in enumerate(eqn.invars[:2]):
         used = {*contracted[side], *batch[side]}
         shape = enumerate(shape_of(atom))
         free.append(math.prod(n for i, n in shape if i not in used))
-    return Product(frozenset(free) - {1}, trailing=True)
+    return Matmul(frozenset(free) - {1}, trailing=True)

@@ -8,7 +8,7 @@ autocast(lambda x, w: x @ w)(x, w)
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -26,6 +26,7 @@ from jamp._autocast.primitives import Rule
 from jamp._autocast.program import Policy, Scope, recorded
 from jamp._autocast.rewrite import program
 from jamp._autocast.sums import moves_taken_out
+from jamp._autocast.traced import Traced, traced
 from jamp._autocast.tracers import is_checkpointed
 from jamp._autocast.tracing import disabled, fp8_disabled, tracing
 from jamp._core.dtypes import HALF_DTYPES
@@ -83,7 +84,7 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
     def autocasted(*args, **kwargs):
         if disabled.value:
             return fn(*args, **kwargs)
-        jaxpr, values, rebuild = _trace(fn, args, kwargs, scope)
+        jaxpr, values, rebuild = _traced(fn, args, kwargs, scope)
         # This mark makes an outer autocast leave the rewritten program unchanged.
         mark = jax.named_scope(MARKERS[Rule.RECORDED])
         nothing = contextlib.nullcontext()
@@ -93,7 +94,11 @@ def autocast_in[**P, R](scope: Scope, fn: Callable[P, R]) -> Callable[P, R]:
             outs = jc.jaxpr_as_fun(_rewritten(jaxpr, saved))(*values)
         # Outside of `jit`, constants may not be arrays. Casts drop weak types.
         pairs = zip(outs, jaxpr.outvars, strict=True)
-        return rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
+        out = rebuild([jax_internals.array_of_type(x, v.aval) for x, v in pairs])
+        # JAX's own functions return no NumPy floats.
+        return jax.tree.map(
+            lambda x: jnp.array(x) if isinstance(x, np.inexact) else x, out
+        )
 
     return autocasted
 
@@ -129,46 +134,28 @@ def written_program(
 
     An argument may be a `jax.ShapeDtypeStruct` instead of an array.
     """
-    jaxpr, _, _ = _trace(fn, args, kwargs, scope)
+    jaxpr = _traced(fn, args, kwargs, scope).program
     return jaxpr if disabled.value else _rewritten(jaxpr, scope)
 
 
-def _trace(
+def _traced(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], scope: Scope
-) -> tuple[jc.Jaxpr, list[Any], Callable[[Sequence[Any]], Any]]:
-    """Traces a call of a function.
-
-    Returns:
-        The program, its input arrays, and a function that builds the result of `fn`
-        from the program's outputs and from the results that are not arrays.
-    """
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    static = [None if _is_array(x) else x for x in leaves]
-    result: dict[str, Any] = {}
-
-    def flat(*values):
-        args, kwargs = jax.tree.unflatten(tree, _filled(static, values))
-        outs, result["tree"] = jax.tree.flatten(fn(*args, **kwargs))
-        result["static"] = [None if isinstance(x, jax.Array) else x for x in outs]
-        return [x for x in outs if isinstance(x, jax.Array)]
-
-    def rebuild(outs):
-        # Convert NumPy floats, because JAX's own functions return JAX arrays.
-        static = [
-            _owned(x) if isinstance(x, np.inexact) else x for x in result["static"]
-        ]
-        return jax.tree.unflatten(result["tree"], _filled(static, outs))
-
-    values = [_owned(x) for x in leaves if _is_array(x)]
+) -> Traced:
+    """Traces a call of a function. Scalars are known, so that Python can branch."""
+    given = jax.tree.map(_array, (args, kwargs))
+    call = lambda args, kwargs: fn(*args, **kwargs)  # noqa: E731
     with traced_for(scope.policy.dtype, scope.policy.lists):
-        jaxpr = moves_taken_out(jax.make_jaxpr(flat)(*values), {})
-    return jaxpr, values, rebuild
+        found = traced(call, given, lambda x: isinstance(x, _INPUTS))
+        return found._replace(program=moves_taken_out(found.program, {}))
 
 
-def _filled(static: list[Any], values: Sequence[Any]) -> list[Any]:
-    """Replaces each None in `static` by the next value. No leaf of a tree is None."""
-    left = iter(values)
-    return [next(left) if x is None else x for x in static]
+_INPUTS = jax.Array | jax.ShapeDtypeStruct
+
+
+def _array(x: Any) -> Any:
+    """Copies a NumPy array of floats: a result must not change with an argument."""
+    has_floats = isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.array(x) if has_floats else x
 
 
 def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
@@ -177,15 +164,3 @@ def _rewritten(jaxpr: jc.Jaxpr, scope: Scope) -> jc.Jaxpr:
         policy = dataclasses.replace(policy, fp8=None)
     scope = scope._replace(written={}, policy=policy)
     return program(jaxpr, (), scope, RULES).written(recorded(jaxpr.outvars))
-
-
-def _is_array(x: object) -> bool:
-    """Returns whether to trace an argument. Scalars are static for Python branches."""
-    if isinstance(x, np.ndarray):
-        return jnp.issubdtype(x.dtype, jnp.inexact)
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _owned(x: Any) -> Any:
-    """Copies a NumPy array, because a result must not change with an argument."""
-    return jnp.array(x) if isinstance(x, np.ndarray | np.inexact) else x
