@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jc
 
+from jamp._autocast.calls import checkpointed
 from jamp._autocast.frames import Kind, frames_of, with_equations
-from jamp._autocast.jax_internals import checkpointed
 from jamp._autocast.primitives import Shape, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, size_of
 from jamp._core.dtypes import FLOAT32, HALF_DTYPES

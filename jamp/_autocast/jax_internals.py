@@ -2,7 +2,7 @@
 
 The docstring of a function states the behavior of JAX that it relies on. The tests of
 autocast check this behavior on the oldest and the newest supported JAX. Besides this
-file, only `derivatives`, `frames`, `hijax` and `tracers` use undocumented parts.
+file, `calls`, `derivatives`, `frames`, `hijax` and `tracers` use undocumented parts.
 """
 
 import functools
@@ -10,18 +10,16 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jc
 from jax.extend.core import primitives
-from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
-from jamp._autocast.frames import program_of, with_equations
+from jamp._autocast.frames import program_of
 
 # Lines in these folders are not the user's code.
 _LIBRARIES = tuple(
@@ -150,7 +148,7 @@ def scopes(eqn: jc.JaxprEqn) -> Any:
 
 def with_scope(eqn: jc.JaxprEqn, name: str) -> jc.JaxprEqn:
     """Adds an innermost name scope to an equation."""
-    return _with_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
+    return with_scopes(eqn, eqn.source_info.name_stack.extend(name).stack)
 
 
 def equation_before(
@@ -158,7 +156,7 @@ def equation_before(
 ) -> jc.JaxprEqn:
     """Moves the equation `inner` from a program inside `eqn` to before `eqn`."""
     names = *eqn.source_info.name_stack.stack, *inner.source_info.name_stack.stack
-    return _with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
+    return with_scopes(inner, names).replace(invars=list(invars), outvars=[outvar])
 
 
 def equation_inside(
@@ -171,7 +169,7 @@ def equation_inside(
     names = *call.source_info.name_stack.stack, *inner.source_info.name_stack.stack
     if jitted_function(call):
         inner = inner.replace(source_info=call.source_info)
-    return _with_scopes(inner, names).replace(outvars=list(outvars))
+    return with_scopes(inner, names).replace(outvars=list(outvars))
 
 
 def is_bare_jit(eqn: jc.JaxprEqn) -> bool:
@@ -192,7 +190,8 @@ def is_bare_jit(eqn: jc.JaxprEqn) -> bool:
     )
 
 
-def _with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
+def with_scopes(eqn: jc.JaxprEqn, stack: Sequence[Any]) -> jc.JaxprEqn:
+    """Returns an equation with other name scopes."""
     names = type(eqn.source_info.name_stack)(tuple(stack))
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
@@ -230,171 +229,8 @@ def at_place(eqn: jc.JaxprEqn, place: jc.JaxprEqn) -> jc.JaxprEqn:
     return eqn.replace(**_reader_info(place))
 
 
-UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
-
-
-def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
-    """Wraps an `UNSHARDED` primitive with a sharded result in a `jit`.
-
-    Outside of `jit`, the derivative of a maximum on an explicit mesh selects among
-    arrays of ones and zeros without a sharding, and JAX raises an error.
-    """
-    (aval,) = (v.aval for v in eqn.outvars)
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or not any(sharding.spec):
-        return eqn
-    function = _jitted(eqn.primitive, tuple(eqn.params.items()))
-    (call,) = jax.make_jaxpr(function)(*(v.aval for v in eqn.invars)).eqns
-    names = {"invars": eqn.invars, "outvars": eqn.outvars}
-    return call.replace(**names, source_info=eqn.source_info, ctx=eqn.ctx)
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(primitive: jc.Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-
-def call(
-    function: Callable[..., Any],
-    operands: Sequence[Any],
-    results: Sequence[jc.Var] | None,
-    place: jc.JaxprEqn,
-    known: dict[Any, Any] | None = None,
-    varying: bool = False,
-) -> Any:
-    """Traces a function to one equation, which replaces the equation `place`.
-
-    `known` caches the equation by the types of the operands. Without `results`, the
-    results are new variables.
-
-    Returns None if a result has a different type: an explicit sharding or, unless
-    `varying`, an axis of `shard_map` over which it varies.
-    """
-    known = {} if known is None else known
-    key = function, tuple([v.aval for v in operands]), place.ctx
-    if key not in known:
-        trace = functools.partial(jax.jit(function).trace, *key[1])
-        (known[key],) = _in_mesh(place.ctx, trace, varying).jaxpr.eqns
-    eqn = known[key]
-    if results is None:
-        results = [jc.Var(v.aval) for v in eqn.outvars]
-    if [v.aval for v in eqn.outvars] != [v.aval for v in results]:
-        return None
-    outvars = list(results)
-    return eqn.replace(invars=list(operands), outvars=outvars, **_reader_info(place))
-
-
-def _in_mesh(ctx: Any, fn: Callable[[], Any], varying: bool) -> Any:
-    """Calls a function in the context of an equation.
-
-    Types can vary over the axes of a `shard_map` only while JAX traces a `shard_map`.
-    """
-    mesh, around = ctx.cur_abstract_mesh, jax.sharding.get_abstract_mesh()
-    axes = set(mesh.manual_axes) - set(around.manual_axes)
-    if not varying or not axes:
-        with ctx.manager:
-            return fn()
-    given = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    types = tuple(AxisType.Auto if name in axes else kind for name, kind in given)
-    found = []
-    traced = jax.shard_map(
-        lambda: found.append(fn()),
-        mesh=mesh.update(axis_types=types),
-        in_specs=(),
-        out_specs=None,
-        axis_names=axes,
-    )
-    jax.eval_shape(traced)
-    return found[0]
-
-
-def checkpointed(
-    eqns: Sequence[jc.JaxprEqn],
-    invars: Sequence[jc.Var],
-    outvars: Sequence[jc.Var],
-    keep: Callable[[str], bool],
-    prevent_cse: bool | tuple[bool, ...],
-    programs: dict[Any, jc.Jaxpr],
-    around: jc.Jaxpr,
-) -> jc.JaxprEqn:
-    """Puts equations of the program `around` into one `jax.checkpoint` equation.
-
-    The checkpoint saves the results of the primitives that `keep` selects. It has the
-    line of the last equation and the name scopes that all equations share.
-
-    It always uses `remat2`. With the flag `jax_remat3`, JAX uses another primitive,
-    which calls the policy for few primitives and for no sums.
-
-    `programs` caches the program. Equations that differ only in their variables share
-    one program, which JAX differentiates once.
-    """
-    last = eqns[-1]
-    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
-    common = os.path.commonprefix(stacks)
-    scopes = len(common)
-    key = _structure(eqns, [*invars, *outvars], scopes)
-    inner = programs.get(key)
-    if inner is None:
-        inner = with_equations(
-            around,
-            [_with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
-            constvars=[],
-            invars=list(invars),
-            outvars=list(outvars),
-            effects=set(),
-            debug_info=around.debug_info.with_unknown_names(),
-        )
-        if key is not None:
-            programs[key] = inner
-    return jc.new_jaxpr_eqn(
-        list(invars),
-        list(outvars),
-        primitives.remat_p,
-        {
-            "jaxpr": inner,
-            "prevent_cse": prevent_cse,
-            "differentiated": False,
-            "policy": _policy(keep),
-        },
-        set(),
-        **_reader_info(_with_scopes(last, common)),
-    )
-
-
 @functools.lru_cache(maxsize=256)
 def in_scalars(update: jc.Jaxpr, dtype: DTypeLike) -> jc.Jaxpr:
     """Returns the program by which a scatter combines two numbers, in another dtype."""
     scalars = [jax.ShapeDtypeStruct((), dtype) for _ in update.invars]
     return jax.make_jaxpr(jc.jaxpr_as_fun(update))(*scalars)
-
-
-@functools.cache
-def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
-    return lambda primitive, *_, **__: keep(primitive.name)
-
-
-def _structure(
-    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
-) -> Any:
-    """Returns a key of equations that ignores variable names and outer name scopes.
-
-    Returns None if a parameter is not hashable.
-    """
-    numbers: dict[Any, int] = {}
-
-    def key_of(atom):
-        if isinstance(atom, jc.Literal):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return atom.aval, numbers.setdefault(atom, len(numbers))
-
-    parts: list[Any] = [tuple(map(key_of, variables))]
-    for eqn in eqns:
-        atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
-        place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]
-        params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-        parts.append((eqn.primitive, params, atoms, place, eqn.ctx))
-    try:
-        hash(structure := tuple(parts))
-    except TypeError:
-        return None
-    return structure

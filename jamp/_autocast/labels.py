@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.extend import core as jc
 
+from jamp._autocast.calls import call
 from jamp._autocast.graph import Graph, inputs_of, may_be_inside, variables_in
-from jamp._autocast.jax_internals import call
 from jamp._autocast.program import Atom, is_float32, shape_of, size_of
 
 _LARGEST = 2**22  # larger index arrays are not evaluated

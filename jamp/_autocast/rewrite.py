@@ -18,6 +18,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
+from jamp._autocast.calls import UNSHARDED, apart_if_sharded, call
 from jamp._autocast.case import Case
 from jamp._autocast.decide import Decision, decide
 from jamp._autocast.frames import Frame, frames_of, with_equations
@@ -233,8 +234,8 @@ class Rewriter:
             if isinstance(operand, jc.Var):
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         new = eqn.replace(invars=invars, outvars=outvars, params=params)
-        if eqn.primitive.name in jax_internals.UNSHARDED:
-            new = jax_internals.apart_if_sharded(new)
+        if eqn.primitive.name in UNSHARDED:
+            new = apart_if_sharded(new)
         self.eqns.append(new)
 
     def emit_recorded(
@@ -303,7 +304,7 @@ class Rewriter:
             function = with_weight(numbers, first, self.products)
             self.products += 1
         new, known = [self._bind(out, results[0])], self.scope.written
-        written = jax_internals.call(function, operands, new, eqn, known)
+        written = call(function, operands, new, eqn, known)
         if written is not None:
             self.eqns.append(written)
             return
@@ -321,7 +322,7 @@ class Rewriter:
         for function in functions:
             operands, new = [wide], [jc.Var(out.aval)]
             known = self.scope.written
-            written = jax_internals.call(function, operands, new, eqn, known)
+            written = call(function, operands, new, eqn, known)
             if written is None:
                 self._write(eqn, FLOAT32, results)
                 return
@@ -338,7 +339,7 @@ class Rewriter:
         half, fp8 = self.values.half, self.scope.policy.fp8
         function, operands = fp8.call(self, eqn, decision.fp8, decision.summed)
         new = [self._bind(eqn.outvars[0], results[0])]
-        written = jax_internals.call(function, operands, new, eqn, varying=True)
+        written = call(function, operands, new, eqn)
         if written is None:
             self._write(eqn, half, results)
         else:

@@ -26,8 +26,8 @@ from jax.extend import core as jc
 from jax.extend.core.primitives import name_p
 from jax.typing import DTypeLike
 
+from jamp._autocast.calls import call
 from jamp._autocast.graph import Graph
-from jamp._autocast.jax_internals import call
 from jamp._autocast.program import Atom, dtype_of, shape_of
 
 _REPEATS = ("broadcast_in_dim", "reshape", "expand_dims")

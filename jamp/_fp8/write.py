@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jc
 
-from jamp._autocast import jax_internals
+from jamp._autocast.calls import call
 from jamp._autocast.program import Atom
 from jamp._autocast.reasons import noting
 from jamp._autocast.rewrite import Rewriter
@@ -77,7 +77,7 @@ def _quantized(
 ) -> list[jc.Var]:
     known = rewriter.quantized
     if half not in known:
-        written = jax_internals.call(_QUANTIZE[of], [half], None, eqn, varying=True)
+        written = call(_QUANTIZE[of], [half], None, eqn)
         rewriter.eqns.append(written)
         known[half] = written.outvars
     return known[half]

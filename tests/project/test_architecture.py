@@ -39,6 +39,7 @@ UNDOCUMENTED = (
 INTERNALS = {
     "pallas_kernels._compat",
     "jamp._autocast.jax_internals",
+    "jamp._autocast.calls",
     "jamp._autocast.derivatives",
     "jamp._autocast.frames",
     "jamp._autocast.hijax",

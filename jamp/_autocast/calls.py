@@ -1,0 +1,177 @@
+"""Writes functions and groups of equations as one equation each.
+
+    call(softmax, [x], [y], place)         y = custom_jvp_call[name=softmax] x
+    checkpointed([exp, mul], [x], [y])     y = checkpoint[jaxpr={ x. ... in y }] x
+
+Equal calls and equal checkpoints share one program, which JAX differentiates once. As
+for `jax_internals`, the tests check each fact about JAX.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jc
+from jax.extend.core import primitives
+from jax.sharding import AxisType
+
+from jamp._autocast.frames import with_equations
+from jamp._autocast.jax_internals import at_place, with_scopes
+
+UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
+
+
+def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
+    """Wraps an `UNSHARDED` primitive with a sharded result in a `jit`.
+
+    Outside of `jit`, the derivative of a maximum on an explicit mesh selects among
+    arrays of ones and zeros without a sharding, and JAX raises an error.
+    """
+    (aval,) = (v.aval for v in eqn.outvars)
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or not any(sharding.spec):
+        return eqn
+    function = _jitted(eqn.primitive, tuple(eqn.params.items()))
+    return call(function, eqn.invars, eqn.outvars, eqn) or eqn
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(primitive: jc.Primitive, params: tuple[Any, ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def call(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    results: Sequence[jc.Var] | None,
+    place: jc.JaxprEqn,
+    known: dict[Any, Any] | None = None,
+    varying: bool = False,
+) -> Any:
+    """Traces a function to one equation, which replaces the equation `place`.
+
+    `known` caches the equation by the types of the operands. Without `results`, the
+    results are new variables.
+
+    Returns None if a result has a different type: an explicit sharding or, unless
+    `varying`, an axis of `shard_map` over which it varies.
+    """
+    known = {} if known is None else known
+    key = function, tuple([v.aval for v in operands]), place.ctx
+    if key not in known:
+        trace = functools.partial(jax.jit(function).trace, *key[1])
+        (known[key],) = _in_mesh(place.ctx, trace, varying).jaxpr.eqns
+    eqn = known[key]
+    if results is None:
+        results = [jc.Var(v.aval) for v in eqn.outvars]
+    if [v.aval for v in eqn.outvars] != [v.aval for v in results]:
+        return None
+    return at_place(eqn.replace(invars=list(operands), outvars=list(results)), place)
+
+
+def _in_mesh(ctx: Any, fn: Callable[[], Any], varying: bool) -> Any:
+    """Calls a function in the context of an equation.
+
+    Types can vary over the axes of a `shard_map` only while JAX traces a `shard_map`.
+    """
+    mesh, around = ctx.cur_abstract_mesh, jax.sharding.get_abstract_mesh()
+    axes = set(mesh.manual_axes) - set(around.manual_axes)
+    if not varying or not axes:
+        with ctx.manager:
+            return fn()
+    given = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    types = tuple(AxisType.Auto if name in axes else kind for name, kind in given)
+    found = []
+    traced = jax.shard_map(
+        lambda: found.append(fn()),
+        mesh=mesh.update(axis_types=types),
+        in_specs=(),
+        out_specs=None,
+        axis_names=axes,
+    )
+    jax.eval_shape(traced)
+    return found[0]
+
+
+def checkpointed(
+    eqns: Sequence[jc.JaxprEqn],
+    invars: Sequence[jc.Var],
+    outvars: Sequence[jc.Var],
+    keep: Callable[[str], bool],
+    prevent_cse: bool | tuple[bool, ...],
+    programs: dict[Any, jc.Jaxpr],
+    around: jc.Jaxpr,
+) -> jc.JaxprEqn:
+    """Puts equations of the program `around` into one `jax.checkpoint` equation.
+
+    The checkpoint saves the results of the primitives that `keep` selects. It has the
+    line of the last equation and the name scopes that all equations share.
+
+    It always uses `remat2`. With the flag `jax_remat3`, JAX uses another primitive,
+    which calls the policy for few primitives and for no sums.
+
+    `programs` caches the program. Equations that differ only in their variables share
+    one program, which JAX differentiates once.
+    """
+    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
+    common = os.path.commonprefix(stacks)
+    scopes = len(common)
+    key = _structure(eqns, [*invars, *outvars], scopes)
+    inner = programs.get(key)
+    if inner is None:
+        inner = with_equations(
+            around,
+            [with_scopes(e, s[scopes:]) for e, s in zip(eqns, stacks, strict=True)],
+            constvars=[],
+            invars=list(invars),
+            outvars=list(outvars),
+            effects=set(),
+            debug_info=around.debug_info.with_unknown_names(),
+        )
+        if key is not None:
+            programs[key] = inner
+    params = {
+        "jaxpr": inner,
+        "prevent_cse": prevent_cse,
+        "differentiated": False,
+        "policy": _policy(keep),
+    }
+    new = jc.new_jaxpr_eqn(
+        list(invars), list(outvars), primitives.remat_p, params, set()
+    )
+    return at_place(new, with_scopes(eqns[-1], common))
+
+
+@functools.cache
+def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
+    return lambda primitive, *_, **__: keep(primitive.name)
+
+
+def _structure(
+    eqns: Sequence[jc.JaxprEqn], variables: Sequence[jc.Var], scopes: int
+) -> Any:
+    """Returns a key of equations that ignores variable names and outer name scopes.
+
+    Returns None if a parameter is not hashable.
+    """
+    numbers: dict[Any, int] = {}
+
+    def key_of(atom):
+        if isinstance(atom, jc.Literal):
+            return atom.aval, np.asarray(atom.val).tobytes()
+        return atom.aval, numbers.setdefault(atom, len(numbers))
+
+    parts: list[Any] = [tuple(map(key_of, variables))]
+    for eqn in eqns:
+        atoms = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
+        place = eqn.source_info.traceback, eqn.source_info.name_stack.stack[scopes:]
+        params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+        parts.append((eqn.primitive, params, atoms, place, eqn.ctx))
+    try:
+        hash(structure := tuple(parts))
+    except TypeError:
+        return None
+    return structure
