@@ -90,7 +90,7 @@ def _always_again(original: Function) -> Function:
 
 
 def _keeps_names(original: Function) -> Function:
-    return lambda primitive: primitive == "name"
+    return lambda primitive, *_, **__: primitive.name == "name"
 
 
 MECHANISMS = {

@@ -49,21 +49,19 @@ def call(
     results: Sequence[jc.Var] | None,
     place: jc.JaxprEqn,
     known: dict[Any, Any] | None = None,
-    varying: bool = False,
 ) -> Any:
     """Traces a function to one equation, which replaces the equation `place`.
 
     `known` caches the equation by the types of the operands. Without `results`, the
     results are new variables.
 
-    Returns None if a result has a different type: an explicit sharding or, unless
-    `varying`, an axis of `shard_map` over which it varies.
+    Returns None if a result has a different type, such as an explicit sharding.
     """
     known = {} if known is None else known
     key = function, tuple([v.aval for v in operands]), place.ctx
     if key not in known:
         trace = functools.partial(jax.jit(function).trace, *key[1])
-        (known[key],) = _in_mesh(place.ctx, trace, varying).jaxpr.eqns
+        (known[key],) = _in_mesh(place.ctx, trace).jaxpr.eqns
     eqn = known[key]
     if results is None:
         results = [jc.Var(v.aval) for v in eqn.outvars]
@@ -72,14 +70,14 @@ def call(
     return at_place(eqn.replace(invars=list(operands), outvars=list(results)), place)
 
 
-def _in_mesh(ctx: Any, fn: Callable[[], Any], varying: bool) -> Any:
+def _in_mesh(ctx: Any, fn: Callable[[], Any]) -> Any:
     """Calls a function in the context of an equation.
 
     Types can vary over the axes of a `shard_map` only while JAX traces a `shard_map`.
     """
     mesh, around = ctx.cur_abstract_mesh, jax.sharding.get_abstract_mesh()
     axes = set(mesh.manual_axes) - set(around.manual_axes)
-    if not varying or not axes:
+    if not axes:
         with ctx.manager:
             return fn()
     given = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -100,15 +98,15 @@ def checkpointed(
     eqns: Sequence[jc.JaxprEqn],
     invars: Sequence[jc.Var],
     outvars: Sequence[jc.Var],
-    keep: Callable[[str], bool],
+    policy: Callable[..., bool],
     prevent_cse: bool | tuple[bool, ...],
     programs: dict[Any, jc.Jaxpr],
     around: jc.Jaxpr,
 ) -> jc.JaxprEqn:
     """Puts equations of the program `around` into one `jax.checkpoint` equation.
 
-    The checkpoint saves the results of the primitives that `keep` selects. It has the
-    line of the last equation and the name scopes that all equations share.
+    The checkpoint saves the results that the `policy` selects. It has the line of the
+    last equation and the name scopes that all equations share.
 
     It always uses `remat2`. With the flag `jax_remat3`, JAX uses another primitive,
     which calls the policy for few primitives and for no sums.
@@ -137,17 +135,12 @@ def checkpointed(
         "jaxpr": inner,
         "prevent_cse": prevent_cse,
         "differentiated": False,
-        "policy": _policy(keep),
+        "policy": policy,
     }
     new = jc.new_jaxpr_eqn(
         list(invars), list(outvars), primitives.remat_p, params, set()
     )
     return at_place(new, with_scopes(eqns[-1], common))
-
-
-@functools.cache
-def _policy(keep: Callable[[str], bool]) -> Callable[..., bool]:
-    return lambda primitive, *_, **__: keep(primitive.name)
 
 
 def _structure(

@@ -187,7 +187,7 @@ def with_programs(eqn: jc.JaxprEqn, programs: Sequence[jc.Jaxpr]) -> dict[str, A
 def scan_counts(eqn: jc.JaxprEqn) -> tuple[int, int]:
     """Returns how many constants and carries a scan takes before its sliced operands.
 
-    JAX 0.11 and newer store the tree of the operands, `(consts, carry, xs)`.
+    JAX stores the tree of the operands, `(consts, carry, xs)`.
     """
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))

@@ -138,10 +138,11 @@ def checkpoint(
     return region, new
 
 
-def is_kept(primitive: str) -> bool:
-    """Returns whether to save a result. A reduction's is small but costly to redo."""
+def is_kept(primitive: jc.Primitive, *_: Any, **__: Any) -> bool:
+    """The policy of a checkpoint: it keeps sums, which are small and costly to redo."""
     # `softmax` gives a name to the value that it saves.
-    return primitive == "name" or traits_of(primitive).shape is Shape.REDUCE
+    name = primitive.name
+    return name == "name" or traits_of(name).shape is Shape.REDUCE
 
 
 def may_be_inside(eqn: jc.JaxprEqn) -> bool:

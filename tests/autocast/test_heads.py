@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax, nn
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jamp
 from jamp._autocast import labels
@@ -76,6 +77,22 @@ def test_a_loss_keeps_half_logits_and_scatters_nothing(loss, promote):
     kept = jax.eval_shape(lambda w: jax.vjp(cast, w)[1], W)
     large = [x.dtype for x in jax.tree.leaves(kept) if x.shape == (N, CLASSES)]
     assert jnp.bfloat16 in large and jnp.float32 not in large
+
+
+def test_a_loss_inside_a_shard_map_scatters_nothing():
+    """Its types vary over a mesh axis. Autocast left the gather to JAX there."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+
+    def mean(w, x, labels):
+        return lax.pmean(LOSSES["optax"](x @ w, labels).mean(), "data")
+
+    specs = P(), P("data"), P("data")
+    mapped = jax.shard_map(mean, mesh=mesh, in_specs=specs, out_specs=P())
+    ours = jax.grad(lambda w: jamp.autocast(mapped)(w, X, LABELS))
+    plain = jax.grad(lambda w: mapped(w, X, LABELS))
+    assert scattered(plain) != []
+    assert scattered(ours) == []
+    np.testing.assert_allclose(ours(W), plain(W), 2e-2, 2e-3)
 
 
 def test_a_loss_that_closes_over_what_is_traced_scatters_nothing():
