@@ -61,7 +61,7 @@ class Graph:
         return set().union(*(self._readers.get(v, ()) for v in variables))
 
     def has_gradient(self, place: int) -> bool:
-        """Returns whether an equation has a float result that is no output."""
+        """Returns whether a place is an equation with a float result."""
         in_program = place < len(self.eqns)
         return in_program and any(map(is_float, self.eqns[place].outvars))
 

@@ -61,15 +61,14 @@ def conv_features(eqn: jc.JaxprEqn) -> int:
 # ---- functions
 
 
-def cudnn_attention() -> tuple[Any, str] | None:
-    """Returns the module and name of cuDNN's attention, if JAX has one.
+def cudnn_attention() -> tuple[Any, str]:
+    """Returns the module and name where cuDNN's attention is.
 
     cuDNN's attention raises while JAX traces it with float32 operands.
     `jax.nn.dot_product_attention` looks it up in this module at each call.
     """
     module = inspect.getmodule(jax.nn.dot_product_attention)
-    name = "cudnn_dot_product_attention"
-    return (module, name) if hasattr(module, name) else None
+    return module, "cudnn_dot_product_attention"
 
 
 def calling_functions(eqn: jc.JaxprEqn) -> list[str]:

@@ -208,7 +208,7 @@ def traced_for(
 def _replaced(lists: AutocastLists) -> Iterator[Replaced]:
     """Yields the attentions of cuDNN and tokamax, and the functions in the lists."""
     tokamax = sys.modules.get("tokamax"), "dot_product_attention"
-    for module, name in filter(None, (jax_internals.cudnn_attention(), tokamax)):
+    for module, name in (jax_internals.cudnn_attention(), tokamax):
         if hasattr(module, name):
             yield Replaced(Itself(module), name, _attention)
     hows = {
