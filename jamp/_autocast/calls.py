@@ -21,15 +21,17 @@ from jax.sharding import AxisType
 from jamp._autocast.frames import with_equations
 from jamp._autocast.jax_internals import at_place, with_scopes
 
-UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
+_UNSHARDED = ("max", "min", "cummax", "cummin", "lgamma")
 
 
 def apart_if_sharded(eqn: jc.JaxprEqn) -> jc.JaxprEqn:
-    """Wraps an `UNSHARDED` primitive with a sharded result in a `jit`.
+    """Wraps a maximum, or a similar primitive, in a `jit` if its result is sharded.
 
     Outside of `jit`, the derivative of a maximum on an explicit mesh selects among
     arrays of ones and zeros without a sharding, and JAX raises an error.
     """
+    if eqn.primitive.name not in _UNSHARDED:
+        return eqn
     (aval,) = (v.aval for v in eqn.outvars)
     sharding = getattr(aval, "sharding", None)
     if sharding is None or not any(sharding.spec):

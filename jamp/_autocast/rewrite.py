@@ -18,7 +18,7 @@ from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.calls import UNSHARDED, apart_if_sharded, call
+from jamp._autocast.calls import apart_if_sharded, call
 from jamp._autocast.case import Case
 from jamp._autocast.decide import Decision, decide
 from jamp._autocast.frames import Frame, frames_of, with_equations
@@ -234,9 +234,7 @@ class Rewriter:
             if isinstance(operand, jc.Var):
                 self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
         new = eqn.replace(invars=invars, outvars=outvars, params=params)
-        if eqn.primitive.name in UNSHARDED:
-            new = apart_if_sharded(new)
-        self.eqns.append(new)
+        self.eqns.append(apart_if_sharded(new))
 
     def emit_recorded(
         self,
