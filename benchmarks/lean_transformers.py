@@ -21,12 +21,17 @@ exact_gelu = functools.partial(nn.gelu, approximate=False)
 
 
 class Attention(nn.Module):
-    """Self-attention with one matmul for queries, keys and values."""
+    """Self-attention with one matmul for queries, keys and values.
+
+    With `fused`, an implementation of `jax.nn.dot_product_attention`, it writes no
+    scores and has no dropout.
+    """
 
     heads: int
     causal: bool = False
     dropout: float = 0.0
     dtype: DTypeLike | None = None
+    fused: str = ""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -34,14 +39,18 @@ class Attention(nn.Module):
         qkv = nn.Dense(3 * width, dtype=self.dtype, name="qkv")(x)
         split = (batch, length, self.heads, -1)
         q, k, v = (y.reshape(split) for y in jnp.split(qkv, 3, axis=-1))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-        if self.causal:
-            mask = jnp.tril(jnp.ones((length, length), bool))
-            scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-        weights = jax.nn.softmax(scores)
-        weights = nn.Dropout(self.dropout, deterministic=False)(weights)
-        y = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
-        return nn.Dense(width, dtype=self.dtype, name="out")(y)
+        if self.fused:
+            options = {"is_causal": self.causal, "implementation": self.fused}
+            y = jax.nn.dot_product_attention(q, k, v, **options)
+        else:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+            if self.causal:
+                mask = jnp.tril(jnp.ones((length, length), bool))
+                scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+            weights = jax.nn.softmax(scores)
+            weights = nn.Dropout(self.dropout, deterministic=False)(weights)
+            y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        return nn.Dense(width, dtype=self.dtype, name="out")(y.reshape(x.shape))
 
 
 class MLP(nn.Module):
@@ -62,11 +71,13 @@ class Block(nn.Module):
     causal: bool = False
     act: Callable[[Array], Array] = nn.gelu
     dtype: DTypeLike | None = None
+    fused: str = ""
 
     @nn.compact
     def __call__(self, x: Array, _: Any = None) -> tuple[Array, None]:
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
-        x = x + Attention(self.heads, self.causal, dtype=self.dtype)(norm()(x))
+        options = {"dtype": self.dtype, "fused": self.fused}
+        x = x + Attention(self.heads, self.causal, **options)(norm()(x))
         x = x + MLP(4 * x.shape[-1], self.act, self.dtype)(norm()(x))
         return x, None
 
@@ -79,6 +90,8 @@ class GPT2(nn.Module):
     vocabulary: int = 1024
     scan: bool = False
     dtype: DTypeLike | None = None
+    heads: int = 12
+    fused: str = ""
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
@@ -86,7 +99,7 @@ class GPT2(nn.Module):
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         places = nn.Embed(length, self.width, dtype=self.dtype, name="places")
         x = embed(tokens) + places(jnp.arange(length))
-        block, args = Block, (12, True, nn.gelu, self.dtype)
+        block, args = Block, (self.heads, True, nn.gelu, self.dtype, self.fused)
         if self.scan:
             axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             block = nn.scan(nn.remat(Block), **axes, length=self.depth)

@@ -28,6 +28,8 @@ ON_GPU = """Training steps of GPT-2: medians (quartiles). Steps of Adam at O5: m
 (bandwidth). *: the device waited for the host.
 
 """
+TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
+TRAINED += ["predicted: floor, ms", "ms", "GB"]
 LEAN = """`python -m benchmarks.lean`: bytes moved and temporary memory, relative to the
 same model with `dtype=bfloat16`; O6 is relative to O5.
 
@@ -49,7 +51,7 @@ def gpu_run(saved: dict[str, Any]) -> str:
     stepped = [r for r in results if "spec" in r]
     parts = [conditions(saved["conditions"])]
     if trained:
-        parts.append(table(["training step", "ms", "GB"], list(map(_trained, trained))))
+        parts.append(table(TRAINED, list(map(_trained, trained))))
     if stepped:
         names = list(dict.fromkeys(r["contestant"] for r in stepped))
         rows = []
@@ -70,10 +72,21 @@ def conditions(about: dict[str, Any]) -> str:
 
 
 def _trained(row: dict[str, Any]) -> list[str]:
-    memory = row["peak_bytes"]
+    memory, size = row["peak_bytes"], row["size"]
     first, middle, last = (f"{1e3 * row[k]:.1f}" for k in ("q1", "median", "q3"))
-    times = f"{middle} ({first}–{last})"
-    return [row["contestant"], times, f"{memory / 1e9:.1f}" if memory else "–"]
+    times, seconds = f"{middle} ({first}–{last})", row["median"]
+    # MFU counts matmuls in half at 989 TFLOP/s, and in fp8 at 1,979.
+    ideal = row["half_flops"] / 989e12 + row["fp8_flops"] / 1979e12
+    cells = [f"{size}: {row['contestant']}", times, f"{row['tokens'] / seconds:,.0f}"]
+    cells += [f"{ideal / seconds:.0%}", f"{memory / 1e9:.1f}" if memory else "–"]
+    found = json.loads((FOLDER / "predictions.json").read_text())
+    key = size, row["contestant"]
+    said = [p for p in found if (p["size"], p["contestant"]) == key]
+    if not said:
+        return [*cells, "–", "–", "–"]
+    expected = said[0]
+    expected = expected["floor"] * 1e3, expected["seconds"] * 1e3, expected["memory"]
+    return [*cells, *(f"{x:.1f}" for x in (*expected[:2], expected[2] / 1e9))]
 
 
 def _stepped(row: dict[str, Any] | None) -> str:

@@ -1,25 +1,35 @@
 """Time of a training step of GPT-2: Flax alone, by hand, each level, and torch.amp.
 
-The model has 124 million parameters on a GPU, and fewer on a CPU.
+The sizes are real on a GPU, and small on a CPU.
 """
 
 import jax
 import pytest
 
-from benchmarks.training_steps import FULL, JITTED, SMALL, TORCH, jitted, torch_step
+from benchmarks.training_steps import JITTED, SIZES, TORCH, jitted, torch_step
 
 ON_GPU = jax.default_backend() == "gpu"
-SIZE = FULL if ON_GPU else SMALL
+FUSED = "cudnn" if ON_GPU else "xla"
 
 
 @pytest.mark.parametrize("who", [*JITTED, *TORCH])
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.filterwarnings("default")  # torch's warnings
-def test_train_step(benchmark, who):
-    run = start_torch(who) if who in TORCH else start(who)
+def test_train_step(benchmark, name, who):
+    size = SIZES[name] if ON_GPU else SIZES[name].small()
+    run = start_torch(who, size) if who in TORCH else start(who, size)
     first = run()
     losses = [run() for _ in range(3)]
     benchmark(run)
-    benchmark.extra_info |= {"contestant": who, "peak_bytes": peak_bytes(who)}
+    half, fp8 = size.flops(who)
+    benchmark.extra_info |= {
+        "contestant": who,
+        "size": name,
+        "tokens": size.batch * size.length,
+        "half_flops": half,
+        "fp8_flops": fp8,
+        "peak_bytes": peak_bytes(who),
+    }
     assert losses[-1] < first
 
 
@@ -33,9 +43,9 @@ def peak_bytes(who):
     return stats and stats["peak_bytes_in_use"]
 
 
-def start(who):
-    init, step = jitted(who, SIZE)
-    state, tokens = jax.jit(init)(), jax.device_put(SIZE.tokens)
+def start(who, size):
+    init, step = jitted(who, size, FUSED)
+    state, tokens = jax.jit(init)(), jax.device_put(size.tokens)
     step = jax.jit(step, donate_argnums=0)
 
     def run():
@@ -46,8 +56,8 @@ def start(who):
     return run
 
 
-def start_torch(who):
+def start_torch(who, size):
     torch = pytest.importorskip("torch", exc_type=ImportError)
     if ON_GPU and not torch.cuda.is_available():
         pytest.skip("torch without CUDA")
-    return torch_step(who, SIZE, "cuda" if ON_GPU else "cpu")
+    return torch_step(who, size, "cuda" if ON_GPU else "cpu")

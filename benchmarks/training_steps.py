@@ -1,7 +1,8 @@
 """A training step of GPT-2 with Flax, with jamp at each level, by hand, and with torch.
 
-All steps train the same model on the same tokens with AdamW. All models write out
-attention's scores and softmax, so that they compute the same.
+All steps of a size train the same model on the same tokens with AdamW. Attention is
+cuDNN's and torch's fused kernel, or all models write out its scores and softmax. In
+float32, which cuDNN does not accept, they always do.
 """
 
 import dataclasses
@@ -30,13 +31,16 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The sizes of a GPT-2 with 12 heads and of a batch of tokens."""
+    """The sizes of a GPT-2 and of a batch of tokens."""
 
-    depth: int
-    width: int
-    vocabulary: int
-    batch: int
-    length: int
+    depth: int = 12
+    width: int = 768
+    vocabulary: int = 50_304  # a multiple of 128
+    batch: int = 8
+    length: int = 1024
+    heads: int = 12
+    fused: bool = False
+    scan: bool = False  # layers under scan and remat
 
     @property
     def tokens(self) -> np.ndarray:
@@ -45,17 +49,43 @@ class Size:
 
     @property
     def model(self) -> GPT2:
-        return GPT2(self.depth, self.width, self.vocabulary)
+        """The model in float32, with its scores written out."""
+        options = {"scan": self.scan, "heads": self.heads}
+        return GPT2(self.depth, self.width, self.vocabulary, **options)
+
+    def small(self) -> "Size":
+        """The same for a rehearsal on a CPU."""
+        sizes = {"depth": 2, "width": 96, "vocabulary": 256, "batch": 4, "length": 32}
+        return dataclasses.replace(self, heads=12, **sizes)
+
+    def flops(self, who: str) -> tuple[float, float]:
+        """FLOPs of the matmuls of a step in half and in fp8, without recomputation."""
+        count = self.batch * self.length
+        layers = 6 * count * self.depth * 12 * self.width**2
+        attention = 12 * count * self.depth * self.length * self.width
+        head = 6 * count * self.vocabulary * self.width
+        if who == "O6":
+            return head + attention, layers
+        return head + attention + layers, 0
 
 
-SMALL = Size(depth=2, width=96, vocabulary=256, batch=4, length=32)
-# The smallest model of Radford et al., 2019, with a padded vocabulary.
-FULL = Size(depth=12, width=768, vocabulary=50_304, batch=8, length=1024)
+# The smallest model of Radford et al., 2019, with a padded vocabulary, and one of 1.3
+# billion params, as in Brown et al., 2020, with 16 heads.
+SIZES = {
+    "fused, 8": Size(fused=True),
+    "fused, 64": Size(fused=True, batch=64),
+    "written out, 8": Size(),
+    "1.3B, 8": Size(depth=24, width=2048, heads=16, fused=True, scan=True),
+}
 
 
-def jitted(who: str, size: Size) -> tuple[Callable[[], Any], Callable]:
+def jitted(
+    who: str, size: Size, fused: str = "cudnn"
+) -> tuple[Callable[[], Any], Callable]:
     """Returns `init() -> state` and `step(state, tokens) -> state, loss` to jit."""
     model = size.model.clone(dtype=jnp.bfloat16) if who == BY_HAND else size.model
+    if size.fused and who not in ("flax", "O0"):
+        model = model.clone(fused=fused)
     tx = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
     def loss_fn(params: Any, tokens: Array, apply: Callable) -> Array:
@@ -64,7 +94,7 @@ def jitted(who: str, size: Size) -> tuple[Callable[[], Any], Callable]:
         return losses(logits, tokens[:, 1:]).mean()
 
     def init():
-        params = model.init(jax.random.key(0), size.tokens[:1])["params"]
+        params = size.model.init(jax.random.key(0), size.tokens[:1])["params"]
         if who not in LEVELS:
             return params, tx.init(params)
         return jamp.initialize(params, tx, who, apply_fn=model.apply, verbosity=0)
@@ -105,11 +135,17 @@ def torch_step(who: str, size: Size, device: str) -> Callable[[], float]:
         def forward(self, x: Any) -> Any:
             batch, length, width = x.shape
             q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-            q, k, v = (y.view(batch, length, 12, -1).transpose(1, 2) for y in (q, k, v))
-            scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
-            x = x + self.out((weights @ v).transpose(1, 2).reshape(x.shape))
+            q, k, v = (
+                y.view(batch, length, size.heads, -1).transpose(1, 2) for y in (q, k, v)
+            )
+            if size.fused:
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+                mask = torch.ones(length, length, dtype=torch.bool, device=x.device)
+                scores = scores.masked_fill(~mask.tril(), float("-inf"))
+                y = scores.softmax(-1).to(v.dtype) @ v
+            x = x + self.out(y.transpose(1, 2).reshape(x.shape))
             return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
     class Model(nn.Module):
