@@ -74,7 +74,7 @@ def _is_ours(name: str) -> bool:
 
 if TYPE_CHECKING:
     from jamp import fp16_utils as fp16_utils, nnx as nnx
-    from jamp.diagnostics import explain as explain
+    from jamp.diagnostics._explain import explain as explain
 
 # Names of other libraries, and what to write in their place.
 _ELSEWHERE = {
@@ -91,7 +91,7 @@ __all__ = [*filter(_is_ours, globals()), "explain"]  # pyright: ignore[reportUns
 def __getattr__(name: str) -> Any:
     """Loads a room when it is first used: most programs never do."""
     if name == "explain":
-        return importlib.import_module("jamp.diagnostics").explain
+        return importlib.import_module("jamp.diagnostics._explain").explain
     if name in _LATE:
         return importlib.import_module(f"jamp.{name}")
     remedy = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""

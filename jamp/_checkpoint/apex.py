@@ -52,7 +52,7 @@ def load_state_dict(state: AmpState, state_dict: Mapping[str, Any]) -> AmpState:
         check_count(f"{name}['unskipped']", entry["unskipped"])
         scale, count = number(entry["loss_scale"]), int(number(entry["unskipped"]))
         if isinstance(rules[i], StaticLossScale):
-            rules[i] = StaticLossScale(scale, check=rules[i].checks)
+            rules[i] = StaticLossScale(scale, check=rules[i].check)
         scale, count = place_like(scale, old.scale), place_like(count, old.unskipped)
         scales[i] = old._replace(scale=scale, unskipped=count)
     return state.replace(loss_scales=tuple(scales), loss_scale_rules=tuple(rules))

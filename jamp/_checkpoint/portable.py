@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 from jamp._core import groups
 from jamp._core.devices import moves_constants, place_like
-from jamp._core.dtypes import cast, is_float
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import number
 from jamp._core.tree import copy_shared
@@ -20,10 +19,9 @@ from jamp._policy.levels import LEVELS
 from jamp._scaling.incoming import check_counters, check_scale_state
 from jamp._scaling.rules import LossScaleRule, LossScaleState, check_single
 from jamp._state.amp_state import AmpState, extra_fields
-from jamp._state.loading import array_fields
-from jamp._state.new_state import first_weights
+from jamp._state.loading import array_fields, load_weights
 from jamp._state.stalls import forget
-from jamp._state.step import Group, groups_of, master_params, pack_groups
+from jamp._state.step import groups_of, master_params, pack_groups
 
 VERSION = 1
 _SCALER_NAMES = ("loss_scale", *LossScaleState._fields[1:])
@@ -114,10 +112,12 @@ def from_checkpoint(state: AmpState, checkpoint: PyTree) -> AmpState:
     _check_found(found, expected, state)
     originals = from_names(state.params, found["params"])
     inner = from_names(_inner_states(state), found["opt_state"])
-    read = {
-        key: _group(group, groups.get(originals, key), groups.get(inner, key))
-        for key, group in groups_of(state).items()
-    }
+    read = {}
+    for key, group in groups_of(state).items():
+        params = groups.get(originals, key)
+        weights = load_weights(group.weights(), params)
+        group = group._replace(params=params)
+        read[key] = group.with_weights(weights, groups.get(inner, key))
     others = {name: found[name] for name in (*_COUNTERS, "step")}
     others |= {name: found["fields"].get(name) for name in _extra(state)}
     restored = state.replace(
@@ -250,18 +250,6 @@ def _check_found(
         same_kind = bool(found[name]["dynamic"]) == rule.moves
         check_scale_state(name, found[name], rule if same_kind else None)
     check_counters(found)
-
-
-def _group(group: Group, originals: PyTree, inner_state: PyTree) -> Group:
-    """Builds a group at this level from float32 params."""
-
-    def leaf(original, param):
-        return cast(original, param.dtype) if is_float(param) else original
-
-    group = group._replace(params=jax.tree.map(leaf, originals, group.params))
-    if group.tx is None:
-        return group
-    return group.with_weights(first_weights(group, originals), inner_state)
 
 
 def _scales(state: AmpState, found: dict[str, Any]) -> tuple[LossScaleState, ...]:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from jamp._core.devices import place_like
 from jamp._core.show import short_repr
-from jamp._core.tree import KeyPath, path_parts
+from jamp._core.tree import KeyPath, path_parts, path_string
 
 
 def to_names(tree: PyTree) -> Any:
@@ -86,15 +86,10 @@ def _differ(path: str, x: Any, like: Any) -> list[str]:
     return []
 
 
-def _leaves(names: PyTree, path: str = "") -> dict[str, Any]:
-    if names is None:
-        return {}
-    if not isinstance(names, Mapping):
-        return {path: names}
-    leaves = {}
-    for key, value in names.items():
-        leaves |= _leaves(value, f"{path}/{key}" if path else str(key))
-    return leaves
+def _leaves(names: PyTree) -> dict[str, Any]:
+    is_leaf = lambda x: not isinstance(x, Mapping)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(names, is_leaf=is_leaf)
+    return {path_string(path): x for path, x in leaves if x is not None}
 
 
 def _is_key(x: Any) -> bool:

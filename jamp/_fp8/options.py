@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jamp._core.path_rules import PathRule, parse_rules
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Fp8:
     """Selects the matmuls that run in fp8; pass it as `fp8=` to `jamp.initialize`.
 
@@ -42,19 +42,23 @@ class Fp8:
     16
     """
 
-    keep: PathRule | Sequence[PathRule] = ()
-    grad_weight: bool = True
-    smallest: int | None = None
+    keep: tuple[PathRule, ...]
+    grad_weight: bool
+    smallest: int | None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", parse_rules("Fp8(keep=)", self.keep))
-        if not isinstance(self.grad_weight, bool):
-            raise TypeError(
-                f"Fp8(grad_weight=) must be a bool, not {self.grad_weight!r}"
-            )
-        number = self.smallest
-        is_number = isinstance(number, int) and not isinstance(number, bool)
-        if number is not None and not (is_number and number > 0):
+    def __init__(
+        self,
+        keep: PathRule | Sequence[PathRule] = (),
+        grad_weight: bool = True,
+        smallest: int | None = None,
+    ):
+        if not isinstance(grad_weight, bool):
+            raise TypeError(f"Fp8(grad_weight=) must be a bool, not {grad_weight!r}")
+        is_number = isinstance(smallest, int) and not isinstance(smallest, bool)
+        if smallest is not None and not (is_number and smallest > 0):
             raise ValueError(
-                f"Fp8(smallest=) must be a positive integer or None, found {number!r}"
+                f"Fp8(smallest=) must be a positive integer or None, found {smallest!r}"
             )
+        object.__setattr__(self, "keep", parse_rules("Fp8(keep=)", keep))
+        object.__setattr__(self, "grad_weight", grad_weight)
+        object.__setattr__(self, "smallest", smallest)

@@ -33,8 +33,7 @@ class Products:
 
     def keeps(self, path: str, leaf: Any) -> bool:
         """Returns whether the matmuls of a param stay in half."""
-        rules: Any = self.options.keep
-        return matches(rules, path, leaf)
+        return matches(self.options.keep, path, leaf)
 
     def plan(self, values: Values, out_uses: Sequence[Uses]) -> Plan:
         """Returns the plan of a program, given the uses of its results."""

@@ -131,7 +131,7 @@ def unscale(grads: PyTree, state: HasLossScales, loss_id: int = 0) -> PyTree:
     warn_without_scale(leaves, state)
     raw, scale = split_overwrite(grads)[0], current_scale(rule, scale_state)
     divided = unscale_tree(raw, scale)
-    finite = all_finite(divided) if rule.checks else None
+    finite = all_finite(divided) if rule.check else None
     return with_trained(grads, nan_unless(finite, divided, raw, scale, loss_id))
 
 

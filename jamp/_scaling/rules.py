@@ -125,7 +125,7 @@ class DynamicLossScale(_Rule):
     [8.0, 16.0, 8.0]
     """
 
-    checks: ClassVar[bool] = True  # checks gradients, and skips steps
+    check: ClassVar[bool] = True  # checks gradients, and skips steps
     moves: ClassVar[bool] = True  # the scale can change
 
     init_scale: float = 2.0**16
@@ -211,11 +211,6 @@ class StaticLossScale(_Rule):
     def __post_init__(self) -> None:
         check_scale("scale", self.scale)
         object.__setattr__(self, "scale", number(self.scale))
-
-    @property
-    def checks(self) -> bool:
-        """Whether non-finite gradients skip the step."""
-        return self.check
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""

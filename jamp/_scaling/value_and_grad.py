@@ -191,7 +191,7 @@ class ScaledGrad:
         rule = state.loss_scale_rules[self.loss_id]
         scale = current_scale(rule, state.loss_scales[self.loss_id])
         divided, finite = unscale_tree(raw, scale), None
-        if rule.checks:
+        if rule.check:
             # The gradients of a NaN loss can be finite, because `abs`, `max`, `where`
             # and `clip` select in the backward pass.
             flags = []

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import flax.struct
 import jax
@@ -17,7 +17,7 @@ from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
-from jamp._core.tree import check_kinds, check_like, copy_shared_arrays
+from jamp._core.tree import check_kinds, check_like, copy_shared
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
@@ -100,16 +100,6 @@ class AmpState(TrainState, kw_only=True):
         extra = [x for x in extra_fields(self) if getattr(self, x) is not None]
         return text + (f"\n  extra fields: {', '.join(extra)}" if extra else "")
 
-    @classmethod
-    def create(cls, **kwargs: object) -> NoReturn:
-        """Raises: `jamp.initialize(params, tx, opt_level, state_class=...)` creates."""
-        del kwargs
-        raise TypeError(
-            f"{cls.__name__}.create would leave the params uncast. Write "
-            "`jamp.initialize(params, tx, opt_level, apply_fn=..., "
-            f"state_class={cls.__name__}, ...)`."
-        )
-
     @property
     @moves_constants
     def loss_scale(self) -> Any:
@@ -160,7 +150,7 @@ class AmpState(TrainState, kw_only=True):
         check_same_devices(("state", self), ("grads", grads), *fields.items())
         losses = by_loss(grads, loss_id, self)
         given = by_group(losses)
-        clean = {key: group.clean for key, group in given.items()}
+        clean = {key: flag for key, (_, _, flag) in given.items()}
         stepped = groups_of(self)
         for key, (total, overwrite, flag) in given.items():
             stepped[key] = step(
@@ -274,10 +264,10 @@ def _replace(self: AmpState, **changes: Any) -> Any:
     if loads and has_values(params, self.params):
         changes |= load(self, params, False)
     own = array_fields(self)
-    others = [changes.get(n, getattr(self, n)) for n in own if n not in extra]
-    arrays = {name: value for name, value in extra.items() if name in own}
-    if arrays:
-        changes |= copy_shared_arrays(arrays, others)
+    fields = {name: value for name, value in extra.items() if name in own}
+    if has_values(fields):
+        others = [changes.get(x, getattr(self, x)) for x in own if x not in fields]
+        changes |= copy_shared(fields, others)
     new = dataclasses.replace(self, **changes)
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
     opt_state = changes.get("opt_state")
@@ -335,8 +325,8 @@ def warn_of_half_field(
     if not halves or any(map(is_half, jax.tree.leaves(old))):
         return
     forms = [
-        (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
-        for tree in (new, params)
+        (jax.tree.structure(x), *map(jnp.shape, jax.tree.leaves(x)))
+        for x in (new, params)
     ]
     if forms[0] == forms[1]:
         warn(_HALF_FIELD.format(name, halves[0]), PrecisionWarning)

@@ -27,34 +27,18 @@ _REMEDY = (
 
 
 class LossGrads(NamedTuple):
-    """The gradients of one loss.
+    """The gradients of one loss, whose scale moves.
 
     Attributes:
-        loss_id: the loss whose scale moves.
+        loss_id: the loss.
         clean: whether all are finite.
-        trees: the float32 gradients of each group that the loss covers.
-        overwrite: for each group, new values of Flax's `_overwrite_with_gradient`, or
-            None.
+        trees: for each group that the loss covers, gradients, and new values of Flax's
+            `_overwrite_with_gradient` or None.
     """
 
     loss_id: int
     clean: Flag
-    trees: dict[Key, PyTree]
-    overwrite: dict[Key, Any]
-
-
-class GroupGrads(NamedTuple):
-    """The gradients of one group.
-
-    Attributes:
-        tree: the sum over the losses, in float32.
-        overwrite: new values of Flax's `_overwrite_with_gradient`, or None.
-        clean: whether all are finite.
-    """
-
-    tree: PyTree
-    overwrite: Any
-    clean: Flag
+    trees: dict[Key, tuple[PyTree, Any]]
 
 
 def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads]:
@@ -75,40 +59,44 @@ def by_loss(grads: PyTree, loss_id: Any, state: HasLossScales) -> list[LossGrads
     return [_loss_grads(*pair, state) for pair in zip(grads, loss_id, strict=True)]
 
 
-def by_group(losses: list[LossGrads]) -> dict[Key, GroupGrads]:
-    """Returns the gradients of each group that has some, summed over the losses."""
-    total: dict[Key, GroupGrads] = {}
+def by_group(losses: list[LossGrads]) -> dict[Key, tuple[PyTree, Any, Flag]]:
+    """Returns `(gradients, overwrite, clean)` of each group that has gradients.
+
+    The gradients are float32 sums over the losses, and clean if all of them are.
+    """
+    total: dict[Key, tuple[PyTree, Any, Flag]] = {}
     for loss in losses:
-        for key, tree in loss.trees.items():
-            clean = loss.clean
+        for key, (tree, overwrite) in loss.trees.items():
+            tree, clean = widen_tree(tree), loss.clean
             if key in total:
-                tree = jax.tree.map(jnp.add, total[key].tree, tree)
-                clean = every([total[key].clean, clean])
-            total[key] = GroupGrads(tree, loss.overwrite[key], clean)
+                tree = jax.tree.map(jnp.add, total[key][0], tree)
+                clean = every([total[key][2], clean])
+            total[key] = tree, overwrite, clean
     return total
 
 
 def _loss_grads(grads: PyTree, loss_id: int, state: HasLossScales) -> LossGrads:
     rule, _ = find_loss_scale(state, loss_id, "apply_gradients")
     loss_id = operator.index(loss_id)  # it may be an array, and keys a dict
-    trees, overwrite = {}, {}
+    trees = {}
     keys = groups.group_keys(state.tx)
     is_single = keys == (groups.SINGLE,)
     entries = {groups.SINGLE: grads} if is_single else _entries_of(grads, keys, state)
+    params = groups.split(state.params, keys)
     for key, entry in entries.items():
         what = "gradients" if key is groups.SINGLE else f"gradients of group {key!r}"
         entry = differentiable(entry)
-        expected = differentiable(groups.get(state.params, key))
+        expected = differentiable(params[key])
         check_like(entry, expected, what, _REMEDY)
-        trees[key], overwrite[key] = split_overwrite(entry)
-    leaves = jax.tree.leaves(trees)
-    clean = is_clean(leaves, loss_id) if rule.checks else True
+        trees[key] = split_overwrite(entry)
+    whole = [tree for tree, _ in trees.values()]
+    leaves = jax.tree.leaves(whole)
+    clean = is_clean(leaves, loss_id) if rule.check else True
     if any(map(is_half, leaves)):
-        _warn_half(trees, state)
-        trees = widen_tree(trees)
+        _warn_half(whole, state)
     else:
         warn_without_scale(leaves, state)
-    return LossGrads(loss_id, clean, trees, overwrite)
+    return LossGrads(loss_id, clean, trees)
 
 
 def _entries_of(
@@ -133,9 +121,9 @@ def _entries_of(
     return entries
 
 
-def _warn_half(trees: Mapping[Key, PyTree], state: HasLossScales) -> None:
+def _warn_half(trees: list[PyTree], state: HasLossScales) -> None:
     """Warns about half gradients under a dynamic scale, which exists for them."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(list(trees.values())):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
         if is_half(leaf) and any(rule.moves for rule in state.loss_scale_rules):
             warn(
                 f"gradients{jax.tree_util.keystr(path[1:])} are {leaf.dtype}, and the "

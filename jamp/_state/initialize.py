@@ -167,8 +167,7 @@ def initialize_beside(
         check_float32(params)
     check_rules("keep_fp32", properties.keep_fp32, params, frozen)
     if properties.fp8:
-        rules_of_fp8: Any = properties.fp8.keep
-        check_rules("Fp8(keep=)", rules_of_fp8, params, frozen)
+        check_rules("Fp8(keep=)", properties.fp8.keep, params, frozen)
         warn_without_fp8()
     model_params = cast_to_level(params, properties, batch_stats)
     if overrides.get("keep_batchnorm_fp32"):

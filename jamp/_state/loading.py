@@ -67,17 +67,21 @@ def has_values(*trees: PyTree) -> bool:
 
 
 def _load_group(old: Group, params: PyTree, reset_optimizer: bool) -> Group:
-    is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
-    trained = trained_params(params)
     if isinstance(old.opt_state, MasterWeightsState) or not reset_optimizer:
         weights = old.weights()
     else:  # there are no masters yet
         weights = first_weights(old, widen_tree(old.params))
-    weights = jax.tree.map(_load_weight, weights, trained, is_leaf=is_weight)
-    group = old._replace(params=params)
+    weights, group = load_weights(weights, params), old._replace(params=params)
     if reset_optimizer and group.tx is not None:
         return init_optimizer(group, weights)
     return group.with_weights(weights, old.inner_state)
+
+
+def load_weights(weights: PyTree, params: PyTree) -> PyTree:
+    """Returns a tree of `Weight` with other values, in float32 or half."""
+    is_weight = lambda x: isinstance(x, Weight)  # noqa: E731
+    trained = trained_params(params)
+    return jax.tree.map(_load_weight, weights, trained, is_leaf=is_weight)
 
 
 def _load_weight(old: Weight, new: jax.Array) -> Weight:

@@ -84,7 +84,7 @@ def next_scales(
         scales[loss_id] = rule.update(scales[loss_id], jnp.asarray(clean))
     for loss_id in {i for i, _ in flags}:
         own = [clean for i, clean in flags if i == loss_id]
-        if len(own) > 1 and state.loss_scale_rules[loss_id].checks:
+        if len(own) > 1 and state.loss_scale_rules[loss_id].check:
             # They skip one step, and a clean loss must not hide one that never is.
             skips = count_skips(state.loss_scales[loss_id], jnp.asarray(every(own)))
             scales[loss_id] = scales[loss_id]._replace(consecutive_skips=skips)

@@ -13,7 +13,6 @@ program that it writes; these modules count, explain and print them.
 
 from jamp.diagnostics._compare import compare as compare
 from jamp.diagnostics._comparison import Comparison as Comparison
-from jamp.diagnostics._explain import explain as explain
 from jamp.diagnostics._explanation import Explanation as Explanation
 from jamp.diagnostics._locate import locate as locate
 from jamp.diagnostics._location import Location as Location

@@ -86,7 +86,7 @@ class SkipLog:
                 "differ. Pass the gradients of all groups, of the state in SkipLog.of."
             )
         flags = [~all_finite(_before_nan(x)) for x in jax.tree.leaves(tree)]
-        checks = state.loss_scale_rules[loss_id].checks
+        checks = state.loss_scale_rules[loss_id].check
         bad = functools.reduce(jnp.logical_or, flags, ~jnp.isfinite(loss))
         skipped = bad & checks
         place = self.count % len(self.entries["step"])

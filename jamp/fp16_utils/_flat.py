@@ -4,7 +4,6 @@ After apex/optimizers/fp16_optimizer.py of 2019.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jaxtyping import Array, Bool, PyTree
 from jamp._core import groups
 from jamp._scaling.rules import DynamicLossScale, StaticLossScale
 from jamp._state.incoming import check_containers
-from jamp.fp16_utils._fp16_optimizer import FP16_Optimizer, FP16State
+from jamp.fp16_utils._fp16_optimizer import FP16_Optimizer
 from jamp.optimizers._fused import FusedTransformation
 from jamp.optimizers._masters import master_weights
 from pallas_kernels import norm
@@ -26,7 +25,8 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
 
     `step` unscales the sum of all `backward` passes. It skips if the norm of a group's
     gradients is not finite, under a static scale too. A dynamic scale starts at 2^16,
-    halves on overflow but not below 1, and doubles every 1000 clean steps.
+    halves on overflow but not below 1, and doubles every 1000 clean steps. `zero_grad`
+    always sets the gradients to None.
 
     Args:
         init_optimizer: one of `jamp.optimizers`, or a list, tuple or dict with one per
@@ -44,6 +44,8 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
     >>> print(loss, state.params["w"])
     2.0 [0. 0.]
     """
+
+    _unscales_in_step = True
 
     def _configure(self, tx: Any, static: float, args: Any) -> None:
         if args is not None:
@@ -64,30 +66,13 @@ class FlatFP16_Optimizer(FP16_Optimizer):  # noqa: N801, apex's way to write it
         if self.dynamic_loss_scale:
             self.rule = DynamicLossScale(2.0**16, 2.0, 1000, 1.0, None)
 
-    def init(self, params: PyTree) -> FP16State:
-        """The state for params in the container of the optimizers."""
+    def _check_params(self, params: PyTree) -> None:
         check_containers(params, self._txs)
         for key, group in groups.split(params, self._keys).items():
             if not jax.tree.leaves(group):
                 raise ValueError(f"params[{key!r}] hold no arrays: got {group!r}.")
-        return self.zero_grad(super().init(params))
-
-    def backward(
-        self, state: FP16State, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> tuple[Any, FP16State]:
-        """Like `FP16_Optimizer.backward`, but `step` unscales."""
-        kwargs = {"update_master_grads": False} | kwargs
-        return super().backward(state, loss_fn, *args, **kwargs)
 
     def _are_finite(self, grads: PyTree) -> Bool[Array, ""]:
         by_group = groups.split(grads, self._keys).values()
         norms = [norm(jax.tree.leaves(tree)) for tree in by_group]
         return jnp.isfinite(jnp.stack(norms)).all()
-
-    def step(self, state: FP16State, closure: None = None) -> FP16State:
-        """Unscales, and steps or skips. As in apex, it takes no closure."""
-        return super().step(self.update_master_grads(state), closure)
-
-    def zero_grad(self, state: FP16State, set_grads_to_None: bool = True) -> FP16State:
-        """Like `FP16_Optimizer.zero_grad`, with None by default."""
-        return super().zero_grad(state, set_grads_to_None)

@@ -17,7 +17,7 @@ from jamp._core.dtypes import FLOAT32, MODEL_DTYPES, is_half
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import check_scale
 from jamp._core.show import short_repr
-from jamp._core.warnings import PrecisionWarning, UnusedOptionWarning, warn
+from jamp._core.warnings import PrecisionWarning, warn
 from jamp._scaling import rules
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import checked_loss, grad_of_scaled
@@ -91,6 +91,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     optimizer: MasterWeights
     rule: rules.LossScaleRule
+    _unscales_in_step: bool = False  # and not after each `backward`
 
     def __init__(
         self,
@@ -100,12 +101,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ):
-        unused = "static_loss_scale" if static_loss_scale != 1.0 else None
-        if not dynamic_loss_scale:
-            unused = None if dynamic_loss_args is None else "dynamic_loss_args"
-        if unused:
-            text = f"{unused} has no effect with {dynamic_loss_scale=}."
-            warn(text, UnusedOptionWarning)
         self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
         self.verbose: bool = verbose
         self._configure(init_optimizer, static_loss_scale, dynamic_loss_args)
@@ -129,6 +124,7 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             TypeError: a float leaf has another dtype.
         """
+        self._check_params(params)
         lines = ["FP16_Optimizer processing param group 0:"]
         trained = trees.differentiable(params)
         for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
@@ -142,8 +138,12 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         if self.verbose and jax.process_index() == 0:
             print("\n".join(lines))
         group = init_group(self.optimizer, params, params)
-        own = group.params, group.opt_state, None, _zeros(params), jnp.asarray(False)
-        return trees.copy_shared(FP16State(*own, self.rule.init()), params)
+        own = group.params, group.opt_state, None, None, jnp.asarray(False)
+        state = self.zero_grad(FP16State(*own, self.rule.init()))
+        return trees.copy_shared(state, params)
+
+    def _check_params(self, params: PyTree) -> None:
+        """Raises if params and optimizers have different groups."""
 
     def backward(
         self,
@@ -163,24 +163,24 @@ class FP16_Optimizer:  # noqa: N801, apex's name
             `(loss, state)`, or `((loss, aux), state)` with `has_aux`; the loss
             unscaled, in float32.
         """
-        self._check(state)
-        held, checks = (state.params, state.loss_scale), self.rule.checks
+        held, checks = (state.params, state.loss_scale), self.rule.check
         value, grads = grad_of_scaled(
             loss_fn, *held, args, kwargs, has_aux, checks=checks
         )
         grads = _add(state.model_grads, trees.widen_tree(grads))
         state = state.replace(model_grads=grads)
-        return value, self.update_master_grads(state) if update_master_grads else state
+        if update_master_grads and not self._unscales_in_step:
+            state = self.update_master_grads(state)
+        return value, state
 
     def update_master_grads(self, state: FP16State) -> FP16State:
         """Unscales `model_grads`, adds them to `master_grads`, and moves the scale."""
-        self._check(state)
         grads = state.model_grads
         if grads is None and state.master_grads is not None:
             grads = _zeros(state.params)
         fresh = rules.unscale_tree(_needed(grads), state.loss_scale)
         overflow = state.overflow
-        if self.rule.checks:
+        if self.rule.check:
             overflow |= ~self._are_finite(fresh)
         return state.replace(
             model_grads=None,
@@ -199,7 +199,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
         After an overflow the norm is -1, and the gradients stay as they are.
         """
-        self._check(state)
         grads = _needed(state.master_grads)
         norm, clipped = clip_grad_norm(grads, max_norm, norm_type)
         clipped = trees.select(state.overflow, grads, clipped)
@@ -213,7 +212,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         runs again while it overflows, until the scale is at its floor, and in line
         searches. With one, the method returns `(loss, state)`.
         """
-        self._check(state)
         loss, update_args = None, {}
         if closure is not None:
             loss, state = self._call_until_finite(closure, state)
@@ -225,8 +223,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
                 return value, _needed(there.master_grads)
 
             update_args["value_fn"] = with_gradient(value_and_grad)
+        if self._unscales_in_step:
+            state = self.update_master_grads(state)
         grads, clean = _needed(state.master_grads), True
-        if self.rule.checks:
+        if self.rule.check:
             _say(state.overflow, "Gradient overflow. ", state.loss_scale)
             clean = ~state.overflow
         group = step(self._group(state), grads, clean=clean, update_args=update_args)
@@ -258,21 +258,19 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def zero_grad(self, state: FP16State, set_grads_to_None: bool = False) -> FP16State:
         """The state with gradients of zero, or None, and no overflow."""
-        self._check(state)
-        grads = None if set_grads_to_None else _zeros(state.params)
+        drops = set_grads_to_None or self._unscales_in_step
+        grads = None if drops else _zeros(state.params)
         clean = jnp.zeros_like(state.overflow)
         return state.replace(model_grads=None, master_grads=grads, overflow=clean)
 
     def inspect_master_grad_data(self, state: FP16State) -> PyTree | None:
         """The masters' gradients; None, and a warning, after an overflow."""
-        self._check(state)
         if state.overflow:
             warn("The gradients overflowed and are invalid.", PrecisionWarning)
         return None if state.overflow else state.master_grads
 
     def set_loss_scale(self, state: FP16State, value: ArrayLike) -> FP16State:
         """The state with another loss scale, and `model_grads` scaled to match."""
-        self._check(state)
         check_scale("value", value)
         scale = place_like(jnp.asarray(value, FLOAT32), state.loss_scale)
         ratio = scale / state.loss_scale
@@ -283,12 +281,10 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def master_params(self, state: FP16State) -> PyTree:
         """The params in float32: masters, and those that are their own."""
-        self._check(state)
         return wide_group(self._group(state))
 
     def state_dict(self, state: FP16State) -> dict[str, Any]:
         """A checkpoint by apex's names, without gradients: save after `step`."""
-        self._check(state)
         return to_names(self._saved(state))
 
     def _saved(self, state: FP16State) -> dict[str, PyTree]:
@@ -310,7 +306,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         Raises:
             ValueError: a name, shape or dtype differs, or the kind of loss scale.
         """
-        self._check(state)
         saved = self._saved(state)
         names = jax.eval_shape(to_names, saved)
         remedy = "Nothing was loaded: wrap the optimizer and params of the saved run."
@@ -329,13 +324,6 @@ class FP16_Optimizer:  # noqa: N801, apex's name
 
     def _group(self, state: FP16State) -> Group:
         return Group(self.optimizer, state.opt_state, state.params)
-
-    def _check(self, state: object) -> None:
-        if not isinstance(state, FP16State):
-            raise TypeError(
-                f"Methods of {type(self).__name__} take the state that "
-                f"`optimizer.init(params)` returned, got {type(state).__name__}."
-            )
 
 
 # apex's names of a dynamic scale's arguments, and jamp's.

@@ -34,7 +34,7 @@ class LossScaler:
 
     def has_overflow(self, grads: PyTree) -> Bool[Array, ""]:
         """Whether any element is inf or NaN; False under a static scale, as in apex."""
-        return ~all_finite(grads if self.rule.checks else ())
+        return ~all_finite(grads if self.rule.check else ())
 
     def update_scale(
         self, state: rules.LossScaleState, overflow: Bool[Array, ""]
@@ -56,7 +56,7 @@ class LossScaler:
         **kwargs: Any,
     ) -> tuple[Float[Array, ""], PyTree]:
         """`loss_fn(params, *args, **kwargs)`, and its gradients times the scale."""
-        scale, checks = state.scale, self.rule.checks
+        scale, checks = state.scale, self.rule.check
         return grad_of_scaled(loss_fn, params, scale, args, kwargs, checks=checks)
 
 

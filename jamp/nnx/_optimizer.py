@@ -14,19 +14,14 @@ from jamp._core.devices import moves_constants
 from jamp._core.dtypes import cast, is_castable
 from jamp._core.names import check_same
 from jamp._core.show import summary
+from jamp._core.tree import by_keystr
 from jamp._policy.forward import no_forward
 from jamp._policy.levels import Properties
 from jamp._scaling.rules import scales_in_use
 from jamp._state.amp_state import AmpState
 from jamp._state.closure import rounded
 from jamp._state.step import master_params
-from jamp.nnx._variables import (
-    Models,
-    arrays_of,
-    by_keystr,
-    by_path,
-    is_node,
-)
+from jamp.nnx._variables import Models, arrays_of, by_path, is_node
 
 # The fields of an AmpState that hold arrays, except the params.
 _PARTS = ("step", "opt_state", "loss_scales", "skipped_steps", "last_step_skipped")
@@ -116,7 +111,8 @@ class Optimizer(nnx.Optimizer):
         >>> quiet = {"verbosity": 0}
         >>> model, optimizer = jamp.nnx.initialize(model, optax.sgd(0.1), "O2", **quiet)
         >>> optimizer.load_params(model, {"kernel": jnp.full((2, 1), 0.1)})
-        >>> print(model.kernel[0], optimizer.master_params(model)["kernel"][0])
+        >>> print(model.kernel[0],
+        ...       jamp.master_params(optimizer.amp_state(model))["kernel"][0])
         [0.1] [0.1]
         """
         there = arrays_of(models, self.wrt)
@@ -164,10 +160,6 @@ class Optimizer(nnx.Optimizer):
         """The current loss scale, shape (), float32; for several losses, a tuple."""
         states = nnx.as_pure(self.loss_scales)  # pyright: ignore[reportAttributeAccessIssue]
         return scales_in_use(self.loss_scale_rules, states)
-
-    def master_params(self, models: Models) -> PyTree:
-        """Returns the trained params in float32, in nested dicts by path."""
-        return master_params(self.amp_state(models))
 
 
 _OTHER_MODEL = "The model does not belong to this optimizer: it"

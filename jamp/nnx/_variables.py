@@ -68,11 +68,6 @@ def arrays_of(models: Models, wrt: filterlib.Filter) -> PyTree:
     )
 
 
-def by_keystr(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree by their paths."""
-    return {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(tree)}
-
-
 def values_by_path(nodes: PyTree) -> dict[tuple[Any, ...], Any]:
     """Returns the values of all Variables by path."""
     return {path: x.get_value() for path, x in nnx.to_flat_state(nnx.state(nodes))}

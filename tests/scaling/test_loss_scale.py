@@ -185,7 +185,7 @@ def test_static_scale_never_moves_but_counts(check):
     assert states.scale.tolist() == [128.0] * 5
     wanted = ([1, 2, 0, 0, 1], [0, 0, 1, 2, 0]) if check else ([1, 2, 3, 4, 5], [0] * 5)
     assert (states.unskipped.tolist(), states.consecutive_skips.tolist()) == wanted
-    assert (rule.checks, rule.moves) == (check, False)
+    assert (rule.check, rule.moves) == (check, False)
 
 
 def test_unscale_returns_fp32_and_leaves_the_rest_alone():

@@ -197,7 +197,7 @@ def test_unscale_is_nan_everywhere_after_an_overflow_if_the_rule_checks():
     for rule in (dynamic, jamp.StaticLossScale(4.0, check=True), static):
         got = jamp.unscale(tree, make(loss_scale=rule))
         assert_same_bits({k: got[k] for k in rest}, rest)
-        wanted = [np.nan] * 4 if rule.checks else [0.25, np.inf, 0.25, 0.25]
+        wanted = [np.nan] * 4 if rule.check else [0.25, np.inf, 0.25, 0.25]
         np.testing.assert_array_equal([*got["w"], *got["b"]], wanted)
     # Finite as it is, and not when it is divided.
     low = make(loss_scale=jamp.DynamicLossScale(2.0**-10))

@@ -151,7 +151,7 @@ def test_fields_of_groups_need_an_entry_for_each_new_group():
     after = state.add_params({"b": tree}, {"b": SGD}, stats={"b": pair(1, 1)})
     assert_same_bits(after.stats, {"a": zero, "b": pair(1, 1)})
     assert_same_bits(after.shared, zero)
-    with pytest.raises(TypeError, match="'statz', but .*'stats'"):
+    with pytest.raises(TypeError, match="'statz'"):
         one(stats=LEAF).add_params({"head": LEAF}, statz=LEAF)
 
 
@@ -180,23 +180,24 @@ REFUSED = [
     (one, (NORM,), ValueError, "'norm'.*'scale'.* exists already"),
     (one, ({"norm": LEAF["v"]},), ValueError, "'norm'.* exists already"),
     (one, (IN_HALF,), ValueError, r"params\['head'\]\['v'\].*float16"),
-    (one, ([LEAF["v"]],), TypeError, "merges a mapping.* got list for .* dict"),
-    (one, (LEAF, SGD), TypeError, "the state has one group"),
-    (lambda: one(None), (LEAF,), TypeError, "The state has no optimizer"),
+    (one, ([LEAF["v"]],), ValueError, "params exists already as a dict.* got a list"),
+    (one, (LEAF, SGD), TypeError, "one group share its optimizer: leave tx out"),
+    (lambda: one(None), (LEAF,), TypeError, "params stepped by None"),
     (
         lambda: one(keeping(flat)),
         (LEAF,),
         ValueError,
-        "not kept per param at .*moments",
+        "at .*moments.* is not kept per param",
     ),
     (
         lambda: one(keeping(by_count)),
         (LEAF,),
         ValueError,
-        "not kept per param at .*of 2",
+        "at .*of 2.* is not kept per param",
     ),
     (lambda: make("O0", FP8), (LEAF,), ValueError, r"are collections: .* got \['v'\]"),
-    (two, ({"c": LEAF}, SGD), TypeError, "several groups: .* dict.*tx=Gradient"),
+    (two, ({"c": LEAF},), TypeError, "tx=None .*New groups need their own"),
+    (two, ({"c": LEAF}, SGD), ValueError, "tx exists already as a dict"),
     (two, ({"b": LEAF}, {"b": SGD}), ValueError, r"\['b'\]\['v'\] exists already"),
     (two, ({"c": LEAF}, {"c": WRAPPED}), ValueError, "master_weights"),
 ]
