@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,21 +130,59 @@ def strong_array(x: Any) -> Any:
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
+def map_in_one_program(
+    fn: Callable[[Any, Any], Any], leaves: Sequence[Any], dtypes: Sequence[Any]
+) -> list[Any]:
+    """Calls `fn(leaf, dtype)` for each leaf whose dtype is not None.
+
+    One program per leaf takes three times as long for a thousand leaves. Each sharding
+    has its own program, so that no array moves.
+    """
+    places: dict[Any, list[int]] = {}
+    for i, dtype in enumerate(dtypes):
+        if dtype is not None:
+            x = leaves[i]
+            stays = not is_traced(x) and getattr(x, "committed", False)
+            places.setdefault(x.sharding if stays else None, []).append(i)
+    results = list(leaves)
+    for indices in places.values():
+        done = _each(
+            fn, [leaves[i] for i in indices], tuple(dtypes[i] for i in indices)
+        )
+        for i, x in zip(indices, done, strict=True):
+            results[i] = x
+    return results
+
+
+@functools.partial(jax.jit, static_argnames=("fn", "dtypes"), inline=True)
+def _each(fn: Any, leaves: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
+    return [fn(x, dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+
+
+# Copies the leaves whose dtype is not None, so that they can be donated.
+copy_leaves = functools.partial(
+    map_in_one_program, functools.partial(jnp.array, copy=True)
+)
+
+
 def copy_shared[T](tree: T, given: PyTree) -> T:
     """Makes all leaves strong arrays, and copies those that would share a buffer.
 
     Donating a state deletes its buffers. Leaves of `given`, and leaves that occur
     twice, must not share them.
     """
-    seen = set(map(id, jax.tree.leaves(given)))
+    return copy_shared_arrays(jax.tree.map(strong_array, tree), given, tracers=True)
 
-    def leaf(x):
-        x = strong_array(x)
-        x = jnp.array(x, copy=True) if id(x) in seen else x
+
+def copy_shared_arrays[T](tree: T, others: PyTree, tracers: bool = False) -> T:
+    """Copies in the same way, but copies tracers only if `tracers` is set."""
+    leaves, structure = jax.tree.flatten(tree)
+    seen, dtypes = set(map(id, jax.tree.leaves(others))), []
+    for x in leaves:
+        copies = id(x) in seen and isinstance(x, jax.Array)
+        dtypes.append(x.dtype if copies and (tracers or not is_traced(x)) else None)
         seen.add(id(x))
-        return x
-
-    return jax.tree.map(leaf, tree)
+    return structure.unflatten(copy_leaves(leaves, dtypes))
 
 
 def is_traced(x: object) -> bool:

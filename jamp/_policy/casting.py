@@ -14,7 +14,12 @@ from jaxtyping import PyTree
 
 from jamp._core.dtypes import FLOAT32, cast, is_castable
 from jamp._core.path_rules import check_rules, matches, parse_rules
-from jamp._core.tree import is_overwritten, path_parts, path_string
+from jamp._core.tree import (
+    is_overwritten,
+    map_in_one_program,
+    path_parts,
+    path_string,
+)
 from jamp._core.warnings import UnusedOptionWarning, warn
 from jamp._policy.levels import Properties, half_dtype
 from jamp._policy.options import parse_model_dtype
@@ -128,14 +133,17 @@ def cast_params(tree: PyTree, dtype: DTypeLike | None, keep: Keep) -> Any:
     dtype.
     """
 
-    def leaf(path, x):
+    def wanted(path, x):
         parts = path_parts(path)
         if not is_castable(x) or is_overwritten(parts):
-            return x
+            return None
         to = FLOAT32 if keep(parts, x) else dtype
-        return x if to is None or x.dtype == to else cast(x, to)
+        return None if x.dtype == to else to
 
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [x for _, x in paths]
+    dtypes = [wanted(path, x) for path, x in paths]
+    return structure.unflatten(map_in_one_program(cast, leaves, dtypes))
 
 
 def _batchnorm_test(

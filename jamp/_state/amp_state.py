@@ -17,7 +17,7 @@ from jamp._core.devices import check_same_devices, moves_constants
 from jamp._core.dtypes import is_half
 from jamp._core.groups import Key
 from jamp._core.show import summary
-from jamp._core.tree import check_kinds, check_like, copy_shared
+from jamp._core.tree import check_kinds, check_like, copy_shared_arrays
 from jamp._core.warnings import PrecisionWarning, warn
 from jamp._policy.forward import forwards
 from jamp._policy.levels import Properties
@@ -230,9 +230,9 @@ class AmpState(TrainState, kw_only=True):
             A state of the same class.
 
         Raises:
-            TypeError: `params` or `tx` in the wrong container; an unknown field.
-            ValueError: a name exists already; params are not float32; the optimizer
-                does not keep its state per param.
+            TypeError: `tx` is missing, or there is one group; an unknown field.
+            ValueError: a name exists already; `params` or `tx` in the wrong container;
+                params are not float32; the optimizer does not keep its state per param.
 
         >>> import jamp, jax.numpy as jnp, optax
         >>> params = {"body": jnp.ones(2)}
@@ -264,10 +264,10 @@ def _replace(self: AmpState, **changes: Any) -> Any:
     if loads and has_values(params, self.params):
         changes |= load(self, params, False)
     own = array_fields(self)
-    fields = {name: value for name, value in extra.items() if name in own}
-    if has_values(fields):
-        others = [changes.get(x, getattr(self, x)) for x in own if x not in fields]
-        changes |= copy_shared(fields, others)
+    others = [changes.get(n, getattr(self, n)) for n in own if n not in extra]
+    arrays = {name: value for name, value in extra.items() if name in own}
+    if arrays:
+        changes |= copy_shared_arrays(arrays, others)
     new = dataclasses.replace(self, **changes)
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)  # noqa: E731
     opt_state = changes.get("opt_state")

@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int, PyTree
 from jamp._core.devices import callers_guard
 from jamp._core.dtypes import FLOAT32, cast, is_half, widen
 from jamp._core.groups import check_transformation
-from jamp._core.tree import select
+from jamp._core.tree import copy_leaves, select
 from jamp.optimizers._fused import Transformation, check_step, leaf_salts
 from pallas_kernels import Weight, keys_of, split_float32, stochastic
 
@@ -174,7 +174,8 @@ class _MasterRule:
             remainder = self.store_remainder
             weights = with_masters(params, params, store_remainder=remainder)
         else:  # taken for the originals of params that are cast afterwards
-            masters = [jnp.array(p, copy=True) for p in leaves]
+            dtypes = [jnp.result_type(p) for p in leaves]
+            masters = copy_leaves(leaves, dtypes)
             weights = structure.unflatten(map(Weight, leaves, masters))
         return MasterWeightsState(
             split_masters(weights)[1], self.tx.init(values(weights))
@@ -219,17 +220,19 @@ def with_masters(
     """
     if store_remainder:
         _check_bfloat16(params)
-
-    def leaf(param, original):
-        if not is_half(param):
-            return Weight(param)
-        # A master that shared its buffer with a param could not be donated.
-        master = jnp.array(original, FLOAT32, copy=True)
-        return (
-            Weight(*split_float32(master)) if store_remainder else Weight(param, master)
-        )
-
-    return jax.tree.map(leaf, params, originals)
+    leaves, structure = jax.tree.flatten(params)
+    dtypes = [FLOAT32 if is_half(p) else None for p in leaves]
+    # A master that shared its buffer with a param could not be donated.
+    masters = copy_leaves(structure.flatten_up_to(originals), dtypes)
+    weights = []
+    for param, dtype, master in zip(leaves, dtypes, masters, strict=True):
+        if dtype is None:
+            weights.append(Weight(param))
+        elif store_remainder:
+            weights.append(Weight(*split_float32(master)))
+        else:
+            weights.append(Weight(param, master))
+    return structure.unflatten(weights)
 
 
 def join_masters(params: PyTree, masters: PyTree) -> PyTree:
