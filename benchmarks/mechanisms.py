@@ -186,7 +186,7 @@ MECHANISMS = {
     ),
     "one cast": Mechanism(
         "A float32 value is cast to half once, for all who read it so.",
-        "rewrite.Rewriter.read",
+        "writer.Writer.read",
         _each_apart,
     ),
     "cast apart": Mechanism(
@@ -241,7 +241,7 @@ MECHANISMS = {
     ),
     "weights in fp8": Mechanism(
         "Outside of loops weights are kept in fp8: devices gather them once (O6).",
-        "jamp._fp8.write.product_of",
+        "jamp._fp8.write.matmul_of",
         _always_again,
     ),
     "quantizing barrier": Mechanism(

@@ -210,7 +210,7 @@ class Case:
         if not first.shared or first.vote != FLOAT32:
             return None
         values.tables |= first.origin.roots
-        is_read = table in values.multiplied and not values.widest
+        is_read = not values.widest and table in values.multiplied
         return table if is_read else None
 
     def results(self, dtype: Any, region: str) -> list[Value]:

@@ -12,7 +12,7 @@ from jax.extend import core as jc
 
 from jamp._autocast import jax_internals
 from jamp._autocast.frames import frames_of, with_equations
-from jamp._autocast.primitives import is_product
+from jamp._autocast.primitives import is_matmul
 from jamp._autocast.program import Scope, is_float32, name_stack
 
 
@@ -74,7 +74,7 @@ def _multiplies(program: jc.Jaxpr, known: dict[Any, Any]) -> bool:
 def _has_matmul(eqn: jc.JaxprEqn, known: dict[Any, Any]) -> bool:
     frames = frames_of(eqn)
     inside = any(_multiplies(frame.program, known) for frame in frames)
-    return inside or not frames and is_product(eqn)
+    return inside or not frames and is_matmul(eqn)
 
 
 def _value(atom: Any, values: dict[Any, Any]) -> Any:
@@ -82,6 +82,7 @@ def _value(atom: Any, values: dict[Any, Any]) -> Any:
 
 
 def _reading(eqn: jc.JaxprEqn, values: dict[Any, Any]) -> jc.JaxprEqn:
-    if not any([not isinstance(v, jc.Literal) and v in values for v in eqn.invars]):
+    if not values:
         return eqn
-    return eqn.replace(invars=[_value(v, values) for v in eqn.invars])
+    invars = [_value(v, values) for v in eqn.invars]
+    return eqn.replace(invars=invars) if invars != eqn.invars else eqn

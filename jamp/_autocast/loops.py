@@ -17,7 +17,7 @@ from typing import Any
 from jax.extend import core as jc
 
 from jamp._autocast.frames import Frame, frames_of, while_programs
-from jamp._autocast.primitives import Shape, is_product, primitive_name, traits_of
+from jamp._autocast.primitives import Shape, is_matmul, primitive_name, traits_of
 from jamp._autocast.program import Atom, dtype_of, is_float, size_of
 
 type Tags = frozenset[Any]
@@ -128,7 +128,7 @@ def _added(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
     if union and On.CARRY not in union and all(map(_is_number, eqn.outvars)):
         return _NUMBER
     on = frozenset(tag for tag in union if isinstance(tag, On))
-    if is_product(eqn):
+    if is_matmul(eqn):
         rest = [tags for tags in given[:2] if On.CARRY not in tags]
         layer = On.CARRY in on and any(On.WEIGHT in tags for tags in rest)
         return on | {On.LAYER} if layer else on
@@ -162,5 +162,5 @@ def waits_for_half(eqn: jc.JaxprEqn) -> bool:
 
 def _in_half(eqn: jc.JaxprEqn, given: list[Tags]) -> Tags:
     bits = [dtype_of(v).itemsize * 8 for v in eqn.invars if is_float(v)]
-    is_half = is_product(eqn) and any(n <= 16 for n in bits)
+    is_half = is_matmul(eqn) and any(n <= 16 for n in bits)
     return frozenset((On.HALF,)) if is_half else frozenset().union(*given)

@@ -40,7 +40,7 @@ class Shape(enum.Enum):
     REPEAT = "repeat"  # equals one of them, which occurs several times
     MOVE = "move"  # equals one of some operand's elements
     REDUCE = "reduce"  # on those along some axes
-    PRODUCT = "product"  # on a row of one operand and a row of the other
+    MATMUL = "matmul"  # on a row of one operand and a row of the other
     MIX = "mix"  # on many
     OPAQUE = "opaque"  # unknown
 
@@ -80,7 +80,7 @@ ROWS = (
         Rule.HALF,
         "Matrix units multiply half operands much faster, and accumulate in float32.",
         "apex FP16_FUNCS: linear, matmul, mm, bmm, conv1d to conv_transpose3d",
-        "product: dot_general conv_general_dilated ragged_dot_general",
+        "matmul: dot_general conv_general_dilated ragged_dot_general",
     ),
     _row(
         Rule.FLOAT32,
@@ -226,9 +226,9 @@ def _name_of_dot(numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> st
     return "reduce_sum"
 
 
-def is_product(eqn: Any) -> bool:
+def is_matmul(eqn: Any) -> bool:
     """Returns whether an equation is a matmul or a convolution."""
-    return traits_of(primitive_name(eqn)).shape is Shape.PRODUCT
+    return traits_of(primitive_name(eqn)).shape is Shape.MATMUL
 
 
 def is_plain(eqn: Any) -> bool:

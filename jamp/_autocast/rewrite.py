@@ -13,15 +13,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core as jc
 from jax.typing import DTypeLike
 
 from jamp._autocast import jax_internals
-from jamp._autocast.calls import apart_if_sharded, call
+from jamp._autocast.calls import call
 from jamp._autocast.case import Case
 from jamp._autocast.decide import Decision, decide
-from jamp._autocast.frames import Frame, frames_of, with_equations
+from jamp._autocast.frames import Frame, frames_of
 from jamp._autocast.heads import checkpoint_heads
 from jamp._autocast.hijax import with_dtypes
 from jamp._autocast.islands import checkpoint_islands
@@ -34,17 +33,15 @@ from jamp._autocast.program import (
     Atom,
     Scope,
     dtype_of,
-    dtypes_of,
     is_castable_eqn,
     is_float,
     is_float32,
     name_stack,
-    recorded,
     shape_of,
 )
-from jamp._autocast.reasons import CAST, Note, noted, noting
 from jamp._autocast.sums import broadcast, repeated, rows_of, with_bias, with_weight
 from jamp._autocast.values import Value, Values
+from jamp._autocast.writer import Writer
 from jamp._core.dtypes import FLOAT32
 from jamp._core.warnings import AutocastWarning, PrecisionWarning, warn
 
@@ -76,33 +73,23 @@ def program(
     return scope.written[key]
 
 
-class Rewriter:
-    """The new equations of one program, and the versions of each value by dtype."""
+class Rewriter(Writer):
+    """A program that it reads, decides on, and writes, one equation after the other."""
 
     def __init__(
         self, values: Values, rules: Mapping[str, ProgramRule], out_uses: Sequence[Any]
     ):
-        self.values, self.scope, self.rules = values, values.scope, rules
+        super().__init__(values)
+        self.scope, self.rules = values.scope, rules
         fp8 = self.scope.policy.fp8
         self.fp8 = fp8.plan(values, out_uses) if fp8 else None
-        self.eqns: list[jc.JaxprEqn] = []
-        # Maps the user's variables to new variables, one for each dtype in which an
-        # equation reads the value. Each cast is written once, for the first reader.
-        self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
-        self.eqn: jc.JaxprEqn | None = None
         # Maps values to their fp8 versions and the exponents of their scales.
         self.quantized: dict[Atom, list[jc.Var]] = {}
-        self.begin = 0  # the index of the first new equation for `eqn`
-        self.products = 0  # the number of matmuls with a weight that all trips share
-        self._noting = noting.value
+        self.matmuls = 0  # the number of matmuls with a weight that all trips share
         self._written: dict[Any, jc.Jaxpr] = {}
-        jaxpr = values.program
-        for v in jaxpr.constvars:
-            self._bind(v, values[v])
-        self.invars = [self._bind(v, values[v]) for v in jaxpr.invars]
-        for eqn in jaxpr.eqns:
+        for eqn in values.program.eqns:
             self.equation(eqn)
-        self.results = values.of(jaxpr.outvars)
+        self.results = values.of(values.program.outvars)
 
     def written(self, out_dtypes: Sequence[Any] | None = None) -> jc.Jaxpr:
         """Returns the rewritten program.
@@ -117,57 +104,15 @@ class Rewriter:
         return self._written[key]
 
     def _with_results(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
-        jaxpr, end, versions = self.values.program, len(self.eqns), self.versions
-        self.versions = {v: dict(versions[v]) for v in self.values.results}
-        pairs = zip(jaxpr.outvars, dtypes, strict=True)
-        outvars = [self.read(v, dtype) for v, dtype in pairs]
-        written = with_equations(jaxpr, self.eqns, invars=self.invars, outvars=outvars)
-        self.versions = versions
-        del self.eqns[end:]
+        written = self.program(dtypes)
         # These run last, because they find float32 regions by the casts around them.
         options = self.scope.written, self.scope.loop
         written = checkpoint_islands(written, *options)
         return checkpoint_heads(written, *options, self.scope.saved)
 
-    # ---- values
-
-    def read(self, atom: Atom, dtype: DTypeLike, apart: bool = False) -> Atom:
-        """Returns a value, in the given dtype if it is float32 in the user's program.
-
-        `apart` gives this reader its own cast, so that JAX rounds the reader's
-        cotangent before it adds the cotangents of other readers.
-        """
-        if isinstance(atom, jc.Literal):
-            return _literal(atom, dtype) if is_float32(atom) else atom
-        versions = self.versions[atom]
-        if dtype in versions and not apart:
-            return versions[dtype]
-        computed = self.values.known[atom].dtype
-        if dtype == computed or not is_float32(atom):
-            return versions[computed]
-        # Casting the computed version, not another cast, rounds only once.
-        new = self._convert(versions[computed], dtype)
-        if not apart:
-            versions[dtype] = new
-        return new
-
     def uses_of(self, atoms: Sequence[Atom]) -> Sequence[Any]:
         """Returns the uses of values, for `Policy.fp8`."""
         return self.fp8.uses_of(atoms) if self.fp8 else ()
-
-    def _bind(self, var: jc.Var, value: Value) -> jc.Var:
-        """Makes the variable that replaces a user's variable."""
-        same = value.dtype == dtype_of(var)
-        new = var if same else jc.Var(jax_internals.in_dtype(var.aval, value.dtype))
-        self.values.known[var], self.versions[var] = value, {value.dtype: new}
-        return new
-
-    def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
-        # The cast gets the source line of `self.eqn`, the equation that reads it.
-        self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
-        return self.eqns[-1].outvars[0]
-
-    # ---- equations
 
     def equation(self, eqn: jc.JaxprEqn) -> None:
         """Decides on an equation, and writes it."""
@@ -214,38 +159,6 @@ class Rewriter:
             why = "region" if region else decision.why
             self._note(eqn, why, rule, dtype, region)
 
-    def emit(
-        self,
-        eqn: jc.JaxprEqn,
-        in_dtypes: Sequence[Any],
-        results: Sequence[Value],
-        params: dict[str, Any] | None = None,
-        apart: bool = False,
-    ) -> None:
-        """Writes an equation whose operands have the given dtypes."""
-        pairs = zip(eqn.invars, in_dtypes, strict=True)
-        invars = [self.read(v, d, apart) for v, d in pairs]
-        pairs = zip(eqn.outvars, results, strict=True)
-        outvars = [self._bind(v, value) for v, value in pairs]
-        params = eqn.params if params is None else params
-        if eqn.primitive.name == "convert_element_type" and is_float32(eqn.outvars[0]):
-            # The operand is the half version of the result, so no cast is needed.
-            (operand,) = invars
-            if isinstance(operand, jc.Var):
-                self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
-        new = eqn.replace(invars=invars, outvars=outvars, params=params)
-        self.eqns.append(apart_if_sharded(new))
-
-    def emit_recorded(
-        self,
-        eqn: jc.JaxprEqn,
-        params: dict[str, Any] | None = None,
-        is_data: bool = False,
-    ) -> None:
-        """Writes an equation whose operands and results keep the user's dtypes."""
-        results = self.values.recorded(eqn, is_data)
-        self.emit(eqn, recorded(eqn.invars), results, params)
-
     def _reads_mark(self, eqn: jc.JaxprEqn) -> bool:
         """Reads the mark of a param or of a boundary, which it does not write.
 
@@ -290,7 +203,7 @@ class Rewriter:
 
         `var` is a bias of a matmul, a weight, or a table of rows.
         """
-        half, (out,), first = self.values.half, eqn.outvars, eqn.invars[0] is var
+        half, first = self.values.half, eqn.invars[0] is var
         operands = [self.read(eqn.invars[first], half), self.read(var, FLOAT32)]
         function = with_bias
         if eqn.primitive.name != "add":
@@ -299,15 +212,12 @@ class Rewriter:
             function = rows_of(tuple(sorted(eqn.params.items())))
         if eqn.primitive.name == "dot_general":
             numbers = eqn.params["dimension_numbers"]
-            function = with_weight(numbers, first, self.products)
-            self.products += 1
-        new, known = [self._bind(out, results[0])], self.scope.written
-        written = call(function, operands, new, eqn, known)
-        if written is not None:
-            self.eqns.append(written)
-            return
-        dtype = FLOAT32 if eqn.primitive.name == "gather" else half
-        self._write(eqn, dtype, [x._replace(dtype=dtype) for x in results])
+            function = with_weight(numbers, first, self.matmuls)
+            self.matmuls += 1
+        known = self.scope.written
+        if not self.replace(eqn, function, operands, results, known=known):
+            dtype = FLOAT32 if eqn.primitive.name == "gather" else half
+            self._write(eqn, dtype, [x._replace(dtype=dtype) for x in results])
 
     def _write_repeated(
         self, eqn: jc.JaxprEqn, var: jc.Var, results: Sequence[Value]
@@ -336,40 +246,8 @@ class Rewriter:
         """Writes a matmul in fp8, by `Policy.fp8`."""
         half, fp8 = self.values.half, self.scope.policy.fp8
         function, operands = fp8.call(self, eqn, decision.fp8, decision.summed)
-        new = [self._bind(eqn.outvars[0], results[0])]
-        written = call(function, operands, new, eqn)
-        if written is None:
+        if not self.replace(eqn, function, operands, results):
             self._write(eqn, half, results)
-        else:
-            self.eqns.append(written)
-
-    def _note(
-        self,
-        eqn: jc.JaxprEqn,
-        why: str,
-        rule: Rule | None = None,
-        dtype: Any = "",
-        region: str = "",
-    ) -> None:
-        """Adds a note for `jamp.explain` to the new equations of an equation."""
-        if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
-            why, dtype, region = "no float32", "", ""
-        name, operands = primitive_name(eqn), " ".join(dtypes_of(eqn.invars))
-        rule_name = rule.value if rule else ""
-        note = Note(name, why, rule_name, str(dtype), region, operands)
-        *casts, last = self.eqns[self.begin :]
-        if why != "program":
-            casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
-        self.eqns[self.begin :] = [*casts, noted(last, note)]
-
-
-def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
-    if dtype == FLOAT32:
-        return literal
-    # A literal that half cannot hold is cast only if the user requested half.
-    with np.errstate(over="ignore"):
-        value = np.asarray(literal.val, dtype)
-    return jc.Literal(value, jax_internals.in_dtype(literal.aval, dtype))
 
 
 @functools.cache

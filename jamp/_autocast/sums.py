@@ -1,7 +1,7 @@
 """Sums the gradients of biases, of tables and of weights in loops in float32.
 
     y = add(dot_general(a, w), b)          y = with_bias(dot_general(a, w), b)
-    scan { w c. y = dot_general(c, w) }    scan { w c. y = product(c, w, half of w) }
+    scan { w c. y = dot_general(c, w) }    scan { w c. y = matmul(c, w, half of w) }
     y = convert(gather(w, i))              y = rows(i, w, half of w)
     y:f32 = add(convert x, convert t)      y:f32 = add(convert x, repeated(convert t))
     scan { v w c. u = concatenate v w }    u = concatenate v w; scan { u c. }
@@ -59,20 +59,20 @@ from pallas_kernels._compat import compute_capability
 
 
 @jax.custom_jvp
-def with_bias(product: Array, bias: Array) -> Array:
+def with_bias(matmul: Array, bias: Array) -> Array:
     """Adds a float32 bias to a half matmul of the same rank, in half."""
-    return product + bias.astype(product.dtype)
+    return matmul + bias.astype(matmul.dtype)
 
 
 def _derivative(primals, tangents):
-    (product, bias), (of_product, of_bias) = primals, tangents
+    (matmul, bias), (of_matmul, of_bias) = primals, tangents
     if isinstance(of_bias, SymbolicZero):
-        return with_bias(product, bias), of_product
-    repeated = jnp.ones_like(product, of_bias.dtype) * of_bias
-    tangent = apart(repeated.astype(product.dtype))
-    if not isinstance(of_product, SymbolicZero):
-        tangent = of_product + tangent
-    return with_bias(product, bias), tangent
+        return with_bias(matmul, bias), of_matmul
+    repeated = jnp.ones_like(matmul, of_bias.dtype) * of_bias
+    tangent = apart(repeated.astype(matmul.dtype))
+    if not isinstance(of_matmul, SymbolicZero):
+        tangent = of_matmul + tangent
+    return with_bias(matmul, bias), tangent
 
 
 with_bias.defjvp(_derivative, symbolic_zeros=True)
@@ -139,7 +139,7 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
         )
 
     @jax.custom_jvp
-    def product(x: Array, weight: Array, in_half: Array) -> Array:
+    def matmul(x: Array, weight: Array, in_half: Array) -> Array:
         return dot(x, in_half, x.dtype)
 
     def in_float32(x: Array, weight: Array) -> Array:
@@ -160,10 +160,10 @@ def with_weight(numbers: Any, first: bool, copies: int) -> Callable[..., Array]:
             for _ in range(copies):
                 tangent = apart(tangent)
             known.append(tangent)
-        return product(x, weight, in_half), sum(known[1:], known[0])
+        return matmul(x, weight, in_half), sum(known[1:], known[0])
 
-    product.defjvp(derivative, symbolic_zeros=True)
-    return product
+    matmul.defjvp(derivative, symbolic_zeros=True)
+    return matmul
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,8 +19,8 @@ from jamp._autocast.frames import Frame, Kind, frames_of
 from jamp._autocast.marks import Source
 from jamp._autocast.primitives import (
     Shape,
+    is_matmul,
     is_plain,
-    is_product,
     primitive_name,
     traits_of,
 )
@@ -36,8 +36,8 @@ from jamp._fp8.options import Fp8
 
 # How a value is used later in the program.
 type Uses = frozenset[str]
-PRODUCT, ORDER = "product", "order"
-NOTHING, PRODUCTS, ORDERED = (frozenset(), frozenset((PRODUCT,)), frozenset((ORDER,)))
+MATMUL, ORDER = "matmul", "order"
+NOTHING, MATMULS, ORDERED = (frozenset(), frozenset((MATMUL,)), frozenset((ORDER,)))
 _ORDERS = ("top_k", "approx_top_k", "argmax", "argmin", "sort")
 # Operations whose results have the order of their operands.
 _PASSES = (
@@ -86,7 +86,7 @@ class Plan:
         x = eqn.invars[1 if weight is eqn.invars[0] else 0]
         if not values.depends_on_params(x):
             return "fp8 input"
-        if PRODUCT not in uses:
+        if MATMUL not in uses:
             return "fp8 last"
         if ORDER in uses:
             return "fp8 order"
@@ -173,9 +173,9 @@ def _uses_of_operands(
 def _uses_by_operation(eqn: jc.JaxprEqn, of_result: Uses) -> list[Uses]:
     name = primitive_name(eqn)
     ordered = eqn.params.get("num_keys", 1) if name in _ORDERS else 0
-    product = PRODUCTS if is_product(eqn) else of_result & PRODUCTS
+    matmul = MATMULS if is_matmul(eqn) else of_result & MATMULS
     # A matmul or a sum changes the order.
-    passed = product | (of_result if traits_of(name).shape in _PASSES else NOTHING)
+    passed = matmul | (of_result if traits_of(name).shape in _PASSES else NOTHING)
     return [
         passed | (ORDERED if i < ordered else NOTHING) for i in range(len(eqn.invars))
     ]

@@ -1,7 +1,7 @@
 """Matmuls of quantized operands, with their derivatives.
 
     x8:f8_e4m3fn[] e:i32[] = quantize x                     x ~ x8 * 2**e
-    y:bf16 = product x x8 e w                               (x8 . w8) * 2**(e + e_w)
+    y:bf16 = matmul x x8 e w                               (x8 . w8) * 2**(e + e_w)
     dx:bf16 = (g8 . w8^T) * 2**..   dw:bf16 = (x8^T . g8) * 2**..      g8:f8_e5m2
 
 The scale of a tensor is the largest power of two that keeps its largest number finite:
@@ -66,7 +66,7 @@ def quantize(x: Array, of: Of) -> tuple[Array, Array]:
 
 
 @functools.lru_cache(maxsize=256)
-def product_of(
+def matmul_of(
     numbers: Numbers, first: bool, half: DTypeLike, grad_weight: bool, again: bool
 ) -> Callable[..., Array]:
     """Returns a function that multiplies an array by a weight in fp8.
@@ -82,7 +82,7 @@ def product_of(
         return (weight, x) if first else (x, weight)
 
     @jax.custom_jvp
-    def product(x: Array, x8: Array, of_x8: Array, w: Array, w8: Array, of_w8: Array):
+    def matmul(x: Array, x8: Array, of_x8: Array, w: Array, w8: Array, of_w8: Array):
         return _multiplied(*in_order(x8, w8), of_x8 + of_w8, numbers, half)
 
     def derivative(primals, tangents):
@@ -101,22 +101,22 @@ def product_of(
             known.append(
                 lax.dot_general(*operands, numbers, preferred_element_type=half)
             )
-        return product(*primals), sum(known[1:], known[0])
+        return matmul(*primals), sum(known[1:], known[0])
 
-    product.defjvp(derivative, symbolic_zeros=True)
-    return product
+    matmul.defjvp(derivative, symbolic_zeros=True)
+    return matmul
 
 
 def _multiplied(
     a: Array, b: Array, exponent: Array, numbers: Any, half: Any, sharding: Any = None
 ) -> Array:
     """Returns a half matmul of fp8 arrays times a power of two."""
-    # The unscaled product may exceed float16.
+    # The unscaled matmul may exceed float16.
     dtype = FLOAT32 if half == jnp.float16 else half
-    product = lax.dot_general(
+    matmul = lax.dot_general(
         a, b, numbers, preferred_element_type=dtype, out_sharding=sharding
     )
-    return (product * _power(exponent).astype(dtype)).astype(half)
+    return (matmul * _power(exponent).astype(dtype)).astype(half)
 
 
 def _power(exponent: Array) -> Array:
@@ -161,7 +161,7 @@ def _types_of_quantized(x: Any, **params: Any) -> list[Any]:
 
 
 _SECOND = (
-    "A product in fp8 has no second derivative. Leave fp8 out of what is "
+    "A matmul in fp8 has no second derivative. Leave fp8 out of what is "
     "differentiated twice: `with jamp.disable_fp8():` around it, or "
     "`fp8=jamp.Fp8(keep=...)`."
 )

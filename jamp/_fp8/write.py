@@ -1,7 +1,7 @@
 """Write a matmul in fp8: the hooks that `_autocast` calls.
 
 y = dot_general x w        x8 e = quantize x; w8 d = quantize w
-                           y = product x x8 e w w8 d
+                           y = matmul x x8 e w w8 d
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jamp._core.dtypes import FLOAT32
 from jamp._core.path_rules import matches
 from jamp._fp8.options import Fp8
 from jamp._fp8.plan import Plan, Uses
-from jamp._fp8.quantized import FORWARD, Of, SharedKept, product_of, quantize
+from jamp._fp8.quantized import FORWARD, Of, SharedKept, matmul_of, quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Products:
         # A scan would stack its fp8 weights in addition to the half ones.
         again = loop and not shared
         # `explain` needs a new trace, which records the user's line.
-        make = product_of.__wrapped__ if noting.value else product_of
+        make = matmul_of.__wrapped__ if noting.value else matmul_of
         numbers = eqn.params["dimension_numbers"]
         operands: list[Atom] = []
         of_weight = Of.SHARED if loop and shared else Of.WEIGHT

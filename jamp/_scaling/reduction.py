@@ -163,7 +163,7 @@ class _Widening:
             return False
         if name in _CALLS:
             params, invars = self._called(eqn, asked, read)
-        elif traits_of(name).shape is Shape.PRODUCT:
+        elif traits_of(name).shape is Shape.MATMUL:
             params["preferred_element_type"] = FLOAT32
             results = [v for v in results if _is_half(v)]
         elif _passes(eqn) or name in _SUMS:

@@ -162,5 +162,5 @@ def _is_noise(run: Run, operands: list[_Operand], right: Value) -> bool:
     if primitive_name(run.site.eqn) not in _SUMS or not operands:
         return False
     sizes = [rms(x.right) for x in operands]
-    is_product = "_general" in run.site.eqn.primitive.name
-    return rms(right) < _NOISE * (math.prod(sizes) if is_product else max(sizes))
+    is_matmul = "_general" in run.site.eqn.primitive.name
+    return rms(right) < _NOISE * (math.prod(sizes) if is_matmul else max(sizes))

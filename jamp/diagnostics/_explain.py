@@ -217,7 +217,7 @@ def _operation(
 
 def _own_dtype(eqn: jc.JaxprEqn) -> str | None:
     """Returns the dtype of an operation in the written program, if it has a result."""
-    if traits_of(eqn.primitive.name).shape is Shape.PRODUCT:
+    if traits_of(eqn.primitive.name).shape is Shape.MATMUL:
         # `preferred_element_type` may give the result another dtype.
         return max(dtypes_of(eqn.invars[:2]), key=lambda d: jnp.dtype(d).itemsize)
     return next(iter(dtypes_of(eqn.outvars)), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend import core as jc
 
-from jamp._autocast.primitives import Shape, is_product, traits_of
+from jamp._autocast.primitives import Shape, is_matmul, traits_of
 from jamp._autocast.program import shape_of, size_of
 
 # These compute nothing.
@@ -97,7 +97,7 @@ def flops_of(eqn: jc.JaxprEqn) -> int | None:
     - `conv_general_dilated`: 2 I for each output value and kernel position, for I input
       features of a group, padding included.
     """
-    if not is_product(eqn):
+    if not is_matmul(eqn):
         return None
     numbers: Any = eqn.params.get("dimension_numbers")
     lhs, rhs = map(shape_of, eqn.invars[:2])

@@ -1,0 +1,163 @@
+"""Writes the new equations of one program, and keeps the versions of each value.
+
+    y:f32 = dot_general x w      x':f16 = convert x; w':f16 = convert w
+    e:f32 = exp y                y:f16 = dot_general x' w'
+                                 y':f32 = convert y
+                                 e:f32 = exp y'
+
+It makes no decisions: its caller gives it the dtypes. Equations keep their source lines
+and name stacks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jc
+from jax.typing import DTypeLike
+
+from jamp._autocast import jax_internals
+from jamp._autocast.calls import apart_if_sharded, call
+from jamp._autocast.frames import with_equations
+from jamp._autocast.primitives import Rule, primitive_name
+from jamp._autocast.program import Atom, dtype_of, dtypes_of, is_float32, recorded
+from jamp._autocast.reasons import CAST, Note, noted, noting
+from jamp._autocast.values import Value, Values
+from jamp._core.dtypes import FLOAT32
+
+
+class Writer:
+    """The new equations of one program, and the versions of each value by dtype."""
+
+    def __init__(self, values: Values):
+        self.values = values
+        self.eqns: list[jc.JaxprEqn] = []
+        # Maps the user's variables to new variables, one for each dtype in which an
+        # equation reads the value. Each cast is written once, for the first reader.
+        self.versions: dict[jc.Var, dict[Any, jc.Var]] = {}
+        self.eqn: jc.JaxprEqn | None = None
+        self.begin = 0  # the index of the first new equation for `eqn`
+        self._noting = noting.value
+        for v in values.program.constvars:
+            self._bind(v, values[v])
+        self._invars = [self._bind(v, values[v]) for v in values.program.invars]
+
+    def program(self, dtypes: Sequence[Any]) -> jc.Jaxpr:
+        """Returns the program so far, with results in the given dtypes."""
+        jaxpr, end, versions = self.values.program, len(self.eqns), self.versions
+        self.versions = {v: dict(versions[v]) for v in self.values.results}
+        pairs = zip(jaxpr.outvars, dtypes, strict=True)
+        outvars = [self.read(v, dtype) for v, dtype in pairs]
+        written = with_equations(jaxpr, self.eqns, invars=self._invars, outvars=outvars)
+        # The casts at its end are not part of the program with other results.
+        self.versions = versions
+        del self.eqns[end:]
+        return written
+
+    def read(self, atom: Atom, dtype: DTypeLike, apart: bool = False) -> Atom:
+        """Returns a value, in the given dtype if it is float32 in the user's program.
+
+        `apart` gives this reader its own cast, so that JAX rounds the reader's
+        cotangent before it adds the cotangents of other readers.
+        """
+        if isinstance(atom, jc.Literal):
+            return _literal(atom, dtype) if is_float32(atom) else atom
+        versions = self.versions[atom]
+        if dtype in versions and not apart:
+            return versions[dtype]
+        computed = self.values.known[atom].dtype
+        if dtype == computed or not is_float32(atom):
+            return versions[computed]
+        # Casting the computed version, not another cast, rounds only once.
+        new = self._convert(versions[computed], dtype)
+        if not apart:
+            versions[dtype] = new
+        return new
+
+    def _bind(self, var: jc.Var, value: Value) -> jc.Var:
+        """Makes the variable that replaces a user's variable."""
+        same = value.dtype == dtype_of(var)
+        new = var if same else jc.Var(jax_internals.in_dtype(var.aval, value.dtype))
+        self.values.known[var], self.versions[var] = value, {value.dtype: new}
+        return new
+
+    def _convert(self, var: jc.Var, dtype: DTypeLike) -> jc.Var:
+        # The cast gets the source line of `self.eqn`, the equation that reads it.
+        self.eqns.append(jax_internals.conversion(var, dtype, self.eqn))
+        return self.eqns[-1].outvars[0]
+
+    def emit(
+        self,
+        eqn: jc.JaxprEqn,
+        in_dtypes: Sequence[Any],
+        results: Sequence[Value],
+        params: dict[str, Any] | None = None,
+        apart: bool = False,
+    ) -> None:
+        """Writes an equation whose operands have the given dtypes."""
+        pairs = zip(eqn.invars, in_dtypes, strict=True)
+        invars = [self.read(v, d, apart) for v, d in pairs]
+        pairs = zip(eqn.outvars, results, strict=True)
+        outvars = [self._bind(v, value) for v, value in pairs]
+        params = eqn.params if params is None else params
+        if eqn.primitive.name == "convert_element_type" and is_float32(eqn.outvars[0]):
+            # The operand is the half version of the result, so no cast is needed.
+            (operand,) = invars
+            if isinstance(operand, jc.Var):
+                self.versions[eqn.outvars[0]].setdefault(dtype_of(operand), operand)
+        new = eqn.replace(invars=invars, outvars=outvars, params=params)
+        self.eqns.append(apart_if_sharded(new))
+
+    def emit_recorded(
+        self,
+        eqn: jc.JaxprEqn,
+        params: dict[str, Any] | None = None,
+        is_data: bool = False,
+    ) -> None:
+        """Writes an equation whose operands and results keep the user's dtypes."""
+        results = self.values.recorded(eqn, is_data)
+        self.emit(eqn, recorded(eqn.invars), results, params)
+
+    def replace(
+        self,
+        eqn: jc.JaxprEqn,
+        function: Callable[..., Any],
+        operands: Sequence[Atom],
+        results: Sequence[Value],
+        **options: Any,
+    ) -> bool:
+        """Writes a call instead of an equation. Returns whether the types agree."""
+        pairs = zip(eqn.outvars, results, strict=True)
+        outvars = [self._bind(v, value) for v, value in pairs]
+        written = call(function, operands, outvars, eqn, **options)
+        if written is not None:
+            self.eqns.append(written)
+        return written is not None
+
+    def _note(
+        self,
+        eqn: jc.JaxprEqn,
+        why: str,
+        rule: Rule | None = None,
+        dtype: Any = "",
+        region: str = "",
+    ) -> None:
+        """Adds a note for `jamp.explain` to the new equations of an equation."""
+        if why != "program" and not any(map(is_float32, (*eqn.invars, *eqn.outvars))):
+            why, dtype, region = "no float32", "", ""
+        name, operands = primitive_name(eqn), " ".join(dtypes_of(eqn.invars))
+        rule_name = rule.value if rule else ""
+        note = Note(name, why, rule_name, str(dtype), region, operands)
+        *casts, last = self.eqns[self.begin :]
+        if why != "program":
+            casts = [noted(cast, note._replace(operands=CAST)) for cast in casts]
+        self.eqns[self.begin :] = [*casts, noted(last, note)]
+
+
+def _literal(literal: jc.Literal, dtype: DTypeLike) -> jc.Literal:
+    if dtype == FLOAT32:
+        return literal
+    # A literal that half cannot hold is cast only if the user requested half.
+    with np.errstate(over="ignore"):
+        value = np.asarray(literal.val, dtype)
+    return jc.Literal(value, jax_internals.in_dtype(literal.aval, dtype))
