@@ -9,7 +9,7 @@ keeps its dtype, because its gradient is a sum over the trips.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from jamp._autocast.program import (
     region_rule,
 )
 from jamp._autocast.rewrite import Rewriter, program
-from jamp._autocast.values import Value, Values, joint_source, one_of
+from jamp._autocast.values import Value, in_dtypes, one_of
 from jamp._core.dtypes import FLOAT32
 
 
@@ -67,7 +67,7 @@ def _open(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         eqn = eqn.replace(params=eqn.params | {"policy": policy})
     params = with_programs(eqn, written)
     ins = [value.dtype for value in given]
-    rewriter.emit(eqn, ins, _in_dtypes(results, outs), params)
+    rewriter.emit(eqn, ins, in_dtypes(results, outs), params)
 
 
 def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
@@ -80,7 +80,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     (frame,), values = frames, rewriter.values
     fixed = frame.consts + frame.carries
     places = range(frame.consts, fixed)
-    given = _closed_values(values, eqn.invars, places)
+    given = values.closed(eqn.invars, places)
     for i, value in enumerate(values.of(eqn.invars)):
         given[i] = given[i]._replace(asks=value.asks, shared=i < frame.consts)
         if i >= fixed:
@@ -102,7 +102,7 @@ def _scan(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
         results.append(value)
     params = with_programs(eqn, [body.written(outs)])
     ins = [value.dtype for value in given]
-    rewriter.emit(eqn, ins, _in_dtypes(results, outs), params)
+    rewriter.emit(eqn, ins, in_dtypes(results, outs), params)
 
 
 def _half_carries(
@@ -130,7 +130,7 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     (cond, body), values = frames, rewriter.values
     consts = cond.consts + body.consts
     places = range(consts, len(eqn.invars))
-    given = _closed_values(values, eqn.invars, places)
+    given = values.closed(eqn.invars, places)
     for i, value in enumerate(values.of(eqn.invars[:consts])):
         given[i] = given[i]._replace(vote=value.vote, dtype=value.dtype)
     for i in places:
@@ -146,7 +146,7 @@ def _while(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 
 def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a program whose inputs and outputs keep the user's dtypes."""
-    given = _closed_values(rewriter.values, eqn.invars)
+    given = rewriter.values.closed(eqn.invars)
     uses = rewriter.uses_of(eqn.outvars)
     program = _program(rewriter, eqn, frames[0].program, given, uses=uses)
     written = program.written(recorded(eqn.outvars))
@@ -156,29 +156,7 @@ def _closed(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
 def _outgoing(rewriter: Rewriter, atoms: Sequence[Atom]) -> list[Value]:
     """Returns values in the dtypes in which they enter another program."""
     values = rewriter.values.of(atoms)
-    return _in_dtypes(values, [value.outgoing for value in values])
-
-
-def _in_dtypes(values: Iterable[Value], dtypes: Sequence[Any]) -> list[Value]:
-    pairs = zip(values, dtypes, strict=True)
-    return [value._replace(dtype=dtype) for value, dtype in pairs]
-
-
-def _closed_values(
-    values: Values, operands: Sequence[Atom], carries: Sequence[int] = ()
-) -> list[Value]:
-    """Returns the operands of a program that takes them in the user's dtypes.
-
-    After some trips, the operands at the places of `carries` may depend on all.
-    """
-    given = values.of(operands)
-    closed = [
-        values.unknown(v)._replace(source=value.source, carried=value.carried)
-        for v, value in zip(operands, given, strict=True)
-    ]
-    for i in carries:
-        closed[i] = closed[i]._replace(source=joint_source(given))
-    return closed
+    return in_dtypes(values, [value.outgoing for value in values])
 
 
 def _program(
@@ -224,7 +202,7 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     operands = _outgoing(rewriter, eqn.invars)
     found, values = _called(rewriter, eqn, frames[0], operands)
     inner = found.written()
-    results = _in_dtypes(values, recorded(inner.outvars))
+    results = in_dtypes(values, recorded(inner.outvars))
     prim = hi_primitive(eqn)
     consts = 0 if prim is not None else derivatives.custom_consts(eqn)
 
@@ -268,10 +246,7 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     The user's `bwd` takes the residuals of the user's `fwd` and returns gradients in
     the dtypes of the operands. So both rules keep the dtypes at their borders.
     """
-
-    def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-        return _program(rewriter, eqn, jaxpr, ()).written(recorded(jaxpr.outvars))
-
+    write = functools.partial(_kept, rewriter, eqn)
     inner = write(frames[0].program)
     # The rules may close over values of an outer program. These become operands without
     # a derivative, like the values that the function itself closes over.
@@ -289,6 +264,11 @@ def _custom_vjp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
     invars = [*eqn.invars[:place], *passed, *eqn.invars[place:]]
     eqn = eqn.replace(invars=invars)
     rewriter.emit_recorded(eqn, params)
+
+
+def _kept(rewriter: Rewriter, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr) -> jc.Jaxpr:
+    """Rewrites a program of an equation that keeps the user's dtypes at its borders."""
+    return _program(rewriter, eqn, jaxpr, ()).written(recorded(jaxpr.outvars))
 
 
 def _stopped(rewriter: Rewriter, var: jc.Var) -> jc.Var:
@@ -310,10 +290,7 @@ def _tracing(rewriter: Rewriter, eqn: jc.JaxprEqn) -> Any:
 
 def _linear_call(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> None:
     """Rewrites a linear function, and its transpose when JAX traces that."""
-
-    def write(jaxpr: jc.Jaxpr) -> jc.Jaxpr:
-        return _program(rewriter, eqn, jaxpr, ()).written(recorded(jaxpr.outvars))
-
+    write = functools.partial(_kept, rewriter, eqn)
     tracing = _tracing(rewriter, eqn)
     params = derivatives.with_linear_call(eqn, write(frames[0].program), write, tracing)
     rewriter.emit_recorded(eqn, params)

@@ -96,6 +96,12 @@ def one_of(values: Sequence[Value]) -> Value:
     return Value(values[0].dtype, vote, asks, source=source, carried=carried)
 
 
+def in_dtypes(values: Iterable[Value], dtypes: Sequence[Any]) -> list[Value]:
+    """Returns values that are computed in other dtypes."""
+    pairs = zip(values, dtypes, strict=True)
+    return [value._replace(dtype=dtype) for value, dtype in pairs]
+
+
 class Values:
     """The values of one program, up to the equation that autocast reads.
 
@@ -165,6 +171,22 @@ class Values:
     def depends_on_params(self, atom: Atom) -> bool:
         """Returns whether a value depends on a param. It may depend on data too."""
         return bool(self[atom].source & (Source.HALF | Source.KEPT))
+
+    def closed(
+        self, operands: Sequence[Atom], carries: Sequence[int] = ()
+    ) -> list[Value]:
+        """Returns the operands of a program that takes them in the user's dtypes.
+
+        After some trips, the operands at the places of `carries` may depend on all.
+        """
+        given = self.of(operands)
+        closed = [
+            self.unknown(v)._replace(source=value.source, carried=value.carried)
+            for v, value in zip(operands, given, strict=True)
+        ]
+        for i in carries:
+            closed[i] = closed[i]._replace(source=joint_source(given))
+        return closed
 
     def recorded(self, eqn: jc.JaxprEqn, is_data: bool = False) -> list[Value]:
         """Returns the results of an equation that keeps the user's dtypes."""
