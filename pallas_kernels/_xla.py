@@ -1,9 +1,9 @@
-"""Jobs, and how XLA runs them on one leaf, or on small leaves side by side."""
+"""Jobs, and how XLA runs them: leaf by leaf, or reduced over several leaves at once."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ type Formula = Callable[[Numbers, Any, Blocks], Blocks]
 SMALL = 2**14
 _PER_BUCKET = 75
 _PER_SUM = 8  # large leaves of one shape
-_PER_KERNEL = 11  # of four arrays read and four written, in 96 operands
 
 JOIN = {"sum": jnp.add, "max": jnp.maximum}
 
@@ -134,14 +133,17 @@ def run_in_xla(
     keys: UInt32[Array, " n"] | None,
     strides: Sequence[tuple[int, ...]] | None = None,
 ) -> Results:
-    """Runs the leaves `members`, in order, so that XLA merges what it can.
+    """Runs the leaves `members`, in order.
+
+    Each leaf is stepped by itself: a kernel for several small leaves would wait for
+    the last of their gradients, and XLA would keep what they are computed from.
 
     `names` first name the numbers in `packed`, which all leaves share, then a row of
     `table`. `flattens` lets totals concatenate leaves. `keys` are for stochastic
     rounding, and `strides` tell which part of a whole array each leaf is.
     """
-    groups = kinds(members, leaves, tags)
     if job.totals:
+        groups = kinds(members, leaves, tags)
         numbers = dict(zip(names, packed, strict=True))
         totals = [
             reduce_group(job, tags[ks[0]], batch, numbers)
@@ -153,45 +155,15 @@ def run_in_xla(
             for name, how in job.reductions.items()
         }
         return dict.fromkeys(members, {}), whole
-    done = {}
-    for group, shared in _groups_with_numbers(groups, leaves, packed):
-        for k in group:
-            row = () if table is None else table[k]
-            numbers = dict(zip(names, [*shared, *row], strict=True))
-            key = None if keys is None else keys[k]
-            whole = None if strides is None else strides[k]
-            done[k] = run_leaf(job, leaves[k], tags[k], whole, numbers, key)
+    done, shared = {}, list(packed)
+    for k in members:
+        row = () if table is None else table[k]
+        numbers = dict(zip(names, [*shared, *row], strict=True))
+        key = None if keys is None else keys[k]
+        whole = None if strides is None else strides[k]
+        done[k] = run_leaf(job, leaves[k], tags[k], whole, numbers, key)
     reduced = {r: jnp.stack([done[k][1][r] for k in members]) for r in job.reductions}
     return {k: done[k][0] for k in members}, reduced
-
-
-def _groups_with_numbers(
-    groups: Sequence[Sequence[int]], leaves: Sequence[Leaf], packed: Float[Array, " s"]
-) -> Iterator[tuple[Sequence[int], list[Array]]]:
-    """Groups leaves that XLA shall update in one kernel, each with the numbers.
-
-    XLA merges fusions of equal size that share a non-scalar operand. So small leaves of
-    one kind read their numbers from one vector per group, behind a barrier that keeps
-    XLA from splitting it. A large leaf reads scalars, which a CPU keeps in registers;
-    eleven large leaves in one kernel would take all registers of a GPU.
-    """
-    sizes = [size_of(leaf) for leaf in leaves]
-    small, large = [], []
-    for ks in groups:
-        by_size = sorted(ks, key=sizes.__getitem__)
-        for size, run in itertools.groupby(by_size, key=sizes.__getitem__):
-            if size > SMALL:
-                large += run
-            else:
-                small += itertools.batched(run, _PER_KERNEL)
-    padded = jnp.pad(packed, (0, max(0, 2 - packed.size)))
-    vectors = jax.lax.optimization_barrier([padded] * len(small))
-    for group, vector in zip(small, vectors, strict=True):
-        numbers = padded if len(group) == 1 else vector
-        yield group, [numbers[j] for j in range(packed.size)]
-    scalars = list(packed)
-    for k in large:
-        yield [k], scalars
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
