@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers import _fused as fused
-from pallas_kernels import Blocks, Numbers
+from pallas_kernels import Blocks, Leaves, Numbers, Options
 
 
 class FusedAdamState(NamedTuple):
@@ -119,22 +119,26 @@ class FusedAdam(fused.FusedRule):
     b2: ArrayLike = fused.number(below=1)
     eps: ArrayLike = fused.number()
     adam_w_mode: bool
-    legacy: bool
-    eps_inside_sqrt: bool
+    grad_averaging: bool = True
+    legacy: bool = False
+    eps_inside_sqrt: bool = False
 
-    def numbers(self, count: fused.Count, *_: object) -> fused.Scalars:
-        eta, c2 = self.rate(count), self.correction(self.b2, count)
-        rate, root = eta / self.correction(self.b1, count), 1 / jnp.sqrt(c2)
-        decay = eta if self.adam_w_mode else 1.0
+    def numbers(
+        self, count: fused.Count, leaves: Leaves, options: Options
+    ) -> fused.Scalars:
+        del leaves, options
+        rate, c1 = self.rate(count), self.correction(self.b1, count)
+        root: ArrayLike = 1 / jnp.sqrt(self.correction(self.b2, count))
         if self.legacy:  # what divides by the root multiplies epsilon and the decay
-            rate, root = rate / root, jnp.ones(())
-            decay = rate
+            rate, c1, root = rate / (c1 * root), 1.0, 1.0
         return {
             "rate": rate,
+            "c1": c1,
             "root": root,
-            "decay": decay * self.weight_decay,
+            "decay": self.weight_decay,
             "b1": self.b1,
-            "a1": 1 - self.b1,  # of Python's numbers not in float32: digits cancel
+            # of Python's numbers not in float32: digits cancel
+            "a1": 1 - self.b1 if self.grad_averaging else 1.0,
             "b2": self.b2,
             "a2": 1 - self.b2,
             "eps": self.eps,
@@ -148,12 +152,12 @@ class FusedAdam(fused.FusedRule):
         m = s["b1"] * moments["mu"] + s["a1"] * g
         v = s["b2"] * moments["nu"] + s["a2"] * (g * g)
         if self.eps_inside_sqrt:
-            u = s["rate"] * m / jnp.sqrt(v + s["eps"])
+            u = m / jnp.sqrt(v + s["eps"])
         else:
-            u = s["rate"] * m / (jnp.sqrt(v) * s["root"] + s["eps"])
+            u = (m / s["c1"]) / (jnp.sqrt(v) * s["root"] + s["eps"])
         if decays and self.adam_w_mode:
             u = u + s["decay"] * w
-        return -u, {"mu": m, "nu": v}
+        return -s["rate"] * u, {"mu": m, "nu": v}
 
     def clip_factor(self, norm: Array, most: ArrayLike) -> Array:
         if not self.legacy:

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Int, PyTree
 
 from jamp.optimizers import _fused as fused
-from pallas_kernels import Blocks, Leaves, Numbers, Options, step_norms
+from jamp.optimizers._adam import FusedAdam
+from pallas_kernels import Leaves, Options, step_norms
 
 
 class FusedLAMBState(NamedTuple):
@@ -83,31 +84,17 @@ def fused_lamb(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedLAMB(fused.FusedRule):
+class FusedLAMB(FusedAdam):
     name: ClassVar[str] = "fused_lamb"
     state: ClassVar = FusedLAMBState
 
-    b1: ArrayLike = fused.number(below=1)
-    b2: ArrayLike = fused.number(below=1)
-    eps: ArrayLike = fused.number()
-    adam_w_mode: bool
-    grad_averaging: bool
     use_nvlamb: bool
+    clip_factor = fused.FusedRule.clip_factor  # of NaN as in apex's LAMB
 
     def numbers(
         self, count: fused.Count, leaves: Leaves, options: Options
     ) -> fused.Scalars:
-        c2 = jnp.asarray(self.correction(self.b2, count), jnp.float32)
-        numbers = {
-            "decay": self.weight_decay,
-            "b1": self.b1,
-            "b3": 1 - self.b1 if self.grad_averaging else 1.0,
-            "b2": self.b2,
-            "a2": 1 - self.b2,  # of Python's numbers not in float32: digits cancel
-            "eps": self.eps,
-            "c1": self.correction(self.b1, count),
-            "root": 1 / jnp.sqrt(c2),
-        }
+        numbers = super().numbers(count, leaves, options)
         plain = numbers | {"rate": 1.0}
         weight, update = step_norms(self.static, leaves, plain, options)
         adapts = (weight != 0) & (update != 0)  # NaN too, as in apex
@@ -115,16 +102,4 @@ class FusedLAMB(fused.FusedRule):
             decays = jnp.array(leaves.decays, bool)
             adapts &= decays & (jnp.asarray(self.weight_decay) != 0)
         ratio = jnp.where(adapts, weight / update, 1)
-        return numbers | {"rate": self.rate(count) * ratio}
-
-    def formula(
-        self, s: Numbers, decays: bool, g: Array, w: Array, moments: Blocks
-    ) -> tuple[Array, Blocks]:
-        if decays and not self.adam_w_mode:
-            g = g + s["decay"] * w
-        m = s["b1"] * moments["mu"] + s["b3"] * g
-        v = s["b2"] * moments["nu"] + s["a2"] * (g * g)
-        u = (m / s["c1"]) / (jnp.sqrt(v) * s["root"] + s["eps"])
-        if decays and self.adam_w_mode:
-            u = u + s["decay"] * w
-        return -s["rate"] * u, {"mu": m, "nu": v}
+        return numbers | {"rate": numbers["rate"] * ratio}
