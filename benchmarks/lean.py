@@ -294,7 +294,7 @@ def save(name: str, mode: str, target: str) -> Entry:
 
 def table(entries: list[Entry], target: str = "H200") -> str:
     """Tabulates traffic and temporary memory by model and mode."""
-    modes = [mode for mode in MODES if mode != "O2"]
+    modes = [mode for mode in MODES if mode not in ("O2", *FUSED)]
     lines = [f"| {target} | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_key = {key_of(entry): entry for entry in entries}
     for name in CASES:
