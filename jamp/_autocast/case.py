@@ -155,9 +155,11 @@ class Case:
 
     def _asks(self) -> bool:
         fill = self.eqn.params.get("fill_value")
-        fills = fill is not None and self.has_float32_result
-        asks = any([value.asks for value in self.given])
-        return asks or fills and exceeds_half(float(fill), self.values.half)
+        if any([value.asks for value in self.given]):
+            return True
+        if fill is None or not self.has_float32_result:
+            return False
+        return exceeds_half(float(fill), self.values.half)
 
     def _passes_numbers(self) -> bool:
         """Whether a result may equal an operand, or is computed from literals alone."""
@@ -211,7 +213,7 @@ class Case:
             return None
         values.tables |= first.origin.roots
         is_read = not values.widest and table in values.multiplied
-        return table if is_read else None
+        return table if is_read and isinstance(table, jc.Var) else None
 
     def results(self, dtype: Any, region: str) -> list[Value]:
         """Returns what is known about the results, which are computed in a dtype."""

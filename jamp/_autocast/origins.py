@@ -51,7 +51,7 @@ class Origin(NamedTuple):
             roots=numbers_of(self.roots), statistic_of=numbers_of(self.statistic_of)
         )
 
-    def returned(self, known: dict[int, Any], result: Atom) -> "Origin":
+    def returned(self, known: dict[Any, Any], result: Atom) -> "Origin":
         """Returns the origin of a call's result, whose roots outside are numbers."""
         roots = frozenset((result,))
         if self.roots <= known.keys():

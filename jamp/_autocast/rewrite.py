@@ -132,8 +132,8 @@ class Rewriter(Writer):
             _warn_of_unknown(name)
         if name == "convert_element_type" and _rounds_kept(values, eqn, given[0]):
             _warn_of_kept(name_stack(self.scope, eqn))
-        listed = rule is not None and rule is not Rule.RECORDED
-        if not (listed and is_castable_eqn(eqn, rule, values.half)):
+        stays = rule is Rule.RECORDED or not is_castable_eqn(eqn, rule, values.half)
+        if rule is None or stays:
             self.emit_recorded(eqn, is_data=region in (KEPT, NO_MODEL))
             why = "unknown primitive" if rule is None else "own dtype"
             if rule is Rule.RECORDED:
@@ -186,7 +186,9 @@ class Rewriter(Writer):
         """Writes an equation whose float32 values get another dtype."""
         params = eqn.params
         ins = [dtype if is_float32(v) else dtype_of(v) for v in eqn.invars]
-        changed = {name: dtype for name in _DTYPE_PARAMS if params.get(name) == FLOAT32}
+        changed: dict[str, Any] = {
+            name: dtype for name in _DTYPE_PARAMS if params.get(name) == FLOAT32
+        }
         if "update_jaxpr" in params and params["update_jaxpr"] is not None:
             if is_float32(eqn.outvars[0]):
                 update = jax_internals.in_scalars(params["update_jaxpr"], dtype)

@@ -63,7 +63,7 @@ class Plan:
         self._uses = _uses_in_program(jaxpr, out_uses, known)
         # Counts the matmuls that may have a weight and read a value.
         eqns = [eqn for eqn in jaxpr.eqns if may_have_weight(eqn)]
-        self._readers = Counter(
+        self._readers: Counter[Atom] = Counter(
             v for eqn in eqns for v in eqn.invars if isinstance(v, jc.Var)
         )
 

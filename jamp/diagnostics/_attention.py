@@ -2,7 +2,7 @@
 
 from jax.extend import core as jc
 
-from jamp._autocast.program import size_of
+from jamp._autocast.program import dtype_of, size_of
 
 REASON = (
     "Attention writes its weights to memory, {size:.3g} MB, and the backward pass "
@@ -29,4 +29,4 @@ class Scores:
             return 0
         weights = [v for v in eqn.invars if self._are_weights.pop(size_of(v), False)]
         self._are_weights[size_of(eqn.outvars[0])] = False
-        return sum(size_of(v) * v.aval.dtype.itemsize for v in weights)
+        return sum(size_of(v) * dtype_of(v).itemsize for v in weights)

@@ -12,10 +12,7 @@ from jamp.optimizers._adam import (
     FusedAdamState as FusedAdamState,
     fused_adam as fused_adam,
 )
-from jamp.optimizers._lamb import (
-    FusedLAMBState as FusedLAMBState,
-    fused_lamb as fused_lamb,
-)
+from jamp.optimizers._lamb import fused_lamb as fused_lamb
 from jamp.optimizers._larc import LARCState as LARCState, larc as larc
 from jamp.optimizers._masters import (
     StochasticRoundingState as StochasticRoundingState,

@@ -5,23 +5,15 @@ Learning*, 2020, arXiv:1904.00962.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Int, PyTree
+from jaxtyping import ArrayLike
 
 from jamp.optimizers import _fused as fused
 from jamp.optimizers._adam import FusedAdam
 from pallas_kernels import Leaves, Options, step_norms
-
-
-class FusedLAMBState(NamedTuple):
-    """State of `fused_lamb`, with the fields of `FusedAdamState`."""
-
-    count: Int[Array, ""]
-    mu: PyTree
-    nu: PyTree
 
 
 def fused_lamb(
@@ -57,7 +49,8 @@ def fused_lamb(
         use_nvlamb: whether to scale leaves that do not decay by the ratio, too.
 
     Returns:
-        A transformation, see `fused_adam`, which also lists the errors.
+        A transformation, see `fused_adam`, which also lists the errors. Its state is a
+        `FusedAdamState`.
 
     >>> import jax.numpy as jnp, optax
     >>> tx, params = fused_lamb(0.1, weight_decay=0.0, use_nvlamb=True), jnp.ones(1) * 5
@@ -86,7 +79,6 @@ def fused_lamb(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedLAMB(FusedAdam):
     name: ClassVar[str] = "fused_lamb"
-    state: ClassVar = FusedLAMBState
 
     use_nvlamb: bool
     clip_factor = fused.FusedRule.clip_factor  # of NaN as in apex's LAMB
