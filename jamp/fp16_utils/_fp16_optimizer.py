@@ -17,7 +17,7 @@ from jamp._core.dtypes import FLOAT32, MODEL_DTYPES, is_half
 from jamp._core.names import check_same, from_names, to_names
 from jamp._core.numbers import check_scale
 from jamp._core.show import short_repr
-from jamp._core.warnings import PrecisionWarning, warn
+from jamp._core.warnings import PrecisionWarning, UnusedOptionWarning, warn
 from jamp._scaling import rules
 from jamp._scaling.incoming import check_scale_state
 from jamp._scaling.loss import checked_loss, grad_of_scaled
@@ -101,6 +101,12 @@ class FP16_Optimizer:  # noqa: N801, apex's name
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ):
+        unused = "static_loss_scale" if static_loss_scale != 1.0 else None
+        if not dynamic_loss_scale:
+            unused = None if dynamic_loss_args is None else "dynamic_loss_args"
+        if unused:
+            text = f"{unused} has no effect with {dynamic_loss_scale=}."
+            warn(text, UnusedOptionWarning)
         self.dynamic_loss_scale: bool = bool(dynamic_loss_scale)
         self.verbose: bool = verbose
         self._configure(init_optimizer, static_loss_scale, dynamic_loss_args)

@@ -148,6 +148,11 @@ def test_clipping_changes_nothing_after_an_overflow():
 
 
 def test_what_it_prints_and_warns_of(capsys):
+    unused = {"static_loss_scale": {"static_loss_scale": 2.0}}
+    unused["dynamic_loss_args"] = {"dynamic": False, "dynamic_loss_args": {}}
+    for name, options in unused.items():
+        with pytest.warns(jamp.UnusedOptionWarning, match=f"{name} has no effect"):
+            make(**options)
     optimizer = make(verbose=True)
     state = optimizer.init(params())
     assert "received float16 with (3, 2)\n" in capsys.readouterr().out
