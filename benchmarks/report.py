@@ -25,11 +25,13 @@ mpx 0.1.8, Keras 3.15.1, 2026-11-25.
 
 """
 ON_GPU = """Training steps of GPT-2: medians (quartiles). Steps of Adam at O5: medians
-(bandwidth). *: the device waited for the host.
+(bandwidth). *: the device waited for the host. `python -m benchmarks.predictions`
+predicts a step. For steps with written-out attention, it came after the runs below, and
+O5 calibrates it.
 
 """
 TRAINED = ["training step", "ms", "tokens/s", "MFU", "GB"]
-TRAINED += ["predicted: floor, ms", "ms", "GB"]
+TRAINED += ["predicted floor, ms", "predicted ms", "predicted GB"]
 LEAN = """`python -m benchmarks.lean`: bytes moved and temporary memory, relative to the
 same model with `dtype=bfloat16`; O6 is relative to O5.
 

@@ -205,7 +205,7 @@ def _groups_to_reduce(
 ) -> list[list[Leaf]]:
     """Groups leaves of one kind that one kernel can reduce.
 
-    On one device it joins leaves of one shape, and concatenates small ones.
+    On one device these are leaves of one shape, and concatenations of small leaves.
     """
     if not flattens:
         return [[leaves[k]] for k in members]

@@ -212,15 +212,13 @@ def _custom_jvp(rewriter: Rewriter, eqn: jc.JaxprEqn, frames: list[Frame]) -> No
         # integer's tangent is a float0.
         # Half operands vote for half, as in the function. Then relu's derivative reads
         # relu's own half operand, and JAX saves no other residual.
-        pairs = zip(
-            _with_tangents(operands[consts:], absent), jaxpr.invars, strict=True
-        )
+        incoming = _with_tangents(operands[consts:], absent)
         given = [
             x._replace(
                 dtype=x.dtype if is_float(v) else dtype_of(v),
                 origin=origin_of_unknown(v),
             )
-            for x, v in pairs
+            for x, v in zip(incoming, jaxpr.invars, strict=True)
         ]
         pairs = zip(_with_tangents(results, zeros), jaxpr.outvars, strict=True)
         outs = [x.dtype if is_float(v) else dtype_of(v) for x, v in pairs]

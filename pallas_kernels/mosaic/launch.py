@@ -309,7 +309,7 @@ def _reduce(x: Array, window: Window, how: str) -> Array:
 
 
 def _join_blocks(partials: Array, how: str, starts: Sequence[int] | None) -> Array:
-    """One value per leaf from one per block; without `starts` one of all."""
+    """Returns one value for each leaf, or one for all leaves without `starts`."""
     if starts is None:
         return partials.sum() if how == "sum" else partials.max()
     counts = [b - a for a, b in itertools.pairwise(starts)]
