@@ -1,6 +1,8 @@
 """Random programs: autocast raises on none, keeps types, integers and gradients.
 
-`make fuzz` runs 10,000 programs, from the seed JAMP_FUZZ on.
+And digits: programs of whole layers are held to the errors of torch's rules.
+
+`make fuzz` runs 10,000 of those and 20,000 of these, from the seed JAMP_FUZZ on.
 """
 
 import os
@@ -12,12 +14,14 @@ import numpy as np
 import pytest
 
 import jamp
+from tests.support import against_torch
 from tests.support.extent import more
 from tests.support.programs import evaluate
 from tests.support.random_programs import EVERY, is_smooth, program, run
 
 ERROR = {"float16": 0.01, "bfloat16": 0.08}  # of values of a few units
 SAMPLE, CHUNK, CHUNKS = 12, 100, 100
+LAYERED, LAYERED_CHUNKS = 1000, 20
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -89,11 +93,16 @@ def test_random_programs(seed):
     check(program(seed), *case(seed))
 
 
+def seeds(chunk, size):
+    jax.clear_caches()
+    start = int(os.environ["JAMP_FUZZ"]) + chunk * size
+    return range(start, start + size)
+
+
 @pytest.mark.parametrize("chunk", more("FUZZ", range(CHUNKS)))
 def test_many_random_programs(chunk):
-    jax.clear_caches()
-    found, failed, start = [], [], int(os.environ["JAMP_FUZZ"]) + chunk * CHUNK
-    for seed in range(start, start + CHUNK):
+    found, failed = [], []
+    for seed in seeds(chunk, CHUNK):
         try:
             found.append(check(program(seed), *case(seed)))
         except Exception as error:
@@ -101,3 +110,12 @@ def test_many_random_programs(chunk):
             failed.append(seed)
     assert failed == []
     assert found.count(None) < CHUNK / 10
+
+
+def test_layers_are_as_accurate_as_by_torchs_rules():
+    assert against_torch.beyond([2]) == []
+
+
+@pytest.mark.parametrize("chunk", more("FUZZ", range(LAYERED_CHUNKS)))
+def test_many_programs_of_layers(chunk):
+    assert against_torch.beyond(seeds(chunk, LAYERED)) == []

@@ -216,10 +216,12 @@ ALL = (*SIMPLE, *FLOW, *DERIVATIVES)
 EVERY = (Step("gram", 0, 0), *(Step(op, 2, 1) for op in SIMPLE))
 
 
-def program(seed: int) -> tuple[Step, ...]:
-    """The program of a seed: two or three steps, and up to two levels inside."""
+def program(
+    seed: int, ops: Sequence[str] = ALL, most: int = 3, depth: int = 2
+) -> tuple[Step, ...]:
+    """The program of a seed: at most so many steps, and so many levels inside."""
     rng = random.Random(seed)
-    return _steps(rng, ALL, rng.randint(2, 3), depth=2)
+    return _steps(rng, ops, rng.randint(2, most), depth)
 
 
 def is_smooth(steps: Sequence[Step]) -> bool:

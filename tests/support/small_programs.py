@@ -32,6 +32,10 @@ def normal(*shape: int, scale: float = 1.0, mean: float = 0.0):
     return lambda rng: (rng.normal(size=shape) * scale + mean).astype(np.float32)
 
 
+def uniform(low: float, high: float, *shape: int):
+    return lambda rng: rng.uniform(low, high, shape).astype(np.float32)
+
+
 def ints(high: int, *shape: int):
     return lambda rng: rng.integers(0, high, shape).astype(np.int32)
 
