@@ -2,14 +2,67 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.torch_table import HALVES, measure
+from tests.oracles.torch_autocast import torch_autocast
 from tests.support.extent import more
 from tests.support.small_programs import PROGRAMS
 
 # Less accurate, by a factor of 3.5 at most: a norm of half values gives half.
 EXCEPT = ("group_norm_after_conv",)
+
+X = jnp.linspace(0.1, 1.9, 12).reshape(3, 4)
+W = jnp.linspace(-1.1, 1.3, 20).reshape(4, 5)
+B = jnp.linspace(3.3, 4.1, 5)
+S = jnp.float32(0.3)
+
+
+def half(x):
+    """Rounded to bfloat16, for formulas in float64."""
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64)
+
+
+def product():
+    return half(half(X) @ half(W))
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda: X @ W, product),
+        (lambda: X @ W + B, lambda: half(product() + half(B))),
+        (lambda: X @ W * B, lambda: product() * np.float64(B)),
+        (lambda: X @ W + X[:, :1], lambda: product() + np.float64(X[:, :1])),
+        (lambda: X @ W - S, lambda: half(product() - half(S))),
+        (lambda: X @ W * 0.3, lambda: half(product() * np.float32(0.3))),
+        (lambda: jnp.exp(X @ W), lambda: np.exp(product())),
+        (lambda: 1.0 / (X @ W), lambda: 1 / product()),
+        (lambda: jnp.tanh(X @ W), lambda: half(np.tanh(product()))),
+        (lambda: (X @ W).sum(0), lambda: product().sum(0)),
+        (
+            lambda: jax.nn.silu(X @ W),
+            lambda: half(product() / (1 + np.exp(-product()))),
+        ),
+        (lambda: jnp.tanh(X), lambda: np.tanh(np.float64(X))),
+        (
+            lambda: jax.lax.scan(lambda c, _: (c @ W[:, :4], c[0]), X, length=2)[1],
+            lambda: [np.float64(X[0]), half(half(X) @ half(W[:, :4]))[0]],
+        ),
+        (
+            lambda: jax.grad(lambda w: jnp.exp(X @ w).sum())(W),
+            lambda: half(half(X).T @ half(np.exp(product()))),
+        ),
+    ],
+    ids="product bias scale column 0-d python exp reciprocal tanh sum silu alone "
+    "scan grad".split(),
+)
+def test_the_oracle_follows_torch(fn, expected):
+    got = torch_autocast(fn, "bfloat16")()
+    np.testing.assert_allclose(got, expected(), rtol=2e-6)
 
 
 # The programs are written as users write them.
